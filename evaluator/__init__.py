@@ -1,0 +1,1 @@
+"""Runs exported nets: image path, batching, validation, reports, gRPC server. Needs neither torch nor onnx."""

@@ -1,0 +1,146 @@
+"""The program `prelunet VERB`. A verb is imported when it is called, so that `--help` stays instant.
+
+Only this module prints errors and sets the exit code (docs/contract.md, "Exit codes"). Verbs of the layers above the
+evaluator are found through the entry-point group `prelunet.verbs`, so that nothing here imports them.
+"""
+
+import importlib
+import importlib.metadata
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+import typer.core
+from typer.main import get_command as build_command
+
+from evaluator.errors import EnvironmentFault, Interrupted, PreluNetError, from_os_error, outcome_of
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A verb before it is imported. target: `module:function`, or empty for one found by its entry point."""
+
+    help: str
+    target: str = ""
+
+
+VERBS: dict[str, Verb] = {  # in the order of the work
+    "init": Verb("Write an initialised, untrained checkpoint."),
+    "train": Verb("Train a net from a recipe; the same command resumes."),
+    "inspect": Verb("Show what a checkpoint or a model file says of itself."),
+    "export": Verb("Turn a checkpoint into one ONNX file with the dense head inside."),
+    "verify": Verb("Run a model's golden images on this machine and print the deviation."),
+    "classify": Verb("Classify images, with a model file or through a server.", "evaluator.verbs.classify:classify"),
+    "validate": Verb("Evaluate a model on a labelled dataset; the same command resumes.", "evaluator.verbs.validate:validate"),
+    "report": Verb("Write report.json, classes.csv and report.html of a run.", "evaluator.verbs.report:report"),
+    "serve": Verb("Serve models over gRPC.", "evaluator.verbs.serve:serve"),
+}
+EXTRA_OF_MODULE = {"torch": "train", "onnx": "train", "safetensors": "train", "onnxruntime": "cpu"}
+
+
+class LazyVerbs(typer.core.TyperGroup):
+    """A group that lists its verbs without importing them and loads only the one that is called."""
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
+        """Return the names of all verbs."""
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
+        """Return a stand-in that carries the help line: all that the list of verbs shows."""
+        verb = VERBS.get(cmd_name)
+        return verb and typer.core.TyperCommand(cmd_name, help=verb.help)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Load the verb that was called."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command and _load(name or ""), rest
+
+
+def _load(name: str) -> Any:
+    """Import a verb and turn its function into a command."""
+    try:
+        function = _function_of(name)
+    except ModuleNotFoundError as error:
+        extra = EXTRA_OF_MODULE.get((error.name or "").split(".")[0])
+        if extra is None:
+            raise
+        raise EnvironmentFault(
+            f"prelunet {name} needs {error.name}, which is not installed. Bring it with: pip install 'prelunet[{extra}]'"
+        ) from error
+    app = typer.Typer(add_completion=False)
+    app.command(name, help=function.__doc__)(function)
+    return build_command(app)
+
+
+def _function_of(name: str) -> Callable[..., Any]:
+    """Return the function behind a verb."""
+    if target := VERBS[name].target:
+        module, function = target.split(":")
+        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+        return found
+    (entry,) = importlib.metadata.entry_points(group="prelunet.verbs", name=name)
+    loaded: Callable[..., Any] = entry.load()
+    return loaded
+
+
+_app = typer.Typer(cls=LazyVerbs, add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"prelunet {importlib.metadata.version('prelunet')}\n")
+        raise typer.Exit
+
+
+@_app.callback(help="Train, export, evaluate and serve PReLU-nets as the paper tests them: dense, multi-scale, exact.")
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    del version  # its callback has done the work
+
+
+program = build_command(_app)
+
+
+def _on_sigterm(_signal: int, _frame: FrameType | None) -> None:
+    """Treat SIGTERM like Ctrl-C: verbs that keep state finish their step, the rest stop."""
+    raise KeyboardInterrupt
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the program and exit with the code of docs/contract.md."""
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    sys.exit(run(arguments))
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Run one command line and return its exit code; every error becomes one message on stderr."""
+    try:
+        result = program.main(arguments, prog_name="prelunet", standalone_mode=False)
+    except PreluNetError as error:
+        return _fail(error)
+    except KeyboardInterrupt:
+        return _fail(Interrupted("interrupted; what is done is kept, and the same command goes on from there"))
+    except BrokenPipeError:  # the reader of our output went away, as in `prelunet inspect FILE | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        return _fail(from_os_error(error))
+    except Exception as error:
+        if hasattr(error, "exit_code") and hasattr(error, "show"):  # the parser's own complaints
+            error.show()
+            return int(error.exit_code)
+        raise
+    return result if isinstance(result, int) else 0
+
+
+def _fail(error: PreluNetError) -> int:
+    sys.stderr.write(f"prelunet: {error}\n")
+    return outcome_of(error).exit_code

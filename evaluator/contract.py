@@ -1,0 +1,229 @@
+"""What a model file says of itself: the `prelunet.*` keys of an ONNX file's metadata.
+
+Every value is JSON. docs/contract.md is the text of this contract; `export/` writes it, the evaluator reads it, and
+nothing else passes between the two. Pure functions; no runtime is imported here.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from evaluator.errors import ContractError
+
+CONTRACT_VERSION = 1
+PREFIX = "prelunet."
+INPUTS = ("images", "sizes")
+OUTPUTS = ("scores", "logits", "windows", "window_scores")
+
+Canvas = Literal["ragged", "exact"]
+Precision = Literal["fp32", "fp16"]
+MeanKind = Literal["channel", "image"]
+
+
+@dataclass(frozen=True)
+class ClassEntry:
+    """One class; its index is its place in the model's list (ImageNet: sorted wnid order, 0-based)."""
+
+    wnid: str
+    name: str
+
+
+@dataclass(frozen=True)
+class TrunkLayer:
+    """One layer of the trunk as far as sizes are concerned; pools round down."""
+
+    kernel: int
+    stride: int
+    pad: int
+
+    def output_side(self, side: int) -> int:
+        """Return how many rows (or columns) the layer gives for `side` of them; may be < 1 for tiny inputs."""
+        return (side + 2 * self.pad - self.kernel) // self.stride + 1
+
+
+@dataclass(frozen=True)
+class GoldenImage:
+    """One golden image: the formula of `golden_image` and what a float64 oracle says of it.
+
+    scores, logits: one number per class; the mean over windows of softmax probabilities and of logits.
+    """
+
+    height: int
+    width: int
+    scores: tuple[float, ...]
+    logits: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class ModelContract:
+    """Everything an exported file states, in the units of docs/contract.md (sides in pixels)."""
+
+    architecture: Mapping[str, Any]  # at least "name" and "activation"
+    classes: tuple[ClassEntry, ...]
+    mean_kind: MeanKind
+    trunk: tuple[TrunkLayer, ...]
+    window: int  # rows and columns of the feature map that are pooled together
+    spp_levels: tuple[int, ...]  # bins per side, in the order of fc1's input
+    crop: int  # side of a training crop
+    default_scales: tuple[int, ...]  # what `multi-scale` means for this model
+    max_side: int
+    canvas: Canvas
+    precision: Precision
+    checkpoint_sha256: str
+    training: Mapping[str, Any] = field(default_factory=dict)  # recipe, dataset, metrics, slopes: whatever is known
+    golden: tuple[GoldenImage, ...] = ()
+
+    spp_order = "level,row,column,channel"
+    bin_rule = "floor-ceil"
+
+    @property
+    def name(self) -> str:
+        """Return the architecture's name, as in the paper: A, B, C, E, ..."""
+        return str(self.architecture["name"])
+
+    @property
+    def trunk_stride(self) -> int:
+        """Return the distance in pixels between two neighbouring cells of the feature map."""
+        stride = 1
+        for layer in self.trunk:
+            stride *= layer.stride
+        return stride
+
+    @property
+    def min_side(self) -> int:
+        """Return the shortest image side that is accepted: the training crop, which holds one window."""
+        return self.crop
+
+    def feature_map_side(self, side: int) -> int:
+        """Return the rows (columns) of the feature map of an image with `side` rows (columns)."""
+        for layer in self.trunk:
+            side = layer.output_side(side)
+        return side
+
+    def window_grid(self, height: int, width: int) -> tuple[int, int]:
+        """Return the rows and columns of the grid of windows of an image; both are >= 1 from `min_side` on."""
+        return (self.feature_map_side(height) - self.window + 1, self.feature_map_side(width) - self.window + 1)
+
+    def class_index(self, wnid: str) -> int | None:
+        """Return the index of the class with this wnid, or None."""
+        return next((index for index, entry in enumerate(self.classes) if entry.wnid == wnid), None)
+
+    def to_metadata(self) -> dict[str, str]:
+        """Return the metadata of the file: key to JSON text, keys sorted, the same text for the same contract."""
+        values: dict[str, Any] = {
+            "contract_version": CONTRACT_VERSION,
+            "architecture": dict(self.architecture),
+            "classes": [{"wnid": entry.wnid, "name": entry.name} for entry in self.classes],
+            "mean_kind": self.mean_kind,
+            "trunk": [[layer.kernel, layer.stride, layer.pad] for layer in self.trunk],
+            "trunk_stride": self.trunk_stride,
+            "window": self.window,
+            "spp_levels": list(self.spp_levels),
+            "spp_order": self.spp_order,
+            "bin_rule": self.bin_rule,
+            "crop": self.crop,
+            "default_scales": list(self.default_scales),
+            "min_side": self.min_side,
+            "max_side": self.max_side,
+            "canvas": self.canvas,
+            "precision": self.precision,
+            "checkpoint_sha256": self.checkpoint_sha256,
+            "training": dict(self.training),
+            "golden": [
+                {"height": g.height, "width": g.width, "scores": list(g.scores), "logits": list(g.logits)}
+                for g in self.golden
+            ],
+        }
+        return {PREFIX + key: json.dumps(values[key], sort_keys=True, allow_nan=False) for key in sorted(values)}
+
+
+def contract_from_metadata(metadata: Mapping[str, str], where: str) -> ModelContract:
+    """Read the contract from a file's metadata; `where` names the file in errors.
+
+    Raises ContractError when a key is missing or unreadable, or when the file is of a newer version.
+    """
+    read = _Reader(metadata, where)
+    version = read.value("contract_version", int)
+    if version > CONTRACT_VERSION:
+        raise ContractError(
+            f"{where}: contract version {version}, but this prelunet knows versions up to {CONTRACT_VERSION}. "
+            f"Install a newer prelunet, or export the checkpoint again with this one: "
+            f"prelunet export CHECKPOINT -o {where}"
+        )
+    try:
+        return ModelContract(
+            architecture=read.value("architecture", dict),
+            classes=tuple(ClassEntry(c["wnid"], c["name"]) for c in read.value("classes", list)),
+            mean_kind=read.choice("mean_kind", ("channel", "image")),
+            trunk=tuple(TrunkLayer(*layer) for layer in read.value("trunk", list)),
+            window=read.value("window", int),
+            spp_levels=tuple(read.value("spp_levels", list)),
+            crop=read.value("crop", int),
+            default_scales=tuple(read.value("default_scales", list)),
+            max_side=read.value("max_side", int),
+            canvas=read.choice("canvas", ("ragged", "exact")),
+            precision=read.choice("precision", ("fp32", "fp16")),
+            checkpoint_sha256=read.value("checkpoint_sha256", str),
+            training=read.value("training", dict),
+            golden=tuple(
+                GoldenImage(g["height"], g["width"], tuple(g["scores"]), tuple(g["logits"]))
+                for g in read.value("golden", list)
+            ),
+        )
+    except (KeyError, TypeError) as error:
+        raise ContractError(f"{where}: the 'prelunet.*' metadata is malformed ({error!r}). {read.mend}") from error
+
+
+class _Reader:
+    """Reads one JSON value per key and turns every fault into a ContractError that names the key."""
+
+    def __init__(self, metadata: Mapping[str, str], where: str) -> None:
+        self.metadata = metadata
+        self.where = where
+        self.mend = f"Write the file again with: prelunet export CHECKPOINT -o {where}"
+
+    def value(self, key: str, kind: type) -> Any:
+        text = self.metadata.get(PREFIX + key)
+        if text is None:
+            raise ContractError(f"{self.where}: no '{PREFIX}{key}' in the ONNX metadata. {self.mend}")
+        try:
+            value = json.loads(text)
+        except ValueError as error:
+            raise ContractError(f"{self.where}: '{PREFIX}{key}' is not JSON. {self.mend}") from error
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ContractError(f"{self.where}: '{PREFIX}{key}' should be a {kind.__name__}. {self.mend}")
+        return value
+
+    def choice(self, key: str, allowed: tuple[str, ...]) -> Any:
+        value = self.value(key, str)
+        if value not in allowed:
+            raise ContractError(f"{self.where}: '{PREFIX}{key}' is '{value}', not one of {allowed}. {self.mend}")
+        return value
+
+
+def default_scales(crop: int) -> tuple[int, int, int]:
+    """Return the scales of `multi-scale`: the paper's 256, 384, 480 (Table 4) at crop 224, in proportion elsewhere."""
+    small, middle, large = (int(crop * scale / 224 + 0.5) for scale in (256, 384, 480))
+    return (small, middle, large)
+
+
+def golden_sizes(crop: int) -> tuple[tuple[int, int], ...]:
+    """Return height and width of the three golden images: one crop exactly, a landscape, a tall portrait."""
+    return ((crop, crop), (crop + crop // 7, crop + crop // 2 + 1), (crop + crop // 3 + 2, crop + 5))
+
+
+def golden_image(height: int, width: int) -> npt.NDArray[np.uint8]:
+    """Make a golden image, uint8 (height, width, 3), from whole numbers alone, so that any language can make it.
+
+    pixel(row, column, channel) = triangle((5 + 2c)·row + (3 + 4c)·column + 90c + (row·column) // 23), where
+    triangle(t) = |t mod 510 − 255|: smooth slopes in other directions for each channel, no symmetry, all of 0..255.
+    """
+    row = np.arange(height, dtype=np.int64)[:, None, None]
+    column = np.arange(width, dtype=np.int64)[None, :, None]
+    channel = np.arange(3, dtype=np.int64)[None, None, :]
+    t = (5 + 2 * channel) * row + (3 + 4 * channel) * column + 90 * channel + (row * column) // 23
+    return np.abs(t % 510 - 255).astype(np.uint8)

@@ -1,0 +1,1 @@
+"""A folder or an archive of images as labelled samples."""

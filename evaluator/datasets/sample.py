@@ -1,0 +1,51 @@
+"""What a labelled dataset is to everybody above: an ordered list of samples whose bytes can be read."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol as Interface
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One image of a dataset. file: relative name with '/'; label: class index, -1 if unknown; size: bytes."""
+
+    file: str
+    label: int
+    size: int
+
+
+class Reader(Interface):
+    """Gives the bytes of a sample; safe to call from several threads."""
+
+    def read(self, file: str) -> bytes:
+        """Return the bytes of the file of that name."""
+        ...
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """An ordered, labelled list of images.
+
+    location: the folder or archive; classes: the wnids (class folder names) in label order;
+    samples: sorted by file name, which is the order of every run.
+    """
+
+    location: Path
+    classes: tuple[str, ...]
+    samples: Sequence[Sample]
+    reader: Reader
+
+    def read(self, sample: Sample) -> bytes:
+        """Return the encoded bytes of one sample."""
+        return self.reader.read(sample.file)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Return the sha256 of the sorted relative names, byte lengths and labels."""
+        digest = hashlib.sha256()
+        for sample in sorted(self.samples, key=lambda s: s.file):
+            digest.update(f"{sample.file}\0{sample.size}\0{sample.label}\n".encode())
+        return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""Arrays to answers: session, batching, scores, classification, heat maps."""

@@ -1,0 +1,122 @@
+"""Every error that a user can meet, and the one table that maps it to an exit code and a gRPC status.
+
+    PreluNetError
+    ├── UsageError            an option, a path or a class list that cannot be used
+    ├── ImageError            bytes that are no image, or one beyond the limits
+    ├── DatasetError          a folder or archive that is no labelled dataset
+    ├── RunFolderError        a run folder of another model, dataset or protocol, or a damaged one
+    ├── ModelNotFound         a model name that the server does not serve
+    ├── ContractError         an ONNX file that is not ours, is damaged or too new
+    ├── CheckpointError       the same for a checkpoint
+    ├── Interrupted           stopped by a signal; the same command resumes
+    ├── EnvironmentFault      device, disk, port, server or an extra that is missing
+    ├── Overloaded            try later
+    └── CheckFailed           a check that was asked for did not pass
+
+Libraries raise; only the command line prints and exits, only the server sets a status.
+"""
+
+import errno
+from dataclasses import dataclass
+
+
+class PreluNetError(Exception):
+    """Base of all errors whose text is meant for the user: what, where, and how to mend it."""
+
+
+class UsageError(PreluNetError):
+    """An option, a path or a class list cannot be used as given."""
+
+
+class ImageError(PreluNetError):
+    """The bytes are no image that we accept; the caller must send another."""
+
+
+class DatasetError(PreluNetError):
+    """A folder or archive is not a labelled dataset, or does not fit the model's classes."""
+
+
+class RunFolderError(PreluNetError):
+    """A run folder belongs to another model, dataset or protocol, or is damaged."""
+
+
+class ModelNotFound(PreluNetError):
+    """The server serves no model of that name."""
+
+
+class ContractError(PreluNetError):
+    """An ONNX file does not keep the contract of docs/contract.md."""
+
+
+class CheckpointError(PreluNetError):
+    """A checkpoint is damaged, incomplete or of another format."""
+
+
+class Interrupted(PreluNetError):  # noqa: N818 - not a fault: the work resumes
+    """A signal stopped the work between two safe points; the same command resumes it."""
+
+
+class EnvironmentFault(PreluNetError):  # noqa: N818
+    """The machine lacks something: device, disk space, a free port, a server, an installed extra."""
+
+
+class Overloaded(PreluNetError):  # noqa: N818
+    """The server has as much waiting as it accepts; the same call may succeed later."""
+
+
+class CheckFailed(PreluNetError):  # noqa: N818
+    """A check that the user asked for did not pass."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one kind of error is told to the outside."""
+
+    exit_code: int
+    grpc_status: str  # a name of grpc.StatusCode; a string, so that this module needs no grpc
+
+
+INTERNAL = Outcome(1, "INTERNAL")  # anything that is not in the table is our own mistake
+
+OUTCOMES: dict[type[PreluNetError], Outcome] = {
+    UsageError: Outcome(2, "INVALID_ARGUMENT"),
+    ImageError: Outcome(2, "INVALID_ARGUMENT"),
+    DatasetError: Outcome(2, "INVALID_ARGUMENT"),
+    RunFolderError: Outcome(2, "FAILED_PRECONDITION"),
+    ModelNotFound: Outcome(2, "NOT_FOUND"),
+    ContractError: Outcome(3, "FAILED_PRECONDITION"),
+    CheckpointError: Outcome(3, "FAILED_PRECONDITION"),
+    Interrupted: Outcome(4, "CANCELLED"),
+    EnvironmentFault: Outcome(5, "UNAVAILABLE"),
+    Overloaded: Outcome(5, "RESOURCE_EXHAUSTED"),
+    CheckFailed: Outcome(6, "DATA_LOSS"),
+}
+
+
+def outcome_of(error: BaseException) -> Outcome:
+    """Return the exit code and gRPC status of an error; INTERNAL for what is not a PreluNetError."""
+    for kind in type(error).__mro__:
+        if kind in OUTCOMES:
+            return OUTCOMES[kind]
+    return INTERNAL
+
+
+# What the operating system says when the machine, not the user's input, is at fault.
+_MACHINE_ERRNOS = {
+    errno.ENOSPC: "the disk is full; free some space and run the same command again",
+    errno.EDQUOT: "the disk quota is used up; free some space and run the same command again",
+    errno.EROFS: "the file system is read-only; choose another folder",
+    errno.EACCES: "permission denied; choose a folder that this user may write",
+    errno.EPERM: "not permitted; choose a folder that this user may write",
+    errno.EADDRINUSE: "the address is in use; choose another port or stop the other program",
+    errno.EMFILE: "too many open files; raise the limit with: ulimit -n",
+    errno.EIO: "the device failed to read or write",
+}
+
+
+def from_os_error(error: OSError) -> PreluNetError:
+    """Turn an error of the operating system into one of ours, naming the file and the mend."""
+    where = f"{error.filename}: " if error.filename else ""
+    if error.errno in _MACHINE_ERRNOS:
+        return EnvironmentFault(f"{where}{_MACHINE_ERRNOS[error.errno]}")
+    return UsageError(f"{where}{error.strerror or error}")

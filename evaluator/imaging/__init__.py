@@ -1,0 +1,1 @@
+"""Bytes to arrays ready for the graph: decode, resize, views, canvas."""

@@ -1,0 +1,80 @@
+"""Progress of long work on stderr: rate and remaining time; plain lines where stderr is no terminal."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol as Interface
+
+PLAIN_INTERVAL = 10.0  # seconds between two plain lines
+
+
+class Advance(Interface):
+    """Tell that `count` more units are done; `note` is shown beside, as `loss 0.31`."""
+
+    def __call__(self, count: int = 1, note: str = "") -> None:
+        """Advance by `count`."""
+        ...
+
+
+@contextmanager
+def progress(what: str, total: int, unit: str, *, done: int = 0) -> Iterator[Advance]:
+    """Show progress of `total` units while the block runs.
+
+    done: units that an earlier, interrupted call finished; they do not count for the rate.
+    """
+    reporter = _bar if sys.stderr.isatty() else _plain
+    with reporter(what, total, unit, done) as advance:
+        yield advance
+
+
+@contextmanager
+def _bar(what: str, total: int, unit: str, done: int) -> Iterator[Advance]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task(what, total=total, completed=done, rate="")
+        clock = _Clock(total, unit, done)
+
+        def advance(count: int = 1, note: str = "") -> None:
+            clock.advance(count)
+            bar.update(task, advance=count, rate=f"{clock} {note}")
+
+        yield advance
+
+
+@contextmanager
+def _plain(what: str, total: int, unit: str, done: int) -> Iterator[Advance]:
+    clock = _Clock(total, unit, done)
+    last = clock.start
+
+    def advance(count: int = 1, note: str = "") -> None:
+        nonlocal last
+        clock.advance(count)
+        now = time.monotonic()
+        if now - last >= PLAIN_INTERVAL or clock.done == total:
+            last = now
+            sys.stderr.write(f"{what}: {clock.done}/{total} {unit} {clock} {note}".rstrip() + "\n")
+            sys.stderr.flush()
+
+    yield advance
+
+
+class _Clock:
+    """Counts units of this call alone and says rate and remaining time."""
+
+    def __init__(self, total: int, unit: str, done: int) -> None:
+        self.total, self.unit, self.done, self.before = total, unit, done, done
+        self.start = time.monotonic()
+
+    def advance(self, count: int) -> None:
+        self.done += count
+
+    def __str__(self) -> str:
+        rate = (self.done - self.before) / max(time.monotonic() - self.start, 1e-9)
+        if rate == 0:
+            return ""
+        left = int((self.total - self.done) / rate)
+        return f"{rate:.1f} {self.unit}/s, {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"

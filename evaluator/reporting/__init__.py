@@ -1,0 +1,1 @@
+"""Pure functions of run folders: statistics, report, page."""

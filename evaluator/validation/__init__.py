@@ -1,0 +1,1 @@
+"""One model on one dataset with one protocol: the run folder."""

@@ -1,0 +1,1 @@
+"""Architectures, training and checkpoints of PReLU-nets."""

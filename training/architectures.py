@@ -1,0 +1,212 @@
+"""The nets of the paper as data: Tables 1 and 3 of PReLU-nets (He et al. 2015), and a small one for the demo.
+
+Everything else (the torch net, the ONNX graph, the counts) is derived from these lists. Where the paper is silent:
+conv1 pads 3 (224 → 112 needs it), pools round down, and model E's 2x2 convolutions pad 0, 1, 0, 1, ... so that its maps
+stay "dominantly" 36 and 18 pixels wide.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from evaluator.contract import TrunkLayer
+from evaluator.errors import UsageError
+
+Activation = Literal["prelu", "prelu-shared", "relu", "lrelu"]
+ACTIVATIONS: tuple[Activation, ...] = ("prelu", "prelu-shared", "relu", "lrelu")
+LRELU_SLOPE = 0.01  # PReLU-nets, section 2.1: the fixed slope of leaky ReLU
+
+
+@dataclass(frozen=True)
+class Conv:
+    """One convolution; its activation follows. Sides and pads in pixels of its input."""
+
+    name: str
+    channels: int
+    kernel: int
+    stride: int = 1
+    pad: int = 0
+
+
+@dataclass(frozen=True)
+class Pool:
+    """One max pooling without padding, rounding down."""
+
+    name: str
+    kernel: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One net. spp_levels: bins per side, in the order of fc1's input; hidden: width of fc1 and fc2."""
+
+    name: str
+    trunk: tuple[Conv | Pool, ...]
+    spp_levels: tuple[int, ...]
+    hidden: int
+    crop: int
+    activation: Activation = "prelu"
+
+    def __post_init__(self) -> None:
+        if self.activation not in ACTIVATIONS:
+            raise UsageError(f"no activation '{self.activation}'. There are: {', '.join(ACTIVATIONS)}")
+        if self.window < max(self.spp_levels):
+            raise UsageError(
+                f"architecture {self.name}: a crop of {self.crop} px gives a {self.window}x{self.window} feature map, "
+                f"too small for {max(self.spp_levels)}x{max(self.spp_levels)} bins"
+            )
+
+    @property
+    def convs(self) -> tuple[Conv, ...]:
+        """Return the convolutions in order."""
+        return tuple(layer for layer in self.trunk if isinstance(layer, Conv))
+
+    @property
+    def layers(self) -> tuple[TrunkLayer, ...]:
+        """Return the trunk as far as sizes are concerned."""
+        return tuple(TrunkLayer(layer.kernel, layer.stride, getattr(layer, "pad", 0)) for layer in self.trunk)
+
+    def feature_map_side(self, side: int) -> int:
+        """Return the rows (columns) of the feature map of an image with `side` rows (columns)."""
+        for layer in self.layers:
+            side = layer.output_side(side)
+        return side
+
+    @property
+    def window(self) -> int:
+        """Return the side of the feature map of one training crop, which is the side of a window."""
+        return self.feature_map_side(self.crop)
+
+    @property
+    def trunk_stride(self) -> int:
+        """Return the product of all strides, in pixels."""
+        stride = 1
+        for layer in self.trunk:
+            stride *= layer.stride
+        return stride
+
+    @property
+    def channels(self) -> int:
+        """Return the channels of the feature map."""
+        return self.convs[-1].channels
+
+    @property
+    def bins(self) -> int:
+        """Return the number of bins of the spatial pyramid."""
+        return sum(level * level for level in self.spp_levels)
+
+    def slope_count(self, width: int) -> int:
+        """Return how many slopes an activation over `width` channels learns."""
+        return {"prelu": width, "prelu-shared": 1}.get(self.activation, 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the architecture as plain data for checkpoints and model files."""
+        trunk = [{"kind": type(layer).__name__.lower(), **asdict(layer)} for layer in self.trunk]
+        return {**asdict(self), "trunk": trunk, "spp_levels": list(self.spp_levels)}
+
+
+def architecture_from_json(data: dict[str, Any]) -> Architecture:
+    """Read what `Architecture.to_json` wrote; raises KeyError, TypeError or UsageError when it is not that."""
+    kinds: dict[str, type[Conv] | type[Pool]] = {"conv": Conv, "pool": Pool}
+    trunk = []
+    for layer in data["trunk"]:
+        fields = dict(layer)
+        trunk.append(kinds[fields.pop("kind")](**fields))
+    return Architecture(**{**data, "trunk": tuple(trunk), "spp_levels": tuple(data["spp_levels"])})
+
+
+def parameter_shapes(architecture: Architecture, classes: int) -> dict[str, tuple[int, ...]]:
+    """Return name → shape of every tensor of a checkpoint, in order (docs/contract.md, "Checkpoint")."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    fan_in = 3
+    for conv in architecture.convs:
+        shapes[f"{conv.name}.weight"] = (conv.channels, fan_in, conv.kernel, conv.kernel)
+        shapes[f"{conv.name}.bias"] = (conv.channels,)
+        if slopes := architecture.slope_count(conv.channels):
+            shapes[f"{conv.name}.slope"] = (slopes,)
+        fan_in = conv.channels
+    hidden = architecture.hidden
+    widths = (architecture.bins * architecture.channels, hidden, hidden, classes)
+    for index, name in enumerate(("fc1", "fc2", "fc3")):
+        shapes[f"{name}.weight"] = (widths[index + 1], widths[index])
+        shapes[f"{name}.bias"] = (widths[index + 1],)
+        if name != "fc3" and (slopes := architecture.slope_count(hidden)):
+            shapes[f"{name}.slope"] = (slopes,)
+    return shapes
+
+
+def multiply_adds(architecture: Architecture, height: int, width: int, classes: int) -> int:
+    """Return the multiply-adds of one image of that size: convolutions once, fc layers for every window.
+
+    At one crop this is the "complexity" of Table 3.
+    """
+    total, channels = 0, 3
+    for layer in architecture.trunk:
+        size = TrunkLayer(layer.kernel, layer.stride, getattr(layer, "pad", 0))
+        height, width = size.output_side(height), size.output_side(width)
+        if isinstance(layer, Conv):
+            total += layer.kernel**2 * channels * layer.channels * height * width
+            channels = layer.channels
+    windows = max(0, height - architecture.window + 1) * max(0, width - architecture.window + 1)
+    hidden = architecture.hidden
+    return total + windows * (architecture.bins * channels * hidden + hidden * hidden + hidden * classes)
+
+
+def _stages(first: int, per_stage: tuple[int, ...], widths: tuple[int, ...], pools: int) -> Iterator[Conv | Pool]:
+    """Yield the 3x3 stages of models A, B and C; a 2x2 pool follows each of the first `pools` stages."""
+    for stage, (count, width) in enumerate(zip(per_stage, widths, strict=True), start=first):
+        for index in range(1, count + 1):
+            yield Conv(f"conv{stage}_{index}", width, kernel=3, pad=1)
+        if stage - first < pools:
+            yield Pool(f"pool{stage}", kernel=2, stride=2)
+
+
+def _large(name: str, convs: int, conv1: int, widths: tuple[int, int, int]) -> Architecture:
+    """Build A, B or C of Table 3."""
+    head = (Conv("conv1", conv1, kernel=7, stride=2, pad=3), Pool("pool1", kernel=2, stride=2))
+    trunk = (*head, *_stages(2, (convs,) * 3, widths, pools=2))
+    return Architecture(name, trunk, spp_levels=(7, 3, 2, 1), hidden=4096, crop=224)
+
+
+def _small(name: str, extra: int = 0) -> Architecture:
+    """Build the 14-layer model of Table 1 (model E of He & Sun 2015), or its form with `extra` more convolutions."""
+
+    def stage(number: int, count: int, width: int) -> tuple[Conv, ...]:
+        return tuple(Conv(f"conv{number}_{i + 1}", width, kernel=2, pad=i % 2) for i in range(count))
+
+    trunk = (
+        Conv("conv1", 64, kernel=7, stride=2, pad=3),
+        Pool("pool1", kernel=3, stride=3),
+        *stage(2, 4, 128),
+        Pool("pool2", kernel=2, stride=2),
+        *stage(3, 6 + extra, 256),
+    )
+    return Architecture(name, trunk, spp_levels=(6, 3, 2, 1), hidden=4096, crop=224)
+
+
+def _demo(crop: int = 28) -> Architecture:
+    """Build the small net of the demo: 28-pixel crops, stride 4, seconds to train on a CPU."""
+    trunk = tuple(_stages(1, (2, 2, 2), (24, 48, 96), pools=2))
+    return Architecture("demo", trunk, spp_levels=(3, 2, 1), hidden=256, crop=crop)
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "A": _large("A", 5, 96, (256, 512, 512)),
+    "B": _large("B", 6, 96, (256, 512, 512)),
+    "C": _large("C", 6, 96, (384, 768, 896)),
+    "E": _small("E"),
+    "E30": _small("E30", extra=16),
+    "demo": _demo(),
+}
+
+
+def architecture(name: str, *, activation: Activation = "prelu", crop: int | None = None) -> Architecture:
+    """Return the architecture of that name with another activation or training crop if asked for.
+
+    Raises UsageError for an unknown name, or for a crop that leaves no window for the pyramid.
+    """
+    if name not in ARCHITECTURES:
+        raise UsageError(f"no architecture '{name}'. There are: {', '.join(ARCHITECTURES)}")
+    base = ARCHITECTURES[name]
+    return replace(base, activation=activation, crop=crop or base.crop)
