@@ -36,7 +36,9 @@ VERBS: dict[str, Verb] = {  # in the order of the work
     "export": Verb("Turn a checkpoint into one ONNX file with the dense head inside."),
     "verify": Verb("Run a model's golden images on this machine and print the deviation."),
     "classify": Verb("Classify images, with a model file or through a server.", "evaluator.verbs.classify:classify"),
-    "validate": Verb("Evaluate a model on a labelled dataset; the same command resumes.", "evaluator.verbs.validate:validate"),
+    "validate": Verb(
+        "Evaluate a model on a labelled dataset; the same command resumes.", "evaluator.verbs.validate:validate"
+    ),
     "report": Verb("Write report.json, classes.csv and report.html of a run.", "evaluator.verbs.report:report"),
     "serve": Verb("Serve models over gRPC.", "evaluator.verbs.serve:serve"),
 }

@@ -8,12 +8,14 @@ from typing import Any
 
 from evaluator.contract import ClassEntry, ModelContract
 from evaluator.datasets.sample import Dataset
-from evaluator.engine.session import Session
-from evaluator.errors import RunFolderError
+from evaluator.engine.classify import Classified, Model
+from evaluator.engine.scores import shortest
+from evaluator.errors import RunFolderError, UsageError
 from evaluator.protocols import Protocol, protocol_from_json
 
 RUN_VERSION = 1
 CHUNK = 64  # images: the unit of writing, resuming and sharding
+TOP = 5  # classes kept per image: the paper's top-5
 RUN_FILE, PREDICTIONS_FILE, SCORES_FILE, LOG_FILE = "run.json", "predictions.jsonl", "scores.f32.npy", "log.jsonl"
 
 
@@ -56,6 +58,22 @@ class Prediction:
         }
 
 
+def prediction_of(file: str, label: int, classified: Classified) -> Prediction:
+    """Turn one classified image into its line of a run. label: true class index."""
+    ranks = classified.view_ranks(label)
+    return Prediction(
+        file=file,
+        label=label,
+        top=tuple((index, shortest(score)) for index, score in classified.top(TOP)),
+        rank=classified.rank(label),
+        views=tuple(
+            ViewRank(result.view.scale, result.view.mirrored, rank)
+            for result, rank in zip(classified.views, ranks, strict=True)
+        ),
+        capped=classified.capped,
+    )
+
+
 def prediction_from_json(data: Mapping[str, Any]) -> Prediction:
     """Read one line; raises KeyError or TypeError when it is not one."""
     if "refused" in data:
@@ -94,7 +112,7 @@ class RunInfo:
         }
 
 
-def run_info(session: Session, model_file: str, dataset: Mapping[str, Any], protocol: Protocol) -> RunInfo:
+def run_info(session: Model, model_file: str, dataset: Mapping[str, Any], protocol: Protocol) -> RunInfo:
     """Describe a run of this session. model_file: last path component; dataset: name, fingerprint, images."""
     contract: ModelContract = session.contract
     model = {
@@ -132,22 +150,32 @@ def run_info_from_json(data: Mapping[str, Any]) -> RunInfo:
     )
 
 
-def read_run(folder: Path) -> Run:
-    """Read a finished run.
-
-    Raises RunFolderError when there is none, when it is not finished, or when a line is damaged (it is named).
-    """
+def read_run_info(folder: Path) -> RunInfo:
+    """Read run.json of a folder; raises RunFolderError when there is none, or none that can be read."""
+    path = folder / RUN_FILE
     try:
-        text = (folder / RUN_FILE).read_text(encoding="utf-8")
+        data = json.loads(path.read_bytes())
+        if data["version"] > RUN_VERSION:
+            raise RunFolderError(
+                f"{path}: version {data['version']}, but this prelunet knows versions up to {RUN_VERSION}. "
+                "Install a newer prelunet"
+            )
+        return run_info_from_json(data)
     except OSError as error:
         raise RunFolderError(
             f"{folder}: no {RUN_FILE} here ({error.strerror}). Make a run with: "
             f"prelunet validate --model MODEL.onnx --data DIR --protocol P --run {folder}"
         ) from error
-    try:
-        info = run_info_from_json(json.loads(text))
-    except (ValueError, KeyError, TypeError) as error:
-        raise RunFolderError(f"{folder / RUN_FILE}: damaged ({error!r}); start the run anew with --fresh") from error
+    except (ValueError, KeyError, TypeError, UsageError) as error:
+        raise RunFolderError(f"{path}: damaged ({error!r}); start the run anew with --fresh") from error
+
+
+def read_run(folder: Path) -> Run:
+    """Read a finished run.
+
+    Raises RunFolderError when there is none, when it is not finished, or when a line is damaged (it is named).
+    """
+    info = read_run_info(folder)
     predictions = read_predictions(folder / PREDICTIONS_FILE)
     if len(predictions) != info.dataset["images"]:
         raise RunFolderError(
@@ -159,7 +187,7 @@ def read_run(folder: Path) -> Run:
 
 def read_predictions(path: Path) -> list[Prediction]:
     """Read predictions.jsonl; raises RunFolderError that names a damaged line."""
-    predictions = []
+    predictions: list[Prediction] = []
     if not path.exists():
         return predictions
     with path.open(encoding="utf-8", errors="replace") as lines:

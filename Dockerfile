@@ -1,0 +1,22 @@
+# A small CPU image: the server, no torch, no onnx.
+#   docker build -t prelunet .
+#   docker run -p 50051:50051 -v "$PWD/demo:/models:ro" prelunet --model demo=/models/model.onnx
+FROM python:3.12-slim AS build
+WORKDIR /src
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY evaluator evaluator
+COPY export export
+COPY training training
+RUN python -m venv /opt/prelunet \
+ && PIP_CONSTRAINT=constraints.txt /opt/prelunet/bin/pip install --no-cache-dir '.[cpu]'
+
+FROM python:3.12-slim
+COPY --from=build /opt/prelunet /opt/prelunet
+RUN useradd --create-home --uid 10001 prelunet
+USER prelunet
+ENV PATH=/opt/prelunet/bin:$PATH PYTHONUNBUFFERED=1
+EXPOSE 50051
+# Asks grpc.health.v1 whether every model is loaded and warm.
+HEALTHCHECK --interval=10s --timeout=3s --start-period=60s \
+  CMD ["python", "-m", "evaluator.serving.health", "127.0.0.1:50051"]
+ENTRYPOINT ["prelunet", "serve", "--host", "0.0.0.0", "--port", "50051"]

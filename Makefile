@@ -1,0 +1,46 @@
+# make demo          train, export, verify, serve, classify, validate and report on the embedded images
+# make demo DATA=DIR the same on a folder with train/ and val/ class folders
+# make test          the whole test suite; LARGE=1 adds model C, ARGS='-k oracle' goes to pytest
+# make lint format proto bench pins
+
+PYTHON ?= python3
+BIN := .venv/bin
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test lint format proto bench pins clean
+
+demo: .venv/with-train
+	PATH="$(CURDIR)/$(BIN):$$PATH" tools/demo.sh $(DATA)
+
+test: .venv/with-dev
+	LARGE=$(LARGE) $(BIN)/pytest $(ARGS)
+
+lint: .venv/with-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: .venv/with-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proto: .venv/with-dev
+	PATH="$(CURDIR)/$(BIN):$$PATH" tools/generate_proto.sh
+
+bench: .venv/with-dev
+	$(BIN)/python benchmarks/dense.py
+
+pins: .venv/with-dev
+	(sed '/^[^#]/,$$d' constraints.txt; $(BIN)/pip freeze --all --exclude-editable --exclude pip | sed 's/+cpu$$//') > constraints.new
+	mv constraints.new constraints.txt
+
+# `with-train` is what the demo needs, `with-dev` adds the tools; both live in one environment.
+.venv/with-%: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --editable '.[cpu,$*]'
+	touch $@
+
+clean:
+	rm -rf .venv demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

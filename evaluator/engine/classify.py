@@ -1,0 +1,164 @@
+"""The path of one image from pixels to its five best classes; server, `classify` and `validate` share it.
+
+    1  decode_rgb               bytes → uint8 (H, W, 3)                          any thread
+    2, 3  views_of              resized to each scale, plain and mirrored        any thread
+    4  plan_batches, pack       views of all waiting images on few canvases      the one thread that owns the session
+    5  Session.run              (N, H, W, 3), sizes → scores, logits             the same
+    6  combine                  mirrored pair → scale → image                    any thread
+    7  top_k                    ties to the lower index                          any thread
+
+`run_views` is steps 4 and 5; `classify_images` is steps 2 to 6, for callers without threads. docs/path-of-an-image.md
+tells the same with an example.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import Protocol as Interface
+
+import numpy as np
+import numpy.typing as npt
+
+from evaluator.contract import ModelContract
+from evaluator.engine.batching import plan_batches
+from evaluator.engine.scores import average_views, check_finite, rank_of, softmax, top_k, view_weights
+from evaluator.engine.session import Circumstances, Outputs
+from evaluator.imaging.canvas import pack
+from evaluator.imaging.views import ViewImage, make_views
+from evaluator.protocols import Averaging, Protocol, View
+
+FloatArray = npt.NDArray[np.float32]
+Pixels = npt.NDArray[np.uint8]
+
+GPU_CANVAS_STEP = 2  # cells of the feature map: 32 px for A, B, C, so that 256, 384 and 480 need no rounding
+
+
+class Model(Interface):
+    """What is needed of a `Session`."""
+
+    contract: ModelContract
+    model_sha256: str
+    circumstances: Circumstances
+
+    def run(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> Outputs:
+        """Run N canvases; see `Session.run`."""
+        ...
+
+
+@dataclass(frozen=True)
+class ViewResult:
+    """What the model says of one view.
+
+    scores, logits: float32 (classes,), means over the view's windows; windows: rows and columns of their grid;
+    height, width: of the view in pixels; capped: a long side was cut to its centre;
+    window_scores: float32 (rows, columns, classes), or None where nobody asked for them.
+    """
+
+    view: View
+    height: int
+    width: int
+    capped: bool
+    windows: tuple[int, int]
+    scores: FloatArray
+    logits: FloatArray
+    window_scores: FloatArray | None = None
+
+
+@dataclass(frozen=True)
+class Classified:
+    """One image, classified. scores: float32 (classes,), of sum 1; views: in the protocol's order."""
+
+    scores: FloatArray
+    views: tuple[ViewResult, ...]
+    averaging: Averaging
+
+    @cached_property
+    def view_scores(self) -> FloatArray:
+        """Return what each view alone would have said, float32 (views, classes); each row sums to 1."""
+        if self.averaging == "logit":
+            return softmax([view.logits for view in self.views]).astype(np.float32)
+        return np.stack([view.scores for view in self.views])
+
+    @property
+    def capped(self) -> bool:
+        """Say whether a view shows less than the whole image because the image is too elongated."""
+        return any(view.capped for view in self.views)
+
+    def rank(self, label: int) -> int:
+        """Return the rank of a class among all, 1 for the best."""
+        return rank_of(self.scores, label)
+
+    def view_ranks(self, label: int) -> list[int]:
+        """Return the rank of a class in each view alone."""
+        return [rank_of(scores, label) for scores in self.view_scores]
+
+    def top(self, k: int) -> list[tuple[int, float]]:
+        """Return the k best classes as (class index, score), best first; ties go to the lower index."""
+        return top_k(self.scores, k)
+
+
+def classify_images(
+    session: Model, images: Sequence[Pixels], protocol: Protocol, *, keep_windows: bool = False
+) -> list[Classified]:
+    """Classify decoded images, uint8 (H, W, 3) each; their views share batches.
+
+    keep_windows: keep each view's window scores, which a heat map needs (0.5 to 2 MB a view at 1000 classes).
+    Raises ContractError when the model gives NaN.
+    """
+    views = [views_of(image, protocol) for image in images]
+    results = iter(run_views(session, [view for of_image in views for view in of_image], keep_windows=keep_windows))
+    return [combine(protocol, list(islice(results, len(of_image)))) for of_image in views]
+
+
+def views_of(image: Pixels, protocol: Protocol) -> list[ViewImage]:
+    """Make the views of one image, in the protocol's order. Safe in several threads, which run in parallel."""
+    return make_views(image, protocol)
+
+
+def run_views(session: Model, views: Sequence[ViewImage], *, keep_windows: bool = False) -> list[ViewResult]:
+    """Run views of any images and protocols in as few batches as memory allows; results in the order of the views.
+
+    Only the thread that owns the session may call this. NaN is left to `combine`: it is one image's fault at most,
+    and the others of its batch have their answer.
+    """
+    results: dict[int, ViewResult] = {}
+    for batch in plan_batches(
+        [view.image.shape[:2] for view in views],
+        session.contract.window_grid,
+        canvas_step=canvas_step(session),
+        max_side=session.contract.max_side,
+    ):
+        members = [views[index] for index in batch.indices]
+        images, sizes = pack([view.image for view in members], batch.height, batch.width)
+        outputs = session.run(images, sizes)
+        for row, (index, view) in enumerate(zip(batch.indices, members, strict=True)):
+            results[index] = _view_result(view, outputs, row, keep_windows=keep_windows)
+    return [results[index] for index in range(len(views))]
+
+
+def canvas_step(session: Model) -> int:
+    """Return to which multiple of pixels canvases are rounded up: 1, exact shapes, on a CPU and in exact files."""
+    if session.contract.canvas == "exact" or session.circumstances.provider == "CPUExecutionProvider":
+        return 1
+    return GPU_CANVAS_STEP * session.contract.trunk_stride
+
+
+def combine(protocol: Protocol, views: Sequence[ViewResult]) -> Classified:
+    """Average the views of one image as the protocol says. Raises ContractError when the model gave NaN."""
+    for view in views:
+        check_finite(view.scores, f"the {view.height}x{view.width} view of an image")
+    weights = view_weights([view.view for view in views], [view.windows for view in views], protocol.weights)
+    scores = average_views(
+        [view.scores for view in views], [view.logits for view in views], weights, protocol.averaging
+    )
+    return Classified(scores, tuple(views), protocol.averaging)
+
+
+def _view_result(view: ViewImage, outputs: Outputs, row: int, *, keep_windows: bool) -> ViewResult:
+    """Take one view's part out of a batch; copies, so that the batch's memory is given back."""
+    height, width = view.image.shape[:2]
+    scores, logits = outputs.scores[row].copy(), outputs.logits[row].copy()
+    rows, columns = (int(side) for side in outputs.windows[row])
+    window_scores = outputs.window_scores[row, :rows, :columns].copy() if keep_windows else None
+    return ViewResult(view.view, height, width, view.capped, (rows, columns), scores, logits, window_scores)

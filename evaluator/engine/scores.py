@@ -1,0 +1,88 @@
+"""From the scores of views to the scores of an image. Pure functions; float64 inside, float32 out.
+
+Sources: SPP-net, section 3.1.5 (softmax first, then the average); PReLU-nets, section 4 "Testing" (windows of several
+scales, mirrored and not).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from evaluator.errors import ContractError
+from evaluator.protocols import Averaging, View, Weights
+
+FloatArray = npt.NDArray[np.float32]
+DoubleArray = npt.NDArray[np.float64]
+
+
+def view_weights(views: Sequence[View], windows: Sequence[tuple[int, int]], weights: Weights) -> DoubleArray:
+    """Return the weight of each view in an image's score, float64 (views,), of sum 1.
+
+    windows: rows and columns of each view's grid.
+    `scale`: a scale's views share its weight alike, and each scale weighs the same: mirrored pair → scale → image.
+    `view`: every window of every view weighs the same, so that large scales count more (SPP-net's 96 views).
+    """
+    if weights == "view":
+        counts = [rows * columns for rows, columns in windows]
+        return np.array([count / sum(counts) for count in counts], np.float64)
+    scales = [view.scale for view in views]
+    return np.array([1 / (scales.count(scale) * len(set(scales))) for scale in scales], np.float64)
+
+
+def average_views(
+    scores: npt.ArrayLike, logits: npt.ArrayLike, weights: DoubleArray, averaging: Averaging
+) -> FloatArray:
+    """Average the views of one image to its scores, float32 (classes,), which sum to 1.
+
+    scores, logits: (views, classes), each the mean over one view's windows; weights: (views,), of sum 1.
+    `softmax` averages the scores, `logit` the logits and takes the softmax of their mean.
+    """
+    if averaging == "logit":
+        return softmax(_weighted_sum(logits, weights)).astype(np.float32)
+    return _weighted_sum(scores, weights).astype(np.float32)
+
+
+def softmax(logits: npt.ArrayLike) -> DoubleArray:
+    """Return the softmax over the last axis, float64."""
+    values = np.asarray(logits, np.float64)
+    powers = np.exp(values - values.max(axis=-1, keepdims=True))
+    return np.asarray(powers / powers.sum(axis=-1, keepdims=True))
+
+
+def rank_of(scores: FloatArray, label: int) -> int:
+    """Return the rank of a class: 1 + how many classes score higher, or the same at a lower index."""
+    own = scores[label]
+    return 1 + int((scores > own).sum()) + int((scores[:label] == own).sum())
+
+
+def top_k(scores: FloatArray, k: int) -> list[tuple[int, float]]:
+    """Return the k best classes as (class index, score), best first; ties go to the lower index."""
+    best = np.argsort(-scores, kind="stable")[:k]
+    return [(int(index), float(scores[index])) for index in best]
+
+
+def shortest(score: float) -> float:
+    """Return the number with the fewest decimals that is the same float32: 0.1 and not 0.10000000149011612."""
+    return float(str(np.float32(score)))
+
+
+def check_finite(scores: FloatArray, what: str) -> None:
+    """Raise ContractError when a score is NaN or infinite: no prediction can be made of it.
+
+    Every pixel is a finite number and the session checks every size, so that it is the file whose weights or whose
+    half-precision arithmetic overflow.
+    """
+    if not np.isfinite(scores).all():
+        raise ContractError(
+            f"the model gave scores that are no numbers (NaN) for {what}. Its weights are damaged or its arithmetic "
+            "overflows: check it with `prelunet verify MODEL`, and export the checkpoint again as fp32"
+        )
+
+
+def _weighted_sum(values: npt.ArrayLike, weights: DoubleArray) -> DoubleArray:
+    """Return the weighted sum over views, adding in their order, so that it is the same on every machine."""
+    total = np.zeros(np.shape(values)[1], np.float64)
+    for weight, row in zip(weights, np.asarray(values, np.float64), strict=True):
+        total += weight * row
+    return total

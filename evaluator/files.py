@@ -1,0 +1,56 @@
+"""Files that are whole or absent: written under a temporary name beside the target, fsynced, then renamed."""
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from evaluator.errors import UsageError, from_os_error
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file so that no reader, and no crash, ever meets half of it.
+
+    An existing file is replaced. Raises UsageError when the folder is missing or `path` is no regular file,
+    EnvironmentFault when the disk is full or not writable; then nothing is left behind and an old file stays.
+    """
+    with open_atomically(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def open_atomically(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for writing that appears under its name only when the block ends without an error.
+
+    The same promises and errors as `write_atomically`; for data that should not be in memory twice.
+    """
+    target = path.resolve()  # through a link, as a plain open would write
+    if not target.parent.is_dir():
+        raise UsageError(f"{path}: the folder {target.parent} does not exist. Create it, or choose another path")
+    if target.exists() and not target.is_file():  # a rename would replace a folder or a device such as /dev/null
+        raise UsageError(f"{path}: not a regular file, so it cannot be replaced. Choose another path")
+    # Not tempfile: it creates files that only their owner may read, whatever the umask says.
+    temporary = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+        _fsync_folder(target.parent)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename in {None, os.fspath(temporary)}:
+            raise from_os_error(OSError(error.errno, error.strerror, os.fspath(path))) from error
+        raise
+
+
+def _fsync_folder(folder: Path) -> None:
+    """Make a rename last: the new name is in the folder, which is written on its own."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,211 @@
+"""Encoded bytes to RGB pixels, for bytes that nobody vouches for.
+
+Rules of this module: the formats below and no others (some of Pillow's decoders start programs); a limit is checked
+before memory is taken for it; whatever goes wrong with the bytes is an ImageError that names no path; nothing global
+is changed after import, so any number of threads may decode.
+"""
+
+import io
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from PIL import (  # the plugins by name: Pillow would load them at the first image, in whichever threads meet there
+    BmpImagePlugin,
+    GifImagePlugin,
+    Image,
+    ImageFile,
+    JpegImagePlugin,
+    MpoImagePlugin,
+    PngImagePlugin,
+    PpmImagePlugin,
+    TiffImagePlugin,
+    UnidentifiedImageError,
+    WebPImagePlugin,
+)
+
+from evaluator.errors import ImageError, PreluNetError, UsageError
+
+UInt8Array = npt.NDArray[np.uint8]
+
+_PLUGINS = (
+    JpegImagePlugin.JpegImageFile,
+    MpoImagePlugin.MpoImageFile,  # a JPEG of several pictures, as some cameras write; reached through JPEG only
+    PngImagePlugin.PngImageFile,
+    GifImagePlugin.GifImageFile,
+    WebPImagePlugin.WebPImageFile,
+    BmpImagePlugin.BmpImageFile,
+    TiffImagePlugin.TiffImageFile,
+    PpmImagePlugin.PpmImageFile,
+)
+FORMATS = tuple(plugin.format for plugin in _PLUGINS if plugin.format != "MPO")
+SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ppm")  # in any case
+
+# Beyond this Pillow itself refuses: 178,956,970 pixels.
+_PILLOW_MAX_PIXELS = 2 * (1024**3 // 4 // 3)
+
+# Pillow warns of odd metadata, which a user can do nothing about. Set once here: catch_warnings is not thread-safe.
+warnings.filterwarnings("ignore", module=r"PIL\.")
+
+# A JPEG of 1 MB can hold 10,000 scans of 64 Mpixel, each 0.03 s to decode; encoders write about ten.
+_MAX_SCANS = 100
+_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd7\xff]")  # one with a segment behind it, or the end; ITU-T T.81, B.1.1
+_START_OF_SCAN, _END_OF_IMAGE = b"\xff\xda", b"\xff\xd9"
+
+_TILE_WIDTH, _TILE_LENGTH, _BITS_PER_SAMPLE = 322, 323, 258  # TIFF 6.0, sections 15 and 3
+_ORIENTATION = 274  # Exif 2.32, section 4.6.4
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+@dataclass(frozen=True)
+class DecodeLimits:
+    """How large an image may be. max_bytes: of the encoded file; max_pixels: height times width."""
+
+    max_bytes: int = 32 * 1024 * 1024
+    max_pixels: int = 64_000_000
+
+    def __post_init__(self) -> None:
+        if self.max_bytes < 1 or not 1 <= self.max_pixels <= _PILLOW_MAX_PIXELS:
+            raise UsageError(
+                f"image limits should be at least 1 byte and between 1 and {_PILLOW_MAX_PIXELS} pixels, "
+                f"not {self.max_bytes} bytes and {self.max_pixels} pixels"
+            )
+
+
+def decode_rgb(data: bytes, limits: DecodeLimits = DecodeLimits(), *, apply_exif: bool = False) -> UInt8Array:
+    """Decode an image file to uint8 (H, W, 3), RGB, 0-255.
+
+    Grey is repeated in the three channels; of 16 bits the upper 8 are kept; CMYK is (255-C)(255-K)/255 and so on,
+    without its colour profile; what is transparent is laid on white, round(alpha·value + (1-alpha)·255); of an
+    animation the first frame is taken. The EXIF rotation is ignored unless `apply_exif` (TIFF's own orientation is
+    part of that format and always applied).
+    Raises ImageError for bytes that are no image of `FORMATS`, are truncated or damaged, or exceed the limits.
+    """
+    with _image_errors():
+        image = _open(data, limits)
+        image.load()
+        rgb = _to_rgb(image)
+        if apply_exif:
+            orientation = image.getexif().get(_ORIENTATION, 1)
+            if orientation in _UPRIGHT:
+                rgb = rgb.transpose(_UPRIGHT[orientation])
+        return np.array(rgb)
+
+
+def image_size(data: bytes, limits: DecodeLimits = DecodeLimits()) -> tuple[int, int]:
+    """Return height and width of an image file from its header alone, as `decode_rgb` without `apply_exif` gives them.
+
+    Raises ImageError for bytes that are no image of `FORMATS` or exceed the limits; a truncated image passes.
+    """
+    with _image_errors():
+        image = _open(data, limits)
+        return image.height, image.width
+
+
+@contextmanager
+def _image_errors() -> Iterator[None]:
+    """Turn whatever Pillow says of bad bytes into an ImageError."""
+    try:
+        yield
+    except PreluNetError:
+        raise
+    except UnidentifiedImageError as error:  # its text holds the address of our buffer
+        raise ImageError(
+            f"no image that can be read, or its header is damaged. Accepted are {', '.join(FORMATS)}; "
+            "convert the file to one of these"
+        ) from error
+    except Image.DecompressionBombError as error:
+        raise ImageError(f"the header promises more than {_PILLOW_MAX_PIXELS} pixels. Send a smaller image") from error
+    except MemoryError as error:
+        raise ImageError("decoding needs more memory than there is. Send a smaller image") from error
+    except Exception as error:  # the decoders know of no common base class
+        reason = " ".join(str(error).split())[:120] or type(error).__name__
+        raise ImageError(f"the image is truncated or damaged: {reason}. Get the file again from its source") from error
+
+
+def _open(data: bytes, limits: DecodeLimits) -> ImageFile.ImageFile:
+    """Read the header and check the limits; no pixel is decoded."""
+    if not data:
+        raise ImageError("no image: the file is empty. Get the file again from its source")
+    if len(data) > limits.max_bytes:
+        raise ImageError(f"{len(data)} bytes are more than the limit of {limits.max_bytes}. Send a smaller file")
+    _check_pixels(*_webp_canvas(data), limits)  # its decoder takes the canvas's memory while it reads the header
+    image = Image.open(io.BytesIO(data), formats=FORMATS)
+    _check_pixels(image.width, image.height, limits)
+    if isinstance(image, TiffImagePlugin.TiffImageFile):
+        tile = image.tag_v2.get(_TILE_WIDTH, 1), image.tag_v2.get(_TILE_LENGTH, 1)
+        _check_pixels(*tile, limits)  # a tile may be far larger than its image
+    if isinstance(image, JpegImagePlugin.JpegImageFile) and _scans(data) > _MAX_SCANS:
+        raise ImageError(f"a JPEG of more than {_MAX_SCANS} scans takes too long to decode. Save the image anew")
+    return image
+
+
+def _check_pixels(width: int, height: int, limits: DecodeLimits) -> None:
+    if width * height > limits.max_pixels:
+        raise ImageError(
+            f"{width}x{height} pixels are more than the limit of {limits.max_pixels}. Send a smaller image"
+        )
+
+
+def _webp_canvas(data: bytes) -> tuple[int, int]:
+    """Return width and height of an extended WebP file, (0, 0) for anything else.
+
+    Plain WebP files are left to Pillow: their sides end at 16383 pixels.  Source: RFC 9649, section 2.7.
+    """
+    if data[:4] != b"RIFF" or data[8:16] != b"WEBPVP8X" or len(data) < 30:
+        return 0, 0
+    return int.from_bytes(data[24:27], "little") + 1, int.from_bytes(data[27:30], "little") + 1
+
+
+def _scans(data: bytes) -> int:
+    """Count the scans of a JPEG up to its end; what follows (some cameras append a film) does not count."""
+    if data.count(_START_OF_SCAN) <= _MAX_SCANS:  # as with nearly all; no need to walk
+        return 0
+    scans, position = 0, 2
+    while (marker := _MARKER.search(data, position)) and marker[0] != _END_OF_IMAGE:
+        scans += marker[0] == _START_OF_SCAN
+        length = int.from_bytes(data[marker.end() : marker.end() + 2], "big")
+        position = marker.end() + max(length, 2)
+    return scans
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """Convert any of Pillow's modes to RGB by the rules of `decode_rgb`."""
+    if image.mode.startswith("I"):
+        return _wide_grey_to_rgb(image)
+    if image.mode in {"F", "LAB"}:  # floating-point pixels have no agreed range, Pillow's LAB no agreed white
+        raise ImageError("pixels in floating point or CIELAB are not accepted. Convert the image to RGB of 8 bits")
+    if image.has_transparency_data:
+        if image.mode == "La":  # premultiplied grey: Pillow takes it back in this one step only
+            image = image.convert("LA")
+        rgba = image.convert("RGBA")
+        rgb = Image.new("RGB", image.size, (255, 255, 255))
+        rgb.paste(rgba.convert("RGB"), mask=rgba.getchannel("A"))  # rounds exactly, see tests/test_decode.py
+        return rgb
+    return image.convert("RGB")
+
+
+def _wide_grey_to_rgb(image: Image.Image) -> Image.Image:
+    """Keep the upper 8 of 16 bits; Pillow's own conversion would clip everything above 255 to white."""
+    values = np.asarray(image)
+    if isinstance(image, TiffImagePlugin.TiffImageFile) and image.tag_v2.get(_BITS_PER_SAMPLE) == (12,):
+        raise ImageError("grey of 12 bits is not accepted. Convert the image to 8 or 16 bits")
+    if values.min() < 0 or values.max() > 65535:
+        raise ImageError("grey of more than 16 bits, or below 0, is not accepted. Convert the image to 8 or 16 bits")
+    grey = (values >> 8).astype(np.uint8)
+    transparent = image.info.get("transparency")
+    if isinstance(transparent, int):
+        grey[values == transparent] = 255
+    return Image.fromarray(grey).convert("RGB")

@@ -1,0 +1,61 @@
+"""Resize to a scale: the shorter side gets that many pixels, the longer one follows, up to a cap.
+
+Pillow's bilinear filter, which widens when it shrinks (antialiasing): the same in training, export and serving.
+"""
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from evaluator.protocols import LONG_SIDE_CAP
+
+UInt8Array = npt.NDArray[np.uint8]
+
+
+def resized_size(height: int, width: int, scale: int, cap: int = LONG_SIDE_CAP) -> tuple[int, int]:
+    """Return height and width of a height x width image at a scale, as `resize_shorter_side` gives them.
+
+    The shorter side is `scale`, the longer one floor(long·scale/short + 1/2), but at most cap·scale.
+    """
+    full_height, full_width = _uncapped_size(height, width, scale)
+    return min(full_height, cap * scale), min(full_width, cap * scale)
+
+
+def _uncapped_size(height: int, width: int, scale: int) -> tuple[int, int]:
+    """Return the size without a cap, in whole numbers: a float would miss a row at some sizes."""
+    short = min(height, width)
+    return (2 * height * scale + short) // (2 * short), (2 * width * scale + short) // (2 * short)
+
+
+def resize_shorter_side(image: UInt8Array, scale: int, cap: int = LONG_SIDE_CAP) -> tuple[UInt8Array, bool]:
+    """Resize an image so that its shorter side has `scale` pixels.
+
+    image: uint8 (H, W, 3), any sides from 1 on. Returns uint8 (h, w, 3) and whether it was capped: of a long side
+    beyond cap·scale only the centre of cap·scale pixels is kept, from floor((long − cap·scale)/2) on, and only that
+    part is ever computed (a 1x20000 image at scale 256 would otherwise become 256x5120000).
+    """
+    height, width = image.shape[:2]
+    full = _uncapped_size(height, width, scale)
+    kept = resized_size(height, width, scale, cap)
+    top, bottom, box_top, box_bottom = _source_span(height, full[0], kept[0])
+    left, right, box_left, box_right = _source_span(width, full[1], kept[1])
+    resized = Image.fromarray(image[top:bottom, left:right]).resize(
+        (kept[1], kept[0]), Image.Resampling.BILINEAR, box=(box_left, box_top, box_right, box_bottom)
+    )
+    return np.array(resized), kept != full
+
+
+def _source_span(side: int, full: int, kept: int) -> tuple[int, int, float, float]:
+    """Return from which source pixels the central `kept` of `full` resized pixels of one side are made.
+
+    First and last + 1 of the source pixels that the filter touches; then, counted from the first, where the kept
+    part begins and ends among them. The part is cut out first because Pillow takes its box in float32, which far
+    along a very long side cannot tell neighbouring pixels apart.
+    """
+    if kept == full:
+        return 0, side, 0.0, float(side)
+    offset = (full - kept) // 2
+    reach = -(-side // full) + 1  # a triangle as wide as one pixel of the coarser grid on either side, and rounding
+    first = max(offset * side // full - reach, 0)
+    last = min(-(-(offset + kept) * side // full) + reach, side)
+    return first, last, (offset * side - first * full) / full, ((offset + kept) * side - first * full) / full

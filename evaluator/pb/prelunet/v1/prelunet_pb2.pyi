@@ -1,0 +1,332 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ClassifyRequest(_message.Message):
+    __slots__ = ("image", "model", "protocol", "top_k")
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    image: bytes
+    model: str
+    protocol: str
+    top_k: int
+    def __init__(self, image: _Optional[bytes] = ..., model: _Optional[str] = ..., protocol: _Optional[str] = ..., top_k: _Optional[int] = ...) -> None: ...
+
+class ClassifyResponse(_message.Message):
+    __slots__ = ("predictions", "model", "protocol", "views", "capped", "circumstances")
+    PREDICTIONS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    VIEWS_FIELD_NUMBER: _ClassVar[int]
+    CAPPED_FIELD_NUMBER: _ClassVar[int]
+    CIRCUMSTANCES_FIELD_NUMBER: _ClassVar[int]
+    predictions: _containers.RepeatedCompositeFieldContainer[Prediction]
+    model: ModelIdentity
+    protocol: Protocol
+    views: _containers.RepeatedCompositeFieldContainer[View]
+    capped: bool
+    circumstances: Circumstances
+    def __init__(self, predictions: _Optional[_Iterable[_Union[Prediction, _Mapping]]] = ..., model: _Optional[_Union[ModelIdentity, _Mapping]] = ..., protocol: _Optional[_Union[Protocol, _Mapping]] = ..., views: _Optional[_Iterable[_Union[View, _Mapping]]] = ..., capped: _Optional[bool] = ..., circumstances: _Optional[_Union[Circumstances, _Mapping]] = ...) -> None: ...
+
+class Prediction(_message.Message):
+    __slots__ = ("class_index", "wnid", "name", "score")
+    CLASS_INDEX_FIELD_NUMBER: _ClassVar[int]
+    WNID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    class_index: int
+    wnid: str
+    name: str
+    score: float
+    def __init__(self, class_index: _Optional[int] = ..., wnid: _Optional[str] = ..., name: _Optional[str] = ..., score: _Optional[float] = ...) -> None: ...
+
+class ModelIdentity(_message.Message):
+    __slots__ = ("name", "sha256")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    sha256: str
+    def __init__(self, name: _Optional[str] = ..., sha256: _Optional[str] = ...) -> None: ...
+
+class View(_message.Message):
+    __slots__ = ("scale", "mirrored", "windows")
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    MIRRORED_FIELD_NUMBER: _ClassVar[int]
+    WINDOWS_FIELD_NUMBER: _ClassVar[int]
+    scale: int
+    mirrored: bool
+    windows: WindowGrid
+    def __init__(self, scale: _Optional[int] = ..., mirrored: _Optional[bool] = ..., windows: _Optional[_Union[WindowGrid, _Mapping]] = ...) -> None: ...
+
+class WindowGrid(_message.Message):
+    __slots__ = ("rows", "columns")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    rows: int
+    columns: int
+    def __init__(self, rows: _Optional[int] = ..., columns: _Optional[int] = ...) -> None: ...
+
+class Protocol(_message.Message):
+    __slots__ = ("name", "kind", "scales", "mirror", "averaging", "weights", "long_side_cap", "crop")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SCALES_FIELD_NUMBER: _ClassVar[int]
+    MIRROR_FIELD_NUMBER: _ClassVar[int]
+    AVERAGING_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    LONG_SIDE_CAP_FIELD_NUMBER: _ClassVar[int]
+    CROP_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    kind: str
+    scales: _containers.RepeatedScalarFieldContainer[int]
+    mirror: bool
+    averaging: str
+    weights: str
+    long_side_cap: int
+    crop: int
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., scales: _Optional[_Iterable[int]] = ..., mirror: _Optional[bool] = ..., averaging: _Optional[str] = ..., weights: _Optional[str] = ..., long_side_cap: _Optional[int] = ..., crop: _Optional[int] = ...) -> None: ...
+
+class Circumstances(_message.Message):
+    __slots__ = ("provider", "precision", "versions")
+    class VersionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    PROVIDER_FIELD_NUMBER: _ClassVar[int]
+    PRECISION_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    provider: str
+    precision: str
+    versions: _containers.ScalarMap[str, str]
+    def __init__(self, provider: _Optional[str] = ..., precision: _Optional[str] = ..., versions: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class EvaluateRequest(_message.Message):
+    __slots__ = ("start", "image")
+    START_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
+    start: EvaluateStart
+    image: LabelledImage
+    def __init__(self, start: _Optional[_Union[EvaluateStart, _Mapping]] = ..., image: _Optional[_Union[LabelledImage, _Mapping]] = ...) -> None: ...
+
+class EvaluateStart(_message.Message):
+    __slots__ = ("model", "protocol", "dataset")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    DATASET_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    protocol: str
+    dataset: str
+    def __init__(self, model: _Optional[str] = ..., protocol: _Optional[str] = ..., dataset: _Optional[str] = ...) -> None: ...
+
+class LabelledImage(_message.Message):
+    __slots__ = ("file", "data", "label", "wnid")
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    WNID_FIELD_NUMBER: _ClassVar[int]
+    file: str
+    data: bytes
+    label: int
+    wnid: str
+    def __init__(self, file: _Optional[str] = ..., data: _Optional[bytes] = ..., label: _Optional[int] = ..., wnid: _Optional[str] = ...) -> None: ...
+
+class EvaluateResponse(_message.Message):
+    __slots__ = ("report",)
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    report: Report
+    def __init__(self, report: _Optional[_Union[Report, _Mapping]] = ...) -> None: ...
+
+class ListModelsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListModelsResponse(_message.Message):
+    __slots__ = ("models",)
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    models: _containers.RepeatedCompositeFieldContainer[ModelIdentity]
+    def __init__(self, models: _Optional[_Iterable[_Union[ModelIdentity, _Mapping]]] = ...) -> None: ...
+
+class GetModelRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class GetModelResponse(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: Model
+    def __init__(self, model: _Optional[_Union[Model, _Mapping]] = ...) -> None: ...
+
+class Model(_message.Message):
+    __slots__ = ("name", "sha256", "architecture", "activation", "classes", "crop", "default_scales", "max_side", "canvas", "circumstances", "checkpoint_sha256")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
+    ACTIVATION_FIELD_NUMBER: _ClassVar[int]
+    CLASSES_FIELD_NUMBER: _ClassVar[int]
+    CROP_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_SCALES_FIELD_NUMBER: _ClassVar[int]
+    MAX_SIDE_FIELD_NUMBER: _ClassVar[int]
+    CANVAS_FIELD_NUMBER: _ClassVar[int]
+    CIRCUMSTANCES_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_SHA256_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    sha256: str
+    architecture: str
+    activation: str
+    classes: _containers.RepeatedCompositeFieldContainer[ClassEntry]
+    crop: int
+    default_scales: _containers.RepeatedScalarFieldContainer[int]
+    max_side: int
+    canvas: str
+    circumstances: Circumstances
+    checkpoint_sha256: str
+    def __init__(self, name: _Optional[str] = ..., sha256: _Optional[str] = ..., architecture: _Optional[str] = ..., activation: _Optional[str] = ..., classes: _Optional[_Iterable[_Union[ClassEntry, _Mapping]]] = ..., crop: _Optional[int] = ..., default_scales: _Optional[_Iterable[int]] = ..., max_side: _Optional[int] = ..., canvas: _Optional[str] = ..., circumstances: _Optional[_Union[Circumstances, _Mapping]] = ..., checkpoint_sha256: _Optional[str] = ...) -> None: ...
+
+class ClassEntry(_message.Message):
+    __slots__ = ("wnid", "name")
+    WNID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    wnid: str
+    name: str
+    def __init__(self, wnid: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+
+class Report(_message.Message):
+    __slots__ = ("version", "images", "evaluated", "refused", "capped", "top1_error", "top1_interval", "top5_error", "top5_interval", "model", "protocol", "dataset", "circumstances", "views", "classes", "confusions", "refusals")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
+    EVALUATED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    CAPPED_FIELD_NUMBER: _ClassVar[int]
+    TOP1_ERROR_FIELD_NUMBER: _ClassVar[int]
+    TOP1_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    TOP5_ERROR_FIELD_NUMBER: _ClassVar[int]
+    TOP5_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    DATASET_FIELD_NUMBER: _ClassVar[int]
+    CIRCUMSTANCES_FIELD_NUMBER: _ClassVar[int]
+    VIEWS_FIELD_NUMBER: _ClassVar[int]
+    CLASSES_FIELD_NUMBER: _ClassVar[int]
+    CONFUSIONS_FIELD_NUMBER: _ClassVar[int]
+    REFUSALS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    images: int
+    evaluated: int
+    refused: int
+    capped: int
+    top1_error: float
+    top1_interval: _containers.RepeatedScalarFieldContainer[float]
+    top5_error: float
+    top5_interval: _containers.RepeatedScalarFieldContainer[float]
+    model: ReportModel
+    protocol: Protocol
+    dataset: ReportDataset
+    circumstances: Circumstances
+    views: _containers.RepeatedCompositeFieldContainer[ReportView]
+    classes: _containers.RepeatedCompositeFieldContainer[ReportClass]
+    confusions: _containers.RepeatedCompositeFieldContainer[ReportConfusion]
+    refusals: _containers.RepeatedCompositeFieldContainer[Refusal]
+    def __init__(self, version: _Optional[int] = ..., images: _Optional[int] = ..., evaluated: _Optional[int] = ..., refused: _Optional[int] = ..., capped: _Optional[int] = ..., top1_error: _Optional[float] = ..., top1_interval: _Optional[_Iterable[float]] = ..., top5_error: _Optional[float] = ..., top5_interval: _Optional[_Iterable[float]] = ..., model: _Optional[_Union[ReportModel, _Mapping]] = ..., protocol: _Optional[_Union[Protocol, _Mapping]] = ..., dataset: _Optional[_Union[ReportDataset, _Mapping]] = ..., circumstances: _Optional[_Union[Circumstances, _Mapping]] = ..., views: _Optional[_Iterable[_Union[ReportView, _Mapping]]] = ..., classes: _Optional[_Iterable[_Union[ReportClass, _Mapping]]] = ..., confusions: _Optional[_Iterable[_Union[ReportConfusion, _Mapping]]] = ..., refusals: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ...) -> None: ...
+
+class ReportModel(_message.Message):
+    __slots__ = ("file", "sha256", "architecture", "activation")
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
+    ACTIVATION_FIELD_NUMBER: _ClassVar[int]
+    file: str
+    sha256: str
+    architecture: str
+    activation: str
+    def __init__(self, file: _Optional[str] = ..., sha256: _Optional[str] = ..., architecture: _Optional[str] = ..., activation: _Optional[str] = ...) -> None: ...
+
+class ReportDataset(_message.Message):
+    __slots__ = ("name", "fingerprint", "images")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    fingerprint: str
+    images: int
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., images: _Optional[int] = ...) -> None: ...
+
+class ReportView(_message.Message):
+    __slots__ = ("scale", "mirrored", "top1_error", "top5_error")
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    MIRRORED_FIELD_NUMBER: _ClassVar[int]
+    TOP1_ERROR_FIELD_NUMBER: _ClassVar[int]
+    TOP5_ERROR_FIELD_NUMBER: _ClassVar[int]
+    scale: int
+    mirrored: bool
+    top1_error: float
+    top5_error: float
+    def __init__(self, scale: _Optional[int] = ..., mirrored: _Optional[bool] = ..., top1_error: _Optional[float] = ..., top5_error: _Optional[float] = ...) -> None: ...
+
+class ReportClass(_message.Message):
+    __slots__ = ("index", "wnid", "name", "images", "evaluated", "refused", "top1_error", "top1_interval", "top5_error", "top5_interval", "confusions")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    WNID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
+    EVALUATED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    TOP1_ERROR_FIELD_NUMBER: _ClassVar[int]
+    TOP1_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    TOP5_ERROR_FIELD_NUMBER: _ClassVar[int]
+    TOP5_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    CONFUSIONS_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    wnid: str
+    name: str
+    images: int
+    evaluated: int
+    refused: int
+    top1_error: float
+    top1_interval: _containers.RepeatedScalarFieldContainer[float]
+    top5_error: float
+    top5_interval: _containers.RepeatedScalarFieldContainer[float]
+    confusions: _containers.RepeatedCompositeFieldContainer[ClassConfusion]
+    def __init__(self, index: _Optional[int] = ..., wnid: _Optional[str] = ..., name: _Optional[str] = ..., images: _Optional[int] = ..., evaluated: _Optional[int] = ..., refused: _Optional[int] = ..., top1_error: _Optional[float] = ..., top1_interval: _Optional[_Iterable[float]] = ..., top5_error: _Optional[float] = ..., top5_interval: _Optional[_Iterable[float]] = ..., confusions: _Optional[_Iterable[_Union[ClassConfusion, _Mapping]]] = ...) -> None: ...
+
+class ClassConfusion(_message.Message):
+    __slots__ = ("index", "wnid", "name", "count")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    WNID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    wnid: str
+    name: str
+    count: int
+    def __init__(self, index: _Optional[int] = ..., wnid: _Optional[str] = ..., name: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
+
+class ReportConfusion(_message.Message):
+    __slots__ = ("label", "predicted", "count", "share")
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    label: int
+    predicted: int
+    count: int
+    share: float
+    def __init__(self, label: _Optional[int] = ..., predicted: _Optional[int] = ..., count: _Optional[int] = ..., share: _Optional[float] = ...) -> None: ...
+
+class Refusal(_message.Message):
+    __slots__ = ("file", "reason")
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    file: str
+    reason: str
+    def __init__(self, file: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...

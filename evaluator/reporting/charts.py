@@ -1,0 +1,193 @@
+"""The charts of the page as plain Vega-Lite specifications: pure functions of report.json.
+
+Colours are CSS variables of report.css, so that one drawing serves light, dark and print.
+"""
+
+from typing import Any
+
+FEW_CLASSES = 40  # so many can be named along an axis; more become a curve
+TOP1, TOP5 = "top-1", "top-5"
+
+Spec = dict[str, Any]
+
+_SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # a name, never fetched
+_COLOURS = {"domain": [TOP1, TOP5], "range": ["var(--accent)", "var(--second)"]}
+_FONT = "Inter, system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', sans-serif"
+_CONFIG = {
+    "background": "transparent",
+    "font": _FONT,
+    "view": {"stroke": None},
+    "axis": {
+        "domainColor": "var(--line)",
+        "gridColor": "var(--grid)",
+        "tickColor": "var(--line)",
+        "labelColor": "var(--muted)",
+        "titleColor": "var(--muted)",
+        "titleFontWeight": "normal",
+        "labelFontSize": 12,
+        "titleFontSize": 12,
+        "titlePadding": 10,
+    },
+    "legend": {
+        "labelColor": "var(--ink)",
+        "labelFontSize": 13,
+        "title": None,
+        "orient": "top",
+        "offset": 12,
+        "symbolType": "circle",
+        "symbolStrokeWidth": 0,
+        "symbolSize": 90,
+        "symbolOpacity": 1,
+        "columnPadding": 24,
+    },
+}
+_INTERVAL = "format(datum.low, '.1f') + ' – ' + format(datum.high, '.1f')"
+_TOOLTIP = [
+    {"field": "name", "title": "class"},
+    {"field": "wnid", "title": "wnid"},
+    {"field": "metric", "title": "error"},
+    {"field": "error", "title": "percent", "format": ".1f"},
+    {"field": "interval", "title": "95 % interval"},
+    {"field": "images", "title": "images"},
+]
+
+
+def error_chart(report: dict[str, Any]) -> Spec | None:
+    """Return the paper's Fig. 6: the error of every class, sorted, for top-1 and top-5; None without any image.
+
+    Up to 40 classes stand by name with their intervals; more become two curves, each sorted on its own.
+    """
+    classes = [entry for entry in report["classes"] if entry["evaluated"]]
+    if not classes:
+        return None
+    return _named_classes(classes) if len(classes) <= FEW_CLASSES else _sorted_curves(classes, report)
+
+
+def _rows(classes: list[dict[str, Any]], key: str, metric: str) -> list[dict[str, Any]]:
+    """Return one row per class with the values of one metric."""
+    return [
+        {
+            "index": entry["index"],
+            "name": entry["name"],
+            "wnid": entry["wnid"],
+            "images": entry["evaluated"],
+            "metric": metric,
+            "error": round(entry[f"{key}_error"], 2),
+            "low": round(entry[f"{key}_interval"][0], 2),
+            "high": round(entry[f"{key}_interval"][1], 2),
+        }
+        for entry in classes
+    ]
+
+
+def _spec(values: list[dict[str, Any]], **rest: Any) -> Spec:
+    return {
+        "$schema": _SCHEMA,
+        "config": _CONFIG,
+        "width": "container",
+        "autosize": {"type": "fit-x", "contains": "padding"},
+        "data": {"values": values},
+        "transform": [{"calculate": _INTERVAL, "as": "interval"}],
+        **rest,
+    }
+
+
+def _named_classes(classes: list[dict[str, Any]]) -> Spec:
+    """Return a row per class, worst on top; the axis knows classes by index, since two may share a name."""
+    values = _rows(classes, "top1", TOP1) + _rows(classes, "top5", TOP5)
+    worst_first = sorted(classes, key=lambda entry: (-entry["top1_error"], -entry["top5_error"], entry["index"]))
+    names = {str(entry["index"]): entry["name"] for entry in classes}
+    y = {
+        "field": "index",
+        "type": "nominal",
+        "sort": [entry["index"] for entry in worst_first],
+        "scale": {"paddingInner": 0.45, "paddingOuter": 0.3},
+        "title": None,
+        "axis": {
+            "labelExpr": "names[datum.value]",
+            "labelLimit": 130,
+            "labelColor": "var(--ink)",
+            "labelFontSize": 13,
+            "labelPadding": 8,
+            "ticks": False,
+            "domain": False,
+        },
+    }
+    offset = {"field": "metric", "sort": [TOP1, TOP5]}
+    colour = {"field": "metric", "type": "nominal", "scale": _COLOURS}
+    x = {"type": "quantitative", "title": "error (percent), with 95 % interval", "axis": {"tickCount": 6}}
+    return _spec(
+        values,
+        params=[{"name": "names", "value": names}],
+        height={"step": 26, "for": "position"},
+        encoding={"y": y, "yOffset": offset, "color": colour, "tooltip": _TOOLTIP},
+        layer=[
+            {
+                "mark": {"type": "rule", "strokeWidth": 5, "opacity": 0.22, "strokeCap": "round"},
+                "encoding": {"x": {"field": "low", **x}, "x2": {"field": "high"}},
+            },
+            {
+                "mark": {"type": "point", "filled": True, "size": 75, "opacity": 1},
+                "encoding": {"x": {"field": "error", **x}},
+            },
+        ],
+    )
+
+
+def _sorted_curves(classes: list[dict[str, Any]], report: dict[str, Any]) -> Spec:
+    """Return two ascending curves over the classes; the class under the pointer is marked on both."""
+    values = []
+    for key, metric in (("top1", TOP1), ("top5", TOP5)):
+        ascending = sorted(_rows(classes, key, metric), key=lambda row: (row["error"], row["index"]))
+        values += [{**row, "place": place} for place, row in enumerate(ascending, start=1)]
+    highest = max(row["error"] for row in values)
+    y_scale = {"domain": [0, min(100, max(5, highest * 1.08))], "nice": False}
+    x_scale = {"domain": [1, len(classes)], "nice": False}
+    x = {
+        "field": "place",
+        "type": "quantitative",
+        "scale": x_scale,
+        "title": "classes, each curve from best to worst",
+        "axis": {"grid": False, "tickCount": 8, "format": ",d"},
+    }
+    y = {"type": "quantitative", "scale": y_scale, "title": "error (percent)", "axis": {"tickCount": 6, "domain": False}}
+    overall = [{"metric": metric, "error": report[f"{key}_error"]} for key, metric in (("top1", TOP1), ("top5", TOP5))]
+    labels = {row["metric"]: f"{row['metric']}, {row['error']:.2f} % over all images (dashed)" for row in overall}
+    legend = {"labelExpr": "labels[datum.value]", "labelLimit": 320, "columns": {"expr": "width < 560 ? 1 : 2"}}
+    colour = {"field": "metric", "type": "nominal", "scale": _COLOURS, "legend": legend}
+    near = {
+        "name": "near",
+        "select": {"type": "point", "fields": ["index"], "nearest": True, "on": "pointermove", "clear": "pointerout"},
+    }
+    hidden_until_near = {"condition": {"param": "near", "empty": False, "value": 1}, "value": 0}
+    return _spec(
+        values,
+        params=[{"name": "labels", "value": labels}],
+        height=340,
+        layer=[
+            {
+                "mark": {"type": "area", "opacity": 0.13, "clip": True, "interpolate": "step"},
+                "encoding": {"x": x, "y": {"field": "low", **y}, "y2": {"field": "high"}, "color": colour},
+            },
+            {
+                "mark": {"type": "line", "strokeWidth": 2.25, "interpolate": "step"},
+                "encoding": {"x": x, "y": {"field": "error", **y}, "color": colour},
+            },
+            {
+                "data": {"values": overall},
+                "mark": {"type": "rule", "strokeDash": [3, 4], "opacity": 0.8},
+                "encoding": {"y": {"field": "error", **y}, "color": colour},
+            },
+            {
+                "params": [near],
+                "mark": {"type": "point", "filled": True, "size": 85, "stroke": "var(--paper)", "strokeWidth": 1.5},
+                "encoding": {
+                    "x": x,
+                    "y": {"field": "error", **y},
+                    "color": colour,
+                    "opacity": hidden_until_near,
+                    "tooltip": _TOOLTIP,
+                },
+            },
+        ],
+    )

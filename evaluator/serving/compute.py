@@ -1,0 +1,109 @@
+"""The one thread that owns a session, and the views of all requests that wait for it.
+
+The thread takes everything that waits, plans batches of it as `engine.batching` does everywhere, runs the first and
+looks again, so that what came meanwhile can share the next. The first batch always holds the view that has waited
+longest: nothing starves.
+"""
+
+import queue
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from evaluator.engine.batching import plan_batches
+from evaluator.engine.classify import Model, ViewResult, canvas_step, run_views
+from evaluator.imaging.views import ViewImage
+
+
+@dataclass
+class _Request:
+    """The views of one image, and the future of their results."""
+
+    results: list[ViewResult | None]
+    future: Future[list[ViewResult]] = field(default_factory=Future)
+
+    def finish(self, index: int, result: ViewResult) -> None:
+        """Keep the result of one view, and answer when it was the last."""
+        self.results[index] = result
+        results = [kept for kept in self.results if kept is not None]
+        if len(results) == len(self.results) and self.future.set_running_or_notify_cancel():
+            self.future.set_result(results)
+
+    def fail(self, error: Exception) -> None:
+        """Answer with an error, once."""
+        if not self.future.done() and self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """One view in the queue, and its place in its request."""
+
+    request: _Request
+    index: int
+    view: ViewImage
+
+
+class ComputeThread:
+    """Runs views on a session that nobody else may run."""
+
+    def __init__(self, session: Model, name: str) -> None:
+        self._session = session
+        self._incoming: queue.SimpleQueue[list[_Waiting] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"compute-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, views: Sequence[ViewImage]) -> Future[list[ViewResult]]:
+        """Queue the views of one image; the future gives their results in the same order. Safe in any thread.
+
+        Cancelling the future drops those of its views that still wait. When a batch fails, the requests that had views
+        in it get its error, and no others.
+        """
+        request = _Request([None] * len(views))
+        self._incoming.put([_Waiting(request, index, view) for index, view in enumerate(views)])
+        return request.future
+
+    def close(self) -> None:
+        """Finish what waits and end the thread."""
+        self._incoming.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        waiting: list[_Waiting] = []
+        open_ = True
+        while open_ or waiting:
+            open_ = self._take_incoming(waiting) and open_
+            waiting = [view for view in waiting if not view.request.future.done()]  # cancelled, or failed in a batch
+            if waiting:
+                waiting = self._run_first_batch(waiting)
+
+    def _take_incoming(self, waiting: list[_Waiting]) -> bool:
+        """Move all that came into `waiting`; sleep when there is nothing at all. Returns False once closed."""
+        while not waiting or not self._incoming.empty():
+            views = self._incoming.get()
+            if views is None:
+                return False
+            waiting.extend(views)
+        return True
+
+    def _run_first_batch(self, waiting: list[_Waiting]) -> list[_Waiting]:
+        """Run the batch of the view that has waited longest; returns the views that are not in it."""
+        chosen = set(self._first_batch(waiting))
+        members = [waiter for index, waiter in enumerate(waiting) if index in chosen]
+        try:
+            results = run_views(self._session, [member.view for member in members])
+        except Exception as error:
+            for member in members:
+                member.request.fail(error)
+        else:
+            for member, result in zip(members, results, strict=True):
+                member.request.finish(member.index, result)
+        return [waiter for index, waiter in enumerate(waiting) if index not in chosen]
+
+    def _first_batch(self, waiting: list[_Waiting]) -> tuple[int, ...]:
+        """Plan all that waits and return the places of the first batch's views."""
+        contract = self._session.contract
+        shapes = [(waiter.view.image.shape[0], waiter.view.image.shape[1]) for waiter in waiting]
+        step = canvas_step(self._session)
+        return plan_batches(shapes, contract.window_grid, canvas_step=step, max_side=contract.max_side)[0].indices

@@ -1,0 +1,258 @@
+"""Writing a run folder so that it can be killed at any moment and goes on where it stopped.
+
+The rules: run.json comes first, whole or not at all. A chunk is done when its lines are on the disk; its scores are
+there before. Whatever lies beyond the last whole chunk is cut off when the run is opened again. Nobody else's file is
+ever touched. One process at a time: it holds a lock on log.jsonl, which the system gives back when the process dies.
+"""
+
+import fcntl
+import io
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from evaluator.datasets.sample import Sample
+from evaluator.errors import EnvironmentFault, RunFolderError
+from evaluator.files import write_atomically
+from evaluator.validation.run import (
+    LOG_FILE,
+    PREDICTIONS_FILE,
+    RUN_FILE,
+    SCORES_FILE,
+    Prediction,
+    RunInfo,
+    prediction_from_json,
+    read_run_info,
+)
+
+_REPORT_FILES = ("report/report.json", "report/classes.csv", "report/report.html")  # of a run that is started anew
+_TEMPORARY = tuple(f".{name}.*.tmp" for name in (RUN_FILE, PREDICTIONS_FILE, SCORES_FILE))  # of `write_atomically`
+_NAMES = {("model", "file"), ("dataset", "name")}  # in run.json for the reader's eye; a renamed file is the same file
+_SHOWN = 8  # differences
+
+
+class RunWriter:
+    """A run folder that is open for writing. done: images that are safely written; chunk: images written at a time."""
+
+    def __init__(self, folder: Path, info: RunInfo, done: int, log: io.FileIO) -> None:
+        self.folder = folder
+        self.done = done
+        self.chunk = info.chunk
+        self._info = info
+        self._log = log
+        self._scores = (folder / SCORES_FILE).open("ab", buffering=0)
+        self._lines = (folder / PREDICTIONS_FILE).open("ab", buffering=0)
+
+    def append(self, predictions: Sequence[Prediction], scores: npt.NDArray[np.float32]) -> None:
+        """Write one chunk: its lines and its rows of scores, float32 (images, classes), NaN where refused.
+
+        Raises EnvironmentFault when the disk is full or fails; what was done before stays and can be resumed.
+        """
+        assert scores.shape == (len(predictions), len(self._info.classes)), "one row of scores for each line"
+        lines = "".join(json.dumps(prediction.to_json(), allow_nan=False) + "\n" for prediction in predictions)
+        self._write(self._scores, scores.astype("<f4").tobytes(), durable=True)
+        self._write(self._lines, lines.encode(), durable=True)
+        self.done += len(predictions)
+
+    def log(self, event: str, **fields: Any) -> None:
+        """Add a line to log.jsonl, with the date."""
+        date = datetime.now().astimezone().isoformat(timespec="seconds")
+        self._write(self._log, (json.dumps({"event": event, "date": date, **fields}) + "\n").encode())
+
+    def close(self) -> None:
+        """Close the files; nothing is left to write."""
+        self._scores.close()
+        self._lines.close()
+
+    def _write(self, file: io.FileIO, data: bytes, *, durable: bool = False) -> None:
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[file.write(rest) :]
+            if durable:
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise EnvironmentFault(
+                f"{file.name!s}: cannot be written ({error.strerror}). {self.done} of {self._info.dataset['images']} "
+                "images are done and safe; make room, and the same command goes on from there"
+            ) from error
+
+
+@contextmanager
+def open_run(folder: Path, info: RunInfo, samples: Sequence[Sample], *, fresh: bool) -> Iterator[RunWriter]:
+    """Open a run folder for writing: a new one, or one of the same run, cut back to its last whole chunk.
+
+    fresh: start anew; the files of the run that lies there are deleted, others never.
+    Raises RunFolderError when the folder holds something else, another run (the difference is shown), or is being
+    written by another process; EnvironmentFault when it cannot be written.
+    """
+    _refuse_what_is_no_run(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder / LOG_FILE) as log:
+        for pattern in _TEMPORARY:
+            for path in folder.glob(pattern):
+                path.unlink()
+        if fresh:
+            log.truncate(0)
+            _delete_run(folder)
+        if (folder / RUN_FILE).exists():
+            _check_same(read_run_info(folder), info, folder)
+        else:
+            write_atomically(folder / RUN_FILE, (json.dumps(info.to_json(), indent=1) + "\n").encode())
+        writer = RunWriter(folder, info, _cut_back(folder, info, samples), log)
+        try:
+            yield writer
+        finally:
+            writer.close()
+
+
+def scores_header(images: int, classes: int) -> bytes:
+    """Return the .npy header of all scores, float32 (images, classes); rows follow as they come."""
+    header = io.BytesIO()
+    description = {"descr": "<f4", "fortran_order": False, "shape": (images, classes)}
+    np.lib.format.write_array_header_1_0(header, description)
+    return header.getvalue()
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """Compare two run.json field by field; one line for each difference that can change a result."""
+    before, now = dict(_flatten(there)), dict(_flatten(here))
+    return [
+        f"{'.'.join(key)}: {before.get(key, '(absent)')} in the folder, {now.get(key, '(absent)')} now"
+        for key in [*before, *(key for key in now if key not in before)]
+        if key not in _NAMES and before.get(key) != now.get(key)
+    ]
+
+
+def _flatten(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield (path, leaf) of nested JSON data; lists of numbers are leaves."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flatten(inner, (*path, key))
+    elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+        yield (*path, "length"), len(value)
+        for index, inner in enumerate(value):
+            yield from _flatten(inner, (*path, str(index)))
+    else:
+        yield path, value
+
+
+def _refuse_what_is_no_run(folder: Path) -> None:
+    """Leave alone what is neither empty nor a run."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise RunFolderError(f"{folder}: a file, not a folder. Choose another path with --run")
+    if (folder / RUN_FILE).exists() and ((folder / PREDICTIONS_FILE).exists() or _is_run_info(folder)):
+        return
+    log = folder / LOG_FILE
+    begun = {path for pattern in _TEMPORARY for path in folder.glob(pattern)}  # by one killed before run.json was there
+    if log.is_file() and log.stat().st_size == 0:
+        begun.add(log)
+    if others := sorted(path.name for path in folder.iterdir() if path not in begun):
+        raise RunFolderError(
+            f"{folder}: not empty ({', '.join(others[:3])}{', ...' if len(others) > 3 else ''}) and not a run. "
+            "Choose an empty or new folder with --run"
+        )
+
+
+def _is_run_info(folder: Path) -> bool:
+    try:
+        read_run_info(folder)
+    except RunFolderError:
+        return False
+    return True
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[io.FileIO]:
+    """Open the log and hold it for this process alone."""
+    with path.open("ab", buffering=0) as log:
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunFolderError(
+                f"{path.parent}: another process is writing this run. Wait for it, or choose another folder with --run"
+            ) from error
+        except OSError as error:
+            raise EnvironmentFault(
+                f"{path}: cannot be locked ({error.strerror}). Choose a folder on another file system with --run"
+            ) from error
+        yield log
+
+
+def _delete_run(folder: Path) -> None:
+    """Delete the files of a run, run.json last: killed in between, the folder is still a run."""
+    for name in (*_REPORT_FILES, SCORES_FILE, PREDICTIONS_FILE, RUN_FILE):
+        (folder / name).unlink(missing_ok=True)
+
+
+def _check_same(there: RunInfo, here: RunInfo, folder: Path) -> None:
+    found = differences(there.to_json(), here.to_json())
+    if not found:
+        return
+    more = [f"... and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    lines = "\n  ".join([*found[:_SHOWN], *more])
+    raise RunFolderError(
+        f"{folder}: holds another run:\n  {lines}\n"
+        "Choose another folder with --run, or start this one anew with --fresh"
+    )
+
+
+def _cut_back(folder: Path, info: RunInfo, samples: Sequence[Sample]) -> int:
+    """Cut both files back to the last whole chunk; returns the images that are done."""
+    scores, lines = folder / SCORES_FILE, folder / PREDICTIONS_FILE
+    header = scores_header(len(samples), len(info.classes))
+    row = 4 * len(info.classes)
+    ends = _line_ends(lines, samples)
+    done = min(len(ends), _whole_rows(scores, header, row))
+    if done < len(samples):
+        done -= done % info.chunk
+    if done == 0:
+        write_atomically(scores, header)
+        write_atomically(lines, b"")
+    else:
+        _truncate(scores, len(header) + done * row)
+        _truncate(lines, ends[done - 1])
+    return done
+
+
+def _truncate(path: Path, size: int) -> None:
+    if path.stat().st_size != size:  # a finished run is not touched
+        os.truncate(path, size)
+
+
+def _whole_rows(path: Path, header: bytes, row: int) -> int:
+    """Return how many whole rows of scores lie behind the right header."""
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        if file.read(len(header)) != header:
+            return 0
+    return (path.stat().st_size - len(header)) // row
+
+
+def _line_ends(path: Path, samples: Sequence[Sample]) -> list[int]:
+    """Return where each line ends, in bytes, up to the first that is torn or not its sample's."""
+    ends: list[int] = []
+    if not path.exists():
+        return ends
+    end = 0
+    with path.open("rb") as lines:
+        for line, sample in zip(lines, samples, strict=False):
+            try:
+                prediction = prediction_from_json(json.loads(line))
+            except (ValueError, KeyError, TypeError):
+                break
+            if not line.endswith(b"\n") or (prediction.file, prediction.label) != (sample.file, sample.label):
+                break
+            end += len(line)
+            ends.append(end)
+    return ends

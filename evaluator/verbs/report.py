@@ -1,0 +1,43 @@
+"""`prelunet report`: the per-class report of a run."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from evaluator.reporting.page import worst_classes
+from evaluator.reporting.report import headline, report_bytes
+from evaluator.reporting.write import WrittenReport, write_report
+
+WORST_PRINTED = 5
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="Folder of a finished run, as `prelunet validate --run` wrote it.")],
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder or archive of the run's images, for the gallery [default: where the run found them]."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print report.json to stdout instead of the summary.")] = False,
+) -> None:
+    """Write report.json, classes.csv and report.html of a run, and print its headline and worst classes."""
+    written = write_report(run, data=data)
+    typer.echo(report_bytes(written.report).decode("ascii") if as_json else _summary(written), nl=False)
+
+
+def _summary(written: WrittenReport) -> str:
+    """Return what a person wants to see first, and where the rest is."""
+    worst = worst_classes(written.report, "top1", WORST_PRINTED)
+    lines = [headline(written.report), ""]
+    if worst:
+        lines.append(f"worst {len(worst)} classes, top-1 error in percent (95 % interval):")
+    for entry in worst:
+        low, high = entry["top1_interval"]
+        confused = entry["confusions"][0]
+        lines.append(
+            f"  {entry['top1_error']:5.1f} ({low:.1f} – {high:.1f})  {entry['name']}, "
+            f"mostly taken for {confused['name']} ({confused['count']} of {entry['evaluated']})"
+        )
+    lines += [""] if worst else []
+    lines += [str(path) for path in (written.html, written.json, written.csv)]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,38 @@
+"""The verb `prelunet serve`."""
+
+import asyncio
+import logging
+from typing import Annotated
+
+import typer
+
+from evaluator.engine.session import Device
+from evaluator.serving.models import parse_models
+from evaluator.serving.server import ServeOptions
+from evaluator.serving.server import serve as serve_until_stopped
+
+
+def serve(
+    model: Annotated[
+        list[str], typer.Option(metavar="NAME=MODEL.onnx", help="A model and the name it is served under; repeatable.")
+    ],
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 is every one of this machine.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 50051,
+    device: Annotated[
+        Device, typer.Option(help="auto takes CUDA where it comes up; the start line says what runs.")
+    ] = "auto",
+    threads: Annotated[int, typer.Option(min=0, help="Threads of the CPU provider; 0 is one per core.")] = 0,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds that calls in flight have after SIGTERM.")] = 30.0,
+) -> None:
+    """Serve models over gRPC until SIGTERM or Ctrl-C.
+
+    The first line of output says the address, the models and what runs them; calls are answered from then on.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    options = ServeOptions(parse_models(model), host, port, device, threads, grace)
+    unfinished = asyncio.run(serve_until_stopped(options, typer.echo))
+    typer.echo(
+        f"stopped; {unfinished} calls were cut off after {grace:g} s" if unfinished else "stopped; no call was lost"
+    )

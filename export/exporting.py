@@ -1,0 +1,126 @@
+"""Checkpoint → model file, checked against the torch net before it gets its name."""
+
+import importlib.metadata
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from onnx import checker
+
+from evaluator.contract import Canvas, GoldenImage, ModelContract, default_scales, golden_image, golden_sizes
+from evaluator.engine.session import Outputs, open_session
+from evaluator.errors import CheckFailed
+from evaluator.files import open_atomically
+from export.model import build_model
+from export.verification import SCORE_TOLERANCE, Deviation, deviation, index_in, run_cases
+from training.checkpoints import Checkpoint, checkpoint_sha256, read_checkpoint
+from training.dense import dense_windows
+from training.inspection import summarise_slopes
+from training.network import network_from_checkpoint
+
+MAX_SIDE = 4096  # pixels; the length of the constant from which the valid rows and columns are cut
+
+WindowArrays = tuple[npt.NDArray[np.floating], npt.NDArray[np.floating]]
+
+
+def export_checkpoint(path: Path, output: Path, canvas: Canvas = "ragged") -> list[Deviation]:
+    """Write the model file of a checkpoint and return how far it is from the float64 torch net.
+
+    The file is written under a temporary name, run in onnxruntime on the golden images (alone and on a shared canvas)
+    and renamed when every window agrees. Raises CheckFailed with the numbers, and leaves no file, when one does not.
+    """
+    checkpoint = read_checkpoint(path)
+    windows = _oracle(checkpoint)
+    contract = _contract(checkpoint, checkpoint_sha256(path), canvas, windows)
+    with open_atomically(output) as file:
+        file.write(_model_bytes(checkpoint, contract))
+        file.flush()
+        checker.check_model(file.name, full_check=True)
+        deviations = check_parity(Path(file.name), windows)
+        if failed := [d for d in deviations if not d.passed]:
+            raise CheckFailed(_parity_message(output, failed))
+    return deviations
+
+
+def _oracle(checkpoint: Checkpoint) -> list[WindowArrays]:
+    """Return (scores, logits) of every window of each golden image, float64 (rows, columns, K), from the torch net."""
+    net = network_from_checkpoint(checkpoint).double()
+    sizes = golden_sizes(net.architecture.crop)
+    return [dense_windows(net, golden_image(*size), checkpoint.mean) for size in sizes]
+
+
+def _contract(checkpoint: Checkpoint, sha256: str, canvas: Canvas, windows: list[WindowArrays]) -> ModelContract:
+    """State everything the file must say of itself."""
+    architecture = checkpoint.architecture
+    training = {
+        "recipe": checkpoint.recipe,
+        "dataset": checkpoint.dataset,
+        "metrics": checkpoint.metrics,
+        "slopes": summarise_slopes(checkpoint.tensors),
+    }
+    contract = ModelContract(
+        architecture=architecture.to_json(),
+        classes=checkpoint.classes,
+        mean_kind="channel" if checkpoint.mean.ndim == 1 else "image",
+        trunk=architecture.layers,
+        window=architecture.window,
+        spp_levels=architecture.spp_levels,
+        crop=architecture.crop,
+        default_scales=default_scales(architecture.crop),
+        max_side=MAX_SIDE,
+        canvas=canvas,
+        precision="fp32",
+        checkpoint_sha256=sha256,
+        training=training,
+    )
+    golden = [
+        GoldenImage(height, width, *(tuple(array.mean(axis=(0, 1)).tolist()) for array in arrays))
+        for (height, width), arrays in zip(golden_sizes(architecture.crop), windows, strict=True)
+    ]
+    return replace(contract, golden=tuple(golden))
+
+
+def _model_bytes(checkpoint: Checkpoint, contract: ModelContract) -> bytes:
+    """Build the model; the same checkpoint and versions give the same bytes."""
+    version = importlib.metadata.version("prelunet")
+    model = build_model(checkpoint.architecture, checkpoint.tensors, checkpoint.mean, contract, version)
+    data: bytes = model.SerializeToString(deterministic=True)
+    return data
+
+
+def check_parity(path: Path, windows: list[WindowArrays]) -> list[Deviation]:
+    """Compare the file in onnxruntime, on the CPU, with the oracle's windows of the golden images, one by one.
+
+    The deviation of an image's scores is that of its worst window.
+    """
+    session = open_session(path, "cpu")
+    sizes = golden_sizes(session.contract.crop)
+    deviations = []
+    for case, outputs, index in run_cases(session, [golden_image(*size) for size in sizes]):
+        row, (scores, logits) = index_in(case, index), windows[index]
+        mean_scores, mean_logits = (array.mean(axis=(0, 1)) for array in (scores, logits))
+        whole = deviation(case, sizes[index], outputs, row, mean_scores, mean_logits)
+        deviations.append(replace(whole, scores=max(whole.scores, _worst_window(outputs, row, scores))))
+    return deviations
+
+
+def _worst_window(outputs: Outputs, row: int, expected: npt.NDArray[np.floating]) -> float:
+    """Return the largest deviation of a window's score; infinite when the graph sees another grid of windows."""
+    if tuple(outputs.windows[row]) != expected.shape[:2]:
+        return float("inf")
+    padded = np.zeros(outputs.window_scores.shape[1:])  # outside its grid an image must have zeros
+    padded[: expected.shape[0], : expected.shape[1]] = expected
+    return float(np.abs(outputs.window_scores[row] - padded).max())
+
+
+def _parity_message(output: Path, failed: list[Deviation]) -> str:
+    """Say by how much which image is off."""
+    lines = [
+        f"  {d.height}x{d.width} {d.case}: scores {d.scores:.1e}, logits {d.logits:.1e} of the largest" for d in failed
+    ]
+    return (
+        f"{output}: not written, because the graph does not give the torch net's scores within {SCORE_TOLERANCE:g}:\n"
+        + "\n".join(lines)
+        + "\nThis is a fault of prelunet or of the installed onnxruntime, not of the checkpoint; please report it."
+    )

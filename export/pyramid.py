@@ -1,0 +1,81 @@
+"""The spatial pyramid over all windows at once: bins, and a plan that makes every pool from a smaller one.
+
+SPP-net, Appendix A: bin i of n over `side` cells is [floor(i·side/n), ceil((i+1)·side/n)), the rule of adaptive max
+pooling. The maximum of a bin over *all* windows is one stride-1 max pool of the bin's size, read at the bin's offset;
+so a pyramid needs only as many pools as it has different bin sizes, and a big pool is two or four small ones.
+Pure functions, no arrays.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Bin:
+    """One bin of a window: rows [row, row + height), columns [column, column + width), in cells."""
+
+    row: int
+    column: int
+    height: int
+    width: int
+
+
+@dataclass(frozen=True)
+class PoolStep:
+    """A stride-1 max pool of `size` made from the pool of size `base`; (1, 1) is the feature map itself.
+
+    It takes 2 cells along each axis that grows (`kernel`), `dilation` = size − base apart: [0, b) and [k − b, k) cover
+    [0, k) when b ≥ k/2, and a maximum does not mind that they overlap.
+    """
+
+    size: tuple[int, int]
+    base: tuple[int, int]
+
+    @property
+    def kernel(self) -> tuple[int, int]:
+        """Return 2 along the axes that grow, else 1."""
+        return (1 + (self.size[0] > self.base[0]), 1 + (self.size[1] > self.base[1]))
+
+    @property
+    def dilation(self) -> tuple[int, int]:
+        """Return the distance between the two cells that are taken, per axis."""
+        return (max(1, self.size[0] - self.base[0]), max(1, self.size[1] - self.base[1]))
+
+
+def axis_bins(side: int, count: int) -> list[tuple[int, int]]:
+    """Return (start, length) of `count` bins over `side` cells by the floor/ceil rule."""
+    edges = [(i * side // count, -(-(i + 1) * side // count)) for i in range(count)]
+    return [(start, end - start) for start, end in edges]
+
+
+def pyramid_bins(window: int, levels: tuple[int, ...]) -> list[Bin]:
+    """Return all bins of a window in the order of the file's fc1: level, row, column."""
+    bins = []
+    for level in levels:
+        axis = axis_bins(window, level)
+        bins += [Bin(row, column, height, width) for row, height in axis for column, width in axis]
+    return bins
+
+
+def plan_pools(sizes: set[tuple[int, int]]) -> list[PoolStep]:
+    """Return steps, each from an earlier one, that make a max pool of every size asked for.
+
+    Sizes are made in order of area from the largest pool that is at least half as long on both axes; where there is
+    none, a half-sized one is made first.
+    """
+    made: set[tuple[int, int]] = {(1, 1)}
+    steps: list[PoolStep] = []
+
+    def make(size: tuple[int, int]) -> None:
+        if size in made:
+            return
+        half = (-(-size[0] // 2), -(-size[1] // 2))
+        usable = [m for m in made if half[0] <= m[0] <= size[0] and half[1] <= m[1] <= size[1]]
+        if not usable:
+            make(half)
+            usable = [half]
+        steps.append(PoolStep(size, max(usable, key=lambda m: (m[0] * m[1], m))))
+        made.add(size)
+
+    for size in sorted(sizes, key=lambda s: (s[0] * s[1], s)):
+        make(size)
+    return steps

@@ -1,0 +1,47 @@
+"""`prelunet verify`."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from evaluator.engine.session import Device, open_session
+from evaluator.errors import CheckFailed
+from export.verification import LOGIT_TOLERANCE, SCORE_TOLERANCE, verify as verify_session
+
+
+def verify(
+    model: Annotated[Path, typer.Argument(help="An exported model.")],
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Run a model's golden images on this machine and print the deviation from a float64 oracle.
+
+    Exits 6 when a score is off by more than the tolerance.
+    """
+    session = open_session(model, cast(Device, device))
+    deviations = verify_session(session)
+    passed = all(d.passed for d in deviations)
+    if as_json:
+        rows = [{**asdict(d), "passed": d.passed} for d in deviations]
+        report = {"model": session.model_sha256, "circumstances": session.circumstances.to_json(), "passed": passed}
+        typer.echo(json.dumps({**report, "deviations": rows}))
+    else:
+        table = Table(
+            "image", "run", "scores off by", "logits off by (of largest)", "", title=str(session.circumstances)
+        )
+        for d in deviations:
+            verdict = "ok" if d.passed else "WRONG"
+            table.add_row(f"{d.height}x{d.width}", d.case, f"{d.scores:.1e}", f"{d.logits:.1e}", verdict)
+        Console().print(table)
+    if not passed:
+        raise CheckFailed(
+            f"{model}: on {session.circumstances.provider} the golden images are off by more than {SCORE_TOLERANCE:g} "
+            f"(scores) or {LOGIT_TOLERANCE:g} (logits). Do not trust this device or runtime version with this model"
+        )
+    if not as_json:
+        typer.echo(f"{model}: verified on {session.circumstances.provider}")

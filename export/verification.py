@@ -1,0 +1,101 @@
+"""Does a model file give the right scores on this machine? Needs no torch: the file carries its golden answers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from evaluator.contract import ModelContract, golden_image
+from evaluator.engine.session import Outputs, Session
+from evaluator.errors import ContractError
+
+FloatArray = npt.NDArray[np.floating]
+
+# Scores are probabilities, so their deviation is absolute; logits have any size, so theirs is a share of the largest.
+# fp32: 20 layers of sums of up to 32,256 terms leave about 3e-6; a wrong bin, mask or slope leaves 1e-2 and more.
+SCORE_TOLERANCE = 1e-5
+LOGIT_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far one run of one image is from the oracle.
+
+    case: how it was run; scores: largest absolute difference of a score; logits: largest difference of a logit as a
+    share of the largest logit.
+    """
+
+    case: str
+    height: int
+    width: int
+    scores: float
+    logits: float
+
+    @property
+    def passed(self) -> bool:
+        """Return whether both are within the tolerances (False for NaN)."""
+        return self.scores <= SCORE_TOLERANCE and self.logits <= LOGIT_TOLERANCE
+
+
+def verify(session: Session) -> list[Deviation]:
+    """Run the golden images alone and, where the file allows it, together on one canvas full of rubbish.
+
+    Raises ContractError when the file carries no golden images.
+    """
+    contract = session.contract
+    if not contract.golden:
+        raise ContractError("the model carries no golden images. Export its checkpoint again with: prelunet export")
+    deviations = []
+    for case, outputs, index in run_cases(session, [golden_image(g.height, g.width) for g in contract.golden]):
+        golden = contract.golden[index]
+        deviations.append(
+            deviation(case, (golden.height, golden.width), outputs, index_in(case, index), golden.scores, golden.logits)
+        )
+    return deviations
+
+
+def index_in(case: str, index: int) -> int:
+    """Return the row of an image in the outputs of a case."""
+    return index if case == "together" else 0
+
+
+def run_cases(session: Session, images: Sequence[npt.NDArray[np.uint8]]) -> list[tuple[str, Outputs, int]]:
+    """Run each image alone and, in a ragged file, all on one canvas; return (case, outputs, image index)."""
+    cases = []
+    for index, image in enumerate(images):
+        sizes = np.array([image.shape[:2]], np.int64)
+        cases.append(("alone", session.run(image[None], sizes), index))
+    if session.contract.canvas == "ragged":
+        outputs = session.run(*rubbish_canvas(session.contract, images))
+        cases += [("together", outputs, index) for index in range(len(images))]
+    return cases
+
+
+def rubbish_canvas(
+    contract: ModelContract, images: Sequence[npt.NDArray[np.uint8]], rubbish: int = 77
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """Put images on one canvas, a little larger than needed, whose unused part holds `rubbish`."""
+    height, width = (max(image.shape[axis] for image in images) + contract.trunk_stride + 3 for axis in (0, 1))
+    canvas = np.full((len(images), height, width, 3), rubbish, np.uint8)
+    for row, image in zip(canvas, images, strict=True):
+        row[: image.shape[0], : image.shape[1]] = image
+    return canvas, np.array([image.shape[:2] for image in images], np.int64)
+
+
+def deviation(
+    case: str,
+    size: tuple[int, int],
+    outputs: Outputs,
+    row: int,
+    scores: Sequence[float] | FloatArray,
+    logits: Sequence[float] | FloatArray,
+) -> Deviation:
+    """Compare one row of the outputs with the oracle's scores and logits (K,)."""
+    largest = max(float(np.abs(np.asarray(logits)).max()), np.finfo(np.float32).tiny)
+    return Deviation(
+        case,
+        *size,
+        scores=float(np.abs(outputs.scores[row].astype(np.float64) - np.asarray(scores)).max()),
+        logits=float(np.abs(outputs.logits[row].astype(np.float64) - np.asarray(logits)).max() / largest),
+    )

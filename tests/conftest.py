@@ -1,0 +1,76 @@
+"""What several test files share: exported telling nets, made once a session."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from evaluator.contract import Canvas
+from evaluator.engine.session import Session, open_session
+from export.exporting import export_checkpoint
+from telling import telling_checkpoint
+from training.architectures import Activation
+from training.checkpoints import Checkpoint, write_checkpoint
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A telling checkpoint, its model file, and a CPU session on it."""
+
+    name: str
+    checkpoint: Checkpoint
+    checkpoint_path: Path
+    path: Path
+    session: Session
+
+
+def export_telling(
+    name: str, mean: str, folder: Path, *, activation: Activation = "prelu", canvas: Canvas = "ragged"
+) -> Exported:
+    """Make, write, export and load a telling checkpoint."""
+    checkpoint = telling_checkpoint(name, mean=mean, activation=activation)
+    checkpoint_path, path = folder / f"{name}.safetensors", folder / f"{name}.onnx"
+    write_checkpoint(checkpoint_path, checkpoint)
+    export_checkpoint(checkpoint_path, path, canvas)
+    return Exported(name, checkpoint, checkpoint_path, path, open_session(path, "cpu"))
+
+
+class _Lazy(dict[str, Exported]):
+    """Exports a net when a test first asks for it, and keeps only one large one in memory."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def __missing__(self, key: str) -> Exported:
+        name, variant = key.split("-")
+        if name == "A":
+            self.pop("A-channel", None)
+            self.pop("A-image", None)
+        folder = self.folder / key
+        folder.mkdir(exist_ok=True)
+        activations: dict[str, Activation] = {"shared": "prelu-shared", "relu": "relu", "lrelu": "lrelu"}
+        self[key] = export_telling(
+            name,
+            variant if variant in {"channel", "image"} else "image",
+            folder,
+            activation=activations.get(variant, "prelu"),
+            canvas="exact" if variant == "exact" else "ragged",
+        )
+        return self[key]
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Exported]:
+    """Give exported nets by name: `A-channel`, `E-image`, `demo-relu`, `demo-exact`, ..."""
+    return _Lazy(tmp_path_factory.mktemp("exported"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine or call cannot do, and say why."""
+    if not os.environ.get("LARGE"):
+        for item in items:
+            if item.get_closest_marker("large"):
+                item.add_marker(pytest.mark.skip(reason="model C takes minutes and 6 GB: make test LARGE=1"))

@@ -1,0 +1,76 @@
+"""A model without a runtime: the interface of `Session` over arithmetic so plain that a test can repeat it."""
+
+import hashlib
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from evaluator.contract import ClassEntry, ModelContract, default_scales
+from evaluator.engine.session import Circumstances, Outputs, check_canvas
+from training.architectures import architecture
+
+
+def fake_contract(classes: int = 6, **changes: Any) -> ModelContract:
+    """Return a contract with the trunk of `demo`: crop 28, stride 4, windows of 7x7 cells."""
+    demo = architecture("demo")
+    contract = ModelContract(
+        architecture=demo.to_json(),
+        classes=tuple(ClassEntry(f"n{index:08}", f"class {index}") for index in range(classes)),
+        mean_kind="channel",
+        trunk=demo.layers,
+        window=demo.window,
+        spp_levels=demo.spp_levels,
+        crop=demo.crop,
+        default_scales=default_scales(demo.crop),
+        max_side=1024,
+        canvas="ragged",
+        precision="fp32",
+        checkpoint_sha256="c" * 64,
+    )
+    return replace(contract, **changes)
+
+
+class FakeSession:
+    """A linear model: the logits of a window are its crop of pixels times a fixed matrix.
+
+    Each pixel of the crop has its own random weights, so that another position, scale, mirroring or padding gives
+    other scores. Keeps the shapes of its calls in `calls`.
+    """
+
+    def __init__(self, contract: ModelContract | None = None, *, provider: str = "CPUExecutionProvider", seed: int = 0):
+        self.contract = contract or fake_contract()
+        self.model_sha256 = hashlib.sha256(f"fake {seed}".encode()).hexdigest()
+        self.circumstances = Circumstances(provider, "fp32", {"fake": "1"})
+        self.calls: list[tuple[int, ...]] = []
+        self._weights = np.random.default_rng(seed).normal(
+            0, 0.1 / self.contract.crop, (len(self.contract.classes), self.contract.crop, self.contract.crop, 3)
+        )
+
+    def window_logits(self, image: npt.NDArray[np.uint8]) -> npt.NDArray[np.float64]:
+        """Return the logits of every window of one image, float64 (rows, columns, classes)."""
+        crop, stride = self.contract.crop, self.contract.trunk_stride
+        rows, columns = self.contract.window_grid(*image.shape[:2])
+        crops = np.lib.stride_tricks.sliding_window_view(image.astype(np.float64) - 100, (crop, crop), (0, 1))
+        crops = crops[::stride, ::stride][:rows, :columns]
+        return np.einsum("ijcyx,kyxc->ijk", crops, self._weights, optimize=True)
+
+    def run(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> Outputs:
+        check_canvas(self.contract, images, sizes)
+        self.calls.append(images.shape)
+        grid = self.contract.window_grid(*images.shape[1:3])
+        scores, logits, windows = [], [], []
+        window_scores = np.zeros((len(images), *grid, len(self.contract.classes)), np.float32)
+        for index, (height, width) in enumerate(sizes):
+            of_windows = self.window_logits(images[index, :height, :width])
+            rows, columns = of_windows.shape[:2]
+            powers = np.exp(of_windows)
+            softmax = powers / powers.sum(axis=-1, keepdims=True)
+            window_scores[index, :rows, :columns] = softmax
+            scores.append(softmax.mean(axis=(0, 1)))
+            logits.append(of_windows.mean(axis=(0, 1)))
+            windows.append((rows, columns))
+        return Outputs(
+            np.array(scores, np.float32), np.array(logits, np.float32), np.array(windows, np.int64), window_scores
+        )

@@ -1,0 +1,47 @@
+"""A server in a thread of the test's process, on a free port, for the tests of serving and of the client."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evaluator.imaging.decode import DecodeLimits
+from evaluator.serving.models import ModelFile, Models
+from evaluator.serving.server import Server
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that answers. address: host:port; models: what it serves."""
+
+    address: str
+    models: Models
+
+
+@contextmanager
+def running_server(limits: DecodeLimits | None = None, **sessions: Any) -> Iterator[Running]:
+    """Serve sessions (real or fake) under their keywords; the files are called NAME.onnx in a folder /secret."""
+    ready = threading.Event()
+    state: dict[str, Any] = {}
+
+    async def live() -> None:
+        server = Server("127.0.0.1", 0)
+        loaded = [(ModelFile(name, Path(f"/secret/{name}.onnx")), session) for name, session in sessions.items()]
+        state["models"] = Models(loaded, limits or DecodeLimits())
+        await server.start(state["models"])
+        state.update(address=server.address, stop=asyncio.Event(), loop=asyncio.get_running_loop())
+        ready.set()
+        await state["stop"].wait()
+        await server.stop(grace=5)
+
+    thread = threading.Thread(target=lambda: asyncio.run(live()))
+    thread.start()
+    assert ready.wait(30), "the server did not start"
+    try:
+        yield Running(state["address"], state["models"])
+    finally:
+        state["loop"].call_soon_threadsafe(state["stop"].set)
+        thread.join()

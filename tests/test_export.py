@@ -1,0 +1,237 @@
+"""The model file as a file: what it says of itself, same bytes, no traces, clear refusals."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from conftest import Exported
+
+from evaluator.cli import run
+from evaluator.contract import ModelContract, contract_from_metadata, golden_image
+from evaluator.engine.session import open_session
+from evaluator.errors import ContractError, EnvironmentFault, UsageError
+from export.exporting import export_checkpoint
+from export.verification import verify
+from telling import noise
+
+
+def test_the_file_says_all_that_the_contract_lists(exported: dict[str, Exported]) -> None:
+    model = onnx.load(exported["demo-image"].path)
+    metadata = {p.key: json.loads(p.value) for p in model.metadata_props}
+    listed = Path(__file__).parent.parent / "docs" / "contract.md"
+    for key in metadata:
+        assert f"`{key.removeprefix('prelunet.')}`" in listed.read_text(), f"{key} is not in docs/contract.md"
+    assert metadata["prelunet.crop"] == 28
+    assert metadata["prelunet.window"] == 7
+    assert metadata["prelunet.trunk_stride"] == 4
+    assert metadata["prelunet.default_scales"] == [32, 48, 60]
+    assert metadata["prelunet.spp_levels"] == [3, 2, 1]
+    assert metadata["prelunet.mean_kind"] == "image"
+    assert len(metadata["prelunet.golden"]) == 3
+    assert [o.version for o in model.opset_import] == [18]
+    assert model.ir_version <= 10
+
+
+def test_the_contract_read_back_is_the_contract_written(exported: dict[str, Exported]) -> None:
+    contract = exported["demo-image"].session.contract
+    assert contract_from_metadata(contract.to_metadata(), "x.onnx") == contract
+
+
+def test_the_same_checkpoint_gives_the_same_bytes_in_another_process(
+    exported: dict[str, Exported], tmp_path: Path
+) -> None:
+    again = tmp_path / "again.onnx"
+    command = [sys.executable, "-c", "import sys; from evaluator.cli import run; sys.exit(run(sys.argv[1:]))"]
+    subprocess.run([*command, "export", str(exported["demo-image"].checkpoint_path), "-o", str(again)], check=True)
+    assert again.read_bytes() == exported["demo-image"].path.read_bytes()
+
+
+def test_the_file_holds_no_path_and_no_trace_of_this_machine(exported: dict[str, Exported]) -> None:
+    data = exported["demo-image"].path.read_bytes()
+    assert str(Path(__file__).parent).encode() not in data
+    assert str(exported["demo-image"].path.parent).encode() not in data
+    assert b"site-packages" not in data
+
+
+def test_every_node_has_a_readable_name(exported: dict[str, Exported]) -> None:
+    names = [node.name for node in onnx.load(exported["E-image"].path).graph.node]
+    assert all(names)
+    assert len(set(names)) == len(names)
+    assert {"conv1", "conv2_2.masked", "conv3_6.activation", "pool_9x9", "fc1", "window_scores"} <= set(names)
+
+
+def test_only_padded_convolutions_are_masked(exported: dict[str, Exported]) -> None:
+    masked = {n.name for n in onnx.load(exported["E-image"].path).graph.node if n.name.endswith(".masked")}
+    assert masked == {"images.masked", *(f"conv2_{i}.masked" for i in (2, 4)), *(f"conv3_{i}.masked" for i in (2, 4, 6))}
+    without = {n.name for n in onnx.load(exported["demo-exact"].path).graph.node if n.name.endswith(".masked")}
+    assert without == set()
+
+
+def test_no_operator_is_used_that_leaves_the_gpu(exported: dict[str, Exported]) -> None:
+    nodes = onnx.load(exported["E-image"].path).graph.node
+    assert not {"Range", "GridSample", "If", "Loop", "NonZero", "Resize"} & {node.op_type for node in nodes}
+    assert {tuple(node.input) for node in nodes if node.op_type == "Shape"} == {("images",)}
+
+
+def test_golden_images_are_made_by_the_stated_formula_from_whole_numbers_alone() -> None:
+    image = golden_image(31, 45)
+    for row, column, channel in [(0, 0, 0), (3, 7, 1), (30, 44, 2), (17, 29, 0)]:
+        t = (5 + 2 * channel) * row + (3 + 4 * channel) * column + 90 * channel + row * column // 23
+        assert image[row, column, channel] == abs(t % 510 - 255)
+    assert not np.array_equal(image[:, ::-1], image)
+    assert not np.array_equal(image[..., 0], image[..., 1])
+
+
+def test_verify_passes_on_this_machine_and_fails_on_changed_golden_scores(exported: dict[str, Exported]) -> None:
+    session = exported["demo-image"].session
+    assert all(d.passed for d in verify(session))
+    assert {d.case for d in verify(session)} == {"alone", "together"}
+    golden = session.contract.golden
+    changed = replace(golden[1], scores=(golden[1].scores[0] + 2e-5, *golden[1].scores[1:]))
+    contract = replace(session.contract, golden=(golden[0], changed, golden[2]))
+    session_with = type(session)(session._session, contract, session.model_sha256, session.circumstances)
+    assert [d.passed for d in verify(session_with)] == [True, False, True, True, False, True]
+
+
+def test_the_verb_verify_exits_6_when_a_score_is_off(
+    exported: dict[str, Exported], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["verify", str(exported["demo-image"].path), "--device", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["passed"] is True
+    wrong = with_metadata(exported, tmp_path, golden=lambda golden: [{**g, "scores": g["scores"][::-1]} for g in golden])
+    assert run(["verify", str(wrong), "--device", "cpu"]) == 6
+    assert "golden images are off" in capsys.readouterr().err
+
+
+def with_metadata(exported: dict[str, Exported], folder: Path, drop: str = "", **changes: object) -> Path:
+    """Write the demo model again with some metadata changed or dropped."""
+    model = onnx.load(exported["demo-image"].path)
+    values = {p.key: json.loads(p.value) for p in model.metadata_props}
+    for key, change in changes.items():
+        value = values[f"prelunet.{key}"]
+        values[f"prelunet.{key}"] = change(value) if callable(change) else change
+    values.pop(f"prelunet.{drop}", None)
+    onnx.helper.set_model_props(model, {key: json.dumps(value) for key, value in values.items()})
+    path = folder / "changed.onnx"
+    onnx.save(model, path)
+    return path
+
+
+def test_a_model_of_a_newer_contract_is_refused_naming_both_versions(
+    exported: dict[str, Exported], tmp_path: Path
+) -> None:
+    with pytest.raises(ContractError, match="version 99.*up to 1.*prelunet export"):
+        open_session(with_metadata(exported, tmp_path, contract_version=99), "cpu")
+
+
+@pytest.mark.parametrize("key", ["contract_version", "classes", "trunk", "golden", "max_side", "canvas"])
+def test_a_model_without_one_of_the_keys_is_refused_naming_it(
+    exported: dict[str, Exported], tmp_path: Path, key: str
+) -> None:
+    with pytest.raises(ContractError, match=f"no 'prelunet.{key}' in the ONNX metadata.*prelunet export"):
+        open_session(with_metadata(exported, tmp_path, drop=key), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"canvas": "round"}, "'round'"), ({"crop": "28"}, "should be a int"), ({"trunk": [[3, 1]]}, "malformed")],
+)
+def test_a_model_with_a_malformed_value_is_refused(
+    exported: dict[str, Exported], tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ContractError, match=message):
+        open_session(with_metadata(exported, tmp_path, **changes), "cpu")
+
+
+@pytest.mark.parametrize("content", [b"", b"this is no model", b"\x08\x08" * 40])
+def test_a_file_that_is_no_onnx_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(content)
+    with pytest.raises(ContractError, match="model.onnx"):
+        open_session(path, "cpu")
+
+
+def test_half_a_model_file_is_refused(exported: dict[str, Exported], tmp_path: Path) -> None:
+    data = exported["demo-image"].path.read_bytes()
+    (tmp_path / "half.onnx").write_bytes(data[: len(data) // 2])
+    with pytest.raises(ContractError, match="half.onnx"):
+        open_session(tmp_path / "half.onnx", "cpu")
+
+
+def test_a_foreign_onnx_model_is_refused(tmp_path: Path) -> None:
+    info = onnx.helper.make_tensor_value_info
+    node = onnx.helper.make_node("Relu", ["x"], ["y"])
+    graph = onnx.helper.make_graph([node], "g", [info("x", 1, [1])], [info("y", 1, [1])])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=8)
+    onnx.save(model, tmp_path / "foreign.onnx")
+    with pytest.raises(ContractError, match="no 'prelunet.contract_version'"):
+        open_session(tmp_path / "foreign.onnx", "cpu")
+
+
+def test_asking_for_cuda_where_it_does_not_come_up_is_an_error_and_never_a_cpu_run(
+    exported: dict[str, Exported],
+) -> None:
+    with pytest.raises(EnvironmentFault, match="--device cuda"):
+        open_session(exported["demo-image"].path, "cuda")
+
+
+def canvas_of(height: int, width: int) -> np.ndarray:
+    return noise(height, width, seed=0)[None]
+
+
+@pytest.mark.parametrize(
+    ("images", "sizes", "message"),
+    [
+        (canvas_of(40, 50), [[27, 50]], "below this model's crop of 28"),
+        (canvas_of(40, 50), [[40, 51]], "leave the canvas of 40x50"),
+        (canvas_of(40, 50), [[40, 50], [40, 50]], "sizes should be int64"),
+        (canvas_of(40, 50).astype(np.float32), [[40, 50]], "images should be uint8"),
+        (np.zeros((1, 30, 4097, 3), np.uint8), [[30, 30]], "larger than this model's 4096"),
+    ],
+)
+def test_a_canvas_that_the_graph_would_answer_with_nonsense_is_refused(
+    exported: dict[str, Exported], images: np.ndarray, sizes: list[list[int]], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        exported["demo-image"].session.run(images, np.array(sizes))
+
+
+def test_a_file_without_masks_refuses_an_image_that_does_not_fill_its_canvas(exported: dict[str, Exported]) -> None:
+    with pytest.raises(UsageError, match="--canvas ragged"):
+        exported["demo-exact"].session.run(canvas_of(40, 50), np.array([[40, 49]]))
+
+
+def test_export_refuses_half_a_checkpoint_and_leaves_no_file(
+    exported: dict[str, Exported], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = exported["demo-image"].checkpoint_path.read_bytes()
+    (tmp_path / "half.safetensors").write_bytes(data[: len(data) // 2])
+    assert run(["export", str(tmp_path / "half.safetensors"), "-o", str(tmp_path / "out.onnx")]) == 3
+    assert "half.safetensors" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["half.safetensors"]
+
+
+def test_export_to_a_folder_that_does_not_exist_says_so(
+    exported: dict[str, Exported], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["export", str(exported["demo-image"].checkpoint_path), "-o", str(tmp_path / "none" / "out.onnx")]
+    assert run(arguments) == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_a_contract_states_the_window_grid_that_the_graph_finds(exported: dict[str, Exported]) -> None:
+    for key, sizes in {"demo-image": [(28, 31), (45, 90)], "E-image": [(224, 239), (301, 260)]}.items():
+        contract: ModelContract = exported[key].session.contract
+        for height, width in sizes:
+            outputs = exported[key].session.run(canvas_of(height, width), np.array([[height, width]]))
+            assert outputs.windows[0].tolist() == list(contract.window_grid(height, width))
+
+
+def test_exporting_without_masks_is_recorded(exported: dict[str, Exported], tmp_path: Path) -> None:
+    export_checkpoint(exported["demo-image"].checkpoint_path, tmp_path / "exact.onnx", "exact")
+    assert open_session(tmp_path / "exact.onnx", "cpu").contract.canvas == "exact"

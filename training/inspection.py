@@ -1,0 +1,253 @@
+"""What a checkpoint or a model file says of itself, with its learned slopes beside those of the paper.
+
+Works on a model file without torch, onnx and safetensors: they are imported only where a checkpoint needs them.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from evaluator.contract import ClassEntry
+from evaluator.engine.session import open_session
+from evaluator.errors import ContractError, EnvironmentFault, UsageError, from_os_error
+from training.architectures import Architecture, architecture_from_json, multiply_adds, parameter_shapes
+
+# PReLU-nets, Table 1 (model E): layer → learned slope, shared by the channels, and mean of the channels' own.
+PAPER_SLOPES: dict[str, tuple[float, float]] = {
+    "conv1": (0.681, 0.596),
+    "conv2_1": (0.103, 0.321),
+    "conv2_2": (0.099, 0.204),
+    "conv2_3": (0.228, 0.294),
+    "conv2_4": (0.561, 0.464),
+    "conv3_1": (0.126, 0.196),
+    "conv3_2": (0.089, 0.152),
+    "conv3_3": (0.124, 0.145),
+    "conv3_4": (0.062, 0.124),
+    "conv3_5": (0.008, 0.134),
+    "conv3_6": (0.210, 0.198),
+    "fc1": (0.063, 0.074),
+    "fc2": (0.031, 0.075),
+}
+PAPER_IN_WORDS = (
+    "In the paper (Table 1, a 14-layer net) conv1 learned the largest slopes, 0.596 in the mean of its channels: it "
+    "keeps both signs of its edges. Deeper layers in general learned smaller ones, down to 0.074 at fc1. Every slope "
+    "starts at 0.25."
+)
+
+_SLOPE_KEYS = ("layer", "channels", "mean", "min", "max", "below_zero", "above_one")
+_LARGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors format
+_ONNX_FIRST_BYTE = b"\x08"  # the tag of ir_version, the first field of a serialised ModelProto
+
+
+def inspect_file(path: Path) -> dict[str, Any]:
+    """Return what the file says of itself as plain data; its content decides what it is, not its name.
+
+    Common keys: kind (`checkpoint` or `model`), file, sha256, architecture, classes, parameters, slope_parameters,
+    multiply_adds (one crop), window, trunk_stride, mean, recipe, dataset, metrics, slopes (`summarise_slopes`, each
+    with `paper`: the value of Table 1 or null). A model also has precision, canvas, default_scales, min_side,
+    max_side, checkpoint_sha256, golden_images.
+    Raises UsageError for a path that cannot be read, CheckpointError or ContractError for a file that is damaged.
+    """
+    try:
+        with path.open("rb") as file:
+            start = file.read(9)
+    except OSError as error:
+        raise from_os_error(error) from error
+    if start[8:] == b"{" and int.from_bytes(start[:8], "little") <= _LARGEST_HEADER:
+        return _inspect_checkpoint(path)
+    if start[:1] == _ONNX_FIRST_BYTE:
+        return _inspect_model(path)
+    raise ContractError(
+        f"{path}: by its content neither a checkpoint (safetensors) nor a model (ONNX). "
+        "Give a file that `prelunet init`, `prelunet train` or `prelunet export` wrote"
+    )
+
+
+def summarise_slopes(tensors: Mapping[str, npt.NDArray[np.floating]]) -> list[dict[str, Any]]:
+    """Summarise the learned slopes of each layer, in the order of `tensors`; other tensors are passed over.
+
+    Each entry: layer, channels (1 where one slope is shared), mean, min, max, and how many slopes are below_zero (the
+    activation is no longer monotonic) and above_one (it amplifies negative values). Six digits, so that the text in a
+    model file does not depend on how a machine adds up.
+    """
+    return [
+        {
+            "layer": name.removesuffix(".slope"),
+            "channels": int(slope.size),
+            "mean": round(float(slope.mean(dtype=np.float64)), 6),
+            "min": round(float(slope.min()), 6),
+            "max": round(float(slope.max()), 6),
+            "below_zero": int((slope < 0).sum()),
+            "above_one": int((slope > 1).sum()),
+        }
+        for name, slope in tensors.items()
+        if name.endswith(".slope")
+    ]
+
+
+def beside_the_paper(slopes: Sequence[Mapping[str, Any]], activation: str) -> list[dict[str, Any]]:
+    """Add `paper` to each summary: the value of Table 1, or None unless the layers are exactly those of model E."""
+    is_model_e = [entry["layer"] for entry in slopes] == list(PAPER_SLOPES)
+    column = 0 if activation == "prelu-shared" else 1
+    return [{**entry, "paper": PAPER_SLOPES[entry["layer"]][column] if is_model_e else None} for entry in slopes]
+
+
+def _inspect_checkpoint(path: Path) -> dict[str, Any]:
+    try:
+        from training.checkpoints import checkpoint_sha256, read_checkpoint
+    except ModuleNotFoundError as error:
+        raise EnvironmentFault(
+            f"{path} is a checkpoint, and reading one needs {error.name}. Bring it with: pip install 'prelunet[train]'"
+        ) from error
+    checkpoint = read_checkpoint(path)
+    is_image = checkpoint.mean.ndim == 3
+    return {
+        "kind": "checkpoint",
+        "file": path.name,
+        "sha256": checkpoint_sha256(path),
+        **_describe_net(checkpoint.architecture, checkpoint.classes),
+        "mean": {
+            "kind": "image" if is_image else "channel",
+            "channels": [round(float(v), 4) for v in checkpoint.mean.reshape(-1, 3).mean(axis=0, dtype=np.float64)],
+        },
+        "recipe": checkpoint.recipe,
+        "dataset": checkpoint.dataset,
+        "metrics": checkpoint.metrics,
+        "slopes": beside_the_paper(summarise_slopes(checkpoint.tensors), checkpoint.architecture.activation),
+    }
+
+
+def _inspect_model(path: Path) -> dict[str, Any]:
+    session = open_session(path, "cpu")
+    contract = session.contract
+    try:
+        architecture = architecture_from_json(dict(contract.architecture))
+        recorded = [{key: entry[key] for key in _SLOPE_KEYS} for entry in contract.training.get("slopes") or []]
+        slopes = beside_the_paper(recorded, architecture.activation)
+        net = _describe_net(architecture, contract.classes)
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, UsageError) as error:
+        raise ContractError(
+            f"{path}: 'prelunet.architecture' or 'prelunet.training' is malformed ({error!r}). "
+            f"Write the file again with: prelunet export CHECKPOINT -o {path}"
+        ) from error
+    return {
+        "kind": "model",
+        "file": path.name,
+        "sha256": session.model_sha256,
+        **net,
+        "mean": {"kind": contract.mean_kind, "channels": None},  # the mean itself is in the graph
+        "precision": contract.precision,
+        "canvas": contract.canvas,
+        "default_scales": list(contract.default_scales),
+        "min_side": contract.min_side,
+        "max_side": contract.max_side,
+        "checkpoint_sha256": contract.checkpoint_sha256,
+        "golden_images": len(contract.golden),
+        **{key: contract.training.get(key) for key in ("recipe", "dataset", "metrics")},
+        "slopes": slopes,
+    }
+
+
+def _describe_net(architecture: Architecture, classes: Sequence[ClassEntry]) -> dict[str, Any]:
+    """Return what follows from the architecture and the number of classes."""
+    sizes = {name: int(np.prod(shape)) for name, shape in parameter_shapes(architecture, len(classes)).items()}
+    return {
+        "architecture": architecture.to_json(),
+        "classes": [{"wnid": entry.wnid, "name": entry.name} for entry in classes],
+        "parameters": sum(sizes.values()),
+        "slope_parameters": sum(size for name, size in sizes.items() if name.endswith(".slope")),
+        "multiply_adds": multiply_adds(architecture, architecture.crop, architecture.crop, len(classes)),
+        "window": architecture.window,
+        "trunk_stride": architecture.trunk_stride,
+    }
+
+
+def print_inspection(inspection: Mapping[str, Any], console: Console) -> None:
+    """Print what `inspect_file` returned as two tables: the file, and its slopes."""
+    facts = Table(show_header=False, box=None, pad_edge=False, title=_cell(inspection["file"]), title_justify="left")
+    facts.add_column(style="bold")
+    facts.add_column(overflow="fold")
+    for what, text in _facts(inspection).items():
+        facts.add_row(what, _cell(text))
+    console.print(facts)
+    activation = inspection["architecture"]["activation"]
+    if inspection["slopes"]:
+        console.print()
+        _print_slopes(inspection["slopes"], console)
+    elif activation.startswith("prelu"):
+        console.print("\nThis file records no slopes.")
+    else:
+        console.print(f"\nNo slopes: {activation} learns none.")
+
+
+def _facts(inspection: Mapping[str, Any]) -> dict[str, str]:
+    """Return the rows of the first table."""
+    architecture, classes, mean = inspection["architecture"], inspection["classes"], inspection["mean"]
+    crop, window, hidden = architecture["crop"], inspection["window"], architecture["hidden"]
+    convs = sum(layer["kind"] == "conv" for layer in architecture["trunk"])
+    first = ", ".join(_class_text(entry) for entry in classes[:4])
+    channels = f" ({', '.join(f'{value:g}' for value in mean['channels'])})" if mean["channels"] else ""
+    facts = {
+        "kind": inspection["kind"],
+        "sha256": inspection["sha256"],
+        "architecture": f"{architecture['name']}: {convs} convolutions, 3 fully connected layers, {hidden} wide",
+        "activation": architecture["activation"],
+        "crop": f"{crop} px: one window of {window}x{window}, stride {inspection['trunk_stride']} px",
+        "pyramid": f"levels {', '.join(map(str, architecture['spp_levels']))}",
+        "classes": f"{len(classes)}: {first}{', …' if len(classes) > 4 else ''}",
+        "parameters": f"{inspection['parameters']:,}, of them {inspection['slope_parameters']:,} slopes",
+        "multiply-adds": f"{inspection['multiply_adds']:.4g} for one {crop}x{crop} crop",
+        "mean": f"{mean['kind']}{channels}",
+    }
+    if inspection["kind"] == "model":
+        facts["precision"] = inspection["precision"]
+        facts["canvas"] = f"{inspection['canvas']}, sides {inspection['min_side']} to {inspection['max_side']} px"
+        facts["scales"] = f"{', '.join(map(str, inspection['default_scales']))} px for multi-scale"
+        facts["checkpoint"] = inspection["checkpoint_sha256"]
+        facts["golden images"] = str(inspection["golden_images"])
+    for key, missing in (("recipe", "none: untrained, or not recorded"), ("dataset", "none"), ("metrics", "none")):
+        facts[key] = _data_text(inspection[key]) if inspection[key] else missing
+    return facts
+
+
+def _print_slopes(slopes: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Print the slopes layer by layer; layers with slopes outside 0..1 are marked."""
+    table = Table(title="Slopes of the negative side", title_justify="left", box=None, pad_edge=False)
+    has_paper = slopes[0]["paper"] is not None
+    for header in ("layer", "channels", "mean", *(["paper"] if has_paper else []), "min", "max", "< 0", "> 1"):
+        table.add_column(header, justify="left" if header == "layer" else "right")
+    for entry in slopes:
+        paper = [f"{entry['paper']:.3f}"] if has_paper else []
+        counts = [f"[yellow]{n} ![/]" if n else "0" for n in (entry["below_zero"], entry["above_one"])]
+        numbers = [f"{entry['mean']:.3f}", *paper, f"{entry['min']:.3f}", f"{entry['max']:.3f}", *counts]
+        table.add_row(_cell(entry["layer"]), str(entry["channels"]), *numbers)
+    console.print(table)
+    if any(entry["below_zero"] or entry["above_one"] for entry in slopes):
+        console.print(
+            "! < 0: the activation is not monotonic; > 1: it amplifies negative values. The paper allows both."
+        )
+    if has_paper:
+        console.print("paper: Table 1 of He et al. 2015, model E trained on ImageNet. Every slope starts at 0.25.")
+    else:
+        console.print(PAPER_IN_WORDS)
+
+
+def _class_text(entry: Mapping[str, str]) -> str:
+    return entry["wnid"] if entry["name"] == entry["wnid"] else f"{entry['wnid']} {entry['name']}"
+
+
+def _data_text(data: Mapping[str, Any]) -> str:
+    """Return recorded data on one line: `key value, key value`."""
+    return ", ".join(f"{key} {value if isinstance(value, str) else json.dumps(value)}" for key, value in data.items())
+
+
+def _cell(text: str) -> str:
+    """Return a text of the file as it may be shown: no markup, no control characters for the terminal."""
+    return escape("".join(character if character.isprintable() else "�" for character in text))
