@@ -62,6 +62,17 @@ class LazyVerbs(typer.core.TyperGroup):
         name, command, rest = super().resolve_command(ctx, args)
         return name, command and _load(name or ""), rest
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run the verb; turn what the parser would swallow (Ctrl-C, a closed pipe) into our own exit codes."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            text = "interrupted; what is done is kept, and the same command goes on from there"
+            raise Interrupted(text) from None
+        except BrokenPipeError:  # the reader of our output went away, as in `prelunet inspect FILE | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+
 
 def _load(name: str) -> Any:
     """Import a verb and turn its function into a command."""
@@ -72,7 +83,7 @@ def _load(name: str) -> Any:
         if extra is None:
             raise
         raise EnvironmentFault(
-            f"prelunet {name} needs {error.name}, which is not installed. Bring it with: pip install 'prelunet[{extra}]'"
+            f"prelunet {name} needs {error.name}, which is not installed. Bring it: pip install 'prelunet[{extra}]'"
         ) from error
     app = typer.Typer(add_completion=False)
     app.command(name, help=function.__doc__)(function)
@@ -128,11 +139,6 @@ def run(arguments: list[str] | None = None) -> int:
         result = program.main(arguments, prog_name="prelunet", standalone_mode=False)
     except PreluNetError as error:
         return _fail(error)
-    except KeyboardInterrupt:
-        return _fail(Interrupted("interrupted; what is done is kept, and the same command goes on from there"))
-    except BrokenPipeError:  # the reader of our output went away, as in `prelunet inspect FILE | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except OSError as error:
         return _fail(from_os_error(error))
     except Exception as error:

@@ -226,4 +226,5 @@ def golden_image(height: int, width: int) -> npt.NDArray[np.uint8]:
     column = np.arange(width, dtype=np.int64)[None, :, None]
     channel = np.arange(3, dtype=np.int64)[None, None, :]
     t = (5 + 2 * channel) * row + (3 + 4 * channel) * column + 90 * channel + (row * column) // 23
-    return np.abs(t % 510 - 255).astype(np.uint8)
+    image: npt.NDArray[np.uint8] = np.abs(t % 510 - 255).astype(np.uint8)
+    return image

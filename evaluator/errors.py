@@ -40,7 +40,7 @@ class RunFolderError(PreluNetError):
     """A run folder belongs to another model, dataset or protocol, or is damaged."""
 
 
-class ModelNotFound(PreluNetError):
+class ModelNotFound(PreluNetError):  # noqa: N818
     """The server serves no model of that name."""
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from onnx import ModelProto, TensorProto, helper
+from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 
 from evaluator.contract import ModelContract
 from export.graph import Graph
@@ -58,7 +58,7 @@ def build_model(
     return graph.model(*_interface(len(contract.classes)), contract.to_metadata(), version)
 
 
-def _interface(classes: int) -> tuple[list[object], list[object]]:
+def _interface(classes: int) -> tuple[list[ValueInfoProto], list[ValueInfoProto]]:
     """Return the inputs and outputs of the contract."""
     info = helper.make_tensor_value_info
     inputs = [info("images", TensorProto.UINT8, ["N", "H", "W", 3]), info("sizes", TensorProto.INT64, ["N", 2])]
@@ -101,11 +101,11 @@ def _warped_mean(graph: Graph, mean: FloatArray, positions: dict[str, str], side
     """
     side = mean.shape[0]
     planes = graph.constant("mean", mean.transpose(2, 0, 1)[None])
-    half = graph.constant("half", np.float32(0.5))
-    one = graph.constant("one", np.float32(1))
-    zero = graph.constant("zero", np.float32(0))
-    last = graph.constant("mean.last", np.float32(side - 1))
-    length = graph.constant("mean.side", np.float32(side))
+    half = graph.constant("half", np.array(0.5, np.float32))
+    one = graph.constant("one", np.array(1, np.float32))
+    zero = graph.constant("zero", np.array(0, np.float32))
+    last = graph.constant("mean.last", np.array(side - 1, np.float32))
+    length = graph.constant("mean.side", np.array(side, np.float32))
     cells = graph.constant("mean.cells", np.arange(side, dtype=np.float32))
     weights = {}
     for axis in ("rows", "columns"):

@@ -1,8 +1,7 @@
 """What several test files share: exported telling nets, made once a session."""
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest

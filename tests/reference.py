@@ -25,10 +25,10 @@ def _two_by_two(number: int, count: int) -> Trunk:
 _POOL: Trunk = (("pool", 2, 0),)
 _CONV1: Trunk = (("conv1", 2, 3),)
 TRUNKS: dict[str, Trunk] = {  # Table 3 (A, C) and Table 1 (E) of the paper
-    "A": _CONV1 + _POOL + _stage(2, 5) + _POOL + _stage(3, 5) + _POOL + _stage(4, 5),
-    "C": _CONV1 + _POOL + _stage(2, 6) + _POOL + _stage(3, 6) + _POOL + _stage(4, 6),
-    "E": _CONV1 + (("pool3", 3, 0),) + _two_by_two(2, 4) + _POOL + _two_by_two(3, 6),
-    "demo": _stage(1, 2) + _POOL + _stage(2, 2) + _POOL + _stage(3, 2),
+    "A": (*_CONV1, *_POOL, *_stage(2, 5), *_POOL, *_stage(3, 5), *_POOL, *_stage(4, 5)),
+    "C": (*_CONV1, *_POOL, *_stage(2, 6), *_POOL, *_stage(3, 6), *_POOL, *_stage(4, 6)),
+    "E": (*_CONV1, ("pool3", 3, 0), *_two_by_two(2, 4), *_POOL, *_two_by_two(3, 6)),
+    "demo": (*_stage(1, 2), *_POOL, *_stage(2, 2), *_POOL, *_stage(3, 2)),
 }
 WINDOW = {"A": 14, "C": 14, "E": 18, "demo": 7}
 LEVELS = {"A": (7, 3, 2, 1), "C": (7, 3, 2, 1), "E": (6, 3, 2, 1), "demo": (3, 2, 1)}

@@ -1,12 +1,16 @@
 """A server in a thread of the test's process, on a free port, for the tests of serving and of the client."""
 
 import asyncio
+import io
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from PIL import Image
 
 from evaluator.imaging.decode import DecodeLimits
 from evaluator.serving.models import ModelFile, Models
@@ -45,3 +49,11 @@ def running_server(limits: DecodeLimits | None = None, **sessions: Any) -> Itera
     finally:
         state["loop"].call_soon_threadsafe(state["stop"].set)
         thread.join()
+
+
+def png(height: int, width: int, seed: int = 0) -> bytes:
+    """Return an encoded image of random pixels."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 import pytest
-from conftest import Exported
 
 import reference
+from conftest import Exported
 from export.verification import rubbish_canvas
 from telling import noise
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from conftest import Exported
 
+from conftest import Exported
 from evaluator.cli import run
 from evaluator.contract import ModelContract, contract_from_metadata, golden_image
 from evaluator.engine.session import open_session
@@ -67,7 +67,11 @@ def test_every_node_has_a_readable_name(exported: dict[str, Exported]) -> None:
 
 def test_only_padded_convolutions_are_masked(exported: dict[str, Exported]) -> None:
     masked = {n.name for n in onnx.load(exported["E-image"].path).graph.node if n.name.endswith(".masked")}
-    assert masked == {"images.masked", *(f"conv2_{i}.masked" for i in (2, 4)), *(f"conv3_{i}.masked" for i in (2, 4, 6))}
+    assert masked == {
+        "images.masked",
+        *(f"conv2_{i}.masked" for i in (2, 4)),
+        *(f"conv3_{i}.masked" for i in (2, 4, 6)),
+    }
     without = {n.name for n in onnx.load(exported["demo-exact"].path).graph.node if n.name.endswith(".masked")}
     assert without == set()
 
@@ -103,7 +107,9 @@ def test_the_verb_verify_exits_6_when_a_score_is_off(
 ) -> None:
     assert run(["verify", str(exported["demo-image"].path), "--device", "cpu", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["passed"] is True
-    wrong = with_metadata(exported, tmp_path, golden=lambda golden: [{**g, "scores": g["scores"][::-1]} for g in golden])
+    wrong = with_metadata(
+        exported, tmp_path, golden=lambda golden: [{**g, "scores": g["scores"][::-1]} for g in golden]
+    )
     assert run(["verify", str(wrong), "--device", "cpu"]) == 6
     assert "golden images are off" in capsys.readouterr().err
 
@@ -125,7 +131,7 @@ def with_metadata(exported: dict[str, Exported], folder: Path, drop: str = "", *
 def test_a_model_of_a_newer_contract_is_refused_naming_both_versions(
     exported: dict[str, Exported], tmp_path: Path
 ) -> None:
-    with pytest.raises(ContractError, match="version 99.*up to 1.*prelunet export"):
+    with pytest.raises(ContractError, match=r"version 99.*up to 1.*prelunet export"):
         open_session(with_metadata(exported, tmp_path, contract_version=99), "cpu")
 
 
@@ -133,7 +139,7 @@ def test_a_model_of_a_newer_contract_is_refused_naming_both_versions(
 def test_a_model_without_one_of_the_keys_is_refused_naming_it(
     exported: dict[str, Exported], tmp_path: Path, key: str
 ) -> None:
-    with pytest.raises(ContractError, match=f"no 'prelunet.{key}' in the ONNX metadata.*prelunet export"):
+    with pytest.raises(ContractError, match=rf"no 'prelunet.{key}' in the ONNX metadata.*prelunet export"):
         open_session(with_metadata(exported, tmp_path, drop=key), "cpu")
 
 
@@ -152,14 +158,14 @@ def test_a_model_with_a_malformed_value_is_refused(
 def test_a_file_that_is_no_onnx_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(content)
-    with pytest.raises(ContractError, match="model.onnx"):
+    with pytest.raises(ContractError, match=r"model.onnx"):
         open_session(path, "cpu")
 
 
 def test_half_a_model_file_is_refused(exported: dict[str, Exported], tmp_path: Path) -> None:
     data = exported["demo-image"].path.read_bytes()
     (tmp_path / "half.onnx").write_bytes(data[: len(data) // 2])
-    with pytest.raises(ContractError, match="half.onnx"):
+    with pytest.raises(ContractError, match=r"half.onnx"):
         open_session(tmp_path / "half.onnx", "cpu")
 
 
@@ -169,14 +175,14 @@ def test_a_foreign_onnx_model_is_refused(tmp_path: Path) -> None:
     graph = onnx.helper.make_graph([node], "g", [info("x", 1, [1])], [info("y", 1, [1])])
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=8)
     onnx.save(model, tmp_path / "foreign.onnx")
-    with pytest.raises(ContractError, match="no 'prelunet.contract_version'"):
+    with pytest.raises(ContractError, match=r"no 'prelunet.contract_version'"):
         open_session(tmp_path / "foreign.onnx", "cpu")
 
 
 def test_asking_for_cuda_where_it_does_not_come_up_is_an_error_and_never_a_cpu_run(
     exported: dict[str, Exported],
 ) -> None:
-    with pytest.raises(EnvironmentFault, match="--device cuda"):
+    with pytest.raises(EnvironmentFault, match=r"--device cuda"):
         open_session(exported["demo-image"].path, "cuda")
 
 
@@ -202,7 +208,7 @@ def test_a_canvas_that_the_graph_would_answer_with_nonsense_is_refused(
 
 
 def test_a_file_without_masks_refuses_an_image_that_does_not_fill_its_canvas(exported: dict[str, Exported]) -> None:
-    with pytest.raises(UsageError, match="--canvas ragged"):
+    with pytest.raises(UsageError, match=r"--canvas ragged"):
         exported["demo-exact"].session.run(canvas_of(40, 50), np.array([[40, 49]]))
 
 

@@ -16,17 +16,18 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Exported
 
 import export.exporting
 import export.model
 import export.pyramid
 import reference
+from conftest import Exported
 from evaluator.engine.session import open_session
 from evaluator.errors import CheckFailed
 from export.exporting import export_checkpoint
@@ -39,7 +40,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 def bins_rounded_down(patch: pytest.MonkeyPatch) -> None:
     def bins(side: int, count: int) -> list[tuple[int, int]]:
         edges = [i * side // count for i in range(count + 1)]
-        return [(start, end - start) for start, end in zip(edges, edges[1:], strict=False)]
+        return [(start, end - start) for start, end in pairwise(edges)]
 
     patch.setattr(export.pyramid, "axis_bins", bins)
 

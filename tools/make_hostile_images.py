@@ -71,6 +71,7 @@ def plain_oddities() -> dict[str, bytes]:
         "animated.png": encode(frames[0], "PNG", save_all=True, append_images=frames[1:], duration=50),
         "animated.webp": encode(frames[0], "WEBP", save_all=True, append_images=frames[1:], duration=50, lossless=True),
         "exif-rotated.jpg": encode(image, "JPEG", quality=95, exif=exif),
+        "exif-rotated.png": encode(image, "PNG", exif=exif),
         "exif-damaged.jpg": encode(image, "JPEG", quality=95, exif=b"Exif\0\0MM\0\x2a\xff\xff\xff\xff"),
         "two-pictures.mpo.jpg": encode(frames[0], "MPO", save_all=True, append_images=frames[1:2], quality=95),
         "progressive.jpg": encode(image, "JPEG", quality=95, progressive=True),
@@ -85,13 +86,14 @@ def colour_oddities() -> dict[str, bytes]:
     alpha = Image.fromarray(picture()[:, ::-1, 1].copy())
     rgba = image.copy()
     rgba.putalpha(alpha)
+    cmyk = Image.merge("CMYK", [*image.split(), image.getchannel("R").transpose(Image.Transpose.FLIP_TOP_BOTTOM)])
     palette = b"\xc8\x14\x14\x14\xc8\x14\x14\x14\xc8"  # red, green, blue
     indices = b"".join(b"\0" + bytes((row + column) % 3 for column in range(WIDTH)) for row in range(HEIGHT))
     bits = b"".join(b"\0" + bytes([0xA5, 0x0F, 0xF0, row, 0x80]) for row in range(HEIGHT))
     return {
         "grey.jpg": encode(image.convert("L"), "JPEG", quality=95),
-        "cmyk-adobe.jpg": encode(image.convert("CMYK"), "JPEG", quality=95),
-        "cmyk.tif": encode(image.convert("CMYK"), "TIFF"),
+        "cmyk-adobe.jpg": encode(cmyk, "JPEG", quality=95),
+        "cmyk.tif": encode(cmyk, "TIFF"),
         "palette.png": png(WIDTH, HEIGHT, 8, 3, indices, chunk(b"PLTE", palette)),
         "palette-alpha.png": png(
             WIDTH, HEIGHT, 8, 3, indices, chunk(b"PLTE", palette) + chunk(b"tRNS", b"\x00\x80\xff")
@@ -139,8 +141,9 @@ def bombs() -> dict[str, bytes]:
     text = b"Comment\0\0" + zlib.compress(bytes(8_000_000), 9)  # 8 MB of text in 8 KB
     profile = b"icc\0\0" + zlib.compress(bytes(8_000_000), 9)
     grey = b"".join(b"\0" + bytes(WIDTH) for _ in range(HEIGHT))
-    webp = bytearray(encode(Image.new("RGBA", (8, 8), (1, 2, 3, 4)), "WEBP", lossless=True, exif=b"Exif\0\0"))
-    webp[24:30] = b"\xff\x3f\x00\xff\x3f\x00"  # canvas of 16384 x 16384
+    frames = [Image.new("RGB", (8, 8), (9, 9, 9)), Image.new("RGB", (8, 8), (99, 9, 9))]
+    webp = bytearray(encode(frames[0], "WEBP", save_all=True, append_images=frames[1:], lossless=True))
+    webp[24:30] = b"\x70\x23\x00\x70\x23\x00"  # canvas of 9073 x 9073: over our limit, not over Pillow's
     return {
         "bomb-header.png": PNG_SIGNATURE
         + chunk(b"IHDR", struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0))

@@ -108,12 +108,13 @@ class Architecture:
 
 def architecture_from_json(data: dict[str, Any]) -> Architecture:
     """Read what `Architecture.to_json` wrote; raises KeyError, TypeError or UsageError when it is not that."""
-    kinds: dict[str, type[Conv] | type[Pool]] = {"conv": Conv, "pool": Pool}
-    trunk = []
-    for layer in data["trunk"]:
-        fields = dict(layer)
-        trunk.append(kinds[fields.pop("kind")](**fields))
-    return Architecture(**{**data, "trunk": tuple(trunk), "spp_levels": tuple(data["spp_levels"])})
+    trunk = tuple(_layer_from_json(dict(layer)) for layer in data["trunk"])
+    return Architecture(**{**data, "trunk": trunk, "spp_levels": tuple(data["spp_levels"])})
+
+
+def _layer_from_json(fields: dict[str, Any]) -> Conv | Pool:
+    kind = fields.pop("kind")
+    return {"conv": Conv, "pool": Pool}[kind](**fields)
 
 
 def parameter_shapes(architecture: Architecture, classes: int) -> dict[str, tuple[int, ...]]:

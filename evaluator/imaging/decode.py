@@ -93,7 +93,7 @@ def decode_rgb(data: bytes, limits: DecodeLimits = DecodeLimits(), *, apply_exif
     part of that format and always applied).
     Raises ImageError for bytes that are no image of `FORMATS`, are truncated or damaged, or exceed the limits.
     """
-    with _image_errors():
+    with _image_errors(limits):
         image = _open(data, limits)
         image.load()
         rgb = _to_rgb(image)
@@ -109,13 +109,13 @@ def image_size(data: bytes, limits: DecodeLimits = DecodeLimits()) -> tuple[int,
 
     Raises ImageError for bytes that are no image of `FORMATS` or exceed the limits; a truncated image passes.
     """
-    with _image_errors():
+    with _image_errors(limits):
         image = _open(data, limits)
         return image.height, image.width
 
 
 @contextmanager
-def _image_errors() -> Iterator[None]:
+def _image_errors(limits: DecodeLimits) -> Iterator[None]:
     """Turn whatever Pillow says of bad bytes into an ImageError."""
     try:
         yield
@@ -127,12 +127,16 @@ def _image_errors() -> Iterator[None]:
             "convert the file to one of these"
         ) from error
     except Image.DecompressionBombError as error:
-        raise ImageError(f"the header promises more than {_PILLOW_MAX_PIXELS} pixels. Send a smaller image") from error
+        raise ImageError(
+            f"the header promises far more pixels than the limit of {limits.max_pixels}. Send a smaller image"
+        ) from error
     except MemoryError as error:
         raise ImageError("decoding needs more memory than there is. Send a smaller image") from error
     except Exception as error:  # the decoders know of no common base class
         reason = " ".join(str(error).split())[:120] or type(error).__name__
-        raise ImageError(f"the image is truncated or damaged: {reason}. Get the file again from its source") from error
+        raise ImageError(
+            f"the image is truncated or damaged: {reason}. Get the file again from its source, or save it anew"
+        ) from error
 
 
 def _open(data: bytes, limits: DecodeLimits) -> ImageFile.ImageFile:

@@ -41,13 +41,11 @@ _CONFIG = {
         "columnPadding": 24,
     },
 }
-_INTERVAL = "format(datum.low, '.1f') + ' – ' + format(datum.high, '.1f')"
 _TOOLTIP = [
     {"field": "name", "title": "class"},
     {"field": "wnid", "title": "wnid"},
-    {"field": "metric", "title": "error"},
-    {"field": "error", "title": "percent", "format": ".1f"},
-    {"field": "interval", "title": "95 % interval"},
+    {"field": "top1", "title": "top-1 error"},
+    {"field": "top5", "title": "top-5 error"},
     {"field": "images", "title": "images"},
 ]
 
@@ -75,9 +73,16 @@ def _rows(classes: list[dict[str, Any]], key: str, metric: str) -> list[dict[str
             "error": round(entry[f"{key}_error"], 2),
             "low": round(entry[f"{key}_interval"][0], 2),
             "high": round(entry[f"{key}_interval"][1], 2),
+            "top1": _with_interval(entry, "top1"),
+            "top5": _with_interval(entry, "top5"),
         }
         for entry in classes
     ]
+
+
+def _with_interval(entry: dict[str, Any], key: str) -> str:
+    low, high = entry[f"{key}_interval"]
+    return f"{entry[f'{key}_error']:.1f} % ({low:.1f} – {high:.1f})"
 
 
 def _spec(values: list[dict[str, Any]], **rest: Any) -> Spec:
@@ -87,7 +92,6 @@ def _spec(values: list[dict[str, Any]], **rest: Any) -> Spec:
         "width": "container",
         "autosize": {"type": "fit-x", "contains": "padding"},
         "data": {"values": values},
-        "transform": [{"calculate": _INTERVAL, "as": "interval"}],
         **rest,
     }
 
@@ -150,7 +154,12 @@ def _sorted_curves(classes: list[dict[str, Any]], report: dict[str, Any]) -> Spe
         "title": "classes, each curve from best to worst",
         "axis": {"grid": False, "tickCount": 8, "format": ",d"},
     }
-    y = {"type": "quantitative", "scale": y_scale, "title": "error (percent)", "axis": {"tickCount": 6, "domain": False}}
+    y = {
+        "type": "quantitative",
+        "scale": y_scale,
+        "title": "error (percent)",
+        "axis": {"tickCount": 6, "domain": False},
+    }
     overall = [{"metric": metric, "error": report[f"{key}_error"]} for key, metric in (("top1", TOP1), ("top5", TOP5))]
     labels = {row["metric"]: f"{row['metric']}, {row['error']:.2f} % over all images (dashed)" for row in overall}
     legend = {"labelExpr": "labels[datum.value]", "labelLimit": 320, "columns": {"expr": "width < 560 ? 1 : 2"}}

@@ -67,8 +67,8 @@ def make_gallery(run: Run, data: Path | None) -> Gallery:
         return Gallery(mistakes, total, "The run does not say where its images are.")
     try:
         dataset = _open(run, location)
-    except (PreluNetError, OSError) as error:
-        return Gallery(mistakes, total, f"The images of this run could not be reached: {error}")
+    except (PreluNetError, OSError):  # no path of this machine on a page that is sent around
+        return Gallery(mistakes, total, "The images of this run are no longer where it found them, or have changed.")
     return Gallery(_with_thumbnails(mistakes, dataset), total)
 
 

@@ -15,6 +15,7 @@ from evaluator.reporting.charts import FEW_CLASSES, error_chart
 from evaluator.reporting.gallery import Gallery
 from evaluator.reporting.report import Report, describe_protocol, headline, short_provider, wrong_images
 
+VEGA_LITE = "6.1"  # 6.4 loses text in the tooltips of points that are chosen as the nearest to the pointer
 WORST_CLASSES = 10
 NAMED_OPENLY = 12  # more perfect classes than this are named when asked for
 CONFUSIONS_SHOWN = 20
@@ -68,7 +69,7 @@ def _template() -> jinja2.Template:
     environment.globals |= {
         "css": (files / "report.css").read_text(encoding="utf-8"),
         "js": (files / "report.js").read_text(encoding="utf-8"),
-        "vega": vl_convert.javascript_bundle(),
+        "vega": vl_convert.javascript_bundle(snippet=None, vl_version=VEGA_LITE),
     }
     return environment.get_template("report.html.j2")
 

@@ -72,7 +72,8 @@ def headline(report: Report) -> str:
     if report["evaluated"]:
         total = f"of {report['evaluated']:,}"
         errors = " · ".join(
-            f"top-{k} error {report[f'top{k}_error']:.2f} % ({wrong_images(report, f'top{k}'):,} {total})" for k in (1, 5)
+            f"top-{k} error {report[f'top{k}_error']:.2f} % ({wrong_images(report, f'top{k}'):,} {total})"
+            for k in (1, 5)
         )
     else:
         errors = "no image evaluated"
@@ -86,7 +87,8 @@ def headline(report: Report) -> str:
 
 def wrong_images(report: Report, key: str) -> int:
     """Return how many images are wrong by `key` (top1 or top5): whole again, since errors carry 4 decimals."""
-    return round((report[f"{key}_error"] or 0.0) * report["evaluated"] / 100)
+    error: float | None = report[f"{key}_error"]
+    return round((error or 0.0) * report["evaluated"] / 100)
 
 
 def describe_protocol(protocol: Mapping[str, Any]) -> str:

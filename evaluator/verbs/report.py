@@ -16,9 +16,13 @@ def report(
     run: Annotated[Path, typer.Argument(help="Folder of a finished run, as `prelunet validate --run` wrote it.")],
     data: Annotated[
         Path | None,
-        typer.Option(help="Folder or archive of the run's images, for the gallery [default: where the run found them]."),
+        typer.Option(
+            help="Folder or archive of the run's images, for the gallery [default: where the run found them]."
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print report.json to stdout instead of the summary.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print report.json to stdout instead of the summary.")
+    ] = False,
 ) -> None:
     """Write report.json, classes.csv and report.html of a run, and print its headline and worst classes."""
     written = write_report(run, data=data)

@@ -11,7 +11,8 @@ from rich.table import Table
 
 from evaluator.engine.session import Device, open_session
 from evaluator.errors import CheckFailed
-from export.verification import LOGIT_TOLERANCE, SCORE_TOLERANCE, verify as verify_session
+from export.verification import LOGIT_TOLERANCE, SCORE_TOLERANCE
+from export.verification import verify as verify_session
 
 
 def verify(

@@ -1,0 +1,103 @@
+"""The program as a user meets it."""
+
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from evaluator import cli
+from evaluator.cli import VERBS, run
+from evaluator.errors import EnvironmentFault
+
+ROOT = Path(__file__).parent.parent
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_help_lists_every_verb_and_imports_none_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    code = (
+        "import sys; from evaluator.cli import run; run(['--help']); "
+        "heavy = {'numpy', 'torch', 'onnx', 'onnxruntime', 'grpc', 'PIL', 'scipy', 'jinja2'} & set(sys.modules); "
+        "sys.stderr.write(f'heavy: {heavy}')"
+    )
+    result = python(code)
+    assert "heavy: set()" in result.stderr
+    for verb in VERBS:
+        assert f"  {verb} " in result.stdout
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([verb, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert f"prelunet {verb}" in out
+    assert len(out.splitlines()) > 5
+
+
+def test_every_entry_point_is_a_verb_and_every_verb_without_target_an_entry_point() -> None:
+    entries = {entry.name for entry in metadata.entry_points(group="prelunet.verbs")}
+    assert entries == {name for name, verb in VERBS.items() if not verb.target}
+
+
+def test_a_misspelt_verb_is_refused_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["valdate"]) == 2
+    assert "valdate" in capsys.readouterr().err
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"prelunet {metadata.version('prelunet')}\n"
+
+
+def test_a_verb_whose_extra_is_missing_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(_name: str) -> object:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.setattr(cli, "_function_of", missing)
+    assert run(["train"]) == 5
+    assert "pip install 'prelunet[train]'" in capsys.readouterr().err
+
+
+def test_a_mistake_of_ours_is_not_dressed_up_as_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_name: str) -> object:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli, "_function_of", broken)
+    with pytest.raises(ZeroDivisionError):
+        run(["train"])
+
+
+def test_an_error_becomes_one_line_and_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(_name: str) -> object:
+        raise EnvironmentFault("the disk is full")
+
+    monkeypatch.setattr(cli, "_function_of", fails)
+    assert run(["report"]) == 5
+    assert capsys.readouterr().err == "prelunet: the disk is full\n"
+
+
+def test_an_interrupt_says_that_the_same_command_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_name: str) -> object:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_function_of", interrupted)
+    assert run(["validate"]) == 4
+    assert "same command" in capsys.readouterr().err
+
+
+def test_no_file_of_the_evaluator_mentions_torch_or_onnx_in_an_import() -> None:
+    imports = re.compile(r"^\s*(?:from|import)\s+(torch|onnx|safetensors)\b", re.MULTILINE)
+    files = sorted((ROOT / "evaluator").rglob("*.py"))
+    assert files
+    assert [path.name for path in files if imports.search(path.read_text())] == []

@@ -1,0 +1,86 @@
+"""From views to an image's scores, against loops that average one number at a time."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evaluator.engine.scores import average_views, check_finite, rank_of, shortest, softmax, top_k, view_weights
+from evaluator.errors import ContractError
+from evaluator.protocols import View
+
+VIEWS = [View(30, False), View(30, True), View(44, False), View(44, True), View(60, False)]  # one scale without mirror
+WINDOWS = [(1, 2), (1, 2), (3, 5), (3, 5), (4, 7)]
+RNG = np.random.default_rng(3)
+LOGITS = RNG.normal(0, 3, (5, 4)).astype(np.float32)
+SCORES = (np.exp(LOGITS) / np.exp(LOGITS).sum(axis=1, keepdims=True)).astype(np.float32)
+
+
+def test_scale_weights_average_mirror_pairs_then_scales() -> None:
+    expected = []
+    for index in range(4):
+        scales = []
+        for scale in (30, 44, 60):
+            pair = [float(SCORES[v, index]) for v, view in enumerate(VIEWS) if view.scale == scale]
+            scales.append(sum(pair) / len(pair))
+        expected.append(sum(scales) / 3)
+    scores = average_views(SCORES, LOGITS, view_weights(VIEWS, WINDOWS, "scale"), "softmax")
+    assert scores.dtype == np.float32
+    np.testing.assert_allclose(scores, expected, rtol=1e-7)  # one rounding to float32
+
+
+def test_view_weights_count_every_window_of_every_view_alike() -> None:
+    expected = []
+    for index in range(4):
+        of_windows = [float(SCORES[v, index]) for v, (rows, columns) in enumerate(WINDOWS) for _ in range(rows * columns)]
+        expected.append(sum(of_windows) / len(of_windows))
+    scores = average_views(SCORES, LOGITS, view_weights(VIEWS, WINDOWS, "view"), "softmax")
+    np.testing.assert_allclose(scores, expected, rtol=1e-7)  # one rounding to float32
+
+
+def test_logit_averaging_takes_the_softmax_of_the_mean_logits() -> None:
+    weights = view_weights(VIEWS, WINDOWS, "scale")
+    means = [sum(float(weights[v]) * float(LOGITS[v, index]) for v in range(5)) for index in range(4)]
+    total = sum(math.exp(mean) for mean in means)
+    scores = average_views(SCORES, LOGITS, weights, "logit")
+    np.testing.assert_allclose(scores, [math.exp(mean) / total for mean in means], rtol=1e-6)  # float32
+    assert not np.allclose(scores, average_views(SCORES, LOGITS, weights, "softmax"), rtol=1e-2)
+
+
+def test_softmax_of_large_logits_does_not_overflow() -> None:
+    np.testing.assert_allclose(softmax([[1000.0, 1000.0, -1000.0]]), [[0.5, 0.5, 0.0]])
+
+
+def test_ties_go_to_the_lower_class_index() -> None:
+    scores = np.array([0.1, 0.3, 0.2, 0.3, 0.1], np.float32)
+    assert [index for index, _ in top_k(scores, 5)] == [1, 3, 2, 0, 4]
+    assert [rank_of(scores, label) for label in range(5)] == [4, 1, 3, 2, 5]
+
+
+@given(st.lists(st.sampled_from([0.0, 0.125, 0.25, 0.5, 1.0]), min_size=1, max_size=12))
+def test_the_rank_of_a_class_is_its_place_in_the_top_k(values: list[float]) -> None:
+    scores = np.array(values, np.float32)
+    best = top_k(scores, len(values))
+    assert [rank_of(scores, index) for index, _ in best] == list(range(1, len(values) + 1))
+    assert [score for _, score in best] == sorted(values, reverse=True)
+
+
+def test_top_k_of_fewer_classes_gives_all_of_them() -> None:
+    assert top_k(np.array([0.25, 0.75], np.float32), 5) == [(1, 0.75), (0, 0.25)]
+
+
+@given(st.floats(0, 1, width=32))
+def test_the_shortest_decimal_reads_back_as_the_same_float32(score: float) -> None:
+    assert np.float32(shortest(float(score))) == np.float32(score)
+
+
+def test_the_shortest_decimal_of_a_tenth_is_a_tenth() -> None:
+    assert shortest(float(np.float32(0.1))) == 0.1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_score_that_is_no_number_is_the_models_fault_and_never_a_prediction(bad: float) -> None:
+    with pytest.raises(ContractError, match=r"no numbers \(NaN\) for this image.*prelunet verify"):
+        check_finite(np.array([0.5, bad], np.float32), "this image")

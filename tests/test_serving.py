@@ -1,0 +1,261 @@
+import logging
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from evaluator.engine.classify import classify_images
+from evaluator.errors import EnvironmentFault, UsageError
+from evaluator.imaging.decode import decode_rgb
+from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from evaluator.protocols import make_protocol
+from evaluator.serving.models import ModelFile, parse_models
+from evaluator.serving.server import SERVICE, Server
+from fakes import FakeSession, fake_contract
+from serving_harness import png, running_server
+
+HOSTILE = sorted((Path(__file__).parent / "data" / "hostile").iterdir())
+assert HOSTILE, "tests/data/hostile is empty"
+SMALL = fake_contract(classes=3, default_scales=(31, 44))
+
+
+@pytest.fixture(scope="module")
+def channel() -> Iterator[grpc.Channel]:
+    with running_server(six=FakeSession(), three=FakeSession(SMALL, seed=1)) as server:
+        with grpc.insecure_channel(server.address) as channel:
+            yield channel
+
+
+@pytest.fixture(scope="module")
+def stub(channel: grpc.Channel):
+    return pb_grpc.PreluNetServiceStub(channel)
+
+
+def request(**changes) -> pb.ClassifyRequest:
+    return pb.ClassifyRequest(**{"image": png(40, 57, seed=1), "model": "six", **changes})
+
+
+def failure(call, *arguments) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.RpcError) as caught:
+        call(*arguments, timeout=30)
+    return caught.value.code(), caught.value.details()
+
+
+@pytest.mark.parametrize(("model", "protocol"), [("six", ""), ("six", "center"), ("six", "dense-37"), ("three", "")])
+def test_the_answer_is_that_of_the_model_file(stub, model: str, protocol: str) -> None:
+    session = FakeSession() if model == "six" else FakeSession(SMALL, seed=1)
+    asked = make_protocol(protocol or "multi-scale", session.contract)
+    data = png(40, 57, seed=1)
+    (alone,) = classify_images(session, [decode_rgb(data)], asked)
+    answer = stub.Classify(request(image=data, model=model, protocol=protocol))
+    classes = session.contract.classes
+    best = alone.top(5)
+    assert [(p.class_index, p.wnid, p.name) for p in answer.predictions] == [
+        (index, classes[index].wnid, classes[index].name) for index, _ in best
+    ]
+    np.testing.assert_allclose([p.score for p in answer.predictions], [score for _, score in best], rtol=1e-6)
+    assert [(v.scale, v.mirrored, v.windows.rows, v.windows.columns) for v in answer.views] == [
+        (v.view.scale, v.view.mirrored, *v.windows) for v in alone.views
+    ]
+    assert (answer.model.name, answer.model.sha256) == (model, session.model_sha256)
+    assert (answer.protocol.name, answer.capped, answer.circumstances.provider) == (
+        protocol or "multi-scale",
+        False,
+        "CPUExecutionProvider",
+    )
+
+
+def test_an_elongated_image_is_marked_as_capped(stub) -> None:
+    assert stub.Classify(request(image=png(30, 400, seed=2))).capped
+
+
+def test_concurrent_calls_for_two_models_all_get_their_own_answers(stub) -> None:
+    images = [png(30 + 3 * n, 61 - 2 * n, seed=n) for n in range(12)]
+    requests = [request(image=image, model=("six", "three")[n % 2]) for n, image in enumerate(images)]
+    alone = [stub.Classify(each) for each in requests]
+    with ThreadPoolExecutor(12) as pool:
+        assert list(pool.map(stub.Classify, requests)) == alone
+    assert len({answer.predictions[0].score for answer in alone}) == 12
+
+
+@pytest.mark.parametrize("file", HOSTILE, ids=lambda file: file.name)
+def test_a_hostile_image_gets_an_answer_or_invalid_argument_and_the_next_call_works(stub, file: Path) -> None:
+    try:
+        stub.Classify(request(image=file.read_bytes()), timeout=60)
+    except grpc.RpcError as error:
+        assert error.code() == grpc.StatusCode.INVALID_ARGUMENT, error
+        assert not re.search(r"0x[0-9a-f]{6}|(^|\s)/|Traceback", error.details()), error.details()
+    assert len(stub.Classify(request()).predictions) == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "text"),
+    [
+        ({"image": b""}, "INVALID_ARGUMENT", "empty"),
+        ({"image": b"x" * (32 * 2**20 + 1)}, "INVALID_ARGUMENT", "33554433 bytes are more than the limit of 33554432"),
+        ({"model": "nine"}, "NOT_FOUND", "no model 'nine' is served. There are: six, three"),
+        ({"model": ""}, "NOT_FOUND", "several models are served, so a name is needed. There are: six, three"),
+        ({"protocol": "twelve-crop"}, "INVALID_ARGUMENT", "There are: center, dense-S, multi-scale"),
+        ({"protocol": "dense-27"}, "INVALID_ARGUMENT", "scales from 28"),
+        ({"protocol": "dense-99999"}, "INVALID_ARGUMENT", "to 256"),
+        ({"protocol": "\0" * 100_000}, "INVALID_ARGUMENT", "no protocol"),
+        ({"top_k": 0}, "INVALID_ARGUMENT", "top_k is 0, but this model can answer 1 to 6"),
+        ({"top_k": -1}, "INVALID_ARGUMENT", "top_k is -1"),
+        ({"top_k": 7}, "INVALID_ARGUMENT", "1 to 6"),
+        ({"top_k": 2**31 - 1}, "INVALID_ARGUMENT", "1 to 6"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_bad_call_says_what_is_wrong_and_the_next_call_works(stub, changes: dict, code: str, text: str) -> None:
+    status, details = failure(stub.Classify, request(**changes))
+    assert (status.name, text in details) == (code, True), details
+    assert len(stub.Classify(request(top_k=6)).predictions) == 6
+
+
+def test_top_k_defaults_to_five_or_to_all_classes(stub) -> None:
+    assert len(stub.Classify(request()).predictions) == 5
+    assert len(stub.Classify(request(model="three")).predictions) == 3
+
+
+def test_a_message_beyond_the_limit_is_refused_and_the_next_call_works(stub) -> None:
+    status, details = failure(stub.Classify, request(image=b"x" * (64 * 2**20)))
+    assert status == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "67108864" in details
+    assert stub.Classify(request()).predictions
+
+
+def test_models_are_listed_and_described(stub) -> None:
+    listed = stub.ListModels(pb.ListModelsRequest()).models
+    assert [(model.name, model.sha256) for model in listed] == [
+        ("six", FakeSession().model_sha256),
+        ("three", FakeSession(seed=1).model_sha256),
+    ]
+    model = stub.GetModel(pb.GetModelRequest(name="three")).model
+    assert [entry.name for entry in model.classes] == ["class 0", "class 1", "class 2"]
+    assert (model.architecture, model.activation, model.crop, model.max_side) == ("demo", "prelu", 28, 1024)
+    assert (list(model.default_scales), model.canvas, model.checkpoint_sha256) == ([31, 44], "ragged", "c" * 64)
+    assert failure(stub.GetModel, pb.GetModelRequest(name="nine"))[0] == grpc.StatusCode.NOT_FOUND
+
+
+def test_health_says_serving_for_the_server_and_for_the_service_and_not_found_for_others(channel) -> None:
+    check = health_pb2_grpc.HealthStub(channel).Check
+    for service in ("", SERVICE):
+        status = check(health_pb2.HealthCheckRequest(service=service)).status
+        assert status == health_pb2.HealthCheckResponse.SERVING
+    assert failure(check, health_pb2.HealthCheckRequest(service="nobody"))[0] == grpc.StatusCode.NOT_FOUND
+
+
+def test_reflection_names_the_services_and_describes_ours(channel) -> None:
+    reflected = ProtoReflectionDescriptorDatabase(channel)
+    assert {SERVICE, "grpc.health.v1.Health"} <= set(reflected.get_services())
+    (service,) = reflected.FindFileContainingSymbol(SERVICE).service
+    assert {method.name for method in service.method} == {"Classify", "Evaluate", "ListModels", "GetModel"}
+
+
+class BrokenSession(FakeSession):
+    """A fake that raises, or gives NaN, for canvases of some widths."""
+
+    def run(self, images, sizes):
+        if images.shape[2] == 99:
+            raise RuntimeError("/secret/broken.onnx: device on fire")
+        outputs = super().run(images, sizes)
+        return replace(outputs, scores=outputs.scores * np.nan) if images.shape[2] == 77 else outputs
+
+
+@pytest.mark.parametrize(("width", "code"), [(99, "INTERNAL"), (77, "FAILED_PRECONDITION")])
+def test_a_fault_of_ours_is_told_by_an_id_that_is_in_the_log_and_by_no_path(caplog, width: int, code: str) -> None:
+    with running_server(broken=BrokenSession()) as server, grpc.insecure_channel(server.address) as channel:
+        stub = pb_grpc.PreluNetServiceStub(channel)
+        bad = pb.ClassifyRequest(image=png(40, width), protocol="dense-40")
+        with caplog.at_level(logging.ERROR):
+            status, details = failure(stub.Classify, bad)
+        assert status.name == code
+        assert not re.search(r"/secret|\.onnx|Traceback|fire|NaN", details), details
+        incident = re.search(r"id ([0-9a-f]{12})", details)
+        assert incident is not None
+        assert incident[1] in caplog.text
+        assert stub.Classify(pb.ClassifyRequest(image=png(40, 55), protocol="dense-40")).predictions
+
+
+def test_a_call_cancelled_by_its_client_is_not_computed() -> None:
+    session = FakeSession()
+    gate, entered, run = threading.Event(), threading.Event(), session.run
+
+    def gated_run(images, sizes):
+        entered.set()
+        assert gate.wait(30)
+        return run(images, sizes)
+
+    session.run = gated_run
+    with running_server(gated=session) as server, grpc.insecure_channel(server.address) as channel:
+        stub = pb_grpc.PreluNetServiceStub(channel)
+        first = stub.Classify.future(pb.ClassifyRequest(image=png(40, 57), protocol="center"))
+        assert entered.wait(30)
+        with pytest.raises(grpc.RpcError) as expired:
+            stub.Classify(pb.ClassifyRequest(image=png(40, 57), protocol="dense-41"), timeout=0.3)
+        assert expired.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        gate.set()
+        assert first.result(30).predictions
+        assert stub.Classify(pb.ClassifyRequest(image=png(40, 57), protocol="dense-43")).predictions
+    heights = [shape[1] for shape in session.calls]
+    assert heights == [28, 43, 43] or heights == [28, 43], "41, the expired call's scale, should not be computed"
+
+
+def test_a_port_in_use_is_an_environment_fault_that_names_it() -> None:
+    import asyncio
+
+    async def bind(port: int) -> Server:
+        return Server("127.0.0.1", port)
+
+    with running_server(six=FakeSession()) as server:
+        port = int(server.address.rpartition(":")[2])
+        with pytest.raises(EnvironmentFault, match=f"cannot listen on 127.0.0.1:{port}: the port is in use"):
+            asyncio.run(bind(port))
+
+
+def test_model_options_are_names_and_files() -> None:
+    assert parse_models(["a=x=y.onnx", "b-2.1=z.onnx"]) == (
+        ModelFile("a", Path("x=y.onnx")),
+        ModelFile("b-2.1", Path("z.onnx")),
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["x.onnx"], "NAME|a name and a file"),
+        (["=x.onnx"], "a name and a file"),
+        (["a="], "a name and a file"),
+        (["a/b=x.onnx"], "letters, digits"),
+        (["a=x.onnx", "b=y.onnx", "a=z.onnx"], "--model a=…: the name is given twice"),
+        ([], "no model to serve"),
+    ],
+)
+def test_a_model_option_that_is_none_is_refused(options: list[str], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        parse_models(options)
+
+
+def test_committed_messages_are_those_of_the_proto_file(tmp_path: Path) -> None:
+    pytest.importorskip("grpc_tools", reason="needs grpcio-tools (extra dev)")
+    root = Path(__file__).parent.parent
+    outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
+    file = "evaluator/pb/prelunet/v1/prelunet.proto"
+    protoc = [sys.executable, "-m", "grpc_tools.protoc", "--proto_path=evaluator/pb=proto"]
+    subprocess.run([*protoc, *outputs, file], cwd=root, check=True)
+    made = sorted((tmp_path / file).parent.iterdir())
+    assert len(made) == 3
+    for path in made:
+        committed = root / path.relative_to(tmp_path)
+        assert committed.read_text() == path.read_text(), f"{committed} is stale: run tools/generate_proto.sh"
