@@ -30,7 +30,7 @@ proto: .venv/with-dev
 	PATH="$(CURDIR)/$(BIN):$$PATH" tools/generate_proto.sh
 
 bench: .venv/with-dev
-	$(BIN)/python benchmarks/dense.py
+	$(BIN)/python benchmarks/engine.py
 
 pins: .venv/with-dev
 	(sed '/^[^#]/,$$d' constraints.txt; $(BIN)/pip freeze --all --exclude-editable --exclude pip | sed 's/+cpu$$//') > constraints.new

@@ -4,9 +4,9 @@ import json
 from dataclasses import replace
 
 import pytest
-from tiny import TINY
 
 from evaluator.errors import UsageError
+from tiny import TINY
 from training.architectures import (
     ARCHITECTURES,
     Activation,
@@ -50,6 +50,28 @@ def test_weighted_layers_and_last_channels_are_those_of_table_3(name: str, layer
     net = architecture(name)
     assert (len(net.convs) + 3, net.channels) == (layers, channels)
     assert parameter_shapes(net, 1000)["fc1.weight"] == (4096, 63 * channels)
+
+
+def sizes_and_widths(net: Architecture) -> list[tuple[int, int, int]]:
+    """Return kernel, stride and channels of each layer of the trunk; 0 channels for a pool."""
+    return [(layer.kernel, layer.stride, getattr(layer, "channels", 0)) for layer in net.trunk]
+
+
+@pytest.mark.parametrize(
+    ("name", "convs", "widths"), [("A", 5, (256, 512, 512)), ("B", 6, (256, 512, 512)), ("C", 6, (384, 768, 896))]
+)
+def test_the_large_trunks_are_those_of_table_3(name: str, convs: int, widths: tuple[int, int, int]) -> None:
+    pool = (2, 2, 0)
+    stages = [[(3, 1, width)] * convs for width in widths]
+    expected = [(7, 2, 96), pool, *stages[0], pool, *stages[1], pool, *stages[2]]
+    assert sizes_and_widths(architecture(name)) == expected
+
+
+def test_the_trunk_of_model_e_is_that_of_table_1() -> None:
+    expected = [(7, 2, 64), (3, 3, 0), *[(2, 1, 128)] * 4, (2, 2, 0), *[(2, 1, 256)] * 6]
+    assert sizes_and_widths(architecture("E")) == expected
+    assert architecture("E").spp_levels == (6, 3, 2, 1)
+    assert parameter_shapes(architecture("E"), 1000)["fc1.weight"] == (4096, 12_800)
 
 
 @pytest.mark.parametrize("name", ["A", "B", "C"])

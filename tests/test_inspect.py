@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from tiny import mean_image, tiny_checkpoint
 
 from evaluator.cli import run
 from evaluator.errors import CheckpointError, ContractError, UsageError
+from tiny import mean_image, tiny_checkpoint
 from training.architectures import Activation, architecture
 from training.checkpoints import checkpoint_sha256, write_checkpoint
 from training.inspection import PAPER_SLOPES, beside_the_paper, inspect_file, summarise_slopes

@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny import CLASSES, TINY, mean_image, tiny_checkpoint
 from torch import nn
 
 import training.dense
 from evaluator.contract import golden_image
+from tiny import CLASSES, TINY, mean_image, tiny_checkpoint
 from training.architectures import ACTIVATIONS, ARCHITECTURES, Activation, Pool, architecture, parameter_shapes
 from training.checkpoints import Checkpoint
 from training.dense import dense_windows, subtract_mean
@@ -252,6 +252,15 @@ def test_dense_evaluation_keeps_the_precision_of_the_net() -> None:
     for net, dtype in ((network_from_checkpoint(checkpoint), np.float32), (float64_net(checkpoint), np.float64)):
         scores, logits = dense_windows(net, golden_image(24, 30), checkpoint.mean)
         assert scores.dtype == logits.dtype == dtype
+
+
+def test_a_mirrored_view_and_a_read_only_image_can_be_evaluated() -> None:
+    net, image = float64_net(tiny_checkpoint()), golden_image(27, 34)
+    mirrored = image[:, ::-1]
+    mirrored.flags.writeable = False
+    expected = dense_windows(net, np.ascontiguousarray(mirrored), np.zeros(3, np.float32))[1]
+    np.testing.assert_array_equal(dense_windows(net, mirrored, np.zeros(3, np.float32))[1], expected)
+    assert (expected != dense_windows(net, image, np.zeros(3, np.float32))[1]).all()
 
 
 def test_a_net_in_training_mode_is_not_evaluated() -> None:

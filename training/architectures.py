@@ -5,6 +5,7 @@ conv1 pads 3 (224 → 112 needs it), pools round down, and model E's 2x2 convolu
 stay "dominantly" 36 and 18 pixels wide.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from evaluator.errors import UsageError
 
 Activation = Literal["prelu", "prelu-shared", "relu", "lrelu"]
 ACTIVATIONS: tuple[Activation, ...] = ("prelu", "prelu-shared", "relu", "lrelu")
+_LAYER_NAME = re.compile(r"(conv|pool)\d+(_\d+)?")
 LRELU_SLOPE = 0.01  # PReLU-nets, section 2.1: the fixed slope of leaky ReLU
 
 
@@ -51,6 +53,9 @@ class Architecture:
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
             raise UsageError(f"no activation '{self.activation}'. There are: {', '.join(ACTIVATIONS)}")
+        names = [layer.name for layer in self.trunk]
+        if len(set(names)) < len(names) or not all(_LAYER_NAME.fullmatch(name) for name in names):
+            raise UsageError(f"architecture {self.name}: layers should have different names like conv2_1, pool2")
         if self.window < max(self.spp_levels):
             raise UsageError(
                 f"architecture {self.name}: a crop of {self.crop} px gives a {self.window}x{self.window} feature map, "
@@ -113,8 +118,9 @@ def architecture_from_json(data: dict[str, Any]) -> Architecture:
 
 
 def _layer_from_json(fields: dict[str, Any]) -> Conv | Pool:
-    kind = fields.pop("kind")
-    return {"conv": Conv, "pool": Pool}[kind](**fields)
+    if (kind := fields.pop("kind")) not in {"conv", "pool"}:
+        raise KeyError(kind)
+    return Conv(**fields) if kind == "conv" else Pool(**fields)
 
 
 def parameter_shapes(architecture: Architecture, classes: int) -> dict[str, tuple[int, ...]]:
@@ -176,7 +182,7 @@ def _small(name: str, extra: int = 0) -> Architecture:
     def stage(number: int, count: int, width: int) -> tuple[Conv, ...]:
         return tuple(Conv(f"conv{number}_{i + 1}", width, kernel=2, pad=i % 2) for i in range(count))
 
-    trunk = (
+    trunk: tuple[Conv | Pool, ...] = (
         Conv("conv1", 64, kernel=7, stride=2, pad=3),
         Pool("pool1", kernel=3, stride=3),
         *stage(2, 4, 128),
@@ -186,10 +192,10 @@ def _small(name: str, extra: int = 0) -> Architecture:
     return Architecture(name, trunk, spp_levels=(6, 3, 2, 1), hidden=4096, crop=224)
 
 
-def _demo(crop: int = 28) -> Architecture:
+def _demo() -> Architecture:
     """Build the small net of the demo: 28-pixel crops, stride 4, seconds to train on a CPU."""
     trunk = tuple(_stages(1, (2, 2, 2), (24, 48, 96), pools=2))
-    return Architecture("demo", trunk, spp_levels=(3, 2, 1), hidden=256, crop=crop)
+    return Architecture("demo", trunk, spp_levels=(3, 2, 1), hidden=256, crop=28)
 
 
 ARCHITECTURES: dict[str, Architecture] = {

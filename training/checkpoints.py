@@ -183,11 +183,13 @@ def _write_safetensors(file: BinaryIO, tensors: Mapping[str, FloatArray], metada
 
 
 def _unreadable(path: Path, error: SafetensorError) -> CheckpointError:
-    """Say what is wrong with a file that the library refuses."""
-    if "not fully covered" in str(error):
+    """Say what is wrong with a file that the library refuses: after 8 bytes of length a header begins with a brace."""
+    with path.open("rb") as file:
+        is_ours = file.read(9)[8:] == b"{"
+    if is_ours:
         return CheckpointError(
-            f"{path}: damaged: its {path.stat().st_size} bytes are not as many as its header says, as after an "
-            f"interrupted copy or download. Copy it again. ({error})"
+            f"{path}: damaged: its {path.stat().st_size} bytes are not what its header says, as after an interrupted "
+            f"copy or download ({error}). Copy it again, or take another checkpoint"
         )
     return CheckpointError(f"{path}: not a checkpoint: no safetensors file ({error}). {_MEND}")
 

@@ -40,7 +40,7 @@ def dense_windows(
     """
     assert not net.training, "dense evaluation without dropout: call net.eval() first"
     parameter = next(net.parameters())
-    batch = torch.as_tensor(image, device=parameter.device)[None]
+    batch = torch.from_numpy(image.copy())[None].to(parameter.device)  # torch refuses the strides of mirrored views
     feature_map = net.trunk(subtract_mean(batch, torch.as_tensor(mean, dtype=parameter.dtype)))[0]
     side = net.architecture.window
     rows, columns = feature_map.shape[1] - side + 1, feature_map.shape[2] - side + 1

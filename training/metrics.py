@@ -37,7 +37,7 @@ def ranks(logits: npt.NDArray[np.floating], labels: npt.NDArray[np.int64]) -> np
     true = np.take_along_axis(logits, labels[:, None], axis=1)
     lower_index = np.arange(logits.shape[1]) < labels[:, None]
     ahead = (logits > true) | ((logits == true) & lower_index)
-    return 1 + ahead.sum(axis=1)
+    return np.asarray(1 + ahead.sum(axis=1), dtype=np.int64)
 
 
 def errors_of(step: int, all_ranks: Iterable[npt.NDArray[np.int64]]) -> Errors:

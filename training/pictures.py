@@ -29,8 +29,8 @@ MEMORY = 2**30  # bytes of decoded images that are kept: 5,000 of 256x256; all o
 MAX_REFUSED = 0.1  # part of a split; beyond it the dataset, not a few files, is broken
 WORKERS = max(1, min(8, (os.cpu_count() or 1) - 1))  # threads beside the one that trains
 
-# Evaluation cuts a long side at 4 shorter ones, because the rest would cost memory at 480 pixels; a training view is one
-# crop, so all of the image takes part. This bound only keeps a 1x20000 image from filling the memory.
+# Evaluation cuts a long side at 4 shorter ones, because whole images cost memory. A training view is one crop, so all
+# of the image may take part; this bound only keeps an image of 1x20000 from filling the memory.
 TRAINING_CAP = 64
 
 

@@ -129,7 +129,9 @@ def _typed(value: Any, kind: Any, where: str) -> Any:
     if get_origin(kind) is tuple:
         item, *rest = get_args(kind)
         if not isinstance(value, list) or (rest != [...] and len(value) != 1 + len(rest)):
-            raise UsageError(f"{where} should be a list{'' if rest == [...] else f' of {1 + len(rest)}'}, not {value!r}")
+            raise UsageError(
+                f"{where} should be a list{'' if rest == [...] else f' of {1 + len(rest)}'}, not {value!r}"
+            )
         return tuple(_typed(one, item, where) for one in value)
     if kind is float and type(value) is int:
         return float(value)
@@ -148,9 +150,7 @@ def fit_to_crop(recipe: Recipe, crop: int) -> Recipe:
     ratio = crop / recipe.crop
     low, high = (int(scale * ratio + 0.5) for scale in recipe.scales)
     batch = max(1, int(recipe.batch / ratio + 0.5))
-    return replace(
-        recipe, crop=crop, scales=(low, high), batch=batch, rate=recipe.rate * batch / recipe.batch
-    )
+    return replace(recipe, crop=crop, scales=(low, high), batch=batch, rate=recipe.rate * batch / recipe.batch)
 
 
 def automatic_crop(median_shorter_side: float, stride: int) -> int:

@@ -1,15 +1,13 @@
 """The folder of a training run: `training.json` says what is trained, on what; nothing else may be trained there.
 
-    training.json       recipe, dataset, classes; written first
-    state.pt            how far the run is (training/state.py)
-    last.safetensors    the checkpoint of that state
-    best.safetensors    the checkpoint with the lowest top-1 error on val/ so far
-    metrics.jsonl       loss, rate, speed; errors on val/
+training.json       recipe, dataset, classes; written first
+state.pt            how far the run is (training/state.py)
+last.safetensors    the checkpoint of that state
+best.safetensors    the checkpoint with the lowest top-1 error on val/ so far
+metrics.jsonl       loss, rate, speed; errors on val/
 """
 
 import json
-import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 

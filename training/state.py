@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from evaluator.errors import RunFolderError
-from evaluator.files import write_atomically
+from evaluator.files import open_atomically
 from training.metrics import Errors
 from training.network import PreluNet
 from training.pictures import FloatArray
@@ -39,6 +39,11 @@ class Progress:
     evaluated: Errors | None = None
     best: Errors | None = None
 
+    @property
+    def is_evaluated(self) -> bool:
+        """Return whether the net as it is now has been measured."""
+        return self.evaluated is not None and self.evaluated.step == self.step
+
 
 def write_state(path: Path, net: PreluNet, optimizer: Optimizer, progress: Progress) -> None:
     """Write state.pt, whole or not at all."""
@@ -56,7 +61,8 @@ def write_state(path: Path, net: PreluNet, optimizer: Optimizer, progress: Progr
     # Not straight into the file: torch hides the system's error there, and "disk full" would read as our own mistake.
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    write_atomically(path, buffer.getbuffer())
+    with open_atomically(path) as file:
+        file.write(buffer.getbuffer())
 
 
 def read_state(path: Path, net: PreluNet, optimizer: Optimizer) -> Progress:

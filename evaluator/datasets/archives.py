@@ -24,6 +24,7 @@ _ZIP_MAGICS = (b"PK\x03\x04", b"PK\x05\x06")  # the second begins a zip without 
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _ZIP_LOCAL_HEADER = struct.Struct("<26xHH")  # name and extra field lengths; APPNOTE.TXT, section 4.3.7
 _ENCRYPTED = 0x1  # general purpose bit 0; APPNOTE.TXT, section 4.4.4
+_MAX_DEFLATE_RATIO = 1032  # 258 bytes from two bits; zlib's technical notes
 _END_BLOCK = bytes(tarfile.BLOCKSIZE)
 
 
@@ -192,6 +193,9 @@ def _list_zip(path: Path, file: BinaryIO) -> ArchiveSource:
                         "Pack the folder anew with: zip -r"
                     )
                 deflated = info.compress_type == zipfile.ZIP_DEFLATED
+                largest = info.compress_size * (_MAX_DEFLATE_RATIO if deflated else 1)
+                if info.header_offset < 0 or info.file_size > largest or info.compress_size > path.stat().st_size:
+                    raise _damaged(path, max(info.header_offset, 0))
                 source.add_image(
                     parts, Member(info.header_offset, info.compress_size, info.file_size, True, deflated, info.CRC)
                 )

@@ -1,11 +1,12 @@
 """Open whatever holds class folders as a dataset: find the right folder inside, list it, give every image its label."""
 
-from collections.abc import Iterator, Sequence
+import stat
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol as Interface
 
 from evaluator.datasets.archives import open_archive
-from evaluator.datasets.folders import FolderSource
+from evaluator.datasets.folders import FolderSource, reading_error
 from evaluator.datasets.sample import Dataset, Reader, Sample
 from evaluator.errors import DatasetError, UsageError
 
@@ -48,6 +49,7 @@ def open_dataset(path: Path, *, split: str, class_names: Sequence[str] | None = 
             f"{_place(path, inside)}: no class folders here ({len(images)} images lie loose). "
             "Put the images of each class into a folder named as the class"
         )
+    _check_names([*folders, *(name for name, _ in images)], _place(path, inside))
     classes = tuple(folders) if class_names is None else tuple(class_names)
     _check_known(folders, classes, _place(path, inside))
     label = {name: index for index, name in enumerate(classes)}
@@ -57,11 +59,19 @@ def open_dataset(path: Path, *, split: str, class_names: Sequence[str] | None = 
 
 
 def _open_source(path: Path) -> Source:
-    if path.is_dir():
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise UsageError(
+            f"{path}: no such file or folder. Give a folder of class folders, or a .tar or .zip of one"
+        ) from error
+    except OSError as error:
+        raise reading_error(error, path) from error
+    if stat.S_ISDIR(mode):
         return FolderSource(path)
-    if not path.exists():
-        raise UsageError(f"{path}: no such file or folder. Give a folder of class folders, a .tar or a .zip of one")
-    return open_archive(path)
+    if stat.S_ISREG(mode):
+        return open_archive(path)
+    raise DatasetError(f"{path}: neither a folder nor a file. Give a folder of class folders, or a .tar or .zip of one")
 
 
 def _enter(source: Source, path: Path, split: str) -> str:
@@ -89,6 +99,15 @@ def _join(inside: str, name: str) -> str:
 
 def _place(path: Path, inside: str) -> str:
     return f"{path}/{inside}" if inside else str(path)
+
+
+def _check_names(names: Iterable[str], place: str) -> None:
+    """Refuse names that are no text; they could not be written to a run, nor printed."""
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise DatasetError(f"{place}: the name {name!a} is not UTF-8. Rename it") from error
 
 
 def _check_known(folders: Sequence[str], classes: Sequence[str], place: str) -> None:

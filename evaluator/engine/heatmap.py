@@ -75,10 +75,12 @@ def _view_maps(
     for axis in (0, 1):
         # Cutting rounds down twice: first to the capped image, then to the central crop.
         offset = (full[axis] - kept[axis]) // 2 + (kept[axis] - shown[axis]) // 2
-        step = full[axis] / map_size[axis]
-        positions = (np.arange(map_size[axis], dtype=np.float64) + 0.5) * step - 0.5 - offset
-        # A point of the map is a square; it is seen when any of it is, so that no view vanishes between two points.
-        seen = (positions + step / 2 > -0.5) & (positions - step / 2 < shown[axis] - 0.5)
+        point = np.arange(map_size[axis])
+        positions = (point + 0.5) * full[axis] / map_size[axis] - 0.5 - offset
+        # A point of the map is a square, from `point` to `point + 1`; it is seen when any of it is, so that no view
+        # vanishes between two points. In whole numbers, since edges often meet exactly.
+        begin, end = offset * map_size[axis], (offset + shown[axis]) * map_size[axis]
+        seen = ((point + 1) * full[axis] > begin) & (point * full[axis] < end)
         if axis == 1 and view.view.mirrored:
             positions = shown[axis] - 1 - positions
         of_axis = _linear_weights(positions, window_centres(contract, view.windows[axis]))

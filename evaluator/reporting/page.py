@@ -69,7 +69,7 @@ def _template() -> jinja2.Template:
     environment.globals |= {
         "css": (files / "report.css").read_text(encoding="utf-8"),
         "js": (files / "report.js").read_text(encoding="utf-8"),
-        "vega": vl_convert.javascript_bundle(snippet=None, vl_version=VEGA_LITE),
+        "vega": vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=VEGA_LITE),
     }
     return environment.get_template("report.html.j2")
 

@@ -87,8 +87,9 @@ def headline(report: Report) -> str:
 
 def wrong_images(report: Report, key: str) -> int:
     """Return how many images are wrong by `key` (top1 or top5): whole again, since errors carry 4 decimals."""
-    error: float | None = report[f"{key}_error"]
-    return round((error or 0.0) * report["evaluated"] / 100)
+    error: float = report[f"{key}_error"] or 0.0
+    evaluated: int = report["evaluated"]
+    return round(error * evaluated / 100)
 
 
 def describe_protocol(protocol: Mapping[str, Any]) -> str:

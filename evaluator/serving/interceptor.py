@@ -24,11 +24,13 @@ class Calls:
         self._none = asyncio.Event()
         self._none.set()
 
-    def __enter__(self) -> None:
+    def begin(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Count a call until gRPC is done with it, which is after its answer has been sent."""
         self.count += 1
         self._none.clear()
+        context.add_done_callback(self._end)  # type: ignore[arg-type]  # any function will do; the stubs forgot
 
-    def __exit__(self, *_: object) -> None:
+    def _end(self, _context: object) -> None:
         self.count -= 1
         if self.count == 0:
             self._none.set()
@@ -61,16 +63,16 @@ class ErrorsToStatus(grpc.aio.ServerInterceptor):
 
     def _wrapped(self, behaviour: Any, method: str) -> Callable[..., Awaitable[Any]]:
         async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            with self._calls:
-                try:
-                    return await behaviour(request, context)
-                except grpc.aio.AbortError:  # a status is set already
-                    raise
-                except Exception as error:
-                    incident = secrets.token_hex(6)
-                    if not may_be_told(error):
-                        log.error("%s failed, id %s", method, incident, exc_info=error)
-                    status = status_of(error, incident)
-                    await context.abort(status.code, status.details, status.trailing_metadata)
+            self._calls.begin(context)
+            try:
+                return await behaviour(request, context)
+            except grpc.aio.AbortError:  # a status is set already
+                raise
+            except Exception as error:
+                incident = secrets.token_hex(6)
+                if not may_be_told(error):
+                    log.error("%s failed, id %s", method, incident, exc_info=error)
+                status = status_of(error, incident)
+                await context.abort(status.code, status.details, status.trailing_metadata)
 
         return call

@@ -140,7 +140,8 @@ class Server:
         await asyncio.wait({stopping, idle}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
         unfinished = self._calls.count
         idle.cancel()
-        await self._server.stop(None)  # streams that never end, such as health's Watch, are not waited for
+        if not stopping.done():
+            await self._server.stop(None)  # streams that never end, such as health's Watch, are not waited for
         await stopping
         if self._models is not None:
             await asyncio.to_thread(self._models.close)

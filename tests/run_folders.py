@@ -1,0 +1,79 @@
+"""Run folders as docs/contract.md describes them, written without the code that writes them in the program."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+CLASSES = [  # not in the order of their names; two share a name, as cranes do in ImageNet
+    {"wnid": "n01", "name": "tench"},
+    {"wnid": "n02", "name": "crane"},
+    {"wnid": "n03", "name": "bottle"},
+    {"wnid": "n04", "name": "crane"},
+    {"wnid": "n05", "name": "abacus"},
+    {"wnid": "n06", "name": "fox"},
+    {"wnid": "n07", "name": "never seen"},
+]
+VIEWS = ((256, False), (256, True), (384, False), (384, True))
+MULTI_SCALE = {
+    "name": "multi-scale",
+    "kind": "dense",
+    "scales": [256, 384],
+    "mirror": True,
+    "averaging": "softmax",
+    "weights": "scale",
+    "long_side_cap": 4,
+    "crop": None,
+}
+
+
+def evaluated(
+    file: str, label: int, answers: Sequence[int], rank: int, *, first: float = 0.6, view_ranks: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Return a line of predictions.jsonl. first: score of the best answer; view_ranks: one per view, default `rank`."""
+    scores = [first, *((1 - first) / 2 ** (place + 1) for place in range(len(answers) - 1))]
+    ranks = view_ranks or [rank] * len(VIEWS)
+    return {
+        "file": file,
+        "label": label,
+        "top": [[index, score] for index, score in zip(answers, scores, strict=True)],
+        "rank": rank,
+        "views": [{"scale": s, "mirrored": m, "rank": r} for (s, m), r in zip(VIEWS, ranks, strict=True)],
+        "capped": False,
+    }
+
+
+def refused(file: str, label: int, reason: str = "truncated") -> dict[str, Any]:
+    """Return the line of an image that could not be evaluated."""
+    return {"file": file, "label": label, "refused": reason}
+
+
+def write_run(
+    folder: Path,
+    lines: Sequence[dict[str, Any]],
+    *,
+    classes: Sequence[dict[str, str]] = CLASSES,
+    fingerprint: str = "ab" * 32,
+    images: int | None = None,
+    data: str | None = None,
+) -> Path:
+    """Write run.json, predictions.jsonl and, where `data` is given, a log that names the dataset's place."""
+    folder.mkdir(parents=True, exist_ok=True)
+    run = {
+        "version": 1,
+        "model": {"file": "c.onnx", "sha256": "3f9c" + "0" * 60, "architecture": "C", "activation": "prelu"},
+        "classes": list(classes),
+        "protocol": MULTI_SCALE,
+        "dataset": {
+            "name": "val",
+            "fingerprint": fingerprint,
+            "images": len(lines) if images is None else images,
+        },
+        "circumstances": {"provider": "CPUExecutionProvider", "precision": "fp32", "versions": {"numpy": "2.4.6"}},
+        "chunk": 64,
+    }
+    (folder / "run.json").write_text(json.dumps(run))
+    (folder / "predictions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if data is not None:
+        (folder / "log.jsonl").write_text(json.dumps({"event": "start", "data": data}) + "\n" + '{"event": "chu')
+    return folder

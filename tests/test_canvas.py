@@ -1,0 +1,37 @@
+"""Images of different sizes lie in the upper left corners of their canvases, untouched."""
+
+import numpy as np
+import pytest
+
+from evaluator.imaging.canvas import pack
+
+
+def test_every_image_lies_in_the_upper_left_corner_of_its_canvas() -> None:
+    random = np.random.default_rng(0)
+    images = [random.integers(1, 256, (height, width, 3), dtype=np.uint8) for height, width in ((5, 9), (7, 2), (1, 1))]
+    canvas, sizes = pack(images, 8, 11)
+    assert canvas.dtype == np.uint8
+    assert canvas.shape == (3, 8, 11, 3)
+    assert sizes.dtype == np.int64
+    assert sizes.tolist() == [[5, 9], [7, 2], [1, 1]]
+    for place, image in zip(canvas, images, strict=True):
+        np.testing.assert_array_equal(place[: image.shape[0], : image.shape[1]], image)
+        assert place.sum(dtype=np.int64) == image.sum(dtype=np.int64), "what lies outside is 0"
+
+
+def test_mirrored_image_is_packed_though_its_memory_runs_backwards() -> None:
+    image = np.random.default_rng(1).integers(0, 256, (4, 6, 3), dtype=np.uint8)
+    canvas, _ = pack([image[:, ::-1]], 4, 6)
+    np.testing.assert_array_equal(canvas[0], image[:, ::-1])
+    assert canvas.flags.c_contiguous
+
+
+def test_no_images_make_an_empty_batch() -> None:
+    canvas, sizes = pack([], 8, 11)
+    assert canvas.shape == (0, 8, 11, 3)
+    assert sizes.shape == (0, 2)
+
+
+def test_image_larger_than_the_canvas_is_our_own_mistake() -> None:
+    with pytest.raises(AssertionError, match="do not fit a canvas of 8x11"):
+        pack([np.zeros((8, 12, 3), dtype=np.uint8)], 8, 11)

@@ -1,0 +1,148 @@
+"""Resizing against a plain float64 triangle filter, and capping against cropping the whole resized image."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from evaluator.imaging.resize import resize_shorter_side, resized_size
+
+UInt8Array = npt.NDArray[np.uint8]
+Float64Array = npt.NDArray[np.float64]
+
+# Pillow rounds after the columns and again after the rows, half a grey level each.
+TOLERANCE = 1.0 + 1e-3
+
+
+def noise(height: int, width: int) -> UInt8Array:
+    return np.random.default_rng(height * 100_003 + width).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def triangle_weights(side: int, full: int, first: int, count: int) -> Float64Array:
+    """Weights (count, side) that make pixels first, first + 1, … of `full` resized ones out of `side` pixels."""
+    step = Fraction(side, full)
+    reach = max(step, Fraction(1))  # antialiasing: when shrinking the triangle is as wide as the target's pixels
+    weights = np.zeros((count, side))
+    for row in range(count):
+        center = (first + row + Fraction(1, 2)) * step
+        for source in range(max(0, math.floor(center - reach)), min(side, math.ceil(center + reach))):
+            distance = abs(source + Fraction(1, 2) - center) / reach
+            weights[row, source] = max(0.0, float(1 - distance))
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
+def plain_resize(image: UInt8Array, scale: int, cap: int) -> Float64Array:
+    """Resize as the design says, without rounding: float64 (h, w, 3)."""
+    short = min(image.shape[:2])
+    matrices = []
+    for side in image.shape[:2]:
+        full = math.floor(Fraction(side * scale, short) + Fraction(1, 2))
+        kept = min(full, cap * scale)
+        matrices.append(triangle_weights(side, full, (full - kept) // 2, kept))
+    return np.einsum("yh,hwc,xw->yxc", matrices[0], image.astype(np.float64), matrices[1], optimize=True)
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "scale"),
+    [
+        (37, 53, 28),  # smaller
+        (53, 37, 64),  # larger
+        (20, 71, 20),  # one side as it is
+        (33, 33, 17),  # square
+        (101, 30, 11),
+        (90, 250, 7),  # much smaller
+        (3, 2, 40),  # much larger
+        (1, 4, 9),
+    ],
+)
+def test_resized_image_equals_a_plain_triangle_filter(height: int, width: int, scale: int) -> None:
+    image = noise(height, width)
+    resized, capped = resize_shorter_side(image, scale)
+    expected = plain_resize(image, scale, cap=4)
+    assert not capped
+    assert resized.dtype == np.uint8
+    assert resized.flags.c_contiguous
+    assert resized.shape == expected.shape
+    assert np.abs(resized - expected).max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("value", [(0, 0, 0), (255, 254, 1), (77, 200, 13)])
+def test_one_pixel_becomes_an_even_square(value: tuple[int, int, int]) -> None:
+    resized, capped = resize_shorter_side(np.array([[value]], dtype=np.uint8), 28)
+    assert not capped
+    np.testing.assert_array_equal(resized, np.full((28, 28, 3), value, dtype=np.uint8))
+
+
+def test_image_at_its_own_scale_is_unchanged() -> None:
+    image = noise(31, 47)
+    resized, _ = resize_shorter_side(image, 31)
+    np.testing.assert_array_equal(resized, image)
+    assert not np.shares_memory(resized, image)
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "scale", "cap"),
+    [
+        (20, 90, 16, 4),
+        (91, 20, 16, 4),
+        (7, 300, 28, 4),
+        (300, 7, 28, 4),
+        (40, 401, 11, 3),
+        (5, 21, 28, 4),  # just over 1:4
+        (1, 600, 9, 4),
+        (600, 1, 9, 2),
+        (13, 40, 30, 1),  # a cap of 1 keeps a square
+    ],
+)
+def test_capped_image_is_the_centre_of_the_whole_resized_image(height: int, width: int, scale: int, cap: int) -> None:
+    image = noise(height, width)
+    resized, capped = resize_shorter_side(image, scale, cap)
+    short = min(height, width)
+    sides = [math.floor(Fraction(side * scale, short) + Fraction(1, 2)) for side in (height, width)]
+    whole = np.asarray(Image.fromarray(image).resize((sides[1], sides[0]), Image.Resampling.BILINEAR))
+    top, left = ((side - min(side, cap * scale)) // 2 for side in sides)
+    expected = whole[top : top + cap * scale, left : left + cap * scale]
+    assert capped
+    assert resized.shape == expected.shape
+    # Pillow takes the box in float32, so a sum at a half may round the other way.
+    assert np.abs(resized.astype(np.int64) - expected).max() <= 1
+    assert np.abs(resized - plain_resize(image, scale, cap)).max() <= TOLERANCE
+
+
+@pytest.mark.parametrize(("long", "scale"), [(20_000, 256), (3_000_001, 28), (16_000_000, 480)])
+def test_extreme_shapes_stay_small_and_show_their_true_centre(long: int, scale: int) -> None:
+    image = np.empty((1, long, 3), dtype=np.uint8)
+    image[:] = (np.arange(long, dtype=np.int64) * 7919 % 251).astype(np.uint8)[None, :, None]
+    kept = 4 * scale
+    first = (long * scale - kept) // 2
+    around = slice(first // scale - 3, first // scale + 9)  # the source pixels that the centre shows, and some more
+    weights = triangle_weights(12, 12 * scale, first - (first // scale - 3) * scale, kept)
+    expected = weights @ image[0, around].astype(np.float64)
+    for turned in (False, True):
+        resized, capped = resize_shorter_side(image.transpose(1, 0, 2) if turned else image, scale)
+        assert capped
+        assert resized.shape == ((kept, scale, 3) if turned else (scale, kept, 3))
+        shown = resized.transpose(1, 0, 2) if turned else resized
+        assert np.abs(shown - expected[None]).max() <= TOLERANCE
+
+
+@given(st.integers(1, 30_000), st.integers(1, 30_000), st.integers(1, 2_000), st.integers(1, 6))
+def test_sizes_follow_the_rule_exactly(height: int, width: int, scale: int, cap: int) -> None:
+    short = min(height, width)
+    expected = tuple(
+        min(math.floor(Fraction(side * scale, short) + Fraction(1, 2)), cap * scale) for side in (height, width)
+    )
+    assert resized_size(height, width, scale, cap) == expected
+    assert min(expected) == scale
+
+
+@given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 40), st.integers(1, 5))
+def test_planned_size_is_the_size_of_the_resized_image(height: int, width: int, scale: int, cap: int) -> None:
+    resized, capped = resize_shorter_side(noise(height, width), scale, cap)
+    assert resized.shape[:2] == resized_size(height, width, scale, cap)
+    assert capped == (resized_size(height, width, scale, cap) != resized_size(height, width, scale, cap=60))

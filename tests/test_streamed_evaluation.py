@@ -1,0 +1,196 @@
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import jsonschema
+import pytest
+from google.protobuf.descriptor import Descriptor
+
+from evaluator.client import Client
+from evaluator.datasets.opening import open_dataset
+from evaluator.engine.classify import classify_images
+from evaluator.errors import DatasetError
+from evaluator.imaging.decode import DecodeLimits, decode_rgb
+from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from evaluator.protocols import make_protocol
+from evaluator.reporting.report import build_report
+from evaluator.serving.classifier import Classifier
+from evaluator.serving.evaluation import IN_FLIGHT, LabelledImage, evaluate
+from evaluator.serving.messages import report_from_message, report_message
+from evaluator.validation.run import Run, prediction_of, run_info
+from evaluator.validation.validate import validate
+from fakes import FakeSession, fake_contract
+from serving_harness import png, running_server
+
+SCHEMA = json.loads((Path(__file__).parent.parent / "docs" / "report.schema.json").read_text())
+
+
+def class_folders(root: Path, wnids: list[str], best: dict[bytes, str] | None = None) -> Path:
+    """Write a dataset with hits and misses, of odd sizes, with one panorama and one file that is no image."""
+    for number in range(17):
+        data = png(33 + 3 * number, 71 - 2 * number, seed=number)
+        wnid = wnids[number % 5] if number % 3 or best is None else best[data]
+        (root / wnid).mkdir(parents=True, exist_ok=True)
+        (root / wnid / f"{number:02}.png").write_bytes(data)
+    (root / wnids[1] / "panorama.png").write_bytes(png(30, 333, seed=50))
+    (root / wnids[2] / "cut.png").write_bytes(png(40, 40, seed=51)[:-900])
+    return root
+
+
+def test_the_report_over_the_wire_equals_that_of_validate_on_the_same_folder(exported, tmp_path: Path) -> None:
+    net = exported["demo-image"]
+    wnids = [entry.wnid for entry in net.session.contract.classes]
+    images = [png(33 + 3 * number, 71 - 2 * number, seed=number) for number in range(17)]
+    protocol = make_protocol("multi-scale", net.session.contract)
+    answers = classify_images(net.session, [decode_rgb(image) for image in images], protocol)
+    best = {image: wnids[answer.top(1)[0][0]] for image, answer in zip(images, answers, strict=True)}
+    folder = class_folders(tmp_path / "photos", wnids, best)
+    dataset = open_dataset(folder, split="val", class_names=wnids)
+    run = validate(net.session, net.path.name, dataset, protocol, tmp_path / "run")
+    expected = build_report(run)
+    assert 0 < expected["top1_error"] < 100
+    assert (expected["images"], expected["refused"], expected["capped"]) == (19, 1, 1)
+    with running_server(demo=net.session) as server, Client(server.address) as client:
+        report = client.evaluate(dataset)
+    assert report == expected
+    assert list(report) == list(expected), "the keys should come in the same order too"
+
+
+def test_images_may_come_in_any_order_and_with_either_kind_of_label() -> None:
+    session = FakeSession()
+    images = [pb.LabelledImage(file=f"{n}.png", data=png(31 + n, 40, seed=n), label=n % 6) for n in range(9)]
+    by_wnid = [pb.LabelledImage(file=i.file, data=i.data, wnid=f"n{i.label:08}") for i in reversed(images)]
+    with running_server(fake=session) as server, grpc.insecure_channel(server.address) as channel:
+        stub = pb_grpc.PreluNetServiceStub(channel)
+        answers = [stub.Evaluate(stream(*some)).report for some in (images, by_wnid)]
+    assert answers[0] == answers[1]
+    assert (answers[0].images, answers[0].dataset.name) == (9, "flowers")
+
+
+def stream(*images: pb.LabelledImage, **start: str) -> list[pb.EvaluateRequest]:
+    start_message = pb.EvaluateStart(**{"protocol": "center", "dataset": "/data/flowers", **start})
+    return iter([pb.EvaluateRequest(start=start_message), *(pb.EvaluateRequest(image=image) for image in images)])
+
+
+GOOD = pb.LabelledImage(file="a.png", data=png(40, 57), label=1)
+
+
+@pytest.fixture(scope="module")
+def stub():
+    with running_server(fake=FakeSession()) as server, grpc.insecure_channel(server.address) as channel:
+        yield pb_grpc.PreluNetServiceStub(channel)
+
+
+@pytest.mark.parametrize(
+    ("requests", "code", "text"),
+    [
+        ([], "INVALID_ARGUMENT", "the stream is empty; send `start`"),
+        ([pb.EvaluateRequest()], "INVALID_ARGUMENT", "first message of an evaluation should be `start`"),
+        ([pb.EvaluateRequest(image=GOOD)], "INVALID_ARGUMENT", "first message of an evaluation should be `start`"),
+        ([*stream()], "INVALID_ARGUMENT", "the stream had no image"),
+        ([*stream(GOOD), *stream()], "INVALID_ARGUMENT", "`start`, which is sent once"),
+        ([*stream(GOOD, GOOD)], "INVALID_ARGUMENT", "two images are named 'a.png'"),
+        ([*stream(GOOD, dataset="")], "INVALID_ARGUMENT", "`start` names no dataset"),
+        ([*stream(GOOD, model="nine")], "NOT_FOUND", "no model 'nine'"),
+        ([*stream(GOOD, protocol="nine")], "INVALID_ARGUMENT", "no protocol 'nine'"),
+        ([*stream(pb.LabelledImage(file="b", data=b"", label=6))], "INVALID_ARGUMENT", "b: label 6, but .* 0 to 5"),
+        ([*stream(pb.LabelledImage(file="b", data=b"", wnid="n9"))], "INVALID_ARGUMENT", "no class 'n9'"),
+        ([*stream(pb.LabelledImage(file="b", data=b""))], "INVALID_ARGUMENT", "b: no true class"),
+        ([*stream(pb.LabelledImage(data=b"", label=1))], "INVALID_ARGUMENT", "1 to 1024 characters, not 0"),
+        ([*stream(pb.LabelledImage(file="x" * 1025, label=1))], "INVALID_ARGUMENT", "not 1025"),
+    ],
+)
+def test_a_bad_evaluation_says_what_is_wrong_and_the_next_one_works(stub, requests, code: str, text: str) -> None:
+    with pytest.raises(grpc.RpcError, match=text) as caught:
+        stub.Evaluate(iter(requests), timeout=30)
+    assert caught.value.code().name == code
+    assert stub.Evaluate(stream(GOOD)).report.evaluated == 1
+
+
+def test_refused_images_are_counted_with_their_reasons_and_an_evaluation_of_nothing_else_has_no_error(stub) -> None:
+    bad = [pb.LabelledImage(file=name, data=data, label=2) for name, data in (("b", b""), ("a", b"text"))]
+    report = report_from_message(stub.Evaluate(stream(*bad)).report)
+    assert (report["images"], report["evaluated"], report["refused"]) == (2, 0, 2)
+    assert [(each["file"], each["reason"][:8]) for each in report["refusals"]] == [("a", "no image"), ("b", "no image")]
+    assert (report["top1_error"], report["top1_interval"]) == (None, [0, 100])
+    jsonschema.validate(report, SCHEMA)
+
+
+def test_two_evaluations_at_once_do_not_mix(stub) -> None:
+    streams = [[pb.LabelledImage(file=f"{n}", data=png(40, 50 + n, n), label=m) for n in range(20)] for m in (1, 4)]
+    alone = [stub.Evaluate(stream(*images)).report for images in streams]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda images: stub.Evaluate(stream(*images)).report, streams)) == alone
+    assert alone[0].classes[1].images == alone[1].classes[4].images == 20
+
+
+def test_the_server_reads_no_faster_than_it_classifies() -> None:
+    pulled, answered, most_ahead = 0, 0, 0
+
+    async def images() -> AsyncIterator[LabelledImage]:
+        nonlocal pulled, most_ahead
+        for number in range(5 * IN_FLIGHT):
+            pulled += 1
+            most_ahead = max(most_ahead, pulled - answered)
+            yield LabelledImage(f"{number:04}", png(28, 28 + number, seed=number), 1)
+
+    class CountingClassifier(Classifier):
+        async def classify(self, *arguments):
+            nonlocal answered
+            answer = await super().classify(*arguments)
+            answered += 1
+            return answer
+
+    session = FakeSession()
+    with ThreadPoolExecutor(2) as decoders:
+        classifier = CountingClassifier("fake", "fake.onnx", session, decoders, DecodeLimits())
+        protocol = make_protocol("dense-28", session.contract)
+        report = asyncio.run(evaluate(classifier, protocol, "many", images()))
+        classifier.close()
+    assert report["evaluated"] == 5 * IN_FLIGHT
+    assert IN_FLIGHT // 2 < most_ahead <= IN_FLIGHT + 1  # one has been pulled and waits for its turn
+
+
+def test_an_error_of_the_client_s_iterator_ends_the_evaluation() -> None:
+    async def images() -> AsyncIterator[LabelledImage]:
+        yield LabelledImage("a", png(28, 30), 1)
+        raise DatasetError("b: the label is missing")
+
+    with ThreadPoolExecutor(1) as decoders:
+        session = FakeSession()
+        classifier = Classifier("fake", "fake.onnx", session, decoders, DecodeLimits())
+        with pytest.raises(DatasetError, match="b: the label is missing"):
+            asyncio.run(evaluate(classifier, make_protocol("center", session.contract), "few", images()))
+        classifier.close()
+
+
+def test_the_message_has_the_fields_of_the_published_schema() -> None:
+    def fields(message: Descriptor) -> dict:
+        return {
+            f.name: fields(f.message_type) if f.message_type and not f.message_type.GetOptions().map_entry else None
+            for f in message.fields
+        }
+
+    def properties(schema: dict) -> dict:
+        inner = {name: part.get("items", part) for name, part in schema["properties"].items()}
+        return {name: properties(part) if "properties" in part else None for name, part in inner.items()}
+
+    assert fields(pb.Report.DESCRIPTOR) == properties(SCHEMA)
+
+
+def test_a_report_survives_the_way_there_and_back_with_its_nulls_and_all_its_digits() -> None:
+    contract = fake_contract(classes=4)
+    session = FakeSession(contract)
+    protocol = make_protocol("center", contract)
+    (classified,) = classify_images(session, [decode_rgb(png(40, 57))], protocol)
+    predictions = [prediction_of("x/a.png", (classified.top(1)[0][0] + 1) % 4, classified)]
+    dataset = {"name": "grüße", "fingerprint": "f" * 64, "images": 1}
+    report = build_report(Run(run_info(session, "fake.onnx", dataset, protocol), predictions))
+    report["top5_error"] = 100 / 3
+    assert None in [entry["top1_error"] for entry in report["classes"]]
+    assert report["protocol"]["crop"] == 28
+    assert report_from_message(pb.Report.FromString(report_message(report).SerializeToString())) == report

@@ -1,0 +1,58 @@
+"""The views of an image are those of its protocol, in its order, and the crop lies where the design says."""
+
+import numpy as np
+import pytest
+
+from evaluator.errors import UsageError
+from evaluator.imaging.resize import resize_shorter_side
+from evaluator.imaging.views import center_crop, make_views
+from evaluator.protocols import Protocol, View
+
+IMAGE = np.random.default_rng(3).integers(0, 256, (41, 67, 3), dtype=np.uint8)
+
+
+def test_views_come_scale_by_scale_plain_before_mirrored() -> None:
+    views = make_views(IMAGE, Protocol("three", "dense", (32, 48, 30), mirror=True))
+    assert [view.view for view in views] == [
+        View(scale, mirrored) for scale in (32, 48, 30) for mirrored in (False, True)
+    ]
+    for view in views:
+        expected, _ = resize_shorter_side(IMAGE, view.view.scale)
+        np.testing.assert_array_equal(view.image, expected[:, ::-1] if view.view.mirrored else expected)
+        assert view.image.flags.c_contiguous
+        assert not view.capped
+
+
+def test_mirrored_view_swaps_columns_and_not_rows_or_channels() -> None:
+    image = np.zeros((28, 30, 3), dtype=np.uint8)
+    image[2, 4, 1] = 255
+    plain, mirrored = make_views(image, Protocol("one", "dense", (28,), mirror=True))
+    assert plain.image[2, 4, 1] == 255
+    assert mirrored.image[2, 25, 1] == 255
+    assert mirrored.image.sum() == 255
+
+
+def test_protocol_without_mirroring_has_one_view_a_scale() -> None:
+    views = make_views(IMAGE, Protocol("plain", "dense", (32, 48), mirror=False))
+    assert [view.view for view in views] == [View(32, False), View(48, False)]
+
+
+@pytest.mark.parametrize(("shape", "top", "left"), [((33, 54), 2, 13), ((32, 53), 2, 12), ((28, 28), 0, 0)])
+def test_center_shows_the_crop_at_the_rounded_down_middle(shape: tuple[int, int], top: int, left: int) -> None:
+    image = np.random.default_rng(4).integers(0, 256, (*shape, 3), dtype=np.uint8)
+    (view,) = make_views(image, Protocol("center", "center", (min(shape),), mirror=False, crop=28))
+    np.testing.assert_array_equal(view.image, image[top : top + 28, left : left + 28])
+    assert view.image.flags.c_contiguous
+    assert view.view == View(min(shape), False)
+
+
+def test_crop_larger_than_the_image_is_refused() -> None:
+    with pytest.raises(UsageError, match="a crop of 28 pixels does not fit an image of 27x40"):
+        center_crop(np.zeros((27, 40, 3), dtype=np.uint8), 28)
+
+
+def test_cap_of_the_protocol_holds_and_is_told() -> None:
+    image = np.random.default_rng(5).integers(0, 256, (9, 100, 3), dtype=np.uint8)
+    views = make_views(image, Protocol("narrow", "dense", (30, 12), mirror=True, long_side_cap=3))
+    assert [view.image.shape for view in views] == [(30, 90, 3), (30, 90, 3), (12, 36, 3), (12, 36, 3)]
+    assert all(view.capped for view in views)
