@@ -1,5 +1,7 @@
 """Which images share a canvas: properties that hold for any shapes, and the cases at the bounds."""
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -58,7 +60,7 @@ def test_a_batch_of_several_images_keeps_both_bounds(shapes: list[tuple[int, int
 @given(SHAPES, STEPS)
 def test_batches_of_one_canvas_follow_each_other(shapes: list[tuple[int, int]], step: int) -> None:
     canvases = [(batch.height, batch.width) for batch in plan(shapes, step)]
-    changes = sum(before != after for before, after in zip(canvases, canvases[1:], strict=False))
+    changes = sum(before != after for before, after in pairwise(canvases))
     assert changes == max(0, len(set(canvases)) - 1)
 
 

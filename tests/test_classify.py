@@ -160,9 +160,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_classify_prints_names_and_scores_of_the_best_classes(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_classify_prints_names_and_scores_of_the_best_classes(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["classify", "good.png", "--model", "m.onnx", "--top", "2"]) == 0
     (classified,) = classify_images(FakeSession(), [PICTURES[0]], MULTI_SCALE)
     (best, score), _ = classified.top(2)

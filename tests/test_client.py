@@ -2,6 +2,7 @@ import socket
 from collections.abc import Iterator
 from concurrent import futures
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -83,9 +84,10 @@ def test_the_client_gives_the_answer_of_the_model_file_to_the_last_digit(client:
 
 
 def test_one_client_serves_several_threads(client: Client) -> None:
+    classify = partial(client.classify, protocol="center")
     images = [png(40, 41 + n, seed=n) for n in range(8)]
     with futures.ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(client.classify, images)) == [client.classify(image) for image in images]
+        assert list(pool.map(classify, images)) == [classify(image) for image in images]
 
 
 def test_the_models_of_a_server_are_described(client: Client) -> None:

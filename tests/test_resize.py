@@ -114,10 +114,9 @@ def test_capped_image_is_the_centre_of_the_whole_resized_image(height: int, widt
     assert np.abs(resized - plain_resize(image, scale, cap)).max() <= TOLERANCE
 
 
-@pytest.mark.parametrize(("long", "scale"), [(20_000, 256), (3_000_001, 28), (16_000_000, 480)])
+@pytest.mark.parametrize(("long", "scale"), [(20_000, 256), (3_000_001, 28), (20_000_001, 12)])
 def test_extreme_shapes_stay_small_and_show_their_true_centre(long: int, scale: int) -> None:
-    image = np.empty((1, long, 3), dtype=np.uint8)
-    image[:] = (np.arange(long, dtype=np.int64) * 7919 % 251).astype(np.uint8)[None, :, None]
+    image = np.resize(noise(1, 251), (1, long, 3))  # repeated to this length
     kept = 4 * scale
     first = (long * scale - kept) // 2
     around = slice(first // scale - 3, first // scale + 9)  # the source pixels that the centre shows, and some more

@@ -34,8 +34,8 @@ def test_scale_weights_average_mirror_pairs_then_scales() -> None:
 def test_view_weights_count_every_window_of_every_view_alike() -> None:
     expected = []
     for index in range(4):
-        of_windows = [float(SCORES[v, index]) for v, (rows, columns) in enumerate(WINDOWS) for _ in range(rows * columns)]
-        expected.append(sum(of_windows) / len(of_windows))
+        windows = [float(SCORES[v, index]) for v, (rows, columns) in enumerate(WINDOWS) for _ in range(rows * columns)]
+        expected.append(sum(windows) / len(windows))
     scores = average_views(SCORES, LOGITS, view_weights(VIEWS, WINDOWS, "view"), "softmax")
     np.testing.assert_allclose(scores, expected, rtol=1e-7)  # one rounding to float32
 

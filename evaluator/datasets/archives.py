@@ -157,7 +157,7 @@ def _list_tar(path: Path, file: BinaryIO) -> ArchiveSource:
     with tarfile.open(fileobj=file, mode="r:") as archive:
         end = 0
         while (member := archive.next()) is not None:
-            if archive.offset <= end:  # a negative size; tarfile before 3.11.14 and 3.12.12 would read in circles
+            if archive.offset <= end:  # a negative size: read in circles by many a tarfile (CVE-2025-8194)
                 raise _damaged(path, end)
             end = archive.offset
             archive.members.clear()  # type: ignore[attr-defined]  # or it would keep about 1 KB for each of them
@@ -171,35 +171,37 @@ def _list_tar(path: Path, file: BinaryIO) -> ArchiveSource:
         # tarfile takes a damaged or cut header for the end; the true end is marked by a block of zeros.
         file.seek(archive.offset)
         if file.read(tarfile.BLOCKSIZE) != _END_BLOCK:
-            raise DatasetError(
-                f"{path}: damaged or cut at byte {archive.offset}. Get the archive again from its source"
-            )
+            raise _damaged(path, archive.offset)
     return source
 
 
 def _list_zip(path: Path, file: BinaryIO) -> ArchiveSource:
     source = ArchiveSource(path)
+    archive_size = os.fstat(file.fileno()).st_size
     with zipfile.ZipFile(file) as archive:
         for info in archive.infolist():
             parts = _parts(path, info.filename)
             if info.is_dir():
                 _add_visible_folder(source, parts)
             elif _is_image(parts):
-                if stat.S_IFMT(info.external_attr >> 16) not in {0, stat.S_IFREG}:
-                    raise _no_plain_file(path, info.filename, "zip -r (without --symlinks)")
-                if info.flag_bits & _ENCRYPTED or info.compress_type not in {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}:
-                    raise DatasetError(
-                        f"{path}: {info.filename} is encrypted, or packed by another method than deflate. "
-                        "Pack the folder anew with: zip -r"
-                    )
-                deflated = info.compress_type == zipfile.ZIP_DEFLATED
-                largest = info.compress_size * (_MAX_DEFLATE_RATIO if deflated else 1)
-                if info.header_offset < 0 or info.file_size > largest or info.compress_size > path.stat().st_size:
-                    raise _damaged(path, max(info.header_offset, 0))
-                source.add_image(
-                    parts, Member(info.header_offset, info.compress_size, info.file_size, True, deflated, info.CRC)
-                )
+                source.add_image(parts, _zip_member(path, info, archive_size))
     return source
+
+
+def _zip_member(path: Path, info: zipfile.ZipInfo, archive_size: int) -> Member:
+    """Return where a zip's image lies; DatasetError when it cannot be read in place or its numbers cannot be true."""
+    if stat.S_IFMT(info.external_attr >> 16) not in {0, stat.S_IFREG}:
+        raise _no_plain_file(path, info.filename, "zip -r (without --symlinks)")
+    if info.flag_bits & _ENCRYPTED or info.compress_type not in {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}:
+        raise DatasetError(
+            f"{path}: {info.filename} is encrypted, or packed by another method than deflate. "
+            "Pack the folder anew with: zip -r"
+        )
+    deflated = info.compress_type == zipfile.ZIP_DEFLATED
+    largest = info.compress_size * (_MAX_DEFLATE_RATIO if deflated else 1)
+    if info.header_offset < 0 or info.compress_size > archive_size or info.file_size > largest:
+        raise _damaged(path, max(info.header_offset, 0))
+    return Member(info.header_offset, info.compress_size, info.file_size, True, deflated, info.CRC)
 
 
 def _parts(path: Path, name: str) -> tuple[str, ...]:

@@ -87,8 +87,8 @@ def _enter(source: Source, path: Path, split: str) -> str:
         return _join(inside, split)
     if splits:
         raise DatasetError(
-            f"{_place(path, inside)}: a folder '{splits[0]}' but none named '{split}'. "
-            f"Rename the folder that is meant, or give it directly: {_place(path, inside)}/{splits[0]}"
+            f"{_place(path, inside)}: class folders in '{splits[0]}' but none in '{split}'. "
+            f"Put the {split} images into a folder '{split}' of class folders beside '{splits[0]}'"
         )
     return inside
 

@@ -10,7 +10,6 @@ TOP1, TOP5 = "top-1", "top-5"
 
 Spec = dict[str, Any]
 
-_SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # a name, never fetched
 _COLOURS = {"domain": [TOP1, TOP5], "range": ["var(--accent)", "var(--second)"]}
 _FONT = "Inter, system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', sans-serif"
 _CONFIG = {
@@ -87,7 +86,6 @@ def _with_interval(entry: dict[str, Any], key: str) -> str:
 
 def _spec(values: list[dict[str, Any]], **rest: Any) -> Spec:
     return {
-        "$schema": _SCHEMA,
         "config": _CONFIG,
         "width": "container",
         "autosize": {"type": "fit-x", "contains": "padding"},
@@ -144,59 +142,58 @@ def _sorted_curves(classes: list[dict[str, Any]], report: dict[str, Any]) -> Spe
     for key, metric in (("top1", TOP1), ("top5", TOP5)):
         ascending = sorted(_rows(classes, key, metric), key=lambda row: (row["error"], row["index"]))
         values += [{**row, "place": place} for place, row in enumerate(ascending, start=1)]
-    highest = max(row["error"] for row in values)
-    y_scale = {"domain": [0, min(100, max(5, highest * 1.08))], "nice": False}
-    x_scale = {"domain": [1, len(classes)], "nice": False}
+    overall = [{"metric": metric, "error": report[f"{key}_error"]} for key, metric in (("top1", TOP1), ("top5", TOP5))]
+    labels = {row["metric"]: f"{row['metric']}, {row['error']:.2f} % over all images (dashed)" for row in overall}
+    legend = {"labelExpr": "labels[datum.value]", "labelLimit": 320, "columns": {"expr": "width < 560 ? 1 : 2"}}
     x = {
         "field": "place",
         "type": "quantitative",
-        "scale": x_scale,
+        "scale": {"domain": [1, len(classes)], "nice": False},
         "title": "classes, each curve from best to worst",
         "axis": {"grid": False, "tickCount": 8, "format": ",d"},
     }
     y = {
         "type": "quantitative",
-        "scale": y_scale,
+        "scale": {"domain": [0, _highest_shown(values)], "nice": False},
         "title": "error (percent)",
         "axis": {"tickCount": 6, "domain": False},
     }
-    overall = [{"metric": metric, "error": report[f"{key}_error"]} for key, metric in (("top1", TOP1), ("top5", TOP5))]
-    labels = {row["metric"]: f"{row['metric']}, {row['error']:.2f} % over all images (dashed)" for row in overall}
-    legend = {"labelExpr": "labels[datum.value]", "labelLimit": 320, "columns": {"expr": "width < 560 ? 1 : 2"}}
-    colour = {"field": "metric", "type": "nominal", "scale": _COLOURS, "legend": legend}
-    near = {
-        "name": "near",
-        "select": {"type": "point", "fields": ["index"], "nearest": True, "on": "pointermove", "clear": "pointerout"},
-    }
-    hidden_until_near = {"condition": {"param": "near", "empty": False, "value": 1}, "value": 0}
     return _spec(
         values,
         params=[{"name": "labels", "value": labels}],
         height=340,
+        encoding={"color": {"field": "metric", "type": "nominal", "scale": _COLOURS, "legend": legend}},
         layer=[
             {
                 "mark": {"type": "area", "opacity": 0.13, "clip": True, "interpolate": "step"},
-                "encoding": {"x": x, "y": {"field": "low", **y}, "y2": {"field": "high"}, "color": colour},
+                "encoding": {"x": x, "y": {"field": "low", **y}, "y2": {"field": "high"}},
             },
             {
                 "mark": {"type": "line", "strokeWidth": 2.25, "interpolate": "step"},
-                "encoding": {"x": x, "y": {"field": "error", **y}, "color": colour},
+                "encoding": {"x": x, "y": {"field": "error", **y}},
             },
             {
                 "data": {"values": overall},
                 "mark": {"type": "rule", "strokeDash": [3, 4], "opacity": 0.8},
-                "encoding": {"y": {"field": "error", **y}, "color": colour},
+                "encoding": {"y": {"field": "error", **y}},
             },
-            {
-                "params": [near],
-                "mark": {"type": "point", "filled": True, "size": 85, "stroke": "var(--paper)", "strokeWidth": 1.5},
-                "encoding": {
-                    "x": x,
-                    "y": {"field": "error", **y},
-                    "color": colour,
-                    "opacity": hidden_until_near,
-                    "tooltip": _TOOLTIP,
-                },
-            },
+            _class_under_pointer(x, {"field": "error", **y}),
         ],
     )
+
+
+def _highest_shown(values: list[dict[str, Any]]) -> float:
+    """Return where the axis ends: a little above the worst class, whatever its interval; never beyond 100."""
+    worst: float = max(row["error"] for row in values)
+    return min(100.0, max(5.0, 1.08 * worst))
+
+
+def _class_under_pointer(x: Spec, y: Spec) -> Spec:
+    """Return the layer that marks, on both curves, the class whose point is nearest to the pointer."""
+    select = {"type": "point", "fields": ["index"], "nearest": True, "on": "pointermove", "clear": "pointerout"}
+    opacity = {"condition": {"param": "near", "empty": False, "value": 1}, "value": 0}
+    return {
+        "params": [{"name": "near", "select": select}],
+        "mark": {"type": "point", "filled": True, "size": 85, "stroke": "var(--paper)", "strokeWidth": 1.5},
+        "encoding": {"x": x, "y": y, "opacity": opacity, "tooltip": _TOOLTIP},
+    }

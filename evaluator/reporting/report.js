@@ -4,7 +4,8 @@
   const spec = JSON.parse(document.getElementById("error-spec").textContent);
   if (spec) {
     // ast: expressions are interpreted, so that the content policy need not allow eval.
-    window.vegaEmbed("#error-chart", spec, { renderer: "svg", actions: false, ast: true, tooltip: { theme: "report" } });
+    const options = { mode: "vega-lite", renderer: "svg", actions: false, ast: true, tooltip: { theme: "report" } };
+    window.vegaEmbed("#error-chart", spec, options);
   }
 
   const FIRST = 25; // rows shown until asked for more
@@ -34,9 +35,10 @@
     const numbers = head.dataset.sort === "number";
     // A first click on a number shows the largest first: the worst classes; on the text and the index the smallest.
     const first = numbers && column > 0 ? "descending" : "ascending";
-    const order = head.ariaSort === first ? (first === "ascending" ? "descending" : "ascending") : first;
+    const second = first === "ascending" ? "descending" : "ascending";
+    const order = head.getAttribute("aria-sort") === first ? second : first;
     for (const other of head.parentNode.cells) other.removeAttribute("aria-sort");
-    head.ariaSort = order;
+    head.setAttribute("aria-sort", order);
     const sign = order === "ascending" ? 1 : -1;
     const key = ({ row }) => row.cells[column].dataset.value ?? row.cells[column].textContent.trim();
     const compare = numbers ? (a, b) => key(a) - key(b) : (a, b) => key(a).localeCompare(key(b), "en");

@@ -17,7 +17,7 @@ def report(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="Folder or archive of the run's images, for the gallery [default: where the run found them]."
+            help="Folder or archive of the run's images, for the gallery; without it, where the run found them."
         ),
     ] = None,
     as_json: Annotated[

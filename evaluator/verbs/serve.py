@@ -33,6 +33,4 @@ def serve(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     options = ServeOptions(parse_models(model), host, port, device, threads, grace)
     unfinished = asyncio.run(serve_until_stopped(options, typer.echo))
-    typer.echo(
-        f"stopped; {unfinished} calls were cut off after {grace:g} s" if unfinished else "stopped; no call was lost"
-    )
+    typer.echo(f"stopped; calls cut off after {grace:g} s: {unfinished}" if unfinished else "stopped; no call was lost")

@@ -1,0 +1,278 @@
+"""The run folder: what is written survives, what is torn is cut off, and nobody else's file is touched."""
+
+import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evaluator.datasets.sample import Sample
+from evaluator.errors import EnvironmentFault, PreluNetError, RunFolderError
+from evaluator.protocols import make_protocol
+from evaluator.validation.run import Prediction, RunInfo, ViewRank, read_run, run_info
+from evaluator.validation.writer import differences, open_run, scores_header
+from fakes import FakeSession
+
+SESSION = FakeSession()
+CLASSES = 6
+IMAGES, CHUNK = 10, 4
+SAMPLES = [Sample(f"n{index % 3:08}/{index:02}.png", index % 3, 100 + index) for index in range(IMAGES)]
+INFO = replace(
+    run_info(
+        SESSION,
+        "m.onnx",
+        {"name": "val", "fingerprint": "f" * 64, "images": IMAGES},
+        make_protocol("multi-scale", SESSION.contract),
+    ),
+    chunk=CHUNK,
+)
+SCORES = np.random.default_rng(0).random((IMAGES, CLASSES)).astype(np.float32)
+SCORES[5] = np.nan
+RESULT = ("run.json", "predictions.jsonl", "scores.f32.npy")
+
+
+def prediction(index: int) -> Prediction:
+    sample = SAMPLES[index]
+    if index == 5:
+        return Prediction(sample.file, sample.label, refused='the "reason"\nin two lines, naïve')
+    top = tuple((int(c), float(SCORES[index, c])) for c in np.argsort(-SCORES[index])[:5])
+    return Prediction(sample.file, sample.label, top, 2, (ViewRank(30, True, 3),), capped=index == 6)
+
+
+def write(folder: Path, *, images: int = IMAGES, info: RunInfo = INFO, fresh: bool = False) -> int:
+    """Write the run up to so many images; returns how many were there already."""
+    with open_run(folder, info, SAMPLES, fresh=fresh) as writer:
+        before = writer.done
+        while writer.done < images:
+            chunk = range(writer.done, min(writer.done + CHUNK, IMAGES))
+            writer.append([prediction(index) for index in chunk], SCORES[chunk.start : chunk.stop])
+        return before
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in RESULT}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "runs" / "first"
+
+
+def test_a_finished_run_reads_back_as_it_was_written(folder: Path) -> None:
+    assert write(folder) == 0
+    found = read_run(folder)
+    assert found.info == INFO
+    assert list(found.predictions) == [prediction(index) for index in range(IMAGES)]
+    np.testing.assert_array_equal(np.load(folder / "scores.f32.npy"), SCORES)
+
+
+def test_the_scores_file_has_the_header_that_numpy_writes(tmp_path: Path) -> None:
+    np.save(tmp_path / "saved.npy", SCORES)
+    assert (tmp_path / "saved.npy").read_bytes() == scores_header(*SCORES.shape) + SCORES.tobytes()
+
+
+def test_a_run_folder_holds_no_date_and_no_path(folder: Path) -> None:
+    write(folder)
+    text = b"".join(contents(folder).values())
+    assert str(folder.parent).encode() not in text
+    assert b"date" not in text
+
+
+@pytest.mark.parametrize("done", [0, CHUNK, 2 * CHUNK])
+@pytest.mark.parametrize("tail", [b"", b'{"file": "n0000', b"\0" * 50, b"{}\n"])
+@pytest.mark.parametrize("rows", [0, 1, 3.5, 4])
+def test_whatever_a_crash_left_behind_the_last_chunk_is_cut_off(
+    folder: Path, done: int, tail: bytes, rows: float
+) -> None:
+    write(folder, images=done)
+    with (folder / "scores.f32.npy").open("ab") as file:
+        file.write(b"\xff" * int(rows * 4 * CLASSES))
+    with (folder / "predictions.jsonl").open("ab") as file:
+        file.write(tail)
+    assert write(folder) == done
+    write(folder.parent / "undisturbed")
+    assert contents(folder) == contents(folder.parent / "undisturbed")
+
+
+@pytest.mark.parametrize("missing", ["predictions.jsonl", "scores.f32.npy"])
+def test_a_run_that_lost_a_file_begins_with_its_first_chunk(folder: Path, missing: str) -> None:
+    write(folder, images=CHUNK)
+    (folder / missing).unlink()
+    assert write(folder) == 0
+    write(folder.parent / "undisturbed")
+    assert contents(folder) == contents(folder.parent / "undisturbed")
+
+
+def test_a_finished_run_is_not_touched_when_it_is_opened_again(folder: Path) -> None:
+    write(folder)
+    before = {name: (folder / name).stat().st_mtime_ns for name in RESULT}
+    assert write(folder) == IMAGES
+    assert {name: (folder / name).stat().st_mtime_ns for name in RESULT} == before
+
+
+def test_the_leftovers_of_a_start_that_was_killed_are_no_obstacle(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "log.jsonl").touch()
+    (folder / ".run.json.0a1b2c3d.tmp").write_text("{")
+    assert write(folder) == 0
+    assert not list(folder.glob(".*"))
+
+
+OTHERS: list[tuple[RunInfo, str]] = [
+    (replace(INFO, model={**INFO.model, "sha256": "0" * 64}), "model.sha256: "),
+    (replace(INFO, protocol=make_protocol("dense-40", SESSION.contract)), r"protocol.scales: \[32, 48, 60\] in the f"),
+    (replace(INFO, dataset={**INFO.dataset, "fingerprint": "e" * 64}), "dataset.fingerprint: fff"),
+    (replace(INFO, classes=INFO.classes[:5]), "classes.length: 6 in the folder, 5 now"),
+    (
+        replace(INFO, circumstances={**INFO.circumstances, "provider": "CUDA"}),
+        "provider: CPUExec.* in the f.*, CUDA now",
+    ),
+    (
+        replace(INFO, circumstances={**INFO.circumstances, "versions": {"fake": "2"}}),
+        "versions.fake: 1 in the folder, 2",
+    ),
+    (replace(INFO, chunk=8), "chunk: 4 in the folder, 8 now"),
+]
+
+
+@pytest.mark.parametrize(("other", "difference"), OTHERS)
+def test_another_run_in_the_folder_is_refused_with_the_difference_shown(
+    folder: Path, other: RunInfo, difference: str
+) -> None:
+    write(folder, images=CHUNK)
+    before = contents(folder)
+    with pytest.raises(RunFolderError, match=difference) as caught:
+        write(folder, info=other)
+    assert "--fresh" in str(caught.value)
+    assert contents(folder) == before
+
+
+def test_a_renamed_model_file_or_dataset_is_still_the_same_run(folder: Path) -> None:
+    write(folder, images=CHUNK)
+    renamed = replace(INFO, model={**INFO.model, "file": "renamed.onnx"}, dataset={**INFO.dataset, "name": "moved.tar"})
+    assert write(folder, info=renamed) == CHUNK
+
+
+def test_many_differences_are_counted_and_not_all_listed() -> None:
+    classes = [{"wnid": f"n{index}", "name": str(index)} for index in range(1000)]
+    shuffled = [{"wnid": f"m{index}", "name": str(index)} for index in range(1000)]
+    assert len(differences({"classes": classes}, {"classes": shuffled})) == 1000
+    assert differences({"a": 1, "gone": 2}, {"a": 1, "new": 3}) == [
+        "gone: 2 in the folder, (absent) now",
+        "new: (absent) in the folder, 3 now",
+    ]
+
+
+def test_fresh_starts_anew_and_deletes_only_the_files_of_a_run(folder: Path) -> None:
+    write(folder)
+    (folder / "report").mkdir()
+    (folder / "report" / "report.json").write_text("old")
+    (folder / "report" / "notes.txt").write_text("mine")
+    (folder / "notes.txt").write_text("mine")
+    other = OTHERS[0][0]
+    assert write(folder, info=other, fresh=True) == 0
+    assert read_run(folder).info == other
+    assert sorted(path.name for path in folder.rglob("*") if path.is_file()) == sorted(
+        [*RESULT, "log.jsonl", "notes.txt", "notes.txt"]
+    )
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("name", ["thesis.tex", "run.json", "log.jsonl", "scores.f32.npy", ".hidden"])
+def test_a_folder_of_somebody_else_is_left_alone_even_with_fresh(tmp_path: Path, name: str, fresh: bool) -> None:
+    (tmp_path / name).write_text("not yours")
+    with pytest.raises(RunFolderError, match=r"not empty \(.*\) and not a run.*--run"):
+        write(tmp_path, fresh=fresh)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == "not yours"
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("here")
+    with pytest.raises(RunFolderError, match="a file, not a folder"):
+        write(tmp_path / "file")
+
+
+def test_a_second_process_on_the_same_folder_is_refused(folder: Path) -> None:
+    with (
+        open_run(folder, INFO, SAMPLES, fresh=False),
+        pytest.raises(RunFolderError, match="another process is writing this run"),
+        open_run(folder, INFO, SAMPLES, fresh=True),
+    ):
+        pass
+    assert write(folder) == 0  # the lock is given back
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Let no file grow beyond so many bytes, as a full disk would."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_on_a_full_disk_the_last_whole_chunk_stays_and_the_run_goes_on_from_there(folder: Path) -> None:
+    write(folder, images=CHUNK)
+    room = (folder / "predictions.jsonl").stat().st_size + 100  # part of the next chunk's first line
+    with largest_file(room), pytest.raises(EnvironmentFault, match=r"predictions\.jsonl: cannot .*4 of 10 images are"):
+        write(folder)
+    assert (folder / "predictions.jsonl").stat().st_size == room
+    assert write(folder) == CHUNK
+    write(folder.parent / "undisturbed")
+    assert contents(folder) == contents(folder.parent / "undisturbed")
+
+
+def test_a_full_disk_at_the_start_leaves_nothing_that_prevents_the_next_start(folder: Path) -> None:
+    with largest_file(100), pytest.raises(PreluNetError, match=r"run\.json"):
+        write(folder)
+    assert write(folder) == 0
+
+
+# Reading
+
+
+def test_an_unfinished_run_is_not_read_and_the_mend_is_told(folder: Path) -> None:
+    write(folder, images=CHUNK)
+    with pytest.raises(RunFolderError, match=r"4 of 10 images are done.*same `prelunet validate`"):
+        read_run(folder)
+
+
+def test_a_folder_without_a_run_is_refused_with_the_command_that_makes_one(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match=r"no run\.json here.*prelunet validate"):
+        read_run(tmp_path)
+
+
+def test_a_damaged_line_is_named(folder: Path) -> None:
+    write(folder)
+    lines = (folder / "predictions.jsonl").read_text().splitlines(keepends=True)
+    lines[2] = lines[2][:40] + "\n"
+    (folder / "predictions.jsonl").write_text("".join(lines))
+    with pytest.raises(RunFolderError, match=r"predictions\.jsonl: line 3 is damaged"):
+        read_run(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda data: {**data, "version": 2}, "version 2.*Install a newer prelunet"),
+        (lambda data: {key: data[key] for key in data if key != "protocol"}, "damaged.*protocol"),
+        (lambda data: {**data, "protocol": {**data["protocol"], "unknown": 1}}, "damaged.*unknown"),
+        (lambda data: [data], "damaged"),
+    ],
+)
+def test_a_run_json_that_cannot_be_read_is_refused(folder: Path, change: Any, reason: str) -> None:
+    write(folder)
+    data = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(change(data)))
+    for attempt in (read_run, write):
+        with pytest.raises(RunFolderError, match=reason):
+            attempt(folder)
+    assert write(folder, fresh=True) == 0

@@ -1,0 +1,387 @@
+"""Validation of a whole dataset: the same numbers as image by image, killed or not, and `prelunet validate`."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from conftest import Exported
+from evaluator.cli import run
+from evaluator.datasets.opening import open_dataset
+from evaluator.datasets.sample import Dataset
+from evaluator.engine.classify import classify_images
+from evaluator.engine.session import Outputs
+from evaluator.errors import ContractError, DatasetError, EnvironmentFault, Interrupted, RunFolderError
+from evaluator.imaging.decode import decode_rgb
+from evaluator.protocols import make_protocol
+from evaluator.reporting.statistics import wilson_interval
+from evaluator.validation.run import CHUNK, read_run
+from evaluator.validation.validate import validate
+from evaluator.validation.writer import scores_header
+from fakes import FakeSession, fake_contract
+
+RESULT = ("run.json", "predictions.jsonl", "scores.f32.npy")
+CLASSES = [entry.wnid for entry in fake_contract().classes]
+CENTER = make_protocol("center", fake_contract())
+MULTI_SCALE = make_protocol("multi-scale", fake_contract())
+IMAGES = 150  # two whole chunks and a part
+BAD = {f"{CLASSES[0]}/007.png": b"no image", f"{CLASSES[3]}/100.png": b"\x89PNG\r\n\x1a\n" + b"\0" * 9}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Lay out 150 images of 12 sizes in the folders of five of the model's six classes; two are damaged."""
+    folder = tmp_path_factory.mktemp("data") / "val"
+    rng = np.random.default_rng(5)
+    for index in range(IMAGES):
+        path = folder / CLASSES[(0, 1, 2, 3, 5)[index * 5 // IMAGES]] / f"{index:03}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        size = (29 + index % 4 * 9, 30 + index % 3 * 13)
+        Image.fromarray(rng.integers(0, 256, (*size, 3), np.uint8)).resize((size[1] * 2, size[0] * 2)).save(path)
+    for name, damaged in BAD.items():
+        assert (folder / name).exists()
+        (folder / name).write_bytes(damaged)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dataset(data: Path) -> Dataset:
+    return open_dataset(data, split="val", class_names=CLASSES)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("runs") / "undisturbed"
+    validate(FakeSession(), "m.onnx", dataset, CENTER, folder)
+    return contents(folder)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in RESULT}
+
+
+def log_of(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def executed(folder: Path) -> list[object]:
+    return [line["index"] for line in log_of(folder) if line["event"] == "chunk"]
+
+
+def test_a_run_says_of_every_image_what_the_model_says_of_it_alone(dataset: Dataset, tmp_path: Path) -> None:
+    session = FakeSession()
+    found = validate(session, "m.onnx", dataset, MULTI_SCALE, tmp_path / "run")
+    scores = np.load(tmp_path / "run" / "scores.f32.npy")
+    assert scores.shape == (IMAGES, 6)
+    assert [p.file for p in found.predictions] == sorted(sample.file for sample in dataset.samples)
+    for sample, prediction, row in zip(dataset.samples, found.predictions, scores, strict=True):
+        assert (prediction.file, prediction.label) == (sample.file, CLASSES.index(sample.file.split("/")[0]))
+        if sample.file in BAD:
+            assert prediction.refused is not None
+            assert np.isnan(row).all()
+            continue
+        (alone,) = classify_images(session, [decode_rgb(dataset.read(sample))], MULTI_SCALE)
+        np.testing.assert_array_equal(row, alone.scores)
+        assert [(index, np.float32(score)) for index, score in prediction.top] == alone.top(5)
+        assert prediction.rank == alone.rank(sample.label)
+        assert [view.rank for view in prediction.views] == alone.view_ranks(sample.label)
+        assert [(view.scale, view.mirrored) for view in prediction.views] == [
+            (view.scale, view.mirrored) for view in MULTI_SCALE.views
+        ]
+
+
+def test_a_refused_image_is_recorded_with_the_reason_and_its_neighbours_are_evaluated(
+    undisturbed: dict[str, bytes],
+) -> None:
+    lines = [json.loads(line) for line in undisturbed["predictions.jsonl"].splitlines()]
+    refused = {line["file"]: line["refused"] for line in lines if "refused" in line}
+    assert set(refused) == set(BAD)
+    assert "no image" in refused[f"{CLASSES[0]}/007.png"]
+    assert len(lines) == IMAGES
+
+
+def test_the_log_tells_the_start_the_place_of_the_data_and_each_chunk(dataset: Dataset, tmp_path: Path) -> None:
+    validate(FakeSession(), "m.onnx", dataset, CENTER, tmp_path)
+    start, *chunks = log_of(tmp_path)
+    assert (start["event"], start["done"], start["device"]) == ("start", 0, "CPUExecutionProvider")
+    assert start["dataset"] == str(dataset.location.resolve())
+    assert [(line["index"], line["images"]) for line in chunks] == [(0, 64), (1, 64), (2, 22)]
+
+
+def test_a_finished_run_is_said_to_be_finished_and_nothing_is_done(dataset: Dataset, tmp_path: Path) -> None:
+    validate(FakeSession(), "m.onnx", dataset, CENTER, tmp_path)
+    before, log, said, session = contents(tmp_path), log_of(tmp_path), [], FakeSession()
+    validate(session, "m.onnx", dataset, CENTER, tmp_path, announce=said.append)
+    assert (contents(tmp_path), log_of(tmp_path), session.calls) == (before, log, [])
+    assert "finished already" in said[0]
+
+
+class Stopping(FakeSession):
+    """A session that fails after so many calls."""
+
+    def __init__(self, calls: int, error: BaseException):
+        super().__init__()
+        self._left = calls
+        self._error = error
+
+    def run(self, images: np.ndarray, sizes: np.ndarray) -> Outputs:
+        self._left -= 1
+        if self._left < 0:
+            raise self._error
+        return super().run(images, sizes)
+
+
+def test_ctrl_c_keeps_whole_chunks_and_the_same_command_goes_on(
+    dataset: Dataset, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
+    session = Stopping(1, KeyboardInterrupt())  # in the second of three chunks: crops of one size are one call
+    with pytest.raises(Interrupted, match=r"64 of 150 images are done\. The same command goes on"):
+        validate(session, "m.onnx", dataset, CENTER, tmp_path / "run")
+    said: list[str] = []
+    validate(FakeSession(), "m.onnx", dataset, CENTER, tmp_path / "run", announce=said.append)
+    assert "going on after 64 of 150" in said[0]
+    assert contents(tmp_path / "run") == undisturbed
+    assert executed(tmp_path / "run") == [0, 1, 2]
+    assert [line["event"] for line in log_of(tmp_path / "run")] == ["start", "chunk", "resume", "chunk", "chunk"]
+
+
+def test_no_more_than_two_chunks_are_read_ahead_of_what_is_written(dataset: Dataset, tmp_path: Path) -> None:
+    read: list[str] = []
+    ahead: list[int] = []
+
+    class Counting:
+        def read(self, file: str) -> bytes:
+            read.append(file)
+            return dataset.reader.read(file)
+
+    class Watching(FakeSession):
+        def run(self, images: np.ndarray, sizes: np.ndarray) -> Outputs:
+            path = tmp_path / "run" / "predictions.jsonl"
+            time.sleep(0.02)  # room for the threads to run ahead, if they did
+            ahead.append(len(read) - path.read_bytes().count(b"\n"))
+            return super().run(images, sizes)
+
+    many = replace(dataset, samples=[*dataset.samples] * 3, reader=Counting())
+    validate(Watching(), "m.onnx", many, CENTER, tmp_path / "run")
+    assert CHUNK < max(ahead) <= 2 * CHUNK
+
+
+def test_nan_stops_the_run_and_names_the_file(dataset: Dataset, tmp_path: Path) -> None:
+    class Broken(FakeSession):
+        def run(self, images: np.ndarray, sizes: np.ndarray) -> Outputs:
+            outputs = super().run(images, sizes)
+            outputs.scores[-1] = np.nan
+            return outputs
+
+    with pytest.raises(ContractError, match=rf"{CLASSES[2]}/063\.png: .*no numbers"):
+        validate(Broken(), "m.onnx", dataset, CENTER, tmp_path)
+    assert (tmp_path / "predictions.jsonl").read_bytes() == b""
+
+
+@pytest.mark.parametrize("label", [-1, 6])
+def test_a_sample_whose_class_the_model_does_not_have_is_refused_before_anything_is_written(
+    dataset: Dataset, tmp_path: Path, label: int
+) -> None:
+    samples = [*dataset.samples]
+    samples[3] = replace(samples[3], label=label)
+    with pytest.raises(DatasetError, match=rf"label of {samples[3].file} \({label}\) is none of the model's 6"):
+        validate(FakeSession(), "m.onnx", replace(dataset, samples=samples), CENTER, tmp_path / "run")
+    with pytest.raises(DatasetError, match="no images"):
+        validate(FakeSession(), "m.onnx", replace(dataset, samples=[]), CENTER, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_model_in_the_folder_is_refused_and_fresh_replaces_it(
+    dataset: Dataset, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
+    validate(FakeSession(seed=1), "m.onnx", dataset, CENTER, tmp_path)
+    with pytest.raises(RunFolderError, match=r"model\.sha256: \w{64} in the folder, \w{64} now"):
+        validate(FakeSession(), "m.onnx", dataset, CENTER, tmp_path)
+    validate(FakeSession(), "m.onnx", dataset, CENTER, tmp_path, fresh=True)
+    assert contents(tmp_path) == undisturbed
+    assert executed(tmp_path) == [0, 1, 2]
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.floats(0, 1), st.floats(0, 1))
+def test_cut_anywhere_a_run_ends_in_the_same_bytes_and_whole_chunks_are_not_done_again(
+    dataset: Dataset, tmp_path: Path, undisturbed: dict[str, bytes], lines_kept: float, scores_kept: float
+) -> None:
+    folder = tmp_path / "cut"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    lines, scores = undisturbed["predictions.jsonl"], undisturbed["scores.f32.npy"]
+    lines, scores = lines[: round(lines_kept * len(lines))], scores[: round(scores_kept * len(scores))]
+    (folder / "run.json").write_bytes(undisturbed["run.json"])
+    (folder / "predictions.jsonl").write_bytes(lines)
+    (folder / "scores.f32.npy").write_bytes(scores)
+    whole = min(lines.count(b"\n"), max(0, len(scores) - len(scores_header(IMAGES, 6))) // 24)
+    validate(FakeSession(), "m.onnx", dataset, CENTER, folder)
+    assert contents(folder) == undisturbed
+    chunks = 3 if whole == IMAGES else whole // CHUNK
+    assert executed(folder) == list(range(chunks, 3))
+
+
+WORKER = """
+import sys, time
+from pathlib import Path
+from evaluator.datasets.opening import open_dataset
+from evaluator.protocols import make_protocol
+from evaluator.validation.validate import validate
+from fakes import FakeSession
+
+class Slow(FakeSession):
+    def run(self, images, sizes):
+        time.sleep(0.1)
+        return super().run(images, sizes)
+
+session = Slow()
+classes = [entry.wnid for entry in session.contract.classes]
+dataset = open_dataset(Path(sys.argv[1]), split="val", class_names=classes)
+print("ready", flush=True)
+validate(session, "m.onnx", dataset, make_protocol("center", session.contract), Path(sys.argv[2]))
+"""
+
+
+def start_worker(data: Path, folder: Path) -> "subprocess.Popen[bytes]":
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", WORKER, str(data), str(folder)]
+    worker = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert worker.stdout is not None
+    assert worker.stdout.readline() == b"ready\n"
+    return worker
+
+
+def test_killed_at_random_moments_a_run_ends_in_the_same_bytes(
+    data: Path, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
+    moments = random.Random(7)
+    folder = tmp_path / "run"
+    for _ in range(5):
+        worker = start_worker(data, folder)
+        time.sleep(moments.uniform(0, 0.15))
+        worker.kill()
+        worker.communicate()
+    worker = start_worker(data, folder)
+    _, told = worker.communicate(timeout=60)
+    assert worker.returncode == 0, told.decode()
+    assert contents(folder) == undisturbed
+    assert read_run(folder).predictions
+    done = executed(folder)
+    assert len(done) == len(set(done)), "a finished chunk was done again"
+
+
+# prelunet validate
+
+
+@pytest.fixture
+def command(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Give the command line with a model behind `open_session`."""
+    monkeypatch.setattr("evaluator.verbs.validate.open_session", lambda _path, _device, threads: FakeSession())
+
+    def call(*more: str, protocol: str = "center", images: Path = data) -> int:
+        folder = tmp_path / "run"
+        options = ["--model", "dir/m.onnx", "--data", str(images), "--run", str(folder), "--protocol", protocol]
+        return run(["validate", *options, *more])
+
+    return call
+
+
+def test_the_last_line_tells_the_errors_with_their_intervals_and_counts(
+    command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(protocol="multi-scale") == 0
+    told = capsys.readouterr()
+    ranks = [p.rank for p in read_run(tmp_path / "run").predictions if p.refused is None]
+    top1, top5 = sum(rank > 1 for rank in ranks), sum(rank > 5 for rank in ranks)
+    (low1, high1), (low5, high5) = wilson_interval(top1, 148), wilson_interval(top5, 148)
+    assert told.out == (
+        f"demo, multi-scale, mirrored: top-1 {100 * top1 / 148:.2f} [{low1:.1f}, {high1:.1f}] "
+        f"top-5 {100 * top5 / 148:.2f} [{low5:.1f}, {high5:.1f}] %, 148 of 150 images\n"
+    )
+    for said in [
+        "demo on CPUExecutionProvider, fp32",
+        "150 images of 5 of the model's 6 classes",
+        "150/150 images",
+        "warning: 2 of 150 images were refused",
+        f"prelunet report {tmp_path / 'run'}",
+    ]:
+        assert said in told.err
+
+
+def test_json_holds_the_same_numbers(command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("--json") == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert (numbers["images"], numbers["evaluated"], numbers["refused"]) == (150, 148, 2)
+    assert numbers["top1_interval"][0] < numbers["top1_error"] < numbers["top1_interval"][1]
+
+
+def test_where_every_image_is_refused_no_error_is_told(
+    command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images = tmp_path / "images"
+    (images / CLASSES[2]).mkdir(parents=True)
+    (images / CLASSES[2] / "only.png").write_text("no image")
+    assert command(images=images) == 0
+    assert "no error can be told, 0 of 1 images" in capsys.readouterr().out
+
+
+def test_another_protocol_in_the_folder_exits_2_and_fresh_starts_anew(
+    command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command() == 0
+    assert command(protocol="dense-40") == 2
+    assert "protocol.name: center in the folder, dense-40 now" in capsys.readouterr().err
+    assert command("--fresh", protocol="dense-40") == 0
+
+
+def test_an_interrupted_validation_exits_4_and_a_full_disk_5(
+    command: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for error, code in [(KeyboardInterrupt(), 4), (EnvironmentFault("disk"), 5)]:
+        stopping = Stopping(1, error)
+        monkeypatch.setattr("evaluator.verbs.validate.open_session", lambda *_, session=stopping, **__: session)
+        assert command() == code
+    told = capsys.readouterr().err
+    assert "64 of 150 images are done" in told
+    assert told.endswith("prelunet: disk\n")
+
+
+def test_a_class_folder_that_the_model_does_not_know_exits_2(
+    command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images = tmp_path / "images"
+    (images / "unknown").mkdir(parents=True)
+    (images / "unknown" / "a.png").write_text("")
+    assert command(images=images) == 2
+    assert "unknown" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_exported_model_validates_like_image_by_image(
+    exported: dict[str, Exported], data: Path, tmp_path: Path
+) -> None:
+    session = exported["demo-image"].session
+    wnids = [entry.wnid for entry in session.contract.classes]
+    for index in (0, 2):
+        shutil.copytree(data / CLASSES[index], tmp_path / "val" / wnids[index])
+    few = open_dataset(tmp_path, split="val", class_names=wnids)
+    protocol = make_protocol("dense-30", session.contract)
+    found = validate(session, "demo.onnx", few, protocol, tmp_path / "run")
+    scores = np.load(tmp_path / "run" / "scores.f32.npy")
+    for index in (0, 31, 59):
+        (alone,) = classify_images(session, [decode_rgb(few.read(few.samples[index]))], protocol)
+        np.testing.assert_allclose(scores[index], alone.scores, atol=1e-6)  # in a batch sums run over other zeros
+        assert found.predictions[index].rank == alone.rank(found.predictions[index].label)
