@@ -85,7 +85,7 @@ def _load(name: str) -> Any:
         raise EnvironmentFault(
             f"prelunet {name} needs {error.name}, which is not installed. Bring it: pip install 'prelunet[{extra}]'"
         ) from error
-    app = typer.Typer(add_completion=False)
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
     app.command(name, help=function.__doc__)(function)
     return build_command(app)
 

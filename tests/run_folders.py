@@ -75,5 +75,5 @@ def write_run(
     (folder / "run.json").write_text(json.dumps(run))
     (folder / "predictions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if data is not None:
-        (folder / "log.jsonl").write_text(json.dumps({"event": "start", "data": data}) + "\n" + '{"event": "chu')
+        (folder / "log.jsonl").write_text(json.dumps({"event": "start", "dataset": data}) + "\n" + '{"event": "chu')
     return folder

@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 import vl_convert
@@ -16,6 +17,7 @@ from run_folders import CLASSES, evaluated, refused, write_run
 from evaluator import cli
 from evaluator.datasets import open_dataset
 from evaluator.errors import DatasetError
+from evaluator.protocols import make_protocol
 from evaluator.reporting.charts import FEW_CLASSES, error_chart
 from evaluator.reporting.gallery import (
     SHOWN,
@@ -30,6 +32,8 @@ from evaluator.reporting.page import VEGA_LITE, render_page, worst_classes
 from evaluator.reporting.report import build_report
 from evaluator.reporting.write import write_report
 from evaluator.validation.run import prediction_from_json, read_run
+from evaluator.validation.validate import validate
+from fakes import FakeSession, fake_contract
 
 WNIDS = [entry["wnid"] for entry in CLASSES]
 HOSTILE = [
@@ -201,10 +205,24 @@ def test_thumbnails_keep_tiny_images_exactly_and_shrink_large_ones(tmp_path: Pat
 def test_images_are_found_where_the_last_run_found_them(tmp_path: Path) -> None:
     data = make_images(tmp_path / "data", {"n01/a.png": (20, 31)})
     folder = write_run(tmp_path / "run", [mistake("n01/a.png", 0, 2)], fingerprint=fingerprint_of(data))
-    starts = [json.dumps({"event": "start", "data": where}) for where in ("/gone", str(data))]
+    places = (("start", "/gone"), ("resume", str(data)))
+    starts = [json.dumps({"event": event, "dataset": place}) for event, place in places]
     (folder / "log.jsonl").write_text("\n".join([starts[0], "[]", starts[1], '{"event": "chunk"}', '{"event": "sta']))
     assert find_location(folder) == data
     assert make_gallery(read_run(folder), None).mistakes[0].thumbnail is not None
+
+
+def test_what_validate_leaves_is_reported_with_its_images(tmp_path: Path) -> None:
+    wnids = [entry.wnid for entry in fake_contract().classes]
+    sizes = {f"{wnid}/{number}.png": (40 + number, 33) for wnid in wnids[1:] for number in range(4)}
+    dataset = open_dataset(make_images(tmp_path / "data", sizes), split="val", class_names=wnids)
+    protocol = make_protocol("multi-scale", fake_contract())
+    run = validate(FakeSession(), "m.onnx", dataset, protocol, tmp_path / "run")
+    written = write_report(tmp_path / "run")
+    schema = json.loads((Path(__file__).parent.parent / "docs" / "report.schema.json").read_text(encoding="utf-8"))
+    jsonschema.validate(json.loads(written.json.read_bytes()), schema)
+    wrong = [prediction for prediction in run.predictions if prediction.rank > 1]
+    assert len(Elements(written.html.read_text()).named("img")) == len(choose_mistakes(wrong)) > 0
 
 
 @pytest.mark.parametrize("data", ["/gone/away", None])

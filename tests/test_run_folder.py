@@ -1,6 +1,7 @@
 """The run folder: what is written survives, what is torn is cut off, and nobody else's file is touched."""
 
 import json
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -217,6 +218,24 @@ def largest_file(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_the_scores_of_a_chunk_are_on_the_disk_before_its_lines_are_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[str, int]] = []  # which file, and how many lines there were at that moment
+    fsync = os.fsync
+
+    def watch(descriptor: int) -> None:
+        fsync(descriptor)
+        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+        if name in RESULT:
+            synced.append((name, (folder / "predictions.jsonl").read_bytes().count(b"\n")))
+
+    monkeypatch.setattr(os, "fsync", watch)
+    write(folder, images=2 * CHUNK)
+    scores, lines = "scores.f32.npy", "predictions.jsonl"
+    assert synced == [(scores, 0), (lines, CHUNK), (scores, CHUNK), (lines, 2 * CHUNK)]
 
 
 def test_on_a_full_disk_the_last_whole_chunk_stays_and_the_run_goes_on_from_there(folder: Path) -> None:

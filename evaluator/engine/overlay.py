@@ -69,7 +69,8 @@ def draw_heat_maps(image: Pixels, classified: Classified, contract: ModelContrac
         peak = float(np.nanmax(of_class))
         title = f"{place}. {contract.classes[index].name}"
         panels.append(Panel(_overlay(picture, of_class, peak), title, f"score {score:.1%}, peak {peak:.1%}"))
-    return _sheet(panels, columns=6 if height > width else 3)
+    legend = "peak of the class" + (", faint: not looked at" if np.isnan(maps).any() else "")
+    return _sheet(panels, legend, columns=6 if height > width else 3)
 
 
 def save_png(picture: Pixels, path: Path) -> None:
@@ -94,7 +95,7 @@ def _overlay(picture: Pixels, of_class: npt.NDArray[np.float64], peak: float) ->
     return np.asarray(np.round(blended), np.uint8)
 
 
-def _sheet(panels: Sequence[Panel], columns: int) -> Pixels:
+def _sheet(panels: Sequence[Panel], legend: str, columns: int) -> Pixels:
     """Arrange panels in rows, with the meaning of the colours below."""
     height, width = panels[0].picture.shape[:2]
     cell_width, cell_height = max(width, LABEL_WIDTH) + MARGIN, height + 2 * LINE + 2 * MARGIN
@@ -114,7 +115,7 @@ def _sheet(panels: Sequence[Panel], columns: int) -> Pixels:
     strip = OPACITY * colours(np.tile(np.linspace(0, 1, 120), (LINE - 4, 1))) + (1 - OPACITY) * 128
     sheet.paste(Image.fromarray(np.asarray(np.round(strip), np.uint8)), (MARGIN + 20, top))
     draw.text((MARGIN, top - 1), "0", INK, font)
-    draw.text((MARGIN + 148, top - 1), "peak of the class", INK, font)
+    draw.text((MARGIN + 148, top - 1), legend, INK, font)
     return np.array(sheet)
 
 

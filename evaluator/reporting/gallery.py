@@ -100,8 +100,12 @@ def find_location(folder: Path) -> Path | None:
             entry = json.loads(line)
         except ValueError:
             continue
-        if isinstance(entry, dict) and entry.get("event") == "start" and isinstance(entry.get("data"), str):
-            return Path(entry["data"])
+        if (
+            isinstance(entry, dict)
+            and entry.get("event") in {"start", "resume"}
+            and isinstance(entry.get("dataset"), str)
+        ):
+            return Path(entry["dataset"])
     return None
 
 

@@ -1,0 +1,440 @@
+"""A run ends where it should, whatever stops it on the way."""
+
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from training_folders import RECIPE, make_dataset, write_image
+
+from evaluator.cli import run as run_program
+from evaluator.errors import DatasetError, EnvironmentFault, Interrupted, RunFolderError, UsageError
+from training.checkpoints import read_checkpoint
+from training.interrupts import uninterrupted
+from training.loop import Trainer, train
+from training.metrics import MetricsLog, errors_of, ranks
+from training.network import network_from_checkpoint
+from training.pictures import Pictures, survey
+from training.splits import open_splits
+
+FILES = ("last.safetensors", "best.safetensors", "training.json")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder that nothing ever stopped."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    train(RECIPE, data, folder)
+    return folder
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """Read metrics.jsonl without what depends on the machine's speed."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "images_per_second"} for line in lines]
+
+
+def assert_equal_runs(folder: Path, expected: Path) -> None:
+    """Two runs have the same checkpoints byte for byte, and measured the same."""
+    for name in FILES:
+        assert (folder / name).read_bytes() == (expected / name).read_bytes(), name
+    assert metrics(folder) == metrics(expected)
+
+
+# A whole run
+
+
+def test_a_run_leaves_checkpoints_metrics_and_what_it_was(undisturbed: Path, data: Path) -> None:
+    checkpoint = read_checkpoint(undisturbed / "last.safetensors")
+    splits = open_splits(data)
+    assert checkpoint.recipe == RECIPE.to_json()
+    assert checkpoint.dataset == {"fingerprint": splits.train.fingerprint, "images": 21}
+    assert (checkpoint.classes[0].wnid, checkpoint.classes[0].name) == ("big-cat", "big cat")
+    assert checkpoint.metrics is not None
+    assert checkpoint.metrics["step"] == RECIPE.steps
+    np.testing.assert_array_equal(checkpoint.mean, survey(splits.train, "train/", scale=14, crop=12).mean)
+    measured = [line for line in metrics(undisturbed) if "top1_error" in line]
+    assert [line["step"] for line in measured] == [5, 10, 12]
+    assert measured[-1]["top1_error"] == checkpoint.metrics["top1_error"]
+    assert (measured[-1]["evaluated"], measured[-1]["refused"]) == (9, 0)
+    best = read_checkpoint(undisturbed / "best.safetensors").metrics
+    assert best is not None
+    assert best["top1_error"] == min(line["top1_error"] for line in measured)
+
+
+def test_the_same_recipe_gives_the_same_run_and_another_seed_another(
+    undisturbed: Path, data: Path, tmp_path: Path
+) -> None:
+    train(RECIPE, data, tmp_path / "same")
+    assert_equal_runs(tmp_path / "same", undisturbed)
+    train(replace(RECIPE, seed=4), data, tmp_path / "other")
+    assert metrics(tmp_path / "other") != metrics(undisturbed)
+
+
+def test_the_net_learns_colours_and_the_stated_error_is_that_of_the_checkpoint(data: Path, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, steps=60, dropout=0.0, evaluate_every=60, save_every=60)
+    result = train(recipe, data, tmp_path / "run")
+    assert result.errors.top1_error == 0  # the classes differ in colour; 67 is chance
+    losses = [line["loss"] for line in metrics(tmp_path / "run") if "loss" in line]
+    assert losses[-1] < 0.1 < losses[0]
+    checkpoint = read_checkpoint(result.checkpoint)
+    net, splits = network_from_checkpoint(checkpoint), open_splits(data)
+    pictures = Pictures(splits.val, {})
+    for index, sample in enumerate(pictures.samples):
+        view = pictures.central_view(index, 14, 12).astype(np.float32) - checkpoint.mean
+        with torch.no_grad():
+            logits = net(torch.from_numpy(view.transpose(2, 0, 1).copy())[None])
+        assert int(logits.argmax()) == sample.label
+
+
+def test_slopes_are_not_decayed_and_weights_are(data: Path, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, steps=1, rate=1e-12, weight_decay=1e11, momentum=0.0)  # a step of decay and nothing else
+    (tmp_path / "run").mkdir()
+    trainer = Trainer(recipe, open_splits(data), tmp_path / "run")
+    before = {name: tensor.clone() for name, tensor in trainer.net.state_dict().items()}
+    trainer.run()
+    for name, tensor in trainer.net.state_dict().items():
+        kept = 1.0 if name.endswith(".slope") else 0.9  # 1 − rate·decay
+        # 1e-6: gradients move by rate·gradient, about 1e-10
+        torch.testing.assert_close(tensor, before[name] * kept, rtol=1e-6, atol=1e-6)
+
+
+# Resuming
+
+KILL = """
+import os, sys
+import training.loop as loop
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from training_folders import RECIPE
+
+place, when = {place!r}, {when}
+original = getattr(loop, place) if hasattr(loop, place) else getattr(loop.Trainer, place)
+calls = 0
+
+def killed(*arguments, **options):
+    global calls
+    calls += 1
+    if calls == when:
+        os._exit(9)
+    return original(*arguments, **options)
+
+setattr(loop if hasattr(loop, place) else loop.Trainer, place, killed)
+loop.train(RECIPE, Path({data!r}), Path({folder!r}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "when"),
+    [
+        ("_step", 8),  # between two saved states: steps 7 and 8 are done again
+        ("write_checkpoint", 4),  # state.pt is of step 5, the checkpoints of step 3 and none
+        ("write_checkpoint", 5),  # last.safetensors is of step 5, best.safetensors does not follow
+        ("_evaluate", 3),  # at the very end
+        ("write_state", 1),  # before anything was saved
+    ],
+)
+def test_a_run_that_was_killed_ends_as_an_undisturbed_one_bit_for_bit(
+    undisturbed: Path, data: Path, tmp_path: Path, place: str, when: int
+) -> None:
+    folder = tmp_path / "run"
+    script = KILL.format(tests=str(Path(__file__).parent), place=place, when=when, data=str(data), folder=str(folder))
+    killed = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
+    assert killed.returncode == 9, killed.stderr
+    assert not _is_finished(folder)
+    train(RECIPE, data, folder)
+    assert_equal_runs(folder, undisturbed)
+
+
+def _is_finished(folder: Path) -> bool:
+    path = folder / "last.safetensors"
+    return path.exists() and (read_checkpoint(path).metrics or {}).get("step") == RECIPE.steps
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, method: str, call: int, action: Callable[[], None]) -> None:
+    """Let `action` happen at the beginning of the given call of a Trainer's method."""
+    original, calls = getattr(Trainer, method), 0
+
+    def stopping(self: Trainer, *arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            action()
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Trainer, method, stopping)
+
+
+@pytest.mark.parametrize(
+    ("number", "method", "call", "step"),
+    [
+        (signal.SIGINT, "_step", 7, 7),  # the seventh step is finished first
+        (signal.SIGTERM, "_step", 1, 1),
+        (signal.SIGTERM, "_evaluate", 2, 10),
+        (signal.SIGINT, "_save", 1, 3),
+    ],
+)
+def test_a_signal_saves_whole_steps_and_the_same_command_goes_on(  # noqa: PLR0917 - a table
+    undisturbed: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    method: str,
+    call: int,
+    step: int,
+) -> None:
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as the program does
+    try:
+        with monkeypatch.context() as patch:
+            stop_at(patch, method, call, lambda: os.kill(os.getpid(), number))
+            with pytest.raises(Interrupted, match=f"interrupted after step {step} of 12"):
+                train(RECIPE, data, tmp_path / "run")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    news: list[str] = []
+    train(RECIPE, data, tmp_path / "run", announce=news.append)
+    assert news == [f"{tmp_path / 'run'}: going on after step {step} of 12"]
+    assert_equal_runs(tmp_path / "run", undisturbed)
+
+
+def test_a_signal_inside_a_block_is_raised_after_it() -> None:
+    done = False
+    with pytest.raises(KeyboardInterrupt), uninterrupted():  # noqa: PT012
+        os.kill(os.getpid(), signal.SIGINT)
+        done = True
+    assert done
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_finished_run_says_so_and_is_left_as_it_is(undisturbed: Path, data: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in undisturbed.iterdir() if path.name != "metrics.jsonl"}
+    news: list[str] = []
+    result = train(RECIPE, data, undisturbed, announce=news.append)
+    assert news == [f"{undisturbed}: all 12 steps are done already; train anew with --fresh"]
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert result.errors.step == 12
+
+
+# Folders of other runs
+
+
+def test_another_recipe_is_refused_with_the_difference_and_fresh_begins_anew(
+    undisturbed: Path, data: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    train(replace(RECIPE, steps=2, rate=0.5e-3), data, folder)
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(RunFolderError, match="another training") as caught:
+        train(RECIPE, data, folder)
+    assert "recipe.rate is 0.0005 there, 0.003 here" in str(caught.value)
+    assert "recipe.steps is 2 there, 12 here" in str(caught.value)
+    assert "--fresh" in str(caught.value)
+    train(RECIPE, data, folder, fresh=True)
+    assert_equal_runs(folder, undisturbed)
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_another_dataset_is_refused_with_the_difference(data: Path, tmp_path: Path) -> None:
+    folder, other = tmp_path / "run", make_dataset(tmp_path / "other", val=4)
+    short = replace(RECIPE, steps=1)
+    train(short, data, folder)
+    with pytest.raises(RunFolderError, match=r"dataset\.val_images is 9 there, 12 here"):
+        train(short, other, folder)
+
+
+def test_the_same_dataset_in_another_place_is_the_same(data: Path, tmp_path: Path) -> None:
+    short = replace(RECIPE, steps=1)
+    train(short, data, tmp_path / "run")
+    train(short, make_dataset(tmp_path / "copy"), tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["state.pt", "training.json"])
+def test_a_damaged_run_folder_is_refused(data: Path, tmp_path: Path, name: str) -> None:
+    folder, short = tmp_path / "run", replace(RECIPE, steps=1)
+    train(short, data, folder)
+    path = folder / name
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(RunFolderError, match=rf"{name}.*--fresh"):
+        train(short, data, folder)
+
+
+def test_files_of_a_training_without_its_description_are_not_overwritten(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "last.safetensors").write_bytes(b"precious")
+    with pytest.raises(RunFolderError, match=r"has last\.safetensors but no training\.json"):
+        train(RECIPE, data, tmp_path)
+    assert (tmp_path / "last.safetensors").read_bytes() == b"precious"
+
+
+# What can go wrong in between
+
+
+def test_a_training_that_diverges_stops_and_keeps_the_last_good_state(data: Path, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, rate=1e6, save_every=1)
+    with pytest.raises(UsageError, match=r"diverged: after step \d+ .*Lower `rate`"):
+        train(recipe, data, tmp_path / "run")
+    state = torch.load(tmp_path / "run/state.pt", weights_only=True)
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in state["net"].values())
+
+
+def test_a_net_whose_answers_are_no_numbers_is_never_measured_as_right(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    trainer = Trainer(RECIPE, open_splits(data), tmp_path / "run")
+    trainer.net.get_submodule("fc3").bias.data[1] = float("nan")
+    with pytest.raises(UsageError, match="diverged"):
+        trainer._evaluate()
+    with pytest.raises(UsageError, match="diverged"):
+        trainer._save()
+
+
+def test_a_full_disk_keeps_the_last_good_files_and_the_same_command_goes_on(
+    undisturbed: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, real, saves = tmp_path / "run", os.fsync, 0
+
+    def full(descriptor: int) -> None:
+        nonlocal saves
+        saves += 1
+        if saves > 12:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("evaluator.files.os.fsync", full)
+        with pytest.raises(EnvironmentFault, match="disk is full"):
+            train(RECIPE, data, folder)
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+    read_checkpoint(folder / "last.safetensors")
+    train(RECIPE, data, folder)
+    assert_equal_runs(folder, undisturbed)
+
+
+def test_unreadable_images_are_named_counted_and_left_out(tmp_path: Path) -> None:
+    root = make_dataset(tmp_path / "data")
+    (root / "train/dog/001.png").write_bytes(b"no image")
+    news: list[str] = []
+    short = replace(RECIPE, steps=5)
+    train(short, root, tmp_path / "run", announce=news.append)
+    assert news[0] == "train/: 1 images cannot be decoded and are left out:"
+    assert news[1].startswith("  dog/001.png: ")
+    again: list[str] = []
+    train(short, root, tmp_path / "run", announce=again.append)
+    assert again[:2] == news[:2]
+
+
+# Counting
+
+
+def test_ranks_count_ties_for_the_lower_index() -> None:
+    logits = np.array([[1.0, 3.0, 2.0], [2.0, 2.0, 1.0], [2.0, 2.0, 1.0], [0.0, 0.0, 0.0]])
+    assert ranks(logits, np.array([2, 0, 1, 2])).tolist() == [2, 1, 2, 3]
+
+
+def test_errors_are_percent_of_all_images_not_means_of_batches() -> None:
+    errors = errors_of(7, [np.array([1, 1, 1, 1]), np.array([6, 2])])
+    assert errors.top1_error == pytest.approx(100 * 2 / 6)
+    assert errors.top5_error == pytest.approx(100 / 6)
+    assert str(replace(errors, top1_error=15.8, top5_error=0.45)) == "top-1 error 15.80 % top-5 error 0.45 %"
+
+
+def test_a_log_loses_later_lines_and_a_torn_one_but_is_refused_when_damaged_inside(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    lines = [
+        '{"step": 5, "loss": 1}\n',
+        '{"step": 5, "top1_error": 1}\n',
+        '{"step": 6, "loss": 1}\n',
+        '{"step": 7, "lo',
+    ]
+    log.path.write_text("".join(lines))
+    log.cut_after(6, evaluated=False)
+    assert log.path.read_text() == "".join(lines[:3])
+    log.cut_after(5, evaluated=True)
+    assert log.path.read_text() == "".join(lines[:2])
+    log.cut_after(5, evaluated=False)
+    assert log.path.read_text() == lines[0]
+    log.path.write_text("{broken\n" + lines[0])
+    with pytest.raises(RunFolderError, match="line 1 is damaged"):
+        log.cut_after(5, evaluated=True)
+
+
+# The verb
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    lines = [f"{key} = {json.dumps(value)}" for key, value in RECIPE.to_json().items()]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_the_last_line_of_the_verb_is_the_two_errors(
+    data: Path, tmp_path: Path, recipe_file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    code = run_program(["train", "--recipe", str(recipe_file), "--data", str(data), "--out", str(out), "--steps", "2"])
+    captured = capfd.readouterr()
+    assert code == 0, captured.err
+    assert re.fullmatch(r"top-1 error \d+\.\d\d % top-5 error \d+\.\d\d %", captured.out.splitlines()[-1])
+    assert f"prelunet export {out / 'last.safetensors'} -o {out / 'model.onnx'}" in captured.err
+    assert f"--data {data} --protocol multi-scale" in captured.err
+    assert json.loads((out / "training.json").read_text())["recipe"]["steps"] == 2
+
+
+def test_the_automatic_crop_follows_the_images(data: Path, tmp_path: Path, recipe_file: Path) -> None:
+    out = tmp_path / "run"
+    arguments = ["--recipe", str(recipe_file), "--data", str(data), "--out", str(out), "--steps", "1", "--seed", "0"]
+    for name in ("train", "val"):
+        for place in range(9):
+            write_image(data.parent / f"large/{name}/{'ab'[place % 2]}/{place}.png", place, (40, 30), 40 * place % 99)
+    arguments[3] = str(data.parent / "large")
+    assert run_program(["train", *arguments, "--crop", "auto"]) == 0
+    recipe = json.loads((out / "training.json").read_text())["recipe"]
+    # 30·7/8 = 26.25 → 28; everything grew by 28/12
+    assert (recipe["crop"], recipe["scales"], recipe["batch"]) == (28, [28, 37], 2)
+    assert recipe["seed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--recipe", "nonesuch"], 2, "There are: "),
+        (["--recipe", "demo", "--crop", "big"], 2, "side in pixels, or auto"),
+        (["--recipe", "demo", "--crop", "3"], 2, "too small"),
+        (["--recipe", "demo", "--data", "nowhere"], 2, "no such file or folder"),
+        (["--recipe", "demo", "--steps", "0"], 2, "steps"),
+    ],
+)
+def test_bad_options_are_refused_with_what_would_be_right(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
+) -> None:
+    assert run_program(["train", *arguments, "--out", str(tmp_path / "run")]) == code
+    assert message in capfd.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_out_may_not_be_a_file(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(UsageError, match="a file of that name exists"):
+        train(RECIPE, data, tmp_path / "run")
+
+
+def test_nothing_is_written_for_data_that_cannot_be_trained_on(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(DatasetError):
+        train(RECIPE, data / "train", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
