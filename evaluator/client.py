@@ -54,7 +54,8 @@ class Answer:
     """What a server says of one image.
 
     predictions: best first; model, model_sha256: name and hash of what answered; protocol: `Protocol.to_json()`;
-    capped: a long side was cut to its centre; circumstances: provider, precision, versions.
+    capped: a long side was cut to its centre; circumstances: provider, precision, versions;
+    heatmap: a PNG file, empty unless asked for.
     """
 
     predictions: tuple[Prediction, ...]
@@ -64,6 +65,7 @@ class Answer:
     views: tuple[ViewSeen, ...]
     capped: bool
     circumstances: Mapping[str, Any]
+    heatmap: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -108,10 +110,20 @@ class Client:
         self._channel.close()
 
     def classify(
-        self, image: bytes, *, model: str | None = None, protocol: str = DEFAULT_PROTOCOL, top_k: int | None = None
+        self,
+        image: bytes,
+        *,
+        model: str | None = None,
+        protocol: str = DEFAULT_PROTOCOL,
+        top_k: int | None = None,
+        heatmap: bool = False,
     ) -> Answer:
-        """Classify one encoded image. top_k: 1 to the number of classes; None is 5, or all where there are fewer."""
-        request = _classify_request(image, model, protocol, top_k)
+        """Classify one encoded image.
+
+        top_k: 1 to the number of classes; None is 5, or all where there are fewer;
+        heatmap: draw where each of the five best classes is seen.
+        """
+        request = _classify_request(image, model, protocol, top_k, heatmap=heatmap)
         with _errors_of(self.address):
             return _answer(self._stub.Classify(request, timeout=self._timeout))
 
@@ -193,10 +205,12 @@ def _errors_of(address: str) -> Iterator[None]:
         raise error_from(error, address) from error
 
 
-def _classify_request(image: bytes, model: str | None, protocol: str, top_k: int | None) -> pb.ClassifyRequest:
+def _classify_request(
+    image: bytes, model: str | None, protocol: str, top_k: int | None, *, heatmap: bool
+) -> pb.ClassifyRequest:
     if top_k is not None and not 1 <= top_k < 2**31:
         raise UsageError(f"top_k is {top_k}, but a model can answer 1 to all of its classes")
-    return pb.ClassifyRequest(image=image, model=model or "", protocol=protocol, top_k=top_k)
+    return pb.ClassifyRequest(image=image, model=model or "", protocol=protocol, top_k=top_k, heatmap=heatmap)
 
 
 def _answer(response: pb.ClassifyResponse) -> Answer:
@@ -208,6 +222,7 @@ def _answer(response: pb.ClassifyResponse) -> Answer:
         views=tuple(ViewSeen(v.scale, v.mirrored, v.windows.rows, v.windows.columns) for v in response.views),
         capped=response.capped,
         circumstances=to_plain(response.circumstances),
+        heatmap=response.heatmap,
     )
 
 

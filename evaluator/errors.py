@@ -105,6 +105,7 @@ def outcome_of(error: BaseException) -> Outcome:
 _MACHINE_ERRNOS = {
     errno.ENOSPC: "the disk is full; free some space and run the same command again",
     errno.EDQUOT: "the disk quota is used up; free some space and run the same command again",
+    errno.EFBIG: "the file would be larger than this machine's limit; raise it with: ulimit -f unlimited",
     errno.EROFS: "the file system is read-only; choose another folder",
     errno.EACCES: "permission denied; choose a folder that this user may write",
     errno.EPERM: "not permitted; choose a folder that this user may write",

@@ -14,9 +14,7 @@ Kind = Literal["dense", "center"]
 Averaging = Literal["softmax", "logit"]
 Weights = Literal["scale", "view"]
 
-LONG_SIDE_CAP = (
-    4  # a long side beyond 4 shorter sides is cut to its centre, so that one panorama cannot fill the memory
-)
+LONG_SIDE_CAP = 4  # shorter sides; of a longer image the centre is kept, so that no panorama can fill the memory
 
 
 @dataclass(frozen=True)

@@ -225,7 +225,7 @@ def test_a_heat_map_is_a_png_beside_the_answer(files: Path, capsys: pytest.Captu
     [
         ([], "needs either --model MODEL.onnx or --server"),
         (["--model", "m.onnx", "--server", "host:1"], "needs either --model MODEL.onnx or --server"),
-        (["--server", "host:1", "--heatmap", "map.png"], "Use --model"),
+        (["--model", "m.onnx", "--heatmap", "nowhere/map.png"], "nowhere/map.png"),
         (["--server", "host:1", "--device", "cpu"], "a server's device is chosen when it starts"),
         (["--model", "m.onnx", "--name", "m"], "leave it out with --model"),
         (["other.png", "--model", "m.onnx", "--heatmap", "map.png"], "draws one image, not 2"),

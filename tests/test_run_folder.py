@@ -109,6 +109,15 @@ def test_a_run_that_lost_a_file_begins_with_its_first_chunk(folder: Path, missin
     assert contents(folder) == contents(folder.parent / "undisturbed")
 
 
+def test_a_line_that_is_not_its_samples_is_done_again_with_its_chunk(folder: Path) -> None:
+    write(folder)
+    before = contents(folder)
+    lines = folder / "predictions.jsonl"
+    lines.write_text(lines.read_text().replace(SAMPLES[6].file, "n00000000/else.png"))
+    assert write(folder) == CHUNK
+    assert contents(folder) == before
+
+
 def test_a_finished_run_is_not_touched_when_it_is_opened_again(folder: Path) -> None:
     write(folder)
     before = {name: (folder / name).stat().st_mtime_ns for name in RESULT}

@@ -1,4 +1,5 @@
 import asyncio
+import io
 import logging
 import re
 import subprocess
@@ -14,8 +15,10 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from PIL import Image
 
 from evaluator.engine.classify import classify_images
+from evaluator.engine.overlay import draw_heat_maps
 from evaluator.errors import EnvironmentFault, UsageError
 from evaluator.imaging.decode import decode_rgb
 from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
@@ -76,6 +79,16 @@ def test_the_answer_is_that_of_the_model_file(stub, model: str, protocol: str) -
         False,
         "CPUExecutionProvider",
     )
+
+
+def test_the_heat_map_of_a_server_is_that_of_the_model_file(stub) -> None:
+    session, data = FakeSession(), png(40, 57, seed=1)
+    protocol = make_protocol("multi-scale", session.contract)
+    (alone,) = classify_images(session, [decode_rgb(data)], protocol, keep_windows=True)
+    expected = draw_heat_maps(decode_rgb(data), alone, session.contract, protocol)
+    with Image.open(io.BytesIO(stub.Classify(request(image=data, heatmap=True)).heatmap)) as drawn:
+        np.testing.assert_array_equal(np.asarray(drawn), expected)
+    assert stub.Classify(request(image=data)).heatmap == b""
 
 
 def test_an_elongated_image_is_marked_as_capped(stub) -> None:
@@ -198,8 +211,8 @@ def test_an_expired_call_is_not_computed(monkeypatch) -> None:
         assert gate.wait(30)
         return run(images, sizes)
 
-    def recording_submit(compute, views):
-        submitted.append(submit(compute, views))
+    def recording_submit(compute, views, **options):
+        submitted.append(submit(compute, views, **options))
         return submitted[-1]
 
     session.run = gated_run

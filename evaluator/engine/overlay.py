@@ -3,7 +3,6 @@
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +11,6 @@ from PIL import Image, ImageDraw, ImageFont
 from evaluator.contract import ModelContract
 from evaluator.engine.classify import Classified
 from evaluator.engine.heatmap import heat_maps
-from evaluator.files import write_atomically
 from evaluator.protocols import Protocol
 
 Pixels = npt.NDArray[np.uint8]
@@ -73,11 +71,11 @@ def draw_heat_maps(image: Pixels, classified: Classified, contract: ModelContrac
     return _sheet(panels, legend, columns=6 if height > width else 3)
 
 
-def save_png(picture: Pixels, path: Path) -> None:
-    """Write a picture, uint8 (H, W, 3), as a PNG file, whole or not at all."""
+def png_bytes(picture: Pixels) -> bytes:
+    """Encode a picture, uint8 (H, W, 3), as a PNG file."""
     buffer = io.BytesIO()
     Image.fromarray(picture).save(buffer, format="PNG")
-    write_atomically(path, buffer.getvalue())
+    return buffer.getvalue()
 
 
 def _panel_size(height: int, width: int) -> tuple[int, int]:

@@ -21,6 +21,7 @@ class _Request:
     """The views of one image, and the future of their results."""
 
     results: list[ViewResult | None]
+    keep_windows: bool
     future: Future[list[ViewResult]] = field(default_factory=Future)
 
     def finish(self, index: int, result: ViewResult) -> None:
@@ -54,13 +55,14 @@ class ComputeThread:
         self._thread = threading.Thread(target=self._work, name=f"compute-{name}", daemon=True)
         self._thread.start()
 
-    def submit(self, views: Sequence[ViewImage]) -> Future[list[ViewResult]]:
+    def submit(self, views: Sequence[ViewImage], *, keep_windows: bool = False) -> Future[list[ViewResult]]:
         """Queue the views of one image; the future gives their results in the same order. Safe in any thread.
 
+        keep_windows: with each view's window scores, which a heat map needs.
         Cancelling the future drops those of its views that still wait. When a batch fails, the requests that had views
         in it get its error, and no others.
         """
-        request = _Request([None] * len(views))
+        request = _Request([None] * len(views), keep_windows)
         self._incoming.put([_Waiting(request, index, view) for index, view in enumerate(views)])
         return request.future
 
@@ -91,8 +93,9 @@ class ComputeThread:
         """Run the batch of the view that has waited longest; returns the views that are not in it."""
         chosen = set(self._first_batch(waiting))
         members = [waiter for index, waiter in enumerate(waiting) if index in chosen]
+        keep_windows = any(member.request.keep_windows for member in members)
         try:
-            results = run_views(self._session, [member.view for member in members])
+            results = run_views(self._session, [member.view for member in members], keep_windows=keep_windows)
         except Exception as error:
             for member in members:
                 member.request.fail(error)

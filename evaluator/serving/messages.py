@@ -37,9 +37,9 @@ def top_k_asked(request: pb.ClassifyRequest, contract: ModelContract) -> int:
 
 
 def classify_response(
-    classifier: Classifier, protocol: Protocol, top_k: int, classified: Classified
+    classifier: Classifier, protocol: Protocol, top_k: int, request: pb.ClassifyRequest, classified: Classified
 ) -> pb.ClassifyResponse:
-    """Return the answer for one image: its best classes and how it was looked at."""
+    """Return the answer for one image: its best classes, how it was looked at, and the heat maps if asked for."""
     classes = classifier.session.contract.classes
     return pb.ClassifyResponse(
         predictions=[
@@ -58,6 +58,7 @@ def classify_response(
         ],
         capped=classified.capped,
         circumstances=circumstances_message(classifier.session.circumstances),
+        heatmap=classifier.heat_maps(request.image, protocol, classified) if request.heatmap else b"",
     )
 
 

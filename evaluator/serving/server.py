@@ -56,8 +56,8 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
         classifier = self._models.get(request.model)
         protocol = messages.protocol_asked(request.protocol, classifier.session.contract)
         top_k = messages.top_k_asked(request, classifier.session.contract)
-        answer = partial(messages.classify_response, classifier, protocol, top_k)
-        return await classifier.classify(request.image, protocol, answer)
+        answer = partial(messages.classify_response, classifier, protocol, top_k, request)
+        return await classifier.classify(request.image, protocol, answer, keep_windows=request.heatmap)
 
     async def Evaluate(  # noqa: N802
         self,
@@ -168,7 +168,7 @@ async def serve(options: ServeOptions, announce: Callable[[str], None]) -> int:
     models = Models(await loading, options.limits)
     await server.start(models)
     announce(_start_line(server.address, models))
-    await stopped.wait()
+    await stopped.wait()  # a signal that came while models were loading counts too
     return await server.stop(options.grace)
 
 

@@ -11,10 +11,11 @@ import typer
 
 from evaluator.contract import ModelContract
 from evaluator.engine.classify import Classified, classify_images
-from evaluator.engine.overlay import draw_heat_maps, save_png
+from evaluator.engine.overlay import draw_heat_maps, png_bytes
 from evaluator.engine.scores import shortest
 from evaluator.engine.session import Device, Session, open_session
 from evaluator.errors import ImageError, UsageError
+from evaluator.files import write_atomically
 from evaluator.imaging.decode import decode_rgb
 from evaluator.protocols import Protocol, make_protocol
 
@@ -41,39 +42,29 @@ def classify(  # noqa: PLR0913 - one argument per option
         typer.Option(help="Where the model file runs (default: auto: CUDA where it comes up, else the CPU)."),
     ] = None,
     heatmap: Annotated[
-        Path | None, typer.Option(help="PNG file to draw: where each of the 5 best classes is seen (needs --model).")
+        Path | None, typer.Option(help="PNG file to draw: where each of the 5 best classes is seen.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per image and line.")] = False,
 ) -> None:
     """Classify images, with a model file or through a server; both give the same answer."""
+    if heatmap is not None and len(images) != 1:
+        raise UsageError(f"--heatmap draws one image, not {len(images)}. Call it once for each image")
     with ExitStack() as stack:
         if model is not None and server is None:
-            _refuse_for_model(name, heatmap, images)
+            if name is not None:
+                raise UsageError("--name picks one of a server's models; leave it out with --model")
             session = open_session(model, device or "auto")
             typer.echo(f"{model.name}: {session.contract.name} on {session.circumstances}", err=True)
             ask = _ask_model(session, model.stem, make_protocol(protocol, session.contract), top, heatmap)
         elif server is not None and model is None:
-            _refuse_for_server(device, heatmap)
-            ask = _ask_server(stack, server, name, protocol, top)
+            if device is not None:
+                raise UsageError("--device belongs to --model: a server's device is chosen when it starts")
+            ask = _ask_server(stack, server, name, protocol, top, heatmap)
         else:
             raise UsageError("classify needs either --model MODEL.onnx or --server HOST:PORT")
         _answer_all(images, ask, as_json=as_json)
     if heatmap is not None:
         typer.echo(f"heat maps: {heatmap}", err=True)
-
-
-def _refuse_for_model(name: str | None, heatmap: Path | None, images: Sequence[str]) -> None:
-    if name is not None:
-        raise UsageError("--name picks one of a server's models; leave it out with --model")
-    if heatmap is not None and len(images) != 1:
-        raise UsageError(f"--heatmap draws one image, not {len(images)}. Call it once for each image")
-
-
-def _refuse_for_server(device: Device | None, heatmap: Path | None) -> None:
-    if heatmap is not None:
-        raise UsageError("--heatmap needs the scores of every window, which a server does not send. Use --model")
-    if device is not None:
-        raise UsageError("--device belongs to --model: a server's device is chosen when it starts")
 
 
 def _answer_all(images: Sequence[str], ask: Ask, *, as_json: bool) -> None:
@@ -123,7 +114,7 @@ def _ask_model(session: Session, name: str, protocol: Protocol, top: int | None,
         image = decode_rgb(data)
         (classified,) = classify_images(session, [image], protocol, keep_windows=heatmap is not None)
         if heatmap is not None:
-            save_png(draw_heat_maps(image, classified, contract, protocol), heatmap)
+            write_atomically(heatmap, png_bytes(draw_heat_maps(image, classified, contract, protocol)))
         return {
             "predictions": _predictions(classified, contract, top or TOP),
             "model": {"name": name, "sha256": session.model_sha256},
@@ -151,14 +142,18 @@ def _predictions(classified: Classified, contract: ModelContract, top: int) -> l
     ]
 
 
-def _ask_server(stack: ExitStack, address: str, name: str | None, protocol: str, top: int | None) -> Ask:
+def _ask_server(
+    stack: ExitStack, address: str, name: str | None, protocol: str, top: int | None, heatmap: Path | None
+) -> Ask:
     """Answer through a server."""
     from evaluator.client import Client  # here, so that a model file is classified without loading gRPC
 
     client = stack.enter_context(Client(address))
 
     def ask(data: bytes) -> Answer:
-        answer = client.classify(data, model=name, protocol=protocol, top_k=top)
+        answer = client.classify(data, model=name, protocol=protocol, top_k=top, heatmap=heatmap is not None)
+        if heatmap is not None:
+            write_atomically(heatmap, answer.heatmap)
         return {
             "predictions": [
                 {"class_index": p.class_index, "wnid": p.wnid, "name": p.name, "score": p.score}

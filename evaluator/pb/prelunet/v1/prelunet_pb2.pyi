@@ -7,32 +7,36 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ClassifyRequest(_message.Message):
-    __slots__ = ("image", "model", "protocol", "top_k")
+    __slots__ = ("image", "model", "protocol", "top_k", "heatmap")
     IMAGE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
+    HEATMAP_FIELD_NUMBER: _ClassVar[int]
     image: bytes
     model: str
     protocol: str
     top_k: int
-    def __init__(self, image: _Optional[bytes] = ..., model: _Optional[str] = ..., protocol: _Optional[str] = ..., top_k: _Optional[int] = ...) -> None: ...
+    heatmap: bool
+    def __init__(self, image: _Optional[bytes] = ..., model: _Optional[str] = ..., protocol: _Optional[str] = ..., top_k: _Optional[int] = ..., heatmap: _Optional[bool] = ...) -> None: ...
 
 class ClassifyResponse(_message.Message):
-    __slots__ = ("predictions", "model", "protocol", "views", "capped", "circumstances")
+    __slots__ = ("predictions", "model", "protocol", "views", "capped", "circumstances", "heatmap")
     PREDICTIONS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     VIEWS_FIELD_NUMBER: _ClassVar[int]
     CAPPED_FIELD_NUMBER: _ClassVar[int]
     CIRCUMSTANCES_FIELD_NUMBER: _ClassVar[int]
+    HEATMAP_FIELD_NUMBER: _ClassVar[int]
     predictions: _containers.RepeatedCompositeFieldContainer[Prediction]
     model: ModelIdentity
     protocol: Protocol
     views: _containers.RepeatedCompositeFieldContainer[View]
     capped: bool
     circumstances: Circumstances
-    def __init__(self, predictions: _Optional[_Iterable[_Union[Prediction, _Mapping]]] = ..., model: _Optional[_Union[ModelIdentity, _Mapping]] = ..., protocol: _Optional[_Union[Protocol, _Mapping]] = ..., views: _Optional[_Iterable[_Union[View, _Mapping]]] = ..., capped: _Optional[bool] = ..., circumstances: _Optional[_Union[Circumstances, _Mapping]] = ...) -> None: ...
+    heatmap: bytes
+    def __init__(self, predictions: _Optional[_Iterable[_Union[Prediction, _Mapping]]] = ..., model: _Optional[_Union[ModelIdentity, _Mapping]] = ..., protocol: _Optional[_Union[Protocol, _Mapping]] = ..., views: _Optional[_Iterable[_Union[View, _Mapping]]] = ..., capped: _Optional[bool] = ..., circumstances: _Optional[_Union[Circumstances, _Mapping]] = ..., heatmap: _Optional[bytes] = ...) -> None: ...
 
 class Prediction(_message.Message):
     __slots__ = ("class_index", "wnid", "name", "score")
