@@ -205,10 +205,20 @@ class _Reader:
         return value
 
 
-def default_scales(crop: int) -> tuple[int, int, int]:
-    """Return the scales of `multi-scale`: the paper's 256, 384, 480 (Table 4) at crop 224, in proportion elsewhere."""
-    small, middle, large = (int(crop * scale / 224 + 0.5) for scale in (256, 384, 480))
-    return (small, middle, large)
+def default_scales(crop: int, trained: tuple[int, int] | None = None) -> tuple[int, ...]:
+    """Return the scales of `multi-scale`, in pixels.
+
+    The paper trains at shorter sides of 256 to 512 and tests at 256, 384 and 480 (section 4; Table 4): the lowest, the
+    middle, and 7/8 of the way up. `trained`, the lowest and highest shorter side that a net was trained at, gives it
+    the same places in its own range; a net sees nothing familiar far outside of it. Without it, the paper's scales in
+    proportion to the crop.
+    """
+    if trained is None:
+        places = [crop * scale / 224 for scale in (256, 384, 480)]
+    else:
+        low, high = trained
+        places = [low + (high - low) * part for part in (0, 1 / 2, 7 / 8)]
+    return tuple(sorted({int(place + 0.5) for place in places}))
 
 
 def golden_sizes(crop: int) -> tuple[tuple[int, int], ...]:

@@ -67,7 +67,7 @@ def _contract(checkpoint: Checkpoint, sha256: str, canvas: Canvas, windows: list
         window=architecture.window,
         spp_levels=architecture.spp_levels,
         crop=architecture.crop,
-        default_scales=default_scales(architecture.crop),
+        default_scales=default_scales(architecture.crop, _trained_scales(checkpoint)),
         max_side=MAX_SIDE,
         canvas=canvas,
         precision="fp32",
@@ -79,6 +79,12 @@ def _contract(checkpoint: Checkpoint, sha256: str, canvas: Canvas, windows: list
         for (height, width), arrays in zip(golden_sizes(architecture.crop), windows, strict=True)
     ]
     return replace(contract, golden=tuple(golden))
+
+
+def _trained_scales(checkpoint: Checkpoint) -> tuple[int, int] | None:
+    """Return the shorter sides between which the net was trained, where the checkpoint tells them."""
+    scales = (checkpoint.recipe or {}).get("scales")
+    return None if scales is None else (scales[0], scales[1])
 
 
 def _model_bytes(checkpoint: Checkpoint, contract: ModelContract) -> bytes:

@@ -18,6 +18,7 @@ from evaluator.errors import ContractError, EnvironmentFault, UsageError
 from export.exporting import export_checkpoint
 from export.verification import verify
 from telling import noise
+from training.checkpoints import write_checkpoint
 
 
 def test_the_file_says_all_that_the_contract_lists(exported: dict[str, Exported]) -> None:
@@ -241,3 +242,10 @@ def test_a_contract_states_the_window_grid_that_the_graph_finds(exported: dict[s
 def test_exporting_without_masks_is_recorded(exported: dict[str, Exported], tmp_path: Path) -> None:
     export_checkpoint(exported["demo-image"].checkpoint_path, tmp_path / "exact.onnx", "exact")
     assert open_session(tmp_path / "exact.onnx", "cpu").contract.canvas == "exact"
+
+
+def test_a_trained_net_is_tested_at_scales_of_its_training(exported: dict[str, Exported], tmp_path: Path) -> None:
+    checkpoint = replace(exported["demo-image"].checkpoint, recipe={"scales": [30, 46]})
+    write_checkpoint(tmp_path / "trained.safetensors", checkpoint)
+    export_checkpoint(tmp_path / "trained.safetensors", tmp_path / "trained.onnx")
+    assert open_session(tmp_path / "trained.onnx", "cpu").contract.default_scales == (30, 38, 44)

@@ -14,6 +14,12 @@ def test_default_scales_are_the_papers_at_a_crop_of_224_and_in_proportion_elsewh
     assert default_scales(76) == (87, 130, 163)
 
 
+def test_default_scales_lie_in_the_trained_range_as_the_papers_do_in_theirs() -> None:
+    assert default_scales(224, trained=(256, 512)) == (256, 384, 480)
+    assert default_scales(28, trained=(28, 36)) == (28, 32, 35)
+    assert default_scales(28, trained=(32, 32)) == (32,)
+
+
 def test_multi_scale_sees_each_scale_plain_and_mirrored(exported: dict[str, Exported]) -> None:
     protocol = make_protocol("multi-scale", exported["demo-image"].session.contract)
     assert protocol.views == tuple(View(s, m) for s in (32, 48, 60) for m in (False, True))
