@@ -18,5 +18,5 @@ ENV PATH=/opt/prelunet/bin:$PATH PYTHONUNBUFFERED=1
 EXPOSE 50051
 # Asks grpc.health.v1 whether every model is loaded and warm.
 HEALTHCHECK --interval=10s --timeout=3s --start-period=60s \
-  CMD ["python", "-m", "evaluator.serving.health", "127.0.0.1:50051"]
+  CMD ["python", "-c", "import grpc; from grpc_health.v1 import health_pb2, health_pb2_grpc; channel = grpc.insecure_channel('127.0.0.1:50051'); assert health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=2).status == 1"]
 ENTRYPOINT ["prelunet", "serve", "--host", "0.0.0.0", "--port", "50051"]

@@ -1,14 +1,15 @@
 # make demo          train, export, verify, serve, classify, validate and report on the embedded images
 # make demo DATA=DIR the same on a folder with train/ and val/ class folders
 # make test          the whole test suite; LARGE=1 adds model C, ARGS='-k oracle' goes to pytest
-# make lint format proto bench pins
+# make check-install  a clean environment without torch and onnx serves, validates, reports
+# make lint format proto bench pins clean
 
 PYTHON ?= python3
 BIN := .venv/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint format proto bench pins clean
+.PHONY: demo test lint check-install format proto bench pins clean
 
 demo: .venv/with-train
 	PATH="$(CURDIR)/$(BIN):$$PATH" tools/demo.sh $(DATA)
@@ -21,6 +22,9 @@ lint: .venv/with-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+check-install: .venv/with-dev
+	tools/check_install.sh $(PYTHON)
 
 format: .venv/with-dev
 	$(BIN)/ruff check --fix .
