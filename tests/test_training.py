@@ -19,11 +19,11 @@ from training_folders import RECIPE, make_dataset, write_image
 
 from evaluator.cli import run as run_program
 from evaluator.errors import DatasetError, EnvironmentFault, Interrupted, RunFolderError, UsageError
-from training.checkpoints import read_checkpoint
+from training.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
 from training.interrupts import uninterrupted
 from training.loop import Trainer, train
 from training.metrics import MetricsLog, errors_of, ranks
-from training.network import network_from_checkpoint
+from training.network import network_from_checkpoint, tensors_of
 from training.pictures import Pictures, survey
 from training.splits import open_splits
 
@@ -143,8 +143,7 @@ loop.train(RECIPE, Path({data!r}), Path({folder!r}))
     ("place", "when"),
     [
         ("_step", 8),  # between two saved states: steps 7 and 8 are done again
-        ("write_checkpoint", 4),  # state.pt is of step 5, the checkpoints of step 3 and none
-        ("write_checkpoint", 5),  # last.safetensors is of step 5, best.safetensors does not follow
+        ("write_checkpoint", 4),  # state.pt is of step 6, last.safetensors of step 5
         ("_evaluate", 3),  # at the very end
         ("write_state", 1),  # before anything was saved
     ],
@@ -164,6 +163,38 @@ def test_a_run_that_was_killed_ends_as_an_undisturbed_one_bit_for_bit(
 def _is_finished(folder: Path) -> bool:
     path = folder / "last.safetensors"
     return path.exists() and (read_checkpoint(path).metrics or {}).get("step") == RECIPE.steps
+
+
+class _Killed(BaseException):
+    """Ends a run at once, as if the machine had stopped."""
+
+
+@pytest.mark.parametrize("call", [2, 3])  # after state.pt of step 5: before last.safetensors, before best.safetensors
+def test_checkpoints_that_a_crash_left_behind_the_state_are_brought_to_it_at_the_next_start(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    calls, folder = 0, tmp_path / "run"
+
+    def killed(path: Path, checkpoint: Checkpoint) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise _Killed
+        write_checkpoint(path, checkpoint)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("training.loop.write_checkpoint", killed)
+        with pytest.raises(_Killed):
+            train(RECIPE, data, folder)
+    assert not (folder / "best.safetensors").exists()
+    trainer = Trainer(RECIPE, open_splits(data), folder)
+    assert trainer.progress.step == 5
+    for name in ("last.safetensors", "best.safetensors"):
+        checkpoint = read_checkpoint(folder / name)
+        assert checkpoint.metrics is not None
+        assert checkpoint.metrics["step"] == 5
+        for tensor, own in zip(checkpoint.tensors.values(), tensors_of(trainer.net).values(), strict=True):
+            np.testing.assert_array_equal(tensor, own)
 
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, method: str, call: int, action: Callable[[], None]) -> None:

@@ -26,14 +26,14 @@ fi
 pictures=$([ $# -gt 0 ] && echo "$data" || echo "$out/pictures")
 picture=$(find -L "$pictures/val" -type f -name '[!.]*' | LC_ALL=C sort | awk 'NR == 8 || NR == 1 { found = $0 } END { print found }')
 
-step "1. Train the small PReLU-net (checkpoint: $out/train/best.safetensors)"
+step "1. Train the small PReLU-net (checkpoint: $out/train/last.safetensors)"
 say prelunet train --recipe demo "${train_options[@]}" --out "$out/train"
 
 step "2. What did it learn? Slopes per layer, beside the paper's"
-say prelunet inspect "$out/train/best.safetensors"
+say prelunet inspect "$out/train/last.safetensors"
 
 step "3. Export it to one ONNX file with the dense head inside, checked against torch ($out/model.onnx)"
-say prelunet export "$out/train/best.safetensors" -o "$out/model.onnx"
+say prelunet export "$out/train/last.safetensors" -o "$out/model.onnx"
 
 step "4. Certify the file on this machine with its golden images"
 say prelunet verify "$out/model.onnx"

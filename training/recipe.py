@@ -78,7 +78,7 @@ class Recipe:
 
     def to_json(self) -> dict[str, Any]:
         """Return the recipe as plain data for the run folder and checkpoints."""
-        return {**asdict(self), "scales": list(self.scales), "rate_drops": list(self.rate_drops)}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
 
 def recipe_names() -> list[str]:
@@ -150,7 +150,8 @@ def fit_to_crop(recipe: Recipe, crop: int) -> Recipe:
     ratio = crop / recipe.crop
     low, high = (int(scale * ratio + 0.5) for scale in recipe.scales)
     batch = max(1, int(recipe.batch / ratio + 0.5))
-    return replace(recipe, crop=crop, scales=(low, high), batch=batch, rate=recipe.rate * batch / recipe.batch)
+    rate = recipe.rate * batch / recipe.batch
+    return replace(recipe, crop=crop, scales=(low, high), batch=batch, rate=rate)
 
 
 def automatic_crop(median_shorter_side: float, stride: int) -> int:
