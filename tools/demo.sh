@@ -15,16 +15,19 @@ if [ $# -gt 0 ]; then
     echo "make demo DATA=$data: no folders train/ and val/ with one folder per class in there" >&2
     exit 2
   fi
-  out=$out/$(basename "$(realpath "$data")")
+  out=$out/on-$(basename "$(realpath "$data")")
   mkdir -p "$out"
   train_options=(--data "$data" --crop auto)
+  picture=$(find -L "$data/val" -type f -name '[!.]*' | LC_ALL=C sort | awk 'NR == 1')
 else
   data=training/data/fashion_mnist.zip
   python -c "import zipfile; zipfile.ZipFile('$data').extractall('$out/pictures')"
   train_options=()
+  picture=$out/shelf.png # a boot, trousers and a bag side by side, so that there is something to find
+  boots=("$out"/pictures/val/ankle-boot/*.png) trousers=("$out"/pictures/val/trouser/*.png)
+  bags=("$out"/pictures/val/bag/*.png)
+  python tools/make_shelf.py "$picture" "${boots[5]}" "${trousers[5]}" "${bags[5]}"
 fi
-pictures=$([ $# -gt 0 ] && echo "$data" || echo "$out/pictures")
-picture=$(find -L "$pictures/val" -type f -name '[!.]*' | LC_ALL=C sort | awk 'NR == 8 || NR == 1 { found = $0 } END { print found }')
 
 step "1. Train the small PReLU-net (checkpoint: $out/train/last.safetensors)"
 say prelunet train --recipe demo "${train_options[@]}" --out "$out/train"
