@@ -14,58 +14,19 @@ import grpc
 
 from evaluator.contract import ClassEntry
 from evaluator.datasets.sample import Dataset, Sample
-from evaluator.engine.scores import shortest
+from evaluator.engine.answer import Answer
 from evaluator.errors import DatasetError, UsageError
 from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from evaluator.reporting.report import Report
-from evaluator.serving.messages import DEFAULT_PROTOCOL, report_from_message, to_plain
+from evaluator.protocols import DEFAULT_PROTOCOL
 from evaluator.serving.status import MAX_MESSAGE, error_from
+from evaluator.serving.wire import answer_from_message, report_from_message, to_plain
 
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE),  # a report of 1000 classes may pass gRPC's 4 MiB
     ("grpc.enable_http_proxy", 0),  # the address is meant as it stands; a proxy for downloads has no part in it
 )
 _ROOM = 4096  # bytes of a message for the file's name, its class and the framing
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """One class and its score, 0 to 1."""
-
-    class_index: int
-    wnid: str
-    name: str
-    score: float
-
-
-@dataclass(frozen=True)
-class ViewSeen:
-    """One view that was averaged. scale: pixels; rows, columns: of its grid of windows."""
-
-    scale: int
-    mirrored: bool
-    rows: int
-    columns: int
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a server says of one image.
-
-    predictions: best first; model, model_sha256: name and hash of what answered; protocol: `Protocol.to_json()`;
-    capped: a long side was cut to its centre; circumstances: provider, precision, versions;
-    heatmap: a PNG file, empty unless asked for.
-    """
-
-    predictions: tuple[Prediction, ...]
-    model: str
-    model_sha256: str
-    protocol: Mapping[str, Any]
-    views: tuple[ViewSeen, ...]
-    capped: bool
-    circumstances: Mapping[str, Any]
-    heatmap: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -117,15 +78,20 @@ class Client:
         protocol: str = DEFAULT_PROTOCOL,
         top_k: int | None = None,
         heatmap: bool = False,
+        apply_exif: bool = False,
     ) -> Answer:
         """Classify one encoded image.
 
         top_k: 1 to the number of classes; None is 5, or all where there are fewer;
-        heatmap: draw where each of the five best classes is seen.
+        heatmap: draw where each of the five best classes is seen; apply_exif: obey the camera's note on rotation.
         """
-        request = _classify_request(image, model, protocol, top_k, heatmap=heatmap)
+        if top_k is not None and not 1 <= top_k < 2**31:
+            raise UsageError(f"top_k is {top_k}, but a model can tell 1 to all of its classes")
+        request = pb.ClassifyRequest(
+            image=image, model=model or "", protocol=protocol, top_k=top_k, heatmap=heatmap, apply_exif=apply_exif
+        )
         with _errors_of(self.address):
-            return _answer(self._stub.Classify(request, timeout=self._timeout))
+            return answer_from_message(self._stub.Classify(request, timeout=self._timeout))
 
     def evaluate(
         self,
@@ -133,13 +99,18 @@ class Client:
         *,
         model: str | None = None,
         protocol: str = DEFAULT_PROTOCOL,
+        apply_exif: bool = False,
         timeout: float | None = None,
-    ) -> Report:
+    ) -> dict[str, Any]:
         """Send a labelled dataset and return its report, equal to what `prelunet validate` and `report` give.
 
-        timeout: seconds for all of it, None to wait for ever. Raises DatasetError for an image that cannot be read.
+        apply_exif: obey the camera's note on rotation; timeout: seconds for all of it, None to wait for ever.
+        Raises DatasetError for an image that cannot be read.
         """
-        requests = _Requests(dataset, model, protocol)
+        start = pb.EvaluateStart(
+            model=model or "", protocol=protocol, dataset=dataset.location.name, apply_exif=apply_exif
+        )
+        requests = _Requests(dataset, start)
         try:
             with _errors_of(self.address):
                 response = self._stub.Evaluate(iter(requests), timeout=timeout)
@@ -161,9 +132,9 @@ class _Requests:
     gRPC asks for them in a thread of its own and would tell only that something failed there.
     """
 
-    def __init__(self, dataset: Dataset, model: str | None, protocol: str) -> None:
+    def __init__(self, dataset: Dataset, start: pb.EvaluateStart) -> None:
         self._dataset = dataset
-        self._start = pb.EvaluateStart(model=model or "", protocol=protocol, dataset=dataset.location.name)
+        self._start = start
         self._error: Exception | None = None
 
     def __iter__(self) -> Iterator[pb.EvaluateRequest]:
@@ -171,7 +142,7 @@ class _Requests:
         try:
             for sample in self._dataset.samples:
                 yield pb.EvaluateRequest(image=self._image(sample))
-        except Exception as error:  # told by report_of in the caller's thread; ending the stream ends the call
+        except Exception as error:  # told by raise_own_error in the caller's thread; ending the stream ends the call
             self._error = error
 
     def _image(self, sample: Sample) -> pb.LabelledImage:
@@ -203,27 +174,6 @@ def _errors_of(address: str) -> Iterator[None]:
         yield
     except grpc.RpcError as error:
         raise error_from(error, address) from error
-
-
-def _classify_request(
-    image: bytes, model: str | None, protocol: str, top_k: int | None, *, heatmap: bool
-) -> pb.ClassifyRequest:
-    if top_k is not None and not 1 <= top_k < 2**31:
-        raise UsageError(f"top_k is {top_k}, but a model can answer 1 to all of its classes")
-    return pb.ClassifyRequest(image=image, model=model or "", protocol=protocol, top_k=top_k, heatmap=heatmap)
-
-
-def _answer(response: pb.ClassifyResponse) -> Answer:
-    return Answer(
-        predictions=tuple(Prediction(p.class_index, p.wnid, p.name, shortest(p.score)) for p in response.predictions),
-        model=response.model.name,
-        model_sha256=response.model.sha256,
-        protocol=to_plain(response.protocol),
-        views=tuple(ViewSeen(v.scale, v.mirrored, v.windows.rows, v.windows.columns) for v in response.views),
-        capped=response.capped,
-        circumstances=to_plain(response.circumstances),
-        heatmap=response.heatmap,
-    )
 
 
 def _model(model: pb.Model) -> ServedModel:

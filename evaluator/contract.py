@@ -5,8 +5,10 @@ nothing else passes between the two. Pure functions; no runtime is imported here
 """
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -31,6 +33,10 @@ class ClassEntry:
     wnid: str
     name: str
 
+    def to_json(self) -> dict[str, str]:
+        """Return the class as plain data, as all files hold it."""
+        return {"wnid": self.wnid, "name": self.name}
+
 
 @dataclass(frozen=True)
 class TrunkLayer:
@@ -43,6 +49,18 @@ class TrunkLayer:
     def output_side(self, side: int) -> int:
         """Return how many rows (or columns) the layer gives for `side` of them; may be < 1 for tiny inputs."""
         return (side + 2 * self.pad - self.kernel) // self.stride + 1
+
+
+def feature_map_side(trunk: Iterable[TrunkLayer], side: int) -> int:
+    """Return the rows (columns) of the feature map of an image with `side` rows (columns)."""
+    for layer in trunk:
+        side = layer.output_side(side)
+    return side
+
+
+def trunk_stride(trunk: Iterable[TrunkLayer]) -> int:
+    """Return the distance in pixels between two neighbouring cells of the feature map."""
+    return math.prod(layer.stride for layer in trunk)
 
 
 @dataclass(frozen=True)
@@ -88,10 +106,7 @@ class ModelContract:
     @property
     def trunk_stride(self) -> int:
         """Return the distance in pixels between two neighbouring cells of the feature map."""
-        stride = 1
-        for layer in self.trunk:
-            stride *= layer.stride
-        return stride
+        return trunk_stride(self.trunk)
 
     @property
     def min_side(self) -> int:
@@ -100,9 +115,7 @@ class ModelContract:
 
     def feature_map_side(self, side: int) -> int:
         """Return the rows (columns) of the feature map of an image with `side` rows (columns)."""
-        for layer in self.trunk:
-            side = layer.output_side(side)
-        return side
+        return feature_map_side(self.trunk, side)
 
     def window_grid(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of the grid of windows of an image; both are >= 1 from `min_side` on."""
@@ -110,14 +123,18 @@ class ModelContract:
 
     def class_index(self, wnid: str) -> int | None:
         """Return the index of the class with this wnid, or None."""
-        return next((index for index, entry in enumerate(self.classes) if entry.wnid == wnid), None)
+        return self._index_by_wnid.get(wnid)
+
+    @cached_property
+    def _index_by_wnid(self) -> dict[str, int]:
+        return {entry.wnid: index for index, entry in enumerate(self.classes)}
 
     def to_metadata(self) -> dict[str, str]:
         """Return the metadata of the file: key to JSON text, keys sorted, the same text for the same contract."""
         values: dict[str, Any] = {
             "contract_version": CONTRACT_VERSION,
             "architecture": dict(self.architecture),
-            "classes": [{"wnid": entry.wnid, "name": entry.name} for entry in self.classes],
+            "classes": [entry.to_json() for entry in self.classes],
             "mean_kind": self.mean_kind,
             "trunk": [[layer.kernel, layer.stride, layer.pad] for layer in self.trunk],
             "trunk_stride": self.trunk_stride,
@@ -203,6 +220,11 @@ class _Reader:
         if value not in allowed:
             raise ContractError(f"{self.where}: '{PREFIX}{key}' is '{value}', not one of {allowed}. {self.mend}")
         return value
+
+
+def center_scale(crop: int) -> int:
+    """Return the scale of `center`, in pixels: 256 for a crop of 224, in proportion elsewhere."""
+    return int(crop * 256 / 224 + 0.5)
 
 
 def default_scales(crop: int, trained: tuple[int, int] | None = None) -> tuple[int, ...]:

@@ -1,5 +1,9 @@
-"""Files that are whole or absent: written under a temporary name beside the target, fsynced, then renamed."""
+"""Files that are whole or absent: written under a temporary name beside the target, fsynced, then renamed.
 
+And what tells one file from another: its sha256.
+"""
+
+import hashlib
 import os
 import secrets
 from collections.abc import Iterator
@@ -8,6 +12,15 @@ from pathlib import Path
 from typing import BinaryIO
 
 from evaluator.errors import UsageError, from_os_error
+
+
+def sha256_of(path: Path) -> str:
+    """Return the sha256 of a file, 64 hexadecimal digits; UsageError when it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror}). Give the path of a file that is there") from error
 
 
 def write_atomically(path: Path, data: bytes) -> None:

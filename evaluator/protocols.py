@@ -7,13 +7,14 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from evaluator.contract import ModelContract
+from evaluator.contract import ModelContract, center_scale
 from evaluator.errors import UsageError
 
 Kind = Literal["dense", "center"]
 Averaging = Literal["softmax", "logit"]
 Weights = Literal["scale", "view"]
 
+DEFAULT_PROTOCOL = "multi-scale"
 LONG_SIDE_CAP = 4  # shorter sides; of a longer image the centre is kept, so that no panorama can fill the memory
 
 
@@ -42,6 +43,7 @@ class Protocol:
     weights: Weights = "scale"
     long_side_cap: int = LONG_SIDE_CAP
     crop: int | None = None  # side of the central crop; None for dense
+    apply_exif: bool = False  # whether a camera's note on rotation is obeyed; ImageNet's evaluations do not
 
     def __post_init__(self) -> None:
         if not self.scales or len(set(self.scales)) != len(self.scales) or min(self.scales) < 1:
@@ -71,26 +73,27 @@ def protocol_from_json(data: dict[str, Any]) -> Protocol:
 PROTOCOL_NAMES = ("center", "dense-S", "multi-scale")
 
 
-def make_protocol(name: str, contract: ModelContract) -> Protocol:
+def make_protocol(name: str, contract: ModelContract, *, apply_exif: bool = False) -> Protocol:
     """Build the protocol of that name for a model.
 
     `center`: scale round(crop·256/224), central crop, not mirrored (Table 3's training-time check).
     `dense-S`: the whole image at shorter side S, and mirrored. `multi-scale`: the same at the model's default scales.
     Raises UsageError for an unknown name or a scale outside the model's range.
     """
+    dense = re.fullmatch(r"dense-([1-9]\d{0,4})", name, re.ASCII)
     if name == "center":
-        scale = int(contract.crop * 256 / 224 + 0.5)
-        return Protocol(name, "center", (scale,), mirror=False, crop=contract.crop)
+        scales: tuple[int, ...] = (center_scale(contract.crop),)
+        return Protocol(name, "center", scales, mirror=False, crop=contract.crop, apply_exif=apply_exif)
     if name == "multi-scale":
-        return Protocol(name, "dense", contract.default_scales, mirror=True)
-    match = re.fullmatch(r"dense-([1-9]\d{0,4})", name)
-    if match is None:
+        scales = contract.default_scales
+    elif dense:
+        scales = (int(dense[1]),)
+    else:
         raise UsageError(f"no protocol '{name}'. There are: {', '.join(PROTOCOL_NAMES)} (S in pixels, as in dense-256)")
-    scale = int(match[1])
     largest = contract.max_side // LONG_SIDE_CAP
-    if not contract.min_side <= scale <= largest:
+    if not contract.min_side <= min(scales) <= max(scales) <= largest:
         raise UsageError(
             f"protocol {name}: this model takes scales from {contract.min_side} (its crop) to {largest} "
             f"(its largest canvas side {contract.max_side} holds images up to 1:{LONG_SIDE_CAP})"
         )
-    return Protocol(name, "dense", (scale,), mirror=True)
+    return Protocol(name, "dense", scales, mirror=True, apply_exif=apply_exif)

@@ -11,15 +11,16 @@ from onnx import checker
 from evaluator.contract import Canvas, GoldenImage, ModelContract, default_scales, golden_image, golden_sizes
 from evaluator.engine.session import Outputs, open_session
 from evaluator.errors import CheckFailed
-from evaluator.files import open_atomically
+from evaluator.files import open_atomically, sha256_of
+from evaluator.protocols import LONG_SIDE_CAP
 from export.model import build_model
 from export.verification import SCORE_TOLERANCE, Deviation, deviation, index_in, run_cases
-from training.checkpoints import Checkpoint, checkpoint_sha256, read_checkpoint
+from training.checkpoints import Checkpoint, read_checkpoint
 from training.dense import dense_windows
 from training.inspection import summarise_slopes
 from training.network import network_from_checkpoint
 
-MAX_SIDE = 4096  # pixels; the length of the constant from which the valid rows and columns are cut
+MAX_SIDE = 4096  # pixels, or more where `multi-scale` needs it; the graph cuts its masks from a constant of that length
 
 WindowArrays = tuple[npt.NDArray[np.floating], npt.NDArray[np.floating]]
 
@@ -32,7 +33,7 @@ def export_checkpoint(path: Path, output: Path, canvas: Canvas = "ragged") -> li
     """
     checkpoint = read_checkpoint(path)
     windows = _oracle(checkpoint)
-    contract = _contract(checkpoint, checkpoint_sha256(path), canvas, windows)
+    contract = _contract(checkpoint, sha256_of(path), canvas, windows)
     with open_atomically(output) as file:
         file.write(_model_bytes(checkpoint, contract))
         file.flush()
@@ -59,6 +60,7 @@ def _contract(checkpoint: Checkpoint, sha256: str, canvas: Canvas, windows: list
         "metrics": checkpoint.metrics,
         "slopes": summarise_slopes(checkpoint.tensors),
     }
+    scales = default_scales(architecture.crop, _trained_scales(checkpoint))
     contract = ModelContract(
         architecture=architecture.to_json(),
         classes=checkpoint.classes,
@@ -67,8 +69,8 @@ def _contract(checkpoint: Checkpoint, sha256: str, canvas: Canvas, windows: list
         window=architecture.window,
         spp_levels=architecture.spp_levels,
         crop=architecture.crop,
-        default_scales=default_scales(architecture.crop, _trained_scales(checkpoint)),
-        max_side=MAX_SIDE,
+        default_scales=scales,
+        max_side=max(MAX_SIDE, LONG_SIDE_CAP * max(scales)),
         canvas=canvas,
         precision="fp32",
         checkpoint_sha256=sha256,

@@ -156,7 +156,7 @@ def _trunk(
                 value = _mask(graph, value, valid, f"{layer.name}.masked")
             value = _convolution(graph, layer, tensors, value)
             value = _activation(graph, architecture.activation, tensors, layer.name, value, slope_shape=(-1, 1, 1))
-        valid = _valid_after(graph, valid, layer.name, layer.kernel, layer.stride, getattr(layer, "pad", 0))
+        valid = _valid_after(graph, valid, layer.name, layer.kernel, layer.stride, layer.pad)
     return value, valid
 
 

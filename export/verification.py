@@ -9,6 +9,7 @@ import numpy.typing as npt
 from evaluator.contract import ModelContract, golden_image
 from evaluator.engine.session import Outputs, Session
 from evaluator.errors import ContractError
+from evaluator.imaging.canvas import pack
 
 FloatArray = npt.NDArray[np.floating]
 
@@ -77,10 +78,7 @@ def rubbish_canvas(
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
     """Put images on one canvas, a little larger than needed, whose unused part holds `rubbish`."""
     height, width = (max(image.shape[axis] for image in images) + contract.trunk_stride + 3 for axis in (0, 1))
-    canvas = np.full((len(images), height, width, 3), rubbish, np.uint8)
-    for row, image in zip(canvas, images, strict=True):
-        row[: image.shape[0], : image.shape[1]] = image
-    return canvas, np.array([image.shape[:2] for image in images], np.int64)
+    return pack(images, height, width, fill=rubbish)
 
 
 def deviation(

@@ -14,10 +14,11 @@ import safetensors
 import safetensors.numpy
 
 import evaluator.files
-from evaluator.errors import CheckpointError, EnvironmentFault
+from evaluator.errors import CheckpointError, EnvironmentFault, UsageError
+from evaluator.files import sha256_of
 from tiny import CLASSES, mean_image, tiny_checkpoint
 from training.architectures import ACTIVATIONS, Activation
-from training.checkpoints import Checkpoint, checkpoint_sha256, read_checkpoint, write_checkpoint
+from training.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
 
 
 def assert_same(actual: Checkpoint, expected: Checkpoint) -> None:
@@ -78,7 +79,7 @@ def test_the_same_checkpoint_gives_the_same_bytes_whatever_the_order_of_its_part
     for name, some in (("a", checkpoint), ("b", checkpoint), ("c", turned)):
         write_checkpoint(tmp_path / name, some)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() == (tmp_path / "c").read_bytes()
-    assert checkpoint_sha256(tmp_path / "a") == checkpoint_sha256(tmp_path / "c")
+    assert sha256_of(tmp_path / "a") == sha256_of(tmp_path / "c")
 
 
 def test_a_tensor_that_is_not_contiguous_is_written_in_its_logical_order(tmp_path: Path) -> None:
@@ -93,9 +94,9 @@ def test_a_tensor_that_is_not_contiguous_is_written_in_its_logical_order(tmp_pat
 
 def test_tensors_can_be_changed_after_loading_without_changing_the_file(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "net", tiny_checkpoint())
-    before = checkpoint_sha256(tmp_path / "net")
+    before = sha256_of(tmp_path / "net")
     read_checkpoint(tmp_path / "net").tensors["fc1.weight"][:] = 0
-    assert checkpoint_sha256(tmp_path / "net") == before
+    assert sha256_of(tmp_path / "net") == before
 
 
 def test_a_checkpoint_cut_anywhere_is_refused(tmp_path: Path) -> None:
@@ -119,10 +120,10 @@ def test_a_checkpoint_cut_in_half_is_called_an_interrupted_copy(tmp_path: Path) 
 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "nowhere", tmp_path):
-        with pytest.raises(CheckpointError, match="Give the path of a checkpoint"):
+        with pytest.raises(UsageError, match="Give the path of a checkpoint"):
             read_checkpoint(path)
-        with pytest.raises(CheckpointError, match="Give the path of a checkpoint"):
-            checkpoint_sha256(path)
+        with pytest.raises(UsageError, match="cannot be read"):
+            sha256_of(path)
 
 
 def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ from PIL import Image
 
 from conftest import Exported
 from evaluator.cli import run
-from evaluator.engine.classify import classify_images, combine, run_views, views_of
+from evaluator.engine.classify import classify_images, combine, run_views
 from evaluator.engine.session import Outputs
 from evaluator.errors import ContractError
+from evaluator.imaging.views import make_views
 from evaluator.protocols import View, make_protocol
 from fakes import FakeSession, fake_contract
 
@@ -65,7 +66,7 @@ def test_on_a_gpu_images_of_different_shapes_share_canvases_and_on_a_cpu_they_do
     for session in (cpu, gpu):
         for shared, one in zip(classify_images(session, PICTURES, MULTI_SCALE), alone, strict=True):
             np.testing.assert_array_equal(shared.scores, one.scores)
-    shapes = {view.image.shape for image in PICTURES for view in views_of(image, MULTI_SCALE)}
+    shapes = {view.image.shape for image in PICTURES for view in make_views(image, MULTI_SCALE)}
     assert {call[1:] for call in cpu.calls} == shapes
     assert len(gpu.calls) < len(shapes)
     assert all(side % 8 == 0 for call in gpu.calls for side in call[1:3])
@@ -129,7 +130,7 @@ class Overflowing(FakeSession):
 
 def test_nan_for_one_image_is_an_error_for_it_and_not_for_the_others_of_its_batch() -> None:
     bright = np.full_like(PICTURES[0], 255)
-    views = [*views_of(PICTURES[0], CENTER), *views_of(bright, CENTER)]
+    views = [*make_views(PICTURES[0], CENTER), *make_views(bright, CENTER)]
     good, bad = run_views(Overflowing(), views)
     assert combine(CENTER, [good]).rank(0) >= 1
     with pytest.raises(ContractError, match="no numbers"):
@@ -181,7 +182,7 @@ def test_classify_json_holds_the_scores_the_protocol_and_the_circumstances(
     found = [(p["class_index"], np.float32(p["score"])) for p in lines[1]["predictions"]]
     assert found == [(index, np.float32(score)) for index, score in classified.top(5)]
     assert lines[1]["protocol"] == CENTER.to_json()
-    assert lines[1]["views"] == [{"scale": 32, "mirrored": False, "windows": [1, 1]}]
+    assert lines[1]["views"] == [{"scale": 32, "mirrored": False, "windows": {"rows": 1, "columns": 1}}]
     assert lines[1]["model"] == {"name": "m", "sha256": FakeSession().model_sha256}
     assert lines[1]["circumstances"]["provider"] == "CPUExecutionProvider"
 
@@ -227,7 +228,7 @@ def test_a_heat_map_is_a_png_beside_the_answer(files: Path, capsys: pytest.Captu
         (["--model", "m.onnx", "--server", "host:1"], "needs either --model MODEL.onnx or --server"),
         (["--model", "m.onnx", "--heatmap", "nowhere/map.png"], "nowhere/map.png"),
         (["--server", "host:1", "--device", "cpu"], "a server's device is chosen when it starts"),
-        (["--model", "m.onnx", "--name", "m"], "leave it out with --model"),
+        (["--model", "m.onnx", "--name", "m"], "leave them out with --model"),
         (["other.png", "--model", "m.onnx", "--heatmap", "map.png"], "draws one image, not 2"),
         (["--model", "m.onnx", "--top", "7"], "1 to 6 classes"),
         (["--model", "m.onnx", "--protocol", "dense-9"], "takes scales from 28"),

@@ -1,5 +1,6 @@
 """The program as a user meets it."""
 
+import json
 import re
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from conftest import Exported
 from evaluator import cli
 from evaluator.cli import VERBS, run
 from evaluator.errors import EnvironmentFault
@@ -94,6 +96,25 @@ def test_an_interrupt_says_that_the_same_command_goes_on(
     monkeypatch.setattr(cli, "_function_of", interrupted)
     assert run(["validate"]) == 4
     assert "same command" in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_ends_the_program_quietly(exported: dict[str, Exported]) -> None:
+    images = [str(ROOT / "tests" / "data" / "hostile" / "grey-16-bit.png"), "-"]
+    command = ["classify", "--model", str(exported["demo-image"].path), "--device", "cpu", "--json", *images]
+    code = "import sys; from evaluator.cli import main; main(sys.argv[1:])"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert json.loads(process.stdout.readline())["file"] == images[0]
+        process.stdout.close()  # as `| head -1` does; the second image, which it waits for, comes only now
+        process.stdin.write(Path(images[0]).read_bytes())
+        process.stdin.close()
+        told = process.stderr.read().decode()
+        assert process.wait(60) == 0, told
+    assert re.fullmatch(r"demo\.onnx: .*\n", told), "beside what it said at the start nothing should be said"
 
 
 def test_no_file_of_the_evaluator_mentions_torch_or_onnx_in_an_import() -> None:

@@ -77,8 +77,8 @@ def test_the_client_gives_the_answer_of_the_model_file_to_the_last_digit(client:
     assert [(p.class_index, p.score) for p in answer.predictions] == [(i, shortest(s)) for i, s in alone.top(5)]
     assert answer.protocol == protocol.to_json()
     assert answer.circumstances == session.circumstances.to_json()
-    assert (answer.model, answer.model_sha256, answer.capped) == ("fake", session.model_sha256, False)
-    assert [(v.scale, v.mirrored, (v.rows, v.columns)) for v in answer.views] == [
+    assert (answer.model, answer.capped) == ({"name": "fake", "sha256": session.model_sha256}, False)
+    assert [(v.scale, v.mirrored, (v.windows["rows"], v.windows["columns"])) for v in answer.views] == [
         (v.view.scale, v.view.mirrored, v.windows) for v in alone.views
     ]
 
@@ -104,7 +104,7 @@ def test_the_models_of_a_server_are_described(client: Client) -> None:
         ({"model": "nine"}, ModelNotFound, "no model 'nine' is served. There are: fake"),
         ({"protocol": "nine"}, UsageError, "no protocol 'nine'"),
         ({"top_k": 0}, UsageError, "top_k is 0"),
-        ({"top_k": 7}, UsageError, "this model can answer 1 to 6"),
+        ({"top_k": 7}, UsageError, "this model can tell 1 to 6"),
         ({"top_k": 2**40}, UsageError, f"top_k is {2**40}"),
     ],
     ids=lambda value: str(value)[:30],

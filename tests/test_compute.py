@@ -113,6 +113,24 @@ def test_cancelling_in_the_middle_of_a_run_disturbs_nobody(gated) -> None:
     assert len(other.result(30)) == 1
 
 
+def test_one_thread_runs_the_session_and_closing_ends_it() -> None:
+    runs = []
+
+    class Recording(FakeSession):
+        def run(self, images, sizes):
+            runs.append(threading.current_thread())
+            return super().run(images, sizes)
+
+    compute = ComputeThread(Recording(), "recording")
+    for seed in range(3):
+        compute.submit([view(32, 41, seed)]).result(30)
+    compute.close()
+    assert len(runs) == 3
+    assert {thread.name for thread in runs} == {"compute-recording"}
+    assert len(set(runs)) == 1
+    assert not runs[0].is_alive()
+
+
 def test_closing_finishes_what_waits() -> None:
     session = GatedSession()
     compute = ComputeThread(session, "closing")

@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 
 import reference
-from conftest import Exported
+from conftest import Exported, export_telling
 from export.verification import rubbish_canvas
 from telling import noise
 
@@ -52,6 +52,12 @@ def test_dense_scores_of_model_a_equal_the_oracle(exported: dict[str, Exported],
 @pytest.mark.parametrize(("height", "width"), E_SIZES)
 def test_dense_scores_of_model_e_equal_the_oracle(exported: dict[str, Exported], height: int, width: int):
     assert_scores_are_the_oracles(exported["E-image"], height, width)
+
+
+def test_dense_scores_of_model_e_with_a_channel_mean_equal_the_oracle(tmp_path: Path):
+    exported = export_telling("E", "channel", tmp_path)  # for this test alone, so that its memory is given back
+    for height, width in [(224, 240), (239, 224)]:
+        assert_scores_are_the_oracles(exported, height, width)
 
 
 @pytest.mark.parametrize(("height", "width"), DEMO_SIZES)
@@ -136,8 +142,6 @@ def test_the_file_runs_in_openvino_also_with_a_single_window(exported: dict[str,
 
 @pytest.mark.large
 def test_dense_scores_of_model_c_equal_the_oracle(tmp_path: Path) -> None:
-    from conftest import export_telling
-
     exported = export_telling("C", "image", tmp_path)
     for height, width in [(224, 224), (256, 341)]:
         assert_scores_are_the_oracles(exported, height, width)

@@ -115,6 +115,18 @@ def test_the_verb_verify_exits_6_when_a_score_is_off(
     assert "golden images are off" in capsys.readouterr().err
 
 
+def test_a_file_without_golden_images_cannot_be_verified_and_says_how_to_get_them(
+    exported: dict[str, Exported], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without = with_metadata(exported, tmp_path, golden=[])
+    with pytest.raises(ContractError, match=r"no golden images.*prelunet export"):
+        verify(open_session(without, "cpu"))
+    assert run(["verify", str(without), "--device", "cpu"]) == 3
+    told = capsys.readouterr()
+    assert "no golden images" in told.err
+    assert "verified" not in told.out
+
+
 def with_metadata(exported: dict[str, Exported], folder: Path, drop: str = "", **changes: object) -> Path:
     """Write the demo model again with some metadata changed or dropped."""
     model = onnx.load(exported["demo-image"].path)

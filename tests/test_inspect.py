@@ -12,9 +12,10 @@ import pytest
 
 from evaluator.cli import run
 from evaluator.errors import CheckpointError, ContractError, UsageError
+from evaluator.files import sha256_of
 from tiny import mean_image, tiny_checkpoint
 from training.architectures import Activation, architecture
-from training.checkpoints import checkpoint_sha256, write_checkpoint
+from training.checkpoints import write_checkpoint
 from training.inspection import PAPER_SLOPES, beside_the_paper, inspect_file, summarise_slopes
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def test_a_checkpoint_is_told_as_json(tmp_path: Path, capsys: pytest.CaptureFixt
     told = json.loads(capsys.readouterr().out)
     assert told["kind"] == "checkpoint"
     assert told["file"] == "net.onnx"
-    assert told["sha256"] == checkpoint_sha256(path)
+    assert told["sha256"] == sha256_of(path)
     assert told["architecture"] == checkpoint.architecture.to_json()
     assert told["classes"][1] == {"wnid": "n00000001", "name": "thing 1"}
     assert told["parameters"] == sum(tensor.size for tensor in checkpoint.tensors.values())

@@ -6,7 +6,9 @@
 | maxima start at 0, not at -inf            | a rectifier before the pyramid                                     |
 | level order                               | fc1's blocks read coarse level first                               |
 | order inside a level                      | fc1's blocks taken as (row, column, channel)                       |
-| slope axis                                | slopes of a convolution laid along the columns' axis               |
+| slope axis                                | conv2_1's slopes laid along the columns (a test of its own, below) |
+| order of the slopes                       | fc1's slopes reversed                                              |
+| slopes per channel                        | conv2_1's slopes all replaced by their mean                        |
 | one mask                                  | the tensor before one convolution is left as it is                 |
 | one bias                                  | the bias of conv2_2 is dropped                                     |
 | direction of the mean                     | the mean image mirrored                                            |
@@ -67,14 +69,13 @@ def channel_order_unchanged(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(export.model, "fc1_channel_last", lambda weight, _architecture: weight.T)
 
 
-def slopes_on_another_axis(patch: pytest.MonkeyPatch) -> None:
+def slopes_reversed(patch: pytest.MonkeyPatch) -> None:
     right = export.model._activation
 
     def wrong(graph: Any, kind: Any, tensors: Any, layer: str, value: str, *, slope_shape: tuple[int, ...]) -> str:
-        if layer != "fc1":
-            return right(graph, kind, tensors, layer, value, slope_shape=slope_shape)
-        flipped = {**tensors, "fc1.slope": np.ascontiguousarray(tensors["fc1.slope"][::-1])}
-        return right(graph, kind, flipped, layer, value, slope_shape=slope_shape)
+        flipped = {**tensors, f"{layer}.slope": np.ascontiguousarray(tensors[f"{layer}.slope"][::-1])}
+        chosen = flipped if layer == "fc1" else tensors
+        return right(graph, kind, chosen, layer, value, slope_shape=slope_shape)
 
     patch.setattr(export.model, "_activation", wrong)
 
@@ -142,7 +143,7 @@ MISTAKES: list[Patch] = [
     maxima_from_zero,
     coarse_level_first,
     channel_order_unchanged,
-    slopes_on_another_axis,
+    slopes_reversed,
     one_slope_for_all_channels,
     one_mask_missing,
     one_bias_missing,
@@ -150,6 +151,25 @@ MISTAKES: list[Patch] = [
     mean_warped_to_the_canvas,
     padding_counted,
 ]
+
+
+def test_the_oracle_catches_slopes_along_the_columns(
+    exported: dict[str, Exported], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A graph with that mistake runs only where a map has as many columns as channels: 48 at conv2_1, 96 px wide."""
+    right, activation = exported["demo-image"], export.model._activation
+
+    def wrong(graph: Any, kind: Any, tensors: Any, layer: str, value: str, *, slope_shape: tuple[int, ...]) -> str:
+        shape = (1, 1, -1) if layer == "conv2_1" else slope_shape
+        return activation(graph, kind, tensors, layer, value, slope_shape=shape)
+
+    monkeypatch.setattr(export.model, "_activation", wrong)
+    monkeypatch.setattr(export.exporting, "check_parity", lambda _path, _windows: [])
+    export_checkpoint(right.checkpoint_path, tmp_path / "wrong.onnx")
+    image = noise(31, 96, seed=0)
+    outputs = open_session(tmp_path / "wrong.onnx", "cpu").run(image[None], np.array([[31, 96]]))
+    answer = reference.evaluate("demo", right.checkpoint.tensors, right.checkpoint.mean, image)
+    assert np.abs(outputs.scores[0] - answer.scores).max() > 1e-4, "ten times the tolerance of test_dense_scores.py"
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda m: m.__name__)

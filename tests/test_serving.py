@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import replace
@@ -17,16 +18,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from PIL import Image
 
+from evaluator.engine import classify, overlay
 from evaluator.engine.classify import classify_images
 from evaluator.engine.overlay import draw_heat_maps
-from evaluator.errors import EnvironmentFault, UsageError
+from evaluator.errors import ContractError, EnvironmentFault, UsageError
+from evaluator.imaging import views
 from evaluator.imaging.decode import decode_rgb
 from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from evaluator.protocols import make_protocol
+from evaluator.serving import evaluation, messages, models
 from evaluator.serving.compute import ComputeThread
 from evaluator.serving.models import ModelFile, parse_models
-from evaluator.serving.server import SERVICE, Server
+from evaluator.serving.server import SERVICE, ServeOptions, Server, serve
 from fakes import FakeSession, fake_contract
 from serving_harness import png, running_server
 
@@ -123,7 +127,7 @@ def test_a_hostile_image_gets_an_answer_or_invalid_argument_and_the_next_call_wo
         ({"protocol": "dense-27"}, "INVALID_ARGUMENT", "scales from 28"),
         ({"protocol": "dense-99999"}, "INVALID_ARGUMENT", "to 256"),
         ({"protocol": "\0" * 100_000}, "INVALID_ARGUMENT", "no protocol"),
-        ({"top_k": 0}, "INVALID_ARGUMENT", "top_k is 0, but this model can answer 1 to 6"),
+        ({"top_k": 0}, "INVALID_ARGUMENT", "top_k is 0, but this model can tell 1 to 6"),
         ({"top_k": -1}, "INVALID_ARGUMENT", "top_k is -1"),
         ({"top_k": 7}, "INVALID_ARGUMENT", "1 to 6"),
         ({"top_k": 2**31 - 1}, "INVALID_ARGUMENT", "1 to 6"),
@@ -199,6 +203,92 @@ def test_a_fault_of_ours_is_told_by_an_id_that_is_in_the_log_and_by_no_path(capl
         assert incident is not None
         assert incident[1] in caplog.text
         assert stub.Classify(pb.ClassifyRequest(image=png(40, 55), protocol="dense-40")).predictions
+
+
+def test_nothing_long_runs_on_the_event_loops_own_thread(monkeypatch) -> None:
+    session, threads = FakeSession(), defaultdict(set)
+
+    def record(owner, name: str) -> None:
+        function = getattr(owner, name)
+
+        def recorded(*arguments, **options):
+            threads[name].add(threading.get_ident())
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, recorded)
+
+    data = png(40, 57)
+    for owner, name in [
+        (Image, "open"),  # Pillow's own: decoding
+        (views, "resize_shorter_side"),
+        (session, "run"),
+        (classify, "average_views"),
+        (overlay, "heat_maps"),
+        (evaluation, "build_report"),
+        (messages, "report_message"),
+    ]:
+        record(owner, name)
+    start = pb.EvaluateRequest(start=pb.EvaluateStart(dataset="photos"))
+    labelled = [pb.LabelledImage(file=f"{label}.png", data=data, label=label) for label in range(3)]
+    with running_server(six=session) as server, grpc.insecure_channel(server.address) as channel:
+        stub = pb_grpc.PreluNetServiceStub(channel)
+        assert stub.Classify(pb.ClassifyRequest(image=data, heatmap=True)).heatmap
+        report = stub.Evaluate(iter([start, *(pb.EvaluateRequest(image=image) for image in labelled)])).report
+    assert report.evaluated == 3
+    assert len(threads) == 7
+    assert [name for name, seen in threads.items() if server.loop_thread in seen] == []
+    assert len(threads["run"]) == 1, "a session belongs to one thread"
+
+
+def test_a_stopped_server_leaves_no_thread_of_its_models(monkeypatch) -> None:
+    def of_models() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name.startswith(("compute", "decode"))}
+
+    before = of_models()
+    with running_server(six=FakeSession(), three=FakeSession(SMALL)) as server:
+        with grpc.insecure_channel(server.address) as channel:
+            assert pb_grpc.PreluNetServiceStub(channel).Classify(request()).predictions
+        started = of_models() - before
+        assert {"compute-six", "compute-three"} < {thread.name for thread in started}
+    assert [thread.name for thread in started if thread.is_alive()] == []
+
+
+class LoadsButDoesNotRun(FakeSession):
+    """A model that the runtime takes and cannot run."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(provider="CUDAExecutionProvider")
+        self._error = error
+
+    def run(self, images, sizes):
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "refusal", "text"),
+    [
+        (
+            RuntimeError("out of\nmemory"),
+            EnvironmentFault,
+            r"model b loads .* on CUDA.* \(RuntimeError: out of memory\)",
+        ),
+        (ContractError("our own words"), ContractError, "^our own words$"),
+    ],
+    ids=["a fault of the runtime", "one of ours"],
+)
+def test_a_model_that_does_not_run_is_refused_before_the_server_answers(
+    monkeypatch, error: Exception, refusal: type[Exception], text: str
+) -> None:
+    first, broken = FakeSession(), LoadsButDoesNotRun(error)
+    monkeypatch.setattr(models, "open_session", lambda path, *_, **__: broken if path.name == "b.onnx" else first)
+
+    def announce(line: str) -> None:
+        raise AssertionError(f"this should not have been said: {line}")
+
+    options = ServeOptions(parse_models(["a=a.onnx", "b=b.onnx"]), port=0)
+    with pytest.raises(refusal, match=text):
+        asyncio.run(serve(options, announce))
+    assert first.calls == [(1, 28, 28, 3)], "the first model should have run once, on the smallest canvas"
 
 
 def test_an_expired_call_is_not_computed(monkeypatch) -> None:

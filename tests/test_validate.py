@@ -4,12 +4,16 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,7 +76,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in RESULT}
 
 
-def log_of(folder: Path) -> list[dict[str, object]]:
+def log_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
@@ -236,51 +240,85 @@ def test_cut_anywhere_a_run_ends_in_the_same_bytes_and_whole_chunks_are_not_done
 
 WORKER = """
 import sys, time
+from dataclasses import replace
 from pathlib import Path
 from evaluator.datasets.opening import open_dataset
 from evaluator.protocols import make_protocol
 from evaluator.validation.validate import validate
 from fakes import FakeSession
 
+data, folder, copies, calls = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+
 class Slow(FakeSession):
     def run(self, images, sizes):
-        time.sleep(0.1)
+        time.sleep(0.03 if len(self.calls) < calls else 60)
         return super().run(images, sizes)
 
 session = Slow()
 classes = [entry.wnid for entry in session.contract.classes]
-dataset = open_dataset(Path(sys.argv[1]), split="val", class_names=classes)
+dataset = open_dataset(data, split="val", class_names=classes)
+dataset = replace(dataset, samples=[*dataset.samples] * copies)
 print("ready", flush=True)
-validate(session, "m.onnx", dataset, make_protocol("center", session.contract), Path(sys.argv[2]))
+validate(session, "m.onnx", dataset, make_protocol("center", session.contract), folder)
 """
+COPIES = 4  # of the data, so that the run has ten chunks
+KILLS = 4
 
 
-def start_worker(data: Path, folder: Path) -> "subprocess.Popen[bytes]":
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", WORKER, str(data), str(folder)]
-    worker = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert worker.stdout is not None
-    assert worker.stdout.readline() == b"ready\n"
-    return worker
+@contextmanager
+def worker(data: Path, folder: Path, *, calls: int) -> "Iterator[subprocess.Popen[bytes]]":
+    """Validate in another process, which hangs in the session after so many calls: one is a chunk."""
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]  # what this process imports, it does too
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", WORKER, str(data), str(folder), str(COPIES), str(calls)]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n", process.communicate()
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
-def test_killed_at_random_moments_a_run_ends_in_the_same_bytes(
-    data: Path, tmp_path: Path, undisturbed: dict[str, bytes]
+def wait_for_a_new_chunk(process: "subprocess.Popen[bytes]", log: Path, before: int) -> None:
+    """Return when more than `before` chunks are in the log."""
+    while not log.exists() or log.read_bytes().count(b'"chunk"') <= before:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.002)
+
+
+def test_killed_at_random_moments_a_run_goes_on_and_ends_in_the_same_bytes(
+    data: Path, dataset: Dataset, tmp_path: Path
 ) -> None:
     moments = random.Random(7)
     folder = tmp_path / "run"
-    for _ in range(5):
-        worker = start_worker(data, folder)
-        time.sleep(moments.uniform(0, 0.15))
-        worker.kill()
-        worker.communicate()
-    worker = start_worker(data, folder)
-    _, told = worker.communicate(timeout=60)
-    assert worker.returncode == 0, told.decode()
-    assert contents(folder) == undisturbed
+    logged = 0
+    for _ in range(KILLS):
+        with worker(data, folder, calls=2) as process:  # after two it waits for its end, however slow this machine is
+            wait_for_a_new_chunk(process, folder / "log.jsonl", logged)
+            time.sleep(moments.uniform(0, 0.08))
+            process.kill()
+            assert process.wait() == -signal.SIGKILL
+        logged = len(executed(folder))
+    with worker(data, folder, calls=99) as process:
+        _, told = process.communicate(timeout=60)
+        assert process.returncode == 0, told.decode()
+
+    validate(FakeSession(), "m.onnx", replace(dataset, samples=[*dataset.samples] * COPIES), CENTER, tmp_path / "whole")
+    assert contents(folder) == contents(tmp_path / "whole")
     assert read_run(folder).predictions
-    done = executed(folder)
-    assert len(done) == len(set(done)), "a finished chunk was done again"
+    log = log_of(folder)
+    assert [line["event"] for line in log if line["event"] != "chunk"] == ["start", *["resume"] * KILLS]
+    done = 0
+    for line, following in pairwise(log):
+        if line["event"] == "resume":
+            assert line["done"] > 0
+            assert line["done"] in {done, done + CHUNK}, "one chunk at most may be written and not yet logged"
+            assert following["index"] == line["done"] // CHUNK
+        elif line["event"] == "chunk":
+            done = (line["index"] + 1) * CHUNK
+    assert len(executed(folder)) == len(set(executed(folder))), "a finished chunk was done again"
 
 
 # prelunet validate

@@ -8,13 +8,13 @@ stay "dominantly" 36 and 18 pixels wide.
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, get_args
 
-from evaluator.contract import TrunkLayer
+from evaluator.contract import TrunkLayer, feature_map_side, trunk_stride
 from evaluator.errors import UsageError
 
 Activation = Literal["prelu", "prelu-shared", "relu", "lrelu"]
-ACTIVATIONS: tuple[Activation, ...] = ("prelu", "prelu-shared", "relu", "lrelu")
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 _LAYER_NAME = re.compile(r"(conv|pool)\d+(_\d+)?")
 LRELU_SLOPE = 0.01  # PReLU-nets, section 2.1: the fixed slope of leaky ReLU
 
@@ -37,6 +37,8 @@ class Pool:
     name: str
     kernel: int
     stride: int
+
+    pad: ClassVar[int] = 0
 
 
 @dataclass(frozen=True)
@@ -70,13 +72,11 @@ class Architecture:
     @property
     def layers(self) -> tuple[TrunkLayer, ...]:
         """Return the trunk as far as sizes are concerned."""
-        return tuple(TrunkLayer(layer.kernel, layer.stride, getattr(layer, "pad", 0)) for layer in self.trunk)
+        return tuple(TrunkLayer(layer.kernel, layer.stride, layer.pad) for layer in self.trunk)
 
     def feature_map_side(self, side: int) -> int:
         """Return the rows (columns) of the feature map of an image with `side` rows (columns)."""
-        for layer in self.layers:
-            side = layer.output_side(side)
-        return side
+        return feature_map_side(self.layers, side)
 
     @property
     def window(self) -> int:
@@ -86,10 +86,7 @@ class Architecture:
     @property
     def trunk_stride(self) -> int:
         """Return the product of all strides, in pixels."""
-        stride = 1
-        for layer in self.trunk:
-            stride *= layer.stride
-        return stride
+        return trunk_stride(self.layers)
 
     @property
     def channels(self) -> int:
@@ -150,7 +147,7 @@ def multiply_adds(architecture: Architecture, height: int, width: int, classes: 
     """
     total, channels = 0, 3
     for layer in architecture.trunk:
-        size = TrunkLayer(layer.kernel, layer.stride, getattr(layer, "pad", 0))
+        size = TrunkLayer(layer.kernel, layer.stride, layer.pad)
         height, width = size.output_side(height), size.output_side(width)
         if isinstance(layer, Conv):
             total += layer.kernel**2 * channels * layer.channels * height * width

@@ -3,7 +3,6 @@
 Imports no torch, so that tools without it can read checkpoints too.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -69,8 +68,9 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read and check a checkpoint; no code in it is ever run.
 
-    Raises CheckpointError for a file that is missing, no safetensors file, cut short, without our metadata, of a newer
-    version, or whose tensors are not finite float32 of the names and shapes that its architecture has.
+    Raises CheckpointError for a file that is no safetensors file, cut short, without our metadata, of a newer version,
+    or whose tensors are not finite float32 of the names and shapes that its architecture has; UsageError for one that
+    cannot be read.
     """
     try:
         with safe_open(path, framework="numpy") as file:
@@ -85,7 +85,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             _check_names(path, found, expected, "F32")
             tensors = {name: file.get_tensor(name) for name in expected}  # one copy, straight from the file's pages
     except OSError as error:
-        raise CheckpointError(
+        raise UsageError(
             f"{path}: cannot be read ({error.strerror or error}). Give the path of a checkpoint"
         ) from error
     except SafetensorError as error:
@@ -101,15 +101,6 @@ def read_checkpoint(path: Path) -> Checkpoint:
         dataset=metadata.optional("dataset"),
         metrics=metadata.optional("metrics"),
     )
-
-
-def checkpoint_sha256(path: Path) -> str:
-    """Return the sha256 of the file, which exported models and reports carry."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}). Give the path of a checkpoint") from error
 
 
 def _expected_shapes(architecture: Architecture, classes: int, *, mean_image: bool) -> dict[str, tuple[int, ...]]:
@@ -155,7 +146,7 @@ def _metadata_of(checkpoint: Checkpoint, is_image: bool) -> dict[str, str]:
     values: dict[str, Any] = {
         "version": CHECKPOINT_VERSION,
         "architecture": checkpoint.architecture.to_json(),
-        "classes": [{"wnid": entry.wnid, "name": entry.name} for entry in checkpoint.classes],
+        "classes": [entry.to_json() for entry in checkpoint.classes],
         "mean": "image" if is_image else [float(str(value)) for value in checkpoint.mean],
         "recipe": checkpoint.recipe,
         "dataset": checkpoint.dataset,

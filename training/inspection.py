@@ -17,6 +17,7 @@ from rich.table import Table
 from evaluator.contract import ClassEntry
 from evaluator.engine.session import open_session
 from evaluator.errors import ContractError, EnvironmentFault, UsageError, from_os_error
+from evaluator.files import sha256_of
 from training.architectures import Architecture, architecture_from_json, multiply_adds, parameter_shapes
 
 # PReLU-nets, Table 1 (model E): layer → learned slope, shared by the channels, and mean of the channels' own.
@@ -101,7 +102,7 @@ def beside_the_paper(slopes: Sequence[Mapping[str, Any]], activation: str) -> li
 
 def _inspect_checkpoint(path: Path) -> dict[str, Any]:
     try:
-        from training.checkpoints import checkpoint_sha256, read_checkpoint
+        from training.checkpoints import read_checkpoint
     except ModuleNotFoundError as error:
         raise EnvironmentFault(
             f"{path} is a checkpoint, and reading one needs {error.name}. Bring it with: pip install 'prelunet[train]'"
@@ -111,7 +112,7 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
     return {
         "kind": "checkpoint",
         "file": path.name,
-        "sha256": checkpoint_sha256(path),
+        "sha256": sha256_of(path),
         **_describe_net(checkpoint.architecture, checkpoint.classes),
         "mean": {
             "kind": "image" if is_image else "channel",
@@ -160,7 +161,7 @@ def _describe_net(architecture: Architecture, classes: Sequence[ClassEntry]) -> 
     sizes = {name: int(np.prod(shape)) for name, shape in parameter_shapes(architecture, len(classes)).items()}
     return {
         "architecture": architecture.to_json(),
-        "classes": [{"wnid": entry.wnid, "name": entry.name} for entry in classes],
+        "classes": [entry.to_json() for entry in classes],
         "parameters": sum(sizes.values()),
         "slope_parameters": sum(size for name, size in sizes.items() if name.endswith(".slope")),
         "multiply_adds": multiply_adds(architecture, architecture.crop, architecture.crop, len(classes)),

@@ -72,7 +72,7 @@ def train(
 
 def describe(recipe: Recipe, splits: Splits) -> dict[str, Any]:
     """Return all that decides the results of a training, as plain data."""
-    classes = [{"wnid": entry.wnid, "name": entry.name} for entry in splits.classes]
+    classes = [entry.to_json() for entry in splits.classes]
     return {"recipe": recipe.to_json(), "dataset": splits.to_json(), "classes": classes}
 
 

@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
+from evaluator.contract import center_scale
 from evaluator.errors import UsageError
 from training.architectures import ACTIVATIONS, Activation, Architecture, architecture
 
@@ -74,7 +75,7 @@ class Recipe:
     @property
     def evaluation_scale(self) -> int:
         """Return the scale of the `center` protocol: round(crop·256/224), Table 3's training-time check."""
-        return int(self.crop * 256 / 224 + 0.5)
+        return center_scale(self.crop)
 
     def to_json(self) -> dict[str, Any]:
         """Return the recipe as plain data for the run folder and checkpoints."""

@@ -1,7 +1,7 @@
 """The path of one image from pixels to its five best classes; server, `classify` and `validate` share it.
 
     1  decode_rgb               bytes → uint8 (H, W, 3)                          any thread
-    2, 3  views_of              resized to each scale, plain and mirrored        any thread
+    2, 3  make_views            resized to each scale, plain and mirrored        any thread
     4  plan_batches, pack       views of all waiting images on few canvases      the one thread that owns the session
     5  Session.run              (N, H, W, 3), sizes → scores, logits             the same
     6  combine                  mirrored pair → scale → image                    any thread
@@ -106,14 +106,9 @@ def classify_images(
     keep_windows: keep each view's window scores, which a heat map needs (0.5 to 2 MB a view at 1000 classes).
     Raises ContractError when the model gives NaN.
     """
-    views = [views_of(image, protocol) for image in images]
+    views = [make_views(image, protocol) for image in images]
     results = iter(run_views(session, [view for of_image in views for view in of_image], keep_windows=keep_windows))
     return [combine(protocol, list(islice(results, len(of_image)))) for of_image in views]
-
-
-def views_of(image: Pixels, protocol: Protocol) -> list[ViewImage]:
-    """Make the views of one image, in the protocol's order. Safe in several threads, which run in parallel."""
-    return make_views(image, protocol)
 
 
 def run_views(session: Model, views: Sequence[ViewImage], *, keep_windows: bool = False) -> list[ViewResult]:

@@ -15,7 +15,7 @@ from evaluator.protocols import Protocol
 
 Pixels = npt.NDArray[np.uint8]
 
-TOP = 5  # overlays
+OVERLAYS = 5
 LONG_SIDE = 320  # pixels of a panel, to which tiny images are enlarged and huge ones shrunk
 SHORT_SIDE = 40  # pixels at least, so that a 1x20000 image is squeezed into something one can see
 LABEL_WIDTH = 220  # pixels at least for the text of a panel
@@ -55,7 +55,7 @@ def draw_heat_maps(image: Pixels, classified: Classified, contract: ModelContrac
     Each map is coloured from 0 to its own highest value, which stands above it as its peak: the score of the window
     that is surest of the class, averaged over scales. Where no view looked, the image is faint and grey.
     """
-    best = classified.top(TOP)
+    best = classified.top(OVERLAYS)
     height, width = _panel_size(*image.shape[:2])
     picture = np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC))
     maps = heat_maps(

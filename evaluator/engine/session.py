@@ -3,8 +3,8 @@
 A session says what really runs it: asking for CUDA where CUDA does not come up is an error, never a CPU run.
 """
 
-import hashlib
 import importlib.metadata
+import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -18,14 +18,17 @@ import numpy.typing as npt
 
 from evaluator.contract import INPUTS, OUTPUTS, ModelContract, contract_from_metadata
 from evaluator.errors import ContractError, EnvironmentFault, UsageError
+from evaluator.files import sha256_of
 
 Device = Literal["auto", "cpu", "cuda"]
 FloatArray = npt.NDArray[np.float32]
 
+log = logging.getLogger(__name__)
+
 _RUNTIMES = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino")  # three distributions, one import package
 
-# Why each: docs/performance notes of the CUDA provider. HEURISTIC: other searches rebuild every convolution's plan for
-# 100-300 ms at each change of shape. TF32 off: fp32 is the reference precision.
+# HEURISTIC: the other searches rebuild every convolution's plan for 100-300 ms at each change of shape. NHWC is the
+# layout of the tensor cores, and bias fusion works in it only. TF32 off: fp32 is the reference precision.
 _CUDA_OPTIONS = {
     "cudnn_conv_algo_search": "HEURISTIC",
     "prefer_nhwc": "1",
@@ -59,7 +62,7 @@ class Circumstances:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for run.json and the wire."""
-        return {"provider": self.provider, "precision": self.precision, "versions": dict(self.versions)}
+        return {"provider": self.provider, "precision": self.precision, "versions": dict(sorted(self.versions.items()))}
 
     def __str__(self) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
@@ -111,18 +114,20 @@ def open_session(path: Path, device: Device = "auto", *, threads: int = 0) -> Se
 
     device: `cpu`, `cuda`, or `auto` (CUDA where it comes up, else the CPU; `circumstances` says which).
     threads: of the CPU provider; 0 is one per core.
-    Raises ContractError when the file is not ours or too new, EnvironmentFault when the device does not come up.
+    Raises ContractError when the file is not ours or too new, EnvironmentFault when the device does not come up,
+    UsageError when the file cannot be read.
     """
     if device not in get_args(Device):
         raise UsageError(f"no device '{device}'. There are: {', '.join(get_args(Device))}")
     runtime = _import_runtime()
-    digest = _sha256(path)
+    digest = sha256_of(path)
     if device != "cpu" and "CUDAExecutionProvider" in runtime.get_available_providers():
         try:
             return _open(runtime, path, digest, "CUDAExecutionProvider", threads)
-        except EnvironmentFault:
+        except EnvironmentFault as error:
             if device == "cuda":
                 raise
+            log.warning("device auto: running on the CPU, because CUDA did not come up: %s", error)
     elif device == "cuda":
         raise EnvironmentFault(
             f"--device cuda: this environment has {_installed_runtimes()[0]}, which knows no CUDA. "
@@ -230,12 +235,3 @@ def _versions(runtime: ModuleType) -> dict[str, str]:
         "pillow": importlib.metadata.version("pillow"),
         "python": ".".join(map(str, sys.version_info[:3])),
     }
-
-
-def _sha256(path: Path) -> str:
-    """Return the sha256 of a file; ContractError when it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise ContractError(f"{path}: cannot be read ({error.strerror}). Give the path of an exported model") from error

@@ -28,7 +28,7 @@ from PIL import (  # the plugins by name: Pillow would load them at the first im
     WebPImagePlugin,
 )
 
-from evaluator.errors import ImageError, PreluNetError, UsageError
+from evaluator.errors import EnvironmentFault, ImageError, PreluNetError, UsageError
 
 UInt8Array = npt.NDArray[np.uint8]
 
@@ -131,7 +131,7 @@ def _image_errors(limits: DecodeLimits) -> Iterator[None]:
             f"the header promises far more pixels than the limit of {limits.max_pixels}. Send a smaller image"
         ) from error
     except MemoryError as error:
-        raise ImageError("decoding needs more memory than there is. Send a smaller image") from error
+        raise EnvironmentFault("decoding an image needs more memory than this machine has left") from error
     except Exception as error:  # the decoders know of no common base class
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         raise ImageError(

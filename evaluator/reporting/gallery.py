@@ -61,7 +61,7 @@ def make_gallery(run: Run, data: Path | None) -> Gallery:
     if not mistakes:
         return Gallery((), 0)
     if data is not None:
-        return Gallery(_with_thumbnails(mistakes, _open(run, data)), total)
+        return Gallery(_with_thumbnails(mistakes, _open(run, data), run), total)
     location = find_location(run.folder) if run.folder else None
     if location is None:
         return Gallery(mistakes, total, "The run does not say where its images are.")
@@ -69,7 +69,7 @@ def make_gallery(run: Run, data: Path | None) -> Gallery:
         dataset = _open(run, location)
     except (PreluNetError, OSError):  # no path of this machine on a page that is sent around
         return Gallery(mistakes, total, "The images of this run are no longer where it found them, or have changed.")
-    return Gallery(_with_thumbnails(mistakes, dataset), total)
+    return Gallery(_with_thumbnails(mistakes, dataset, run), total)
 
 
 def choose_mistakes(predictions: Sequence[Prediction]) -> list[Prediction]:
@@ -121,14 +121,18 @@ def _open(run: Run, location: Path) -> Dataset:
     return dataset
 
 
-def _with_thumbnails(mistakes: tuple[Mistake, ...], dataset: Dataset) -> tuple[Mistake, ...]:
-    return tuple(replace(mistake, thumbnail=_thumbnail(dataset, mistake.prediction.file)) for mistake in mistakes)
+def _with_thumbnails(mistakes: tuple[Mistake, ...], dataset: Dataset, run: Run) -> tuple[Mistake, ...]:
+    exif = run.info.protocol.apply_exif
+    return tuple(
+        replace(mistake, thumbnail=_thumbnail(dataset, mistake.prediction.file, apply_exif=exif))
+        for mistake in mistakes
+    )
 
 
-def _thumbnail(dataset: Dataset, file: str) -> str | None:
+def _thumbnail(dataset: Dataset, file: str, *, apply_exif: bool) -> str | None:
     """Return an image as a `data:` address, no longer than 192 pixels; None when it cannot be read any more."""
     try:
-        pixels = decode_rgb(dataset.reader.read(file))
+        pixels = decode_rgb(dataset.reader.read(file), apply_exif=apply_exif)
     except (PreluNetError, OSError):
         return None
     image = Image.fromarray(pixels)

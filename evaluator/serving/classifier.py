@@ -1,60 +1,110 @@
 """One served model: encoded bytes in, an answer out, with no arithmetic on the event loop."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
-from evaluator.engine.classify import Classified, combine, views_of
+from evaluator.engine.answer import Answer, answer_of
+from evaluator.engine.batching import MAX_PIXELS
+from evaluator.engine.classify import Classified, combine
 from evaluator.engine.overlay import draw_heat_maps, png_bytes
 from evaluator.engine.session import Session
+from evaluator.errors import Overloaded, UsageError
 from evaluator.imaging.decode import DecodeLimits, decode_rgb
-from evaluator.imaging.views import ViewImage
+from evaluator.imaging.resize import resized_size
+from evaluator.imaging.views import ViewImage, make_views
 from evaluator.protocols import Protocol
 from evaluator.serving.compute import ComputeThread
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
+
+MAX_WAITING = 128  # images: at `multi-scale` of model A about 0.5 GB of views, and minutes of work for a CPU
 
 
 class Classifier:
     """A session behind its compute thread, and the threads that decode for it.
 
-    name: under which it is served; file: last part of the model file's path;
-    decoders: threads shared by all models; limits: what an image may be.
+    name: under which it is served; file: last part of the model file's path; decoders: threads shared by all models;
+    limits: what an image may be; max_waiting: calls that may wait for an answer.
     """
 
-    def __init__(self, name: str, file: str, session: Session, decoders: ThreadPoolExecutor, limits: DecodeLimits):
+    def __init__(
+        self,
+        name: str,
+        file: str,
+        session: Session,
+        decoders: ThreadPoolExecutor,
+        limits: DecodeLimits,
+        max_waiting: int = MAX_WAITING,
+    ) -> None:
         self.name = name
         self.file = file
         self.session = session
         self._decoders = decoders
         self._limits = limits
+        self._max_waiting = max_waiting
+        self._waiting = 0
         self._compute = ComputeThread(session, name)
 
-    async def classify(
-        self, image: bytes, protocol: Protocol, answer: Callable[[Classified], Answer], *, keep_windows: bool = False
-    ) -> Answer:
-        """Classify one encoded image; `answer` makes of the result what the caller needs, in a thread.
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Count a call among those that wait while the block runs; raises Overloaded when there are enough."""
+        if self._waiting >= self._max_waiting:
+            raise Overloaded(f"{self._waiting} images wait for model '{self.name}' already. Try again later")
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
 
-        keep_windows: with the window scores that `heat_maps` needs.
-        Raises ImageError for bytes that are no image, ContractError when the model gives NaN. Cancelling drops what
-        has not begun.
+    async def answer(self, image: bytes, protocol: Protocol, top: int, *, heatmap: bool) -> Answer:
+        """Classify one encoded image and tell its best classes; see `classify` for the errors."""
+
+        def tell(classified: Classified) -> Answer:
+            picture = self._heat_maps(image, protocol, classified) if heatmap else b""
+            return answer_of(self.session, self.name, protocol, classified, top, picture)
+
+        return await self.classify(image, protocol, tell, keep_windows=heatmap)
+
+    async def classify(
+        self, image: bytes, protocol: Protocol, tell: Callable[[Classified], Result], *, keep_windows: bool = False
+    ) -> Result:
+        """Classify one encoded image; `tell` makes of the result what the caller needs, in a thread.
+
+        keep_windows: with the window scores that heat maps need.
+        Raises ImageError for bytes that are no image, UsageError for a view that is too large, ContractError when the
+        model gives NaN. Cancelling drops what has not begun.
         """
         loop = asyncio.get_running_loop()
         views = await loop.run_in_executor(self._decoders, self._views_of, image, protocol)
         results = await asyncio.wrap_future(self._compute.submit(views, keep_windows=keep_windows))
         # Not in the decoders' threads: an image that is done should not wait behind others that have just come.
-        return await asyncio.to_thread(lambda: answer(combine(protocol, results)))
+        return await asyncio.to_thread(lambda: tell(combine(protocol, results)))
 
     def _views_of(self, image: bytes, protocol: Protocol) -> list[ViewImage]:
-        return views_of(decode_rgb(image, self._limits), protocol)
+        pixels = decode_rgb(image, self._limits, apply_exif=protocol.apply_exif)
+        self._check_size(pixels.shape[0], pixels.shape[1], protocol)
+        return make_views(pixels, protocol)
 
-    def heat_maps(self, image: bytes, protocol: Protocol, classified: Classified) -> bytes:
+    def _check_size(self, height: int, width: int, protocol: Protocol) -> None:
+        """Refuse views that would take gigabytes: more pixels than a batch may have, or than `multi-scale` needs."""
+        limit = max(MAX_PIXELS, protocol.long_side_cap * max(self.session.contract.default_scales) ** 2)
+        for scale in protocol.scales:
+            rows, columns = resized_size(height, width, scale, protocol.long_side_cap)
+            if rows * columns > limit:
+                raise UsageError(
+                    f"protocol {protocol.name}: this image would be seen as {rows}x{columns} pixels, more than the "
+                    f"{limit} that this server takes in one view. Use a smaller scale, or `prelunet classify --model`"
+                )
+
+    def _heat_maps(self, image: bytes, protocol: Protocol, classified: Classified) -> bytes:
         """Draw an image beside the heat maps of its best classes, as a PNG file.
 
         It is decoded again: kept from the first time, the pixels of every image that waits would fill the memory.
         """
-        pixels = decode_rgb(image, self._limits)
+        pixels = decode_rgb(image, self._limits, apply_exif=protocol.apply_exif)
         return png_bytes(draw_heat_maps(pixels, classified, self.session.contract, protocol))
 
     def close(self) -> None:

@@ -77,8 +77,14 @@ class ComputeThread:
         while open_ or waiting:
             open_ = self._take_incoming(waiting) and open_
             waiting = [view for view in waiting if not view.request.future.done()]  # cancelled, or failed in a batch
-            if waiting:
+            if not waiting:
+                continue
+            try:
                 waiting = self._run_first_batch(waiting)
+            except Exception as error:  # a thread that died here would leave every later call waiting for ever
+                for view in waiting:
+                    view.request.fail(error)
+                waiting = []
 
     def _take_incoming(self, waiting: list[_Waiting]) -> bool:
         """Move all that came into `waiting`; sleep when there is nothing at all. Returns False once closed."""

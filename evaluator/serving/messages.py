@@ -1,65 +1,37 @@
-"""Between the messages of proto/prelunet/v1 and the evaluator's own data. Pure functions; nothing is computed here."""
+"""What the server reads from messages of proto/prelunet/v1 and writes into them. Nothing is computed here."""
 
 from pathlib import PurePosixPath
-from typing import Any
 
-from google.protobuf.json_format import MessageToDict, ParseDict
-from google.protobuf.message import Message
+from google.protobuf.json_format import ParseDict
 
 from evaluator.contract import ModelContract
-from evaluator.engine.classify import Classified
+from evaluator.engine.answer import Answer, top_asked
 from evaluator.engine.session import Circumstances
 from evaluator.errors import DatasetError, UsageError
 from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from evaluator.protocols import Protocol, make_protocol
+from evaluator.protocols import DEFAULT_PROTOCOL, Protocol, make_protocol
 from evaluator.reporting.report import Report
 from evaluator.serving.classifier import Classifier
 from evaluator.serving.evaluation import LabelledImage
 
-DEFAULT_PROTOCOL = "multi-scale"
-DEFAULT_TOP_K = 5
 MAX_FILE_NAME = 1024  # characters
 
 
-def protocol_asked(name: str, contract: ModelContract) -> Protocol:
-    """Return the protocol of that name, of no name the default; UsageError for one that there is not."""
-    return make_protocol(name or DEFAULT_PROTOCOL, contract)
+def protocol_asked(request: pb.ClassifyRequest | pb.EvaluateStart, contract: ModelContract) -> Protocol:
+    """Return the protocol that is asked for, of no name the default; UsageError for one that there is not."""
+    return make_protocol(request.protocol or DEFAULT_PROTOCOL, contract, apply_exif=request.apply_exif)
 
 
 def top_k_asked(request: pb.ClassifyRequest, contract: ModelContract) -> int:
     """Return how many predictions to answer; UsageError for a number outside 1 to the number of classes."""
-    classes = len(contract.classes)
-    if not request.HasField("top_k"):
-        return min(DEFAULT_TOP_K, classes)
-    if not 1 <= request.top_k <= classes:
-        raise UsageError(f"top_k is {request.top_k}, but this model can answer 1 to {classes} predictions")
-    return request.top_k
+    return top_asked(request.top_k if request.HasField("top_k") else None, len(contract.classes))
 
 
-def classify_response(
-    classifier: Classifier, protocol: Protocol, top_k: int, request: pb.ClassifyRequest, classified: Classified
-) -> pb.ClassifyResponse:
-    """Return the answer for one image: its best classes, how it was looked at, and the heat maps if asked for."""
-    classes = classifier.session.contract.classes
-    return pb.ClassifyResponse(
-        predictions=[
-            pb.Prediction(class_index=index, wnid=classes[index].wnid, name=classes[index].name, score=score)
-            for index, score in classified.top(top_k)
-        ],
-        model=model_identity(classifier),
-        protocol=ParseDict(protocol.to_json(), pb.Protocol()),
-        views=[
-            pb.View(
-                scale=result.view.scale,
-                mirrored=result.view.mirrored,
-                windows=pb.WindowGrid(rows=result.windows[0], columns=result.windows[1]),
-            )
-            for result in classified.views
-        ],
-        capped=classified.capped,
-        circumstances=circumstances_message(classifier.session.circumstances),
-        heatmap=classifier.heat_maps(request.image, protocol, classified) if request.heatmap else b"",
-    )
+def classify_response(answer: Answer) -> pb.ClassifyResponse:
+    """Return the answer for one image as its twin on the wire."""
+    response: pb.ClassifyResponse = ParseDict(answer.to_json(), pb.ClassifyResponse())
+    response.heatmap = answer.heatmap
+    return response
 
 
 def model_identity(classifier: Classifier) -> pb.ModelIdentity:
@@ -134,27 +106,3 @@ def _label_of(image: pb.LabelledImage, contract: ModelContract) -> int:
 def report_message(report: Report) -> pb.Report:
     """Return report.json as its twin on the wire; null becomes an unset field."""
     return ParseDict(report, pb.Report())
-
-
-def report_from_message(message: pb.Report) -> Report:
-    """Return report.json from its twin on the wire, with its keys in the same order."""
-    return to_plain(message)
-
-
-def to_plain(message: Message) -> dict[str, Any]:
-    """Return a message as plain data under its own field names, in their order; None where an optional one is unset."""
-    plain = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-    return _with_nulls(plain, message)
-
-
-def _with_nulls(plain: dict[str, Any], message: Message) -> dict[str, Any]:
-    """Write None where an optional field is unset, at any depth: there JSON has null and the conversion nothing."""
-    result: dict[str, Any] = {}
-    for field in message.DESCRIPTOR.fields:
-        value, inner = plain.get(field.name), getattr(message, field.name)
-        if isinstance(value, dict) and isinstance(inner, Message):
-            value = _with_nulls(value, inner)
-        elif isinstance(value, list) and field.message_type is not None:
-            value = [_with_nulls(entry, part) for entry, part in zip(value, inner, strict=True)]
-        result[field.name] = value
-    return result

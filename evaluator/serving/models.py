@@ -12,7 +12,7 @@ import numpy as np
 from evaluator.engine.session import Device, Session, open_session
 from evaluator.errors import EnvironmentFault, ModelNotFound, PreluNetError, UsageError
 from evaluator.imaging.decode import DecodeLimits
-from evaluator.serving.classifier import Classifier
+from evaluator.serving.classifier import MAX_WAITING, Classifier
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -74,10 +74,12 @@ def warm(session: Session, name: str) -> None:
 class Models:
     """What is served, by name, in the order given. Owns the threads that decode for all of it."""
 
-    def __init__(self, loaded: Iterable[tuple[ModelFile, Session]], limits: DecodeLimits) -> None:
+    def __init__(
+        self, loaded: Iterable[tuple[ModelFile, Session]], limits: DecodeLimits, max_waiting: int = MAX_WAITING
+    ) -> None:
         self._decoders = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="decode")
         self._by_name = {
-            file.name: Classifier(file.name, file.path.name, session, self._decoders, limits)
+            file.name: Classifier(file.name, file.path.name, session, self._decoders, limits, max_waiting)
             for file, session in loaded
         }
 

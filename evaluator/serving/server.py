@@ -8,7 +8,6 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
@@ -22,6 +21,7 @@ from evaluator.imaging.decode import DecodeLimits
 from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from evaluator.serving import messages
+from evaluator.serving.classifier import MAX_WAITING
 from evaluator.serving.evaluation import LabelledImage, evaluate
 from evaluator.serving.interceptor import Calls, ErrorsToStatus
 from evaluator.serving.models import ModelFile, Models, load_models
@@ -43,6 +43,7 @@ class ServeOptions:
     threads: int = 0
     grace: float = 30.0  # what calls in flight have after a signal
     limits: DecodeLimits = field(default_factory=DecodeLimits)
+    max_waiting: int = MAX_WAITING  # images of one model
 
 
 class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
@@ -54,10 +55,11 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
     async def Classify(self, request: pb.ClassifyRequest, context: Context) -> pb.ClassifyResponse:  # noqa: ARG002, N802
         """Classify one image."""
         classifier = self._models.get(request.model)
-        protocol = messages.protocol_asked(request.protocol, classifier.session.contract)
+        protocol = messages.protocol_asked(request, classifier.session.contract)
         top_k = messages.top_k_asked(request, classifier.session.contract)
-        answer = partial(messages.classify_response, classifier, protocol, top_k, request)
-        return await classifier.classify(request.image, protocol, answer, keep_windows=request.heatmap)
+        with classifier.admitted():
+            answer = await classifier.answer(request.image, protocol, top_k, heatmap=request.heatmap)
+        return messages.classify_response(answer)
 
     async def Evaluate(  # noqa: N802
         self,
@@ -68,7 +70,7 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
         start = messages.start_of(await anext(request_iterator, None))
         classifier = self._models.get(start.model)
         contract = classifier.session.contract
-        protocol = messages.protocol_asked(start.protocol, contract)
+        protocol = messages.protocol_asked(start, contract)
 
         async def images() -> AsyncIterator[LabelledImage]:
             async for request in request_iterator:
@@ -89,8 +91,10 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
 class Server:
     """A server on its port; made and used inside one running event loop."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, limits: DecodeLimits | None = None) -> None:
         """Take the port, so that a port in use is told before models are loaded for minutes.
+
+        limits: of images; a message may hold twice as much, so that one slightly too large is refused in our words.
 
         Raises EnvironmentFault when it cannot be had.
         """
@@ -101,7 +105,7 @@ class Server:
             interceptors=[ErrorsToStatus(self._calls)],
             options=[
                 ("grpc.so_reuseport", 0),  # else a second server started by mistake would share the calls silently
-                ("grpc.max_receive_message_length", MAX_MESSAGE),
+                ("grpc.max_receive_message_length", max(MAX_MESSAGE, 2 * (limits or DecodeLimits()).max_bytes)),
             ],
         )
         self._host = host
@@ -163,9 +167,9 @@ async def serve(options: ServeOptions, announce: Callable[[str], None]) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
-    server = Server(options.host, options.port)
+    server = Server(options.host, options.port, options.limits)
     loading = asyncio.to_thread(load_models, options.models, options.device, threads=options.threads)
-    models = Models(await loading, options.limits)
+    models = Models(await loading, options.limits, options.max_waiting)
     await server.start(models)
     announce(_start_line(server.address, models))
     await stopped.wait()  # a signal that came while models were loading counts too

@@ -104,7 +104,7 @@ class RunInfo:
         return {
             "version": RUN_VERSION,
             "model": dict(self.model),
-            "classes": [{"wnid": entry.wnid, "name": entry.name} for entry in self.classes],
+            "classes": [entry.to_json() for entry in self.classes],
             "protocol": self.protocol.to_json(),
             "dataset": dict(self.dataset),
             "circumstances": dict(self.circumstances),

@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from evaluator.contract import ModelContract
 from evaluator.datasets.sample import Dataset, Sample
-from evaluator.engine.classify import Classified, Model, combine, run_views, views_of
+from evaluator.engine.classify import Classified, Model, combine, run_views
 from evaluator.errors import ContractError, DatasetError, ImageError, Interrupted
 from evaluator.imaging.decode import decode_rgb
-from evaluator.imaging.views import ViewImage
+from evaluator.imaging.views import ViewImage, make_views
 from evaluator.progress import progress
 from evaluator.protocols import Protocol
 from evaluator.validation.run import Prediction, Run, describe_dataset, prediction_of, read_run, run_info
@@ -135,7 +135,7 @@ def _prepare(dataset: Dataset, sample: Sample, protocol: Protocol) -> Prepared:
     """Read, decode and resize one image; runs in a thread."""
     data = dataset.read(sample)
     try:
-        return views_of(decode_rgb(data), protocol)
+        return make_views(decode_rgb(data, apply_exif=protocol.apply_exif), protocol)
     except ImageError as error:
         return error
 

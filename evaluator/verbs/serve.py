@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 from evaluator.engine.session import Device
+from evaluator.imaging.decode import DecodeLimits
+from evaluator.serving.classifier import MAX_WAITING
 from evaluator.serving.models import parse_models
 from evaluator.serving.server import ServeOptions
 from evaluator.serving.server import serve as serve_until_stopped
@@ -24,6 +26,11 @@ def serve(
         Device, typer.Option(help="auto takes CUDA where it comes up; the start line says what runs.")
     ] = "auto",
     threads: Annotated[int, typer.Option(min=0, help="Threads of the CPU provider; 0 is one per core.")] = 0,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Images that may wait for one model; more are refused.")] = (
+        MAX_WAITING
+    ),
+    max_image_bytes: Annotated[int, typer.Option(min=1, help="Largest encoded image.")] = DecodeLimits.max_bytes,
+    max_image_pixels: Annotated[int, typer.Option(min=1, help="Largest decoded image.")] = DecodeLimits.max_pixels,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that calls in flight have after SIGTERM.")] = 30.0,
 ) -> None:
     """Serve models over gRPC until SIGTERM or Ctrl-C.
@@ -31,6 +38,7 @@ def serve(
     The first line of output says the address, the models and what runs them; calls are answered from then on.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    options = ServeOptions(parse_models(model), host, port, device, threads, grace)
+    limits = DecodeLimits(max_image_bytes, max_image_pixels)
+    options = ServeOptions(parse_models(model), host, port, device, threads, grace, limits, max_waiting)
     unfinished = asyncio.run(serve_until_stopped(options, typer.echo))
     typer.echo(f"stopped; calls cut off after {grace:g} s: {unfinished}" if unfinished else "stopped; no call was lost")

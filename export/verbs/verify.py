@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -17,14 +17,14 @@ from export.verification import verify as verify_session
 
 def verify(
     model: Annotated[Path, typer.Argument(help="An exported model.")],
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[Device, typer.Option(help="Where to run; auto: CUDA where it comes up, else CPU.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Run a model's golden images on this machine and print the deviation from a float64 oracle.
 
     Exits 6 when a score is off by more than the tolerance.
     """
-    session = open_session(model, cast(Device, device))
+    session = open_session(model, device)
     deviations = verify_session(session)
     passed = all(d.passed for d in deviations)
     if as_json:

@@ -7,18 +7,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ClassifyRequest(_message.Message):
-    __slots__ = ("image", "model", "protocol", "top_k", "heatmap")
+    __slots__ = ("image", "model", "protocol", "top_k", "heatmap", "apply_exif")
     IMAGE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     HEATMAP_FIELD_NUMBER: _ClassVar[int]
+    APPLY_EXIF_FIELD_NUMBER: _ClassVar[int]
     image: bytes
     model: str
     protocol: str
     top_k: int
     heatmap: bool
-    def __init__(self, image: _Optional[bytes] = ..., model: _Optional[str] = ..., protocol: _Optional[str] = ..., top_k: _Optional[int] = ..., heatmap: _Optional[bool] = ...) -> None: ...
+    apply_exif: bool
+    def __init__(self, image: _Optional[bytes] = ..., model: _Optional[str] = ..., protocol: _Optional[str] = ..., top_k: _Optional[int] = ..., heatmap: _Optional[bool] = ..., apply_exif: _Optional[bool] = ...) -> None: ...
 
 class ClassifyResponse(_message.Message):
     __slots__ = ("predictions", "model", "protocol", "views", "capped", "circumstances", "heatmap")
@@ -77,7 +79,7 @@ class WindowGrid(_message.Message):
     def __init__(self, rows: _Optional[int] = ..., columns: _Optional[int] = ...) -> None: ...
 
 class Protocol(_message.Message):
-    __slots__ = ("name", "kind", "scales", "mirror", "averaging", "weights", "long_side_cap", "crop")
+    __slots__ = ("name", "kind", "scales", "mirror", "averaging", "weights", "long_side_cap", "crop", "apply_exif")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     SCALES_FIELD_NUMBER: _ClassVar[int]
@@ -86,6 +88,7 @@ class Protocol(_message.Message):
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     LONG_SIDE_CAP_FIELD_NUMBER: _ClassVar[int]
     CROP_FIELD_NUMBER: _ClassVar[int]
+    APPLY_EXIF_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: str
     scales: _containers.RepeatedScalarFieldContainer[int]
@@ -94,7 +97,8 @@ class Protocol(_message.Message):
     weights: str
     long_side_cap: int
     crop: int
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., scales: _Optional[_Iterable[int]] = ..., mirror: _Optional[bool] = ..., averaging: _Optional[str] = ..., weights: _Optional[str] = ..., long_side_cap: _Optional[int] = ..., crop: _Optional[int] = ...) -> None: ...
+    apply_exif: bool
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., scales: _Optional[_Iterable[int]] = ..., mirror: _Optional[bool] = ..., averaging: _Optional[str] = ..., weights: _Optional[str] = ..., long_side_cap: _Optional[int] = ..., crop: _Optional[int] = ..., apply_exif: _Optional[bool] = ...) -> None: ...
 
 class Circumstances(_message.Message):
     __slots__ = ("provider", "precision", "versions")
@@ -122,14 +126,16 @@ class EvaluateRequest(_message.Message):
     def __init__(self, start: _Optional[_Union[EvaluateStart, _Mapping]] = ..., image: _Optional[_Union[LabelledImage, _Mapping]] = ...) -> None: ...
 
 class EvaluateStart(_message.Message):
-    __slots__ = ("model", "protocol", "dataset")
+    __slots__ = ("model", "protocol", "dataset", "apply_exif")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     DATASET_FIELD_NUMBER: _ClassVar[int]
+    APPLY_EXIF_FIELD_NUMBER: _ClassVar[int]
     model: str
     protocol: str
     dataset: str
-    def __init__(self, model: _Optional[str] = ..., protocol: _Optional[str] = ..., dataset: _Optional[str] = ...) -> None: ...
+    apply_exif: bool
+    def __init__(self, model: _Optional[str] = ..., protocol: _Optional[str] = ..., dataset: _Optional[str] = ..., apply_exif: _Optional[bool] = ...) -> None: ...
 
 class LabelledImage(_message.Message):
     __slots__ = ("file", "data", "label", "wnid")

@@ -1,0 +1,97 @@
+"""What is told of one classified image: the same from a model file and through a server.
+
+`Answer.to_json` is what `prelunet classify --json` prints, and the twin of `prelunet.v1.ClassifyResponse`, with the
+same field names.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from evaluator.engine.classify import Classified, Model
+from evaluator.engine.scores import shortest
+from evaluator.errors import UsageError
+from evaluator.protocols import Protocol
+
+TOP = 5  # classes that are told unless another number is asked for
+
+
+@dataclass(frozen=True)
+class ClassScore:
+    """One class and its score, 0 to 1."""
+
+    class_index: int
+    wnid: str
+    name: str
+    score: float
+
+
+@dataclass(frozen=True)
+class ViewSeen:
+    """One view that was averaged. scale: pixels; windows: `rows` and `columns` of its grid."""
+
+    scale: int
+    mirrored: bool
+    windows: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is told of one image.
+
+    predictions: best first; model: `name` and `sha256` of what answered; protocol: `Protocol.to_json()`;
+    capped: a long side was cut to its centre; circumstances: provider, precision, versions;
+    heatmap: a PNG file, empty unless asked for.
+    """
+
+    predictions: tuple[ClassScore, ...]
+    model: Mapping[str, str]
+    protocol: Mapping[str, Any]
+    views: tuple[ViewSeen, ...]
+    capped: bool
+    circumstances: Mapping[str, Any]
+    heatmap: bytes = b""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the answer as plain data, without the heat map."""
+        plain = asdict(self)
+        del plain["heatmap"]
+        return plain
+
+
+def answer_from_json(data: Mapping[str, Any], heatmap: bytes = b"") -> Answer:
+    """Read what `Answer.to_json` wrote."""
+    predictions = tuple(ClassScore(**entry) for entry in data["predictions"])
+    views = tuple(ViewSeen(**view) for view in data["views"])
+    return Answer(**{**data, "predictions": predictions, "views": views, "heatmap": heatmap})
+
+
+def top_asked(asked: int | None, classes: int) -> int:
+    """Return how many classes to tell; UsageError for a number outside 1 to `classes`, the number there is."""
+    if asked is None:
+        return min(TOP, classes)
+    if not 1 <= asked <= classes:
+        raise UsageError(f"top_k is {asked}, but this model can tell 1 to {classes} classes")
+    return asked
+
+
+def answer_of(
+    session: Model, name: str, protocol: Protocol, classified: Classified, top: int, heatmap: bytes = b""
+) -> Answer:
+    """Return the answer for one image. name: of the model; top: how many classes to tell."""
+    classes = session.contract.classes
+    return Answer(
+        predictions=tuple(
+            ClassScore(index, classes[index].wnid, classes[index].name, shortest(score))
+            for index, score in classified.top(top)
+        ),
+        model={"name": name, "sha256": session.model_sha256},
+        protocol=protocol.to_json(),
+        views=tuple(
+            ViewSeen(seen.view.scale, seen.view.mirrored, {"rows": seen.windows[0], "columns": seen.windows[1]})
+            for seen in classified.views
+        ),
+        capped=classified.capped,
+        circumstances=session.circumstances.to_json(),
+        heatmap=heatmap,
+    )
