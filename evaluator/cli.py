@@ -18,7 +18,7 @@ import typer
 import typer.core
 from typer.main import get_command as build_command
 
-from evaluator.errors import EnvironmentFault, Interrupted, PreluNetError, from_os_error, outcome_of
+from evaluator.errors import Interrupted, PreluNetError, from_missing_module, from_os_error, outcome_of
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,13 @@ VERBS: dict[str, Verb] = {  # in the order of the work
     "init": Verb("Write an initialised, untrained checkpoint."),
     "train": Verb("Train a net from a recipe; the same command resumes."),
     "inspect": Verb("Show what a checkpoint or a model file says of itself."),
-    "export": Verb("Turn a checkpoint into one ONNX file with the dense head inside."),
-    "verify": Verb("Run a model's golden images on this machine and print the deviation."),
+    "export": Verb("Turn a checkpoint into one ONNX file, dense head inside."),
+    "verify": Verb("Check a model on this machine with its golden images."),
     "classify": Verb("Classify images, with a model file or through a server.", "evaluator.verbs.classify:classify"),
-    "validate": Verb(
-        "Evaluate a model on a labelled dataset; the same command resumes.", "evaluator.verbs.validate:validate"
-    ),
+    "validate": Verb("Evaluate a model on a dataset; the same command resumes.", "evaluator.verbs.validate:validate"),
     "report": Verb("Write report.json, classes.csv and report.html of a run.", "evaluator.verbs.report:report"),
     "serve": Verb("Serve models over gRPC.", "evaluator.verbs.serve:serve"),
 }
-EXTRA_OF_MODULE = {"torch": "train", "onnx": "train", "safetensors": "train", "onnxruntime": "cpu"}
 
 
 class LazyVerbs(typer.core.TyperGroup):
@@ -69,6 +66,8 @@ class LazyVerbs(typer.core.TyperGroup):
         except KeyboardInterrupt:
             text = "interrupted; what is done is kept, and the same command goes on from there"
             raise Interrupted(text) from None
+        except ModuleNotFoundError as error:
+            raise from_missing_module(error) or error from error
         except BrokenPipeError:  # the reader of our output went away, as in `prelunet inspect FILE | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
@@ -76,15 +75,7 @@ class LazyVerbs(typer.core.TyperGroup):
 
 def _load(name: str) -> Any:
     """Import a verb and turn its function into a command."""
-    try:
-        function = _function_of(name)
-    except ModuleNotFoundError as error:
-        extra = EXTRA_OF_MODULE.get((error.name or "").split(".")[0])
-        if extra is None:
-            raise
-        raise EnvironmentFault(
-            f"prelunet {name} needs {error.name}, which is not installed. Bring it: pip install 'prelunet[{extra}]'"
-        ) from error
+    function = _function_of(name)
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     app.command(name, help=function.__doc__)(function)
     return build_command(app)
@@ -130,6 +121,7 @@ def _on_sigterm(_signal: int, _frame: FrameType | None) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Run the program and exit with the code of docs/contract.md."""
     signal.signal(signal.SIGTERM, _on_sigterm)
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its own lines on stderr would only repeat what our errors say
     sys.exit(run(arguments))
 
 

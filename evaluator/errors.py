@@ -101,6 +101,22 @@ def outcome_of(error: BaseException) -> Outcome:
     return INTERNAL
 
 
+_EXTRA_OF_MODULE = {"torch": "train", "onnx": "train", "safetensors": "train"}
+
+
+def how_to_install(extra: str) -> str:
+    """Return the command that brings an extra of prelunet."""
+    return f"pip install '.[{extra}]' in a checkout of prelunet"
+
+
+def from_missing_module(error: ModuleNotFoundError) -> EnvironmentFault | None:
+    """Turn the import error of a module that an extra brings into one of ours; None for any other module."""
+    extra = _EXTRA_OF_MODULE.get((error.name or "").split(".")[0])
+    if extra is None:
+        return None
+    return EnvironmentFault(f"this needs {error.name}, which is not installed. Bring it: {how_to_install(extra)}")
+
+
 # What the operating system says when the machine, not the user's input, is at fault.
 _MACHINE_ERRNOS = {
     errno.ENOSPC: "the disk is full; free some space and run the same command again",

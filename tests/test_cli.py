@@ -1,6 +1,7 @@
 """The program as a user meets it."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -64,7 +65,7 @@ def test_a_verb_whose_extra_is_missing_names_the_extra(
 
     monkeypatch.setattr(cli, "_function_of", missing)
     assert run(["train"]) == 5
-    assert "pip install 'prelunet[train]'" in capsys.readouterr().err
+    assert "pip install '.[train]'" in capsys.readouterr().err
 
 
 def test_a_mistake_of_ours_is_not_dressed_up_as_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,9 +103,9 @@ def test_a_reader_that_goes_away_ends_the_program_quietly(exported: dict[str, Ex
     images = [str(ROOT / "tests" / "data" / "hostile" / "grey-16-bit.png"), "-"]
     command = ["classify", "--model", str(exported["demo-image"].path), "--device", "cpu", "--json", *images]
     code = "import sys; from evaluator.cli import main; main(sys.argv[1:])"
-    with subprocess.Popen(
-        [sys.executable, "-c", code, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # as it is for users
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code, *command], env=buffered, **pipes) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None

@@ -20,7 +20,8 @@ from evaluator.protocols import make_protocol
 from evaluator.reporting.report import build_report
 from evaluator.serving.classifier import Classifier
 from evaluator.serving.evaluation import IN_FLIGHT, LabelledImage, evaluate
-from evaluator.serving.messages import report_from_message, report_message
+from evaluator.serving.messages import report_message
+from evaluator.serving.wire import report_from_message
 from evaluator.validation.run import Run, prediction_of, run_info
 from evaluator.validation.validate import validate
 from fakes import FakeSession, fake_contract

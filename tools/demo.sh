@@ -36,7 +36,7 @@ step "2. What did it learn? Slopes per layer, beside the paper's"
 say prelunet inspect "$out/train/last.safetensors"
 
 step "3. Export it to one ONNX file with the dense head inside, checked against torch ($out/model.onnx)"
-say prelunet export "$out/train/last.safetensors" -o "$out/model.onnx"
+say prelunet export "$out/train/last.safetensors" -o "$out/model.onnx" --force
 
 step "4. Certify the file on this machine with its golden images"
 say prelunet verify "$out/model.onnx"

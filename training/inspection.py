@@ -16,7 +16,7 @@ from rich.table import Table
 
 from evaluator.contract import ClassEntry
 from evaluator.engine.session import open_session
-from evaluator.errors import ContractError, EnvironmentFault, UsageError, from_os_error
+from evaluator.errors import ContractError, UsageError, from_os_error
 from evaluator.files import sha256_of
 from training.architectures import Architecture, architecture_from_json, multiply_adds, parameter_shapes
 
@@ -36,12 +36,6 @@ PAPER_SLOPES: dict[str, tuple[float, float]] = {
     "fc1": (0.063, 0.074),
     "fc2": (0.031, 0.075),
 }
-PAPER_IN_WORDS = (
-    "In the paper (Table 1, a 14-layer net) conv1 learned the largest slopes, 0.596 in the mean of its channels: it "
-    "keeps both signs of its edges. Deeper layers in general learned smaller ones, down to 0.074 at fc1. Every slope "
-    "starts at 0.25."
-)
-
 _SLOPE_KEYS = ("layer", "channels", "mean", "min", "max", "below_zero", "above_one")
 _LARGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors format
 _ONNX_FIRST_BYTE = b"\x08"  # the tag of ir_version, the first field of a serialised ModelProto
@@ -101,12 +95,8 @@ def beside_the_paper(slopes: Sequence[Mapping[str, Any]], activation: str) -> li
 
 
 def _inspect_checkpoint(path: Path) -> dict[str, Any]:
-    try:
-        from training.checkpoints import read_checkpoint
-    except ModuleNotFoundError as error:
-        raise EnvironmentFault(
-            f"{path} is a checkpoint, and reading one needs {error.name}. Bring it with: pip install 'prelunet[train]'"
-        ) from error
+    from training.checkpoints import read_checkpoint  # here, so that a model file is inspected without safetensors
+
     checkpoint = read_checkpoint(path)
     is_image = checkpoint.mean.ndim == 3
     return {
@@ -181,7 +171,7 @@ def print_inspection(inspection: Mapping[str, Any], console: Console) -> None:
     activation = inspection["architecture"]["activation"]
     if inspection["slopes"]:
         console.print()
-        _print_slopes(inspection["slopes"], console)
+        _print_slopes(inspection["slopes"], console, shared=activation == "prelu-shared")
     elif activation.startswith("prelu"):
         console.print("\nThis file records no slopes.")
     else:
@@ -218,7 +208,7 @@ def _facts(inspection: Mapping[str, Any]) -> dict[str, str]:
     return facts
 
 
-def _print_slopes(slopes: Sequence[Mapping[str, Any]], console: Console) -> None:
+def _print_slopes(slopes: Sequence[Mapping[str, Any]], console: Console, *, shared: bool) -> None:
     """Print the slopes layer by layer; layers with slopes outside 0..1 are marked."""
     table = Table(title="Slopes of the negative side", title_justify="left", box=None, pad_edge=False)
     has_paper = slopes[0]["paper"] is not None
@@ -237,7 +227,11 @@ def _print_slopes(slopes: Sequence[Mapping[str, Any]], console: Console) -> None
     if has_paper:
         console.print("paper: Table 1 of He et al. 2015, model E trained on ImageNet. Every slope starts at 0.25.")
     else:
-        console.print(PAPER_IN_WORDS)
+        learned = ", ".join(f"{layer} {values[0 if shared else 1]:.3f}" for layer, values in PAPER_SLOPES.items())
+        console.print(
+            f"For comparison, what model E learned on ImageNet (He et al. 2015, Table 1): {learned}. It keeps both "
+            "signs of the edges at conv1, and becomes more nonlinear with depth. Every slope starts at 0.25."
+        )
 
 
 def _class_text(entry: Mapping[str, str]) -> str:

@@ -260,7 +260,7 @@ def _holds(path: Path, checkpoint: Checkpoint) -> bool:
     """Whether the file is this checkpoint."""
     try:
         found = read_checkpoint(path)
-    except CheckpointError:
+    except (CheckpointError, UsageError):  # damaged, or not there
         return False
     same = all(np.array_equal(found.tensors[name], tensor) for name, tensor in checkpoint.tensors.items())
     return same and found.metrics == checkpoint.metrics

@@ -43,7 +43,7 @@ def ranks(logits: npt.NDArray[np.floating], labels: npt.NDArray[np.int64]) -> np
 def errors_of(step: int, all_ranks: Iterable[npt.NDArray[np.int64]]) -> Errors:
     """Count the errors of a whole split, given the ranks of its batches."""
     rank = np.concatenate(list(all_ranks))
-    return Errors(step, 100 * float((rank > 1).mean()), 100 * float((rank > 5).mean()))
+    return Errors(step, *(round(100 * float((rank > k).mean()), 4) for k in (1, 5)))
 
 
 class MetricsLog:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evaluator.contract import INPUTS, OUTPUTS, ModelContract, contract_from_metadata
-from evaluator.errors import ContractError, EnvironmentFault, UsageError
+from evaluator.errors import ContractError, EnvironmentFault, UsageError, how_to_install
 from evaluator.files import sha256_of
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -131,7 +131,7 @@ def open_session(path: Path, device: Device = "auto", *, threads: int = 0) -> Se
     elif device == "cuda":
         raise EnvironmentFault(
             f"--device cuda: this environment has {_installed_runtimes()[0]}, which knows no CUDA. "
-            "Install the extra: pip install 'prelunet[gpu]' in a fresh environment"
+            f"In a fresh environment: {how_to_install('gpu')}"
         )
     return _open(runtime, path, digest, "CPUExecutionProvider", threads)
 
@@ -196,14 +196,13 @@ def _import_runtime() -> ModuleType:
     if len(installed) > 1:
         raise EnvironmentFault(
             f"{' and '.join(installed)} are both installed and overwrite each other's files. "
-            "Keep one: pip uninstall all of them, then pip install 'prelunet[cpu]' or 'prelunet[gpu]'"
+            f"Keep one: pip uninstall all of them, then {how_to_install('cpu')} (or gpu)"
         )
     try:
         import onnxruntime
     except ImportError as error:
         raise EnvironmentFault(
-            f"onnxruntime cannot be imported ({error}). Install one of: pip install 'prelunet[cpu]', 'prelunet[gpu]', "
-            "'prelunet[openvino]'"
+            f"onnxruntime cannot be imported ({error}). Bring it: {how_to_install('cpu')} (or gpu, or openvino)"
         ) from error
     if not hasattr(onnxruntime, "InferenceSession"):
         raise EnvironmentFault(

@@ -114,7 +114,8 @@ def _read(file: str) -> bytes:
 
 def _lines(file: str, answer: Answer) -> str:
     """Return an answer for people."""
-    classes = [f"  {p.score:7.2%}  {p.name} ({p.wnid})" for p in answer.predictions]
+    names = [p.name if p.name == p.wnid else f"{p.name} ({p.wnid})" for p in answer.predictions]
+    classes = [f"  {p.score:7.2%}  {name}" for p, name in zip(answer.predictions, names, strict=True)]
     cut = ["  only the centre was looked at: the image is too elongated"] if answer.capped else []
     return "\n".join([file, *classes, *cut])
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from evaluator.contract import Canvas
-from export.exporting import export_checkpoint
+from evaluator.errors import UsageError
 
 
 def export(
@@ -18,12 +18,17 @@ def export(
             help="`ragged`: images of any sizes share a batch. `exact`: no masks, for images that fill their canvas."
         ),
     ] = "ragged",
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
     """Turn a checkpoint into one ONNX file with the dense head inside.
 
     The file is compared with the torch net on images of several sizes before it gets its name; on a mismatch no file
     is left.
     """
+    from export.exporting import export_checkpoint  # here, so that --help needs neither torch nor onnx
+
+    if output.exists() and not force:
+        raise UsageError(f"{output}: exists already. Choose another name, or replace it with --force")
     deviations = export_checkpoint(checkpoint, output, canvas)
     worst = max(deviations, key=lambda d: d.scores)
     typer.echo(

@@ -8,7 +8,6 @@ import typer
 
 from evaluator.errors import UsageError
 from training.architectures import ACTIVATIONS, ARCHITECTURES, Activation, architecture, multiply_adds
-from training.checkpoints import Checkpoint, write_checkpoint
 from training.initialization import CHANNEL_MEAN, initial_tensors, parse_classes
 
 
@@ -27,6 +26,8 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
     """Write an initialised, untrained checkpoint with ImageNet's channel mean."""
+    from training.checkpoints import Checkpoint, write_checkpoint  # here, so that --help needs no safetensors
+
     net = architecture(arch, activation=cast(Activation, activation), crop=crop)  # which refuses unknown names
     entries = parse_classes(classes)
     if output.exists() and not force:

@@ -9,8 +9,6 @@ import typer
 from evaluator.datasets.opening import open_dataset
 from evaluator.errors import UsageError
 from training.embedded import embedded_dataset_path
-from training.loop import Training
-from training.loop import train as run_training
 from training.recipe import Recipe, automatic_crop, fit_to_crop, read_recipe, recipe_names
 from training.splits import median_shorter_side
 
@@ -36,6 +34,8 @@ def train(
     fresh: Annotated[bool, typer.Option("--fresh", help="Throw an earlier run in RUN away.")] = False,
 ) -> None:
     """Train a net from a recipe; the same command resumes."""
+    from training.loop import train as run_training  # here, so that --help needs no torch
+
     wanted = read_recipe(recipe)
     wanted = replace(wanted, steps=steps or wanted.steps, seed=wanted.seed if seed is None else seed)
     if crop is not None:
@@ -45,7 +45,8 @@ def train(
             f"crop {wanted.crop}, scales {low} to {high}, batch {wanted.batch}, rate {wanted.rate:.4g}", err=True
         )
     training = run_training(wanted, data, out, fresh=fresh, announce=lambda text: typer.echo(text, err=True))
-    typer.echo(_next_commands(training), err=True)  # on stderr, so that the errors stay stdout's last line
+    # On stderr, so that the errors stay stdout's last line.
+    typer.echo(_next_commands(training.checkpoint, training.dataset), err=True)
     typer.echo(str(training.errors))
 
 
@@ -59,12 +60,13 @@ def _crop_side(text: str, recipe: Recipe, data: Path | None) -> int:
     return int(text)
 
 
-def _next_commands(training: Training) -> str:
+def _next_commands(checkpoint: Path, dataset: Path) -> str:
     """Return what can be done with the checkpoint now, as commands to type."""
-    model = training.checkpoint.with_name("model.onnx")
-    run = training.checkpoint.with_name("multi-scale")
+    model = checkpoint.with_name("model.onnx")
+    run = checkpoint.with_name("multi-scale")
     return (
-        f"{training.checkpoint} is trained. Go on with:\n"
-        f"  prelunet export {training.checkpoint} -o {model}\n"
-        f"  prelunet validate --model {model} --data {training.dataset} --protocol multi-scale --run {run}"
+        f"{checkpoint} is trained. Go on with:\n"
+        f"  prelunet export {checkpoint} -o {model}\n"
+        f"  prelunet validate --model {model} --data {dataset} --protocol multi-scale --run {run}\n"
+        "errors on val/ with the protocol `center`:"
     )
