@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from evaluator.datasets.sample import Sample
+from evaluator.differences import differences
 from evaluator.errors import EnvironmentFault, PreluNetError, RunFolderError
 from evaluator.protocols import make_protocol
 from evaluator.validation.run import Prediction, RunInfo, ViewRank, read_run, run_info
-from evaluator.validation.writer import differences, open_run, scores_header
+from evaluator.validation.writer import open_run, scores_header
 from fakes import FakeSession
 
 SESSION = FakeSession()

@@ -3,9 +3,10 @@
 #   tools/demo.sh        on the embedded Fashion-MNIST pictures
 #   tools/demo.sh DIR    on DIR/train/CLASS/* and DIR/val/CLASS/*
 set -euo pipefail
-out=demo
-mkdir -p "$out"
+out=demo/clothes
 
+# An interrupted demo goes on where it stopped; a finished one starts anew, whatever version made it.
+anew() { [ ! -e "$1/finished" ] || rm -rf "$1"; mkdir -p "$1"; }
 step() { printf '\n\033[1m== %s\033[0m\n' "$1"; }
 say() { printf '$ %s\n' "$*"; "$@"; }
 
@@ -15,12 +16,13 @@ if [ $# -gt 0 ]; then
     echo "make demo DATA=$data: no folders train/ and val/ with one folder per class in there" >&2
     exit 2
   fi
-  out=$out/on-$(basename "$(realpath "$data")")
-  mkdir -p "$out"
+  out=demo/$(basename "$(realpath "$data")")
+  anew "$out"
   train_options=(--data "$data" --crop auto)
   picture=$(find -L "$data/val" -type f -name '[!.]*' | LC_ALL=C sort | awk 'NR == 1')
 else
   data=training/data/fashion_mnist.zip
+  anew "$out"
   python -c "import zipfile; zipfile.ZipFile('$data').extractall('$out/pictures')"
   train_options=()
   picture=$out/shelf.png # a boot, trousers and a bag side by side, so that there is something to find
@@ -76,3 +78,4 @@ wait $server
 echo "exit code $?"
 
 step "Done. Open $out/multi-scale/report/report.html and $out/heatmap.png"
+touch "$out/finished"

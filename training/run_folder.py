@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from evaluator.differences import differences, shown
 from evaluator.errors import RunFolderError, UsageError
 from evaluator.files import write_atomically
 
@@ -36,10 +37,10 @@ def open_run_folder(folder: Path, description: dict[str, Any], *, fresh: bool) -
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(wanted, indent=1, sort_keys=True).encode() + b"\n")
         return
-    differences = _differences(_read(path), json.loads(json.dumps(wanted)))
-    if differences:
+    found = differences(_read(path), json.loads(json.dumps(wanted)))
+    if found:
         raise RunFolderError(
-            f"{folder}: holds another training: {'; '.join(differences)}. "
+            f"{folder}: holds another training:\n{shown(found)}\n"
             "Choose another folder with --out, or begin anew here with --fresh"
         )
 
@@ -64,15 +65,3 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise RunFolderError(f"{path}: damaged, not an object. Begin anew with --fresh")
     return found
-
-
-def _differences(found: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> list[str]:
-    """Name every key whose value differs, as `recipe.rate is 0.02 there, 0.01 here`."""
-    texts = []
-    for key in sorted({*found, *wanted}):
-        there, here = found.get(key), wanted.get(key)
-        if isinstance(there, dict) and isinstance(here, dict):
-            texts += _differences(there, here, f"{prefix}{key}.")
-        elif there != here:
-            texts.append(f"{prefix}{key} is {json.dumps(there)} there, {json.dumps(here)} here")
-    return texts

@@ -130,7 +130,7 @@ def open_session(path: Path, device: Device = "auto", *, threads: int = 0) -> Se
             log.warning("device auto: running on the CPU, because CUDA did not come up: %s", error)
     elif device == "cuda":
         raise EnvironmentFault(
-            f"--device cuda: this environment has {_installed_runtimes()[0]}, which knows no CUDA. "
+            f"--device cuda: this environment has an onnxruntime that knows no CUDA. "
             f"In a fresh environment: {how_to_install('gpu')}"
         )
     return _open(runtime, path, digest, "CPUExecutionProvider", threads)

@@ -5,7 +5,6 @@ Which images, and in which order, follows from the run alone; their pixels come 
 
 import base64
 import io
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from evaluator.datasets import open_dataset
 from evaluator.datasets.sample import Dataset
 from evaluator.errors import DatasetError, PreluNetError
 from evaluator.imaging.decode import decode_rgb
-from evaluator.validation.run import LOG_FILE, Prediction, Run
+from evaluator.validation.run import Prediction, Run, find_dataset
 
 SHOWN = 48  # images on the page
 SHOWN_OF_A_CLASS = 3  # so that one hopeless class does not fill the gallery
@@ -62,7 +61,7 @@ def make_gallery(run: Run, data: Path | None) -> Gallery:
         return Gallery((), 0)
     if data is not None:
         return Gallery(_with_thumbnails(mistakes, _open(run, data), run), total)
-    location = find_location(run.folder) if run.folder else None
+    location = find_dataset(run.folder) if run.folder else None
     if location is None:
         return Gallery(mistakes, total, "The run does not say where its images are.")
     try:
@@ -84,29 +83,6 @@ def choose_mistakes(predictions: Sequence[Prediction]) -> list[Prediction]:
         if len(chosen) == SHOWN:
             break
     return chosen
-
-
-def find_location(folder: Path) -> Path | None:
-    """Return where the run last found its dataset, from log.jsonl; None when the log does not say.
-
-    The log is no part of the result, and a killed run may leave half a line in it: such lines are passed over.
-    """
-    try:
-        lines = (folder / LOG_FILE).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return None
-    for line in reversed(lines):
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        if (
-            isinstance(entry, dict)
-            and entry.get("event") in {"start", "resume"}
-            and isinstance(entry.get("dataset"), str)
-        ):
-            return Path(entry["dataset"])
-    return None
 
 
 def _open(run: Run, location: Path) -> Dataset:

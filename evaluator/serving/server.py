@@ -59,7 +59,7 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
         top_k = messages.top_k_asked(request, classifier.session.contract)
         with classifier.admitted():
             answer = await classifier.answer(request.image, protocol, top_k, heatmap=request.heatmap)
-        return messages.classify_response(answer)
+        return await asyncio.to_thread(messages.classify_response, answer)  # 20 ms where 1000 classes are told
 
     async def Evaluate(  # noqa: N802
         self,

@@ -15,6 +15,7 @@ from evaluator.protocols import Protocol, protocol_from_json
 
 RUN_VERSION = 1
 CHUNK = 64  # images: the unit of writing, resuming and sharding
+BEGINNINGS = STARTED, RESUMED = "start", "resume"  # events in log.jsonl that name the dataset
 TOP = 5  # classes kept per image: the paper's top-5
 RUN_FILE, PREDICTIONS_FILE, SCORES_FILE, LOG_FILE = "run.json", "predictions.jsonl", "scores.f32.npy", "log.jsonl"
 
@@ -183,6 +184,22 @@ def read_run(folder: Path) -> Run:
             "Finish the run first: the same `prelunet validate` command goes on where it stopped"
         )
     return Run(info, predictions, folder)
+
+
+def find_dataset(folder: Path) -> Path | None:
+    """Return where the dataset of a run lay when it was last worked on, as log.jsonl tells; None if it does not."""
+    try:
+        lines = (folder / LOG_FILE).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict) and entry.get("event") in BEGINNINGS and isinstance(entry.get("dataset"), str):
+            return Path(entry["dataset"])
+    return None
 
 
 def read_predictions(path: Path) -> list[Prediction]:

@@ -22,7 +22,16 @@ from evaluator.imaging.decode import decode_rgb
 from evaluator.imaging.views import ViewImage, make_views
 from evaluator.progress import progress
 from evaluator.protocols import Protocol
-from evaluator.validation.run import Prediction, Run, describe_dataset, prediction_of, read_run, run_info
+from evaluator.validation.run import (
+    RESUMED,
+    STARTED,
+    Prediction,
+    Run,
+    describe_dataset,
+    prediction_of,
+    read_run,
+    run_info,
+)
 from evaluator.validation.writer import RunWriter, open_run
 
 MAX_THREADS = 16  # beyond, the threads wait for the interpreter more than they decode
@@ -58,7 +67,7 @@ def validate(
         else:
             announce(f"{folder}: going on after {writer.done} of {total} images" if writer.done else f"{folder}: new")
             writer.log(
-                "resume" if writer.done else "start",
+                RESUMED if writer.done else STARTED,
                 done=writer.done,
                 dataset=str(dataset.location.resolve()),
                 device=session.circumstances.provider,

@@ -9,7 +9,7 @@ import fcntl
 import io
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evaluator.datasets.sample import Sample
+from evaluator.differences import differences, shown
 from evaluator.errors import EnvironmentFault, RunFolderError
 from evaluator.files import write_atomically
 from evaluator.validation.run import (
@@ -35,7 +36,6 @@ from evaluator.validation.run import (
 _REPORT_FILES = ("report/report.json", "report/classes.csv", "report/report.html")  # of a run that is started anew
 _TEMPORARY = tuple(f".{name}.*.tmp" for name in (RUN_FILE, PREDICTIONS_FILE, SCORES_FILE))  # of `write_atomically`
 _NAMES = {("model", "file"), ("dataset", "name")}  # in run.json for the reader's eye; a renamed file is the same file
-_SHOWN = 8  # differences
 
 
 class RunWriter:
@@ -121,29 +121,6 @@ def scores_header(images: int, classes: int) -> bytes:
     return header.getvalue()
 
 
-def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """Compare two run.json field by field; one line for each difference that can change a result."""
-    before, now = dict(_flatten(there)), dict(_flatten(here))
-    return [
-        f"{'.'.join(key)}: {before.get(key, '(absent)')} in the folder, {now.get(key, '(absent)')} now"
-        for key in [*before, *(key for key in now if key not in before)]
-        if key not in _NAMES and before.get(key) != now.get(key)
-    ]
-
-
-def _flatten(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield (path, leaf) of nested JSON data; lists of numbers are leaves."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _flatten(inner, (*path, key))
-    elif isinstance(value, list) and value and isinstance(value[0], Mapping):
-        yield (*path, "length"), len(value)
-        for index, inner in enumerate(value):
-            yield from _flatten(inner, (*path, str(index)))
-    else:
-        yield path, value
-
-
 def _refuse_what_is_no_run(folder: Path) -> None:
     """Leave alone what is neither empty nor a run."""
     if not folder.exists():
@@ -195,13 +172,11 @@ def _delete_run(folder: Path) -> None:
 
 
 def _check_same(there: RunInfo, here: RunInfo, folder: Path) -> None:
-    found = differences(there.to_json(), here.to_json())
+    found = differences(there.to_json(), here.to_json(), ignored=_NAMES)
     if not found:
         return
-    more = [f"... and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
-    lines = "\n  ".join([*found[:_SHOWN], *more])
     raise RunFolderError(
-        f"{folder}: holds another run:\n  {lines}\n"
+        f"{folder}: holds another run:\n{shown(found)}\n"
         "Choose another folder with --run, or start this one anew with --fresh"
     )
 
