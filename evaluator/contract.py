@@ -6,7 +6,7 @@ nothing else passes between the two. Pure functions; no runtime is imported here
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -18,6 +18,8 @@ from evaluator.errors import ContractError
 
 CONTRACT_VERSION = 1
 PREFIX = "prelunet."
+LARGEST_SIDE = 65536  # pixels of a canvas side
+MOST_SCALES = 32  # of `multi-scale`; SPP-net uses six
 INPUTS = ("images", "sizes")
 OUTPUTS = ("scores", "logits", "windows", "window_scores")
 
@@ -98,6 +100,12 @@ class ModelContract:
     spp_order = "level,row,column,channel"
     bin_rule = "floor-ceil"
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for numbers that no graph could have; the rest of the evaluator relies on this."""
+        faults = [text for broken, text in _contradictions(self) if broken]
+        if faults:
+            raise ValueError("; ".join(faults))
+
     @property
     def name(self) -> str:
         """Return the architecture's name, as in the paper: A, B, C, E, ..."""
@@ -158,6 +166,38 @@ class ModelContract:
         return {PREFIX + key: json.dumps(values[key], sort_keys=True, allow_nan=False) for key in sorted(values)}
 
 
+def _contradictions(contract: ModelContract) -> Iterator[tuple[bool, str]]:
+    """Yield (whether it is so, what is wrong), each check relying on those before it."""
+    crop, window, wnids = contract.crop, contract.window, [entry.wnid for entry in contract.classes]
+    whole = [crop, window, contract.max_side, *contract.spp_levels, *contract.default_scales]
+    whole += [number for layer in contract.trunk for number in (layer.kernel, layer.stride, layer.pad)]
+    if not all(type(number) is int for number in whole):
+        yield True, "sides, scales, levels and layers should be whole numbers"
+        return
+    named = all(isinstance(contract.architecture.get(key), str) for key in ("name", "activation"))
+    yield not named, "the architecture should have a name and an activation"
+    texts = all(isinstance(text, str) for entry in contract.classes for text in (entry.wnid, entry.name))
+    yield not wnids or not texts or len(set(wnids)) < len(wnids), "classes should be there, with different wnids"
+    sane = all(layer.kernel >= 1 and layer.stride >= 1 and 0 <= layer.pad < layer.kernel for layer in contract.trunk)
+    if not contract.trunk or not sane or not 1 <= crop <= contract.max_side <= LARGEST_SIDE:
+        yield True, f"a trunk of layers, and 1 <= crop <= max_side <= {LARGEST_SIDE}, should be there"
+        return
+    yield contract.feature_map_side(crop) != window or window < 1, f"a crop of {crop} is no window of {window} cells"
+    yield not all(1 <= level <= window for level in contract.spp_levels), "spp_levels should be 1 to the window"
+    scales = contract.default_scales
+    yield (
+        not 1 <= len(set(scales)) == len(scales) <= MOST_SCALES,
+        f"there should be 1 to {MOST_SCALES} scales",
+    )
+    yield not all(crop <= scale <= contract.max_side for scale in scales), "scales should be from crop to max_side"
+    for golden in contract.golden:
+        sides = (golden.height, golden.width)
+        yield not all(type(s) is int and crop <= s <= contract.max_side for s in sides), "golden: sides out of range"
+        for numbers in (golden.scores, golden.logits):
+            finite = all(isinstance(number, float | int) and math.isfinite(number) for number in numbers)
+            yield not finite or len(numbers) != len(wnids), "golden: one finite number per class should be there"
+
+
 def contract_from_metadata(metadata: Mapping[str, str], where: str) -> ModelContract:
     """Read the contract from a file's metadata; `where` names the file in errors.
 
@@ -165,6 +205,8 @@ def contract_from_metadata(metadata: Mapping[str, str], where: str) -> ModelCont
     """
     read = _Reader(metadata, where)
     version = read.value("contract_version", int)
+    if version < 1:
+        raise ContractError(f"{where}: contract version {version}, but they begin with 1. {read.mend}")
     if version > CONTRACT_VERSION:
         raise ContractError(
             f"{where}: contract version {version}, but this prelunet knows versions up to {CONTRACT_VERSION}. "
@@ -191,7 +233,7 @@ def contract_from_metadata(metadata: Mapping[str, str], where: str) -> ModelCont
                 for g in read.value("golden", list)
             ),
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ContractError(f"{where}: the 'prelunet.*' metadata is malformed ({error!r}). {read.mend}") from error
 
 
@@ -209,7 +251,7 @@ class _Reader:
             raise ContractError(f"{self.where}: no '{PREFIX}{key}' in the ONNX metadata. {self.mend}")
         try:
             value = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ContractError(f"{self.where}: '{PREFIX}{key}' is not JSON. {self.mend}") from error
         if not isinstance(value, kind) or isinstance(value, bool):
             raise ContractError(f"{self.where}: '{PREFIX}{key}' should be a {kind.__name__}. {self.mend}")

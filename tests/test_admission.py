@@ -7,6 +7,7 @@ import grpc
 import numpy as np
 import pytest
 
+import evaluator.serving.classifier
 import evaluator.serving.compute
 from evaluator.client import Client
 from evaluator.errors import Overloaded, UsageError
@@ -61,12 +62,27 @@ def test_an_overload_is_told_with_its_own_status() -> None:
         first = pool.submit(client.classify, png(40, 41), protocol="center")
         while server.models.get("fake")._waiting == 0:
             assert not first.done()
-        with pytest.raises(Overloaded, match="wait for model 'fake' already") as refusal:
+        with pytest.raises(Overloaded, match=r"1 images of .* wait for model 'fake' already") as refusal:
             client.classify(png(40, 42), protocol="center")
         session.gate.set()
         assert first.result(30).predictions
     assert isinstance(refusal.value.__cause__, grpc.RpcError)
     assert refusal.value.__cause__.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_images_beyond_the_bytes_that_may_wait_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluator.serving.classifier, "MAX_WAITING_BYTES", 1000)
+    with ThreadPoolExecutor(1) as pool:
+        classifier = Classifier("fake", "fake.onnx", FakeSession(), pool, DecodeLimits())
+        with (
+            classifier.admitted(5000),  # alone, any image is let in
+            pytest.raises(Overloaded, match="1 images of 5000 bytes"),
+            classifier.admitted(1),
+        ):
+            pass
+        with classifier.admitted(600), classifier.admitted(400):
+            pass
+        classifier.close()
 
 
 def test_a_view_that_would_take_gigabytes_is_refused_by_its_size_before_it_is_made() -> None:

@@ -187,7 +187,7 @@ def test_a_mistake_of_the_server_comes_back_as_an_internal_error_with_its_id() -
     [
         (grpc.StatusCode.CANCELLED, Interrupted),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, Overloaded),
-        (grpc.StatusCode.UNKNOWN, PreluNetError),
+        (grpc.StatusCode.UNKNOWN, EnvironmentFault),
     ],
 )
 def test_a_bare_status_of_grpc_becomes_an_error_of_ours(code: grpc.StatusCode, kind: type[PreluNetError]) -> None:

@@ -158,13 +158,57 @@ def test_a_model_without_one_of_the_keys_is_refused_naming_it(
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"canvas": "round"}, "'round'"), ({"crop": "28"}, "should be a int"), ({"trunk": [[3, 1]]}, "malformed")],
+    [
+        ({"canvas": "round"}, "'round'"),
+        ({"crop": "28"}, "should be a int"),
+        ({"trunk": [[3, 1]]}, "malformed"),
+        ({"contract_version": 0}, "begin with 1"),
+        ({"crop": -5}, "malformed"),
+        ({"crop": 5}, "no window of 7"),
+        ({"window": 0}, "no window of 0"),
+        ({"trunk": [[3, 0, 1]]}, "a trunk of layers"),
+        ({"trunk": []}, "a trunk of layers"),
+        ({"trunk": [[3, 1, 1]]}, "no window"),
+        ({"spp_levels": [3, 9]}, "spp_levels"),
+        ({"max_side": 10**12}, "max_side"),
+        ({"max_side": 20}, "max_side"),
+        ({"default_scales": ["32"]}, "whole numbers"),
+        ({"default_scales": [32, 32]}, "scales"),
+        ({"default_scales": []}, "scales"),
+        ({"default_scales": list(range(28, 428))}, "scales"),
+        ({"default_scales": [20]}, "from crop"),
+        ({"architecture": {}}, "name and an activation"),
+        ({"classes": []}, "different wnids"),
+        ({"classes": [{"wnid": "a", "name": "a"}] * 23}, "different wnids"),
+        ({"classes": [{"wnid": 1, "name": None}] * 23}, "different wnids"),
+        ({"classes": lambda classes: classes[:-1]}, "one finite number per class"),
+        ({"classes": lambda classes: classes[:-1], "golden": []}, "22 classes are listed, but the graph has 23"),
+        ({"golden": [{"height": 10**9, "width": 30, "scores": [0] * 23, "logits": [0] * 23}]}, "golden: sides"),
+        ({"golden": [{"height": 30, "width": 30, "scores": [0], "logits": [0] * 23}]}, "one finite number per class"),
+        ({"golden": [{"height": 30, "width": 30, "scores": "x" * 23, "logits": [0] * 23}]}, "one finite number"),
+        ({"golden": [None]}, "malformed"),
+    ],
 )
 def test_a_model_with_a_malformed_value_is_refused(
     exported: dict[str, Exported], tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ContractError, match=message):
         open_session(with_metadata(exported, tmp_path, **changes), "cpu")
+
+
+def test_metadata_nested_beyond_all_measure_is_refused(exported: dict[str, Exported]) -> None:
+    metadata = {**exported["demo-image"].session.contract.to_metadata(), "prelunet.training": "[" * 100_000}
+    with pytest.raises(ContractError, match=r"'prelunet\.training' is not JSON"):
+        contract_from_metadata(metadata, "deep.onnx")
+
+
+def test_verify_fails_on_a_trunk_that_is_not_the_graphs(exported: dict[str, Exported]) -> None:
+    session = exported["demo-image"].session
+    trunk = list(session.contract.trunk)
+    trunk[0] = replace(trunk[0], kernel=4, pad=2)  # as large a map for a crop of 28, one cell more for a side of 39
+    contract = replace(session.contract, trunk=tuple(trunk))
+    session_with = type(session)(session._session, contract, session.model_sha256, session.circumstances)
+    assert not all(d.passed for d in verify(session_with))
 
 
 @pytest.mark.parametrize("content", [b"", b"this is no model", b"\x08\x08" * 40])

@@ -140,6 +140,17 @@ def test_a_bad_call_says_what_is_wrong_and_the_next_call_works(stub, changes: di
     assert len(stub.Classify(request(top_k=6)).predictions) == 6
 
 
+@pytest.mark.parametrize("method", ["Classify", "GetModel", "Evaluate"])
+def test_bytes_that_are_no_message_are_the_callers_fault_and_the_next_call_works(channel, stub, method: str) -> None:
+    path, rubbish = f"/{SERVICE}/{method}", b"\xff\xff\xff\xff\x01"
+    if method == "Evaluate":
+        status, details = failure(channel.stream_unary(path), iter([rubbish]))
+    else:
+        status, details = failure(channel.unary_unary(path), rubbish)
+    assert (status.name, "no message of this method" in details) == ("INVALID_ARGUMENT", True), details
+    assert stub.Classify(request()).predictions
+
+
 def test_top_k_defaults_to_five_or_to_all_classes(stub) -> None:
     assert len(stub.Classify(request()).predictions) == 5
     assert len(stub.Classify(request(model="three")).predictions) == 3

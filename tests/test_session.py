@@ -73,7 +73,7 @@ class FakeRuntime(ModuleType):
         if asked in self._fails:
             raise self._fails[asked]
         runs = self._comes_up if asked == CUDA else asked
-        inputs, outputs = ([SimpleNamespace(name=name) for name in names] for names in self._names)
+        inputs, outputs = ([SimpleNamespace(name=name, shape=["N", 6]) for name in names] for names in self._names)
         return SimpleNamespace(
             disable_fallback=lambda: self.events.append("disable_fallback"),
             get_providers=lambda: [runs] if runs == CPU else [runs, CPU],

@@ -95,7 +95,7 @@ def stub():
         ([*stream()], "INVALID_ARGUMENT", "the stream had no image"),
         ([*stream(GOOD), *stream()], "INVALID_ARGUMENT", "`start`, which is sent once"),
         ([*stream(GOOD, GOOD)], "INVALID_ARGUMENT", "two images are named 'a.png'"),
-        ([*stream(GOOD, dataset="")], "INVALID_ARGUMENT", "`start` names no dataset"),
+        ([*stream(GOOD, dataset="")], "INVALID_ARGUMENT", "`start` should name the dataset"),
         ([*stream(GOOD, model="nine")], "NOT_FOUND", "no model 'nine'"),
         ([*stream(GOOD, protocol="nine")], "INVALID_ARGUMENT", "no protocol 'nine'"),
         ([*stream(pb.LabelledImage(file="b", data=b"", label=6))], "INVALID_ARGUMENT", "b: label 6, but .* 0 to 5"),

@@ -7,6 +7,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol as Interface
 
+from evaluator.errors import ImageError
+from evaluator.imaging.decode import DecodeLimits
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -39,7 +42,9 @@ class Dataset:
     reader: Reader
 
     def read(self, sample: Sample) -> bytes:
-        """Return the encoded bytes of one sample."""
+        """Return the encoded bytes of one sample; ImageError, before it is read, when no image may be so large."""
+        if sample.size > DecodeLimits.max_bytes:
+            raise ImageError(f"{sample.size} bytes are more than the limit of {DecodeLimits.max_bytes}")
         return self.reader.read(sample.file)
 
     @cached_property

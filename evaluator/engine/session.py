@@ -162,7 +162,7 @@ def _open(runtime: ModuleType, path: Path, digest: str, provider: str, threads: 
             f"{session.get_providers()[0]} instead. Check the driver and the CUDA libraries (prelunet needs CUDA 13)"
         )
     contract = contract_from_metadata(session.get_modelmeta().custom_metadata_map, str(path))
-    _check_interface(session, path)
+    _check_interface(session, contract, path)
     precision = contract.precision
     return Session(session, contract, digest, Circumstances(provider, precision, _versions(runtime)))
 
@@ -179,15 +179,18 @@ def _load_error(error: Exception, path: Path, *, cuda: bool) -> ContractError | 
     return ContractError(f"{path}: could not be loaded ({kind}: {text}). Export the checkpoint again")
 
 
-def _check_interface(session: Any, path: Path) -> None:
-    """Refuse a file whose inputs or outputs are not those of the contract."""
+def _check_interface(session: Any, contract: ModelContract, path: Path) -> None:
+    """Refuse a file whose inputs or outputs are not those of the contract, or whose classes are not the graph's."""
+    mend = f"Write the file again with: prelunet export CHECKPOINT -o {path}"
     inputs = tuple(value.name for value in session.get_inputs())
     outputs = tuple(value.name for value in session.get_outputs())
     if inputs != INPUTS or outputs != OUTPUTS:
         raise ContractError(
-            f"{path}: inputs {inputs} and outputs {outputs}, but the contract has {INPUTS} and {OUTPUTS}. "
-            f"Write the file again with: prelunet export CHECKPOINT -o {path}"
+            f"{path}: inputs {inputs} and outputs {outputs}, but the contract has {INPUTS} and {OUTPUTS}. {mend}"
         )
+    classes = session.get_outputs()[0].shape[-1]
+    if classes != len(contract.classes):
+        raise ContractError(f"{path}: {len(contract.classes)} classes are listed, but the graph has {classes}. {mend}")
 
 
 def _import_runtime() -> ModuleType:
@@ -198,6 +201,9 @@ def _import_runtime() -> ModuleType:
             f"{' and '.join(installed)} are both installed and overwrite each other's files. "
             f"Keep one: pip uninstall all of them, then {how_to_install('cpu')} (or gpu)"
         )
+    # Since 1.31 it keeps a device id and events in the user's home and uploads them, unless this is set before the
+    # import. Who wants that sets the variable to 0.
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
         import onnxruntime
     except ImportError as error:

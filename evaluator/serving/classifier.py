@@ -21,6 +21,7 @@ from evaluator.serving.compute import ComputeThread
 Result = TypeVar("Result")
 
 MAX_WAITING = 128  # images: at `multi-scale` of model A about 0.5 GB of views, and minutes of work for a CPU
+MAX_WAITING_BYTES = 2**28  # of encoded images, beside the one that is let in whatever its size
 
 
 class Classifier:
@@ -46,18 +47,27 @@ class Classifier:
         self._limits = limits
         self._max_waiting = max_waiting
         self._waiting = 0
+        self._waiting_bytes = 0
         self._compute = ComputeThread(session, name)
 
     @contextmanager
-    def admitted(self) -> Iterator[None]:
-        """Count a call among those that wait while the block runs; raises Overloaded when there are enough."""
-        if self._waiting >= self._max_waiting:
-            raise Overloaded(f"{self._waiting} images wait for model '{self.name}' already. Try again later")
+    def admitted(self, size: int) -> Iterator[None]:
+        """Count an image of `size` bytes among those that wait while the block runs.
+
+        Raises Overloaded when enough images, or enough bytes, wait already.
+        """
+        if self._waiting >= self._max_waiting or (self._waiting and self._waiting_bytes + size > MAX_WAITING_BYTES):
+            raise Overloaded(
+                f"{self._waiting} images of {self._waiting_bytes} bytes wait for model '{self.name}' already. "
+                "Try again later"
+            )
         self._waiting += 1
+        self._waiting_bytes += size
         try:
             yield
         finally:
             self._waiting -= 1
+            self._waiting_bytes -= size
 
     async def answer(self, image: bytes, protocol: Protocol, top: int, *, heatmap: bool) -> Answer:
         """Classify one encoded image and tell its best classes; see `classify` for the errors."""

@@ -3,12 +3,14 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
+from evaluator.errors import UsageError
 from evaluator.serving.status import may_be_told, status_of
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
@@ -56,7 +58,7 @@ class ErrorsToStatus(grpc.aio.ServerInterceptor):
         if handler is None or handler.response_streaming:
             return handler
         method = handler_call_details.method
-        codec = (handler.request_deserializer, handler.response_serializer)
+        codec = (_lenient(handler.request_deserializer), handler.response_serializer)
         if handler.request_streaming:
             return grpc.stream_unary_rpc_method_handler(self._wrapped(handler.stream_unary, method), *codec)
         return grpc.unary_unary_rpc_method_handler(self._wrapped(handler.unary_unary, method), *codec)
@@ -65,7 +67,8 @@ class ErrorsToStatus(grpc.aio.ServerInterceptor):
         async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             self._calls.begin(context)
             try:
-                return await behaviour(request, context)
+                checked = _decoded(request) if not hasattr(request, "__aiter__") else _all_decoded(request)
+                return await behaviour(checked, context)
             except grpc.aio.AbortError:  # a status is set already
                 raise
             except Exception as error:
@@ -76,3 +79,30 @@ class ErrorsToStatus(grpc.aio.ServerInterceptor):
                 await context.abort(status.code, status.details, status.trailing_metadata)
 
         return call
+
+
+class _Undecodable:
+    """Stands for bytes that are no message, so that a handler of ours, not gRPC's UNKNOWN, answers them."""
+
+
+def _lenient(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
+    """Let a deserializer return `_Undecodable` instead of raising where nobody could give it a status."""
+
+    def lenient(data: bytes) -> Any:
+        try:
+            return data if deserialize is None else deserialize(data)
+        except DecodeError:
+            return _Undecodable()
+
+    return lenient
+
+
+def _decoded(request: Any) -> Any:
+    if isinstance(request, _Undecodable):
+        raise UsageError("the bytes of the request are no message of this method; use the proto file of this server")
+    return request
+
+
+async def _all_decoded(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _decoded(request)

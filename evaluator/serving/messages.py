@@ -68,8 +68,10 @@ def start_of(request: pb.EvaluateRequest | None) -> pb.EvaluateStart:
         raise UsageError("the stream is empty; send `start` (model, protocol, dataset), then every image as `image`")
     if request.WhichOneof("message") != "start":
         raise UsageError("the first message of an evaluation should be `start` (model, protocol, dataset)")
-    if not PurePosixPath(request.start.dataset).name:
-        raise UsageError("`start` names no dataset; the report needs a name, as in dataset: 'flowers'")
+    if not PurePosixPath(request.start.dataset).name or len(request.start.dataset) > MAX_FILE_NAME:
+        raise UsageError(
+            f"`start` should name the dataset in 1 to {MAX_FILE_NAME} characters, as in dataset: 'flowers'"
+        )
     return request.start
 
 

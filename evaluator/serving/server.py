@@ -57,7 +57,7 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
         classifier = self._models.get(request.model)
         protocol = messages.protocol_asked(request, classifier.session.contract)
         top_k = messages.top_k_asked(request, classifier.session.contract)
-        with classifier.admitted():
+        with classifier.admitted(len(request.image)):
             answer = await classifier.answer(request.image, protocol, top_k, heatmap=request.heatmap)
         return await asyncio.to_thread(messages.classify_response, answer)  # 20 ms where 1000 classes are told
 

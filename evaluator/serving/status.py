@@ -100,9 +100,10 @@ _CLIENT_SIDE: dict[grpc.StatusCode, tuple[type[PreluNetError], str]] = {
         EnvironmentFault,
         "no server answers there; start one with `prelunet serve --model NAME=MODEL.onnx`",
     ),
-    grpc.StatusCode.DEADLINE_EXCEEDED: (EnvironmentFault, "no answer in time; give a longer timeout"),
+    grpc.StatusCode.DEADLINE_EXCEEDED: (EnvironmentFault, "no answer in time; give it more time (--timeout)"),
     grpc.StatusCode.UNIMPLEMENTED: (EnvironmentFault, "a gRPC server answers there, but not prelunet's"),
     grpc.StatusCode.CANCELLED: (Interrupted, "the call was cancelled"),
+    grpc.StatusCode.UNKNOWN: (EnvironmentFault, "no answer of prelunet's; is it an address like 127.0.0.1:50051?"),
     grpc.StatusCode.RESOURCE_EXHAUSTED: (Overloaded, "the server has too much to do; try later"),
 }
 

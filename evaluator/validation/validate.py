@@ -142,9 +142,8 @@ def _prefetched(
 
 def _prepare(dataset: Dataset, sample: Sample, protocol: Protocol) -> Prepared:
     """Read, decode and resize one image; runs in a thread."""
-    data = dataset.read(sample)
     try:
-        return make_views(decode_rgb(data, apply_exif=protocol.apply_exif), protocol)
+        return make_views(decode_rgb(dataset.read(sample), apply_exif=protocol.apply_exif), protocol)
     except ImageError as error:
         return error
 

@@ -16,7 +16,7 @@ from evaluator.engine.overlay import draw_heat_maps, png_bytes
 from evaluator.engine.session import Device, Session, open_session
 from evaluator.errors import ImageError, UsageError
 from evaluator.files import write_atomically
-from evaluator.imaging.decode import decode_rgb
+from evaluator.imaging.decode import DecodeLimits, decode_rgb
 from evaluator.protocols import DEFAULT_PROTOCOL, Protocol, make_protocol
 
 DEFAULT_TIMEOUT = 60.0  # seconds
@@ -103,13 +103,16 @@ def _answer_all(images: Sequence[str], ask: Ask, heatmap: Path | None, *, as_jso
 
 
 def _read(file: str) -> bytes:
-    """Return the bytes of a file or of stdin; ImageError when it cannot be read."""
-    if file == "-":
-        return sys.stdin.buffer.read()
+    """Return the bytes of a file or of stdin, at most so many that decoding refuses them; ImageError if unreadable."""
+    most = DecodeLimits.max_bytes + 1
     try:
-        return Path(file).read_bytes()
-    except OSError as error:
-        raise ImageError(f"cannot be read ({error.strerror}). Give the path of an image file") from error
+        if file == "-":
+            return sys.stdin.buffer.read(most)
+        with Path(file).open("rb") as encoded:
+            return encoded.read(most)
+    except (OSError, ValueError, AttributeError) as error:  # ValueError: a NUL in the name; AttributeError: no stdin
+        reason = getattr(error, "strerror", None) or error
+        raise ImageError(f"cannot be read ({reason}). Give the path of an image file") from error
 
 
 def _lines(file: str, answer: Answer) -> str:

@@ -25,7 +25,7 @@ def serve(
     device: Annotated[
         Device, typer.Option(help="auto takes CUDA where it comes up; the start line says what runs.")
     ] = "auto",
-    threads: Annotated[int, typer.Option(min=0, help="Threads of the CPU provider; 0 is one per core.")] = 0,
+    threads: Annotated[int, typer.Option(min=0, max=1024, help="Threads of the CPU provider; 0 is one per core.")] = 0,
     max_waiting: Annotated[int, typer.Option(min=1, help="Images that may wait for one model; more are refused.")] = (
         MAX_WAITING
     ),

@@ -29,7 +29,9 @@ def validate(
     device: Annotated[
         Device, typer.Option(help="Where the model runs; auto is CUDA where it comes up, else the CPU.")
     ] = "auto",
-    threads: Annotated[int, typer.Option(min=0, help="Threads of the model and of decoding; 0 is one per core.")] = 0,
+    threads: Annotated[
+        int, typer.Option(min=0, max=1024, help="Threads of the model and of decoding; 0 is one per core.")
+    ] = 0,
     exif: Annotated[bool, typer.Option("--exif", help="Obey the cameras' notes on rotation.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete the run that lies there and start anew.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
