@@ -53,7 +53,8 @@ def draw_heat_maps(image: Pixels, classified: Classified, contract: ModelContrac
 
     image: uint8 (h, w, 3); classified: of this image, made with keep_windows.
     Each map is coloured from 0 to its own highest value, which stands above it as its peak: the score of the window
-    that is surest of the class, averaged over scales. Where no view looked, the image is faint and grey.
+    that is surest of the class, averaged over scales; but at least to a tenth of the highest peak of all, so that a
+    class that is hardly seen stays dark. Where no view looked, the image is faint and grey.
     """
     best = classified.top(OVERLAYS)
     height, width = _panel_size(*image.shape[:2])
@@ -63,11 +64,16 @@ def draw_heat_maps(image: Pixels, classified: Classified, contract: ModelContrac
     )  # at the size of the panels: a map of 64 Mpixel would take gigabytes and show no more
     views = f"{len(classified.views)} view" + "s" * (len(classified.views) != 1)
     panels = [Panel(picture, f"{image.shape[1]}x{image.shape[0]} px", f"{protocol.name}, {views}")]
+    hardly = float(np.nanmax(maps)) / 10
     for place, ((index, score), of_class) in enumerate(zip(best, maps, strict=True), start=1):
         peak = float(np.nanmax(of_class))
         title = f"{place}. {contract.classes[index].name}"
-        panels.append(Panel(_overlay(picture, of_class, peak), title, f"score {score:.1%}, peak {peak:.1%}"))
-    legend = "peak of the class" + (", faint: not looked at" if np.isnan(maps).any() else "")
+        panels.append(
+            Panel(_overlay(picture, of_class, max(peak, hardly)), title, f"score {score:.1%}, peak {peak:.1%}")
+        )
+    legend = "peak of the class, or a tenth of the highest peak if that is more" + (
+        ", faint: not looked at" if np.isnan(maps).any() else ""
+    )
     return _sheet(panels, legend, columns=6 if height > width else 3)
 
 
@@ -84,11 +90,11 @@ def _panel_size(height: int, width: int) -> tuple[int, int]:
     return max(SHORT_SIDE, round(height * factor)), max(SHORT_SIDE, round(width * factor))
 
 
-def _overlay(picture: Pixels, of_class: npt.NDArray[np.float64], peak: float) -> Pixels:
-    """Lay the colours of one map over the grey image."""
+def _overlay(picture: Pixels, of_class: npt.NDArray[np.float64], brightest: float) -> Pixels:
+    """Lay the colours of one map over the grey image; `brightest` is the value of the last colour."""
     grey = (picture.astype(np.float64) @ (0.299, 0.587, 0.114))[:, :, None]  # luma of ITU-R BT.601
     seen = ~np.isnan(of_class)
-    coloured = colours(np.where(seen, of_class, 0) / (peak or 1))
+    coloured = colours(np.where(seen, of_class, 0) / (brightest or 1))
     blended = np.where(seen[:, :, None], (1 - OPACITY) * grey + OPACITY * coloured, (1 - UNSEEN) * grey + UNSEEN * 255)
     return np.asarray(np.round(blended), np.uint8)
 
