@@ -1,17 +1,18 @@
 """Files that are whole or absent: written under a temporary name beside the target, fsynced, then renamed.
 
-And what tells one file from another: its sha256.
+And what tells one file from another: its sha256. And folders that one process at a time may write.
 """
 
+import fcntl
 import hashlib
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from evaluator.errors import UsageError, from_os_error
+from evaluator.errors import EnvironmentFault, RunFolderError, UsageError, from_os_error
 
 
 def sha256_of(path: Path) -> str:
@@ -39,7 +40,7 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
 
     The same promises and errors as `write_atomically`; for data that should not be in memory twice.
     """
-    target = path.resolve()  # through a link, as a plain open would write
+    target = Path(os.path.realpath(path))  # through a link, as a plain open would write; resolve() fails on a loop
     if not target.parent.is_dir():
         raise UsageError(f"{path}: the folder {target.parent} does not exist. Create it, or choose another path")
     if target.exists() and not target.is_file():  # a rename would replace a folder or a device such as /dev/null
@@ -54,10 +55,46 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
         temporary.replace(target)
         _fsync_folder(target.parent)
     except BaseException as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # of a read-only file system, which would hide what happened before
+            temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename in {None, os.fspath(temporary)}:
             raise from_os_error(OSError(error.errno, error.strerror, os.fspath(path))) from error
         raise
+
+
+def leftovers(folder: Path, names: Iterable[str]) -> list[Path]:
+    """Return the temporary files that a killed process left of files with these names."""
+    return [path for name in names for path in folder.glob(f".{name[:200]}.{'[0-9a-f]' * 8}.tmp")]
+
+
+def remove_leftovers(folder: Path, names: Iterable[str]) -> None:
+    """Remove those temporary files; only for who holds the folder's lock, since another process may be writing them."""
+    for path in leftovers(folder, names):
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked_folder(folder: Path, option: str) -> Iterator[None]:
+    """Hold a folder for this process alone; the system gives it back when the process dies.
+
+    option: of the command line that names the folder. Raises RunFolderError when another process holds it,
+    EnvironmentFault where there are no locks. No file is made for it: the lock is on the folder itself.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunFolderError(
+                f"{folder}: another process is writing this run. Wait for it, or choose another folder with {option}"
+            ) from error
+        except OSError as error:
+            raise EnvironmentFault(
+                f"{folder}: cannot be locked ({error.strerror}). Choose a folder on another file system with {option}"
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _fsync_folder(folder: Path) -> None:

@@ -5,10 +5,11 @@ A protocol is frozen data that is stored in every run. Sources: PReLU-nets, sect
 
 import re
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from evaluator.contract import ModelContract, center_scale
 from evaluator.errors import UsageError
+from evaluator.strict import a_list, an_object, flag, one_of, text, whole
 
 Kind = Literal["dense", "center"]
 Averaging = Literal["softmax", "logit"]
@@ -62,12 +63,27 @@ class Protocol:
         return {**asdict(self), "scales": list(self.scales)}
 
 
-def protocol_from_json(data: dict[str, Any]) -> Protocol:
+def protocol_from_json(data: Any) -> Protocol:
     """Read what `Protocol.to_json` wrote; raises UsageError when it is not that."""
     try:
-        return Protocol(**{**data, "scales": tuple(data["scales"])})
-    except (KeyError, TypeError) as error:
+        return Protocol(**{key: _value_of(key, value) for key, value in an_object(data, "it").items()})
+    except (ValueError, TypeError) as error:  # Python names the keys that are missing
         raise UsageError(f"not a protocol: {error}") from error
+
+
+def _value_of(key: str, value: Any) -> Any:
+    match key:
+        case "name":
+            return text(value, key)
+        case "kind" | "averaging" | "weights":
+            return one_of(value, key, get_args({"kind": Kind, "averaging": Averaging, "weights": Weights}[key]))
+        case "scales":
+            return tuple(whole(scale, "a scale", 1) for scale in a_list(value, key))
+        case "mirror" | "apply_exif":
+            return flag(value, key)
+        case "crop" | "long_side_cap":
+            return None if key == "crop" and value is None else whole(value, key, 1)
+    raise ValueError(f"unknown key '{key}'")
 
 
 PROTOCOL_NAMES = ("center", "dense-S", "multi-scale")

@@ -1,6 +1,7 @@
 """Checkpoint → model file, checked against the torch net before it gets its name."""
 
 import importlib.metadata
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from onnx import checker
 
 from evaluator.contract import Canvas, GoldenImage, ModelContract, default_scales, golden_image, golden_sizes
 from evaluator.engine.session import Outputs, open_session
-from evaluator.errors import CheckFailed
+from evaluator.errors import CheckFailed, UsageError
 from evaluator.files import open_atomically, sha256_of
 from evaluator.protocols import LONG_SIDE_CAP
 from export.model import build_model
@@ -29,12 +30,14 @@ def export_checkpoint(path: Path, output: Path, canvas: Canvas = "ragged") -> li
     """Write the model file of a checkpoint and return how far it is from the float64 torch net.
 
     The file is written under a temporary name, run in onnxruntime on the golden images (alone and on a shared canvas)
-    and renamed when every window agrees. Raises CheckFailed with the numbers, and leaves no file, when one does not.
+    and renamed when every window agrees. Raises CheckFailed with the numbers, and leaves no file, when one does not;
+    UsageError or EnvironmentFault before the work when `output` cannot be written.
     """
     checkpoint = read_checkpoint(path)
-    windows = _oracle(checkpoint)
-    contract = _contract(checkpoint, sha256_of(path), canvas, windows)
-    with open_atomically(output) as file:
+    _check_name(output)
+    with open_atomically(output) as file:  # first, so that a path that cannot be written is refused before the work
+        windows = _oracle(checkpoint)
+        contract = _contract(checkpoint, sha256_of(path), canvas, windows)
         file.write(_model_bytes(checkpoint, contract))
         file.flush()
         checker.check_model(file.name, full_check=True)
@@ -42,6 +45,14 @@ def export_checkpoint(path: Path, output: Path, canvas: Canvas = "ragged") -> li
         if failed := [d for d in deviations if not d.passed]:
             raise CheckFailed(_parity_message(output, failed))
     return deviations
+
+
+def _check_name(output: Path) -> None:
+    """Refuse a path that is no text: onnx and onnxruntime could not open it."""
+    try:
+        os.path.realpath(output).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{os.fspath(output)!a}: the path is not UTF-8. Choose another name or folder") from error
 
 
 def _oracle(checkpoint: Checkpoint) -> list[WindowArrays]:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def write_run(
     images: int | None = None,
     data: str | None = None,
 ) -> Path:
-    """Write run.json, predictions.jsonl and, where `data` is given, a log that names the dataset's place."""
+    """Write run.json, predictions.jsonl (in the order of its files) and, with `data`, a log that names its place."""
     folder.mkdir(parents=True, exist_ok=True)
     run = {
         "version": 1,
@@ -73,7 +74,9 @@ def write_run(
         "chunk": 64,
     }
     (folder / "run.json").write_text(json.dumps(run))
-    (folder / "predictions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "predictions.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in sorted(lines, key=itemgetter("file")))
+    )
     if data is not None:
         (folder / "log.jsonl").write_text(json.dumps({"event": "start", "dataset": data}) + "\n" + '{"event": "chu')
     return folder

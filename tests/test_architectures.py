@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -130,3 +131,44 @@ def test_an_unknown_architecture_is_refused_with_the_list_of_those_there_are() -
 def test_an_unknown_activation_is_refused_with_the_list_of_those_there_are() -> None:
     with pytest.raises(UsageError, match=r"no activation 'elu'\. There are: prelu, prelu-shared, relu, lrelu"):
         replace(TINY, activation="elu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("crop", [0, -28, 4097, 10**7, 10**27, 28.5, 28.0, True, "28", None, float("nan")])
+def test_a_crop_that_cannot_be_meant_is_refused_on_both_ways(crop: Any) -> None:
+    with pytest.raises(UsageError, match=r"crop \(pixels\) should be a whole number from 1 to 4096"):
+        architecture_from_json({**TINY.to_json(), "crop": crop})
+    if crop is not None:
+        with pytest.raises(UsageError, match=r"crop \(pixels\) should be a whole number from 1 to 4096"):
+            architecture("demo", crop=crop)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": [1]},
+        {"hidden": "256"},
+        {"hidden": 0},
+        {"activation": [["prelu"]]},
+        {"spp_levels": [3, True]},
+        {"spp_levels": [3, 0]},
+        {"spp_levels": []},
+        {"trunk": []},
+        {"trunk": "conv1"},
+        {"trunk": [["conv1"]]},
+        *(
+            {"trunk": [{**TINY.to_json()["trunk"][0], key: value}]}
+            for key, value in (
+                ("name", 1),
+                ("kernel", "3"),
+                ("kernel", 0),
+                ("stride", 0),
+                ("pad", -1),
+                ("pad", 10**9),
+                ("channels", True),
+            )
+        ),
+    ],
+)
+def test_an_architecture_whose_values_have_another_type_or_no_sense_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="should"):
+        architecture_from_json({**TINY.to_json(), **change})

@@ -236,6 +236,49 @@ CONV = {"kind": "conv", "name": "conv1", "channels": 5, "kernel": 3, "stride": 2
         (lambda m: m.update({"prelunet.recipe": "[]"}), "'prelunet.recipe' is malformed"),
         (lambda m: m.update({"prelunet.architecture": "[" * 100_000}), "'prelunet.architecture' is malformed"),
         (lambda m: m.update({"prelunet.architecture": "[]"}), "'prelunet.architecture' is malformed"),
+        (lambda m: m.update({"prelunet.version": "true"}), "'prelunet.version' is malformed"),
+        (lambda m: m.update({"prelunet.version": "0"}), "'prelunet.version' is malformed"),
+        *(
+            (lambda m, name=name: m.update({"prelunet.classes": name}), "'prelunet.classes' is malformed")
+            for name in (
+                '[{"wnid": 1, "name": "a"}]',
+                '[{"wnid": "a", "name": null}]',
+                '[{"wnid": "a", "name": "\\ud800"}]',
+                '[{"wnid": "a", "name": "b", "more": 1}]',
+                '{"wnid": "a", "name": "b"}',
+            )
+        ),
+        *(
+            (lambda m, key=key, text=text: m.update({key: text}), f"'{key}' is malformed")
+            for key in ("prelunet.recipe", "prelunet.dataset", "prelunet.metrics")
+            for text in ('{"a": NaN}', '{"a": [-Infinity]}', '{"a": 1e999}', '{"a":' * 9000, '{"\\udfff": 1}')
+        ),
+        (lambda m: m.update({"prelunet.metrics": '{"a":' * 40 + "1" + "}" * 40}), "nested too deeply"),
+        *(
+            (lambda m, text=text: m.update({"prelunet.recipe": f'{{"scales": {text}}}'}), r"'prelunet.recipe' .*scales")
+            for text in (
+                "5",
+                "null",
+                "[]",
+                '["a", "b"]',
+                "[28]",
+                "[28, 36, 40]",
+                "[28.0, 36.0]",
+                "[28, true]",
+                "[-5, -1]",
+                "[36, 28]",
+                "[23, 36]",
+                "[1000000, 10000000]",
+                "[28, 4097]",
+            )
+        ),
+        (changed_architecture(crop=10**7), "from 1 to 4096, not 10000000"),
+        (changed_architecture(crop=28.5), "from 1 to 4096, not 28.5"),
+        (changed_architecture(crop=True), "from 1 to 4096, not true"),
+        (changed_architecture(crop=-28), "from 1 to 4096, not -28"),
+        (changed_architecture(name=[1]), "name should be text"),
+        (changed_architecture(name="\ud800"), "'prelunet.architecture' is malformed"),
+        (changed_architecture(hidden="6"), "hidden should be a whole number"),
         (changed_architecture(activation="elu"), "no activation 'elu'"),
         (changed_architecture(crop=4), "too small for 3x3 bins"),
         (changed_architecture(crop="24"), "'prelunet.architecture' is malformed"),
@@ -253,6 +296,12 @@ def test_metadata_that_is_not_ours_is_refused_with_the_key(
     rewrite(tmp_path / "net", metadata=change)
     with pytest.raises(CheckpointError, match=message):
         read_checkpoint(tmp_path / "net")
+
+
+@pytest.mark.parametrize("scales", [[24, 24], [24, 4096], [30, 36]])
+def test_scales_from_the_crop_on_are_read(tmp_path: Path, scales: list[int]) -> None:
+    write_checkpoint(tmp_path / "net", tiny_checkpoint(recipe={"scales": scales}))
+    assert read_checkpoint(tmp_path / "net").recipe == {"scales": scales}
 
 
 def test_a_checkpoint_that_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:

@@ -3,13 +3,15 @@
 import errno
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import evaluator.files
-from evaluator.errors import EnvironmentFault, UsageError
-from evaluator.files import open_atomically, write_atomically
+from evaluator.errors import EnvironmentFault, RunFolderError, UsageError
+from evaluator.files import locked_folder, open_atomically, remove_leftovers, write_atomically
 
 
 def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -91,3 +93,73 @@ def test_others_may_read_the_file_as_the_umask_says(tmp_path: Path) -> None:
     plain.write_bytes(b"")
     write_atomically(atomic, b"")
     assert stat.S_IMODE(atomic.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
+
+
+def test_on_a_read_only_file_system_the_message_names_the_file_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), os.fspath(path))
+
+    monkeypatch.setattr(Path, "open", read_only)
+    monkeypatch.setattr(Path, "unlink", read_only)
+    with pytest.raises(EnvironmentFault, match=r"run\.json: the file system is read-only") as caught:
+        write_atomically(tmp_path / "run.json", b"new")
+    assert ".tmp" not in str(caught.value)
+
+
+def test_a_link_that_leads_to_itself_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    write_atomically(tmp_path / "loop", b"new")
+    assert (tmp_path / "loop").read_bytes() == b"new"
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from evaluator.files import locked_folder
+with locked_folder(Path(sys.argv[1]), "--out"):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_folder_is_held_by_one_process_and_given_back_when_that_is_killed(tmp_path: Path) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with (
+            pytest.raises(RunFolderError, match=r"another process is writing this run.*folder with --run"),
+            locked_folder(tmp_path, "--run"),
+        ):
+            pass
+    finally:
+        holder.kill()
+        holder.communicate()
+    with locked_folder(tmp_path, "--run"):
+        pass
+    assert list(tmp_path.iterdir()) == []  # the lock leaves no file
+
+
+def test_where_there_are_no_locks_another_file_system_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(_descriptor: int, _operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(evaluator.files.fcntl, "flock", no_locks)
+    with (
+        pytest.raises(EnvironmentFault, match=r"cannot be locked.*another file system with --out"),
+        locked_folder(tmp_path, "--out"),
+    ):
+        pass
+
+
+def test_only_the_temporary_files_of_the_named_files_are_removed(tmp_path: Path) -> None:
+    ours = [tmp_path / ".run.json.0a1b2c3d.tmp", tmp_path / ".state.pt.ffffffff.tmp"]
+    others = [tmp_path / name for name in (".run.json.swp", ".run.json.mine.tmp", ".notes.0a1b2c3d.tmp", "run.json")]
+    for path in (*ours, *others):
+        path.touch()
+    remove_leftovers(tmp_path, ("run.json", "state.pt"))
+    assert sorted(tmp_path.iterdir()) == sorted(others)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from evaluator.contract import ModelContract
+from evaluator.contract import ModelContract, default_scales
 from evaluator.engine.classify import Classified, ViewResult, classify_images
 from evaluator.engine.heatmap import heat_maps, window_centres
 from evaluator.engine.overlay import colours, draw_heat_maps, png_bytes
@@ -20,7 +20,8 @@ CONTRACT = fake_contract()
 
 def contract_of(name: str) -> ModelContract:
     net = architecture(name)
-    return replace(CONTRACT, trunk=net.layers, window=net.window, crop=net.crop)
+    scales = default_scales(net.crop)
+    return replace(CONTRACT, trunk=net.layers, window=net.window, crop=net.crop, default_scales=scales)
 
 
 @pytest.mark.parametrize("name", ["A", "E", "demo"])

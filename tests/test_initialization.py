@@ -165,6 +165,8 @@ def test_init_replaces_an_existing_file_only_when_forced(tmp_path: Path, capsys:
         (["--arch", "D"], "There are: A, B, C, E, E30, demo"),
         (["--activation", "elu"], "There are: prelu, prelu-shared, relu, lrelu"),
         (["--crop", "9"], "too small for 3x3 bins"),
+        (["--crop", "4097"], "4096"),
+        (["--crop", "9" * 27], "4096"),
         (["--classes", "none.txt"], "neither a number of classes nor an existing file"),
     ],
 )

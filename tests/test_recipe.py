@@ -60,6 +60,19 @@ def test_a_file_that_is_no_toml_is_refused(tmp_path: Path) -> None:
         read_recipe(str(path))
 
 
+def test_a_file_nested_beyond_all_measure_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "deep.toml"
+    path.write_text("scales = " + "[" * 100_000)
+    with pytest.raises(UsageError, match="not TOML"):
+        read_recipe(str(path))
+
+
+def test_the_largest_images_that_are_meant_can_be_trained_on() -> None:
+    assert replace(DEMO, crop=4096, scales=(4096, 4096)).net().crop == 4096
+    with pytest.raises(UsageError, match=r"scales 4097 to 4097 should be at most 4096"):
+        replace(DEMO, crop=4097, scales=(4097, 4097))
+
+
 def test_a_misspelt_key_is_refused_with_all_valid_ones() -> None:
     with pytest.raises(UsageError, match="no key learning_rate in a recipe") as caught:
         recipe_from_values({**DEMO.to_json(), "learning_rate": 0.1}, "x.toml")
@@ -98,6 +111,13 @@ def test_missing_keys_are_named() -> None:
         ("architecture", "D", "no architecture 'D'"),
         ("crop", 8, "too small"),
         ("seed", -1, "seed -1"),
+        ("scales", [28, 1_000_000], "scales 28 to 1000000 should be at most 4096"),
+        ("scales", [28, 4097], "at most 4096"),
+        ("crop", 0, "a whole number from 1 to 4096, not 0"),
+        ("batch", 1_000_000_000, "batch 1000000000 should be at least 1 and at most 65536"),
+        ("batch", 0, "batch 0 should be at least 1"),
+        ("steps", 10**30, "at most 1000000000"),
+        ("save_every", 10**10, "at most 1000000000"),
     ],
 )
 def test_a_value_that_cannot_be_meant_is_refused(key: str, value: object, message: str) -> None:

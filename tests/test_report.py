@@ -4,6 +4,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from run_folders import CLASSES, VIEWS, evaluated, refused, write_run
 from evaluator import cli
 from evaluator.errors import RunFolderError
 from evaluator.reporting.report import build_report, classes_csv, headline, report_bytes
-from evaluator.validation.run import read_run
+from evaluator.validation.run import Prediction, read_run
 
 SCHEMA = json.loads((Path(__file__).parent.parent / "docs" / "report.schema.json").read_text(encoding="utf-8"))
 
@@ -158,18 +159,18 @@ def test_headline_carries_the_circumstances(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", [evaluated("x.jpg", 7, [0], 1), evaluated("x.jpg", -1, [0], 1), evaluated("x.jpg", 0, [9], 1)]
+    ("line", "fault"),
+    [
+        (Prediction("x.jpg", 7, ((0, 0.5),), 1), "class index 7"),
+        (Prediction("x.jpg", -1, ((0, 0.5),), 1), "class index -1"),
+        (Prediction("x.jpg", 0, ((9, 0.5),), 1), "class index 9"),
+        (Prediction("x.jpg", 0, ((0, 0.5),), 0), "rank 0"),
+    ],
 )
-def test_a_class_that_the_model_does_not_have_is_refused(tmp_path: Path, line: dict[str, Any]) -> None:
-    run = read_run(write_run(tmp_path, [LINES[0], line]))
-    with pytest.raises(RunFolderError, match=r"prediction 2 \(x.jpg\) has class index (7|-1|9), .* 7 classes"):
-        build_report(run)
-
-
-def test_an_answer_without_a_rank_is_refused(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path, [evaluated("x.jpg", 0, [0], 0)]))
-    with pytest.raises(RunFolderError, match="rank 0"):
-        build_report(run)
+def test_an_answer_that_the_model_cannot_give_is_refused(tmp_path: Path, line: Prediction, fault: str) -> None:
+    run = read_run(write_run(tmp_path, LINES))
+    with pytest.raises(RunFolderError, match=rf"prediction 2 \(x.jpg\) has {fault}.* 7 classes"):
+        build_report(replace(run, predictions=[run.predictions[0], line]))
 
 
 def test_verb_writes_three_files_and_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,20 +25,19 @@ from evaluator.reporting.gallery import (
     THUMBNAIL,
     Gallery,
     choose_mistakes,
-    find_location,
     make_gallery,
 )
 from evaluator.reporting.page import VEGA_LITE, render_page, worst_classes
 from evaluator.reporting.report import build_report
 from evaluator.reporting.write import write_report
-from evaluator.validation.run import prediction_from_json, read_run
+from evaluator.validation.run import find_dataset, read_run
 from evaluator.validation.validate import validate
 from fakes import FakeSession, fake_contract
 
 WNIDS = [entry["wnid"] for entry in CLASSES]
 HOSTILE = [
     "</script><script>alert(1)</script>",
-    '"><img src=https://example.org/x onerror=alert(1)>',
+    '"><img src=https:example.org/x onerror=alert(1)>',
     "{{ 7 * 7 }}{% raw %}",
     "<!-- & ' ` \u2028 עברית 鯛",
 ]
@@ -172,7 +171,7 @@ def test_a_page_is_the_same_bytes_again(tmp_path: Path) -> None:
     assert write_report(folder).html.read_bytes() == first
 
 
-def test_mistakes_are_shown_most_confident_first_and_few_of_a_class() -> None:
+def test_mistakes_are_shown_most_confident_first_and_few_of_a_class(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     lines = [
         mistake(f"{number:04}.png", int(rng.integers(0, 3 if number % 2 else 40)), 50, float(rng.uniform(0.5, 1)))
@@ -185,7 +184,7 @@ def test_mistakes_are_shown_most_confident_first_and_few_of_a_class() -> None:
         if len(expected) < SHOWN and taken.count(line["label"]) < SHOWN_OF_A_CLASS:
             expected.append(line["file"])
             taken.append(line["label"])
-    chosen = choose_mistakes([prediction_from_json(line) for line in lines])
+    chosen = choose_mistakes(read_run(write_run(tmp_path, lines, classes=many_classes(51))).predictions)
     assert [prediction.file for prediction in chosen] == expected
     assert len(expected) == SHOWN
 
@@ -208,7 +207,7 @@ def test_images_are_found_where_the_last_run_found_them(tmp_path: Path) -> None:
     places = (("start", "/gone"), ("resume", str(data)))
     starts = [json.dumps({"event": event, "dataset": place}) for event, place in places]
     (folder / "log.jsonl").write_text("\n".join([starts[0], "[]", starts[1], '{"event": "chunk"}', '{"event": "sta']))
-    assert find_location(folder) == data
+    assert find_dataset(folder) == data
     assert make_gallery(read_run(folder), None).mistakes[0].thumbnail is not None
 
 

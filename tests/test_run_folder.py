@@ -23,7 +23,7 @@ from fakes import FakeSession
 SESSION = FakeSession()
 CLASSES = 6
 IMAGES, CHUNK = 10, 4
-SAMPLES = [Sample(f"n{index % 3:08}/{index:02}.png", index % 3, 100 + index) for index in range(IMAGES)]
+SAMPLES = [Sample(f"n{index // 4:08}/{index:02}.png", index // 4, 100 + index) for index in range(IMAGES)]
 INFO = replace(
     run_info(
         SESSION,
@@ -43,7 +43,8 @@ def prediction(index: int) -> Prediction:
     if index == 5:
         return Prediction(sample.file, sample.label, refused='the "reason"\nin two lines, naïve')
     top = tuple((int(c), float(SCORES[index, c])) for c in np.argsort(-SCORES[index])[:5])
-    return Prediction(sample.file, sample.label, top, 2, (ViewRank(30, True, 3),), capped=index == 6)
+    views = tuple(ViewRank(view.scale, view.mirrored, 3) for view in INFO.protocol.views)
+    return Prediction(sample.file, sample.label, top, 2, views, capped=index == 6)
 
 
 def write(folder: Path, *, images: int = IMAGES, info: RunInfo = INFO, fresh: bool = False) -> int:

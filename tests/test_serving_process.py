@@ -115,7 +115,7 @@ def test_a_port_in_use_exits_5_and_the_first_server_serves_on(model: Path) -> No
         assert second.returncode == 5
         assert f"cannot listen on 127.0.0.1:{port}" in second.stderr
         assert "Traceback" not in second.stderr
-        assert client.classify(png(40, 57)).model == "telling"
+        assert client.classify(png(40, 57)).model["name"] == "telling"
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:

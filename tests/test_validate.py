@@ -34,7 +34,7 @@ from evaluator.reporting.statistics import wilson_interval
 from evaluator.validation.run import CHUNK, read_run
 from evaluator.validation.validate import validate
 from evaluator.validation.writer import scores_header
-from fakes import FakeSession, fake_contract
+from fakes import FakeSession, fake_contract, repeated
 
 RESULT = ("run.json", "predictions.jsonl", "scores.f32.npy")
 CLASSES = [entry.wnid for entry in fake_contract().classes]
@@ -177,7 +177,7 @@ def test_no_more_than_two_chunks_are_read_ahead_of_what_is_written(dataset: Data
             ahead.append(len(read) - path.read_bytes().count(b"\n"))
             return super().run(images, sizes)
 
-    many = replace(dataset, samples=[*dataset.samples] * 3, reader=Counting())
+    many = repeated(replace(dataset, reader=Counting()), 3)
     validate(Watching(), "m.onnx", many, CENTER, tmp_path / "run")
     assert CHUNK < max(ahead) <= 2 * CHUNK
 
@@ -240,12 +240,11 @@ def test_cut_anywhere_a_run_ends_in_the_same_bytes_and_whole_chunks_are_not_done
 
 WORKER = """
 import sys, time
-from dataclasses import replace
 from pathlib import Path
 from evaluator.datasets.opening import open_dataset
 from evaluator.protocols import make_protocol
 from evaluator.validation.validate import validate
-from fakes import FakeSession
+from fakes import FakeSession, repeated
 
 data, folder, copies, calls = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 
@@ -257,7 +256,7 @@ class Slow(FakeSession):
 session = Slow()
 classes = [entry.wnid for entry in session.contract.classes]
 dataset = open_dataset(data, split="val", class_names=classes)
-dataset = replace(dataset, samples=[*dataset.samples] * copies)
+dataset = repeated(dataset, copies)
 print("ready", flush=True)
 validate(session, "m.onnx", dataset, make_protocol("center", session.contract), folder)
 """
@@ -305,7 +304,7 @@ def test_killed_at_random_moments_a_run_goes_on_and_ends_in_the_same_bytes(
         _, told = process.communicate(timeout=60)
         assert process.returncode == 0, told.decode()
 
-    validate(FakeSession(), "m.onnx", replace(dataset, samples=[*dataset.samples] * COPIES), CENTER, tmp_path / "whole")
+    validate(FakeSession(), "m.onnx", repeated(dataset, COPIES), CENTER, tmp_path / "whole")
     assert contents(folder) == contents(tmp_path / "whole")
     assert read_run(folder).predictions
     log = log_of(folder)

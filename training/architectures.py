@@ -12,10 +12,12 @@ from typing import Any, ClassVar, Literal, get_args
 
 from evaluator.contract import TrunkLayer, feature_map_side, trunk_stride
 from evaluator.errors import UsageError
+from evaluator.strict import a_list, an_object, one_of, text, whole
 
 Activation = Literal["prelu", "prelu-shared", "relu", "lrelu"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 _LAYER_NAME = re.compile(r"(conv|pool)\d+(_\d+)?")
+MAX_SIDE = 4096  # pixels: of a training crop, and of the shorter side of a training image
 LRELU_SLOPE = 0.01  # PReLU-nets, section 2.1: the fixed slope of leaky ReLU
 
 
@@ -55,6 +57,10 @@ class Architecture:
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
             raise UsageError(f"no activation '{self.activation}'. There are: {', '.join(ACTIVATIONS)}")
+        try:
+            whole(self.crop, "crop (pixels)", 1, MAX_SIDE)
+        except ValueError as error:
+            raise UsageError(f"architecture {self.name}: {error}") from error
         names = [layer.name for layer in self.trunk]
         if len(set(names)) < len(names) or not all(_LAYER_NAME.fullmatch(name) for name in names):
             raise UsageError(f"architecture {self.name}: layers should have different names like conv2_1, pool2")
@@ -108,15 +114,29 @@ class Architecture:
         return {**asdict(self), "trunk": trunk, "spp_levels": list(self.spp_levels)}
 
 
-def architecture_from_json(data: dict[str, Any]) -> Architecture:
-    """Read what `Architecture.to_json` wrote; raises KeyError, TypeError or UsageError when it is not that."""
-    trunk = tuple(_layer_from_json(dict(layer)) for layer in data["trunk"])
-    return Architecture(**{**data, "trunk": trunk, "spp_levels": tuple(data["spp_levels"])})
+def architecture_from_json(data: Any) -> Architecture:
+    """Read what `Architecture.to_json` wrote; raises ValueError, TypeError or UsageError when it is not that."""
+    fields = an_object(data, "an architecture")
+    trunk = tuple(_layer_from_json(layer) for layer in a_list(fields.get("trunk"), "trunk"))
+    levels = tuple(
+        whole(level, "a level of the pyramid", 1) for level in a_list(fields.get("spp_levels"), "spp_levels")
+    )
+    if not trunk or not levels:
+        raise ValueError("trunk and spp_levels should not be empty")
+    text(fields.get("name"), "name")
+    text(fields.get("activation", "prelu"), "activation")
+    whole(fields.get("hidden"), "hidden", 1)
+    return Architecture(**{**fields, "trunk": trunk, "spp_levels": levels})
 
 
-def _layer_from_json(fields: dict[str, Any]) -> Conv | Pool:
-    if (kind := fields.pop("kind")) not in {"conv", "pool"}:
-        raise KeyError(kind)
+def _layer_from_json(data: Any) -> Conv | Pool:
+    fields = dict(an_object(data, "a layer"))
+    kind = one_of(fields.pop("kind", None), "kind of a layer", ("conv", "pool"))
+    for key, value in fields.items():
+        if key == "name":
+            text(value, "name of a layer")
+        else:
+            whole(value, f"{key} of a layer", 0 if key == "pad" else 1, MAX_SIDE)
     return Conv(**fields) if kind == "conv" else Pool(**fields)
 
 
@@ -208,9 +228,9 @@ ARCHITECTURES: dict[str, Architecture] = {
 def architecture(name: str, *, activation: Activation = "prelu", crop: int | None = None) -> Architecture:
     """Return the architecture of that name with another activation or training crop if asked for.
 
-    Raises UsageError for an unknown name, or for a crop that leaves no window for the pyramid.
+    Raises UsageError for an unknown name, a crop that leaves no window for the pyramid or is beyond all measure.
     """
     if name not in ARCHITECTURES:
         raise UsageError(f"no architecture '{name}'. There are: {', '.join(ARCHITECTURES)}")
     base = ARCHITECTURES[name]
-    return replace(base, activation=activation, crop=crop or base.crop)
+    return replace(base, activation=activation, crop=base.crop if crop is None else crop)

@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from evaluator.contract import ClassEntry
 from evaluator.errors import CheckpointError, UsageError
 from evaluator.files import open_atomically
-from training.architectures import Architecture, architecture_from_json, parameter_shapes
+from evaluator.strict import a_list, check_plain, parse_json, record, text, whole
+from training.architectures import MAX_SIDE, Architecture, architecture_from_json, parameter_shapes
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -97,7 +98,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         classes=classes,
         mean=tensors.pop(MEAN_TENSOR) if mean is None else mean,
         tensors=tensors,
-        recipe=metadata.optional("recipe"),
+        recipe=metadata.recipe(architecture.crop),
         dataset=metadata.optional("dataset"),
         metrics=metadata.optional("metrics"),
     )
@@ -192,9 +193,10 @@ class _Metadata:
         self.path, self.texts = path, texts
         if f"{PREFIX}version" not in texts:
             raise CheckpointError(f"{path}: a safetensors file, but no checkpoint of prelunet (no metadata). {_MEND}")
-        version = self.value("version")
-        if not isinstance(version, int) or version < 1:
-            raise self.malformed("version", f"not a version: {version!r}")
+        try:
+            version = whole(self.value("version"), "a version", 1)
+        except ValueError as error:
+            raise self.malformed("version", error) from error
         if version > CHECKPOINT_VERSION:
             raise CheckpointError(
                 f"{path}: checkpoint version {version}, but this prelunet knows versions up to {CHECKPOINT_VERSION}. "
@@ -205,9 +207,11 @@ class _Metadata:
         if PREFIX + key not in self.texts:
             raise CheckpointError(f"{self.path}: no '{PREFIX}{key}' in the metadata. {_MEND}")
         try:
-            return json.loads(self.texts[PREFIX + key])
-        except (ValueError, RecursionError) as error:
-            raise self.malformed(key, "not JSON") from error
+            value = parse_json(self.texts[PREFIX + key])
+            check_plain(value)
+        except ValueError as error:
+            raise self.malformed(key, error) from error
+        return value
 
     def malformed(self, key: str, fault: object) -> CheckpointError:
         return CheckpointError(f"{self.path}: '{PREFIX}{key}' is malformed ({fault}). {_MEND}")
@@ -220,8 +224,9 @@ class _Metadata:
 
     def classes(self) -> tuple[ClassEntry, ...]:
         try:
-            classes = tuple(ClassEntry(str(c["wnid"]), str(c["name"])) for c in self.value("classes"))
-        except (LookupError, TypeError) as error:
+            entries = [record(entry, "a class", {"wnid", "name"}) for entry in a_list(self.value("classes"), "it")]
+            classes = tuple(ClassEntry(text(c["wnid"], "a wnid"), text(c["name"], "a name")) for c in entries)
+        except ValueError as error:
             raise self.malformed("classes", error) from error
         if not classes or len({entry.wnid for entry in classes}) != len(classes):
             raise self.malformed("classes", "empty, or a wnid twice")
@@ -239,6 +244,17 @@ class _Metadata:
         if mean.shape != (3,) or not np.isfinite(mean).all():
             raise self.malformed("mean", "neither three numbers nor 'image'")
         return mean
+
+    def recipe(self, crop: int) -> Mapping[str, Any] | None:
+        """Return the recipe. Its `scales` decide what the model file makes of `multi-scale`; the rest is for people."""
+        recipe = self.optional("recipe")
+        if recipe is not None and "scales" in recipe:
+            scales = recipe["scales"]
+            if not isinstance(scales, list) or len(scales) != 2 or any(type(scale) is not int for scale in scales):
+                raise self.malformed("recipe", "scales should be two whole numbers, the lowest and the highest")
+            if not crop <= scales[0] <= scales[1] <= MAX_SIDE:
+                raise self.malformed("recipe", f"scales should rise from the crop, {crop}, to at most {MAX_SIDE}")
+        return recipe
 
     def optional(self, key: str) -> Mapping[str, Any] | None:
         value = self.value(key)

@@ -54,17 +54,18 @@ def train(
 
     dataset_path: folder or archive with train/ and val/; None for the embedded one. run_folder: see
     training/run_folder.py. fresh: throw an earlier run in that folder away. announce: told what a user should know.
-    Raises DatasetError for unusable data, RunFolderError for a folder of another training, Interrupted after Ctrl-C or
-    SIGTERM (the state is saved), UsageError when the loss is no longer finite (the last good state is kept).
+    Raises DatasetError for unusable data; RunFolderError for a folder of another training, or where another process is
+    at work; Interrupted after Ctrl-C or SIGTERM (the state is saved); UsageError when the loss is no longer finite (the
+    last good state is kept).
     """
     path = dataset_path or embedded_dataset_path()
     splits = open_splits(path)
-    open_run_folder(run_folder, describe(recipe, splits), fresh=fresh)
-    trainer = Trainer(recipe, splits, run_folder)
-    if announce is not None:
-        for text in trainer.news():
-            announce(text)
-    trainer.run()
+    with open_run_folder(run_folder, describe(recipe, splits), fresh=fresh):
+        trainer = Trainer(recipe, splits, run_folder)
+        if announce is not None:
+            for text in trainer.news():
+                announce(text)
+        trainer.run()
     errors = trainer.progress.evaluated
     assert errors is not None, "a run ends with an evaluation"
     return Training(run_folder / LAST_FILE, path, errors)

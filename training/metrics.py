@@ -12,6 +12,7 @@ import numpy.typing as npt
 from evaluator.engine.scores import rank_of
 from evaluator.errors import RunFolderError
 from evaluator.files import write_atomically
+from evaluator.strict import an_object, parse_json, whole
 
 
 @dataclass(frozen=True)
@@ -58,19 +59,21 @@ class MetricsLog:
         """
         if not self.path.exists():
             return
-        lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
+        *lines, last = self.path.read_bytes().split(b"\n")
+        if last and not last.startswith(b"{"):  # else nothing, or the beginning of a line that a crash cut off
+            lines.append(last)
         kept = []
         for number, line in enumerate(lines, start=1):
             try:
-                entry = json.loads(line)
-                done = entry["step"] < step or (entry["step"] == step and (evaluated or "top1_error" not in entry))
-            except (ValueError, KeyError, TypeError) as error:
-                if number == len(lines):
-                    break
-                raise RunFolderError(f"{self.path}: line {number} is damaged. Start anew with --fresh") from error
-            if done:
-                kept.append(line + "\n")
-        write_atomically(self.path, "".join(kept).encode())
+                entry = an_object(parse_json(line), "it")
+                at = whole(entry.get("step"), "step", 0)
+            except ValueError as error:
+                raise RunFolderError(
+                    f"{self.path}: line {number} is damaged ({error}). Remove that line, or begin anew with --fresh"
+                ) from error
+            if at < step or (at == step and (evaluated or "top1_error" not in entry)):
+                kept.append(line + b"\n")
+        write_atomically(self.path, b"".join(kept))
 
     def write(self, entry: dict[str, Any]) -> None:
         """Append one line."""

@@ -12,7 +12,10 @@ from typing import Any, get_args, get_origin
 
 from evaluator.contract import center_scale
 from evaluator.errors import UsageError
-from training.architectures import ACTIVATIONS, Activation, Architecture, architecture
+from training.architectures import ACTIVATIONS, MAX_SIDE, Activation, Architecture, architecture
+
+MAX_BATCH = 65_536
+MAX_STEPS = 10**9
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,16 @@ class Recipe:
     def _rules(self) -> tuple[tuple[bool, str], ...]:
         low, high = self.scales
         drops = self.rate_drops
-        counts = (self.batch, self.steps, self.evaluate_every, self.save_every)
+        counts = (self.steps, self.evaluate_every, self.save_every)
         return (
             (self.activation not in ACTIVATIONS, f"activation '{self.activation}' is not one of {ACTIVATIONS}"),
             (not self.crop <= low <= high, f"scales {low} to {high} should rise from the crop, {self.crop}, or above"),
-            (min(counts) < 1, "batch, steps, evaluate_every and save_every should be at least 1"),
-            (self.crop < 1, f"crop {self.crop} should be at least 1"),
+            (high > MAX_SIDE, f"scales {low} to {high} should be at most {MAX_SIDE}"),
+            (not 1 <= self.batch <= MAX_BATCH, f"batch {self.batch} should be at least 1 and at most {MAX_BATCH}"),
+            (
+                not 1 <= min(counts) <= max(counts) <= MAX_STEPS,
+                f"steps, evaluate_every and save_every should be at least 1 and at most {MAX_STEPS}",
+            ),
             (not 0 < self.rate < float("inf"), f"rate {self.rate} should be above 0"),
             (not 0 < self.rate_factor <= 1, f"rate_factor {self.rate_factor} should be above 0 and at most 1"),
             (
@@ -107,7 +114,7 @@ def read_recipe(name_or_file: str) -> Recipe:
         )
     try:
         values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"{name_or_file}: not TOML ({error})") from error
     return recipe_from_values(values, name_or_file)
 

@@ -8,12 +8,15 @@ metrics.jsonl       loss, rate, speed; errors on val/
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from evaluator.differences import differences, shown
 from evaluator.errors import RunFolderError, UsageError
-from evaluator.files import write_atomically
+from evaluator.files import locked_folder, remove_leftovers, write_atomically
+from evaluator.strict import an_object, check_plain, parse_json
 
 RUN_VERSION = 1
 TRAINING_FILE, STATE_FILE, METRICS_FILE = "training.json", "state.pt", "metrics.jsonl"
@@ -21,24 +24,32 @@ LAST_FILE, BEST_FILE = "last.safetensors", "best.safetensors"
 FILES = (STATE_FILE, LAST_FILE, BEST_FILE, METRICS_FILE, TRAINING_FILE)  # training.json goes last: it is the sign
 
 
-def open_run_folder(folder: Path, description: dict[str, Any], *, fresh: bool) -> None:
-    """Make the folder, or check that it is of the same run.
+@contextmanager
+def open_run_folder(folder: Path, description: dict[str, Any], *, fresh: bool) -> Iterator[None]:
+    """Make the folder, or check that it is of the same run, and hold it for this process alone.
 
     description: plain JSON data, all that decides the results. fresh: remove an earlier run's files (and no others).
-    Raises RunFolderError that shows the difference when the folder is of another run, or holds other things.
+    What a killed process left half-written is removed. Raises RunFolderError that shows the difference when the folder
+    is of another run, holds other things, or is being written by another process.
     """
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder}: a file of that name exists. Choose another folder with --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked_folder(folder, "--out"):
+        remove_leftovers(folder, FILES)
+        if fresh:
+            for name in FILES:
+                (folder / name).unlink(missing_ok=True)
+        _describe_or_compare(folder, {"version": RUN_VERSION, **description})
+        yield
+
+
+def _describe_or_compare(folder: Path, wanted: dict[str, Any]) -> None:
     path = folder / TRAINING_FILE
-    wanted = {"version": RUN_VERSION, **description}
-    if fresh:
-        for name in FILES:
-            (folder / name).unlink(missing_ok=True)
     if not path.exists():
         _check_unused(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(wanted, indent=1, sort_keys=True).encode() + b"\n")
-        return
-    found = differences(_read(path), json.loads(json.dumps(wanted)))
-    if found:
+    elif found := differences(_read(path), json.loads(json.dumps(wanted))):
         raise RunFolderError(
             f"{folder}: holds another training:\n{shown(found)}\n"
             "Choose another folder with --out, or begin anew here with --fresh"
@@ -46,9 +57,7 @@ def open_run_folder(folder: Path, description: dict[str, Any], *, fresh: bool) -
 
 
 def _check_unused(folder: Path) -> None:
-    """Refuse a folder that holds files of a training but not its description, or that is a file."""
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"{folder}: a file of that name exists. Choose another folder with --out")
+    """Refuse a folder that holds files of a training but not its description."""
     strangers = [name for name in FILES if (folder / name).exists()]
     if strangers:
         raise RunFolderError(
@@ -59,9 +68,8 @@ def _check_unused(folder: Path) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = an_object(parse_json(path.read_bytes()), "it")
+        check_plain(found)
     except ValueError as error:
-        raise RunFolderError(f"{path}: damaged ({error}). Begin anew with --fresh") from error
-    if not isinstance(found, dict):
-        raise RunFolderError(f"{path}: damaged, not an object. Begin anew with --fresh")
+        raise RunFolderError(f"{path}: damaged ({error}). Restore the file, or begin anew with --fresh") from error
     return found

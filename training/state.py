@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
 
 from evaluator.errors import RunFolderError
 from evaluator.files import open_atomically
+from evaluator.strict import whole
 from training.metrics import Errors
 from training.network import PreluNet
 from training.pictures import FloatArray
@@ -72,22 +74,39 @@ def read_state(path: Path, net: PreluNet, optimizer: Optimizer) -> Progress:
     """
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        if state["version"] != STATE_VERSION:
-            raise ValueError(f"version {state['version']}, not {STATE_VERSION}")
-        net.load_state_dict(state["net"])
-        optimizer.load_state_dict(state["optimizer"])
-        loss_sum, loss_steps = state["loss"]
-        return Progress(
-            mean=state["mean"].numpy(),
-            refused=state["refused"],
-            step=state["step"],
-            loss_sum=loss_sum,
-            loss_steps=loss_steps,
-            evaluated=state["evaluated"] and Errors(**state["evaluated"]),
-            best=state["best"] and Errors(**state["best"]),
-        )
+        version = whole(state["version"], "version", 1)
+        if version == STATE_VERSION:
+            net.load_state_dict(state["net"])
+            optimizer.load_state_dict(state["optimizer"])
+            return _progress_of(state, net.architecture.crop)
     except OSError:
         raise
-    except Exception as error:  # on damaged bytes torch raises far more than its own classes
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise RunFolderError(f"{path}: cannot be resumed from ({reason}). Begin anew with --fresh") from error
+    except (
+        Exception
+    ) as error:  # on damaged bytes torch raises far more than its own classes, with advice we do not give
+        raise RunFolderError(
+            f"{path}: damaged, or of another net, so it cannot be resumed from. "
+            "Restore the file from a copy, or begin anew with --fresh"
+        ) from error
+    raise RunFolderError(
+        f"{path}: version {version}, but this prelunet reads version {STATE_VERSION}. "
+        "Go on with the prelunet that wrote it, or begin anew with --fresh"
+    )
+
+
+def _progress_of(state: dict[str, Any], crop: int) -> Progress:
+    """Return what the state says of the run; ValueError, TypeError or KeyError where it cannot be meant."""
+    loss_sum, loss_steps = state["loss"]
+    mean = state["mean"].numpy()
+    if mean.dtype != np.float32 or mean.shape != (crop, crop, 3):
+        raise ValueError(f"a mean of shape {mean.shape}")
+    refused = {split: dict(state["refused"][split]) for split in ("train", "val")}
+    return Progress(
+        mean=mean,
+        refused=refused,
+        step=whole(state["step"], "step", 0),
+        loss_sum=float(loss_sum),
+        loss_steps=whole(loss_steps, "steps of the loss", 0),
+        evaluated=state["evaluated"] and Errors(**state["evaluated"]),
+        best=state["best"] and Errors(**state["best"]),
+    )

@@ -14,7 +14,7 @@ from PIL import Image
 
 from evaluator.datasets import open_dataset
 from evaluator.datasets.sample import Dataset
-from evaluator.errors import DatasetError, PreluNetError
+from evaluator.errors import DatasetError, PreluNetError, RunFolderError
 from evaluator.imaging.decode import decode_rgb
 from evaluator.validation.run import Prediction, Run, find_dataset
 
@@ -53,7 +53,8 @@ def make_gallery(run: Run, data: Path | None) -> Gallery:
     """Choose the mistakes and fetch their images.
 
     data: folder or archive of the images; None to look where the run found them, and then it is no error when they
-    are gone. Raises DatasetError when `data` is not the dataset of this run.
+    are gone. Raises DatasetError when `data` is not the dataset of this run, RunFolderError when the run names an image
+    that its dataset does not have.
     """
     mistakes = tuple(Mistake(prediction) for prediction in choose_mistakes(run.predictions))
     total = sum(p.refused is None and p.rank > 1 for p in run.predictions)
@@ -98,7 +99,14 @@ def _open(run: Run, location: Path) -> Dataset:
 
 
 def _with_thumbnails(mistakes: tuple[Mistake, ...], dataset: Dataset, run: Run) -> tuple[Mistake, ...]:
-    exif = run.info.protocol.apply_exif
+    """Add the images; RunFolderError for one that the dataset does not have: no other file may get onto the page."""
+    exif, files = run.info.protocol.apply_exif, {sample.file for sample in dataset.samples}
+    for mistake in mistakes:
+        if mistake.prediction.file not in files:
+            raise RunFolderError(
+                f"{run.folder or 'run'}: {mistake.prediction.file[:100]!r} is no image of its dataset, so the run is "
+                "damaged. Restore predictions.jsonl, or start the run anew with --fresh"
+            )
     return tuple(
         replace(mistake, thumbnail=_thumbnail(dataset, mistake.prediction.file, apply_exif=exif))
         for mistake in mistakes

@@ -1,6 +1,6 @@
 """The run folder: one validation of one model on one dataset with one protocol (docs/contract.md, "Run folder")."""
 
-import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,8 @@ from evaluator.datasets.sample import Dataset
 from evaluator.engine.classify import Classified, Model
 from evaluator.engine.scores import shortest
 from evaluator.errors import RunFolderError, UsageError
-from evaluator.protocols import Protocol, protocol_from_json
+from evaluator.protocols import Protocol, View, protocol_from_json
+from evaluator.strict import a_list, an_object, flag, parse_json, record, text, whole
 
 RUN_VERSION = 1
 CHUNK = 64  # images: the unit of writing, resuming and sharding
@@ -75,18 +76,67 @@ def prediction_of(file: str, label: int, classified: Classified) -> Prediction:
     )
 
 
-def prediction_from_json(data: Mapping[str, Any]) -> Prediction:
-    """Read one line; raises KeyError or TypeError when it is not one."""
-    if "refused" in data:
-        return Prediction(data["file"], data["label"], refused=data["refused"])
+_REFUSED_KEYS = {"file", "label", "refused"}
+_EVALUATED_KEYS = {"file", "label", "top", "rank", "views", "capped"}
+_VIEW_KEYS = {"scale", "mirrored", "rank"}
+_NOWHERE = {"", ".", ".."}  # parts of a path that lead out of a folder, or to itself
+_LARGEST_SCORE = 1.001  # a probability, and what half precision may add to it
+
+
+def prediction_from_json(data: Any, classes: int, views: Sequence[View]) -> Prediction:
+    """Read one line of a run of a model with so many classes and a protocol with these views.
+
+    Strict, because a run folder may come from anybody and nobody asks again: ValueError says what is wrong.
+    """
+    if type(data) is dict and "refused" in data:
+        entry = record(data, "it", _REFUSED_KEYS)
+        return Prediction(
+            file=_relative(entry["file"]),
+            label=whole(entry["label"], "label", 0, classes - 1),
+            refused=text(entry["refused"], "refused"),
+        )
+    entry = record(data, "it", _EVALUATED_KEYS)
     return Prediction(
-        file=data["file"],
-        label=data["label"],
-        top=tuple((int(index), float(score)) for index, score in data["top"]),
-        rank=data["rank"],
-        views=tuple(ViewRank(v["scale"], v["mirrored"], v["rank"]) for v in data["views"]),
-        capped=data["capped"],
+        file=_relative(entry["file"]),
+        label=whole(entry["label"], "label", 0, classes - 1),
+        top=_top(entry["top"], classes),
+        rank=whole(entry["rank"], "rank", 1, classes),
+        views=_view_ranks(entry["views"], classes, views),
+        capped=flag(entry["capped"], "capped"),
     )
+
+
+def _relative(file: Any) -> str:
+    """Return the name of a file inside its dataset; whoever joins it to a folder stays in that folder."""
+    if not _NOWHERE.isdisjoint(text(file, "file").split("/")) or "\0" in file:
+        raise ValueError(f"file should be a relative name inside the dataset, not {file[:100]!r}")
+    return str(file)
+
+
+def _top(data: Any, classes: int) -> tuple[tuple[int, float], ...]:
+    answers = []
+    for answer in a_list(data, "top"):
+        if type(answer) is not list or len(answer) != 2:
+            raise ValueError("each answer in top should be [class index, score]")
+        index, score = answer
+        if type(score) not in {float, int} or not 0 <= score <= _LARGEST_SCORE:
+            raise ValueError("a score should be a number from 0 to 1")
+        answers.append((whole(index, "a class index in top", 0, classes - 1), float(score)))
+    if not 1 <= len(answers) <= TOP:
+        raise ValueError(f"top should have 1 to {TOP} answers, not {len(answers)}")
+    return tuple(answers)
+
+
+def _view_ranks(data: Any, classes: int, views: Sequence[View]) -> tuple[ViewRank, ...]:
+    ranks = []
+    if len(a_list(data, "views")) != len(views):
+        raise ValueError(f"views should be the {len(views)} of the protocol, not {len(data)}")
+    for entry, view in zip(data, views, strict=True):
+        seen = record(entry, "a view", _VIEW_KEYS)
+        if seen["scale"] != view.scale or seen["mirrored"] is not view.mirrored:
+            raise ValueError("views should be those of the protocol, in its order")
+        ranks.append(ViewRank(view.scale, view.mirrored, whole(seen["rank"], "rank of a view", 1, classes)))
+    return tuple(ranks)
 
 
 @dataclass(frozen=True)
@@ -139,15 +189,33 @@ class Run:
     folder: Path | None = None
 
 
-def run_info_from_json(data: Mapping[str, Any]) -> RunInfo:
-    """Read run.json; raises KeyError, TypeError or UsageError when it is not one."""
+_RUN_KEYS = {"version", "model", "classes", "protocol", "dataset", "circumstances", "chunk"}
+
+
+def run_info_from_json(data: Any) -> RunInfo:
+    """Read run.json; raises ValueError or UsageError that says what is wrong with it."""
+    run = record(data, "it", _RUN_KEYS)
+    model = record(run["model"], "model", {"file", "sha256", "architecture", "activation"})
+    classes = [record(entry, "a class", {"wnid", "name"}) for entry in a_list(run["classes"], "classes")]
+    dataset = record(run["dataset"], "dataset", {"name", "fingerprint", "images"})
+    circumstances = record(run["circumstances"], "circumstances", {"provider", "precision", "versions"})
+    texts = (*model.items(), *an_object(circumstances["versions"], "versions").items())
+    for key, value in (*texts, *((key, circumstances[key]) for key in ("provider", "precision"))):
+        text(value, key)
+    text(dataset["name"], "name of the dataset")
+    whole(dataset["images"], "images", 1)
+    for key, digest in (("sha256", model["sha256"]), ("fingerprint", dataset["fingerprint"])):
+        if not re.fullmatch("[0-9a-f]{64}", text(digest, key)):
+            raise ValueError(f"{key} should be 64 hexadecimal digits")
+    if not classes:
+        raise ValueError("classes should not be empty")
     return RunInfo(
-        model=data["model"],
-        classes=tuple(ClassEntry(entry["wnid"], entry["name"]) for entry in data["classes"]),
-        protocol=protocol_from_json(data["protocol"]),
-        dataset=data["dataset"],
-        circumstances=data["circumstances"],
-        chunk=data["chunk"],
+        model=model,
+        classes=tuple(ClassEntry(text(entry["wnid"], "wnid"), text(entry["name"], "name")) for entry in classes),
+        protocol=protocol_from_json(run["protocol"]),
+        dataset=dataset,
+        circumstances=circumstances,
+        chunk=whole(run["chunk"], "chunk", 1),
     )
 
 
@@ -155,20 +223,20 @@ def read_run_info(folder: Path) -> RunInfo:
     """Read run.json of a folder; raises RunFolderError when there is none, or none that can be read."""
     path = folder / RUN_FILE
     try:
-        data = json.loads(path.read_bytes())
-        if data["version"] > RUN_VERSION:
-            raise RunFolderError(
-                f"{path}: version {data['version']}, but this prelunet knows versions up to {RUN_VERSION}. "
-                "Install a newer prelunet"
-            )
-        return run_info_from_json(data)
+        data = parse_json(path.read_bytes())
+        version = whole(an_object(data, "it").get("version"), "version", 1)
+        if version <= RUN_VERSION:
+            return run_info_from_json(data)
     except OSError as error:
         raise RunFolderError(
             f"{folder}: no {RUN_FILE} here ({error.strerror}). Make a run with: "
             f"prelunet validate --model MODEL.onnx --data DIR --protocol P --run {folder}"
         ) from error
-    except (ValueError, KeyError, TypeError, UsageError) as error:
-        raise RunFolderError(f"{path}: damaged ({error!r}); start the run anew with --fresh") from error
+    except (ValueError, UsageError) as error:
+        raise RunFolderError(f"{path}: damaged ({error}). Restore the file, or start anew with --fresh") from error
+    raise RunFolderError(
+        f"{path}: version {version}, but this prelunet knows versions up to {RUN_VERSION}. Install a newer prelunet"
+    )
 
 
 def read_run(folder: Path) -> Run:
@@ -177,11 +245,17 @@ def read_run(folder: Path) -> Run:
     Raises RunFolderError when there is none, when it is not finished, or when a line is damaged (it is named).
     """
     info = read_run_info(folder)
-    predictions = read_predictions(folder / PREDICTIONS_FILE)
-    if len(predictions) != info.dataset["images"]:
+    predictions = read_predictions(folder / PREDICTIONS_FILE, info)
+    images = info.dataset["images"]
+    if len(predictions) < images:
         raise RunFolderError(
-            f"{folder}: {len(predictions)} of {info.dataset['images']} images are done. "
+            f"{folder}: {len(predictions)} of {images} images are done. "
             "Finish the run first: the same `prelunet validate` command goes on where it stopped"
+        )
+    if len(predictions) > images:
+        raise RunFolderError(
+            f"{folder / PREDICTIONS_FILE}: {len(predictions)} lines, but the run has {images} images. "
+            "Restore the file, or cut it back with the same `prelunet validate` command"
         )
     return Run(info, predictions, folder)
 
@@ -194,25 +268,31 @@ def find_dataset(folder: Path) -> Path | None:
         return None
     for line in reversed(lines):
         try:
-            entry = json.loads(line)
+            entry = an_object(parse_json(line), "it")
+            if entry.get("event") in BEGINNINGS and "\0" not in text(entry.get("dataset"), "dataset"):
+                return Path(entry["dataset"])
         except ValueError:
             continue
-        if isinstance(entry, dict) and entry.get("event") in BEGINNINGS and isinstance(entry.get("dataset"), str):
-            return Path(entry["dataset"])
     return None
 
 
-def read_predictions(path: Path) -> list[Prediction]:
-    """Read predictions.jsonl; raises RunFolderError that names a damaged line."""
+def read_predictions(path: Path, info: RunInfo) -> list[Prediction]:
+    """Read predictions.jsonl of a run, in the order of the file names; RunFolderError names a damaged line."""
     predictions: list[Prediction] = []
     if not path.exists():
         return predictions
-    with path.open(encoding="utf-8", errors="replace") as lines:
+    classes, views, last = len(info.classes), info.protocol.views, ""
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                predictions.append(prediction_from_json(json.loads(line)))
-            except (ValueError, KeyError, TypeError) as error:
+                prediction = prediction_from_json(parse_json(line), classes, views)
+                if prediction.file <= last:
+                    raise ValueError(f"{prediction.file[:100]!r} should not follow {last[:100]!r}: names rise")
+            except ValueError as error:
                 raise RunFolderError(
-                    f"{path}: line {number} is damaged ({error!r}). Restore the file, or start anew with --fresh"
+                    f"{path}: line {number} is damaged ({error}). Restore the file, or do the images from there on "
+                    "again: with the same `prelunet validate` command"
                 ) from error
+            predictions.append(prediction)
+            last = prediction.file
     return predictions

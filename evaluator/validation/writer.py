@@ -2,16 +2,16 @@
 
 The rules: run.json comes first, whole or not at all. A chunk is done when its lines are on the disk; its scores are
 there before. Whatever lies beyond the last whole chunk is cut off when the run is opened again. Nobody else's file is
-ever touched. One process at a time: it holds a lock on log.jsonl, which the system gives back when the process dies.
+ever touched. One process at a time: it holds a lock on the folder, which the system gives back when the process dies.
 """
 
-import fcntl
 import io
 import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ import numpy.typing as npt
 from evaluator.datasets.sample import Sample
 from evaluator.differences import differences, shown
 from evaluator.errors import EnvironmentFault, RunFolderError
-from evaluator.files import write_atomically
+from evaluator.files import leftovers, locked_folder, remove_leftovers, write_atomically
+from evaluator.strict import parse_json
 from evaluator.validation.run import (
     LOG_FILE,
     PREDICTIONS_FILE,
@@ -34,7 +35,7 @@ from evaluator.validation.run import (
 )
 
 _REPORT_FILES = ("report/report.json", "report/classes.csv", "report/report.html")  # of a run that is started anew
-_TEMPORARY = tuple(f".{name}.*.tmp" for name in (RUN_FILE, PREDICTIONS_FILE, SCORES_FILE))  # of `write_atomically`
+_REPLACED = (RUN_FILE, PREDICTIONS_FILE, SCORES_FILE)  # whole, by `write_atomically`
 _NAMES = {("model", "file"), ("dataset", "name")}  # in run.json for the reader's eye; a renamed file is the same file
 
 
@@ -93,12 +94,11 @@ def open_run(folder: Path, info: RunInfo, samples: Sequence[Sample], *, fresh: b
     Raises RunFolderError when the folder holds something else, another run (the difference is shown), or is being
     written by another process; EnvironmentFault when it cannot be written.
     """
+    assert all(one.file < next_.file for one, next_ in pairwise(samples)), "samples are sorted by file name"
     _refuse_what_is_no_run(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder / LOG_FILE) as log:
-        for pattern in _TEMPORARY:
-            for path in folder.glob(pattern):
-                path.unlink()
+    with locked_folder(folder, "--run"), (folder / LOG_FILE).open("ab", buffering=0) as log:
+        remove_leftovers(folder, _REPLACED)
         if fresh:
             log.truncate(0)
             _delete_run(folder)
@@ -130,7 +130,7 @@ def _refuse_what_is_no_run(folder: Path) -> None:
     if (folder / RUN_FILE).exists() and ((folder / PREDICTIONS_FILE).exists() or _is_run_info(folder)):
         return
     log = folder / LOG_FILE
-    begun = {path for pattern in _TEMPORARY for path in folder.glob(pattern)}  # by one killed before run.json was there
+    begun = set(leftovers(folder, _REPLACED))  # by one killed before run.json was there
     if log.is_file() and log.stat().st_size == 0:
         begun.add(log)
     if others := sorted(path.name for path in folder.iterdir() if path not in begun):
@@ -146,23 +146,6 @@ def _is_run_info(folder: Path) -> bool:
     except RunFolderError:
         return False
     return True
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[io.FileIO]:
-    """Open the log and hold it for this process alone."""
-    with path.open("ab", buffering=0) as log:
-        try:
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RunFolderError(
-                f"{path.parent}: another process is writing this run. Wait for it, or choose another folder with --run"
-            ) from error
-        except OSError as error:
-            raise EnvironmentFault(
-                f"{path}: cannot be locked ({error.strerror}). Choose a folder on another file system with --run"
-            ) from error
-        yield log
 
 
 def _delete_run(folder: Path) -> None:
@@ -186,7 +169,7 @@ def _cut_back(folder: Path, info: RunInfo, samples: Sequence[Sample]) -> int:
     scores, lines = folder / SCORES_FILE, folder / PREDICTIONS_FILE
     header = scores_header(len(samples), len(info.classes))
     row = 4 * len(info.classes)
-    ends = _line_ends(lines, samples)
+    ends = _line_ends(lines, info, samples)
     done = min(len(ends), _whole_rows(scores, header, row))
     if done < len(samples):
         done -= done % info.chunk
@@ -214,17 +197,17 @@ def _whole_rows(path: Path, header: bytes, row: int) -> int:
     return (path.stat().st_size - len(header)) // row
 
 
-def _line_ends(path: Path, samples: Sequence[Sample]) -> list[int]:
+def _line_ends(path: Path, info: RunInfo, samples: Sequence[Sample]) -> list[int]:
     """Return where each line ends, in bytes, up to the first that is torn or not its sample's."""
     ends: list[int] = []
     if not path.exists():
         return ends
-    end = 0
+    end, classes, views = 0, len(info.classes), info.protocol.views
     with path.open("rb") as lines:
         for line, sample in zip(lines, samples, strict=False):
             try:
-                prediction = prediction_from_json(json.loads(line))
-            except (ValueError, KeyError, TypeError):
+                prediction = prediction_from_json(parse_json(line), classes, views)
+            except ValueError:
                 break
             if not line.endswith(b"\n") or (prediction.file, prediction.label) != (sample.file, sample.label):
                 break

@@ -7,7 +7,7 @@ import numpy as np
 import typer
 
 from evaluator.errors import UsageError
-from training.architectures import ACTIVATIONS, ARCHITECTURES, Activation, architecture, multiply_adds
+from training.architectures import ACTIVATIONS, ARCHITECTURES, MAX_SIDE, Activation, architecture, multiply_adds
 from training.initialization import CHANNEL_MEAN, initial_tensors, parse_classes
 
 
@@ -21,7 +21,8 @@ def init(
     activation: Annotated[str, typer.Option(help=f"One of {', '.join(ACTIVATIONS)}.")] = "prelu",
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same bytes.")] = 0,
     crop: Annotated[
-        int | None, typer.Option(min=1, help="Side of a training crop in pixels; else the architecture's own.")
+        int | None,
+        typer.Option(min=1, max=MAX_SIDE, help="Side of a training crop in pixels; else the architecture's own."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:

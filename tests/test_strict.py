@@ -1,0 +1,76 @@
+"""Plain data of others is taken as it is meant, or not at all."""
+
+import json
+from typing import Any
+
+import pytest
+
+from evaluator.strict import MAX_DEPTH, check_plain, flag, parse_json, record, text, whole
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for level in range(depth):
+        value = [value] if level % 2 else {"a": value}
+    return value
+
+
+@pytest.mark.parametrize("value", [None, True, -3, 0.25, 1e300, "naïve \u2028", [1, {"a": []}], {"é": None}])
+def test_json_reads_back_as_it_was_written(value: Any) -> None:
+    assert parse_json(json.dumps(value)) == value
+    assert parse_json(json.dumps(value, ensure_ascii=False).encode()) == value
+
+
+@pytest.mark.parametrize(
+    ("data", "fault"),
+    [
+        ("[1, NaN]", "NaN is no finite number"),
+        ("-Infinity", "-Infinity is no finite number"),
+        ('{"a": 1e999}', "1e999 is no finite number"),
+        ("[" * 100_000, "nested too deeply"),
+        (b"\xff\xfe[]", "codec can't decode"),
+        ("1" * 10_000, "digits"),
+        ("", "Expecting value"),
+        ("{} {}", "Extra data"),
+    ],
+)
+def test_what_is_no_json_is_refused(data: str | bytes, fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        parse_json(data)
+
+
+def test_data_of_any_shape_is_neither_deep_nor_unprintable() -> None:
+    check_plain(nested(MAX_DEPTH - 1))
+    check_plain({"😀": ["é"]})
+    with pytest.raises(ValueError, match="nested too deeply"):
+        check_plain(nested(MAX_DEPTH))
+    for value in ("\ud800", ["a", "\udfff"], {"\ud800": 1}, {"a": {"b": "\ud800"}}):
+        with pytest.raises(ValueError, match="a lone surrogate"):
+            check_plain(value)
+
+
+def test_true_is_no_number_and_a_number_no_truth() -> None:
+    for value in (True, 1.0, "1", None, [1]):
+        with pytest.raises(ValueError, match="step should be a whole number from 0 to 9, not "):
+            whole(value, "step", 0, 9)
+    for value in (0, 1, None, "true"):
+        with pytest.raises(ValueError, match="capped should be true or false"):
+            flag(value, "capped")
+    assert whole(9, "step", 0, 9) == 9
+    assert flag(False, "capped") is False
+
+
+def test_a_value_beyond_all_measure_is_not_printed_whole() -> None:
+    for value in (10**5000, "x" * 5000, nested(900)):
+        with pytest.raises(ValueError, match="not ") as caught:
+            whole(value, "step", 0, 9)
+        assert len(str(caught.value)) < 120
+    assert text("x" * 5000, "name") == "x" * 5000
+
+
+def test_an_object_has_just_the_keys_that_are_asked_for() -> None:
+    assert record({"a": 1, "b": 2}, "it", {"b", "a"}) == {"a": 1, "b": 2}
+    with pytest.raises(ValueError, match="it lacks 'b', has an unknown key 'c'"):
+        record({"a": 1, "c": 2}, "it", {"a", "b"})
+    with pytest.raises(ValueError, match="it should be an object, not a list"):
+        record([], "it", {"a"})
