@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evaluator.errors import ContractError
+from evaluator.strict import check_plain, parse_json
 
 CONTRACT_VERSION = 1
 PREFIX = "prelunet."
@@ -250,9 +251,10 @@ class _Reader:
         if text is None:
             raise ContractError(f"{self.where}: no '{PREFIX}{key}' in the ONNX metadata. {self.mend}")
         try:
-            value = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ContractError(f"{self.where}: '{PREFIX}{key}' is not JSON. {self.mend}") from error
+            value = parse_json(text)
+            check_plain(value)
+        except ValueError as error:
+            raise ContractError(f"{self.where}: '{PREFIX}{key}' is not JSON ({error}). {self.mend}") from error
         if not isinstance(value, kind) or isinstance(value, bool):
             raise ContractError(f"{self.where}: '{PREFIX}{key}' should be a {kind.__name__}. {self.mend}")
         return value

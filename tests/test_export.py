@@ -181,6 +181,7 @@ def test_a_model_without_one_of_the_keys_is_refused_naming_it(
         ({"classes": []}, "different wnids"),
         ({"classes": [{"wnid": "a", "name": "a"}] * 23}, "different wnids"),
         ({"classes": [{"wnid": 1, "name": None}] * 23}, "different wnids"),
+        ({"classes": [{"wnid": "\ud800", "name": "half a character"}]}, "lone surrogate"),
         ({"classes": lambda classes: classes[:-1]}, "one finite number per class"),
         ({"classes": lambda classes: classes[:-1], "golden": []}, "22 classes are listed, but the graph has 23"),
         ({"golden": [{"height": 10**9, "width": 30, "scores": [0] * 23, "logits": [0] * 23}]}, "golden: sides"),

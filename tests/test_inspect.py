@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx
 import pytest
 
 from evaluator.cli import run
@@ -124,6 +125,28 @@ def test_a_model_says_the_same_as_the_checkpoint_it_came_from(exported: "dict[st
     assert (model["precision"], model["canvas"], model["default_scales"]) == ("fp32", "ragged", [32, 48, 60])
     for key in ("architecture", "classes", "parameters", "multiply_adds", "window", "recipe", "metrics", "slopes"):
         assert model[key] == checkpoint[key], key
+
+
+@pytest.mark.parametrize(
+    ("training", "fault"),
+    [
+        ({"recipe": 5}, "recipe should be an object"),
+        ({"slopes": [{"layer": "conv1_1"}]}, "malformed"),
+        (
+            {"slopes": [dict.fromkeys(("layer", "channels", "mean", "min", "max", "below_zero", "above_one"), "x")]},
+            "number",
+        ),
+    ],
+)
+def test_a_model_whose_training_is_told_in_nonsense_is_refused(
+    exported: "dict[str, Exported]", tmp_path: Path, training: dict[str, object], fault: str
+) -> None:
+    model = onnx.load(exported["demo-channel"].path)
+    metadata = {**exported["demo-channel"].session.contract.to_metadata(), "prelunet.training": json.dumps(training)}
+    onnx.helper.set_model_props(model, metadata)
+    onnx.save(model, tmp_path / "odd.onnx")
+    with pytest.raises(ContractError, match=fault):
+        inspect_file(tmp_path / "odd.onnx")
 
 
 def test_a_model_is_inspected_without_torch_onnx_and_safetensors(exported: "dict[str, Exported]") -> None:

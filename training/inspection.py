@@ -18,6 +18,7 @@ from evaluator.contract import ClassEntry
 from evaluator.engine.session import open_session
 from evaluator.errors import ContractError, UsageError, from_os_error
 from evaluator.files import sha256_of
+from evaluator.strict import an_object, text
 from training.architectures import Architecture, architecture_from_json, multiply_adds, parameter_shapes
 
 # PReLU-nets, Table 1 (model E): layer → learned slope, shared by the channels, and mean of the channels' own.
@@ -63,6 +64,14 @@ def inspect_file(path: Path) -> dict[str, Any]:
         f"{path}: by its content neither a checkpoint (safetensors) nor a model (ONNX). "
         "Give a file that `prelunet init`, `prelunet train` or `prelunet export` wrote"
     )
+
+
+def _slope_summary(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one recorded summary; ValueError when it is not what `summarise_slopes` gives."""
+    text(entry["layer"], "layer")
+    if not all(type(entry[key]) in {int, float} for key in _SLOPE_KEYS[1:]):
+        raise ValueError(f"the slopes of {entry['layer']} should be numbers")
+    return {key: entry[key] for key in _SLOPE_KEYS}
 
 
 def summarise_slopes(tensors: Mapping[str, npt.NDArray[np.floating]]) -> list[dict[str, Any]]:
@@ -120,7 +129,10 @@ def _inspect_model(path: Path) -> dict[str, Any]:
     contract = session.contract
     try:
         architecture = architecture_from_json(dict(contract.architecture))
-        recorded = [{key: entry[key] for key in _SLOPE_KEYS} for entry in contract.training.get("slopes") or []]
+        recorded = [_slope_summary(entry) for entry in contract.training.get("slopes") or []]
+        for key in ("recipe", "dataset", "metrics"):
+            if contract.training.get(key) is not None:
+                an_object(contract.training[key], key)
         slopes = beside_the_paper(recorded, architecture.activation)
         net = _describe_net(architecture, contract.classes)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, UsageError) as error:
@@ -165,8 +177,8 @@ def print_inspection(inspection: Mapping[str, Any], console: Console) -> None:
     facts = Table(show_header=False, box=None, pad_edge=False, title=_cell(inspection["file"]), title_justify="left")
     facts.add_column(style="bold")
     facts.add_column(overflow="fold")
-    for what, text in _facts(inspection).items():
-        facts.add_row(what, _cell(text))
+    for what, fact in _facts(inspection).items():
+        facts.add_row(what, _cell(fact))
     console.print(facts)
     activation = inspection["architecture"]["activation"]
     if inspection["slopes"]:
