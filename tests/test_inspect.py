@@ -127,6 +127,9 @@ def test_a_model_says_the_same_as_the_checkpoint_it_came_from(exported: "dict[st
         assert model[key] == checkpoint[key], key
 
 
+SLOPE_KEYS = ("layer", "channels", "mean", "min", "max", "below_zero", "above_one")
+
+
 @pytest.mark.parametrize(
     ("training", "fault"),
     [
