@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -15,15 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from training_folders import RECIPE, make_dataset, write_image
+from training_folders import RECIPE, make_dataset
 
-from evaluator.cli import run as run_program
-from evaluator.errors import DatasetError, EnvironmentFault, Interrupted, RunFolderError, UsageError
-from evaluator.files import locked_folder
+from evaluator.errors import EnvironmentFault, Interrupted, RunFolderError, UsageError
 from training.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
 from training.interrupts import uninterrupted
 from training.loop import Trainer, train
-from training.metrics import MetricsLog, errors_of, ranks
 from training.network import network_from_checkpoint, tensors_of
 from training.pictures import Pictures, survey
 from training.splits import open_splits
@@ -263,7 +259,7 @@ def test_a_finished_run_says_so_and_is_left_as_it_is(undisturbed: Path, data: Pa
     assert result.errors.step == 12
 
 
-# Folders of other runs
+# What can go wrong in between
 
 
 def test_another_recipe_is_refused_with_the_difference_and_fresh_begins_anew(
@@ -280,112 +276,6 @@ def test_another_recipe_is_refused_with_the_difference_and_fresh_begins_anew(
     train(RECIPE, data, folder, fresh=True)
     assert_equal_runs(folder, undisturbed)
     assert (folder / "notes.txt").read_text() == "mine"
-
-
-def test_another_dataset_is_refused_with_the_difference(data: Path, tmp_path: Path) -> None:
-    folder, other = tmp_path / "run", make_dataset(tmp_path / "other", val=4)
-    short = replace(RECIPE, steps=1)
-    train(short, data, folder)
-    with pytest.raises(RunFolderError, match=r"dataset\.val_images: 9 in the folder, 12 now"):
-        train(short, other, folder)
-
-
-def test_the_same_dataset_in_another_place_is_the_same(data: Path, tmp_path: Path) -> None:
-    short = replace(RECIPE, steps=1)
-    train(short, data, tmp_path / "run")
-    train(short, make_dataset(tmp_path / "copy"), tmp_path / "run")
-
-
-@pytest.mark.parametrize("name", ["state.pt", "training.json"])
-def test_a_damaged_run_folder_is_refused(data: Path, tmp_path: Path, name: str) -> None:
-    folder, short = tmp_path / "run", replace(RECIPE, steps=1)
-    train(short, data, folder)
-    path = folder / name
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(RunFolderError, match=rf"{name}.*--fresh"):
-        train(short, data, folder)
-
-
-@pytest.mark.parametrize("content", [b"[" * 100_000, b"null", b'{"version": NaN}', b"\xff", b'{"a":' * 900])
-@pytest.mark.parametrize("name", ["training.json", "metrics.jsonl", "state.pt"])
-def test_whatever_stands_in_a_file_of_the_run_it_is_refused_in_our_own_words(
-    data: Path, tmp_path: Path, name: str, content: bytes
-) -> None:
-    folder, short = tmp_path / "run", replace(RECIPE, steps=1)
-    train(short, data, folder)
-    (folder / name).write_bytes(content + (b"\n" if name == "metrics.jsonl" else b""))
-    with pytest.raises(RunFolderError, match=rf"{name}: .*damaged.*--fresh") as caught:
-        train(short, data, folder)
-    assert "torch" not in str(caught.value)
-    assert len(str(caught.value)) < 400
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"version": "1"},
-        {"step": -1},
-        {"step": True},
-        {"mean": torch.zeros(2, 2, 3)},
-        {"refused": {}},
-        {"best": {"a": 1}},
-    ],
-)
-def test_a_state_that_cannot_be_meant_is_refused(data: Path, tmp_path: Path, change: dict[str, Any]) -> None:
-    folder, short = tmp_path / "run", replace(RECIPE, steps=1)
-    train(short, data, folder)
-    state = torch.load(folder / "state.pt", weights_only=True)
-    torch.save({**state, **change}, folder / "state.pt")
-    with pytest.raises(RunFolderError, match=r"state\.pt: damaged"):
-        train(short, data, folder)
-    torch.save({**state, "version": 2}, folder / "state.pt")
-    with pytest.raises(RunFolderError, match=r"state\.pt: version 2, but this prelunet reads version 1"):
-        train(short, data, folder)
-
-
-def test_a_folder_in_which_another_process_trains_is_left_alone(data: Path, tmp_path: Path) -> None:
-    folder, short = tmp_path / "run", replace(RECIPE, steps=1)
-    train(short, data, folder)
-    before = {path: path.read_bytes() for path in folder.iterdir()}
-    for fresh in (False, True):
-        with locked_folder(folder, "--out"), pytest.raises(RunFolderError, match=r"another process.*with --out"):
-            train(short, data, folder, fresh=fresh)
-    assert {path: path.read_bytes() for path in folder.iterdir()} == before
-
-
-def test_a_folder_is_held_while_it_is_trained_in(data: Path, tmp_path: Path) -> None:
-    folder, refused = tmp_path / "run", []
-
-    def second(_news: str) -> None:
-        with pytest.raises(RunFolderError, match="another process is writing this run"):
-            train(RECIPE, data, folder)
-        refused.append(True)
-
-    train(replace(RECIPE, steps=1), data, folder)
-    train(replace(RECIPE, steps=1), data, folder, announce=second)
-    assert refused == [True]
-
-
-def test_what_a_killed_training_left_half_written_is_removed_at_the_next_start(data: Path, tmp_path: Path) -> None:
-    folder, short = tmp_path / "run", replace(RECIPE, steps=1)
-    train(short, data, folder)
-    files = sorted(folder.iterdir())
-    for name in ("state.pt", "last.safetensors", "best.safetensors", "metrics.jsonl", "training.json"):
-        (folder / f".{name}.0a1b2c3d.tmp").write_bytes(b"half")
-    mine = folder / ".notes.0a1b2c3d.tmp"
-    mine.write_text("mine")
-    train(short, data, folder)
-    assert sorted(folder.iterdir()) == sorted([*files, mine])
-
-
-def test_files_of_a_training_without_its_description_are_not_overwritten(data: Path, tmp_path: Path) -> None:
-    (tmp_path / "last.safetensors").write_bytes(b"precious")
-    with pytest.raises(RunFolderError, match=r"has last\.safetensors but no training\.json"):
-        train(RECIPE, data, tmp_path)
-    assert (tmp_path / "last.safetensors").read_bytes() == b"precious"
-
-
-# What can go wrong in between
 
 
 def test_a_training_that_diverges_stops_and_keeps_the_last_good_state(data: Path, tmp_path: Path) -> None:
@@ -439,113 +329,3 @@ def test_unreadable_images_are_named_counted_and_left_out(tmp_path: Path) -> Non
     again: list[str] = []
     train(short, root, tmp_path / "run", announce=again.append)
     assert again[:2] == news[:2]
-
-
-# Counting
-
-
-def test_ranks_count_ties_for_the_lower_index() -> None:
-    logits = np.array([[1.0, 3.0, 2.0], [2.0, 2.0, 1.0], [2.0, 2.0, 1.0], [0.0, 0.0, 0.0]])
-    assert ranks(logits, np.array([2, 0, 1, 2])).tolist() == [2, 1, 2, 3]
-
-
-def test_errors_are_percent_of_all_images_not_means_of_batches() -> None:
-    errors = errors_of(7, [np.array([1, 1, 1, 1]), np.array([6, 2])])
-    assert errors.top1_error == pytest.approx(100 * 2 / 6, abs=1e-4)  # rounded to 4 decimals
-    assert errors.top5_error == pytest.approx(100 / 6, abs=1e-4)
-    assert str(replace(errors, top1_error=15.8, top5_error=0.45)) == "top-1 error 15.80 % top-5 error 0.45 %"
-
-
-def test_a_log_loses_later_lines_and_a_torn_one_but_is_refused_when_damaged_inside(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / "metrics.jsonl")
-    lines = [
-        '{"step": 5, "loss": 1}\n',
-        '{"step": 5, "top1_error": 1}\n',
-        '{"step": 6, "loss": 1}\n',
-        '{"step": 7, "lo',
-    ]
-    log.path.write_text("".join(lines))
-    log.cut_after(6, evaluated=False)
-    assert log.path.read_text() == "".join(lines[:3])
-    log.cut_after(5, evaluated=True)
-    assert log.path.read_text() == "".join(lines[:2])
-    log.cut_after(5, evaluated=False)
-    assert log.path.read_text() == lines[0]
-    log.path.write_text(lines[0] + lines[2].removesuffix("\n"))  # cut off between a line and its end
-    log.cut_after(6, evaluated=True)
-    assert log.path.read_text() == lines[0]
-    log.path.write_text("{broken\n" + lines[0])
-    with pytest.raises(RunFolderError, match="line 1 is damaged"):
-        log.cut_after(5, evaluated=True)
-    for line in ('{"step": true}\n', '{"step": "5"}\n', '{"step": 5, "loss": NaN}\n', "[" * 100_000):
-        log.path.write_text(lines[0] + line)
-        with pytest.raises(RunFolderError, match="line 2 is damaged"):
-            log.cut_after(5, evaluated=True)
-
-
-# The verb
-
-
-@pytest.fixture
-def recipe_file(tmp_path: Path) -> Path:
-    path = tmp_path / "small.toml"
-    lines = [f"{key} = {json.dumps(value)}" for key, value in RECIPE.to_json().items()]
-    path.write_text("\n".join(lines))
-    return path
-
-
-def test_the_last_line_of_the_verb_is_the_two_errors(
-    data: Path, tmp_path: Path, recipe_file: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "run"
-    code = run_program(["train", "--recipe", str(recipe_file), "--data", str(data), "--out", str(out), "--steps", "2"])
-    captured = capfd.readouterr()
-    assert code == 0, captured.err
-    assert re.fullmatch(r"top-1 error \d+\.\d\d % top-5 error \d+\.\d\d %", captured.out.splitlines()[-1])
-    assert f"prelunet export {out / 'last.safetensors'} -o {out / 'model.onnx'}" in captured.err
-    assert f"--data {data} --protocol multi-scale" in captured.err
-    assert json.loads((out / "training.json").read_text())["recipe"]["steps"] == 2
-
-
-def test_the_automatic_crop_follows_the_images(data: Path, tmp_path: Path, recipe_file: Path) -> None:
-    out = tmp_path / "run"
-    arguments = ["--recipe", str(recipe_file), "--data", str(data), "--out", str(out), "--steps", "1", "--seed", "0"]
-    for name in ("train", "val"):
-        for place in range(9):
-            write_image(data.parent / f"large/{name}/{'ab'[place % 2]}/{place}.png", place, (40, 30), 40 * place % 99)
-    arguments[3] = str(data.parent / "large")
-    assert run_program(["train", *arguments, "--crop", "auto"]) == 0
-    recipe = json.loads((out / "training.json").read_text())["recipe"]
-    # 30·7/8 = 26.25 → 28; everything grew by 28/12
-    assert (recipe["crop"], recipe["scales"], recipe["batch"]) == (28, [28, 37], 2)
-    assert recipe["seed"] == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["--recipe", "nonesuch"], 2, "There are: "),
-        (["--recipe", "demo", "--crop", "big"], 2, "side in pixels, or auto"),
-        (["--recipe", "demo", "--crop", "3"], 2, "too small"),
-        (["--recipe", "demo", "--data", "nowhere"], 2, "no such file or folder"),
-        (["--recipe", "demo", "--steps", "0"], 2, "steps"),
-    ],
-)
-def test_bad_options_are_refused_with_what_would_be_right(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
-) -> None:
-    assert run_program(["train", *arguments, "--out", str(tmp_path / "run")]) == code
-    assert message in capfd.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-
-def test_out_may_not_be_a_file(data: Path, tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("")
-    with pytest.raises(UsageError, match="a file of that name exists"):
-        train(RECIPE, data, tmp_path / "run")
-
-
-def test_nothing_is_written_for_data_that_cannot_be_trained_on(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(DatasetError):
-        train(RECIPE, data / "train", tmp_path / "run")
-    assert not (tmp_path / "run").exists()

@@ -1,0 +1,121 @@
+"""The folder of a training: whose it is, and what is refused there."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_folders import RECIPE, make_dataset
+
+from evaluator.errors import RunFolderError
+from evaluator.files import locked_folder
+from training.loop import train
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("data"))
+
+
+def test_another_dataset_is_refused_with_the_difference(data: Path, tmp_path: Path) -> None:
+    folder, other = tmp_path / "run", make_dataset(tmp_path / "other", val=4)
+    short = replace(RECIPE, steps=1)
+    train(short, data, folder)
+    with pytest.raises(RunFolderError, match=r"dataset\.val_images: 9 in the folder, 12 now"):
+        train(short, other, folder)
+
+
+def test_the_same_dataset_in_another_place_is_the_same(data: Path, tmp_path: Path) -> None:
+    short = replace(RECIPE, steps=1)
+    train(short, data, tmp_path / "run")
+    train(short, make_dataset(tmp_path / "copy"), tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["state.pt", "training.json"])
+def test_a_damaged_run_folder_is_refused(data: Path, tmp_path: Path, name: str) -> None:
+    folder, short = tmp_path / "run", replace(RECIPE, steps=1)
+    train(short, data, folder)
+    path = folder / name
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(RunFolderError, match=rf"{name}.*--fresh"):
+        train(short, data, folder)
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"null", b'{"version": NaN}', b"\xff", b'{"a":' * 900])
+@pytest.mark.parametrize("name", ["training.json", "metrics.jsonl", "state.pt"])
+def test_whatever_stands_in_a_file_of_the_run_it_is_refused_in_our_own_words(
+    data: Path, tmp_path: Path, name: str, content: bytes
+) -> None:
+    folder, short = tmp_path / "run", replace(RECIPE, steps=1)
+    train(short, data, folder)
+    (folder / name).write_bytes(content + (b"\n" if name == "metrics.jsonl" else b""))
+    with pytest.raises(RunFolderError, match=rf"{name}: .*damaged.*--fresh") as caught:
+        train(short, data, folder)
+    assert "torch" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": "1"},
+        {"step": -1},
+        {"step": True},
+        {"mean": torch.zeros(2, 2, 3)},
+        {"refused": {}},
+        {"best": {"a": 1}},
+    ],
+)
+def test_a_state_that_cannot_be_meant_is_refused(data: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    folder, short = tmp_path / "run", replace(RECIPE, steps=1)
+    train(short, data, folder)
+    state = torch.load(folder / "state.pt", weights_only=True)
+    torch.save({**state, **change}, folder / "state.pt")
+    with pytest.raises(RunFolderError, match=r"state\.pt: damaged"):
+        train(short, data, folder)
+    torch.save({**state, "version": 2}, folder / "state.pt")
+    with pytest.raises(RunFolderError, match=r"state\.pt: version 2, but this prelunet reads version 1"):
+        train(short, data, folder)
+
+
+def test_a_folder_in_which_another_process_trains_is_left_alone(data: Path, tmp_path: Path) -> None:
+    folder, short = tmp_path / "run", replace(RECIPE, steps=1)
+    train(short, data, folder)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    for fresh in (False, True):
+        with locked_folder(folder, "--out"), pytest.raises(RunFolderError, match=r"another process.*with --out"):
+            train(short, data, folder, fresh=fresh)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_folder_is_held_while_it_is_trained_in(data: Path, tmp_path: Path) -> None:
+    folder, refused = tmp_path / "run", []
+
+    def second(_news: str) -> None:
+        with pytest.raises(RunFolderError, match="another process is writing this run"):
+            train(RECIPE, data, folder)
+        refused.append(True)
+
+    train(replace(RECIPE, steps=1), data, folder)
+    train(replace(RECIPE, steps=1), data, folder, announce=second)
+    assert refused == [True]
+
+
+def test_what_a_killed_training_left_half_written_is_removed_at_the_next_start(data: Path, tmp_path: Path) -> None:
+    folder, short = tmp_path / "run", replace(RECIPE, steps=1)
+    train(short, data, folder)
+    files = sorted(folder.iterdir())
+    for name in ("state.pt", "last.safetensors", "best.safetensors", "metrics.jsonl", "training.json"):
+        (folder / f".{name}.0a1b2c3d.tmp").write_bytes(b"half")
+    mine = folder / ".notes.0a1b2c3d.tmp"
+    mine.write_text("mine")
+    train(short, data, folder)
+    assert sorted(folder.iterdir()) == sorted([*files, mine])
+
+
+def test_files_of_a_training_without_its_description_are_not_overwritten(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "last.safetensors").write_bytes(b"precious")
+    with pytest.raises(RunFolderError, match=r"has last\.safetensors but no training\.json"):
+        train(RECIPE, data, tmp_path)
+    assert (tmp_path / "last.safetensors").read_bytes() == b"precious"
