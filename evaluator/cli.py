@@ -18,7 +18,7 @@ import typer
 import typer.core
 from typer.main import get_command as build_command
 
-from evaluator.errors import Interrupted, PreluNetError, from_missing_module, from_os_error, outcome_of
+from evaluator.errors import Interrupted, PreluNetError, UsageError, from_missing_module, from_os_error, outcome_of
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,8 @@ def run(arguments: list[str] | None = None) -> int:
         return _fail(error)
     except OSError as error:
         return _fail(from_os_error(error))
+    except UnicodeEncodeError as error:  # bytes on the command line that are no UTF-8 and should go to a server
+        return _fail(UsageError(f"{error.object[:80]!a}: cannot be written as {error.encoding}. Give plain text"))
     except Exception as error:
         if hasattr(error, "exit_code") and hasattr(error, "show"):  # the parser's own complaints
             error.show()

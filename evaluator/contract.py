@@ -6,6 +6,7 @@ nothing else passes between the two. Pure functions; no runtime is imported here
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +22,9 @@ CONTRACT_VERSION = 1
 PREFIX = "prelunet."
 LARGEST_SIDE = 65536  # pixels of a canvas side
 MOST_SCALES = 32  # of `multi-scale`; SPP-net uses six
+MOST_GOLDEN = 16
+LONGEST_NAME = 1000  # characters
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # what could steer a terminal or forge a line of a log
 INPUTS = ("images", "sizes")
 OUTPUTS = ("scores", "logits", "windows", "window_scores")
 
@@ -176,9 +180,13 @@ def _contradictions(contract: ModelContract) -> Iterator[tuple[bool, str]]:
         yield True, "sides, scales, levels and layers should be whole numbers"
         return
     named = all(isinstance(contract.architecture.get(key), str) for key in ("name", "activation"))
-    yield not named, "the architecture should have a name and an activation"
-    texts = all(isinstance(text, str) for entry in contract.classes for text in (entry.wnid, entry.name))
-    yield not wnids or not texts or len(set(wnids)) < len(wnids), "classes should be there, with different wnids"
+    if not named:
+        yield True, "the architecture should have a name and an activation"
+        return
+    texts = [contract.name, *(text for entry in contract.classes for text in (entry.wnid, entry.name))]
+    plain = all(isinstance(text, str) and len(text) <= LONGEST_NAME and not CONTROL.search(text) for text in texts)
+    yield not plain, f"names should be text of up to {LONGEST_NAME} characters without control characters"
+    yield not wnids or len(set(wnids)) < len(wnids), "classes should be there, with different wnids"
     sane = all(layer.kernel >= 1 and layer.stride >= 1 and 0 <= layer.pad < layer.kernel for layer in contract.trunk)
     if not contract.trunk or not sane or not 1 <= crop <= contract.max_side <= LARGEST_SIDE:
         yield True, f"a trunk of layers, and 1 <= crop <= max_side <= {LARGEST_SIDE}, should be there"
@@ -191,6 +199,7 @@ def _contradictions(contract: ModelContract) -> Iterator[tuple[bool, str]]:
         f"there should be 1 to {MOST_SCALES} scales",
     )
     yield not all(crop <= scale <= contract.max_side for scale in scales), "scales should be from crop to max_side"
+    yield len(contract.golden) > MOST_GOLDEN, f"there should be up to {MOST_GOLDEN} golden images"
     for golden in contract.golden:
         sides = (golden.height, golden.width)
         yield not all(type(s) is int and crop <= s <= contract.max_side for s in sides), "golden: sides out of range"
@@ -215,7 +224,7 @@ def contract_from_metadata(metadata: Mapping[str, str], where: str) -> ModelCont
             f"prelunet export CHECKPOINT -o {where}"
         )
     try:
-        return ModelContract(
+        contract = ModelContract(
             architecture=read.value("architecture", dict),
             classes=tuple(ClassEntry(c["wnid"], c["name"]) for c in read.value("classes", list)),
             mean_kind=read.choice("mean_kind", ("channel", "image")),
@@ -234,8 +243,23 @@ def contract_from_metadata(metadata: Mapping[str, str], where: str) -> ModelCont
                 for g in read.value("golden", list)
             ),
         )
+        _check_derived(contract, read)
+        return contract
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ContractError(f"{where}: the 'prelunet.*' metadata is malformed ({error!r}). {read.mend}") from error
+
+
+def _check_derived(contract: ModelContract, read: "_Reader") -> None:
+    """Check what the file states for other readers and we derive; ValueError when it is something else."""
+    derived = {
+        "trunk_stride": contract.trunk_stride,
+        "min_side": contract.min_side,
+        "spp_order": contract.spp_order,
+        "bin_rule": contract.bin_rule,
+    }
+    for key, value in derived.items():
+        if (stated := read.value(key, type(value))) != value:
+            raise ValueError(f"'{PREFIX}{key}' is {stated!a:.40}, but should be {value!r}")
 
 
 class _Reader:

@@ -11,7 +11,7 @@ from onnx import checker
 
 from evaluator.contract import Canvas, GoldenImage, ModelContract, default_scales, golden_image, golden_sizes
 from evaluator.engine.session import Outputs, open_session
-from evaluator.errors import CheckFailed, UsageError
+from evaluator.errors import CheckFailed, CheckpointError, UsageError
 from evaluator.files import open_atomically, sha256_of
 from evaluator.protocols import LONG_SIDE_CAP
 from export.model import build_model
@@ -37,7 +37,10 @@ def export_checkpoint(path: Path, output: Path, canvas: Canvas = "ragged") -> li
     _check_name(output)
     with open_atomically(output) as file:  # first, so that a path that cannot be written is refused before the work
         windows = _oracle(checkpoint)
-        contract = _contract(checkpoint, sha256_of(path), canvas, windows)
+        try:
+            contract = _contract(checkpoint, sha256_of(path), canvas, windows)
+        except ValueError as error:
+            raise CheckpointError(f"{path}: no model can be made of it: {error}. Rename its classes") from error
         file.write(_model_bytes(checkpoint, contract))
         file.flush()
         checker.check_model(file.name, full_check=True)

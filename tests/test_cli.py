@@ -123,3 +123,11 @@ def test_no_file_of_the_evaluator_mentions_torch_or_onnx_in_an_import() -> None:
     files = sorted((ROOT / "evaluator").rglob("*.py"))
     assert files
     assert [path.name for path in files if imports.search(path.read_text())] == []
+
+
+@pytest.mark.parametrize("option", ["--server", "--name", "--protocol"])
+def test_an_option_that_is_no_utf8_is_refused_by_its_text(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"--server": "127.0.0.1:1", option: "\udcff"}
+    picture = str(ROOT / "tests" / "data" / "hostile" / "grey-16-bit.png")
+    assert run(["classify", picture, *(word for pair in options.items() for word in pair)]) == 2
+    assert r"\udcff" in capsys.readouterr().err

@@ -14,9 +14,10 @@ from conftest import Exported
 from evaluator.cli import run
 from evaluator.contract import ModelContract, contract_from_metadata, golden_image
 from evaluator.engine.session import open_session
-from evaluator.errors import ContractError, EnvironmentFault, UsageError
+from evaluator.errors import CheckpointError, ContractError, EnvironmentFault, UsageError
 from export.exporting import export_checkpoint
 from export.verification import verify
+from fakes import fake_contract
 from telling import noise
 from training.checkpoints import write_checkpoint
 
@@ -148,7 +149,7 @@ def test_a_model_of_a_newer_contract_is_refused_naming_both_versions(
         open_session(with_metadata(exported, tmp_path, contract_version=99), "cpu")
 
 
-@pytest.mark.parametrize("key", ["contract_version", "classes", "trunk", "golden", "max_side", "canvas"])
+@pytest.mark.parametrize("key", sorted(key.removeprefix("prelunet.") for key in fake_contract().to_metadata()), ids=str)
 def test_a_model_without_one_of_the_keys_is_refused_naming_it(
     exported: dict[str, Exported], tmp_path: Path, key: str
 ) -> None:
@@ -163,6 +164,13 @@ def test_a_model_without_one_of_the_keys_is_refused_naming_it(
         ({"crop": "28"}, "should be a int"),
         ({"trunk": [[3, 1]]}, "malformed"),
         ({"contract_version": 0}, "begin with 1"),
+        ({"min_side": 27}, "min_side' is 27, but should be 28"),
+        ({"trunk_stride": 9}, "trunk_stride' is 9, but should be 4"),
+        ({"spp_order": "channel first"}, "spp_order' is 'channel first'"),
+        ({"bin_rule": "nonsense"}, "bin_rule' is 'nonsense'"),
+        ({"golden": lambda golden: golden * 6}, "up to 16 golden"),
+        ({"architecture": {"name": "\x1b]0;title\x07", "activation": "prelu"}}, "without control characters"),
+        ({"classes": lambda classes: [{**classes[0], "name": "a\nb"}, *classes[1:]]}, "without control characters"),
         ({"crop": -5}, "malformed"),
         ({"crop": 5}, "no window of 7"),
         ({"window": 0}, "no window of 0"),
@@ -306,3 +314,14 @@ def test_a_trained_net_is_tested_at_scales_of_its_training(exported: dict[str, E
     write_checkpoint(tmp_path / "trained.safetensors", checkpoint)
     export_checkpoint(tmp_path / "trained.safetensors", tmp_path / "trained.onnx")
     assert open_session(tmp_path / "trained.onnx", "cpu").contract.default_scales == (30, 38, 44)
+
+
+def test_a_checkpoint_whose_names_could_steer_a_terminal_is_not_exported(
+    exported: dict[str, Exported], tmp_path: Path
+) -> None:
+    checkpoint = exported["demo-image"].checkpoint
+    classes = (replace(checkpoint.classes[0], name="a\x1b[31m"), *checkpoint.classes[1:])
+    write_checkpoint(tmp_path / "odd.safetensors", replace(checkpoint, classes=classes))
+    with pytest.raises(CheckpointError, match="without control characters"):
+        export_checkpoint(tmp_path / "odd.safetensors", tmp_path / "odd.onnx")
+    assert [path.name for path in tmp_path.iterdir()] == ["odd.safetensors"]

@@ -1,5 +1,6 @@
 """The folder of a training: whose it is, and what is refused there."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -114,8 +115,13 @@ def test_what_a_killed_training_left_half_written_is_removed_at_the_next_start(d
     assert sorted(folder.iterdir()) == sorted([*files, mine])
 
 
-def test_files_of_a_training_without_its_description_are_not_overwritten(data: Path, tmp_path: Path) -> None:
-    (tmp_path / "last.safetensors").write_bytes(b"precious")
-    with pytest.raises(RunFolderError, match=r"has last\.safetensors but no training\.json"):
-        train(RECIPE, data, tmp_path)
-    assert (tmp_path / "last.safetensors").read_bytes() == b"precious"
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("name", ["last.safetensors", "run.json", "mine.txt"])
+def test_a_folder_that_holds_anything_but_a_training_is_left_alone(
+    data: Path, tmp_path: Path, name: str, fresh: bool
+) -> None:
+    (tmp_path / name).write_bytes(b"precious")
+    with pytest.raises(RunFolderError, match=rf"not empty \({re.escape(name)}\) and not a training"):
+        train(RECIPE, data, tmp_path, fresh=fresh)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_bytes() == b"precious"

@@ -37,7 +37,9 @@ def open_run_folder(folder: Path, description: dict[str, Any], *, fresh: bool) -
     folder.mkdir(parents=True, exist_ok=True)
     with locked_folder(folder, "--out"):
         remove_leftovers(folder, FILES)
-        if fresh:
+        if not (folder / TRAINING_FILE).exists():
+            _check_unused(folder)
+        elif fresh:
             for name in FILES:
                 (folder / name).unlink(missing_ok=True)
         _describe_or_compare(folder, {"version": RUN_VERSION, **description})
@@ -47,7 +49,6 @@ def open_run_folder(folder: Path, description: dict[str, Any], *, fresh: bool) -
 def _describe_or_compare(folder: Path, wanted: dict[str, Any]) -> None:
     path = folder / TRAINING_FILE
     if not path.exists():
-        _check_unused(folder)
         write_atomically(path, json.dumps(wanted, indent=1, sort_keys=True).encode() + b"\n")
     elif found := differences(_read(path), json.loads(json.dumps(wanted))):
         raise RunFolderError(
@@ -57,12 +58,11 @@ def _describe_or_compare(folder: Path, wanted: dict[str, Any]) -> None:
 
 
 def _check_unused(folder: Path) -> None:
-    """Refuse a folder that holds files of a training but not its description."""
-    strangers = [name for name in FILES if (folder / name).exists()]
-    if strangers:
+    """Refuse a folder that holds anything: without a description, nobody knows whose it is."""
+    if others := sorted(path.name for path in folder.iterdir()):
         raise RunFolderError(
-            f"{folder}: has {', '.join(strangers)} but no {TRAINING_FILE}, so nobody knows what was trained. "
-            "Choose another folder with --out, or begin anew here with --fresh"
+            f"{folder}: not empty ({', '.join(others[:3])}{', ...' if len(others) > 3 else ''}) and not a training. "
+            "Choose an empty or new folder with --out"
         )
 
 

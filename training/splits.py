@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from evaluator.contract import ClassEntry
+from evaluator.contract import CONTROL, ClassEntry
 from evaluator.datasets.opening import open_dataset
 from evaluator.datasets.sample import Dataset
 from evaluator.errors import DatasetError, ImageError
@@ -54,6 +54,8 @@ def open_splits(path: Path) -> Splits:
             f"{path}: train/ has one class only ({train.classes[0]}), so there is nothing to tell apart. "
             "Add a folder for a second class"
         )
+    if odd := [name for name in train.classes if CONTROL.search(name)]:
+        raise DatasetError(f"{path}: the class folder {odd[0]!a} has control characters in its name. Rename it")
     unknown = sorted(set(val.classes) - set(train.classes))
     if unknown:
         raise DatasetError(
