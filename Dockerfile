@@ -1,6 +1,6 @@
 # A small CPU image: the server, no torch, no onnx.
 #   docker build -t prelunet .
-#   docker run -p 50051:50051 -v "$PWD/demo:/models:ro" prelunet --model demo=/models/model.onnx
+#   docker run -p 50051:50051 -v "$PWD/demo/clothes:/models:ro" prelunet --model demo=/models/model.onnx
 FROM python:3.12-slim AS build
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./

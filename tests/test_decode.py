@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from evaluator.errors import ImageError, UsageError
+from evaluator.errors import EnvironmentFault, ImageError, UsageError
 from evaluator.imaging import decode
 from evaluator.imaging.decode import DecodeLimits, decode_rgb, image_size
 
@@ -350,3 +350,14 @@ def test_image_cut_anywhere_before_its_last_pixel_is_refused(seed: int, tenth: i
     data = NOISE[seed]  # so that nearly all of a file is pixels
     with pytest.raises(ImageError):
         decode_rgb(data[: len(data) * tenth // 10])
+
+
+def test_a_machine_out_of_memory_is_not_the_images_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a run would record the image as refused for good, and another machine would give another result."""
+
+    def no_memory(*_arguments: object, **_options: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(decode, "_open", no_memory)
+    with pytest.raises(EnvironmentFault, match="more memory than this machine has left"):
+        decode_rgb(b"any")

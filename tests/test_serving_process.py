@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from evaluator.client import Client
-from evaluator.errors import EnvironmentFault
+from evaluator.errors import EnvironmentFault, ImageError
 from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from serving_harness import png
@@ -130,3 +130,17 @@ def test_a_model_file_that_cannot_be_served_exits_3_and_names_it(tmp_path: Path)
     assert str(text) in result.stderr
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
+
+
+def test_the_limits_of_images_and_of_waiting_are_those_of_the_options(model: Path) -> None:
+    image = png(40, 57)
+    small = ["--max-image-bytes", str(len(image)), "--max-image-pixels", str(40 * 57)]
+    with serving(model, *small) as (_, _, address), Client(address) as client:
+        assert client.classify(image, protocol="center").predictions
+        with pytest.raises(ImageError, match=f"more than the limit of {len(image)}"):
+            client.classify(image + b"\0", protocol="center")
+        with pytest.raises(ImageError, match="58x40 pixels are more than the limit of 2280"):
+            client.classify(png(40, 58)[: len(image)], protocol="center")
+    result = run("--model", f"x={model}", "--max-waiting", "0")
+    assert result.returncode == 2
+    assert "--max-waiting" in result.stderr

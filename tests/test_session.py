@@ -4,6 +4,8 @@ What the real runtime answers for damaged files and wrong canvases is in test_ex
 """
 
 import hashlib
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from conftest import Exported
 from evaluator.contract import INPUTS, OUTPUTS
 from evaluator.engine import session as session_module
 from evaluator.engine.session import Device, open_session
@@ -292,3 +295,14 @@ def test_a_missing_runtime_is_told_with_the_extras_that_bring_it(model: Path, mo
     monkeypatch.setitem(sys.modules, "onnxruntime", None)  # which makes its import fail
     with pytest.raises(EnvironmentFault, match=r"onnxruntime cannot be imported .*\[cpu\]"):
         open_session(model, "cpu")
+
+
+def test_the_runtime_leaves_nothing_in_the_users_home(exported: dict[str, Exported], tmp_path: Path) -> None:
+    """onnxruntime 1.31 keeps a device id and a store of events there, to upload them, unless it is told not to."""
+    environment = {key: value for key, value in os.environ.items() if key != "ORT_DISABLE_TELEMETRY"}
+    code = (
+        "from pathlib import Path; from evaluator.engine.session import open_session; "
+        f"open_session(Path({str(exported['demo-channel'].path)!r}), 'cpu')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={**environment, "HOME": str(tmp_path)})
+    assert list(tmp_path.iterdir()) == []

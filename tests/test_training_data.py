@@ -275,6 +275,15 @@ def test_a_folder_with_one_of_the_two_only_is_refused(tmp_path: Path, missing: s
         open_splits(root)
 
 
+def test_a_class_folder_with_a_control_character_in_its_name_is_refused(tmp_path: Path) -> None:
+    root = make_dataset(tmp_path)
+    name = next((root / "train").iterdir()).name
+    for split in ("train", "val"):
+        (root / split / name).rename(root / split / "big\x1b[31mcat")
+    with pytest.raises(DatasetError, match=r"'big\\x1b\[31mcat' has control characters"):
+        open_splits(root)
+
+
 def test_a_single_class_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=r"one class only \(dog\)"):
         open_splits(make_dataset(tmp_path, classes=("dog",)))

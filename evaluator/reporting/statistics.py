@@ -2,8 +2,6 @@
 
 from functools import lru_cache
 
-from scipy import stats
-
 CONFIDENCE = 0.95
 DECIMALS = 4  # of every percentage in a report
 
@@ -22,5 +20,7 @@ def wilson_interval(errors: int, total: int) -> tuple[float, float]:
     """
     if total == 0:
         return (0.0, 100.0)
+    from scipy import stats  # here: it takes 0.4 s, and a server or a validation starts without an interval
+
     interval = stats.binomtest(errors, total).proportion_ci(confidence_level=CONFIDENCE, method="wilson")
     return (round(100.0 * float(interval.low), DECIMALS), round(100.0 * float(interval.high), DECIMALS))
