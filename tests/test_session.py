@@ -54,12 +54,14 @@ class FakeRuntime(ModuleType):
         fails: dict[str, Exception] | None = None,
         inputs: tuple[str, ...] = INPUTS,
         outputs: tuple[str, ...] = OUTPUTS,
+        classes: int = 6,
     ) -> None:
         super().__init__("onnxruntime")
         self._offers = [*offers, CPU]
         self._comes_up = comes_up
         self._fails = fails or {}
         self._names = inputs, outputs
+        self._classes = classes
         self.loads: list[tuple[SessionOptions, list[Any]]] = []
         self.events: list[str] = []
 
@@ -76,7 +78,9 @@ class FakeRuntime(ModuleType):
         if asked in self._fails:
             raise self._fails[asked]
         runs = self._comes_up if asked == CUDA else asked
-        inputs, outputs = ([SimpleNamespace(name=name, shape=["N", 6]) for name in names] for names in self._names)
+        inputs, outputs = (
+            [SimpleNamespace(name=name, shape=["N", self._classes]) for name in names] for names in self._names
+        )
         return SimpleNamespace(
             disable_fallback=lambda: self.events.append("disable_fallback"),
             get_providers=lambda: [runs] if runs == CPU else [runs, CPU],
@@ -241,6 +245,21 @@ def test_a_file_that_no_device_could_load_is_the_files_fault_on_every_device(
     with pytest.raises(ContractError, match=rf"model\.onnx: not an ONNX model.*\({'x' * 300}\)\. Write one with"):
         open_session(model, device)
     assert len(runtime.loads) == 1, "another device would not help"
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), runtime_error("RuntimeException", "std::bad_alloc")], ids=["own", "C++"]
+)
+def test_a_machine_with_too_little_memory_is_not_the_files_fault(use, model: Path, error: Exception) -> None:
+    use(FakeRuntime(fails={CPU: error}))
+    with pytest.raises(EnvironmentFault, match="too little memory left to load it"):
+        open_session(model, "cpu")
+
+
+def test_a_file_with_other_classes_than_its_graph_is_refused(use, model: Path) -> None:
+    use(FakeRuntime(classes=7))
+    with pytest.raises(ContractError, match="6 classes are listed, but the graph has 7"):
+        open_session(model, "cpu")
 
 
 @pytest.mark.parametrize("kind", ["Fail", "EPFail", "RuntimeException", "EngineError"])

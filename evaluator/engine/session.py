@@ -174,6 +174,8 @@ def _load_error(error: Exception, path: Path, *, cuda: bool) -> ContractError | 
         return ContractError(
             f"{path}: not an ONNX model that can be loaded ({text}). Write one with: prelunet export CHECKPOINT -o FILE"
         )
+    if isinstance(error, MemoryError) or "bad_alloc" in text or "allocate memory" in text:
+        return EnvironmentFault(f"{path}: this machine has too little memory left to load it ({text or kind})")
     if cuda:
         return EnvironmentFault(f"--device cuda: {path} could not be loaded on the GPU ({text})")
     return ContractError(f"{path}: could not be loaded ({kind}: {text}). Export the checkpoint again")
