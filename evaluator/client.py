@@ -18,7 +18,6 @@ from evaluator.engine.answer import Answer
 from evaluator.errors import DatasetError, UsageError
 from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from evaluator.protocols import DEFAULT_PROTOCOL
 from evaluator.serving.status import MAX_MESSAGE, error_from
 from evaluator.serving.wire import answer_from_message, report_from_message, to_plain
 
@@ -75,7 +74,7 @@ class Client:
         image: bytes,
         *,
         model: str | None = None,
-        protocol: str = DEFAULT_PROTOCOL,
+        protocol: str = "",
         top_k: int | None = None,
         heatmap: bool = False,
         apply_exif: bool = False,
@@ -98,7 +97,7 @@ class Client:
         dataset: Dataset,
         *,
         model: str | None = None,
-        protocol: str = DEFAULT_PROTOCOL,
+        protocol: str = "",
         apply_exif: bool = False,
         timeout: float | None = None,
     ) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,7 @@ OUTPUTS = ("scores", "logits", "windows", "window_scores")
 Canvas = Literal["ragged", "exact"]
 Precision = Literal["fp32", "fp16"]
 MeanKind = Literal["channel", "image"]
+Interpolation = Literal["bilinear", "bicubic"]
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ class ModelContract:
     canvas: Canvas
     precision: Precision
     checkpoint_sha256: str
+    interpolation: Interpolation = "bilinear"  # with which images are resized, always antialiased
     training: Mapping[str, Any] = field(default_factory=dict)  # recipe, dataset, metrics, slopes: whatever is known
     golden: tuple[GoldenImage, ...] = ()
 
@@ -125,6 +127,11 @@ class ModelContract:
     def min_side(self) -> int:
         """Return the shortest image side that is accepted: the training crop, which holds one window."""
         return self.crop
+
+    @property
+    def fixed_size(self) -> bool:
+        """Say whether the model takes its crop and no other size: an adopted classifier, without windows."""
+        return self.max_side == self.crop
 
     def feature_map_side(self, side: int) -> int:
         """Return the rows (columns) of the feature map of an image with `side` rows (columns)."""
@@ -162,6 +169,7 @@ class ModelContract:
             "canvas": self.canvas,
             "precision": self.precision,
             "checkpoint_sha256": self.checkpoint_sha256,
+            "interpolation": self.interpolation,
             "training": dict(self.training),
             "golden": [
                 {"height": g.height, "width": g.width, "scores": list(g.scores), "logits": list(g.logits)}
@@ -237,6 +245,7 @@ def contract_from_metadata(metadata: Mapping[str, str], where: str) -> ModelCont
             canvas=read.choice("canvas", ("ragged", "exact")),
             precision=read.choice("precision", ("fp32", "fp16")),
             checkpoint_sha256=read.value("checkpoint_sha256", str),
+            interpolation=read.choice("interpolation", get_args(Interpolation)),
             training=read.value("training", dict),
             golden=tuple(
                 GoldenImage(g["height"], g["width"], tuple(g["scores"]), tuple(g["logits"]))

@@ -4,34 +4,54 @@ A protocol is frozen data that is stored in every run. Sources: PReLU-nets, sect
 """
 
 import re
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, get_args, get_type_hints
 
-from evaluator.contract import ModelContract, center_scale
+from evaluator.contract import Interpolation, ModelContract, center_scale
 from evaluator.errors import UsageError
-from evaluator.strict import a_list, an_object, flag, one_of, text, whole
+from evaluator.strict import a_list, flag, one_of, record, text, whole
 
-Kind = Literal["dense", "center"]
+Kind = Literal["dense", "spp-18", "center", "ten-crop"]
+Part = Literal["whole", "nine", "top-left", "top-right", "bottom-left", "bottom-right", "center"]
 Averaging = Literal["softmax", "logit"]
 Weights = Literal["scale", "view"]
 
-DEFAULT_PROTOCOL = "multi-scale"
 LONG_SIDE_CAP = 4  # shorter sides; of a longer image the centre is kept, so that no panorama can fill the memory
+
+PARTS: Mapping[Kind, tuple[Part, ...]] = {
+    "dense": ("whole",),
+    "spp-18": ("nine",),
+    "center": ("center",),
+    "ten-crop": ("top-left", "top-right", "bottom-left", "bottom-right", "center"),
+}
+# Presets of `dense`, as shorter sides for a crop of 224: SPP-net, section 3.1.5; ResNet (He et al. 2015), section 4.1.
+_SCALE_SETS = {"spp-net": (224, 256, 300, 360, 448, 560), "resnet": (224, 256, 384, 480, 640)}
 
 
 @dataclass(frozen=True)
 class View:
-    """One way in which the model sees an image: resized to a scale, mirrored or not."""
+    """One way in which the model sees an image: resized to a scale, mirrored or not, whole or a part of it.
+
+    part: `whole`: every window of the image; `nine`: of its windows those at the corners, the middles of the sides and
+    the centre; else the crop at that place, which is one window.
+    """
 
     scale: int  # shorter side in pixels after resizing
     mirrored: bool
+    part: Part = "whole"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the view as plain data."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)
 class Protocol:
     """How one image is looked at and how its views become one score per class.
 
-    name: as typed on the command line; kind: `dense` shows the whole image, `center` its central crop;
+    name: as typed on the command line; kind: `dense` shows every window of the whole image, `spp-18` nine of them,
+    `center` a central crop, `ten-crop` the crops at the corners too;
     averaging: `softmax` averages probabilities (SPP-net, section 3.1.5), `logit` the logits before the softmax;
     weights: `scale` gives every scale the same weight, `view` every window of every view (SPP-net's 96 views).
     """
@@ -43,20 +63,23 @@ class Protocol:
     averaging: Averaging = "softmax"
     weights: Weights = "scale"
     long_side_cap: int = LONG_SIDE_CAP
-    crop: int | None = None  # side of the central crop; None for dense
+    crop: int | None = None  # side of the crops; None where the whole image is shown
+    interpolation: Interpolation = "bilinear"  # Pillow's filter of that name, antialiased
     apply_exif: bool = False  # whether a camera's note on rotation is obeyed; ImageNet's evaluations do not
 
     def __post_init__(self) -> None:
         if not self.scales or len(set(self.scales)) != len(self.scales) or min(self.scales) < 1:
             raise UsageError(f"protocol {self.name}: scales must be different positive numbers, not {self.scales}")
-        if (self.kind == "center") != (self.crop is not None):
-            raise UsageError(f"protocol {self.name}: a crop belongs to kind 'center' and to no other")
+        if (self.kind in {"center", "ten-crop"}) != (self.crop is not None):
+            raise UsageError(f"protocol {self.name}: a crop belongs to kinds 'center' and 'ten-crop' and to no other")
 
     @property
     def views(self) -> tuple[View, ...]:
-        """Return the views in their fixed order: scale by scale, plain before mirrored."""
+        """Return the views in their fixed order: scale by scale, part by part, plain before mirrored."""
         mirrors = (False, True) if self.mirror else (False,)
-        return tuple(View(scale, mirrored) for scale in self.scales for mirrored in mirrors)
+        return tuple(
+            View(scale, mirrored, part) for scale in self.scales for part in PARTS[self.kind] for mirrored in mirrors
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the protocol as plain data for run.json and the wire."""
@@ -66,8 +89,9 @@ class Protocol:
 def protocol_from_json(data: Any) -> Protocol:
     """Read what `Protocol.to_json` wrote; raises UsageError when it is not that."""
     try:
-        return Protocol(**{key: _value_of(key, value) for key, value in an_object(data, "it").items()})
-    except (ValueError, TypeError) as error:  # Python names the keys that are missing
+        plain = record(data, "it", {field.name for field in fields(Protocol)})
+        return Protocol(**{key: _value_of(key, value) for key, value in plain.items()})
+    except ValueError as error:
         raise UsageError(f"not a protocol: {error}") from error
 
 
@@ -75,41 +99,109 @@ def _value_of(key: str, value: Any) -> Any:
     match key:
         case "name":
             return text(value, key)
-        case "kind" | "averaging" | "weights":
-            return one_of(value, key, get_args({"kind": Kind, "averaging": Averaging, "weights": Weights}[key]))
+        case "kind" | "averaging" | "weights" | "interpolation":
+            return one_of(value, key, get_args(get_type_hints(Protocol)[key]))
         case "scales":
             return tuple(whole(scale, "a scale", 1) for scale in a_list(value, key))
         case "mirror" | "apply_exif":
             return flag(value, key)
-        case "crop" | "long_side_cap":
-            return None if key == "crop" and value is None else whole(value, key, 1)
-    raise ValueError(f"unknown key '{key}'")
+    return None if key == "crop" and value is None else whole(value, key, 1)  # crop, long_side_cap
 
 
-PROTOCOL_NAMES = ("center", "dense-S", "multi-scale")
+def view_from_json(data: Any) -> View:
+    """Read what `View.to_json` wrote; raises ValueError when it is not that."""
+    plain = record(data, "a view", {"scale", "mirrored", "part"})
+    part = one_of(plain["part"], "part of a view", get_args(Part))
+    return View(whole(plain["scale"], "scale of a view", 1), flag(plain["mirrored"], "mirrored"), part)
 
 
-def make_protocol(name: str, contract: ModelContract, *, apply_exif: bool = False) -> Protocol:
-    """Build the protocol of that name for a model.
+@dataclass(frozen=True)
+class Changes:
+    """What a user wants otherwise than a protocol has it; None: as it is."""
 
-    `center`: scale round(crop·256/224), central crop, not mirrored (Table 3's training-time check).
-    `dense-S`: the whole image at shorter side S, and mirrored. `multi-scale`: the same at the model's default scales.
-    Raises UsageError for an unknown name or a scale outside the model's range.
+    scales: tuple[int, ...] | None = None
+    mirror: bool | None = None
+    averaging: Averaging | None = None
+    weights: Weights | None = None
+    apply_exif: bool | None = None
+
+
+PROTOCOL_NAMES = ("center", "ten-crop", "multi-scale", "spp-18", "spp-net", "resnet", "dense-S")
+_NAME_WITH_SCALES = re.compile(r"(center|ten-crop|dense|spp-18)((?:-[1-9]\d{0,4})+)", re.ASCII)
+
+
+def default_protocol(contract: ModelContract) -> str:
+    """Return the name of the protocol that is used unless another is asked for."""
+    return "center" if contract.fixed_size else "multi-scale"
+
+
+def make_protocol(name: str, contract: ModelContract, changes: Changes | None = None) -> Protocol:
+    """Build the protocol of that name for a model, with a user's changes.
+
+    `center`: scale round(crop·256/224), central crop, not mirrored. `ten-crop`: the same scale; the crops at the
+    corners of the whole resized image and at its centre, mirrored too (Tables 3 and 5). `dense-S`: the whole image at
+    shorter side S, mirrored too; several scales as dense-256-384. `multi-scale`, `spp-net`, `resnet`: dense at the
+    model's default scales, at SPP-net's six, at ResNet's five. `spp-18`: SPP-net's 96 views, at its six scales 18
+    windows of the feature map. Other scales of a crop or of spp-18: center-240, ten-crop-300, spp-18-256-360.
+    Other scales (`changes.scales`) change the name accordingly.
+    Raises UsageError for an unknown name, and with the reason for a scale or a view that the model cannot do.
     """
-    dense = re.fullmatch(r"dense-([1-9]\d{0,4})", name, re.ASCII)
-    if name == "center":
-        scales: tuple[int, ...] = (center_scale(contract.crop),)
-        return Protocol(name, "center", scales, mirror=False, crop=contract.crop, apply_exif=apply_exif)
+    changes = changes or Changes()
+    kind, scales = _kind_and_scales(name, contract)
+    if changes.scales is not None:
+        scales, name = changes.scales, "-".join(map(str, (kind, *changes.scales)))
+    crops = kind in {"center", "ten-crop"}
+    given = {key: value for key, value in vars(changes).items() if value is not None}
+    protocol = Protocol(
+        name=name,
+        kind=kind,
+        scales=scales,
+        mirror=kind != "center",
+        weights="view" if kind == "spp-18" else "scale",
+        crop=contract.crop if crops else None,
+        interpolation=contract.interpolation,
+    )
+    protocol = replace(protocol, **{**given, "scales": scales})
+    _check_possible(protocol, contract)
+    return protocol
+
+
+def _kind_and_scales(name: str, contract: ModelContract) -> tuple[Kind, tuple[int, ...]]:
+    """Return what a protocol's name stands for."""
+    if found := _NAME_WITH_SCALES.fullmatch(name):
+        kind: Kind = one_of(found[1], "kind", get_args(Kind))
+        return kind, tuple(map(int, found[2].split("-")[1:]))
+    if name in {"center", "ten-crop"}:
+        kind = "center" if name == "center" else "ten-crop"
+        return kind, (center_scale(contract.crop),)
     if name == "multi-scale":
-        scales = contract.default_scales
-    elif dense:
-        scales = (int(dense[1]),)
-    else:
-        raise UsageError(f"no protocol '{name}'. There are: {', '.join(PROTOCOL_NAMES)} (S in pixels, as in dense-256)")
-    largest = contract.max_side // LONG_SIDE_CAP
-    if not contract.min_side <= min(scales) <= max(scales) <= largest:
+        return "dense", contract.default_scales
+    if name in {"spp-18", "spp-net", "resnet"}:
+        places = _SCALE_SETS["resnet" if name == "resnet" else "spp-net"]
+        return "spp-18" if name == "spp-18" else "dense", tuple(int(contract.crop * s / 224 + 0.5) for s in places)
+    raise UsageError(
+        f"no protocol '{name}'. There are: {', '.join(PROTOCOL_NAMES)} (S in pixels, as in dense-256; "
+        "several as in dense-256-384). `prelunet protocols` tells what they are"
+    )
+
+
+def _check_possible(protocol: Protocol, contract: ModelContract) -> None:
+    """Refuse what a model cannot do, with the reason."""
+    if protocol.crop is not None:
+        if min(protocol.scales) < contract.crop:
+            raise UsageError(
+                f"protocol {protocol.name}: a crop of {contract.crop} pixels does not fit into scale "
+                f"{min(protocol.scales)}. Give scales from {contract.crop} on"
+            )
+        return
+    if contract.fixed_size:
         raise UsageError(
-            f"protocol {name}: this model takes scales from {contract.min_side} (its crop) to {largest} "
-            f"(its largest canvas side {contract.max_side} holds images up to 1:{LONG_SIDE_CAP})"
+            f"protocol {protocol.name}: this model takes crops of {contract.crop}x{contract.crop} pixels and nothing "
+            "else; it has no windows to classify in a larger image. It can do: center, ten-crop"
         )
-    return Protocol(name, "dense", scales, mirror=True, apply_exif=apply_exif)
+    largest = contract.max_side // protocol.long_side_cap
+    if not contract.min_side <= min(protocol.scales) <= max(protocol.scales) <= largest:
+        raise UsageError(
+            f"protocol {protocol.name}: this model takes scales from {contract.min_side} (its crop) to {largest} "
+            f"(its largest canvas side {contract.max_side} holds images up to 1:{protocol.long_side_cap})"
+        )

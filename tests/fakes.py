@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,9 @@ import numpy.typing as npt
 from evaluator.contract import ClassEntry, ModelContract, default_scales
 from evaluator.datasets.sample import Dataset, Reader
 from evaluator.engine.session import Circumstances, Outputs, check_canvas
+from evaluator.protocols import Protocol
+from evaluator.validation.run import Run, describe_dataset, run_info
+from evaluator.validation.validate import validate
 from training.architectures import architecture
 
 
@@ -75,6 +79,14 @@ class FakeSession:
         return Outputs(
             np.array(scores, np.float32), np.array(logits, np.float32), np.array(windows, np.int64), window_scores
         )
+
+
+def validated(
+    session: Any, dataset: Dataset, protocol: Protocol, folder: Path, *, file: str = "m.onnx", **options: Any
+) -> Run:
+    """Validate as `prelunet validate` does; file: last component of the model's path."""
+    info = run_info(session, file, describe_dataset(dataset), protocol)
+    return validate(session, dataset, info, folder, **options)
 
 
 class _Copies:

@@ -25,6 +25,8 @@ MULTI_SCALE = {
     "weights": "scale",
     "long_side_cap": 4,
     "crop": None,
+    "interpolation": "bilinear",
+    "apply_exif": False,
 }
 
 
@@ -39,7 +41,7 @@ def evaluated(
         "label": label,
         "top": [[index, score] for index, score in zip(answers, scores, strict=True)],
         "rank": rank,
-        "views": [{"scale": s, "mirrored": m, "rank": r} for (s, m), r in zip(VIEWS, ranks, strict=True)],
+        "view_ranks": list(ranks),
         "capped": False,
     }
 
@@ -61,7 +63,7 @@ def write_run(
     """Write run.json, predictions.jsonl (in the order of its files) and, with `data`, a log that names its place."""
     folder.mkdir(parents=True, exist_ok=True)
     run = {
-        "version": 1,
+        "version": 2,
         "model": {"file": "c.onnx", "sha256": "3f9c" + "0" * 60, "architecture": "C", "activation": "prelu"},
         "classes": list(classes),
         "protocol": MULTI_SCALE,
@@ -69,9 +71,14 @@ def write_run(
             "name": "val",
             "fingerprint": fingerprint,
             "images": len(lines) if images is None else images,
+            "layout": "class folders",
+            "selection": None,
         },
         "circumstances": {"provider": "CPUExecutionProvider", "precision": "fp32", "versions": {"numpy": "2.4.6"}},
         "chunk": 64,
+        "shard": None,
+        "views": [{"scale": scale, "mirrored": mirrored, "part": "whole"} for scale, mirrored in VIEWS],
+        "members": [],
     }
     (folder / "run.json").write_text(json.dumps(run))
     (folder / "predictions.jsonl").write_text(

@@ -80,7 +80,7 @@ def test_an_exact_file_gets_canvases_that_are_filled_even_on_a_gpu() -> None:
 def test_the_central_crop_is_one_window_of_one_view() -> None:
     (classified,) = classify_images(FakeSession(), [PICTURES[1]], CENTER)
     (result,) = classified.views
-    assert (result.view, result.windows, result.height, result.width) == (View(32, False), (1, 1), 28, 28)
+    assert (result.view, result.windows, result.height, result.width) == (View(32, False, "center"), (1, 1), 28, 28)
     np.testing.assert_array_equal(classified.scores, result.scores)
 
 
@@ -182,7 +182,8 @@ def test_classify_json_holds_the_scores_the_protocol_and_the_circumstances(
     found = [(p["class_index"], np.float32(p["score"])) for p in lines[1]["predictions"]]
     assert found == [(index, np.float32(score)) for index, score in classified.top(5)]
     assert lines[1]["protocol"] == CENTER.to_json()
-    assert lines[1]["views"] == [{"scale": 32, "mirrored": False, "windows": {"rows": 1, "columns": 1}}]
+    (view,) = lines[1]["views"]
+    assert view == {"scale": 32, "mirrored": False, "part": "center", "windows": {"rows": 1, "columns": 1}}
     assert lines[1]["model"] == {"name": "m", "sha256": FakeSession().model_sha256}
     assert lines[1]["circumstances"]["provider"] == "CPUExecutionProvider"
 

@@ -58,7 +58,7 @@ BAD_RUNS: list[tuple[tuple[str, ...], Any, str]] = [
         for value in (None, [], "256", ["a"], [0], [-5], [256.5], [True], [256, 256])
     ),
     (("protocol",), None, "not a protocol"),
-    (("protocol", "kind"), "zz", "kind should be one of dense, center"),
+    (("protocol", "kind"), "zz", "kind should be one of dense, spp-18, center, ten-crop"),
     (("protocol", "averaging"), 3, "averaging"),
     (("protocol", "mirror"), 1, "mirror should be true or false, not 1"),
     (("protocol", "crop"), "28", "crop"),
@@ -78,7 +78,7 @@ def test_nonsense_in_run_json_is_refused_by_name(tmp_path: Path, path: tuple[str
 
 BAD_LINES: list[tuple[dict[str, Any], str]] = [
     *(({"rank": value}, "rank") for value in ("a", None, 2.5, 0, -5, 8, 1e300, True, [1])),
-    *(({"label": value}, "label") for value in ("a", None, 1.5, True, -1, 7, {})),
+    *(({"label": value}, "label") for value in ("a", 1.5, True, -1, 7, {})),
     *(({"capped": value}, "capped") for value in ("yes", None, 1, [1])),
     *(({"file": value}, "file should be text") for value in (5, None, ["n01/b.png"])),
     *(
@@ -91,18 +91,9 @@ BAD_LINES: list[tuple[dict[str, Any], str]] = [
     ({"top": [[0, float("nan")]]}, "NaN is no finite number"),
     ({"top": [[0, float("inf")]]}, "Infinity is no finite"),
     ({"top": [[0]]}, "each answer"),
-    *(({"views": value}, "views") for value in (None, [], [{"scale": 256, "mirrored": False, "rank": 2}])),
-    *(
-        ({"views": [{**view, key: value} for view in LINES[1]["views"]]}, fault)
-        for key, value, fault in (
-            ("scale", 1, "views should be those of the protocol"),
-            ("mirrored", 0, "views should be those of the protocol"),
-            ("rank", "x", "rank of a view"),
-            ("rank", 8, "rank of a view"),
-            ("more", 1, "unknown key 'more'"),
-        )
-    ),
-    ({"views": LINES[1]["views"][::-1]}, "in its order"),
+    *(({"view_ranks": value}, "view_ranks") for value in (None, [], [2], [2] * 5, {"rank": 2})),
+    *(({"view_ranks": [2, 2, 2, value]}, "rank of a view") for value in ("x", 0, 8, True, None, 1.5)),
+    ({"label": None}, "without a label there is no rank"),
     ({"refused": "and yet it has a rank"}, "unknown key"),
     ({"certainty": 1}, "unknown key 'certainty'"),
 ]

@@ -119,6 +119,7 @@ def test_scales_count_alike_whatever_their_number_of_windows() -> None:
 def test_what_the_central_crop_leaves_out_is_not_seen() -> None:
     protocol = make_protocol("center", CONTRACT)  # scale 32, crop 28
     crop = view_with(np.full((1, 1), 0.7), 32, (28, 28))
+    crop = replace(crop, view=protocol.views[0])
     (heat,) = heat_maps(classified(crop), [1], (64, 128), (64, 128), CONTRACT, protocol)
     seen = ~np.isnan(heat)
     # The crop lies 2 pixels from above and 18 from the left of 32x64, half as large as the image.

@@ -28,7 +28,7 @@ def test_multi_scale_sees_each_scale_plain_and_mirrored(exported: dict[str, Expo
 
 def test_center_sees_one_crop_that_is_not_mirrored(exported: dict[str, Exported]) -> None:
     protocol = make_protocol("center", exported["E-image"].session.contract)
-    assert protocol.views == (View(256, False),)
+    assert protocol.views == (View(256, False, "center"),)
     assert protocol.crop == 224
 
 
@@ -49,7 +49,7 @@ def test_a_scale_outside_the_models_range_is_refused_with_the_range(exported: di
     "name", ["", "dense", "dense-", "dense-0", "dense--5", "dense-1e3", "Center", "multiscale", "dense-٣٣"]
 )
 def test_an_unknown_protocol_is_refused_with_the_list(exported: dict[str, Exported], name: str) -> None:
-    with pytest.raises(UsageError, match=r"center, dense-S, multi-scale"):
+    with pytest.raises(UsageError, match=r"center, ten-crop, multi-scale"):
         make_protocol(name, exported["demo-image"].session.contract)
 
 

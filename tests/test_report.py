@@ -114,8 +114,8 @@ def test_report_equals_a_slow_count_line_by_line(tmp_path: Path, seed: int) -> N
         assert entry["top1_error"] == percent(lambda line: line["top"][0][0] != line["label"], own)
         assert entry["top5_error"] == percent(lambda line: line["label"] not in [i for i, _ in line["top"]], own)
     for number, view in enumerate(report["views"]):
-        assert view["top1_error"] == percent(lambda line, n=number: line["views"][n]["rank"] != 1, seen)
-        assert view["top5_error"] == percent(lambda line, n=number: line["views"][n]["rank"] > 5, seen)
+        assert view["top1_error"] == percent(lambda line, n=number: line["view_ranks"][n] != 1, seen)
+        assert view["top5_error"] == percent(lambda line, n=number: line["view_ranks"][n] > 5, seen)
     pairs = Counter((line["label"], line["top"][0][0]) for line in seen if line["rank"] > 1)
     assert {(c["label"], c["predicted"]): c["count"] for c in report["confusions"]} == dict(pairs)
     assert sum(entry["images"] for entry in report["classes"]) == report["images"] == 300

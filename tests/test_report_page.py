@@ -31,8 +31,7 @@ from evaluator.reporting.page import VEGA_LITE, render_page, worst_classes
 from evaluator.reporting.report import build_report
 from evaluator.reporting.write import write_report
 from evaluator.validation.run import find_dataset, read_run
-from evaluator.validation.validate import validate
-from fakes import FakeSession, fake_contract
+from fakes import FakeSession, fake_contract, validated
 
 WNIDS = [entry["wnid"] for entry in CLASSES]
 HOSTILE = [
@@ -216,7 +215,7 @@ def test_what_validate_leaves_is_reported_with_its_images(tmp_path: Path) -> Non
     sizes = {f"{wnid}/{number}.png": (40 + number, 33) for wnid in wnids[1:] for number in range(4)}
     dataset = open_dataset(make_images(tmp_path / "data", sizes), split="val", class_names=wnids)
     protocol = make_protocol("multi-scale", fake_contract())
-    run = validate(FakeSession(), "m.onnx", dataset, protocol, tmp_path / "run")
+    run = validated(FakeSession(), dataset, protocol, tmp_path / "run")
     written = write_report(tmp_path / "run")
     schema = json.loads((Path(__file__).parent.parent / "docs" / "report.schema.json").read_text(encoding="utf-8"))
     jsonschema.validate(json.loads(written.json.read_bytes()), schema)

@@ -16,7 +16,7 @@ from evaluator.datasets.sample import Sample
 from evaluator.differences import differences
 from evaluator.errors import EnvironmentFault, PreluNetError, RunFolderError
 from evaluator.protocols import make_protocol
-from evaluator.validation.run import Prediction, RunInfo, ViewRank, read_run, run_info
+from evaluator.validation.run import Prediction, RunInfo, read_run, run_info
 from evaluator.validation.writer import open_run, scores_header
 from fakes import FakeSession
 
@@ -28,7 +28,7 @@ INFO = replace(
     run_info(
         SESSION,
         "m.onnx",
-        {"name": "val", "fingerprint": "f" * 64, "images": IMAGES},
+        {"name": "val", "fingerprint": "f" * 64, "images": IMAGES, "layout": "class folders", "selection": None},
         make_protocol("multi-scale", SESSION.contract),
     ),
     chunk=CHUNK,
@@ -43,8 +43,8 @@ def prediction(index: int) -> Prediction:
     if index == 5:
         return Prediction(sample.file, sample.label, refused='the "reason"\nin two lines, naïve')
     top = tuple((int(c), float(SCORES[index, c])) for c in np.argsort(-SCORES[index])[:5])
-    views = tuple(ViewRank(view.scale, view.mirrored, 3) for view in INFO.protocol.views)
-    return Prediction(sample.file, sample.label, top, 2, views, capped=index == 6)
+    ranks = (3,) * len(INFO.protocol.views)
+    return Prediction(sample.file, sample.label, top, 2, ranks, capped=index == 6)
 
 
 def write(folder: Path, *, images: int = IMAGES, info: RunInfo = INFO, fresh: bool = False) -> int:
@@ -292,7 +292,8 @@ def test_a_damaged_line_is_named(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda data: {**data, "version": 2}, "version 2.*Install a newer prelunet"),
+        (lambda data: {**data, "version": 3}, "version 3.*Install a newer prelunet"),
+        (lambda data: {**data, "version": 1}, "version 1.*anew with --fresh"),
         (lambda data: {key: data[key] for key in data if key != "protocol"}, "damaged.*protocol"),
         (lambda data: {**data, "protocol": {**data["protocol"], "unknown": 1}}, "damaged.*unknown"),
         (lambda data: [data], "damaged"),

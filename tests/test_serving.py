@@ -123,7 +123,7 @@ def test_a_hostile_image_gets_an_answer_or_invalid_argument_and_the_next_call_wo
         ({"image": b"x" * (32 * 2**20 + 1)}, "INVALID_ARGUMENT", "33554433 bytes are more than the limit of 33554432"),
         ({"model": "nine"}, "NOT_FOUND", "no model 'nine' is served. There are: six, three"),
         ({"model": ""}, "NOT_FOUND", "several models are served, so a name is needed. There are: six, three"),
-        ({"protocol": "twelve-crop"}, "INVALID_ARGUMENT", "There are: center, dense-S, multi-scale"),
+        ({"protocol": "twelve-crop"}, "INVALID_ARGUMENT", "There are: center, ten-crop, multi-scale"),
         ({"protocol": "dense-27"}, "INVALID_ARGUMENT", "scales from 28"),
         ({"protocol": "dense-99999"}, "INVALID_ARGUMENT", "to 256"),
         ({"protocol": "\0" * 100_000}, "INVALID_ARGUMENT", "no protocol"),

@@ -43,7 +43,7 @@ def test_center_shows_the_crop_at_the_rounded_down_middle(shape: tuple[int, int]
     (view,) = make_views(image, Protocol("center", "center", (min(shape),), mirror=False, crop=28))
     np.testing.assert_array_equal(view.image, image[top : top + 28, left : left + 28])
     assert view.image.flags.c_contiguous
-    assert view.view == View(min(shape), False)
+    assert view.view == View(min(shape), False, "center")
 
 
 def test_crop_larger_than_the_image_is_refused() -> None:

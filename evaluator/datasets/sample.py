@@ -10,10 +10,12 @@ from typing import Protocol as Interface
 from evaluator.errors import ImageError
 from evaluator.imaging.decode import DecodeLimits
 
+UNLABELLED = -1  # the label of an image whose class nobody has told, as those of ImageNet's test set
+
 
 @dataclass(frozen=True)
 class Sample:
-    """One image of a dataset. file: relative name with '/'; label: class index, -1 if unknown; size: bytes."""
+    """One image of a dataset. file: relative name with '/'; label: class index or UNLABELLED; size: bytes."""
 
     file: str
     label: int
@@ -34,12 +36,19 @@ class Dataset:
 
     location: the folder or archive; classes: the wnids (class folder names) in label order;
     samples: sorted by file name, which is the order of every run.
+    layout: how images and labels were found, in words; remarks: what a person should know of it, a sentence each;
+    labels: file or folder that gave the labels, where it is not the dataset itself;
+    selection: which part of the dataset was asked for, in words; None for all of it.
     """
 
     location: Path
     classes: tuple[str, ...]
     samples: Sequence[Sample]
     reader: Reader
+    layout: str = "class folders"
+    remarks: tuple[str, ...] = ()
+    labels: Path | None = None
+    selection: str | None = None
 
     def read(self, sample: Sample) -> bytes:
         """Return the encoded bytes of one sample; ImageError, before it is read, when no image may be so large."""

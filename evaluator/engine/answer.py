@@ -28,10 +28,11 @@ class ClassScore:
 
 @dataclass(frozen=True)
 class ViewSeen:
-    """One view that was averaged. scale: pixels; windows: `rows` and `columns` of its grid."""
+    """One view that was averaged. scale: pixels; part: see `View`; windows: `rows` and `columns` of its grid."""
 
     scale: int
     mirrored: bool
+    part: str
     windows: Mapping[str, int]
 
 
@@ -88,7 +89,7 @@ def answer_of(
         model={"name": name, "sha256": session.model_sha256},
         protocol=protocol.to_json(),
         views=tuple(
-            ViewSeen(seen.view.scale, seen.view.mirrored, {"rows": seen.windows[0], "columns": seen.windows[1]})
+            ViewSeen(**seen.view.to_json(), windows={"rows": seen.windows[0], "columns": seen.windows[1]})
             for seen in classified.views
         ),
         capped=classified.capped,

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from evaluator.contract import ModelContract
 from evaluator.engine.batching import plan_batches
-from evaluator.engine.scores import average_views, check_finite, rank_of, softmax, top_k, view_weights
+from evaluator.engine.scores import average_views, check_finite, nine_windows, rank_of, softmax, top_k, view_weights
 from evaluator.engine.session import Circumstances, Outputs
 from evaluator.imaging.canvas import pack
 from evaluator.imaging.views import ViewImage, make_views
@@ -52,7 +52,8 @@ class ViewResult:
 
     scores, logits: float32 (classes,), means over the view's windows; windows: rows and columns of their grid;
     height, width: of the view in pixels; capped: a long side was cut to its centre;
-    window_scores: float32 (rows, columns, classes), or None where nobody asked for them.
+    window_scores: float32 (rows, columns, classes) of the whole grid, also where only nine of its windows count, or
+    None where nobody asked for them.
     """
 
     view: View
@@ -155,5 +156,8 @@ def _view_result(view: ViewImage, outputs: Outputs, row: int, *, keep_windows: b
     height, width = view.image.shape[:2]
     scores, logits = outputs.scores[row].copy(), outputs.logits[row].copy()
     rows, columns = (int(side) for side in outputs.windows[row])
-    window_scores = outputs.window_scores[row, :rows, :columns].copy() if keep_windows else None
-    return ViewResult(view.view, height, width, view.capped, (rows, columns), scores, logits, window_scores)
+    window_scores = outputs.window_scores[row, :rows, :columns]
+    if view.view.part == "nine":
+        (rows, columns), scores, logits = nine_windows(window_scores)
+    kept = window_scores.copy() if keep_windows else None
+    return ViewResult(view.view, height, width, view.capped, (rows, columns), scores, logits, kept)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from evaluator.contract import ModelContract
 from evaluator.engine.classify import Classified, ViewResult
 from evaluator.imaging.resize import resized_size
+from evaluator.imaging.views import crop_origin
 from evaluator.protocols import Protocol
 
 FloatArray = npt.NDArray[np.float64]
@@ -49,7 +50,7 @@ def heat_maps(
     maps, which cover the whole image.
     Each point is interpolated between the scores of the windows around it; beyond the outermost centres it is the
     nearest window's. Mirrored views are flipped back; the mirror pair of a scale is averaged, then the scales.
-    NaN where no view looked (outside the central crop, or cut off by the cap).
+    NaN where no view looked (outside the crops, or cut off by the cap).
     """
     by_scale: dict[int, list[FloatArray]] = {}
     for view in classified.views:
@@ -71,10 +72,10 @@ def _view_maps(
     full = resized_size(*image_size, view.view.scale, UNCAPPED)
     kept = resized_size(*image_size, view.view.scale, protocol.long_side_cap)
     shown = (view.height, view.width)
+    origin = (0, 0) if protocol.crop is None else crop_origin(*kept, view.view.part, protocol.crop)
     weights = []
     for axis in (0, 1):
-        # Cutting rounds down twice: first to the capped image, then to the central crop.
-        offset = (full[axis] - kept[axis]) // 2 + (kept[axis] - shown[axis]) // 2
+        offset = (full[axis] - kept[axis]) // 2 + origin[axis]  # of the capped image, and of the crop in it
         point = np.arange(map_size[axis])
         positions = (point + 0.5) * full[axis] / map_size[axis] - 0.5 - offset
         # A point of the map is a square, from `point` to `point + 1`; it is seen when any of it is, so that no view
@@ -83,7 +84,7 @@ def _view_maps(
         seen = ((point + 1) * full[axis] > begin) & (point * full[axis] < end)
         if axis == 1 and view.view.mirrored:
             positions = shown[axis] - 1 - positions
-        of_axis = _linear_weights(positions, window_centres(contract, view.windows[axis]))
+        of_axis = _linear_weights(positions, window_centres(contract, view.window_scores.shape[axis]))
         weights.append(np.where(seen[:, None], of_axis, np.nan))
     scores = view.window_scores[:, :, list(classes)].astype(np.float64)
     return np.asarray(np.einsum("hr,rck,wc->khw", weights[0], scores, weights[1], optimize=True))

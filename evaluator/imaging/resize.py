@@ -1,15 +1,20 @@
 """Resize to a scale: the shorter side gets that many pixels, the longer one follows, up to a cap.
 
-Pillow's bilinear filter, which widens when it shrinks (antialiasing): the same in training, export and serving.
+Pillow's bilinear filter, which widens when it shrinks (antialiasing): the same in training, export and serving. Its
+bicubic one is for adopted classifiers that were trained with it.
 """
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from evaluator.contract import Interpolation
 from evaluator.protocols import LONG_SIDE_CAP
 
 UInt8Array = npt.NDArray[np.uint8]
+
+# Pillow's filter, and how far it reaches: pixels of the coarser grid on either side.
+_FILTERS = {"bilinear": (Image.Resampling.BILINEAR, 1), "bicubic": (Image.Resampling.BICUBIC, 2)}
 
 
 def resized_size(height: int, width: int, scale: int, cap: int = LONG_SIDE_CAP) -> tuple[int, int]:
@@ -27,7 +32,9 @@ def _uncapped_size(height: int, width: int, scale: int) -> tuple[int, int]:
     return (2 * height * scale + short) // (2 * short), (2 * width * scale + short) // (2 * short)
 
 
-def resize_shorter_side(image: UInt8Array, scale: int, cap: int = LONG_SIDE_CAP) -> tuple[UInt8Array, bool]:
+def resize_shorter_side(
+    image: UInt8Array, scale: int, cap: int = LONG_SIDE_CAP, interpolation: Interpolation = "bilinear"
+) -> tuple[UInt8Array, bool]:
     """Resize an image so that its shorter side has `scale` pixels.
 
     image: uint8 (H, W, 3), any sides from 1 on. Returns uint8 (h, w, 3) and whether it was capped: of a long side
@@ -37,17 +44,19 @@ def resize_shorter_side(image: UInt8Array, scale: int, cap: int = LONG_SIDE_CAP)
     height, width = image.shape[:2]
     full = _uncapped_size(height, width, scale)
     kept = resized_size(height, width, scale, cap)
-    top, bottom, box_top, box_bottom = _source_span(height, full[0], kept[0])
-    left, right, box_left, box_right = _source_span(width, full[1], kept[1])
+    resampling, support = _FILTERS[interpolation]
+    top, bottom, box_top, box_bottom = _source_span(height, full[0], kept[0], support)
+    left, right, box_left, box_right = _source_span(width, full[1], kept[1], support)
     resized = Image.fromarray(image[top:bottom, left:right]).resize(
-        (kept[1], kept[0]), Image.Resampling.BILINEAR, box=(box_left, box_top, box_right, box_bottom)
+        (kept[1], kept[0]), resampling, box=(box_left, box_top, box_right, box_bottom)
     )
     return np.array(resized), kept != full
 
 
-def _source_span(side: int, full: int, kept: int) -> tuple[int, int, float, float]:
+def _source_span(side: int, full: int, kept: int, support: int) -> tuple[int, int, float, float]:
     """Return from which source pixels the central `kept` of `full` resized pixels of one side are made.
 
+    support: pixels of the coarser grid that the filter reaches on either side.
     First and last + 1 of the source pixels that the filter touches; then, counted from the first, where the kept
     part begins and ends among them. The part is cut out first because Pillow takes its box in float32, which far
     along a very long side cannot tell neighbouring pixels apart.
@@ -55,7 +64,7 @@ def _source_span(side: int, full: int, kept: int) -> tuple[int, int, float, floa
     if kept == full:
         return 0, side, 0.0, float(side)
     offset = (full - kept) // 2
-    reach = -(-side // full) + 1  # a triangle as wide as one pixel of the coarser grid on either side, and rounding
+    reach = support * -(-side // full) + 1  # and one for rounding
     first = max(offset * side // full - reach, 0)
     last = min(-(-(offset + kept) * side // full) + reach, side)
     return first, last, (offset * side - first * full) / full, ((offset + kept) * side - first * full) / full

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from evaluator.errors import UsageError
 from evaluator.imaging.resize import resize_shorter_side
-from evaluator.protocols import Protocol, View
+from evaluator.protocols import Part, Protocol, View
 
 UInt8Array = npt.NDArray[np.uint8]
 
@@ -24,27 +24,38 @@ class ViewImage:
 def make_views(image: UInt8Array, protocol: Protocol) -> list[ViewImage]:
     """Make the views of an image, uint8 (H, W, 3), in the order of `protocol.views`.
 
-    Each scale is resized once; the mirrored view is the plain one with its columns reversed.
+    Each scale is resized once; a mirrored view is the plain one, or its crop, with the columns reversed.
+    Raises UsageError when a crop does not fit into its scale.
     """
-    plain = {scale: _plain_view(image, scale, protocol) for scale in protocol.scales}
+    resized = {
+        scale: resize_shorter_side(image, scale, protocol.long_side_cap, protocol.interpolation)
+        for scale in protocol.scales
+    }
     views = []
     for view in protocol.views:
-        pixels, capped = plain[view.scale]
+        pixels, capped = resized[view.scale]
+        if protocol.crop is not None:
+            pixels = crop_at(pixels, view.part, protocol.crop)
         views.append(ViewImage(view, np.ascontiguousarray(pixels[:, ::-1]) if view.mirrored else pixels, capped))
     return views
 
 
-def _plain_view(image: UInt8Array, scale: int, protocol: Protocol) -> tuple[UInt8Array, bool]:
-    resized, capped = resize_shorter_side(image, scale, protocol.long_side_cap)
-    if protocol.crop is not None:
-        resized = center_crop(resized, protocol.crop)
-    return resized, capped
-
-
-def center_crop(image: UInt8Array, crop: int) -> UInt8Array:
-    """Cut the central crop x crop pixels out of uint8 (h, w, 3), from floor((side − crop)/2) on in both directions."""
+def crop_at(image: UInt8Array, part: Part, crop: int) -> UInt8Array:
+    """Cut crop x crop pixels out of uint8 (h, w, 3) at a corner or the centre; UsageError where they do not fit."""
     height, width = image.shape[:2]
     if min(height, width) < crop:
         raise UsageError(f"a crop of {crop} pixels does not fit an image of {height}x{width}; use a larger scale")
-    top, left = (height - crop) // 2, (width - crop) // 2
+    top, left = crop_origin(height, width, part, crop)
     return np.ascontiguousarray(image[top : top + crop, left : left + crop])
+
+
+def crop_origin(height: int, width: int, part: Part, crop: int) -> tuple[int, int]:
+    """Return row and column where a crop begins: at a corner, or centred, from floor((side − crop)/2) on."""
+    if part == "center":
+        return (height - crop) // 2, (width - crop) // 2
+    return (0 if part.startswith("top") else height - crop), (0 if part.endswith("left") else width - crop)
+
+
+def center_crop(image: UInt8Array, crop: int) -> UInt8Array:
+    """Cut the central crop x crop pixels out of uint8 (h, w, 3); see `crop_at`."""
+    return crop_at(image, "center", crop)

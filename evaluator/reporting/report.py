@@ -43,7 +43,7 @@ def build_report(run: Run) -> Report:
         "protocol": info.protocol.to_json(),
         "dataset": dict(info.dataset),
         "circumstances": dict(info.circumstances),
-        "views": _views(info.protocol.views, evaluated),
+        "views": _views(info.views, evaluated),
         "classes": _classes(info.classes, run.predictions),
         "confusions": _confusions(evaluated),
         "refusals": [{"file": p.file, "reason": p.refused} for p in run.predictions if p.refused is not None],
@@ -117,17 +117,13 @@ def _errors(ranks: Sequence[int]) -> dict[str, Any]:
     return result
 
 
-def _views(views: Iterable[View], evaluated: Iterable[Prediction]) -> list[dict[str, Any]]:
+def _views(views: Sequence[View], evaluated: Sequence[Prediction]) -> list[dict[str, Any]]:
     """Return what each view alone would have given, in the protocol's order."""
-    ranks: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
-    for prediction in evaluated:
-        for view in prediction.views:
-            ranks[view.scale, view.mirrored].append(view.rank)
     rows = []
-    for shown in views:
-        alone = ranks[shown.scale, shown.mirrored]
+    for place, shown in enumerate(views):
+        alone = [prediction.view_ranks[place] for prediction in evaluated]
         errors = {f"top{k}_error": error_percent(sum(rank > k for rank in alone), len(alone)) for k in (1, 5)}
-        rows.append({"scale": shown.scale, "mirrored": shown.mirrored, **errors})
+        rows.append({**shown.to_json(), **errors})
     return rows
 
 

@@ -79,6 +79,6 @@ def _report(
     """Report on the predictions in the order of the file names, which is the order of every run."""
     in_order = [answered[file] for file in sorted(answered)]
     wnids = tuple(entry.wnid for entry in classifier.session.contract.classes)
-    dataset = Dataset(Path(dataset_name), wnids, [sample for sample, _ in in_order], _NotKept())
+    dataset = Dataset(Path(dataset_name), wnids, [sample for sample, _ in in_order], _NotKept(), layout="stream")
     info = run_info(classifier.session, classifier.file, describe_dataset(dataset), protocol)
     return build_report(Run(info, [prediction for _, prediction in in_order]))

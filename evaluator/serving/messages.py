@@ -9,7 +9,7 @@ from evaluator.engine.answer import Answer, top_asked
 from evaluator.engine.session import Circumstances
 from evaluator.errors import DatasetError, UsageError
 from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from evaluator.protocols import DEFAULT_PROTOCOL, Protocol, make_protocol
+from evaluator.protocols import Changes, Protocol, default_protocol, make_protocol
 from evaluator.reporting.report import Report
 from evaluator.serving.classifier import Classifier
 from evaluator.serving.evaluation import LabelledImage
@@ -19,7 +19,8 @@ MAX_FILE_NAME = 1024  # characters
 
 def protocol_asked(request: pb.ClassifyRequest | pb.EvaluateStart, contract: ModelContract) -> Protocol:
     """Return the protocol that is asked for, of no name the default; UsageError for one that there is not."""
-    return make_protocol(request.protocol or DEFAULT_PROTOCOL, contract, apply_exif=request.apply_exif)
+    name = request.protocol or default_protocol(contract)
+    return make_protocol(name, contract, Changes(apply_exif=request.apply_exif))
 
 
 def top_k_asked(request: pb.ClassifyRequest, contract: ModelContract) -> int:

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from evaluator.contract import ClassEntry, ModelContract
-from evaluator.datasets.sample import Dataset
+from evaluator.datasets.sample import UNLABELLED, Dataset
 from evaluator.engine.classify import Classified, Model
 from evaluator.engine.scores import shortest
 from evaluator.errors import RunFolderError, UsageError
 from evaluator.protocols import Protocol, View, protocol_from_json
 from evaluator.strict import a_list, an_object, flag, parse_json, record, text, whole
 
-RUN_VERSION = 1
+RUN_VERSION = 2
 CHUNK = 64  # images: the unit of writing, resuming and sharding
 BEGINNINGS = STARTED, RESUMED = "start", "resume"  # events in log.jsonl that name the dataset
 TOP = 5  # classes kept per image: the paper's top-5
@@ -22,69 +22,59 @@ RUN_FILE, PREDICTIONS_FILE, SCORES_FILE, LOG_FILE = "run.json", "predictions.jso
 
 
 @dataclass(frozen=True)
-class ViewRank:
-    """What one view alone would have said: the rank of the true class, 1 for a hit."""
-
-    scale: int
-    mirrored: bool
-    rank: int
-
-
-@dataclass(frozen=True)
 class Prediction:
     """One image of a run, as one line of predictions.jsonl.
 
-    label: true class index; top: up to five (class index, score), best first; rank: of the true class, from 1;
-    refused: why the image could not be evaluated, and then there is no top, rank or view.
+    label: true class index, UNLABELLED (-1, in the file null) where nobody knows it; top: up to five (class index,
+    score), best first; rank: of the true class, from 1, or 0 where it is not known; view_ranks: its rank in each view
+    alone, in the order of `RunInfo.views`; refused: why the image could not be evaluated, and then there is no top and
+    no rank.
     """
 
     file: str
     label: int
     top: tuple[tuple[int, float], ...] = ()
     rank: int = 0
-    views: tuple[ViewRank, ...] = ()
+    view_ranks: tuple[int, ...] = ()
     capped: bool = False
     refused: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the line as plain data."""
+        label = None if self.label == UNLABELLED else self.label
         if self.refused is not None:
-            return {"file": self.file, "label": self.label, "refused": self.refused}
+            return {"file": self.file, "label": label, "refused": self.refused}
         return {
             "file": self.file,
-            "label": self.label,
+            "label": label,
             "top": [[index, score] for index, score in self.top],
-            "rank": self.rank,
-            "views": [{"scale": v.scale, "mirrored": v.mirrored, "rank": v.rank} for v in self.views],
+            "rank": self.rank or None,
+            "view_ranks": list(self.view_ranks),
             "capped": self.capped,
         }
 
 
 def prediction_of(file: str, label: int, classified: Classified) -> Prediction:
-    """Turn one classified image into its line of a run. label: true class index."""
-    ranks = classified.view_ranks(label)
+    """Turn one classified image into its line of a run. label: true class index, or UNLABELLED."""
+    known = label != UNLABELLED
     return Prediction(
         file=file,
         label=label,
         top=tuple((index, shortest(score)) for index, score in classified.top(TOP)),
-        rank=classified.rank(label),
-        views=tuple(
-            ViewRank(result.view.scale, result.view.mirrored, rank)
-            for result, rank in zip(classified.views, ranks, strict=True)
-        ),
+        rank=classified.rank(label) if known else 0,
+        view_ranks=tuple(classified.view_ranks(label)) if known else (),
         capped=classified.capped,
     )
 
 
 _REFUSED_KEYS = {"file", "label", "refused"}
-_EVALUATED_KEYS = {"file", "label", "top", "rank", "views", "capped"}
-_VIEW_KEYS = {"scale", "mirrored", "rank"}
+_EVALUATED_KEYS = {"file", "label", "top", "rank", "view_ranks", "capped"}
 _NOWHERE = {"", ".", ".."}  # parts of a path that lead out of a folder, or to itself
 _LARGEST_SCORE = 1.001  # a probability, and what half precision may add to it
 
 
-def prediction_from_json(data: Any, classes: int, views: Sequence[View]) -> Prediction:
-    """Read one line of a run of a model with so many classes and a protocol with these views.
+def prediction_from_json(data: Any, classes: int, views: int) -> Prediction:
+    """Read one line of a run of a model with so many classes and of so many views.
 
     Strict, because a run folder may come from anybody and nobody asks again: ValueError says what is wrong.
     """
@@ -92,18 +82,25 @@ def prediction_from_json(data: Any, classes: int, views: Sequence[View]) -> Pred
         entry = record(data, "it", _REFUSED_KEYS)
         return Prediction(
             file=_relative(entry["file"]),
-            label=whole(entry["label"], "label", 0, classes - 1),
+            label=_label(entry["label"], classes),
             refused=text(entry["refused"], "refused"),
         )
     entry = record(data, "it", _EVALUATED_KEYS)
+    label = _label(entry["label"], classes)
+    if label == UNLABELLED and (entry["rank"] is not None or entry["view_ranks"] != []):
+        raise ValueError("without a label there is no rank")
     return Prediction(
         file=_relative(entry["file"]),
-        label=whole(entry["label"], "label", 0, classes - 1),
+        label=label,
         top=_top(entry["top"], classes),
-        rank=whole(entry["rank"], "rank", 1, classes),
-        views=_view_ranks(entry["views"], classes, views),
+        rank=0 if label == UNLABELLED else whole(entry["rank"], "rank", 1, classes),
+        view_ranks=() if label == UNLABELLED else _view_ranks(entry["view_ranks"], classes, views),
         capped=flag(entry["capped"], "capped"),
     )
+
+
+def _label(data: Any, classes: int) -> int:
+    return UNLABELLED if data is None else whole(data, "label", 0, classes - 1)
 
 
 def _relative(file: Any) -> str:
@@ -127,16 +124,11 @@ def _top(data: Any, classes: int) -> tuple[tuple[int, float], ...]:
     return tuple(answers)
 
 
-def _view_ranks(data: Any, classes: int, views: Sequence[View]) -> tuple[ViewRank, ...]:
-    ranks = []
-    if len(a_list(data, "views")) != len(views):
-        raise ValueError(f"views should be the {len(views)} of the protocol, not {len(data)}")
-    for entry, view in zip(data, views, strict=True):
-        seen = record(entry, "a view", _VIEW_KEYS)
-        if seen["scale"] != view.scale or seen["mirrored"] is not view.mirrored:
-            raise ValueError("views should be those of the protocol, in its order")
-        ranks.append(ViewRank(view.scale, view.mirrored, whole(seen["rank"], "rank of a view", 1, classes)))
-    return tuple(ranks)
+def _view_ranks(data: Any, classes: int, views: int) -> tuple[int, ...]:
+    ranks = a_list(data, "view_ranks")
+    if len(ranks) != views:
+        raise ValueError(f"view_ranks should be those of the run's {views} views, not {len(ranks)}")
+    return tuple(whole(rank, "rank of a view", 1, classes) for rank in ranks)
 
 
 @dataclass(frozen=True)
@@ -146,9 +138,32 @@ class RunInfo:
     model: Mapping[str, Any]  # file, sha256, architecture, activation
     classes: tuple[ClassEntry, ...]
     protocol: Protocol
-    dataset: Mapping[str, Any]  # name, fingerprint, images
+    dataset: Mapping[str, Any]  # name, fingerprint, images, layout, selection
     circumstances: Mapping[str, Any]  # provider, precision, versions
     chunk: int = CHUNK
+    shard: tuple[int, int] | None = None  # which (from 1) of how many; None for the whole dataset
+    members: tuple[Mapping[str, Any], ...] = ()  # model and weight of each, where scores of several runs were averaged
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        """Return the views whose ranks stand in each line; none for an ensemble, which has only their average."""
+        return () if self.members else self.protocol.views
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Return first and last + 1 of the dataset's images that belong to this run: all, or a shard's whole chunks."""
+        images: int = self.dataset["images"]
+        if self.shard is None:
+            return 0, images
+        number, of = self.shard
+        chunks = -(-images // self.chunk)
+        return min((number - 1) * chunks // of * self.chunk, images), min(number * chunks // of * self.chunk, images)
+
+    @property
+    def images(self) -> int:
+        """Return how many images belong to this run."""
+        first, end = self.span
+        return end - first
 
     def to_json(self) -> dict[str, Any]:
         """Return run.json as plain data."""
@@ -160,11 +175,20 @@ class RunInfo:
             "dataset": dict(self.dataset),
             "circumstances": dict(self.circumstances),
             "chunk": self.chunk,
+            "shard": self.shard and {"number": self.shard[0], "of": self.shard[1]},
+            "views": [view.to_json() for view in self.views],
+            "members": [dict(member) for member in self.members],
         }
 
 
-def run_info(session: Model, model_file: str, dataset: Mapping[str, Any], protocol: Protocol) -> RunInfo:
-    """Describe a run of this session. model_file: last path component; dataset: name, fingerprint, images."""
+def run_info(
+    session: Model,
+    model_file: str,
+    dataset: Mapping[str, Any],
+    protocol: Protocol,
+    shard: tuple[int, int] | None = None,
+) -> RunInfo:
+    """Describe a run of this session. model_file: last path component; dataset: as `describe_dataset` tells it."""
     contract: ModelContract = session.contract
     model = {
         "file": model_file,
@@ -172,12 +196,18 @@ def run_info(session: Model, model_file: str, dataset: Mapping[str, Any], protoc
         "architecture": contract.name,
         "activation": contract.architecture["activation"],
     }
-    return RunInfo(model, contract.classes, protocol, dataset, session.circumstances.to_json())
+    return RunInfo(model, contract.classes, protocol, dataset, session.circumstances.to_json(), shard=shard)
 
 
 def describe_dataset(dataset: Dataset) -> dict[str, Any]:
     """Return what run.json says of a dataset."""
-    return {"name": dataset.location.name, "fingerprint": dataset.fingerprint, "images": len(dataset.samples)}
+    return {
+        "name": dataset.location.name,
+        "fingerprint": dataset.fingerprint,
+        "images": len(dataset.samples),
+        "layout": dataset.layout,
+        "selection": dataset.selection,
+    }
 
 
 @dataclass(frozen=True)
@@ -188,35 +218,84 @@ class Run:
     predictions: Sequence[Prediction]
     folder: Path | None = None
 
+    @property
+    def labelled(self) -> bool:
+        """Say whether the true classes are known, so that there are errors to count."""
+        return any(prediction.label != UNLABELLED for prediction in self.predictions)
 
-_RUN_KEYS = {"version", "model", "classes", "protocol", "dataset", "circumstances", "chunk"}
+
+_RUN_KEYS = {
+    "version", "model", "classes", "protocol", "dataset", "circumstances", "chunk", "shard", "views", "members",
+}  # fmt: skip
 
 
 def run_info_from_json(data: Any) -> RunInfo:
     """Read run.json; raises ValueError or UsageError that says what is wrong with it."""
     run = record(data, "it", _RUN_KEYS)
-    model = record(run["model"], "model", {"file", "sha256", "architecture", "activation"})
     classes = [record(entry, "a class", {"wnid", "name"}) for entry in a_list(run["classes"], "classes")]
-    dataset = record(run["dataset"], "dataset", {"name", "fingerprint", "images"})
-    circumstances = record(run["circumstances"], "circumstances", {"provider", "precision", "versions"})
-    texts = (*model.items(), *an_object(circumstances["versions"], "versions").items())
-    for key, value in (*texts, *((key, circumstances[key]) for key in ("provider", "precision"))):
-        text(value, key)
-    text(dataset["name"], "name of the dataset")
-    whole(dataset["images"], "images", 1)
-    for key, digest in (("sha256", model["sha256"]), ("fingerprint", dataset["fingerprint"])):
-        if not re.fullmatch("[0-9a-f]{64}", text(digest, key)):
-            raise ValueError(f"{key} should be 64 hexadecimal digits")
     if not classes:
         raise ValueError("classes should not be empty")
-    return RunInfo(
-        model=model,
+    info = RunInfo(
+        model=_model(run["model"]),
         classes=tuple(ClassEntry(text(entry["wnid"], "wnid"), text(entry["name"], "name")) for entry in classes),
         protocol=protocol_from_json(run["protocol"]),
-        dataset=dataset,
-        circumstances=circumstances,
+        dataset=_dataset(run["dataset"]),
+        circumstances=_circumstances(run["circumstances"]),
         chunk=whole(run["chunk"], "chunk", 1),
+        shard=_shard(run["shard"]),
+        members=tuple(_member(member) for member in a_list(run["members"], "members")),
     )
+    if a_list(run["views"], "views") != [view.to_json() for view in info.views]:
+        raise ValueError("views should be those of the protocol, in its order, or none for an ensemble")
+    return info
+
+
+def _model(data: Any) -> dict[str, Any]:
+    model = record(data, "model", {"file", "sha256", "architecture", "activation"})
+    for key, value in model.items():
+        text(value, key)
+    _check_digest(model["sha256"], "sha256")
+    return model
+
+
+def _dataset(data: Any) -> dict[str, Any]:
+    dataset = record(data, "dataset", {"name", "fingerprint", "images", "layout", "selection"})
+    text(dataset["name"], "name of the dataset")
+    text(dataset["layout"], "layout")
+    whole(dataset["images"], "images", 1)
+    _check_digest(dataset["fingerprint"], "fingerprint")
+    if dataset["selection"] is not None:
+        text(dataset["selection"], "selection")
+    return dataset
+
+
+def _circumstances(data: Any) -> dict[str, Any]:
+    circumstances = record(data, "circumstances", {"provider", "precision", "versions"})
+    versions = an_object(circumstances["versions"], "versions")
+    for key, value in (*versions.items(), *((key, circumstances[key]) for key in ("provider", "precision"))):
+        text(value, key)
+    return circumstances
+
+
+def _shard(data: Any) -> tuple[int, int] | None:
+    if data is None:
+        return None
+    shard = record(data, "shard", {"number", "of"})
+    of = whole(shard["of"], "of", 1)
+    return whole(shard["number"], "number of the shard", 1, of), of
+
+
+def _member(data: Any) -> dict[str, Any]:
+    member = record(data, "a member", {"model", "weight"})
+    _model(member["model"])
+    if type(member["weight"]) not in {int, float} or not 0 < member["weight"] <= 1:
+        raise ValueError("the weight of a member should be above 0 and at most 1")
+    return member
+
+
+def _check_digest(digest: Any, key: str) -> None:
+    if not re.fullmatch("[0-9a-f]{64}", text(digest, key)):
+        raise ValueError(f"{key} should be 64 hexadecimal digits")
 
 
 def read_run_info(folder: Path) -> RunInfo:
@@ -225,7 +304,7 @@ def read_run_info(folder: Path) -> RunInfo:
     try:
         data = parse_json(path.read_bytes())
         version = whole(an_object(data, "it").get("version"), "version", 1)
-        if version <= RUN_VERSION:
+        if version == RUN_VERSION:
             return run_info_from_json(data)
     except OSError as error:
         raise RunFolderError(
@@ -234,9 +313,8 @@ def read_run_info(folder: Path) -> RunInfo:
         ) from error
     except (ValueError, UsageError) as error:
         raise RunFolderError(f"{path}: damaged ({error}). Restore the file, or start anew with --fresh") from error
-    raise RunFolderError(
-        f"{path}: version {version}, but this prelunet knows versions up to {RUN_VERSION}. Install a newer prelunet"
-    )
+    mend = "Install a newer prelunet" if version > RUN_VERSION else "Do the run anew with --fresh"
+    raise RunFolderError(f"{path}: version {version}, but this prelunet reads version {RUN_VERSION}. {mend}")
 
 
 def read_run(folder: Path) -> Run:
@@ -246,7 +324,7 @@ def read_run(folder: Path) -> Run:
     """
     info = read_run_info(folder)
     predictions = read_predictions(folder / PREDICTIONS_FILE, info)
-    images = info.dataset["images"]
+    images = info.images
     if len(predictions) < images:
         raise RunFolderError(
             f"{folder}: {len(predictions)} of {images} images are done. "
@@ -281,7 +359,7 @@ def read_predictions(path: Path, info: RunInfo) -> list[Prediction]:
     predictions: list[Prediction] = []
     if not path.exists():
         return predictions
-    classes, views, last = len(info.classes), info.protocol.views, ""
+    classes, views, last = len(info.classes), len(info.views), ""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from evaluator.contract import ModelContract
-from evaluator.datasets.sample import Dataset, Sample
+from evaluator.datasets.sample import UNLABELLED, Dataset, Sample
 from evaluator.engine.classify import Classified, Model, combine, run_views
-from evaluator.errors import ContractError, DatasetError, ImageError, Interrupted
+from evaluator.errors import ContractError, DatasetError, ImageError, Interrupted, UsageError
 from evaluator.imaging.decode import decode_rgb
 from evaluator.imaging.views import ViewImage, make_views
 from evaluator.progress import progress
@@ -27,41 +27,39 @@ from evaluator.validation.run import (
     STARTED,
     Prediction,
     Run,
-    describe_dataset,
+    RunInfo,
     prediction_of,
     read_run,
-    run_info,
 )
 from evaluator.validation.writer import RunWriter, open_run
 
 MAX_THREADS = 16  # beyond, the threads wait for the interpreter more than they decode
 
 Prepared = list[ViewImage] | ImageError  # one image, ready for the session or refused
+ChunkResult = tuple[list[Prediction], npt.NDArray[np.float32]]  # lines and rows of scores
 
 
 def validate(
     session: Model,
-    model_file: str,
     dataset: Dataset,
-    protocol: Protocol,
+    info: RunInfo,
     folder: Path,
     *,
     fresh: bool = False,
     threads: int = 0,
     announce: Callable[[str], None] = lambda _message: None,
 ) -> Run:
-    """Evaluate every image of a dataset, or those that an earlier call with the same arguments left undone.
+    """Evaluate every image of a run, or those that an earlier call with the same arguments left undone.
 
-    model_file: last component of the model's path; folder: of the run, made if missing; fresh: start anew;
+    info: `run_info` of this session and dataset; folder: of the run, made if missing; fresh: start anew;
     threads: that decode and resize, 0 for one per core; announce: told in one sentence where the run starts.
     An image that cannot be decoded is recorded as refused, with the reason.
     Raises DatasetError when a label is not a class of the model, RunFolderError when the folder holds anything else,
     Interrupted on Ctrl-C or SIGTERM, EnvironmentFault when the disk is full, ContractError when the model gives NaN.
     """
     _check_labels(dataset, session.contract)
-    total = len(dataset.samples)
-    info = run_info(session, model_file, describe_dataset(dataset), protocol)
-    with open_run(folder, info, dataset.samples, fresh=fresh) as writer, _resumable(writer, total):
+    samples, total = _own_samples(dataset, info), info.images
+    with open_run(folder, info, samples, fresh=fresh) as writer, _resumable(writer, total):
         if writer.done == total:
             announce(f"{folder}: finished already; nothing to do")
         else:
@@ -72,17 +70,28 @@ def validate(
                 dataset=str(dataset.location.resolve()),
                 device=session.circumstances.provider,
             )
-            chunks = [dataset.samples[start : start + info.chunk] for start in range(writer.done, total, info.chunk)]
-            _evaluate(session, dataset, protocol, chunks, writer, threads)
+            chunks = [samples[start : start + info.chunk] for start in range(writer.done, total, info.chunk)]
+            _write(evaluate_chunks(session, dataset, info.protocol, chunks, threads), writer, total)
     return read_run(folder)
 
 
+def _own_samples(dataset: Dataset, info: RunInfo) -> Sequence[Sample]:
+    """Return the samples that belong to a run: all, or those of its shard."""
+    first, end = info.span
+    if first == end:
+        raise UsageError(
+            f"shard {info.shard and '/'.join(map(str, info.shard))} is empty: {info.dataset['images']} images are "
+            f"{-(-info.dataset['images'] // info.chunk)} chunks of {info.chunk}. Take fewer shards"
+        )
+    return dataset.samples[first:end]
+
+
 def _check_labels(dataset: Dataset, contract: ModelContract) -> None:
-    """Refuse samples without a true class: no error can be counted for them."""
+    """Refuse samples whose true class the model does not have: no error could be counted for them."""
     if not dataset.samples:
         raise DatasetError(f"{dataset.location}: holds no images, so there is nothing to evaluate")
     for sample in dataset.samples:
-        if not 0 <= sample.label < len(contract.classes):
+        if sample.label != UNLABELLED and not 0 <= sample.label < len(contract.classes):
             raise DatasetError(
                 f"{dataset.location}: the label of {sample.file} ({sample.label}) is none of the model's "
                 f"{len(contract.classes)} classes. Give a dataset whose class folders are the model's classes"
@@ -101,26 +110,29 @@ def _resumable(writer: RunWriter, total: int) -> Iterator[None]:
         ) from error
 
 
-def _evaluate(
-    session: Model,
-    dataset: Dataset,
-    protocol: Protocol,
-    chunks: Sequence[Sequence[Sample]],
-    writer: RunWriter,
-    threads: int,
-) -> None:
-    """Evaluate chunks of samples and write each as it is done."""
-    classes = len(session.contract.classes)
-    with progress("validate", len(dataset.samples), "images", done=writer.done) as advance:
+def _write(results: Iterator[ChunkResult], writer: RunWriter, total: int) -> None:
+    """Write each chunk as it comes; total: images of the run."""
+    with progress("validate", total, "images", done=writer.done) as advance:
         begun = time.monotonic()
-        for chunk, prepared in _prefetched(chunks, lambda sample: _prepare(dataset, sample, protocol), threads):
-            classified = _classify_chunk(session, protocol, chunk, prepared)
+        for predictions, scores in results:
             index = writer.done // writer.chunk
-            writer.append(*_to_write(chunk, classified, classes))
+            writer.append(predictions, scores)
             now = time.monotonic()
-            writer.log("chunk", index=index, images=len(chunk), seconds=round(now - begun, 3))
+            writer.log("chunk", index=index, images=len(predictions), seconds=round(now - begun, 3))
             begun = now
-            advance(len(chunk))
+            advance(len(predictions))
+
+
+def evaluate_chunks(
+    session: Model, dataset: Dataset, protocol: Protocol, chunks: Sequence[Sequence[Sample]], threads: int
+) -> Iterator[ChunkResult]:
+    """Evaluate chunks of a dataset on this session, in their order; threads: see `validate`.
+
+    Yields the lines of each chunk and its rows of scores, float32 (images, classes), NaN where refused.
+    """
+    classes = len(session.contract.classes)
+    for chunk, prepared in _prefetched(chunks, lambda sample: _prepare(dataset, sample, protocol), threads):
+        yield _to_write(chunk, _classify_chunk(session, protocol, chunk, prepared), classes)
 
 
 def _prefetched(
@@ -166,9 +178,7 @@ def _classify_chunk(
     return classified
 
 
-def _to_write(
-    chunk: Sequence[Sample], classified: Sequence[Classified | ImageError], classes: int
-) -> tuple[list[Prediction], npt.NDArray[np.float32]]:
+def _to_write(chunk: Sequence[Sample], classified: Sequence[Classified | ImageError], classes: int) -> ChunkResult:
     """Return the lines of a chunk and its rows of scores, NaN where refused."""
     scores = np.full((len(chunk), classes), np.nan, np.float32)
     predictions = []

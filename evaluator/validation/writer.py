@@ -81,7 +81,7 @@ class RunWriter:
                 os.fsync(file.fileno())
         except OSError as error:
             raise EnvironmentFault(
-                f"{file.name!s}: cannot be written ({error.strerror}). {self.done} of {self._info.dataset['images']} "
+                f"{file.name!s}: cannot be written ({error.strerror}). {self.done} of {self._info.images} "
                 "images are done and safe; make room, and the same command goes on from there"
             ) from error
 
@@ -202,7 +202,7 @@ def _line_ends(path: Path, info: RunInfo, samples: Sequence[Sample]) -> list[int
     ends: list[int] = []
     if not path.exists():
         return ends
-    end, classes, views = 0, len(info.classes), info.protocol.views
+    end, classes, views = 0, len(info.classes), len(info.views)
     with path.open("rb") as lines:
         for line, sample in zip(lines, samples, strict=False):
             try:

@@ -17,7 +17,8 @@ from evaluator.engine.session import Device, Session, open_session
 from evaluator.errors import ImageError, UsageError
 from evaluator.files import write_atomically
 from evaluator.imaging.decode import DecodeLimits, decode_rgb
-from evaluator.protocols import DEFAULT_PROTOCOL, Protocol, make_protocol
+from evaluator.protocols import Protocol
+from evaluator.verbs.options import ProtocolOption, protocol_asked
 
 DEFAULT_TIMEOUT = 60.0  # seconds
 
@@ -30,9 +31,7 @@ def classify(
     model: Annotated[Path | None, typer.Option(help="Model file, as `prelunet export` wrote it.")] = None,
     server: Annotated[str | None, typer.Option(help="HOST:PORT of a running `prelunet serve`.")] = None,
     name: Annotated[str | None, typer.Option(help="Which of the server's models; needed if it has several.")] = None,
-    protocol: Annotated[
-        str, typer.Option(help="How images are looked at: center, dense-S (as dense-256) or multi-scale.")
-    ] = DEFAULT_PROTOCOL,
+    protocol: ProtocolOption = None,
     top: Annotated[
         int | None, typer.Option(min=1, help="How many classes to tell (default: 5, or all where there are fewer).")
     ] = None,
@@ -58,7 +57,7 @@ def classify(
                 raise UsageError("--name and --timeout belong to --server; leave them out with --model")
             session = open_session(model, device or "auto")
             typer.echo(f"{model.name}: {session.contract.name} on {session.circumstances}", err=True)
-            looks = make_protocol(protocol, session.contract, apply_exif=exif)
+            looks = protocol_asked(protocol, session.contract, exif=exif)
             number = top_asked(top, len(session.contract.classes))
             ask = _ask_model(session, model.stem, looks, number, heatmap=heatmap is not None)
         elif server is not None and model is None:
@@ -70,7 +69,7 @@ def classify(
             ask = partial(
                 client.classify,
                 model=name,
-                protocol=protocol,
+                protocol=protocol or "",
                 top_k=top,
                 heatmap=heatmap is not None,
                 apply_exif=exif,

@@ -8,9 +8,17 @@ import typer
 
 from evaluator.datasets.opening import open_dataset
 from evaluator.engine.session import Device, open_session
-from evaluator.protocols import DEFAULT_PROTOCOL, make_protocol
 from evaluator.reporting.report import Report, build_report
+from evaluator.validation.run import describe_dataset, run_info
 from evaluator.validation.validate import validate as evaluate_dataset
+from evaluator.verbs.options import (
+    AveragingOption,
+    FlipOption,
+    ProtocolOption,
+    ScalesOption,
+    WeightsOption,
+    protocol_asked,
+)
 
 # What --json prints of the report.
 NUMBERS = ("images", "evaluated", "refused", "top1_error", "top1_interval", "top5_error", "top5_interval")
@@ -23,9 +31,11 @@ def validate(
         Path, typer.Option(help="Folder, .tar or .zip of class folders named by wnid; a `val` folder in it is entered.")
     ],
     run: Annotated[Path, typer.Option(help="Folder of the run: made, or gone on with if it holds this very run.")],
-    protocol: Annotated[
-        str, typer.Option(help="How images are looked at: center, dense-S (as dense-256) or multi-scale.")
-    ] = DEFAULT_PROTOCOL,
+    protocol: ProtocolOption = None,
+    scales: ScalesOption = None,
+    flip: FlipOption = None,
+    averaging: AveragingOption = None,
+    weights: WeightsOption = None,
     device: Annotated[
         Device, typer.Option(help="Where the model runs; auto is CUDA where it comes up, else the CPU.")
     ] = "auto",
@@ -38,12 +48,15 @@ def validate(
 ) -> None:
     """Evaluate a model on a labelled dataset; the same command resumes."""
     session = open_session(model, device, threads=threads)
-    looks = make_protocol(protocol, session.contract, apply_exif=exif)
+    looks = protocol_asked(
+        protocol, session.contract, scales=scales, flip=flip, averaging=averaging, weights=weights, exif=exif
+    )
     _note(f"{model.name}: {session.contract.name} on {session.circumstances}")
     dataset = open_dataset(data, split="val", class_names=[entry.wnid for entry in session.contract.classes])
     found = len({sample.label for sample in dataset.samples})
     _note(f"{data}: {len(dataset.samples):,} images of {found:,} of the model's {len(dataset.classes):,} classes")
-    finished = evaluate_dataset(session, model.name, dataset, looks, run, fresh=fresh, threads=threads, announce=_note)
+    info = run_info(session, model.name, describe_dataset(dataset), looks)
+    finished = evaluate_dataset(session, dataset, info, run, fresh=fresh, threads=threads, announce=_note)
     report = build_report(finished)
     if report["refused"]:
         _note(

@@ -61,14 +61,16 @@ class ModelIdentity(_message.Message):
     def __init__(self, name: _Optional[str] = ..., sha256: _Optional[str] = ...) -> None: ...
 
 class View(_message.Message):
-    __slots__ = ("scale", "mirrored", "windows")
+    __slots__ = ("scale", "mirrored", "part", "windows")
     SCALE_FIELD_NUMBER: _ClassVar[int]
     MIRRORED_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
     WINDOWS_FIELD_NUMBER: _ClassVar[int]
     scale: int
     mirrored: bool
+    part: str
     windows: WindowGrid
-    def __init__(self, scale: _Optional[int] = ..., mirrored: _Optional[bool] = ..., windows: _Optional[_Union[WindowGrid, _Mapping]] = ...) -> None: ...
+    def __init__(self, scale: _Optional[int] = ..., mirrored: _Optional[bool] = ..., part: _Optional[str] = ..., windows: _Optional[_Union[WindowGrid, _Mapping]] = ...) -> None: ...
 
 class WindowGrid(_message.Message):
     __slots__ = ("rows", "columns")
@@ -79,7 +81,7 @@ class WindowGrid(_message.Message):
     def __init__(self, rows: _Optional[int] = ..., columns: _Optional[int] = ...) -> None: ...
 
 class Protocol(_message.Message):
-    __slots__ = ("name", "kind", "scales", "mirror", "averaging", "weights", "long_side_cap", "crop", "apply_exif")
+    __slots__ = ("name", "kind", "scales", "mirror", "averaging", "weights", "long_side_cap", "crop", "interpolation", "apply_exif")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     SCALES_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +90,7 @@ class Protocol(_message.Message):
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     LONG_SIDE_CAP_FIELD_NUMBER: _ClassVar[int]
     CROP_FIELD_NUMBER: _ClassVar[int]
+    INTERPOLATION_FIELD_NUMBER: _ClassVar[int]
     APPLY_EXIF_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: str
@@ -97,8 +100,9 @@ class Protocol(_message.Message):
     weights: str
     long_side_cap: int
     crop: int
+    interpolation: str
     apply_exif: bool
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., scales: _Optional[_Iterable[int]] = ..., mirror: _Optional[bool] = ..., averaging: _Optional[str] = ..., weights: _Optional[str] = ..., long_side_cap: _Optional[int] = ..., crop: _Optional[int] = ..., apply_exif: _Optional[bool] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., scales: _Optional[_Iterable[int]] = ..., mirror: _Optional[bool] = ..., averaging: _Optional[str] = ..., weights: _Optional[str] = ..., long_side_cap: _Optional[int] = ..., crop: _Optional[int] = ..., interpolation: _Optional[str] = ..., apply_exif: _Optional[bool] = ...) -> None: ...
 
 class Circumstances(_message.Message):
     __slots__ = ("provider", "precision", "versions")
@@ -262,26 +266,32 @@ class ReportModel(_message.Message):
     def __init__(self, file: _Optional[str] = ..., sha256: _Optional[str] = ..., architecture: _Optional[str] = ..., activation: _Optional[str] = ...) -> None: ...
 
 class ReportDataset(_message.Message):
-    __slots__ = ("name", "fingerprint", "images")
+    __slots__ = ("name", "fingerprint", "images", "layout", "selection")
     NAME_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    SELECTION_FIELD_NUMBER: _ClassVar[int]
     name: str
     fingerprint: str
     images: int
-    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., images: _Optional[int] = ...) -> None: ...
+    layout: str
+    selection: str
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., images: _Optional[int] = ..., layout: _Optional[str] = ..., selection: _Optional[str] = ...) -> None: ...
 
 class ReportView(_message.Message):
-    __slots__ = ("scale", "mirrored", "top1_error", "top5_error")
+    __slots__ = ("scale", "mirrored", "part", "top1_error", "top5_error")
     SCALE_FIELD_NUMBER: _ClassVar[int]
     MIRRORED_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
     TOP1_ERROR_FIELD_NUMBER: _ClassVar[int]
     TOP5_ERROR_FIELD_NUMBER: _ClassVar[int]
     scale: int
     mirrored: bool
+    part: str
     top1_error: float
     top5_error: float
-    def __init__(self, scale: _Optional[int] = ..., mirrored: _Optional[bool] = ..., top1_error: _Optional[float] = ..., top5_error: _Optional[float] = ...) -> None: ...
+    def __init__(self, scale: _Optional[int] = ..., mirrored: _Optional[bool] = ..., part: _Optional[str] = ..., top1_error: _Optional[float] = ..., top5_error: _Optional[float] = ...) -> None: ...
 
 class ReportClass(_message.Message):
     __slots__ = ("index", "wnid", "name", "images", "evaluated", "refused", "top1_error", "top1_interval", "top5_error", "top5_interval", "confusions")

@@ -1,0 +1,53 @@
+"""Options that several verbs share."""
+
+import re
+from typing import Annotated
+
+import typer
+
+from evaluator.contract import ModelContract
+from evaluator.errors import UsageError
+from evaluator.protocols import Averaging, Changes, Protocol, Weights, default_protocol, make_protocol
+
+ProtocolOption = Annotated[
+    str | None,
+    typer.Option(
+        help="How images are looked at: center, ten-crop, multi-scale, spp-18, spp-net, resnet or dense-S (as "
+        "dense-256); `prelunet protocols` tells more. Default: multi-scale, or center for an adopted net."
+    ),
+]
+ScalesOption = Annotated[
+    str | None, typer.Option(help="Shorter sides in pixels instead of the protocol's own, as 256,384.")
+]
+FlipOption = Annotated[
+    bool | None,
+    typer.Option("--flip/--no-flip", help="Whether every view is seen mirrored too. Default: as the protocol has it."),
+]
+AveragingOption = Annotated[
+    Averaging | None, typer.Option(help="What is averaged: the softmax of the windows (default), or their logits.")
+]
+WeightsOption = Annotated[
+    Weights | None,
+    typer.Option(help="What weighs the same: each scale (default), or each window of every view (default of spp-18)."),
+]
+
+
+def protocol_asked(
+    name: str | None,
+    contract: ModelContract,
+    *,
+    scales: str | None = None,
+    flip: bool | None = None,
+    averaging: Averaging | None = None,
+    weights: Weights | None = None,
+    exif: bool = False,
+) -> Protocol:
+    """Build the protocol that the options ask for; UsageError when the model cannot do it."""
+    changes = Changes(_scales(scales) if scales is not None else None, flip, averaging, weights, exif)
+    return make_protocol(name or default_protocol(contract), contract, changes)
+
+
+def _scales(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"[1-9]\d{0,4}(,[1-9]\d{0,4})*", text, re.ASCII):
+        raise UsageError(f"--scales {text}: give shorter sides in pixels with commas between, as --scales 256,384")
+    return tuple(map(int, text.split(",")))
