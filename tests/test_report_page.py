@@ -27,7 +27,8 @@ from evaluator.reporting.gallery import (
     choose_mistakes,
     make_gallery,
 )
-from evaluator.reporting.page import VEGA_LITE, render_page, worst_classes
+from evaluator.reporting.html import VEGA_LITE
+from evaluator.reporting.page import render_page, worst_classes
 from evaluator.reporting.report import build_report
 from evaluator.reporting.write import write_report
 from evaluator.validation.run import find_dataset, read_run

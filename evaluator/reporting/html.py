@@ -1,0 +1,64 @@
+"""Self-contained HTML pages from templates: styles and scripts stand inside, and no network request is made.
+
+Class and file names are hostile input: jinja2 escapes every text, `tojson` what stands in scripts, and each page's
+content policy lets the browser load nothing.
+"""
+
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import jinja2
+import vl_convert
+
+VEGA_LITE = "6.1"  # 6.4 loses text in the tooltips of points that are chosen as the nearest to the pointer
+
+
+def render_html(template: str, **values: Any) -> bytes:
+    """Return the page of a template of this package; the same values give the same bytes.
+
+    In a template `asset("report.css")` is the text of a file of this package, `vega` the charting library.
+    """
+    text = _environment().get_template(template).render(values)
+    return text.encode("utf-8", errors="backslashreplace")  # file names may hold bytes that are no UTF-8
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    """Load the templates' filters and the script that draws charts."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("evaluator.reporting", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"percent": _percent, "count": _count, "signed": _signed, "own_wnid": _own_wnid}
+    environment.globals |= {
+        "asset": _asset,
+        "vega": vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=VEGA_LITE),
+    }
+    return environment
+
+
+def _asset(name: str) -> str:
+    return (resources.files("evaluator.reporting") / name).read_text(encoding="utf-8")
+
+
+def _percent(value: float | None, digits: int = 1) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def _signed(value: float, digits: int = 2) -> str:
+    """Return a difference with its sign; a true minus, as wide as the plus."""
+    return f"{value:+.{digits}f}".replace("-", "−")
+
+
+def _count(value: int) -> str:
+    return f"{value:,}"
+
+
+def _own_wnid(entry: dict[str, Any]) -> str:
+    """Return the wnid where it says more than the name; datasets of class folders often have one for both."""
+    same = entry["wnid"].replace("-", " ").replace("_", " ").lower() == entry["name"].lower()
+    return "" if same else str(entry["wnid"])
