@@ -13,8 +13,6 @@ They run in turn, `--repeats` times; medians and ratios are printed and written 
 
 import argparse
 import json
-import os
-import platform
 import resource
 import statistics
 import sys
@@ -28,13 +26,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from evaluator.complexity import multiply_adds
 from evaluator.contract import ClassEntry, golden_image
 from evaluator.engine.classify import classify_images
 from evaluator.engine.session import Session, open_session
 from evaluator.imaging.views import make_views
 from evaluator.protocols import Protocol, make_protocol
 from export.exporting import export_checkpoint
-from training.architectures import architecture, multiply_adds
+from machine import cpu, machine
+from training.architectures import architecture
 from training.checkpoints import Checkpoint, write_checkpoint
 from training.dense import dense_windows, subtract_mean
 from training.initialization import initial_tensors
@@ -132,7 +132,7 @@ def _report(
     """Print the table and write the JSON file."""
     net = architecture(options.architecture)
     sizes = [view.image.shape[:2] for view in make_views(golden_image(options.height, options.width), protocol)]
-    operations = sum(2 * multiply_adds(net, *size, 1000) for size in sizes)
+    operations = sum(2 * multiply_adds(net.to_json(), *size, 1000) for size in sizes)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     rows: list[dict[str, Any]] = [
         {
@@ -148,7 +148,7 @@ def _report(
     result = {
         "date": datetime.now(UTC).date().isoformat(),
         "command": "python benchmarks/engine.py " + " ".join(sys.argv[1:]),
-        "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "platform": platform.machine()},
+        "machine": machine(),
         "versions": {**session.circumstances.versions, "torch": torch.__version__},
         "net": options.architecture,
         "protocol": protocol.to_json(),
@@ -157,7 +157,7 @@ def _report(
         "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         "results": rows,
     }
-    print(f"{options.architecture}, {protocol.name}, one picture of {options.height}x{options.width}, {_cpu()}")
+    print(f"{options.architecture}, {protocol.name}, one picture of {options.height}x{options.width}, {cpu()}")
     print(f"{'':8}{'median s':>10}{'x naive':>10}{'GFLOP/s':>10}{'off from torch':>16}")
     for row in rows:
         rate = "" if row["gflop_per_second"] is None else f"{row['gflop_per_second']:.0f}"
@@ -166,13 +166,6 @@ def _report(
     if options.output:
         options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         print(f"written: {options.output}")
-
-
-def _cpu() -> str:
-    """Return the processor's name as the kernel gives it."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 if __name__ == "__main__":

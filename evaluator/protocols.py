@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args, get_type_hints
 
-from evaluator.contract import Interpolation, ModelContract, center_scale
+from evaluator.contract import MOST_SCALES, Interpolation, ModelContract, center_scale
 from evaluator.errors import UsageError
 from evaluator.strict import a_list, flag, one_of, record, text, whole
 
@@ -18,6 +18,7 @@ Averaging = Literal["softmax", "logit"]
 Weights = Literal["scale", "view"]
 
 LONG_SIDE_CAP = 4  # shorter sides; of a longer image the centre is kept, so that no panorama can fill the memory
+MOST_CROPS_A_SIDE = 16  # in a scale that is cropped; beyond, a crop shows next to nothing of a huge resized image
 
 PARTS: Mapping[Kind, tuple[Part, ...]] = {
     "dense": ("whole",),
@@ -25,7 +26,7 @@ PARTS: Mapping[Kind, tuple[Part, ...]] = {
     "center": ("center",),
     "ten-crop": ("top-left", "top-right", "bottom-left", "bottom-right", "center"),
 }
-# Presets of `dense`, as shorter sides for a crop of 224: SPP-net, section 3.1.5; ResNet (He et al. 2015), section 4.1.
+# Presets of `dense`, as shorter sides for a crop of 224: SPP-net, section 3.1.5; ResNet (He et al. 2016), section 3.4.
 _SCALE_SETS = {"spp-net": (224, 256, 300, 360, 448, 560), "resnet": (224, 256, 384, 480, 640)}
 
 
@@ -68,6 +69,8 @@ class Protocol:
     apply_exif: bool = False  # whether a camera's note on rotation is obeyed; ImageNet's evaluations do not
 
     def __post_init__(self) -> None:
+        if len(self.scales) > MOST_SCALES:
+            raise UsageError(f"a protocol of {len(self.scales)} scales: give at most {MOST_SCALES}")
         if not self.scales or len(set(self.scales)) != len(self.scales) or min(self.scales) < 1:
             raise UsageError(f"protocol {self.name}: scales must be different positive numbers, not {self.scales}")
         if (self.kind in {"center", "ten-crop"}) != (self.crop is not None):
@@ -139,16 +142,19 @@ def make_protocol(name: str, contract: ModelContract, changes: Changes | None = 
     """Build the protocol of that name for a model, with a user's changes.
 
     `center`: scale round(crop·256/224), central crop, not mirrored. `ten-crop`: the same scale; the crops at the
-    corners of the whole resized image and at its centre, mirrored too (Tables 3 and 5). `dense-S`: the whole image at
+    corners of the whole resized image and at its centre, mirrored too (Tables 2 and 5). `dense-S`: the whole image at
     shorter side S, mirrored too; several scales as dense-256-384. `multi-scale`, `spp-net`, `resnet`: dense at the
     model's default scales, at SPP-net's six, at ResNet's five. `spp-18`: SPP-net's 96 views, at its six scales 18
     windows of the feature map. Other scales of a crop or of spp-18: center-240, ten-crop-300, spp-18-256-360.
     Other scales (`changes.scales`) change the name accordingly.
-    Raises UsageError for an unknown name, and with the reason for a scale or a view that the model cannot do.
+    Raises UsageError for an unknown name, for scales both in the name and beside it, and with the reason for a scale
+    or a view that the model cannot do.
     """
     changes = changes or Changes()
     kind, scales = _kind_and_scales(name, contract)
     if changes.scales is not None:
+        if _NAME_WITH_SCALES.fullmatch(name):
+            raise UsageError(f"protocol {name} names its scales already; other ones contradict it. Give one of the two")
         scales, name = changes.scales, "-".join(map(str, (kind, *changes.scales)))
     crops = kind in {"center", "ten-crop"}
     given = {key: value for key, value in vars(changes).items() if value is not None}
@@ -161,7 +167,7 @@ def make_protocol(name: str, contract: ModelContract, changes: Changes | None = 
         crop=contract.crop if crops else None,
         interpolation=contract.interpolation,
     )
-    protocol = replace(protocol, **{**given, "scales": scales})
+    protocol = replace(protocol, **given)
     _check_possible(protocol, contract)
     return protocol
 
@@ -188,10 +194,10 @@ def _kind_and_scales(name: str, contract: ModelContract) -> tuple[Kind, tuple[in
 def _check_possible(protocol: Protocol, contract: ModelContract) -> None:
     """Refuse what a model cannot do, with the reason."""
     if protocol.crop is not None:
-        if min(protocol.scales) < contract.crop:
+        if not contract.crop <= min(protocol.scales) <= max(protocol.scales) <= MOST_CROPS_A_SIDE * contract.crop:
             raise UsageError(
-                f"protocol {protocol.name}: a crop of {contract.crop} pixels does not fit into scale "
-                f"{min(protocol.scales)}. Give scales from {contract.crop} on"
+                f"protocol {protocol.name}: crops of {contract.crop} pixels are cut from scales of {contract.crop} to "
+                f"{MOST_CROPS_A_SIDE * contract.crop} pixels"
             )
         return
     if contract.fixed_size:

@@ -90,6 +90,8 @@ def test_a_view_that_would_take_gigabytes_is_refused_by_its_size_before_it_is_ma
     with running_server(fake=FakeSession(contract)) as server, Client(server.address) as client:
         with pytest.raises(UsageError, match="seen as 1600x6400 pixels, more than the 2097152"):
             client.classify(png(20, 200), protocol="dense-1600")
+        with pytest.raises(UsageError, match="together have 4334420 pixels, more than the 4194304"):  # each fits alone
+            client.classify(png(20, 200), protocol="dense-600-601-602")
         assert client.classify(png(20, 200), protocol="dense-40").predictions
 
 

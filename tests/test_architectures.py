@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from evaluator.complexity import multiply_adds
 from evaluator.errors import UsageError
 from tiny import TINY
 from training.architectures import (
@@ -14,7 +15,6 @@ from training.architectures import (
     Architecture,
     architecture,
     architecture_from_json,
-    multiply_adds,
     parameter_shapes,
 )
 
@@ -38,7 +38,7 @@ def test_parameters_of_the_large_models_are_those_of_the_paper(name: str, millio
 
 @pytest.mark.parametrize(("name", "tens_of_billions"), [("A", 1.906), ("B", 2.322), ("C", 5.346)])
 def test_multiply_adds_of_one_crop_are_the_complexity_of_table_3(name: str, tens_of_billions: float) -> None:
-    assert round(multiply_adds(architecture(name), 224, 224, 1000) / 1e10, 3) == tens_of_billions
+    assert round(multiply_adds(architecture(name).to_json(), 224, 224, 1000) / 1e10, 3) == tens_of_billions
 
 
 @pytest.mark.parametrize(("name", "slopes"), [("A", 14_688), ("B", 15_968), ("C", 20_576)])
@@ -85,7 +85,7 @@ def test_multiply_adds_of_a_larger_image_count_every_window() -> None:
     # by hand: conv1 3·3·3·5 at 14x20; pool 7x10; conv2 2·2·5·4 at 8x11; 2x5 windows of 14·4 features
     assert TINY.bins == 14
     expected = 135 * 14 * 20 + 80 * 8 * 11 + 2 * 5 * (56 * 6 + 6 * 6 + 6 * 3)
-    assert multiply_adds(TINY, 28, 40, 3) == expected
+    assert multiply_adds(TINY.to_json(), 28, 40, 3) == expected
 
 
 def test_shared_slopes_add_13_parameters_to_model_e() -> None:

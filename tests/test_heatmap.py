@@ -135,6 +135,87 @@ def test_what_the_cap_cuts_off_is_not_seen() -> None:
     assert (~np.isnan(heat[:, 30:70])).all()
 
 
+def class_scores(session: FakeSession, pixels: np.ndarray) -> np.ndarray:
+    """Classify every window, (rows, columns, classes)."""
+    powers = np.exp(session.window_logits(pixels))
+    return powers / powers.sum(axis=-1, keepdims=True)
+
+
+def noise_image(height: int, width: int) -> np.ndarray:
+    """Make coarse noise, of which every crop is something else."""
+    small = np.random.default_rng(3).integers(0, 256, (height // 6 + 1, width // 6 + 1, 3), np.uint8)
+    return small.repeat(6, axis=0).repeat(6, axis=1)[:height, :width]
+
+
+@pytest.mark.parametrize(
+    ("size", "shown", "cut"),
+    [((40, 57), (32, 46), 0), ((71, 33), (69, 32), 0), ((20, 160), (32, 128), 64)],  # the last is 32x256 before the cap
+)
+def test_each_point_of_a_ten_crop_map_is_the_mean_of_the_crops_that_show_it(
+    size: tuple[int, int], shown: tuple[int, int], cut: int
+) -> None:
+    session, image, protocol = FakeSession(), noise_image(*size), make_protocol("ten-crop", CONTRACT)
+    (answer,) = classify_images(session, [image], protocol, keep_windows=True)
+    height, width = shown
+    map_size = (height, width + 2 * cut)  # one point a pixel of the resized image
+    maps = heat_maps(answer, [2, 0], size, map_size, CONTRACT, protocol)
+    whole = np.asarray(Image.fromarray(image).resize((map_size[1], map_size[0]), Image.Resampling.BILINEAR))
+    kept = whole[:, cut : cut + width]
+    total, count = np.zeros((2, *map_size)), np.zeros(map_size)
+    for top, left in [
+        (0, 0),
+        (0, width - 28),
+        (height - 28, 0),
+        (height - 28, width - 28),
+        ((height - 28) // 2, (width - 28) // 2),
+    ]:
+        crop = kept[top : top + 28, left : left + 28]
+        place = (slice(top, top + 28), slice(cut + left, cut + left + 28))
+        for pixels in (crop, crop[:, ::-1]):
+            total[0][place] += class_scores(session, pixels)[0, 0, 2]
+            total[1][place] += class_scores(session, pixels)[0, 0, 0]
+            count[place] += 1
+    expected = np.where(count > 0, total / np.maximum(count, 1), np.nan)
+    assert len(np.unique(expected[0][count > 0])) > 4
+    assert np.isnan(expected).any() == (size != (40, 57))  # an elongated image has points that no crop shows
+    np.testing.assert_allclose(maps, expected, rtol=1e-5)  # float32 scores
+
+
+def test_a_map_of_spp_18_shows_all_windows_that_were_classified_and_not_only_the_nine() -> None:
+    session, image = FakeSession(), noise_image(40, 57)
+    nine, dense = (make_protocol(name, CONTRACT) for name in ("spp-18-28-41", "dense-28-41"))
+    (of_nine,) = classify_images(session, [image], nine, keep_windows=True)
+    maps = heat_maps(of_nine, [1, 4], (40, 57), (30, 50), CONTRACT, nine)
+    scales = []
+    for scale, columns in ((28, 40), (41, 58)):
+        resized = np.asarray(Image.fromarray(image).resize((columns, scale), Image.Resampling.BILINEAR))
+        pair = []
+        for pixels, mirrored in ((resized, False), (resized[:, ::-1], True)):
+            of_windows = class_scores(session, pixels)
+            laid = np.empty((2, 30, 50))
+            for row in range(30):
+                for column in range(50):
+                    y, x = (row + 0.5) * scale / 30 - 0.5, (column + 0.5) * columns / 50 - 0.5
+                    x = columns - 1 - x if mirrored else x
+                    laid[:, row, column] = between_windows(of_windows[:, :, [1, 4]], y, x)
+            pair.append(laid)
+        scales.append((pair[0] + pair[1]) / 2)
+    np.testing.assert_allclose(maps, (scales[0] + scales[1]) / 2, rtol=1e-5)  # float32 scores
+    (of_all,) = classify_images(session, [image], dense, keep_windows=True)
+    np.testing.assert_array_equal(maps, heat_maps(of_all, [1, 4], (40, 57), (30, 50), CONTRACT, dense))
+
+
+def between_windows(of_windows: np.ndarray, y: float, x: float) -> np.ndarray:
+    """Interpolate between the windows around a pixel; their centres are 13.5, 17.5, … (see above)."""
+    rows, columns = of_windows.shape[:2]
+    y, x = np.clip((y - 13.5) / 4, 0, rows - 1), np.clip((x - 13.5) / 4, 0, columns - 1)
+    total = np.zeros(of_windows.shape[2])
+    for row in range(rows):
+        for column in range(columns):
+            total += max(0, 1 - abs(y - row)) * max(0, 1 - abs(x - column)) * of_windows[row, column]
+    return total
+
+
 def test_colours_rise_evenly_in_lightness() -> None:
     luma = colours(np.linspace(0, 1, 50)) @ (0.2126, 0.7152, 0.0722)
     assert (np.diff(luma) > 0).all()
@@ -142,7 +223,7 @@ def test_colours_rise_evenly_in_lightness() -> None:
 
 
 @pytest.mark.parametrize("size", [(28, 31), (1, 1), (1, 20000), (700, 90), (3000, 4000)])
-@pytest.mark.parametrize("name", ["multi-scale", "center"])
+@pytest.mark.parametrize("name", ["multi-scale", "center", "ten-crop", "spp-18"])
 def test_any_image_gets_one_sheet_of_six_readable_panels(size: tuple[int, int], name: str) -> None:
     image = np.random.default_rng(4).integers(0, 256, (*size, 3), np.uint8)
     protocol = make_protocol(name, CONTRACT)

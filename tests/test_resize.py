@@ -1,4 +1,4 @@
-"""Resizing against a plain float64 triangle filter, and capping against cropping the whole resized image."""
+"""Resizing against plain float64 triangle and cubic filters, and capping against cropping the whole resized image."""
 
 import math
 from fractions import Fraction
@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from evaluator.contract import Interpolation
 from evaluator.imaging.resize import resize_shorter_side, resized_size
 
 UInt8Array = npt.NDArray[np.uint8]
@@ -23,27 +24,45 @@ def noise(height: int, width: int) -> UInt8Array:
     return np.random.default_rng(height * 100_003 + width).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
-def triangle_weights(side: int, full: int, first: int, count: int) -> Float64Array:
+def triangle(distance: float) -> float:
+    return max(0.0, 1 - distance)
+
+
+def cubic(distance: float) -> float:
+    """Keys's kernel with a = -1/2, which Pillow's BICUBIC is said to be."""
+    if distance < 1:
+        return 1.5 * distance**3 - 2.5 * distance**2 + 1
+    return -0.5 * distance**3 + 2.5 * distance**2 - 4 * distance + 2 if distance < 2 else 0.0
+
+
+KERNELS = {"bilinear": (triangle, 1), "bicubic": (cubic, 2)}
+FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
+
+
+def kernel_weights(
+    side: int, full: int, first: int, count: int, interpolation: Interpolation = "bilinear"
+) -> Float64Array:
     """Weights (count, side) that make pixels first, first + 1, … of `full` resized ones out of `side` pixels."""
+    kernel, support = KERNELS[interpolation]
     step = Fraction(side, full)
-    reach = max(step, Fraction(1))  # antialiasing: when shrinking the triangle is as wide as the target's pixels
+    unit = max(step, Fraction(1))  # antialiasing: when shrinking the kernel is as wide as the target's pixels
+    reach = support * unit
     weights = np.zeros((count, side))
     for row in range(count):
         center = (first + row + Fraction(1, 2)) * step
         for source in range(max(0, math.floor(center - reach)), min(side, math.ceil(center + reach))):
-            distance = abs(source + Fraction(1, 2) - center) / reach
-            weights[row, source] = max(0.0, float(1 - distance))
+            weights[row, source] = kernel(float(abs(source + Fraction(1, 2) - center) / unit))
     return weights / weights.sum(axis=1, keepdims=True)
 
 
-def plain_resize(image: UInt8Array, scale: int, cap: int) -> Float64Array:
+def plain_resize(image: UInt8Array, scale: int, cap: int, interpolation: Interpolation = "bilinear") -> Float64Array:
     """Resize as the design says, without rounding: float64 (h, w, 3)."""
     short = min(image.shape[:2])
     matrices = []
     for side in image.shape[:2]:
         full = math.floor(Fraction(side * scale, short) + Fraction(1, 2))
         kept = min(full, cap * scale)
-        matrices.append(triangle_weights(side, full, (full - kept) // 2, kept))
+        matrices.append(kernel_weights(side, full, (full - kept) // 2, kept, interpolation))
     return np.einsum("yh,hwc,xw->yxc", matrices[0], image.astype(np.float64), matrices[1], optimize=True)
 
 
@@ -69,6 +88,16 @@ def test_resized_image_equals_a_plain_triangle_filter(height: int, width: int, s
     assert resized.flags.c_contiguous
     assert resized.shape == expected.shape
     assert np.abs(resized - expected).max() <= TOLERANCE
+
+
+@pytest.mark.parametrize(("height", "width", "scale"), [(37, 53, 28), (53, 37, 64), (90, 250, 7), (3, 2, 40)])
+def test_bicubic_equals_a_plain_cubic_filter(height: int, width: int, scale: int) -> None:
+    image = 80 + noise(height, width) // 3  # so that it shoots over neither end, where Pillow cuts
+    resized, _ = resize_shorter_side(image, scale, interpolation="bicubic")
+    expected = plain_resize(image, scale, 4, "bicubic")
+    # Half a grey level from the rows; half from the columns, which the rows' weights (some < 0) make at most 0.7.
+    assert np.abs(resized - expected).max() <= 1.2
+    assert np.abs(resize_shorter_side(image, scale)[0] - expected).max() > 1.2
 
 
 @pytest.mark.parametrize("value", [(0, 0, 0), (255, 254, 1), (77, 200, 13)])
@@ -99,19 +128,32 @@ def test_image_at_its_own_scale_is_unchanged() -> None:
         (13, 40, 30, 1),  # a cap of 1 keeps a square
     ],
 )
-def test_capped_image_is_the_centre_of_the_whole_resized_image(height: int, width: int, scale: int, cap: int) -> None:
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_capped_image_is_the_centre_of_the_whole_resized_image(
+    height: int, width: int, scale: int, cap: int, interpolation: Interpolation
+) -> None:
     image = noise(height, width)
-    resized, capped = resize_shorter_side(image, scale, cap)
+    resized, capped = resize_shorter_side(image, scale, cap, interpolation)
     short = min(height, width)
     sides = [math.floor(Fraction(side * scale, short) + Fraction(1, 2)) for side in (height, width)]
-    whole = np.asarray(Image.fromarray(image).resize((sides[1], sides[0]), Image.Resampling.BILINEAR))
+    whole = np.asarray(Image.fromarray(image).resize((sides[1], sides[0]), FILTERS[interpolation]))
     top, left = ((side - min(side, cap * scale)) // 2 for side in sides)
     expected = whole[top : top + cap * scale, left : left + cap * scale]
     assert capped
     assert resized.shape == expected.shape
     # Pillow takes the box in float32, so a sum at a half may round the other way.
     assert np.abs(resized.astype(np.int64) - expected).max() <= 1
-    assert np.abs(resized - plain_resize(image, scale, cap)).max() <= TOLERANCE
+    if interpolation == "bilinear":
+        assert np.abs(resized - plain_resize(image, scale, cap)).max() <= TOLERANCE
+
+
+def test_a_capped_image_knows_all_that_bicubic_sees_beyond_the_cut() -> None:
+    image = np.full((300, 6000, 3), 128, np.uint8)  # 30 pixels become one; kept are columns 2400 to 3600
+    image[:, 2355:2370] = 255  # 1.5 to 2 pixels from the centre of the first one kept: the end of the kernel, below 0
+    resized, _ = resize_shorter_side(image, 10, 4, "bicubic")
+    expected = plain_resize(image, 10, 4, "bicubic")
+    assert expected[0, 0, 0] < 126.5
+    assert np.abs(resized - expected).max() <= 1.2
 
 
 @pytest.mark.parametrize(("long", "scale"), [(20_000, 256), (3_000_001, 28), (20_000_001, 12)])
@@ -120,7 +162,7 @@ def test_extreme_shapes_stay_small_and_show_their_true_centre(long: int, scale: 
     kept = 4 * scale
     first = (long * scale - kept) // 2
     around = slice(first // scale - 3, first // scale + 9)  # the source pixels that the centre shows, and some more
-    weights = triangle_weights(12, 12 * scale, first - (first // scale - 3) * scale, kept)
+    weights = kernel_weights(12, 12 * scale, first - (first // scale - 3) * scale, kept)
     expected = weights @ image[0, around].astype(np.float64)
     for turned in (False, True):
         resized, capped = resize_shorter_side(image.transpose(1, 0, 2) if turned else image, scale)

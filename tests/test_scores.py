@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evaluator.engine.scores import average_views, check_finite, rank_of, shortest, softmax, top_k, view_weights
+from evaluator.engine.scores import (
+    average_views,
+    check_finite,
+    nine_places,
+    nine_windows,
+    rank_of,
+    shortest,
+    softmax,
+    top_k,
+    view_weights,
+)
 from evaluator.errors import ContractError
 from evaluator.protocols import View
 
@@ -47,6 +57,45 @@ def test_logit_averaging_takes_the_softmax_of_the_mean_logits() -> None:
     scores = average_views(SCORES, LOGITS, weights, "logit")
     np.testing.assert_allclose(scores, [math.exp(mean) / total for mean in means], rtol=1e-6)  # float32
     assert not np.allclose(scores, average_views(SCORES, LOGITS, weights, "softmax"), rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("count", "places"), [(1, [0]), (2, [0, 1]), (3, [0, 1, 2]), (4, [0, 1, 3]), (5, [0, 2, 4]), (16, [0, 7, 15])]
+)
+def test_the_nine_are_the_first_the_earlier_middle_and_the_last_of_each_axis(count: int, places: list[int]) -> None:
+    assert nine_places(count) == places
+
+
+@pytest.mark.parametrize(
+    ("grid", "chosen"),
+    [
+        ((1, 1), [(0, 0)]),
+        ((1, 5), [(0, 0), (0, 2), (0, 4)]),
+        ((6, 1), [(0, 0), (2, 0), (5, 0)]),
+        ((2, 3), [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]),
+        ((4, 7), [(0, 0), (0, 3), (0, 6), (1, 0), (1, 3), (1, 6), (3, 0), (3, 3), (3, 6)]),
+    ],
+)
+def test_nine_windows_average_the_corners_the_sides_middles_and_the_centre(
+    grid: tuple[int, int], chosen: list[tuple[int, int]]
+) -> None:
+    logits = np.random.default_rng(1).normal(0, 5, (*grid, 4))
+    window_scores = softmax(logits).astype(np.float32)
+    (rows, columns), scores, of_log = nine_windows(window_scores)
+    assert rows * columns == len(chosen)
+    assert scores.dtype == of_log.dtype == np.float32
+    np.testing.assert_allclose(scores, sum(softmax(logits[place]) for place in chosen) / len(chosen), rtol=1e-6)
+    # The logits come back but for one number, which is why only differences between classes are compared.
+    mean = sum(logits[place] for place in chosen) / len(chosen)
+    np.testing.assert_allclose(of_log - of_log[0], mean - mean[0], atol=1e-5)  # float32 of numbers up to 20
+
+
+def test_a_window_score_of_zero_leaves_finite_logits_and_the_class_last() -> None:
+    window_scores = np.array([[[0.25, 0.75, 0.0]], [[0.5, 0.5, 0.0]], [[0.5, 0.5, 0.0]]], np.float32)
+    _, _, logits = nine_windows(window_scores)
+    assert np.isfinite(logits).all()
+    assert logits.argmin() == 2
+    assert logits[2] == pytest.approx(math.log(1.1754944e-38))
 
 
 def test_softmax_of_large_logits_does_not_overflow() -> None:

@@ -1,5 +1,6 @@
 import asyncio
 import io
+import json
 import logging
 import re
 import subprocess
@@ -18,6 +19,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from PIL import Image
 
+from conftest import Exported
+from evaluator.cli import run
 from evaluator.engine import classify, overlay
 from evaluator.engine.classify import classify_images
 from evaluator.engine.overlay import draw_heat_maps
@@ -61,7 +64,14 @@ def failure(call, *arguments) -> tuple[grpc.StatusCode, str]:
     return caught.value.code(), caught.value.details()
 
 
-@pytest.mark.parametrize(("model", "protocol"), [("six", ""), ("six", "center"), ("six", "dense-37"), ("three", "")])
+@pytest.mark.parametrize(
+    ("model", "protocol"),
+    [
+        ("six", ""),
+        ("three", ""),
+        *[("six", name) for name in ("center", "dense-37", "dense-33-45", "ten-crop", "spp-18", "spp-net", "resnet")],
+    ],
+)
 def test_the_answer_is_that_of_the_model_file(stub, model: str, protocol: str) -> None:
     session = FakeSession() if model == "six" else FakeSession(SMALL, seed=1)
     asked = make_protocol(protocol or "multi-scale", session.contract)
@@ -74,8 +84,8 @@ def test_the_answer_is_that_of_the_model_file(stub, model: str, protocol: str) -
         (index, classes[index].wnid, classes[index].name) for index, _ in best
     ]
     np.testing.assert_allclose([p.score for p in answer.predictions], [score for _, score in best], rtol=1e-6)
-    assert [(v.scale, v.mirrored, v.windows.rows, v.windows.columns) for v in answer.views] == [
-        (v.view.scale, v.view.mirrored, *v.windows) for v in alone.views
+    assert [(v.scale, v.mirrored, v.part, v.windows.rows, v.windows.columns) for v in answer.views] == [
+        (v.view.scale, v.view.mirrored, v.view.part, *v.windows) for v in alone.views
     ]
     assert (answer.model.name, answer.model.sha256) == (model, session.model_sha256)
     assert (answer.protocol.name, answer.capped, answer.circumstances.provider) == (
@@ -85,12 +95,32 @@ def test_the_answer_is_that_of_the_model_file(stub, model: str, protocol: str) -
     )
 
 
-def test_the_heat_map_of_a_server_is_that_of_the_model_file(stub) -> None:
+@pytest.mark.parametrize("name", ["ten-crop", "spp-18", "multi-scale"])
+def test_the_verb_prints_the_same_through_a_server_as_with_the_model_file(
+    exported: dict[str, Exported], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    model, image = exported["demo-image"], tmp_path / "image.png"
+    image.write_bytes(png(40, 57, seed=1))
+    printed, drawn = [], []
+    with running_server(demo=model.session) as server:
+        for place, way in enumerate((["--model", str(model.path)], ["--server", server.address])):
+            heatmap = tmp_path / f"{place}.png"
+            asked = ["classify", str(image), *way, "--protocol", name, "--json", "--heatmap", str(heatmap)]
+            assert run(asked) == 0
+            printed.append(json.loads(capsys.readouterr().out))
+            drawn.append(heatmap.read_bytes())
+    assert printed[0] == printed[1]
+    assert printed[0]["protocol"]["name"] == name
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("name", ["multi-scale", "ten-crop"])
+def test_the_heat_map_of_a_server_is_that_of_the_model_file(stub, name: str) -> None:
     session, data = FakeSession(), png(40, 57, seed=1)
-    protocol = make_protocol("multi-scale", session.contract)
+    protocol = make_protocol(name, session.contract)
     (alone,) = classify_images(session, [decode_rgb(data)], protocol, keep_windows=True)
     expected = draw_heat_maps(decode_rgb(data), alone, session.contract, protocol)
-    with Image.open(io.BytesIO(stub.Classify(request(image=data, heatmap=True)).heatmap)) as drawn:
+    with Image.open(io.BytesIO(stub.Classify(request(image=data, protocol=name, heatmap=True)).heatmap)) as drawn:
         np.testing.assert_array_equal(np.asarray(drawn), expected)
     assert stub.Classify(request(image=data)).heatmap == b""
 
@@ -126,6 +156,8 @@ def test_a_hostile_image_gets_an_answer_or_invalid_argument_and_the_next_call_wo
         ({"protocol": "twelve-crop"}, "INVALID_ARGUMENT", "There are: center, ten-crop, multi-scale"),
         ({"protocol": "dense-27"}, "INVALID_ARGUMENT", "scales from 28"),
         ({"protocol": "dense-99999"}, "INVALID_ARGUMENT", "to 256"),
+        ({"protocol": "center-99999"}, "INVALID_ARGUMENT", "from scales of 28 to 448"),
+        ({"protocol": "dense" + "".join(f"-{s}" for s in range(28, 61))}, "INVALID_ARGUMENT", "at most 32"),
         ({"protocol": "\0" * 100_000}, "INVALID_ARGUMENT", "no protocol"),
         ({"top_k": 0}, "INVALID_ARGUMENT", "top_k is 0, but this model can tell 1 to 6"),
         ({"top_k": -1}, "INVALID_ARGUMENT", "top_k is -1"),

@@ -19,8 +19,9 @@ def test_views_come_scale_by_scale_plain_before_mirrored() -> None:
     for view in views:
         expected, _ = resize_shorter_side(IMAGE, view.view.scale)
         np.testing.assert_array_equal(view.image, expected[:, ::-1] if view.view.mirrored else expected)
-        assert view.image.flags.c_contiguous
         assert not view.capped
+    for plain, mirrored in zip(views[::2], views[1::2], strict=True):
+        assert np.shares_memory(plain.image, mirrored.image)
 
 
 def test_mirrored_view_swaps_columns_and_not_rows_or_channels() -> None:
@@ -42,8 +43,37 @@ def test_center_shows_the_crop_at_the_rounded_down_middle(shape: tuple[int, int]
     image = np.random.default_rng(4).integers(0, 256, (*shape, 3), dtype=np.uint8)
     (view,) = make_views(image, Protocol("center", "center", (min(shape),), mirror=False, crop=28))
     np.testing.assert_array_equal(view.image, image[top : top + 28, left : left + 28])
-    assert view.image.flags.c_contiguous
     assert view.view == View(min(shape), False, "center")
+
+
+@pytest.mark.parametrize(("height", "width"), [(33, 54), (71, 28), (30, 31)])
+def test_ten_crop_shows_the_corners_of_the_whole_image_and_the_centre_each_mirrored_too(
+    height: int, width: int
+) -> None:
+    image = np.random.default_rng(6).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    views = make_views(image, Protocol("ten", "ten-crop", (min(height, width),), mirror=True, crop=28))
+    top, left = (height - 28) // 2, (width - 28) // 2
+    expected = {
+        "top-left": image[:28, :28],
+        "top-right": image[:28, width - 28 :],
+        "bottom-left": image[height - 28 :, :28],
+        "bottom-right": image[height - 28 :, width - 28 :],
+        "center": image[top : top + 28, left : left + 28],
+    }
+    assert [(view.view.part, view.view.mirrored) for view in views] == [
+        (part, mirrored) for part in expected for mirrored in (False, True)
+    ]
+    for view in views:
+        plain = expected[view.view.part]
+        np.testing.assert_array_equal(view.image, plain[:, ::-1] if view.view.mirrored else plain)
+
+
+def test_corners_of_a_capped_image_are_those_of_the_part_that_is_kept() -> None:
+    image = np.random.default_rng(7).integers(0, 256, (30, 200, 3), dtype=np.uint8)  # of 200 columns 40 to 160
+    views = make_views(image, Protocol("ten", "ten-crop", (30,), mirror=False, crop=28))
+    np.testing.assert_array_equal(views[0].image, image[:28, 40:68])
+    np.testing.assert_array_equal(views[3].image, image[2:, 132:160])
+    assert all(view.capped for view in views)
 
 
 def test_crop_larger_than_the_image_is_refused() -> None:

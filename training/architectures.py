@@ -160,23 +160,6 @@ def parameter_shapes(architecture: Architecture, classes: int) -> dict[str, tupl
     return shapes
 
 
-def multiply_adds(architecture: Architecture, height: int, width: int, classes: int) -> int:
-    """Return the multiply-adds of one image of that size: convolutions once, fc layers for every window.
-
-    At one crop this is the "complexity" of Table 3.
-    """
-    total, channels = 0, 3
-    for layer in architecture.trunk:
-        size = TrunkLayer(layer.kernel, layer.stride, layer.pad)
-        height, width = size.output_side(height), size.output_side(width)
-        if isinstance(layer, Conv):
-            total += layer.kernel**2 * channels * layer.channels * height * width
-            channels = layer.channels
-    windows = max(0, height - architecture.window + 1) * max(0, width - architecture.window + 1)
-    hidden = architecture.hidden
-    return total + windows * (architecture.bins * channels * hidden + hidden * hidden + hidden * classes)
-
-
 def _stages(first: int, per_stage: tuple[int, ...], widths: tuple[int, ...], pools: int) -> Iterator[Conv | Pool]:
     """Yield the 3x3 stages of models A, B and C; a 2x2 pool follows each of the first `pools` stages."""
     for stage, (count, width) in enumerate(zip(per_stage, widths, strict=True), start=first):

@@ -14,12 +14,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from evaluator.complexity import multiply_adds
 from evaluator.contract import ClassEntry
-from evaluator.engine.session import open_session
+from evaluator.engine.session import Session, open_session
 from evaluator.errors import ContractError, UsageError, from_os_error
 from evaluator.files import sha256_of
 from evaluator.strict import an_object, text
-from training.architectures import Architecture, architecture_from_json, multiply_adds, parameter_shapes
+from training.architectures import Architecture, architecture_from_json, parameter_shapes
 
 # PReLU-nets, Table 1 (model E): layer → learned slope, shared by the channels, and mean of the channels' own.
 PAPER_SLOPES: dict[str, tuple[float, float]] = {
@@ -48,7 +49,8 @@ def inspect_file(path: Path) -> dict[str, Any]:
     Common keys: kind (`checkpoint` or `model`), file, sha256, architecture, classes, parameters, slope_parameters,
     multiply_adds (one crop), window, trunk_stride, mean, recipe, dataset, metrics, slopes (`summarise_slopes`, each
     with `paper`: the value of Table 1 or null). A model also has precision, canvas, default_scales, min_side,
-    max_side, checkpoint_sha256, golden_images.
+    max_side, checkpoint_sha256, golden_images. An adopted net has kind `adopted`, crop, interpolation, precision and
+    `adopted` (how its pixels are prepared), and nothing of what only our own nets have.
     Raises UsageError for a path that cannot be read, CheckpointError or ContractError for a file that is damaged.
     """
     try:
@@ -127,6 +129,8 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
 def _inspect_model(path: Path) -> dict[str, Any]:
     session = open_session(path, "cpu")
     contract = session.contract
+    if contract.fixed_size:
+        return _inspect_adopted(path, session)
     try:
         architecture = architecture_from_json(dict(contract.architecture))
         recorded = [_slope_summary(entry) for entry in contract.training.get("slopes") or []]
@@ -158,28 +162,50 @@ def _inspect_model(path: Path) -> dict[str, Any]:
     }
 
 
+def _inspect_adopted(path: Path, session: Session) -> dict[str, Any]:
+    contract = session.contract
+    return {
+        "kind": "adopted",
+        "file": path.name,
+        "sha256": session.model_sha256,
+        "architecture": dict(contract.architecture),
+        "classes": [entry.to_json() for entry in contract.classes],
+        "crop": contract.crop,
+        "multiply_adds": contract.architecture.get("multiply_adds"),
+        "interpolation": contract.interpolation,
+        "precision": contract.precision,
+        "adopted": contract.training.get("adopted"),
+        "checkpoint_sha256": contract.checkpoint_sha256,
+        "golden_images": len(contract.golden),
+    }
+
+
 def _describe_net(architecture: Architecture, classes: Sequence[ClassEntry]) -> dict[str, Any]:
     """Return what follows from the architecture and the number of classes."""
     sizes = {name: int(np.prod(shape)) for name, shape in parameter_shapes(architecture, len(classes)).items()}
+    plain = architecture.to_json()
     return {
-        "architecture": architecture.to_json(),
+        "architecture": plain,
         "classes": [entry.to_json() for entry in classes],
         "parameters": sum(sizes.values()),
         "slope_parameters": sum(size for name, size in sizes.items() if name.endswith(".slope")),
-        "multiply_adds": multiply_adds(architecture, architecture.crop, architecture.crop, len(classes)),
+        "multiply_adds": multiply_adds(plain, architecture.crop, architecture.crop, len(classes)),
         "window": architecture.window,
         "trunk_stride": architecture.trunk_stride,
     }
 
 
 def print_inspection(inspection: Mapping[str, Any], console: Console) -> None:
-    """Print what `inspect_file` returned as two tables: the file, and its slopes."""
+    """Print what `inspect_file` returned as two tables: the file, and its slopes; of an adopted net only the first."""
     facts = Table(show_header=False, box=None, pad_edge=False, title=_cell(inspection["file"]), title_justify="left")
     facts.add_column(style="bold")
     facts.add_column(overflow="fold")
-    for what, fact in _facts(inspection).items():
+    adopted = inspection["kind"] == "adopted"
+    for what, fact in (_adopted_facts(inspection) if adopted else _facts(inspection)).items():
         facts.add_row(what, _cell(fact))
     console.print(facts)
+    if adopted:
+        return
     activation = inspection["architecture"]["activation"]
     if inspection["slopes"]:
         console.print()
@@ -190,12 +216,28 @@ def print_inspection(inspection: Mapping[str, Any], console: Console) -> None:
         console.print(f"\nNo slopes: {activation} learns none.")
 
 
+def _adopted_facts(inspection: Mapping[str, Any]) -> dict[str, str]:
+    """Return the rows of the table of an adopted net."""
+    crop, cost = inspection["crop"], inspection["multiply_adds"]
+    return {
+        "kind": "adopted: a fixed-size classifier of another origin",
+        "sha256": inspection["sha256"],
+        "name": str(inspection["architecture"]["name"]),
+        "crop": f"{crop}x{crop} px and nothing else, resized with {inspection['interpolation']}",
+        "classes": _classes_text(inspection["classes"]),
+        "multiply-adds": f"{cost:.4g} for one crop" if type(cost) is int else "not known",
+        "precision": inspection["precision"],
+        "adopted as": _data_text(inspection["adopted"]) if isinstance(inspection["adopted"], dict) else "not recorded",
+        "net": inspection["checkpoint_sha256"],
+        "golden images": str(inspection["golden_images"]),
+    }
+
+
 def _facts(inspection: Mapping[str, Any]) -> dict[str, str]:
     """Return the rows of the first table."""
-    architecture, classes, mean = inspection["architecture"], inspection["classes"], inspection["mean"]
+    architecture, mean = inspection["architecture"], inspection["mean"]
     crop, window, hidden = architecture["crop"], inspection["window"], architecture["hidden"]
     convs = sum(layer["kind"] == "conv" for layer in architecture["trunk"])
-    first = ", ".join(_class_text(entry) for entry in classes[:4])
     channels = f" ({', '.join(f'{value:g}' for value in mean['channels'])})" if mean["channels"] else ""
     facts = {
         "kind": inspection["kind"],
@@ -204,7 +246,7 @@ def _facts(inspection: Mapping[str, Any]) -> dict[str, str]:
         "activation": architecture["activation"],
         "crop": f"{crop} px: one window of {window}x{window}, stride {inspection['trunk_stride']} px",
         "pyramid": f"levels {', '.join(map(str, architecture['spp_levels']))}",
-        "classes": f"{len(classes)}: {first}{', …' if len(classes) > 4 else ''}",
+        "classes": _classes_text(inspection["classes"]),
         "parameters": f"{inspection['parameters']:,}, of them {inspection['slope_parameters']:,} slopes",
         "multiply-adds": f"{inspection['multiply_adds']:.4g} for one {crop}x{crop} crop",
         "mean": f"{mean['kind']}{channels}",
@@ -244,6 +286,10 @@ def _print_slopes(slopes: Sequence[Mapping[str, Any]], console: Console, *, shar
             f"For comparison, what model E learned on ImageNet (He et al. 2015, Table 1): {learned}. It keeps both "
             "signs of the edges at conv1, and becomes more nonlinear with depth. Every slope starts at 0.25."
         )
+
+
+def _classes_text(classes: Sequence[Mapping[str, str]]) -> str:
+    return f"{len(classes)}: {', '.join(map(_class_text, classes[:4]))}{', …' if len(classes) > 4 else ''}"
 
 
 def _class_text(entry: Mapping[str, str]) -> str:

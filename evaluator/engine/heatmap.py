@@ -49,8 +49,9 @@ def heat_maps(
     classified: made with keep_windows; image_size: height and width of the image in pixels; map_size: those of the
     maps, which cover the whole image.
     Each point is interpolated between the scores of the windows around it; beyond the outermost centres it is the
-    nearest window's. Mirrored views are flipped back; the mirror pair of a scale is averaged, then the scales.
-    NaN where no view looked (outside the crops, or cut off by the cap).
+    nearest window's, and a crop has only one. Mirrored views are flipped back; the views of a scale that show the point
+    are averaged, then the scales, whatever the protocol's weights and averaging; of `spp-18` every window is shown, not
+    only the nine that count. NaN where no view looked (outside the crops, or cut off by the cap).
     """
     by_scale: dict[int, list[FloatArray]] = {}
     for view in classified.views:

@@ -30,18 +30,26 @@ def view_weights(views: Sequence[View], windows: Sequence[tuple[int, int]], weig
     return np.array([1 / (scales.count(scale) * len(set(scales))) for scale in scales], np.float64)
 
 
+def nine_places(side: int) -> list[int]:
+    """Return which of `side` windows along one axis are among the nine: the first, the middle, the last.
+
+    Of an even number the middle is the earlier of the two. Fewer than three where they coincide.
+    """
+    return sorted({0, (side - 1) // 2, side - 1})
+
+
 def nine_windows(window_scores: FloatArray) -> tuple[tuple[int, int], FloatArray, FloatArray]:
     """Average the windows at the corners, the middles of the sides and the centre.
 
     window_scores: float32 (rows, columns, classes). Returns rows and columns of the grid of the chosen windows, and
-    the mean of their scores and of their logits, float32 (classes,). SPP-net, section 3.1.5: nine windows, but three
-    or one where the map is so small that they coincide ("when s = 224 there are 6 different views", with mirroring).
+    the mean of their scores and of their logits, float32 (classes,). SPP-net, section 3.1.5: nine windows, but fewer
+    where they coincide: three in one row ("when s = 224 there are 6 different views", with mirroring), one in a square.
 
     A window's logits are taken as the logarithm of its scores, which differs from them by one number per window, and
     that leaves no trace in the softmax of their average. A score that float32 holds as 0 counts as its smallest
     normal number.
     """
-    rows, columns = (sorted({0, (side - 1) // 2, side - 1}) for side in window_scores.shape[:2])
+    rows, columns = (nine_places(side) for side in window_scores.shape[:2])
     chosen = window_scores[np.ix_(rows, columns)]
     scores = chosen.mean(axis=(0, 1), dtype=np.float64)
     logits = np.log(np.maximum(chosen, np.finfo(np.float32).tiny)).mean(axis=(0, 1), dtype=np.float64)

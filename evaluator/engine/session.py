@@ -7,7 +7,8 @@ import importlib.metadata
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -167,6 +168,38 @@ def _open(runtime: ModuleType, path: Path, digest: str, provider: str, threads: 
     return Session(session, contract, digest, Circumstances(provider, precision, _versions(runtime)))
 
 
+class PlainNet:
+    """Any ONNX file on the CPU just as it stands, without our contract: what an adopted net is compared with.
+
+    Raises ContractError with the runtime's words when it cannot be loaded or run, EnvironmentFault when memory lacks.
+    """
+
+    def __init__(self, path: Path) -> None:
+        runtime = _import_runtime()
+        self._path = path
+        options = runtime.SessionOptions()
+        options.log_severity_level = 4  # as in `_open`
+        with self._errors("load"):
+            self._session = runtime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
+
+    def run(self, feeds: Mapping[str, npt.NDArray[Any]], output: str) -> npt.NDArray[Any]:
+        """Return one output for these inputs, by name."""
+        with self._errors("run"):
+            (found,) = self._session.run([output], dict(feeds))
+        result: npt.NDArray[Any] = found
+        return result
+
+    @contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # the runtime's own classes have no common base
+            text = " ".join(str(error).split())[:300] or type(error).__name__
+            if _lacks_memory(error, text):
+                raise EnvironmentFault(f"{self._path}: too little memory left to {what} this net ({text})") from error
+            raise ContractError(f"{self._path}: onnxruntime cannot {what} this net ({text})") from error
+
+
 def _load_error(error: Exception, path: Path, *, cuda: bool) -> ContractError | EnvironmentFault:
     """Say whose fault a failed load is. The runtime's exception classes are named after its status codes."""
     kind, text = type(error).__name__, " ".join(str(error).split())[:300]
@@ -174,11 +207,15 @@ def _load_error(error: Exception, path: Path, *, cuda: bool) -> ContractError | 
         return ContractError(
             f"{path}: not an ONNX model that can be loaded ({text}). Write one with: prelunet export CHECKPOINT -o FILE"
         )
-    if isinstance(error, MemoryError) or "bad_alloc" in text or "allocate memory" in text:
+    if _lacks_memory(error, text):
         return EnvironmentFault(f"{path}: this machine has too little memory left to load it ({text or kind})")
     if cuda:
         return EnvironmentFault(f"--device cuda: {path} could not be loaded on the GPU ({text})")
     return ContractError(f"{path}: could not be loaded ({kind}: {text}). Export the checkpoint again")
+
+
+def _lacks_memory(error: Exception, text: str) -> bool:
+    return isinstance(error, MemoryError) or "bad_alloc" in text or "allocate memory" in text
 
 
 def _check_interface(session: Any, contract: ModelContract, path: Path) -> None:

@@ -14,7 +14,10 @@ UInt8Array = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class ViewImage:
-    """The pixels of one view. image: uint8 (h, w, 3), contiguous; capped: part of a long image was cut away."""
+    """The pixels of one view. image: uint8 (h, w, 3); capped: part of a long image was cut away.
+
+    A mirrored image is the plain one's memory read from the right, so that it takes no more.
+    """
 
     view: View
     image: UInt8Array
@@ -36,7 +39,7 @@ def make_views(image: UInt8Array, protocol: Protocol) -> list[ViewImage]:
         pixels, capped = resized[view.scale]
         if protocol.crop is not None:
             pixels = crop_at(pixels, view.part, protocol.crop)
-        views.append(ViewImage(view, np.ascontiguousarray(pixels[:, ::-1]) if view.mirrored else pixels, capped))
+        views.append(ViewImage(view, pixels[:, ::-1] if view.mirrored else pixels, capped))
     return views
 
 

@@ -99,15 +99,23 @@ class Classifier:
         return make_views(pixels, protocol)
 
     def _check_size(self, height: int, width: int, protocol: Protocol) -> None:
-        """Refuse views that would take gigabytes: more pixels than a batch may have, or than `multi-scale` needs."""
+        """Refuse views that would take gigabytes: more pixels than a batch may have, or than `multi-scale` needs.
+
+        All scales of an image wait together, so that they are bounded too: by twice that, enough for SPP-net's six.
+        """
         limit = max(MAX_PIXELS, protocol.long_side_cap * max(self.session.contract.default_scales) ** 2)
-        for scale in protocol.scales:
-            rows, columns = resized_size(height, width, scale, protocol.long_side_cap)
-            if rows * columns > limit:
-                raise UsageError(
-                    f"protocol {protocol.name}: this image would be seen as {rows}x{columns} pixels, more than the "
-                    f"{limit} that this server takes in one view. Use a smaller scale, or `prelunet classify --model`"
-                )
+        sizes = [resized_size(height, width, scale, protocol.long_side_cap) for scale in protocol.scales]
+        rows, columns = max(sizes, key=lambda size: size[0] * size[1])
+        if rows * columns > limit:
+            raise UsageError(
+                f"protocol {protocol.name}: this image would be seen as {rows}x{columns} pixels, more than the "
+                f"{limit} that this server takes in one view. Use a smaller scale, or `prelunet classify --model`"
+            )
+        if (total := sum(rows * columns for rows, columns in sizes)) > 2 * limit:
+            raise UsageError(
+                f"protocol {protocol.name}: all scales of this image together have {total} pixels, more than the "
+                f"{2 * limit} that this server takes. Use fewer or smaller scales, or `prelunet classify --model`"
+            )
 
     def _heat_maps(self, image: bytes, protocol: Protocol, classified: Classified) -> bytes:
         """Draw an image beside the heat maps of its best classes, as a PNG file.

@@ -13,6 +13,7 @@ from evaluator.protocols import Changes, Protocol, default_protocol, make_protoc
 from evaluator.reporting.report import Report
 from evaluator.serving.classifier import Classifier
 from evaluator.serving.evaluation import LabelledImage
+from evaluator.serving.wire import with_lists
 
 MAX_FILE_NAME = 1024  # characters
 
@@ -108,4 +109,4 @@ def _label_of(image: pb.LabelledImage, contract: ModelContract) -> int:
 
 def report_message(report: Report) -> pb.Report:
     """Return report.json as its twin on the wire; null becomes an unset field."""
-    return ParseDict(report, pb.Report())
+    return ParseDict(with_lists(report, lambda numbers: {"values": numbers}), pb.Report())

@@ -1,5 +1,6 @@
 """Messages of proto/prelunet/v1 as plain data, for both ends. Imports nothing that serves or computes."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
@@ -32,7 +33,13 @@ def _with_nulls(plain: dict[str, Any], message: Message) -> dict[str, Any]:
 
 def report_from_message(message: pb.Report) -> dict[str, Any]:
     """Return report.json from its twin on the wire, with its keys in the same order."""
-    return to_plain(message)
+    return with_lists(to_plain(message), lambda wrapped: wrapped["values"])
+
+
+def with_lists(report: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return a report with its lists in lists changed: on the wire each is a message, `WholeNumbers`."""
+    worst = {**report["worst"], "counts": [change(row) for row in report["worst"]["counts"]]}
+    return {**report, "worst": worst, "same_names": [change(group) for group in report["same_names"]]}
 
 
 def answer_from_message(message: pb.ClassifyResponse) -> Answer:

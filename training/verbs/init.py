@@ -6,8 +6,9 @@ from typing import Annotated, cast
 import numpy as np
 import typer
 
+from evaluator.complexity import multiply_adds
 from evaluator.errors import UsageError
-from training.architectures import ACTIVATIONS, ARCHITECTURES, MAX_SIDE, Activation, architecture, multiply_adds
+from training.architectures import ACTIVATIONS, ARCHITECTURES, MAX_SIDE, Activation, architecture
 from training.initialization import CHANNEL_MEAN, initial_tensors, parse_classes
 
 
@@ -36,8 +37,9 @@ def init(
     tensors = initial_tensors(net, len(entries), seed)
     write_checkpoint(output, Checkpoint(net, entries, np.array(CHANNEL_MEAN, dtype=np.float32), tensors))
     parameters = sum(tensor.size for tensor in tensors.values())
+    operations = multiply_adds(net.to_json(), net.crop, net.crop, len(entries))
     typer.echo(
         f"{output}: {net.name}, {net.activation}, {len(entries)} classes, untrained (seed {seed})\n"
-        f"  {parameters:,} parameters, {multiply_adds(net, net.crop, net.crop, len(entries)):.4g} multiply-adds "
-        f"for one {net.crop}x{net.crop} crop, {output.stat().st_size / 1e6:,.1f} MB"
+        f"  {parameters:,} parameters, {operations:.4g} multiply-adds for one {net.crop}x{net.crop} crop, "
+        f"{output.stat().st_size / 1e6:,.1f} MB"
     )

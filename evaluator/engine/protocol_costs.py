@@ -1,0 +1,129 @@
+"""What each protocol shows of an image, and what that costs; told without running anything."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from evaluator.complexity import multiply_adds
+from evaluator.contract import ClassEntry, ModelContract, TrunkLayer, default_scales
+from evaluator.engine.scores import nine_places
+from evaluator.errors import ContractError, UsageError
+from evaluator.imaging.resize import resized_size
+from evaluator.protocols import PROTOCOL_NAMES, Kind, Protocol, View, make_protocol
+from evaluator.strict import whole
+
+SOURCES: Mapping[str, str] = {  # by the names of PROTOCOL_NAMES
+    "center": "PReLU-nets, Fig. 2",
+    "ten-crop": "PReLU-nets, Tables 2 and 5",
+    "multi-scale": "PReLU-nets, Tables 4 and 6",
+    "spp-18": "SPP-net, section 3.1.5",
+    "spp-net": "ours, at SPP-net's scales",
+    "resnet": "ResNet, section 3.4",
+    "dense-S": "PReLU-nets, Table 4",
+}
+
+
+@dataclass(frozen=True)
+class ProtocolCost:
+    """What a protocol shows of one image, and what that costs.
+
+    scales: pixels; views: how many; windows: how many are averaged, over all views;
+    multiply_adds: of trunk and head for all windows that the graph computes, averaged or not; None where the model
+    file does not tell; times_center: multiply_adds over those of `center`, None likewise;
+    source: where the protocol comes from; refusal: why this model cannot do it, and then all numbers are None.
+    """
+
+    name: str
+    source: str
+    kind: Kind | None = None
+    scales: tuple[int, ...] | None = None
+    views: int | None = None
+    windows: int | None = None
+    multiply_adds: int | None = None
+    times_center: float | None = None
+    refusal: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the cost as plain data."""
+        return asdict(self)
+
+
+def paper_contract() -> ModelContract:
+    """Return the sizes that models A, B and C share: what is known of them without a file. No pixel meets a class."""
+    halving = TrunkLayer(kernel=2, stride=2, pad=0)
+    return ModelContract(
+        architecture={"name": "A, B, C", "activation": "prelu"},  # no trunk: the channels are what differs
+        classes=(ClassEntry("any", "any"),),
+        mean_kind="image",
+        trunk=(TrunkLayer(kernel=7, stride=2, pad=3), halving, halving, halving),  # 3x3 convolutions keep the size
+        window=14,
+        spp_levels=(7, 3, 2, 1),
+        crop=224,
+        default_scales=default_scales(224),
+        max_side=4096,
+        canvas="ragged",
+        precision="fp32",
+        checkpoint_sha256="",
+    )
+
+
+def protocol_costs(contract: ModelContract, height: int, width: int) -> list[ProtocolCost]:
+    """Return the cost of each protocol for an image of height x width pixels, `center` first.
+
+    `dense-S` stands at each of the model's default scales. Raises ContractError for a malformed architecture.
+    """
+    costs: list[ProtocolCost] = []
+    for entry in PROTOCOL_NAMES:
+        names = [f"dense-{scale}" for scale in contract.default_scales] if entry == "dense-S" else [entry]
+        for name in names:
+            try:
+                protocol = make_protocol(name, contract)
+            except UsageError as error:
+                costs.append(ProtocolCost(name, SOURCES[entry], refusal=str(error)))
+            else:
+                costs.append(_cost_of(protocol, SOURCES[entry], contract, (height, width)))
+    center = costs[0].multiply_adds
+    if center is None:
+        return costs
+    return [
+        replace(cost, times_center=round(cost.multiply_adds / center, 2)) if cost.multiply_adds else cost
+        for cost in costs
+    ]
+
+
+def _cost_of(protocol: Protocol, source: str, contract: ModelContract, image: tuple[int, int]) -> ProtocolCost:
+    """Add up the views of one protocol."""
+    sizes = [_view_size(view, protocol, image) for view in protocol.views]
+    windows = sum(
+        _windows_averaged(view, contract.window_grid(*size)) for view, size in zip(protocol.views, sizes, strict=True)
+    )
+    known = [count for size in sizes if (count := _multiply_adds_of_view(contract, *size)) is not None]
+    total = sum(known) if known else None  # a file tells of every size or of none
+    return ProtocolCost(protocol.name, source, protocol.kind, protocol.scales, len(sizes), windows, total)
+
+
+def _view_size(view: View, protocol: Protocol, image: tuple[int, int]) -> tuple[int, int]:
+    """Return height and width of a view in pixels."""
+    if protocol.crop is not None:
+        return protocol.crop, protocol.crop
+    return resized_size(*image, view.scale, protocol.long_side_cap)
+
+
+def _windows_averaged(view: View, grid: tuple[int, int]) -> int:
+    rows, columns = grid
+    return len(nine_places(rows)) * len(nine_places(columns)) if view.part == "nine" else rows * columns
+
+
+def _multiply_adds_of_view(contract: ModelContract, height: int, width: int) -> int | None:
+    """Return the multiply-adds of one view: from the trunk's data, or as an adopted file states them for its crop."""
+    architecture = contract.architecture
+    try:
+        if "trunk" in architecture:
+            return multiply_adds(architecture, height, width, len(contract.classes))
+        stated = architecture.get("multiply_adds")
+        return None if stated is None else whole(stated, "multiply_adds", 1)
+    except (ValueError, ZeroDivisionError) as error:
+        raise ContractError(
+            f"'prelunet.architecture' of this model file is malformed ({error}). "
+            "Write the file again with: prelunet export CHECKPOINT -o MODEL.onnx"
+        ) from error

@@ -1,0 +1,92 @@
+"""`prelunet protocols`: the ways of looking at an image, and what each costs."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from evaluator.contract import ModelContract
+from evaluator.engine.protocol_costs import ProtocolCost, paper_contract, protocol_costs
+from evaluator.errors import UsageError
+
+UNKNOWN = "?"
+HEADERS = ("protocol", "kind", "scales", "views", "windows", "multiply-adds", "x center", "from")
+COSTS = {"multiply-adds", "x center"}
+NUMBERS = {"views", "windows", *COSTS}  # end where the numbers above and below them do
+
+
+def protocols(
+    *,
+    model: Annotated[Path | None, typer.Option(help="Model file: its scales, and its multiply-adds.")] = None,
+    image: Annotated[
+        str, typer.Option(help="Height and width of the image in pixels; ImageNet's usual one unless given.")
+    ] = "375x500",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """List the ways of looking at an image, and what each costs."""
+    height, width = _size(image)
+    contract = paper_contract() if model is None else _contract_of(model)
+    costs = protocol_costs(contract, height, width)
+    if as_json:
+        plain = [cost.to_json() for cost in costs]
+        told = {"model": model and model.name, "crop": contract.crop, "image": {"height": height, "width": width}}
+        typer.echo(json.dumps({**told, "protocols": plain}, indent=2))
+        return
+    subject = "Models A, B and C" if model is None else f"{model.name}: {contract.name}"
+    typer.echo(f"{subject}, crop {contract.crop} px; an image of {height}x{width} pixels (height x width)\n")
+    typer.echo("\n".join(table(costs, with_cost=model is not None)))
+    typer.echo("\nwindows: those that are averaged. Other scales: as dense-256-384, center-240. See docs/protocols.md")
+    if model is None:
+        typer.echo("What each costs depends on the net: prelunet protocols --model MODEL.onnx")
+    refused = [f"  {cost.refusal}" for cost in costs if cost.refusal is not None]
+    if refused:
+        typer.echo("\n".join(["\nThis model cannot do:", *refused]))
+
+
+def _contract_of(model: Path) -> ModelContract:
+    from evaluator.engine.session import open_session  # here, so that no runtime is loaded for the paper's sizes
+
+    return open_session(model, "cpu").contract
+
+
+def _size(text: str) -> tuple[int, int]:
+    if not (found := re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", text, re.ASCII)):
+        raise UsageError(f"--image {text}: give height and width in pixels, as in --image 375x500")
+    return int(found[1]), int(found[2])
+
+
+def table(costs: Sequence[ProtocolCost], *, with_cost: bool) -> list[str]:
+    """Return the lines of a table of what can be done; with_cost: with the multiply-adds of all that is computed."""
+    rows = [HEADERS, *(_row(cost) for cost in costs if cost.refusal is None)]
+    shown = [place for place, header in enumerate(HEADERS) if with_cost or header not in COSTS]
+    widths = [max(len(row[place]) for row in rows) for place in range(len(HEADERS))]
+    return [
+        "  ".join(
+            row[place].rjust(widths[place]) if HEADERS[place] in NUMBERS else row[place].ljust(widths[place])
+            for place in shown
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _row(cost: ProtocolCost) -> tuple[str, ...]:
+    assert cost.scales is not None
+    return (
+        cost.name,
+        str(cost.kind),
+        ", ".join(map(str, cost.scales)),
+        str(cost.views),
+        f"{cost.windows:,}",
+        UNKNOWN if cost.multiply_adds is None else in_units(cost.multiply_adds),
+        UNKNOWN if cost.times_center is None else f"{cost.times_center:.1f}",
+        cost.source,
+    )
+
+
+def in_units(count: int) -> str:
+    """Return a number of multiply-adds as the paper's tables would: "657 G", "1,603 G", "19.1 G", "4.21 M"."""
+    value, unit = (count / 1e9, "G") if count >= 1e9 else (count / 1e6, "M")
+    return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
