@@ -1,6 +1,7 @@
 """A folder or an archive of images as labelled samples."""
 
-from evaluator.datasets.opening import open_dataset
-from evaluator.datasets.sample import Dataset, Reader, Sample
+from evaluator.datasets.opening import open_dataset, open_place
+from evaluator.datasets.sample import Dataset, DatasetPlace, Reader, Sample
+from evaluator.datasets.selection import classes_asked, select
 
-__all__ = ["Dataset", "Reader", "Sample", "open_dataset"]
+__all__ = ["Dataset", "DatasetPlace", "Reader", "Sample", "classes_asked", "open_dataset", "open_place", "select"]

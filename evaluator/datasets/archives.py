@@ -1,4 +1,4 @@
-"""A .tar or .zip as a source of samples, read in place: nothing is ever extracted.
+"""A .tar or .zip as a source of samples, read in place.
 
 Opening reads the list of members once. Afterwards each read opens the file, reads by offset and closes it: no handle
 is shared, so readers may be used from threads, forked and pickled. Refused are names that leave the archive ('..',
@@ -12,44 +12,33 @@ import struct
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 from evaluator.datasets.folders import is_image_name, is_visible, reading_error
+from evaluator.datasets.members import Member, MemberTable
+from evaluator.datasets.source import LABEL_SUFFIXES
+from evaluator.datasets.unpacking import compression_of, unpacked
 from evaluator.errors import DatasetError, PreluNetError
 
 _ZIP_MAGICS = (b"PK\x03\x04", b"PK\x05\x06")  # the second begins a zip without members
-_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _ZIP_LOCAL_HEADER = struct.Struct("<26xHH")  # name and extra field lengths; APPNOTE.TXT, section 4.3.7
 _ENCRYPTED = 0x1  # general purpose bit 0; APPNOTE.TXT, section 4.4.4
 _MAX_DEFLATE_RATIO = 1032  # 258 bytes from two bits; zlib's technical notes
 _END_BLOCK = bytes(tarfile.BLOCKSIZE)
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """Where an image lies in its archive, in bytes.
-
-    start: of its data in a tar, of its local header in a zip; stored: length of the data there; size: of the image.
-    """
-
-    start: int
-    stored: int
-    size: int
-    zipped: bool = False  # behind a local header of its own
-    deflated: bool = False
-    crc: int = 0  # of the image, in a zip
-
-
 @dataclass
 class ArchiveSource:
-    """The tree in an archive: folder → names of the folders directly inside ('' is the top), and image → member."""
+    """The tree in an archive: folder → names of the folders directly inside ('' is the top), images, other files."""
 
     path: Path
     tree: dict[str, set[str]] = field(default_factory=dict)
-    members: dict[str, Member] = field(default_factory=dict)
+    members: MemberTable = field(default_factory=MemberTable)  # the images
+    labels: MemberTable = field(default_factory=MemberTable)  # files that may hold labels
+    _tables: dict[str, MemberTable] = field(default_factory=dict, repr=False)
 
     def folders(self, inside: str) -> list[str]:
         """Return the names of the visible folders directly inside, sorted."""
@@ -57,18 +46,26 @@ class ArchiveSource:
 
     def images(self, inside: str) -> Iterator[tuple[str, int]]:
         """Yield name (relative to `inside`, with '/') and byte length of all images at any depth inside."""
-        for name, member in self._below(inside):
-            yield name, member.size
+        table = self._below(inside)
+        yield from zip(table.names, table.sizes, strict=True)
 
     def reader(self, inside: str) -> "ArchiveReader":
-        """Return a reader of the names that `images` yields."""
-        return ArchiveReader(self.path, dict(self._below(inside)))
+        """Return a reader of the names that `images` yields; it shares them."""
+        return ArchiveReader((self.path,), self._below(inside))
 
-    def _below(self, inside: str) -> Iterator[tuple[str, Member]]:
-        prefix = f"{inside}/" if inside else ""
-        for name, member in self.members.items():
-            if name.startswith(prefix):
-                yield name[len(prefix) :], member
+    def others(self, inside: str) -> dict[str, int]:
+        """Return name and byte length of the files directly inside that may hold labels."""
+        table = self.labels.below(inside)
+        return {name: size for name, size in zip(table.names, table.sizes, strict=True) if "/" not in name}
+
+    def read(self, name: str) -> bytes:
+        """Return the bytes of one of those, by its name from the top."""
+        return ArchiveReader((self.path,), self.labels).read(name)
+
+    def _below(self, inside: str) -> MemberTable:
+        if inside not in self._tables:
+            self._tables = {inside: self.members.below(inside)}  # one is kept: the names are many
+        return self._tables[inside]
 
     def add_folder(self, parts: tuple[str, ...]) -> None:
         """Enter a folder and all above it."""
@@ -77,32 +74,36 @@ class ArchiveSource:
 
     def add_image(self, parts: tuple[str, ...], member: Member) -> None:
         """Enter an image and the folders above it."""
-        name = "/".join(parts)
-        if name in self.members:
-            raise DatasetError(f"{self.path}: two members are named {name}. Pack the folder anew")
-        self.members[name] = member
+        self.members.add("/".join(parts), member)
         self.add_folder(parts[:-1])
+
+    def finish(self) -> "ArchiveSource":
+        """Sort the members; DatasetError when two have the same name. Nothing can be looked up before."""
+        if twice := self.members.sort() or self.labels.sort():
+            raise DatasetError(f"{self.path}: two members are named {twice}. Pack the folder anew")
+        return self
 
 
 @dataclass(frozen=True)
 class ArchiveReader:
-    """Reads images out of an archive by offset."""
+    """Reads images out of archives by offset. paths: of the volumes."""
 
-    path: Path
-    members: Mapping[str, Member]
+    paths: tuple[Path, ...]
+    members: MemberTable
 
     def read(self, file: str) -> bytes:
         """Return the bytes of the image of that name; DatasetError when the archive is gone or damaged there."""
-        member = self.members.get(file)
+        member = self.members.find(file)
         if member is None:
-            raise DatasetError(f"{self.path}: no member named {file}")
+            raise DatasetError(f"{self.paths[0]}: no member named {file}")
+        path = self.paths[member.volume]
         try:
-            with self.path.open("rb", buffering=0) as archive:
+            with path.open("rb", buffering=0) as archive:
                 data = _read_member(archive.fileno(), member)
         except OSError as error:
-            raise reading_error(error, self.path) from error
+            raise reading_error(error, path) from error
         if data is None:
-            raise DatasetError(f"{self.path}: the member {file} is damaged. Get the archive again from its source")
+            raise DatasetError(f"{path}: the member {file} is damaged. Get the archive again from its source")
         return data
 
 
@@ -126,21 +127,18 @@ def _read_member(archive: int, member: Member) -> bytes | None:
 
 
 def open_archive(path: Path) -> ArchiveSource:
-    """Read the list of members of a .tar or .zip, told apart by their first bytes.
+    """Read the list of members of a .tar or .zip, told apart by their first bytes; of a .tar.gz, unpacked before.
 
-    Raises DatasetError when the file is neither, is compressed as a whole, damaged, cut, or holds what is refused.
+    The source's path is that of the archive that is read: of a compressed tar, of the plain one beside it.
+    Raises DatasetError when the file is no archive, damaged, cut, or holds what is refused.
     """
     try:
         with path.open("rb") as file:
             magic = file.read(6)
-            for prefix, method in _COMPRESSED.items():
-                if magic.startswith(prefix):
-                    raise DatasetError(
-                        f"{path}: compressed with {method}, so images cannot be read in place. "
-                        "Unpack it to a plain .tar, which is hardly larger"
-                    )
-            file.seek(0)
-            return _list_zip(path, file) if magic[:4] in _ZIP_MAGICS else _list_tar(path, file)
+            if (method := compression_of(magic)) is None:
+                file.seek(0)
+                return (_list_zip(path, file) if magic[:4] in _ZIP_MAGICS else _list_tar(path, file)).finish()
+        return open_archive(unpacked(path, method))
     except PreluNetError:
         raise
     except OSError as error:
@@ -168,6 +166,8 @@ def _list_tar(path: Path, file: BinaryIO) -> ArchiveSource:
                 if not member.isreg() or member.issparse():
                     raise _no_plain_file(path, member.name, "tar --dereference --hard-dereference -cf")
                 source.add_image(parts, Member(member.offset_data, member.size, member.size))
+            elif _is_label_file(parts) and member.isreg() and not member.issparse():
+                source.labels.add("/".join(parts), Member(member.offset_data, member.size, member.size))
         # tarfile takes a damaged or cut header for the end; the true end is marked by a block of zeros.
         file.seek(archive.offset)
         if file.read(tarfile.BLOCKSIZE) != _END_BLOCK:
@@ -185,14 +185,16 @@ def _list_zip(path: Path, file: BinaryIO) -> ArchiveSource:
                 _add_visible_folder(source, parts)
             elif _is_image(parts):
                 source.add_image(parts, _zip_member(path, info, archive_size))
+            elif _is_label_file(parts) and _is_plain(info) and _is_readable(info):
+                source.labels.add("/".join(parts), _zip_member(path, info, archive_size))
     return source
 
 
 def _zip_member(path: Path, info: zipfile.ZipInfo, archive_size: int) -> Member:
-    """Return where a zip's image lies; DatasetError when it cannot be read in place or its numbers cannot be true."""
-    if stat.S_IFMT(info.external_attr >> 16) not in {0, stat.S_IFREG}:
+    """Return where a zip's file lies; DatasetError when it cannot be read in place or its numbers cannot be true."""
+    if not _is_plain(info):
         raise _no_plain_file(path, info.filename, "zip -r (without --symlinks)")
-    if info.flag_bits & _ENCRYPTED or info.compress_type not in {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}:
+    if not _is_readable(info):
         raise DatasetError(
             f"{path}: {info.filename} is encrypted, or packed by another method than deflate. "
             "Pack the folder anew with: zip -r"
@@ -201,7 +203,15 @@ def _zip_member(path: Path, info: zipfile.ZipInfo, archive_size: int) -> Member:
     largest = info.compress_size * (_MAX_DEFLATE_RATIO if deflated else 1)
     if info.header_offset < 0 or info.compress_size > archive_size or info.file_size > largest:
         raise _damaged(path, max(info.header_offset, 0))
-    return Member(info.header_offset, info.compress_size, info.file_size, True, deflated, info.CRC)
+    return Member(info.header_offset, info.compress_size, info.file_size, 1, int(deflated), info.CRC)
+
+
+def _is_plain(info: zipfile.ZipInfo) -> bool:
+    return stat.S_IFMT(info.external_attr >> 16) in {0, stat.S_IFREG}
+
+
+def _is_readable(info: zipfile.ZipInfo) -> bool:
+    return not info.flag_bits & _ENCRYPTED and info.compress_type in {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}
 
 
 def _parts(path: Path, name: str) -> tuple[str, ...]:
@@ -214,6 +224,10 @@ def _parts(path: Path, name: str) -> tuple[str, ...]:
 
 def _is_image(parts: tuple[str, ...]) -> bool:
     return bool(parts) and is_image_name(parts[-1]) and all(map(is_visible, parts))
+
+
+def _is_label_file(parts: tuple[str, ...]) -> bool:
+    return bool(parts) and parts[-1].endswith(LABEL_SUFFIXES) and all(map(is_visible, parts))
 
 
 def _add_visible_folder(source: ArchiveSource, parts: tuple[str, ...]) -> None:

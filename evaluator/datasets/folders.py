@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from evaluator.datasets.source import LABEL_SUFFIXES, LabelFile
 from evaluator.errors import DatasetError, PreluNetError, from_os_error
 from evaluator.imaging.decode import SUFFIXES
 
@@ -60,6 +61,23 @@ class FolderSource:
         """Return a reader of the names that `images` yields."""
         return FolderReader(self.root / inside)
 
+    def others(self, inside: str) -> dict[str, int]:
+        """Return name and byte length of the files directly inside that may hold labels, or are tars."""
+        folder = self.root / inside
+        try:
+            with os.scandir(folder) as entries:
+                return {
+                    entry.name: entry.stat().st_size
+                    for entry in entries
+                    if entry.name.endswith((*LABEL_SUFFIXES, ".tar")) and is_visible(entry.name) and entry.is_file()
+                }
+        except OSError as error:
+            raise reading_error(error, folder) from error
+
+    def read(self, name: str) -> bytes:
+        """Return the bytes of one of those, by its name from the top."""
+        return FolderReader(self.root).read(name)
+
 
 def _images(folder: Path, prefix: str, *, follow: bool) -> Iterator[tuple[str, int]]:
     try:
@@ -90,3 +108,8 @@ class FolderReader:
             return path.read_bytes()
         except OSError as error:
             raise reading_error(error, path) from error
+
+
+def label_file(path: Path) -> LabelFile:
+    """Return a file on disk that may give labels."""
+    return LabelFile(FolderSource(path.parent), "", path.name, path)

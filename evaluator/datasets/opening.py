@@ -1,61 +1,77 @@
-"""Open whatever holds class folders as a dataset: find the right folder inside, list it, give every image its label."""
+"""The one door to datasets: open a folder or an archive, find the right folder in it, label every image."""
 
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol as Interface
 
-from evaluator.datasets.archives import open_archive
+from evaluator.contract import ClassEntry
+from evaluator.datasets.archives import ArchiveSource, open_archive
+from evaluator.datasets.classes import ClassList
 from evaluator.datasets.folders import FolderSource, reading_error
-from evaluator.datasets.sample import Dataset, Reader, Sample
+from evaluator.datasets.layouts import find_layout, images_in, training_folders
+from evaluator.datasets.sample import Dataset, DatasetPlace, Sample
+from evaluator.datasets.selection import select
+from evaluator.datasets.source import Source, join, place_of
 from evaluator.errors import DatasetError, UsageError
 
 SPLITS = ("train", "val")
+_SETS = (*SPLITS, "test")  # of ImageNet; the last one without labels
 
 
-class Source(Interface):
-    """A tree of folders and images; `inside` is a folder's name in it with '/', '' for the top."""
-
-    def folders(self, inside: str) -> list[str]:
-        """Return the names of the visible folders directly inside, sorted."""
-        ...
-
-    def images(self, inside: str) -> Iterator[tuple[str, int]]:
-        """Yield name (relative to `inside`, with '/') and byte length of all images at any depth inside."""
-        ...
-
-    def reader(self, inside: str) -> Reader:
-        """Return a reader of the names that `images` yields."""
-        ...
+def open_place(place: DatasetPlace, classes: Sequence[ClassEntry]) -> Dataset:
+    """Open what a place names, labelled as the classes of a model; errors as of `open_dataset` and `select`."""
+    dataset = open_dataset(
+        place.path,
+        split="val",
+        class_names=[entry.wnid for entry in classes],
+        names=[entry.name for entry in classes],
+        labels=place.labels,
+        no_labels=place.no_labels,
+    )
+    return select(dataset, limit=place.limit, classes=place.classes)
 
 
-def open_dataset(path: Path, *, split: str, class_names: Sequence[str] | None = None) -> Dataset:
-    """Open a folder, a .tar or a .zip of class folders.
+def open_dataset(
+    path: Path,
+    *,
+    split: str,
+    class_names: Sequence[str] | None = None,
+    names: Sequence[str] = (),
+    labels: Path | None = None,
+    no_labels: bool = False,
+) -> Dataset:
+    """Open a folder, a .tar, .tar.gz or .zip of images, in any of the layouts of docs/datasets.md.
 
-    split: `train` or `val`; where the top, or a single folder at the top, has a folder of that name with class folders
-    in it, that one is entered. class_names: the model's wnids, whose places are the labels; None (for a training
-    set) takes the class folders themselves in sorted order.
-    Samples are all files with an image's suffix inside a class folder, at any depth, sorted by name. Hidden files,
-    `__MACOSX` and other files are left out.
-    Raises UsageError when there is nothing at `path`; DatasetError when it cannot be read, has no class folders, has
-    an empty one, or one that the model does not know.
+    split: `train` or `val`; where the top, or a single folder at the top, has a folder of that name, it is entered.
+    class_names: the model's wnids, whose places are the labels; None (for a training set) takes class folders in
+    sorted order and no other layout. names: of the model's classes, for people, in the same order.
+    labels: list of labels or devkit, None to look in and beside the dataset where they are needed; no_labels: take the
+    images without labels, as a test set.
+    Samples are all files with an image's suffix, at any depth, sorted by name. Hidden files, `__MACOSX` and other
+    files are left out.
+    Raises UsageError when there is nothing at `path` or `labels`; DatasetError when something cannot be read, the
+    layout is not clear, labels and images do not fit one to one, or a label is no class of the model.
     """
+    if labels is not None and no_labels:
+        raise UsageError("--labels and --no-labels contradict each other. Give one of them")
     source = _open_source(path)
-    inside = _enter(source, path, split)
-    folders = source.folders(inside)
-    images = sorted(source.images(inside))
-    if not folders:
-        raise DatasetError(
-            f"{_place(path, inside)}: no class folders here ({len(images)} images lie loose). "
-            "Put the images of each class into a folder named as the class"
-        )
-    _check_names([*folders, *(name for name, _ in images)], _place(path, inside))
-    classes = tuple(folders) if class_names is None else tuple(class_names)
-    _check_known(folders, classes, _place(path, inside))
-    label = {name: index for index, name in enumerate(classes)}
-    samples = [Sample(name, label[name.partition("/")[0]], size) for name, size in images if "/" in name]
-    _check_filled(folders, samples, _place(path, inside))
-    return Dataset(path, classes, samples, source.reader(inside))
+    if class_names is None:
+        found, classes = training_folders(images_in(source, path, _enter_split(source, path, split)))
+    else:
+        classes = tuple(class_names)
+        model = ClassList(classes, tuple(names))
+        inside = _enter(source, path, split, model, no_labels=no_labels)
+        found = find_layout(images_in(source, path, inside), split, model, labels, no_labels=no_labels)
+    return Dataset(
+        path,
+        classes,
+        [Sample(*each) for each in zip(found.names, found.labels, found.sizes, strict=True)],
+        found.reader,
+        found.layout,
+        (*_unpacking(source, path), *found.remarks),
+        labels=found.labels_from,
+        place=DatasetPlace(path, found.labels_from, no_labels),
+    )
 
 
 def _open_source(path: Path) -> Source:
@@ -63,7 +79,7 @@ def _open_source(path: Path) -> Source:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UsageError(
-            f"{path}: no such file or folder. Give a folder of class folders, or a .tar or .zip of one"
+            f"{path}: no such file or folder. Give a folder of images, or a .tar, .tar.gz or .zip of one"
         ) from error
     except OSError as error:
         raise reading_error(error, path) from error
@@ -71,66 +87,59 @@ def _open_source(path: Path) -> Source:
         return FolderSource(path)
     if stat.S_ISREG(mode):
         return open_archive(path)
-    raise DatasetError(f"{path}: neither a folder nor a file. Give a folder of class folders, or a .tar or .zip of one")
+    raise DatasetError(
+        f"{path}: neither a folder nor a file. Give a folder of images, or a .tar, .tar.gz or .zip of one"
+    )
 
 
-def _enter(source: Source, path: Path, split: str) -> str:
-    """Return the folder that holds the class folders of the split."""
-    inside = ""
-    top = source.folders("")
-    if split not in top and len(top) == 1 and top[0] not in SPLITS and source.folders(top[0]):
-        inside = top[0]  # the one folder that most archives begin with
-    below = source.folders(inside)
-    splits = [name for name in {*SPLITS, split} if name in below and source.folders(_join(inside, name))]
-    # A folder of that name without folders inside is a class: CIFAR-100 has trains among its classes.
-    if split in splits:
-        return _join(inside, split)
-    if splits:
+def _unpacking(source: Source, path: Path) -> list[str]:
+    """Return the remark on an archive that was unpacked."""
+    if not isinstance(source, ArchiveSource) or source.path == path:
+        return []
+    return [
+        f"{path}: compressed, so it was unpacked to {source.path} ({source.path.stat().st_size:,} bytes), from which "
+        "images are read; delete that file when the run and its reports are done"
+    ]
+
+
+def _enter(source: Source, path: Path, split: str, classes: ClassList, *, no_labels: bool) -> str:
+    """Return the folder that holds the images of the split, to be labelled as the classes of a model."""
+    inside, below = "", source.folders("")
+    single = len(below) == 1 and below[0] not in _SETS and not classes.knows(below[0])
+    if single and not source.others("") and all("/" in name for name, _ in source.images("")):
+        inside, below = below[0], source.folders(below[0])  # the one folder that most archives begin with
+    sets = [name for name in below if name in _SETS and not classes.knows(name)]  # CIFAR-100 has a class of trains
+    if no_labels and len(sets) > 1:
         raise DatasetError(
-            f"{_place(path, inside)}: class folders in '{splits[0]}' but none in '{split}'. "
-            f"Put the {split} images into a folder '{split}' of class folders beside '{splits[0]}'"
+            f"{place_of(path, inside)}: which images should be taken without labels, those in {' or '.join(sets)}? "
+            f"Give the folder itself, as --data {path / inside / sets[-1]}"
         )
+    asked = sets[0] if no_labels and sets else split
+    if asked in sets:
+        return join(inside, asked)
+    if sets:
+        raise _no_split(place_of(path, inside), sets[0], split)
     return inside
 
 
-def _join(inside: str, name: str) -> str:
-    return f"{inside}/{name}" if inside else name
+def _enter_split(source: Source, path: Path, split: str) -> str:
+    """Return the folder that holds the class folders of the split, where the classes are not known beforehand."""
+    inside = ""
+    top = source.folders("")
+    if split not in top and len(top) == 1 and top[0] not in SPLITS and source.folders(top[0]):
+        inside = top[0]
+    below = source.folders(inside)
+    splits = [name for name in {*SPLITS, split} if name in below and source.folders(join(inside, name))]
+    # A folder of that name without folders inside is a class.
+    if split in splits:
+        return join(inside, split)
+    if splits:
+        raise _no_split(place_of(path, inside), splits[0], split)
+    return inside
 
 
-def _place(path: Path, inside: str) -> str:
-    return f"{path}/{inside}" if inside else str(path)
-
-
-def _check_names(names: Iterable[str], place: str) -> None:
-    """Refuse names that are no text; they could not be written to a run, nor printed."""
-    for name in names:
-        try:
-            name.encode()
-        except UnicodeEncodeError as error:
-            raise DatasetError(f"{place}: the name {name!a} is not UTF-8. Rename it") from error
-
-
-def _check_known(folders: Sequence[str], classes: Sequence[str], place: str) -> None:
-    known = set(classes)
-    unknown = [name for name in folders if name not in known]
-    if unknown:
-        raise DatasetError(
-            f"{place}: {len(unknown)} of {len(folders)} class folders are not among the model's {len(classes)} "
-            f"classes: {_some(unknown)}. The model's begin with {_some(classes)}. "
-            "Rename the folders to the model's wnids, or take them away"
-        )
-
-
-def _check_filled(folders: Sequence[str], samples: Sequence[Sample], place: str) -> None:
-    filled = {sample.file.partition("/")[0] for sample in samples}
-    empty = [name for name in folders if name not in filled]
-    if empty:
-        raise DatasetError(
-            f"{place}: no images in {len(empty)} of {len(folders)} class folders: {_some(empty)}. "
-            "Put images there, or remove the folders"
-        )
-
-
-def _some(names: Sequence[str]) -> str:
-    """Return the first five names as text."""
-    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+def _no_split(place: str, other: str, split: str) -> DatasetError:
+    return DatasetError(
+        f"{place}: class folders in '{other}' but none in '{split}'. "
+        f"Put the {split} images into a folder '{split}' of class folders beside '{other}'"
+    )

@@ -13,7 +13,7 @@ from evaluator.imaging.decode import DecodeLimits
 UNLABELLED = -1  # the label of an image whose class nobody has told, as those of ImageNet's test set
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One image of a dataset. file: relative name with '/'; label: class index or UNLABELLED; size: bytes."""
 
@@ -31,6 +31,22 @@ class Reader(Interface):
 
 
 @dataclass(frozen=True)
+class DatasetPlace:
+    """All that it takes to open the same dataset again.
+
+    path: folder or archive; labels: file or folder that gives the labels, None where the dataset itself does;
+    no_labels: whether the images are taken without labels; limit: how many images, spread evenly, None for all;
+    classes: wnids of the classes whose images are taken, () for all.
+    """
+
+    path: Path
+    labels: Path | None = None
+    no_labels: bool = False
+    limit: int | None = None
+    classes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Dataset:
     """An ordered, labelled list of images.
 
@@ -38,7 +54,8 @@ class Dataset:
     samples: sorted by file name, which is the order of every run.
     layout: how images and labels were found, in words; remarks: what a person should know of it, a sentence each;
     labels: file or folder that gave the labels, where it is not the dataset itself;
-    selection: which part of the dataset was asked for, in words; None for all of it.
+    selection: which part of the dataset was asked for, in words; None for all of it;
+    place: from which it can be opened again, None for images that lie nowhere.
     """
 
     location: Path
@@ -49,6 +66,7 @@ class Dataset:
     remarks: tuple[str, ...] = ()
     labels: Path | None = None
     selection: str | None = None
+    place: DatasetPlace | None = None
 
     def read(self, sample: Sample) -> bytes:
         """Return the encoded bytes of one sample; ImageError, before it is read, when no image may be so large."""

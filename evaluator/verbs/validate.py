@@ -1,15 +1,20 @@
-"""`prelunet validate`: evaluate a model on a labelled dataset."""
+"""`prelunet validate`: evaluate a model on a dataset."""
 
 import json
+import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from evaluator.datasets.opening import open_dataset
+from evaluator.contract import ClassEntry
+from evaluator.datasets import Dataset, DatasetPlace, classes_asked, open_place
+from evaluator.datasets.sample import UNLABELLED
 from evaluator.engine.session import Device, open_session
+from evaluator.errors import UsageError
 from evaluator.reporting.report import Report, build_report
-from evaluator.validation.run import describe_dataset, run_info
+from evaluator.validation.cluster import Cluster, on_ray
+from evaluator.validation.run import Run, RunInfo, describe_dataset, run_info
 from evaluator.validation.validate import validate as evaluate_dataset
 from evaluator.verbs.options import (
     AveragingOption,
@@ -28,9 +33,28 @@ def validate(
     *,
     model: Annotated[Path, typer.Option(help="Model file, as `prelunet export` wrote it.")],
     data: Annotated[
-        Path, typer.Option(help="Folder, .tar or .zip of class folders named by wnid; a `val` folder in it is entered.")
+        Path,
+        typer.Option(
+            help="Folder, .tar, .tar.gz or .zip of images: in class folders, flat with labels, or webdataset shards "
+            "(docs/datasets.md). A `val` folder in it is entered."
+        ),
     ],
     run: Annotated[Path, typer.Option(help="Folder of the run: made, or gone on with if it holds this very run.")],
+    labels: Annotated[
+        Path | None,
+        typer.Option(help="Labels of flat images: a list `name,label` or `name wnid`, or ILSVRC's devkit."),
+    ] = None,
+    no_labels: Annotated[
+        bool, typer.Option("--no-labels", help="Take the images without labels, as a test set: for `submission`.")
+    ] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only so many images, spread evenly over all.")] = None,
+    classes: Annotated[
+        str | None,
+        typer.Option(help="Only images of these classes: wnids with commas between, or a file with one on each line."),
+    ] = None,
+    shard: Annotated[
+        str | None, typer.Option(help="Only part I of N, as 2/5; `prelunet merge` joins the parts.", metavar="I/N")
+    ] = None,
     protocol: ProtocolOption = None,
     scales: ScalesOption = None,
     flip: FlipOption = None,
@@ -40,32 +64,98 @@ def validate(
         Device, typer.Option(help="Where the model runs; auto is CUDA where it comes up, else the CPU.")
     ] = "auto",
     threads: Annotated[
-        int, typer.Option(min=0, max=1024, help="Threads of the model and of decoding; 0 is one per core.")
+        int,
+        typer.Option(
+            min=0,
+            max=1024,
+            help="Threads of the model and of decoding; 0 is one per core. With --ray: of each worker; 0 is up to 4.",
+        ),
+    ] = 0,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            help="Evaluate on a Ray cluster: HOST:PORT of its head, auto for the one this machine belongs to, local to "
+            "start one here (docs/many-machines.md).",
+            metavar="ADDRESS",
+        ),
+    ] = None,
+    ray_workers: Annotated[
+        int, typer.Option(min=0, max=100_000, help="Workers on the cluster; 0 is as many as it has room for.")
     ] = 0,
     exif: Annotated[bool, typer.Option("--exif", help="Obey the cameras' notes on rotation.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete the run that lies there and start anew.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Evaluate a model on a labelled dataset; the same command resumes."""
+    """Evaluate a model on a dataset; the same command resumes."""
+    if ray_workers and ray is None:
+        raise UsageError("--ray-workers: says how many workers a Ray cluster gives, so give --ray ADDRESS too")
+    part = _shard(shard) if shard is not None else None
     session = open_session(model, device, threads=threads)
+    entries = session.contract.classes
     looks = protocol_asked(
         protocol, session.contract, scales=scales, flip=flip, averaging=averaging, weights=weights, exif=exif
     )
     _note(f"{model.name}: {session.contract.name} on {session.circumstances}")
-    dataset = open_dataset(data, split="val", class_names=[entry.wnid for entry in session.contract.classes])
-    found = len({sample.label for sample in dataset.samples})
-    _note(f"{data}: {len(dataset.samples):,} images of {found:,} of the model's {len(dataset.classes):,} classes")
-    info = run_info(session, model.name, describe_dataset(dataset), looks)
-    finished = evaluate_dataset(session, dataset, info, run, fresh=fresh, threads=threads, announce=_note)
-    report = build_report(finished)
-    if report["refused"]:
+    chosen = classes_asked(classes, entries) if classes is not None else ()
+    dataset = open_place(DatasetPlace(data, labels, no_labels, limit, chosen), entries)
+    info = run_info(session, model.name, describe_dataset(dataset), looks, part)
+    _tell_dataset(dataset, entries, info)
+    elsewhere = None
+    if ray is not None:
+        elsewhere = on_ray(Cluster(ray, ray_workers, threads), session, model, dataset, looks, _note)
+    finished = evaluate_dataset(
+        session, dataset, info, run, fresh=fresh, threads=threads, elsewhere=elsewhere, announce=_note
+    )
+    _tell_result(finished, run, as_json=as_json)
+
+
+def _tell_dataset(dataset: Dataset, classes: tuple[ClassEntry, ...], info: RunInfo) -> None:
+    """Say what was found and which images will be evaluated."""
+    what = f"{len(dataset.samples):,} images"
+    if any(sample.label != UNLABELLED for sample in dataset.samples):
+        found = len({sample.label for sample in dataset.samples})
+        what += f" of {found:,} of the model's {len(classes):,} classes"
+    _note(f"{dataset.location}: {what} ({dataset.layout})")
+    for remark in dataset.remarks:
+        _note(remark)
+    if dataset.selection is not None:
+        _note(f"selection: {dataset.selection}")
+    if info.shard is not None and info.images:  # an empty one is refused by `evaluate_dataset`
+        first, end = info.span
+        _note(f"shard {info.shard[0]}/{info.shard[1]}: images {first + 1:,} to {end:,} in the order of their names")
+
+
+def _tell_result(finished: Run, run: Path, *, as_json: bool) -> None:
+    """Print the errors; for a shard or images without labels what was done, and what can be done with it."""
+    images, refused = len(finished.predictions), sum(line.refused is not None for line in finished.predictions)
+    if refused:
         _note(
-            f"warning: {report['refused']:,} of {report['images']:,} images were refused and not evaluated; "
+            f"warning: {refused:,} of {images:,} images were refused and not evaluated; "
             f"{run / 'predictions.jsonl'} says which and why"
         )
+    numbers: dict[str, Any] = {"images": images, "evaluated": images - refused, "refused": refused}
+    if finished.info.shard is not None or not finished.labelled:
+        what = "evaluated" if finished.labelled else "classified, without labels and so without errors"
+        typer.echo(
+            json.dumps({"run": str(run), **numbers}) if as_json else f"{images - refused:,} of {images:,} images {what}"
+        )
+        merge = f"when all {finished.info.shard[1]} shards are done: prelunet merge" if finished.info.shard else None
+        _note(merge or f"for the ILSVRC server: prelunet submission {run}")
+        return
+    report = build_report(finished)
+    if report["suspicion"]:
+        _note(f"warning: {report['suspicion']}")
     numbers = {key: report[key] for key in NUMBERS}
     typer.echo(json.dumps({"run": str(run), **numbers}) if as_json else result_line(report))
     _note(f"per-class report: prelunet report {run}")
+
+
+def _shard(text: str) -> tuple[int, int]:
+    """Read `--shard I/N`."""
+    found = re.fullmatch(r"([1-9]\d{0,5})/([1-9]\d{0,5})", text, re.ASCII)
+    if found is None or int(found[1]) > int(found[2]):
+        raise UsageError(f"--shard {text}: should be I/N with I from 1 to N, as 2/5 for the second of five parts")
+    return int(found[1]), int(found[2])
 
 
 def result_line(report: Report) -> str:

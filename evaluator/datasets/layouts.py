@@ -1,0 +1,186 @@
+"""What layout a folder or an archive has, and the label of each image in it. docs/datasets.md lists them.
+
+Nothing is guessed: where two readings are possible, the error names both and the option that decides.
+"""
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from evaluator.datasets.archives import ArchiveSource
+from evaluator.datasets.class_folders import check_filled, labels_of_folders
+from evaluator.datasets.classes import ClassList
+from evaluator.datasets.detect import found_labels, named_labels
+from evaluator.datasets.folders import FolderSource
+from evaluator.datasets.imagenet import GROUND_TRUTH, labels_of_devkit, wnids_in_names
+from evaluator.datasets.lists import labels_of_list
+from evaluator.datasets.sample import UNLABELLED, Reader
+from evaluator.datasets.source import LabelFile, Source, place_of, some
+from evaluator.datasets.webdataset import is_shard, labels_in_shard, open_shards, shards_of_split
+from evaluator.errors import DatasetError
+
+
+@dataclass(frozen=True)
+class Images:
+    """The images in one folder of a source. names: sorted, relative to it; sizes: bytes; place: of it, for people."""
+
+    source: Source
+    path: Path
+    inside: str
+    names: Sequence[str]
+    sizes: Sequence[int]
+
+    @property
+    def place(self) -> str:
+        """Return where they lie, for people."""
+        return place_of(self.path, self.inside)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Images with their labels. layout, remarks, labels_from: see `Dataset`."""
+
+    names: Sequence[str]
+    sizes: Sequence[int]
+    labels: Sequence[int]
+    reader: Reader
+    layout: str
+    remarks: Sequence[str] = ()
+    labels_from: Path | None = None
+
+
+def images_in(source: Source, path: Path, inside: str) -> Images:
+    """List the images in a folder; DatasetError for a name that could not be written to a run, nor printed."""
+    found = sorted(source.images(inside))
+    names = [name for name, _ in found]
+    images = Images(source, path, inside, names, array("q", (size for _, size in found)))
+    _check_names((*source.folders(inside), *names), images.place)
+    return images
+
+
+def training_folders(images: Images) -> tuple[Found, tuple[str, ...]]:
+    """Label images by their class folders in sorted order; also return those.
+
+    Raises DatasetError where there are none, or one is empty.
+    """
+    folders = tuple(images.source.folders(images.inside))
+    if not folders:
+        raise DatasetError(
+            f"{images.place}: no class folders here ({len(images.names)} images lie loose). "
+            "Put the images of each class into a folder named as the class"
+        )
+    return _by_folder(images, folders, {folder: index for index, folder in enumerate(folders)}, []), folders
+
+
+def find_layout(images: Images, split: str, classes: ClassList, labels: Path | None, *, no_labels: bool) -> Found:
+    """Find out how a model's images are labelled, and label them; errors as of `open_dataset`."""
+    if (shards := _shards(images, split, classes, labels, no_labels=no_labels)) is not None:
+        return shards
+    if no_labels:
+        return _found(images, [UNLABELLED] * len(images.names), "unlabelled")
+    if labels is not None:
+        return _by_file(images, named_labels(labels), classes)
+    folders = images.source.folders(images.inside)
+    loose = sum("/" not in name for name in images.names)
+    if not loose and folders:
+        return _by_class_folder(images, folders, classes)
+    if loose == len(images.names):
+        return _flat(images, classes)
+    if not any(map(classes.knows, folders)) and classes.folder_numbers(folders, images.place) is None:
+        raise DatasetError(
+            f"{images.place}: {loose:,} images lie loose and {len(images.names) - loose:,} in folders that are no "
+            f"classes of the model ({some(folders)}). Give the labels of all with --labels FILE, or the folder that "
+            "is meant as --data"
+        )
+    return _by_class_folder(images, folders, classes)
+
+
+def _found(
+    images: Images, labels: Sequence[int], layout: str, remarks: Iterable[str] = (), labels_from: Path | None = None
+) -> Found:
+    reader = images.source.reader(images.inside)
+    return Found(images.names, images.sizes, labels, reader, layout, tuple(remarks), labels_from)
+
+
+def _by_class_folder(images: Images, folders: Sequence[str], classes: ClassList) -> Found:
+    index, remarks = labels_of_folders(folders, classes, images.place)
+    return _by_folder(images, folders, index, remarks)
+
+
+def _by_folder(images: Images, folders: Sequence[str], index: Mapping[str, int], remarks: Sequence[str]) -> Found:
+    """Label images by their folders; images that lie loose beside the folders are left out."""
+    check_filled(folders, {name.partition("/")[0] for name in images.names if "/" in name}, images.place)
+    inside = [place for place, name in enumerate(images.names) if "/" in name]
+    loose = len(images.names) - len(inside)
+    if loose:
+        left_out = f"{images.place}: {loose:,} images lie loose beside the class folders and are left out"
+        remarks = [*remarks, left_out]
+        sizes = array("q", (images.sizes[place] for place in inside))
+        images = replace(images, names=[images.names[place] for place in inside], sizes=sizes)
+    return _found(images, [index[name.partition("/")[0]] for name in images.names], "class folders", remarks)
+
+
+def _flat(images: Images, classes: ClassList) -> Found:
+    """Label images that lie loose: by the wnids in their names, or by the one file that gives their labels."""
+    if not images.names:
+        raise DatasetError(f"{images.place}: no images here. Give a folder or an archive that holds some")
+    if (labels := wnids_in_names(images.names, classes)) is not None:
+        return _found(images, labels, "flat, wnids in the names")
+    file = found_labels(images.source, images.path, images.inside)
+    if file is None:
+        raise DatasetError(
+            f"{images.place}: {len(images.names):,} images lie loose, without class folders, and no labels were found "
+            "in or beside it. Give them with --labels FILE (a list of names and labels) or --labels DIR (the devkit); "
+            "for a test set, whose labels nobody has, say --no-labels"
+        )
+    return _by_file(images, file, classes)
+
+
+def _by_file(images: Images, file: LabelFile, classes: ClassList) -> Found:
+    """Label images by a list or by the devkit."""
+    if not images.names:
+        raise DatasetError(f"{images.place}: no images here. Give a folder or an archive that holds some")
+    remarks, how = [], "flat" if not any("/" in name for name in images.names) else "folders"
+    if any(map(classes.knows, images.source.folders(images.inside))):
+        remarks = [
+            f"{images.place}: some folders are named as classes; the labels are those of {file.path} all the same"
+        ]
+    if file.name == GROUND_TRUTH:
+        labels, more = labels_of_devkit(file, images.names, classes)
+        how += ", devkit labels"
+    else:
+        labels, more = labels_of_list(file, images.names, classes)
+        how += f", labels from {file.path.name}"
+    return _found(images, labels, how, [*more, *remarks], file.path if isinstance(file.source, FolderSource) else None)
+
+
+def _shards(images: Images, split: str, classes: ClassList, labels: Path | None, *, no_labels: bool) -> Found | None:
+    """Label the images of webdataset shards, of one or of a folder of them; None where there are none."""
+    source, inside = images.source, images.inside
+    tars: list[Path] = []
+    if isinstance(source, FolderSource) and not images.names:
+        tars = [source.root / inside / name for name in source.others(inside) if name.endswith(".tar")]
+    sidecars = any(map(classes.knows, source.folders(inside)))  # beside images in class folders: these tell the labels
+    if not tars and (sidecars or not isinstance(source, ArchiveSource) or not is_shard(source, inside)):
+        return None
+    if labels is not None:
+        raise DatasetError(f"{images.place}: webdataset shards hold their own labels. Leave --labels out")
+    layout = "unlabelled" if no_labels else "webdataset shards"
+    if tars:
+        paths = shards_of_split(tars, split)
+        table, indices, reader = open_shards(paths, classes, no_labels=no_labels)
+        remarks = [f"{images.place}: {len(paths):,} shards, {paths[0].name} to {paths[-1].name}"]
+        return Found(table.names, table.sizes, indices, reader, layout, remarks)
+    assert isinstance(source, ArchiveSource), "or there would be tars"
+    indices = [UNLABELLED] * len(images.names) if no_labels else labels_in_shard(source, inside, classes)
+    return _found(images, indices, layout)
+
+
+def _check_names(names: Iterable[str], place: str) -> None:
+    """Refuse names that are no text; they could not be written to a run, nor printed."""
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise DatasetError(f"{place}: the name {name!a} is not UTF-8. Rename it") from error

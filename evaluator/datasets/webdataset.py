@@ -1,0 +1,138 @@
+"""Webdataset shards: tars in which `key.jpg` and its label, `key.cls` or `key.json`, lie side by side.
+
+The key is the name up to the first dot of its last part, as the webdataset library reads it. `.cls` holds a class
+index; `.json` an object whose `label` is one, which counts where there is no `.cls`.
+"""
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from evaluator.datasets.archives import ArchiveReader, ArchiveSource, open_archive
+from evaluator.datasets.classes import ClassList
+from evaluator.datasets.members import MemberTable
+from evaluator.datasets.sample import UNLABELLED
+from evaluator.datasets.source import some
+from evaluator.errors import DatasetError
+from evaluator.progress import progress
+from evaluator.strict import an_object, parse_json
+
+_SUFFIXES = (".cls", ".json")
+
+
+def is_shard(source: ArchiveSource, inside: str = "") -> bool:
+    """Say whether an archive is a shard: whether it has a .cls, or a .json of the same key as its first image."""
+    images, labels = source.members.below(inside).names, source.labels.below(inside)
+    if not images:
+        return False
+    return labels.find(_key(images[0]) + ".json") is not None or any(name.endswith(".cls") for name in labels.names)
+
+
+def shards_of_split(paths: Sequence[Path], split: str) -> list[Path]:
+    """Choose the shards of a split among a folder's tars, in the order of their names.
+
+    Tars whose names differ in their numbers alone belong together. Raises DatasetError where there are several such
+    kinds and not just one of them has the split in its name.
+    """
+    kinds: dict[str, list[Path]] = {}
+    for path in sorted(paths, key=lambda path: f"{path.name}/"):  # as the names of the samples will sort
+        kinds.setdefault(re.sub(r"\d+", "*", path.name), []).append(path)
+    asked = [kind for kind in kinds if split in kind.lower()]
+    if len(kinds) > 1 and len(asked) != 1:
+        raise DatasetError(
+            f"{paths[0].parent}: tars of {len(kinds)} kinds ({some(list(kinds))}), and it is not clear which are the "
+            f"{split} images. Put those into a folder of their own, or give one of them as --data"
+        )
+    return kinds[asked[0] if len(kinds) > 1 else next(iter(kinds))]
+
+
+def open_shards(
+    paths: Sequence[Path], classes: ClassList, *, no_labels: bool
+) -> tuple[MemberTable, list[int], ArchiveReader]:
+    """Read the lists of a folder's shards: their images as `shard.tar/key.jpg`, their labels, and a reader.
+
+    Raises DatasetError where one is no shard, an image has no label or the reverse, or a label is none of the classes.
+    """
+    table, words, found_at = MemberTable(), list[str](), dict[str, str]()
+    with progress("read shards", len(paths), "shards") as advance:
+        for volume, path in enumerate(paths):
+            source = open_archive(path)
+            if not no_labels:
+                if not is_shard(source):
+                    raise DatasetError(
+                        f"{path}: no webdataset shard: it has no .cls, nor a .json beside its first image. Give an "
+                        "archive of images itself as --data, or take it out of the folder of shards"
+                    )
+                _read_words(source, "", words, found_at)
+            table.extend(f"{path.name}/", volume, source.members)
+            advance()
+    return table, _labels(words, found_at, classes, len(table.names)), ArchiveReader(tuple(paths), table)
+
+
+def labels_in_shard(source: ArchiveSource, inside: str, classes: ClassList) -> list[int]:
+    """Return the labels of a single shard's images in the order of their names; errors as of `open_shards`."""
+    words, found_at = list[str](), dict[str, str]()
+    _read_words(source, inside, words, found_at)
+    return _labels(words, found_at, classes, len(words))
+
+
+def _labels(words: list[str], found_at: dict[str, str], classes: ClassList, images: int) -> list[int]:
+    if not words:
+        return [UNLABELLED] * images
+    meaning = classes.understand(found_at)
+    return [meaning.index[word] for word in words]
+
+
+def _read_words(source: ArchiveSource, inside: str, words: list[str], found_at: dict[str, str]) -> None:
+    """Append the word for the class of each image of a shard. found_at: each word and where it stands first."""
+    images, labels = source.members.below(inside).names, source.labels.below(inside)
+    suffix = next(suffix for suffix in _SUFFIXES if any(name.endswith(suffix) for name in labels.names))
+    for name, following in pairwise(images):
+        if _key(name) == _key(following):
+            raise DatasetError(f"{source.path}: {name} and {following} are two images of one key. Pack the shard anew")
+    reader = ArchiveReader((source.path,), labels)
+    lacking = [name for name in images if labels.find(_key(name) + suffix) is None]
+    if lacking:
+        raise DatasetError(
+            f"{source.path}: no {suffix} beside {len(lacking):,} of {len(images):,} images: {some(lacking)}. "
+            "Pack the shard anew, with a label for each image"
+        )
+    lonely = _without_image(labels.names, images, suffix)
+    if lonely:
+        raise DatasetError(
+            f"{source.path}: {len(lonely):,} labels of images that do not exist: {some(lonely)}. Pack the shard anew"
+        )
+    for name in images:
+        file = _key(name) + suffix
+        place = f"{source.path}: {file}"
+        word = _word(reader.read(file), suffix, place)
+        found_at.setdefault(word, place)
+        words.append(word)
+
+
+def _without_image(labels: Sequence[str], images: Sequence[str], suffix: str) -> list[str]:
+    """Return the labels whose image is missing; both are sorted, so that two counts tell most often."""
+    of_kind = [name for name in labels if name.endswith(suffix)]
+    if len(of_kind) == len(images):  # and each image has its own
+        return []
+    keys = set(map(_key, images))
+    return [name for name in of_kind if _key(name) not in keys]
+
+
+def _word(data: bytes, suffix: str, place: str) -> str:
+    """Return the word for a class in a .cls or .json."""
+    try:
+        if suffix == ".cls":
+            return data.decode().strip()
+        label = an_object(parse_json(data), "it").get("label")
+        if type(label) not in {int, str}:
+            raise ValueError("its 'label' should be a class index or a wnid")
+        return str(label)
+    except ValueError as error:
+        raise DatasetError(f"{place}: no label can be read here ({error}). Pack the shard anew") from error
+
+
+def _key(name: str) -> str:
+    folder, slash, base = name.rpartition("/")
+    return folder + slash + base.partition(".")[0]

@@ -1,0 +1,135 @@
+"""The same thirty images in every layout of docs/datasets.md, written without the code that reads them."""
+
+import io
+import json
+import tarfile
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import scipy.io
+from PIL import Image
+
+from evaluator.contract import ClassEntry
+
+# Twelve classes, so that "10" sorts before "2" and devkit ids can be told from indices. Two are cranes, as in ImageNet.
+NAMES = (
+    "tench",
+    "crane",
+    "bottle",
+    "crane",
+    "abacus",
+    "fox terrier",
+    "owl",
+    "maillot, tank suit",
+    "ant",
+    "cat",
+    "ox",
+    "yak",
+)
+CLASSES = tuple(ClassEntry(f"n{index * 37 + 5:08}", name) for index, name in enumerate(NAMES))
+WNIDS = tuple(entry.wnid for entry in CLASSES)
+DEVKIT = [(5 * index + 7) % 12 + 1 for index in range(12)]  # the devkit id of each class index, in another order
+IMAGES = 30
+GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
+BAD = 7  # the number of an image that is none
+
+
+def name_of(number: int) -> str:
+    """Return the name of an image, numbered from 1."""
+    return f"ILSVRC2012_val_{number:08}.JPEG"
+
+
+def label_of(number: int) -> int:
+    """Return the class index of an image. Classes 4 and 11 have none."""
+    return (0, 1, 2, 3, 5, 6, 7, 8, 9, 10)[number * number % 97 % 10]
+
+
+def encoded(number: int) -> bytes:
+    """Return an image: JPEG, grey, CMYK, a PNG that is named as a JPEG; one is damaged."""
+    rng = np.random.default_rng(number)
+    size = (30 + number % 5 * 7, 33 + number % 3 * 9)
+    pixels = Image.fromarray(rng.integers(0, 256, (*size, 3), np.uint8))
+    if number == BAD:
+        return b"no image"
+    coded = io.BytesIO()
+    mode = {1: "CMYK", 2: "L"}.get(number % 6, "RGB")
+    pixels.convert(mode).save(coded, "PNG" if number % 6 == 3 else "JPEG")
+    return coded.getvalue()
+
+
+DATA = {name_of(number): encoded(number) for number in range(1, IMAGES + 1)}
+LABELS = {name_of(number): label_of(number) for number in range(1, IMAGES + 1)}
+FOLDERS = {f"{WNIDS[LABELS[name]]}/{name}": data for name, data in DATA.items()}
+
+
+def write_folder(folder: Path, files: Mapping[str, bytes]) -> Path:
+    """Write files, in no particular order."""
+    for name, data in reversed(files.items()):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def write_tar(path: Path, files: Mapping[str, bytes], mode: str = "w") -> Path:
+    """Write a tar with the files in the opposite of their order; mode as `tarfile` has it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
+        for name, data in reversed(files.items()):
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return path
+
+
+def write_zip(path: Path, files: Mapping[str, bytes]) -> Path:
+    """Write a zip."""
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(name, data, zipfile.ZIP_DEFLATED)
+    return path
+
+
+def write_devkit(folder: Path) -> Path:
+    """Write a devkit: the ground truth, and meta.mat with the classes and two of their ancestors."""
+    (folder / "data").mkdir(parents=True)
+    ids = [DEVKIT[label] for label in LABELS.values()]
+    (folder / "data" / GROUND_TRUTH).write_text("".join(f"{devkit_id}\n" for devkit_id in ids))
+    rows = [(DEVKIT[index], wnid, NAMES[index], "a gloss", 0) for index, wnid in enumerate(WNIDS)]
+    rows += [(13, "n09000001", "animal", "a gloss", 5), (14, "n09000002", "thing", "a gloss", 7)]
+    kinds = [(key, "O") for key in ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children")]
+    scipy.io.savemat(folder / "data" / "meta.mat", {"synsets": np.array(sorted(rows), kinds)})
+    return folder
+
+
+def write_list(path: Path, line: Callable[[str, int], str], header: str = "") -> Path:
+    """Write a list of labels, a line for each image in an order of its own."""
+    names = sorted(LABELS, key=lambda name: (LABELS[name], name))
+    path.write_text(header + "".join(f"{line(name, LABELS[name])}\n" for name in names))
+    return path
+
+
+def shard_files(numbers: range, label: Callable[[int], Mapping[str, bytes]]) -> dict[str, bytes]:
+    """Return what a webdataset shard holds; label: files beside an image, suffix → data."""
+    files = {}
+    for number in numbers:
+        key = f"{number:06}"
+        files[f"{key}.jpg"] = DATA[name_of(number)]
+        files |= {f"{key}{suffix}": data for suffix, data in label(label_of(number)).items()}
+    return files
+
+
+def as_cls(label: int) -> dict[str, bytes]:
+    """Return a label as webdataset has it."""
+    return {".cls": str(label).encode()}
+
+
+def as_json(label: int) -> dict[str, bytes]:
+    """Return a label as it may stand beside other facts."""
+    return {".json": json.dumps({"filename": "x.JPEG", "label": label, "width": 500}).encode()}
+
+
+def as_both(label: int) -> dict[str, bytes]:
+    """Return a label as timm's copies of ImageNet have it."""
+    return as_cls(label) | as_json(label)
