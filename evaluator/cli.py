@@ -34,10 +34,16 @@ VERBS: dict[str, Verb] = {  # in the order of the work
     "train": Verb("Train a net from a recipe; the same command resumes."),
     "inspect": Verb("Show what a checkpoint or a model file says of itself."),
     "export": Verb("Turn a checkpoint into one ONNX file, dense head inside."),
+    "adopt": Verb("Wrap a foreign ONNX classifier of one image size into a model file."),
     "verify": Verb("Check a model on this machine with its golden images."),
+    "protocols": Verb("List the ways of looking at an image, and their cost.", "evaluator.verbs.protocols:protocols"),
     "classify": Verb("Classify images, with a model file or through a server.", "evaluator.verbs.classify:classify"),
     "validate": Verb("Evaluate a model on a dataset; the same command resumes.", "evaluator.verbs.validate:validate"),
+    "merge": Verb("Join the shards of a run to one run.", "evaluator.verbs.merge:merge"),
+    "ensemble": Verb("Average the scores of several models' runs.", "evaluator.verbs.ensemble:ensemble"),
+    "submission": Verb("Write or check a file for the ILSVRC server.", "evaluator.verbs.submission:submission"),
     "report": Verb("Write report.json, classes.csv and report.html of a run.", "evaluator.verbs.report:report"),
+    "compare": Verb("Tell which of two runs is better, class by class.", "evaluator.verbs.compare:compare"),
     "serve": Verb("Serve models over gRPC.", "evaluator.verbs.serve:serve"),
 }
 

@@ -2,6 +2,7 @@ import csv
 import io
 import json
 import random
+import statistics
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
-from run_folders import CLASSES, VIEWS, evaluated, refused, write_run
 
 from evaluator import cli
-from evaluator.errors import RunFolderError
-from evaluator.reporting.report import build_report, classes_csv, headline, report_bytes
-from evaluator.validation.run import Prediction, read_run
+from evaluator.engine.scores import rank_of, top_k
+from evaluator.errors import RunFolderError, UsageError
+from evaluator.reporting.report import build_report, classes_csv, describe_protocol, headline, report_bytes
+from evaluator.reporting.statistics import macro_interval, wilson_interval
+from evaluator.validation.run import Prediction, Run, read_run
+from evaluator.validation.suspicion import label_order_suspicion
+from run_folders import CLASSES, MULTI_SCALE, VIEWS, evaluated, refused, write_run
 
 SCHEMA = json.loads((Path(__file__).parent.parent / "docs" / "report.schema.json").read_text(encoding="utf-8"))
 
@@ -37,20 +42,28 @@ def report_of(folder: Path, lines: list[dict[str, Any]], **rest: Any) -> dict[st
     return report
 
 
-def random_lines(seed: int, count: int) -> list[dict[str, Any]]:
-    """Images of classes 0..5 in which no two classes, views or ranks are alike."""
+def random_lines(seed: int, count: int, classes: int = 7) -> list[dict[str, Any]]:
+    """Images in which no two classes, views or ranks are alike; the last class has none, and class 0 is never right."""
     draw = random.Random(seed)
     lines: list[dict[str, Any]] = []
     for number in range(count):
-        label = draw.choices(range(6), weights=range(1, 7))[0]
+        label = draw.choices(range(classes - 1), weights=range(1, classes))[0]
         if draw.random() < 0.1:
             lines.append(refused(f"{number:04}.jpg", label))
             continue
-        order = draw.sample(range(7), 7)
+        order = draw.sample(range(classes), classes)
         order.sort(key=lambda index: index != label and draw.random() < 0.7)
-        ranks = [draw.randint(1, 7) for _ in VIEWS]
-        lines.append(evaluated(f"{number:04}.jpg", label, order[:5], 1 + order.index(label), view_ranks=ranks))
+        if label == 0 and order[0] == 0:
+            order.reverse()
+        ranks = [draw.randint(1, classes) for _ in VIEWS]
+        first = draw.choice([0.2, 0.4, 0.61, 1.0])  # the first two lie on an edge between bins
+        rank = 1 + order.index(label)
+        lines.append(evaluated(f"{number:04}.jpg", label, order[:5], rank, first=first, view_ranks=ranks))
     return lines
+
+
+def many_classes(count: int) -> list[dict[str, str]]:
+    return [{"wnid": f"n{index:04}", "name": f"class {index}"} for index in range(count)]
 
 
 def test_the_published_schema_is_a_schema_and_refuses_what_is_no_report(tmp_path: Path) -> None:
@@ -100,26 +113,267 @@ def test_each_view_reports_what_it_would_have_given_alone(tmp_path: Path) -> Non
     assert [view["top5_error"] for view in views] == [33.3333, 0.0, 0.0, 66.6667]
 
 
+Lines = list[dict[str, Any]]
+
+
+def percent(wrong: Callable[[dict[str, Any]], bool], among: Lines) -> float | None:
+    return round(100 * len([line for line in among if wrong(line)]) / len(among), 4) if among else None
+
+
+def beyond(k: int) -> Callable[[dict[str, Any]], bool]:
+    """Say of a line whether its true class is not among the k best."""
+    return lambda line: line["label"] not in [index for index, _ in line["top"][:k]]
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_report_equals_a_slow_count_line_by_line(tmp_path: Path, seed: int) -> None:
     lines = random_lines(seed, 300)
     report = report_of(tmp_path, lines)
     seen = [line for line in lines if "refused" not in line]
-
-    def percent(wrong: Callable[[dict[str, Any]], bool], among: list[dict[str, Any]]) -> float | None:
-        return round(100 * len([line for line in among if wrong(line)]) / len(among), 4) if among else None
-
-    for index, entry in enumerate(report["classes"]):
-        own = [line for line in seen if line["label"] == index]
-        assert entry["top1_error"] == percent(lambda line: line["top"][0][0] != line["label"], own)
-        assert entry["top5_error"] == percent(lambda line: line["label"] not in [i for i, _ in line["top"]], own)
+    for entry in (report, *report["classes"]):
+        own = [line for line in seen if entry is report or line["label"] == entry["index"]]
+        for k in (1, 5):
+            wrong = len(list(filter(beyond(k), own)))
+            assert entry[f"top{k}_wrong"] == wrong
+            assert entry[f"top{k}_error"] == percent(beyond(k), own)
+            assert entry[f"top{k}_interval"] == list(wilson_interval(wrong, len(own)))
     for number, view in enumerate(report["views"]):
         assert view["top1_error"] == percent(lambda line, n=number: line["view_ranks"][n] != 1, seen)
         assert view["top5_error"] == percent(lambda line, n=number: line["view_ranks"][n] > 5, seen)
-    pairs = Counter((line["label"], line["top"][0][0]) for line in seen if line["rank"] > 1)
-    assert {(c["label"], c["predicted"]): c["count"] for c in report["confusions"]} == dict(pairs)
     assert sum(entry["images"] for entry in report["classes"]) == report["images"] == 300
     assert sum(entry["refused"] for entry in report["classes"]) == report["refused"] > 0
+
+
+def test_what_a_class_tells_of_its_scores_ranks_and_views_is_counted_over_its_own_images(tmp_path: Path) -> None:
+    lines = random_lines(2, 300)
+    report = report_of(tmp_path, lines)
+    for entry in report["classes"]:
+        own = [line for line in lines if "refused" not in line and line["label"] == entry["index"]]
+        assert len(entry["views"]) == len(VIEWS)
+        for number, view in enumerate(entry["views"]):
+            assert view["top1_error"] == percent(lambda line, n=number: line["view_ranks"][n] != 1, own)
+            assert view["top5_error"] == percent(lambda line, n=number: line["view_ranks"][n] > 5, own)
+        if not own:
+            assert (entry["confidence"], entry["median_rank"]) == (None, None)
+            continue
+        assert entry["median_rank"] == statistics.median(line["rank"] for line in own)
+        confidence = 100 * statistics.fmean(line["top"][0][1] for line in own)
+        assert entry["confidence"] == pytest.approx(confidence, abs=5.1e-5)  # rounded to 4 decimals
+    assert report["classes"][6]["evaluated"] == 0
+
+
+def test_scales_and_mirrors_are_the_means_of_their_single_views(tmp_path: Path) -> None:
+    lines = random_lines(4, 200)
+    report = report_of(tmp_path, lines)
+    seen = [line for line in lines if "refused" not in line]
+
+    def mean_error(k: int, kind: Callable[[tuple[int, bool]], bool]) -> float:
+        ranks = [line["view_ranks"][n] for line in seen for n, view in enumerate(VIEWS) if kind(view)]
+        return round(100 * sum(rank > k for rank in ranks) / len(ranks), 4)
+
+    assert report["scales"] == [
+        {
+            "scale": scale,
+            "views": 2,
+            "top1_error": mean_error(1, lambda view, s=scale: view[0] == s),
+            "top5_error": mean_error(5, lambda view, s=scale: view[0] == s),
+        }
+        for scale in (256, 384)
+    ]
+    assert report["mirrors"] == [
+        {
+            "mirrored": mirrored,
+            "views": 2,
+            "top1_error": mean_error(1, lambda view, m=mirrored: view[1] == m),
+            "top5_error": mean_error(5, lambda view, m=mirrored: view[1] == m),
+        }
+        for mirrored in (False, True)
+    ]
+
+
+def test_macro_errors_weigh_every_class_alike(tmp_path: Path) -> None:
+    macro = report_of(tmp_path, LINES)["macro"]
+    assert macro["classes"] == 3
+    assert macro["top1_error"] == round(100 * (2 / 3 + 1 / 2 + 1) / 3, 4)  # the images alone give 66.6667
+    assert macro["top5_error"] == round(100 * (1 / 3) / 3, 4)
+    totals = [3, 2, 0, 1, 0, 0, 0]
+    assert macro["top1_interval"] == list(macro_interval([2, 1, 0, 1, 0, 0, 0], [0] * 7, totals))
+    assert macro["top5_interval"] == list(macro_interval([1, 0, 0, 0, 0, 0, 0], [0] * 7, totals))
+
+
+def test_calibration_compares_the_score_of_the_answer_with_how_often_it_is_right(tmp_path: Path) -> None:
+    lines = [
+        evaluated("a.jpg", 0, [0, 1], 1, first=0.9),
+        evaluated("b.jpg", 0, [1, 0], 2, first=0.88),
+        evaluated("c.jpg", 3, [3, 1], 1, first=0.5),
+        refused("d.jpg", 3),
+    ]
+    found = report_of(tmp_path, lines)["calibration"]
+    assert found["confidence"] == 76.0
+    # Two images of mean 89 % and 50 % right, one of 50 % and right: (2·39 + 1·50) / 3.
+    assert found["expected_error"] == round(128 / 3, 4)
+    filled = [(each["images"], each["confidence"], each["accuracy"]) for each in found["bins"] if each["images"]]
+    assert filled == [(1, 50.0, 100.0), (2, 89.0, 50.0)]
+    assert [each["images"] for each in found["bins"]].index(2) == 13
+
+
+def test_a_score_that_half_precision_lifts_above_one_makes_no_confidence_above_a_hundred(tmp_path: Path) -> None:
+    line = {**evaluated("a.jpg", 1, [1, 0], 1), "top": [[1, 1.0005], [0, 0.0]]}
+    report = report_of(tmp_path, [line])
+    assert report["classes"][1]["confidence"] == report["calibration"]["confidence"] == 100.0
+
+
+def test_capped_images_are_counted_where_they_were_evaluated(tmp_path: Path) -> None:
+    report = report_of(tmp_path, [{**LINES[0], "capped": True}, LINES[1], {**LINES[2], "capped": True}, LINES[3]])
+    assert report["capped"] == 2
+
+
+def test_ranks_of_the_truth_are_counted_in_steps(tmp_path: Path) -> None:
+    ranks = report_of(tmp_path, LINES)["ranks"]
+    assert (ranks["median"], ranks["mean"]) == (2.0, 2.5)  # of 1, 1, 2, 2, 2, 7
+    assert ranks["mean_reciprocal"] == round((1 + 1 + 3 / 2 + 1 / 7) / 6, 4)
+    assert ranks["counts"] == [
+        {"from": 1, "to": 1, "images": 2},
+        {"from": 2, "to": 2, "images": 3},
+        {"from": 3, "to": 5, "images": 0},
+        {"from": 6, "to": 7, "images": 1},
+    ]
+
+
+def test_confusions_are_counted_and_cut_to_the_most_frequent(tmp_path: Path) -> None:
+    lines = random_lines(5, 900, classes=12)
+    report = report_of(tmp_path, lines, classes=many_classes(12))
+    pairs = Counter((line["label"], line["top"][0][0]) for line in lines if line.get("rank", 1) > 1)
+    ranked = sorted(pairs.items(), key=lambda item: (-item[1], item[0]))
+    assert len(ranked) > 50
+    assert [((c["label"], c["predicted"]), c["count"]) for c in report["confusions"]] == ranked[:50]
+    for entry in report["classes"]:
+        own = [(answer, count) for (label, answer), count in ranked if label == entry["index"]]
+        assert [(c["index"], c["count"]) for c in entry["confusions"]] == own[:5]
+    assert max(len(entry["confusions"]) for entry in report["classes"]) == 5
+
+
+def test_the_worst_classes_have_their_own_matrix_and_what_is_outside_is_counted(tmp_path: Path) -> None:
+    lines = random_lines(6, 700, classes=30)
+    report = report_of(tmp_path, lines, classes=many_classes(30))
+    worst = report["worst"]
+    errors = {entry["index"]: entry["top1_error"] for entry in report["classes"] if entry["top1_error"]}
+    assert len(errors) > 20
+    assert worst["classes"] == sorted(errors, key=lambda index: (-errors[index], index))[:20]
+    for row, label in enumerate(worst["classes"]):
+        answers = [line["top"][0][0] for line in lines if "refused" not in line and line["label"] == label]
+        assert worst["counts"][row] == [answers.count(other) for other in worst["classes"]]
+        assert worst["elsewhere"][row] == len([answer for answer in answers if answer not in worst["classes"]])
+        assert sum(worst["counts"][row]) + worst["elsewhere"][row] == report["classes"][label]["evaluated"]
+    assert sum(worst["elsewhere"]) > 0
+
+
+def test_classes_without_an_error_are_never_among_the_worst(tmp_path: Path) -> None:
+    worst = report_of(tmp_path, LINES[3:5])["worst"]
+    assert worst == {"classes": [], "counts": [], "elsewhere": []}
+    assert report_of(tmp_path / "some", LINES)["worst"] == {
+        "classes": [3, 0, 1],
+        "counts": [[0, 0, 1], [0, 1, 0], [1, 0, 1]],
+        "elsewhere": [0, 2, 0],
+    }
+
+
+def test_classes_that_share_a_name_are_listed_together(tmp_path: Path) -> None:
+    assert report_of(tmp_path, LINES)["same_names"] == [[1, 3]]
+    classes = [{"wnid": f"n{index}", "name": name} for index, name in enumerate(["b", "a", "b", "c", "a", "b", "d"])]
+    assert report_of(tmp_path / "more", LINES, classes=classes)["same_names"] == [[0, 2, 5], [1, 4]]
+
+
+def test_equal_scores_count_for_the_lower_class_index(tmp_path: Path) -> None:
+    """A net that says nothing, every score alike, must not be right on every image (tensorflow#13005)."""
+    scores = np.full(7, 1 / 7, np.float32)
+    answers = [index for index, _ in top_k(scores, 5)]
+    lines = [evaluated(f"{label}.jpg", label, answers, rank_of(scores, label), first=1 / 7) for label in range(7)]
+    report = report_of(tmp_path, lines)
+    assert (report["top1_wrong"], report["top5_wrong"]) == (6, 2)
+    assert [entry["top1_wrong"] for entry in report["classes"]] == [0, 1, 1, 1, 1, 1, 1]
+    assert [entry["median_rank"] for entry in report["classes"]] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_an_error_counted_on_one_image_keeps_its_width(tmp_path: Path) -> None:
+    report = report_of(tmp_path, [LINES[6]])
+    assert (report["top1_error"], report["top1_interval"]) == (100.0, [20.6549, 100.0])
+    assert (report["top5_error"], report["top5_interval"]) == (0.0, [0.0, 79.3451])
+    assert report["macro"]["classes"] == 1
+    assert report["ranks"]["median"] == 2.0
+
+
+def test_report_carries_the_suspicion_about_the_labels(tmp_path: Path) -> None:
+    lines = [evaluated(f"{label:03}.jpg", label, [(label + 1) % 300], 300) for label in range(300)]
+    report = report_of(tmp_path, lines, classes=many_classes(300))
+    assert report["suspicion"] == label_order_suspicion(100.0, 300)
+    assert report["suspicion"]
+    assert report_of(tmp_path / "plain", LINES)["suspicion"] == label_order_suspicion(66.6667, 7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "scales 256,384 mirrored"),
+        ({"kind": "center", "scales": [256], "mirror": False, "crop": 224}, "scale 256, central crop 224"),
+        ({"kind": "ten-crop", "scales": [256], "crop": 224}, "scale 256, five crops 224 mirrored"),
+        ({"kind": "spp-18", "weights": "view"}, "scales 256,384, nine windows mirrored, every window alike"),
+        ({"averaging": "logit"}, "scales 256,384 mirrored, logits averaged"),
+    ],
+)
+def test_a_protocol_is_told_in_a_few_words(changes: dict[str, Any], words: str) -> None:
+    assert describe_protocol({**MULTI_SCALE, **changes}) == words
+
+
+def test_verb_warns_of_what_is_suspicious(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [evaluated(f"{label:03}.jpg", label, [(label + 1) % 300], 300) for label in range(300)]
+    folder = write_run(tmp_path / "run", lines, classes=many_classes(300))
+    assert cli.run(["report", str(folder)]) == 0
+    assert f"warning: {label_order_suspicion(100.0, 300)}" in capsys.readouterr().out
+
+
+def ensemble(run: Run) -> Run:
+    """Turn a run into one of an ensemble: members, and no views of its own."""
+    members = tuple({"model": {**run.info.model, "file": f"{n}.onnx"}, "weight": w} for n, w in ((1, 0.25), (2, 0.75)))
+    lines = [replace(prediction, view_ranks=()) for prediction in run.predictions]
+    return replace(run, info=replace(run.info, members=members), predictions=lines)
+
+
+def test_an_ensemble_names_its_members_and_has_no_views(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, LINES))
+    alone, report = build_report(run), build_report(ensemble(run))
+    jsonschema.validate(report, SCHEMA)
+    assert [(member["model"]["file"], member["weight"]) for member in report["members"]] == [
+        ("1.onnx", 0.25),
+        ("2.onnx", 0.75),
+    ]
+    assert report["views"] == report["scales"] == report["mirrors"] == []
+    assert all(entry["views"] == [] for entry in report["classes"])
+    for key in ("top1_error", "macro", "calibration", "ranks", "worst", "confusions"):
+        assert report[key] == alone[key]
+    assert alone["members"] == []
+    assert "ensemble of 2" in headline(report)
+
+
+def test_a_run_without_labels_has_no_report_but_a_submission(tmp_path: Path) -> None:
+    lines = [{**LINES[0], "label": None, "rank": None, "view_ranks": []}, {**LINES[3], "label": None}]
+    run = read_run(write_run(tmp_path / "test", lines))
+    with pytest.raises(UsageError, match=r"test has no labels, so there are no errors.*prelunet submission"):
+        build_report(run)
+
+
+def test_an_image_without_a_label_among_others_is_refused(tmp_path: Path) -> None:
+    lines = [LINES[0], {**LINES[1], "label": None, "rank": None, "view_ranks": []}]
+    run = read_run(write_run(tmp_path, lines))
+    with pytest.raises(RunFolderError, match=r"prediction 2 \(n01/b.jpg\) has no label, but others have one"):
+        build_report(run)
+
+
+def test_a_shard_has_no_report_of_its_own(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, LINES))
+    shard = replace(run, info=replace(run.info, shard=(2, 4)))
+    with pytest.raises(RunFolderError, match=r"shard 2 of 4; join them: prelunet merge"):
+        build_report(shard)
 
 
 def test_the_same_run_gives_the_same_bytes(tmp_path: Path) -> None:
@@ -136,7 +390,11 @@ def test_csv_has_the_same_numbers_as_the_report(tmp_path: Path) -> None:
     for row, entry in zip(rows, report["classes"], strict=True):
         assert (int(row["index"]), row["wnid"], row["name"]) == (entry["index"], entry["wnid"], entry["name"])
         assert (float(row["top1_error"]) if row["top1_error"] else None) == entry["top1_error"]
-        assert [float(row["top5_low"]), float(row["top5_high"])] == entry["top5_interval"]
+        for top in ("top1", "top5"):
+            assert int(row[f"{top}_wrong"]) == entry[f"{top}_wrong"]
+            assert [float(row[f"{top}_low"]), float(row[f"{top}_high"])] == entry[f"{top}_interval"]
+        for key in ("confidence", "median_rank"):
+            assert (float(row[key]) if row[key] else None) == entry[key]
 
 
 def test_a_file_name_that_is_no_text_still_gives_valid_files(tmp_path: Path) -> None:
@@ -162,9 +420,11 @@ def test_headline_carries_the_circumstances(tmp_path: Path) -> None:
     ("line", "fault"),
     [
         (Prediction("x.jpg", 7, ((0, 0.5),), 1), "class index 7"),
-        (Prediction("x.jpg", -1, ((0, 0.5),), 1), "class index -1"),
+        (Prediction("x.jpg", -2, ((0, 0.5),), 1), "class index -2"),
         (Prediction("x.jpg", 0, ((9, 0.5),), 1), "class index 9"),
         (Prediction("x.jpg", 0, ((0, 0.5),), 0), "rank 0"),
+        (Prediction("x.jpg", 0, ((0, 0.5),), 8), "rank 8"),
+        (Prediction("x.jpg", 0, (), 1), "rank 1, 0 answers"),
     ],
 )
 def test_an_answer_that_the_model_cannot_give_is_refused(tmp_path: Path, line: Prediction, fault: str) -> None:
@@ -173,11 +433,22 @@ def test_an_answer_that_the_model_cannot_give_is_refused(tmp_path: Path, line: P
         build_report(replace(run, predictions=[run.predictions[0], line]))
 
 
+@pytest.mark.parametrize(("answers", "rank"), [((1, 0), 1), ((0, 1), 2), ((0, 1), 3)])
+def test_an_answer_that_contradicts_its_rank_is_refused(tmp_path: Path, answers: tuple[int, ...], rank: int) -> None:
+    run = read_run(write_run(tmp_path, LINES))
+    line = Prediction("x.jpg", 0, tuple((index, 0.5) for index in answers), rank)
+    with pytest.raises(RunFolderError, match=rf"x.jpg\) has rank {rank} for class 0, but its answers are"):
+        build_report(replace(run, predictions=[run.predictions[0], line]))
+
+
 def test_verb_writes_three_files_and_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "run", LINES)
     assert cli.run(["report", str(folder)]) == 0
     out = capsys.readouterr().out
     assert "top-1 error 66.67 % (4 of 6)" in out
+    assert "mean over 3 classes: top-1 72.22 [" in out
+    assert "mean score of the answers 60.0 %, expected calibration error 26.7 %" in out
+    assert "warning" not in out
     assert "crane, mostly taken for crane (1 of 1)" in out
     for name in ("report.json", "classes.csv", "report.html"):
         assert str(folder / "report" / name) in out
@@ -199,6 +470,13 @@ def test_a_run_with_every_image_refused_is_still_reported(tmp_path: Path, capsys
     jsonschema.validate(report, SCHEMA)
     assert report["top1_error"] is None
     assert report["top1_interval"] == [0, 100]
+    assert (report["top1_wrong"], report["top5_wrong"], report["calibration"]) == (0, 0, None)
+    nothing = {"top1_error": None, "top1_interval": [0, 100], "top5_error": None, "top5_interval": [0, 100]}
+    assert report["macro"] == {"classes": 0, **nothing}
+    assert [report["ranks"][key] for key in ("median", "mean", "mean_reciprocal")] == [None, None, None]
+    assert {step["images"] for step in report["ranks"]["counts"]} == {0}
+    assert [view["top1_error"] for view in report["views"] + report["scales"] + report["mirrors"]] == [None] * 8
+    assert report["worst"] == {"classes": [], "counts": [], "elsewhere": []}
     assert "2 of 2 images were refused" in (folder / "report" / "report.html").read_text()
 
 

@@ -1,8 +1,28 @@
 import math
+import random
+import statistics
+from fractions import Fraction
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from statsmodels.stats.proportion import proportion_confint
 
-from evaluator.reporting.statistics import error_percent, wilson_interval
+from evaluator.reporting.statistics import (
+    BINS,
+    calibration,
+    error_percent,
+    macro_error,
+    macro_interval,
+    rank_summary,
+    wilson_interval,
+)
+
+ROUNDING = 5.1e-5  # half a unit of the fourth decimal, to which every percentage is rounded
+
+COUNTS = st.integers(1, 60_000).flatmap(lambda total: st.tuples(st.integers(0, total), st.just(total)))
 
 
 def wilson_by_formula(errors: int, total: int) -> tuple[float, float]:
@@ -18,16 +38,26 @@ def wilson_by_formula(errors: int, total: int) -> tuple[float, float]:
     ("errors", "total"), [(0, 1), (1, 1), (0, 50), (5, 50), (25, 50), (50, 50), (13, 97), (2855, 50_000)]
 )
 def test_wilson_interval_equals_the_closed_form(errors: int, total: int) -> None:
-    # abs 5.1e-5: the interval is rounded to 4 decimals
-    assert wilson_interval(errors, total) == pytest.approx(wilson_by_formula(errors, total), abs=5.1e-5)
+    assert wilson_interval(errors, total) == pytest.approx(wilson_by_formula(errors, total), abs=ROUNDING)
+
+
+@settings(deadline=None)
+@given(COUNTS)
+def test_wilson_interval_equals_that_of_statsmodels_and_holds_the_error(counts: tuple[int, int]) -> None:
+    errors, total = counts
+    low, high = wilson_interval(errors, total)
+    expected = proportion_confint(errors, total, alpha=0.05, method="wilson")
+    assert (low, high) == pytest.approx([100 * bound for bound in expected], abs=ROUNDING)
+    assert 0 <= low <= error_percent(errors, total) <= high <= 100
 
 
 @pytest.mark.parametrize(
     ("errors", "total", "low", "high"),
-    [  # the paper's numbers and a class of 50 images
+    [  # the paper's numbers, a class of 50 images, the human of the paper's Table 7
         (2_855, 50_000, 5.51, 5.92),
         (10_795, 50_000, 21.23, 21.95),
         (4_940, 100_000, 4.81, 5.08),
+        (76, 1_500, 4.07, 6.30),
         (5, 50, 4.3, 21.4),
         (0, 50, 0.0, 7.1),
         (25, 50, 36.6, 63.4),
@@ -41,8 +71,163 @@ def test_wilson_interval_of_known_error_rates(errors: int, total: int, low: floa
 def test_without_images_nothing_is_known() -> None:
     assert wilson_interval(0, 0) == (0.0, 100.0)
     assert error_percent(0, 0) is None
+    assert macro_error([], []) is None
+    assert macro_error([0, 0], [0, 0]) is None
+    assert macro_interval([], [], []) == (0.0, 100.0)
+    assert macro_interval([0, 0], [0, 0], [0, 0]) == (0.0, 100.0)
+    assert calibration([], []) is None
 
 
 def test_an_error_is_percent_with_four_decimals() -> None:
     assert error_percent(1, 3) == 33.3333
     assert error_percent(0, 7) == 0.0
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)).map(sorted), max_size=12))
+def test_macro_error_is_the_mean_over_the_classes_that_have_images(tables: list[list[int]]) -> None:
+    wrong, totals = [errors for errors, _ in tables], [total for _, total in tables]
+    errors = [Fraction(errors, total) for errors, total in tables if total]
+    expected = 100 * sum(errors) / len(errors) if errors else None
+    assert macro_error(wrong, totals) == (None if expected is None else pytest.approx(float(expected), abs=ROUNDING))
+
+
+# plus, minus, total of each class: of different sizes, one of a single image, one without any, two alike.
+TABLE = [(3, 1, 12), (0, 0, 0), (1, 0, 1), (2, 5, 9), (3, 1, 12), (0, 0, 7), (20, 4, 35)]
+
+
+def outcomes(plus: int, minus: int, total: int) -> list[int]:
+    """Return what each image of a class counts."""
+    return [1] * plus + [-1] * minus + [0] * (total - plus - minus)
+
+
+@pytest.mark.parametrize("with_minus", [True, False])
+def test_macro_interval_equals_drawing_images_anew_one_by_one(with_minus: bool) -> None:
+    table = [(plus, minus if with_minus else 0, total) for plus, minus, total in TABLE]
+    classes = [outcomes(*counts) for counts in table if counts[2]]
+    draw = random.Random(5)
+    means = sorted(
+        100 * statistics.fmean(statistics.fmean(draw.choices(images, k=len(images))) for images in classes)
+        for _ in range(8_000)
+    )
+    expected = means[200], means[-201]
+    # 6 %: five standard errors of the difference of two bounds, each 0.01 of the width from some 10,000 draws.
+    width = expected[1] - expected[0]
+    assert macro_interval(*zip(*table, strict=True)) == pytest.approx(expected, abs=0.06 * width)
+    assert width > 5
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_macro_interval_equals_the_percentile_bootstrap_of_scipy(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    totals = draw.integers(2, 30, size=8)
+    counts = [draw.multinomial(total, [0.3, 0.2, 0.5]) for total in totals]
+    table = [(int(plus), int(minus), int(total)) for (plus, minus, _), total in zip(counts, totals, strict=True)]
+
+    def macro(*classes: np.ndarray, axis: int) -> np.ndarray:
+        return 100 * np.mean([images.mean(axis=axis) for images in classes], axis=0)
+
+    result = stats.bootstrap(
+        [np.array(outcomes(*each)) for each in table], macro, method="percentile", n_resamples=10_000, rng=draw
+    )
+    low, high = result.confidence_interval
+    # 6 % of the width: as above.
+    assert macro_interval(*zip(*table, strict=True)) == pytest.approx((low, high), abs=0.06 * (high - low))
+
+
+def test_macro_interval_knows_no_order_of_classes_and_ignores_those_without_images() -> None:
+    shuffled = [TABLE[place] for place in (6, 2, 5, 0, 3, 4)]
+    expected = macro_interval(*zip(*TABLE, strict=True))
+    assert macro_interval(*zip(*shuffled, strict=True)) == expected
+    assert macro_interval(*zip(*TABLE, strict=True)) == expected
+
+
+def test_macro_interval_of_the_other_difference_is_mirrored() -> None:
+    plus, minus, totals = zip(*TABLE, strict=True)
+    low, high = macro_interval(plus, minus, totals)
+    assert macro_interval(minus, plus, totals) == pytest.approx((-high, -low), abs=0.06 * (high - low))
+
+
+@pytest.mark.parametrize(("wrong", "bound"), [(0, 0.0), (1, 100.0)])
+def test_where_every_class_is_all_right_or_all_wrong_the_bootstrap_has_no_width(wrong: int, bound: float) -> None:
+    totals = [1, 50, 7]
+    assert macro_interval([wrong * total for total in totals], [0, 0, 0], totals) == (bound, bound)
+
+
+def test_a_thousand_classes_are_surer_than_one() -> None:
+    """50 images of each, 10 wrong: the normal approximation, 1.96·sqrt(p(1-p)/n), holds well there."""
+    half = 100 * 1.959964 * math.sqrt(0.2 * 0.8 / 50_000)
+    low, high = macro_interval([10] * 1000, [0] * 1000, [50] * 1000)
+    assert (low, high) == pytest.approx((20 - half, 20 + half), abs=0.06 * half)
+
+
+def ece_by_fractions(scores: list[str], right: list[bool]) -> tuple[Fraction, list[list[tuple[Fraction, bool]]]]:
+    """Guo et al. 2017, Eq. 3, image by image: the error in percent, and the images of each bin (m/15, (m+1)/15]."""
+    bins: list[list[tuple[Fraction, bool]]] = [[] for _ in range(15)]
+    for score, hit in zip(map(Fraction, scores), right, strict=True):
+        place = next(m for m in range(15) if score <= Fraction(m + 1, 15))
+        bins[place].append((score, hit))
+    error = Fraction(0)
+    for images in filter(None, bins):
+        confidence = sum((score for score, _ in images), Fraction(0)) / len(images)
+        accuracy = Fraction(sum(hit for _, hit in images), len(images))
+        error += Fraction(len(images), len(scores)) * abs(accuracy - confidence)
+    return 100 * error, bins
+
+
+# Decimals with ties, both ends and the edges between bins that a decimal can hit: 0.2, 0.4, 0.6, 0.8.
+SCORES = st.one_of(
+    st.sampled_from(["0", "0.2", "0.4", "0.6", "0.8", "1"]), st.integers(0, 10**6).map(lambda n: f"{n}e-6")
+)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(SCORES, st.booleans()), min_size=1, max_size=60))
+def test_calibration_equals_a_plain_loop_in_fractions(images: list[tuple[str, bool]]) -> None:
+    scores, right = [score for score, _ in images], [hit for _, hit in images]
+    found = calibration([float(score) for score in scores], right)
+    expected, bins = ece_by_fractions(scores, right)
+    assert found is not None
+    assert found.expected_error == pytest.approx(float(expected), abs=ROUNDING)
+    assert found.confidence == pytest.approx(float(100 * sum(map(Fraction, scores)) / len(scores)), abs=ROUNDING)
+    assert [each.images for each in found.bins] == [len(of_bin) for of_bin in bins]
+    for place, (each, of_bin) in enumerate(zip(found.bins, bins, strict=True)):
+        assert (each.low, each.high) == (place / BINS, (place + 1) / BINS)
+        if not of_bin:
+            assert (each.confidence, each.accuracy) == (None, None)
+            continue
+        confidence = 100 * sum(score for score, _ in of_bin) / len(of_bin)
+        assert each.confidence == pytest.approx(float(confidence), abs=ROUNDING)
+        assert each.accuracy == pytest.approx(100 * sum(hit for _, hit in of_bin) / len(of_bin), abs=ROUNDING)
+
+
+def test_a_score_on_an_edge_belongs_to_the_bin_below_it() -> None:
+    found = calibration([0.0, 0.2, 0.2000001, 1.0], [False, True, True, True])
+    assert found is not None
+    assert [place for place, each in enumerate(found.bins) if each.images] == [0, 2, 3, 14]
+
+
+def test_a_score_that_half_precision_lifts_above_one_counts_as_one() -> None:
+    found = calibration([1.0005, 1.0], [True, False])
+    assert found is not None
+    assert (found.confidence, found.expected_error) == (100.0, 50.0)
+    assert (found.bins[-1].images, found.bins[-1].confidence) == (2, 100.0)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 1200).flatmap(lambda k: st.tuples(st.just(k), st.lists(st.integers(1, k), max_size=30))))
+def test_ranks_are_told_by_mean_median_and_in_steps_that_end_at_the_number_of_classes(
+    drawn: tuple[int, list[int]],
+) -> None:
+    classes, ranks = drawn
+    found = rank_summary(ranks, classes)
+    ends = [2, 3, 6, 11, 21, 51, 101, 1201]
+    steps = [(low, min(end - 1, classes)) for low, end in zip([1, *ends], ends, strict=False) if low <= classes]
+    assert [(step.first, step.last) for step in found.counts] == steps
+    assert [step.images for step in found.counts] == [sum(low <= rank <= last for rank in ranks) for low, last in steps]
+    if not ranks:
+        assert (found.median, found.mean, found.mean_reciprocal) == (None, None, None)
+        return
+    assert found.median == statistics.median(ranks)
+    assert found.mean == pytest.approx(statistics.fmean(ranks), abs=ROUNDING)
+    assert found.mean_reciprocal == pytest.approx(statistics.fmean(1 / rank for rank in ranks), abs=ROUNDING)

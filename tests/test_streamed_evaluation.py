@@ -2,6 +2,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -10,6 +11,7 @@ import pytest
 from google.protobuf.descriptor import Descriptor
 
 from evaluator.client import Client
+from evaluator.contract import ClassEntry
 from evaluator.datasets.opening import open_dataset
 from evaluator.engine.classify import classify_images
 from evaluator.errors import DatasetError
@@ -17,7 +19,7 @@ from evaluator.imaging.decode import DecodeLimits, decode_rgb
 from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from evaluator.protocols import make_protocol
-from evaluator.reporting.report import build_report
+from evaluator.reporting.report import build_report, report_bytes
 from evaluator.serving.classifier import Classifier
 from evaluator.serving.evaluation import IN_FLIGHT, LabelledImage, evaluate
 from evaluator.serving.messages import report_message
@@ -58,7 +60,7 @@ def test_the_report_over_the_wire_equals_that_of_validate_on_the_same_folder(exp
     with running_server(demo=net.session) as server, Client(server.address) as client:
         report = client.evaluate(dataset)
     assert report == expected
-    assert list(report) == list(expected), "the keys should come in the same order too"
+    assert report_bytes(report) == report_bytes(expected), "the keys should come in the same order too"
 
 
 def test_images_may_come_in_any_order_and_with_either_kind_of_label() -> None:
@@ -118,6 +120,7 @@ def test_refused_images_are_counted_with_their_reasons_and_an_evaluation_of_noth
     assert (report["images"], report["evaluated"], report["refused"]) == (2, 0, 2)
     assert [(each["file"], each["reason"][:8]) for each in report["refusals"]] == [("a", "no image"), ("b", "no image")]
     assert (report["top1_error"], report["top1_interval"]) == (None, [0, 100])
+    assert (report["calibration"], report["macro"]["top1_error"], report["ranks"]["median"]) == (None, None, None)
     jsonschema.validate(report, SCHEMA)
 
 
@@ -169,29 +172,49 @@ def test_an_error_of_the_client_s_iterator_ends_the_evaluation() -> None:
         classifier.close()
 
 
-def test_the_message_has_the_fields_of_the_published_schema() -> None:
-    def fields(message: Descriptor) -> dict:
-        return {
-            f.name: fields(f.message_type) if f.message_type and not f.message_type.GetOptions().map_entry else None
-            for f in message.fields
-        }
+def test_the_message_has_the_fields_of_the_published_schema_in_their_order() -> None:
+    def fields(message: Descriptor) -> list:
+        return [(field.name, inner(field.message_type)) for field in message.fields]
 
-    def properties(schema: dict) -> dict:
-        inner = {name: part.get("items", part) for name, part in schema["properties"].items()}
-        return {name: properties(part) if "properties" in part else None for name, part in inner.items()}
+    def inner(message: Descriptor | None) -> list | None:
+        plain = message is None or message.GetOptions().map_entry or message.name == "WholeNumbers"
+        return None if plain else fields(message)
+
+    def properties(schema: dict) -> list:
+        return [(name, inside(part)) for name, part in schema["properties"].items()]
+
+    def inside(part: dict) -> list | None:
+        if "$ref" in part:
+            return inside(SCHEMA["$defs"][part["$ref"].removeprefix("#/$defs/")])
+        if "properties" in part:
+            return properties(part)
+        return inside(part["items"]) if "items" in part else None
 
     assert fields(pb.Report.DESCRIPTOR) == properties(SCHEMA)
 
 
 def test_a_report_survives_the_way_there_and_back_with_its_nulls_and_all_its_digits() -> None:
     contract = fake_contract(classes=4)
-    session = FakeSession(contract)
-    protocol = make_protocol("center", contract)
+    same = tuple(ClassEntry(entry.wnid, "crane") for entry in contract.classes[:2])
+    session = FakeSession(replace(contract, classes=(*same, *contract.classes[2:])))
+    protocol = make_protocol("center", session.contract)
     (classified,) = classify_images(session, [decode_rgb(png(40, 57))], protocol)
     predictions = [prediction_of("x/a.png", (classified.top(1)[0][0] + 1) % 4, classified)]
     dataset = {"name": "grüße", "fingerprint": "f" * 64, "images": 1, "layout": "x", "selection": None}
     report = build_report(Run(run_info(session, "fake.onnx", dataset, protocol), predictions))
     report["top5_error"] = 100 / 3
+    report["members"] = [{"model": report["model"], "weight": 1 / 3}]
     assert None in [entry["top1_error"] for entry in report["classes"]]
+    assert None in [each["accuracy"] for each in report["calibration"]["bins"]]
     assert report["protocol"]["crop"] == 28
-    assert report_from_message(pb.Report.FromString(report_message(report).SerializeToString())) == report
+    assert report["suspicion"] is None
+    assert report["same_names"] == [[0, 1]]
+    assert [len(row) for row in report["worst"]["counts"]] == [1]
+    assert there_and_back(report) == report
+    assert report_bytes(there_and_back(report)) == report_bytes(report), "keys and numbers should look the same too"
+    report["suspicion"] = "the labels are in another order"
+    assert there_and_back(report) == report
+
+
+def there_and_back(report: dict) -> dict:
+    return report_from_message(pb.Report.FromString(report_message(report).SerializeToString()))

@@ -1,25 +1,39 @@
 """The report of one run as plain data: a pure function, the same run gives the same bytes.
 
-The published schema is docs/report.schema.json; `prelunet.v1.Report` is its twin on the wire. Errors are percent over
-evaluated images; refused images are counted and listed, never taken for errors.
+The published schema is docs/report.schema.json; `prelunet.v1.Report` is its twin on the wire; docs/statistics.md
+defines each figure. Errors are percent over evaluated images; refused images are counted and listed, never taken for
+errors.
 """
 
 import csv
 import io
 import json
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
-from evaluator.contract import ClassEntry
-from evaluator.errors import RunFolderError
-from evaluator.protocols import View
-from evaluator.reporting.statistics import error_percent, wilson_interval
+from evaluator.datasets.sample import UNLABELLED
+from evaluator.errors import RunFolderError, UsageError
+from evaluator.protocols import Kind
+from evaluator.reporting.statistics import calibration, rank_summary
+from evaluator.reporting.tables import (
+    TOPS,
+    Evaluated,
+    class_table,
+    confusion_pairs,
+    error_fields,
+    evaluated_of,
+    macro_fields,
+    mirror_table,
+    same_names,
+    scale_table,
+    view_table,
+    worst_matrix,
+)
 from evaluator.validation.run import Prediction, Run
+from evaluator.validation.suspicion import label_order_suspicion
 
-REPORT_VERSION = 1
-CONFUSIONS_OF_A_CLASS = 5
-CONFUSIONS_OVERALL = 50
+REPORT_VERSION = 2
 
 Report = dict[str, Any]
 
@@ -27,27 +41,55 @@ Report = dict[str, Any]
 def build_report(run: Run) -> Report:
     """Return report.json of a finished run as plain data (docs/report.schema.json).
 
-    Raises RunFolderError when a prediction names a class that the model does not have.
+    Raises UsageError when the run has no labels, RunFolderError when it is a shard, or when a prediction names a class
+    that the model does not have or contradicts itself.
     """
-    _check_class_indices(run)
+    _check_reportable(run)
+    _check_predictions(run)
     info = run.info
-    evaluated = [prediction for prediction in run.predictions if prediction.refused is None]
+    seen = evaluated_of(run.predictions, len(info.views))
+    classes = class_table(info.classes, run.predictions, seen)
+    errors = error_fields([int((seen.rank > k).sum()) for k in TOPS], len(seen.rank))
     return {
         "version": REPORT_VERSION,
         "images": len(run.predictions),
-        "evaluated": len(evaluated),
-        "refused": len(run.predictions) - len(evaluated),
-        "capped": sum(prediction.capped for prediction in evaluated),
-        **_errors([prediction.rank for prediction in evaluated]),
+        "evaluated": len(seen.rank),
+        "refused": len(run.predictions) - len(seen.rank),
+        "capped": sum(prediction.capped for prediction in run.predictions),
+        **errors,
+        "macro": macro_fields(classes),
+        "calibration": _calibration(seen),
+        "ranks": _ranks(seen, len(info.classes)),
+        "views": view_table(info.views, seen),
+        "scales": scale_table(info.views, seen),
+        "mirrors": mirror_table(info.views, seen),
         "model": dict(info.model),
         "protocol": info.protocol.to_json(),
         "dataset": dict(info.dataset),
         "circumstances": dict(info.circumstances),
-        "views": _views(info.views, evaluated),
-        "classes": _classes(info.classes, run.predictions),
-        "confusions": _confusions(evaluated),
+        "members": [dict(member) for member in info.members],
+        "classes": classes,
+        "confusions": confusion_pairs(seen),
+        "worst": worst_matrix(classes, seen),
+        "same_names": same_names(info.classes),
+        "suspicion": label_order_suspicion(errors["top1_error"], len(info.classes)),
         "refusals": [{"file": p.file, "reason": p.refused} for p in run.predictions if p.refused is not None],
     }
+
+
+def _calibration(seen: Evaluated) -> dict[str, Any] | None:
+    """Return how far the scores of the answers can be believed; None without any."""
+    found = calibration(seen.score, seen.rank == 1)
+    if found is None:
+        return None
+    return {**asdict(found), "bins": [asdict(each) for each in found.bins]}
+
+
+def _ranks(seen: Evaluated, classes: int) -> dict[str, Any]:
+    """Return where the truth stands. `from` is a word of Python, so the steps have other names there."""
+    found = rank_summary(seen.rank, classes)
+    steps = [{"from": step.first, "to": step.last, "images": step.images} for step in found.counts]
+    return {**asdict(found), "counts": steps}
 
 
 def report_bytes(report: Report) -> bytes:
@@ -57,13 +99,21 @@ def report_bytes(report: Report) -> bytes:
 
 def classes_csv(report: Report) -> bytes:
     """Return classes.csv: a row per class with the numbers of report.json; an empty cell where there is no image."""
-    columns = ("index", "wnid", "name", "images", "evaluated", "refused")
+    columns = (
+        *("index", "wnid", "name", "images", "evaluated", "refused"),
+        *(f"{top}_{what}" for top in ("top1", "top5") for what in ("wrong", "error", "low", "high")),
+        *("confidence", "median_rank"),
+    )
     text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow((*columns, *(f"{top}_{what}" for top in ("top1", "top5") for what in ("error", "low", "high"))))
+    table = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+    table.writeheader()
     for entry in report["classes"]:
-        errors = (number for top in ("top1", "top5") for number in (entry[f"{top}_error"], *entry[f"{top}_interval"]))
-        table.writerow((*(entry[column] for column in columns), *errors))
+        ends = {
+            f"{top}_{end}": bound
+            for top in ("top1", "top5")
+            for end, bound in zip(("low", "high"), entry[f"{top}_interval"], strict=True)
+        }
+        table.writerow({**entry, **ends})
     return text.getvalue().encode("utf-8", errors="backslashreplace")
 
 
@@ -72,31 +122,32 @@ def headline(report: Report) -> str:
     if report["evaluated"]:
         total = f"of {report['evaluated']:,}"
         errors = " · ".join(
-            f"top-{k} error {report[f'top{k}_error']:.2f} % ({wrong_images(report, f'top{k}'):,} {total})"
-            for k in (1, 5)
+            f"top-{k} error {report[f'top{k}_error']:.2f} % ({report[f'top{k}_wrong']:,} {total})" for k in (1, 5)
         )
     else:
         errors = "no image evaluated"
     refused = f"; {report['refused']:,} of {report['images']:,} images refused, listed" if report["refused"] else ""
-    circumstances = report["circumstances"]
+    members, circumstances = report["members"], report["circumstances"]
+    model = f"ensemble of {len(members)}" if members else f"model {report['model']['sha256'][:8]}…"
     return (
-        f"{errors}{refused} | {describe_protocol(report['protocol'])} | model {report['model']['sha256'][:8]}… | "
+        f"{errors}{refused} | {describe_protocol(report['protocol'])} | {model} | "
         f"{short_provider(circumstances)}, {circumstances['precision']}"
     )
 
 
-def wrong_images(report: Report, key: str) -> int:
-    """Return how many images are wrong by `key` (top1 or top5): whole again, since errors carry 4 decimals."""
-    error: float = report[f"{key}_error"] or 0.0
-    evaluated: int = report["evaluated"]
-    return round(error * evaluated / 100)
+_PARTS_SHOWN: Mapping[Kind, str] = {
+    "dense": "",
+    "spp-18": ", nine windows",
+    "center": ", central crop {crop}",
+    "ten-crop": ", five crops {crop}",
+}
 
 
 def describe_protocol(protocol: Mapping[str, Any]) -> str:
     """Return a protocol in a few words: `scales 256,384,480 mirrored`."""
     scales = ",".join(map(str, protocol["scales"]))
     words = f"scale{'s' if len(protocol['scales']) > 1 else ''} {scales}"
-    words += f", central crop {protocol['crop']}" if protocol["kind"] == "center" else ""
+    words += _PARTS_SHOWN[protocol["kind"]].format(crop=protocol["crop"])
     words += " mirrored" if protocol["mirror"] else ""
     words += ", logits averaged" if protocol["averaging"] == "logit" else ""
     return words + (", every window alike" if protocol["weights"] == "view" else "")
@@ -107,76 +158,42 @@ def short_provider(circumstances: Mapping[str, Any]) -> str:
     return str(circumstances["provider"]).removesuffix("ExecutionProvider")
 
 
-def _errors(ranks: Sequence[int]) -> dict[str, Any]:
-    """Return top-1 and top-5 error with intervals of images whose true class has these ranks."""
-    result: dict[str, Any] = {}
-    for k in (1, 5):
-        wrong = sum(rank > k for rank in ranks)
-        result[f"top{k}_error"] = error_percent(wrong, len(ranks))
-        result[f"top{k}_interval"] = list(wilson_interval(wrong, len(ranks)))
-    return result
-
-
-def _views(views: Sequence[View], evaluated: Sequence[Prediction]) -> list[dict[str, Any]]:
-    """Return what each view alone would have given, in the protocol's order."""
-    rows = []
-    for place, shown in enumerate(views):
-        alone = [prediction.view_ranks[place] for prediction in evaluated]
-        errors = {f"top{k}_error": error_percent(sum(rank > k for rank in alone), len(alone)) for k in (1, 5)}
-        rows.append({**shown.to_json(), **errors})
-    return rows
-
-
-def _classes(classes: Sequence[ClassEntry], predictions: Iterable[Prediction]) -> list[dict[str, Any]]:
-    """Return every class of the model, also those of which the dataset has no image."""
-    of_class: defaultdict[int, list[Prediction]] = defaultdict(list)
-    for prediction in predictions:
-        of_class[prediction.label].append(prediction)
-    rows = []
-    for index, entry in enumerate(classes):
-        evaluated = [prediction for prediction in of_class[index] if prediction.refused is None]
-        wrong = Counter(p.top[0][0] for p in evaluated if p.rank > 1)
-        rows.append(
-            {
-                "index": index,
-                "wnid": entry.wnid,
-                "name": entry.name,
-                "images": len(of_class[index]),
-                "evaluated": len(evaluated),
-                "refused": len(of_class[index]) - len(evaluated),
-                **_errors([prediction.rank for prediction in evaluated]),
-                "confusions": [
-                    {"index": other, "wnid": classes[other].wnid, "name": classes[other].name, "count": count}
-                    for other, count in _most_frequent(wrong, CONFUSIONS_OF_A_CLASS)
-                ],
-            }
+def _check_reportable(run: Run) -> None:
+    """Refuse a run that has no errors to count, or that is not all of its dataset."""
+    name = run.folder or "run"
+    if run.info.shard is not None:
+        number, of = run.info.shard
+        raise RunFolderError(f"{name}: shard {number} of {of}; join them: prelunet merge SHARD... --run DIR")
+    if not run.labelled:
+        raise UsageError(
+            f"{name} has no labels, so there are no errors; `prelunet submission {name}` writes its answers"
         )
-    return rows
 
 
-def _confusions(evaluated: Sequence[Prediction]) -> list[dict[str, Any]]:
-    """Return the most frequent pairs (true class, wrong answer). share: percent of the true class's images."""
-    of_class = Counter(prediction.label for prediction in evaluated)
-    pairs = Counter((p.label, p.top[0][0]) for p in evaluated if p.rank > 1)
-    return [
-        {"label": label, "predicted": other, "count": count, "share": error_percent(count, of_class[label])}
-        for (label, other), count in _most_frequent(pairs, CONFUSIONS_OVERALL)
-    ]
-
-
-def _most_frequent(counts: Mapping[Any, int], limit: int) -> list[tuple[Any, int]]:
-    """Return the largest counts; equal ones in the order of their class indices."""
-    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:limit]
-
-
-def _check_class_indices(run: Run) -> None:
-    """Refuse predictions of classes that the model does not have; every number below would be wrong."""
-    known = range(len(run.info.classes))
+def _check_predictions(run: Run) -> None:
+    """Refuse predictions that no run of this model can hold; every number of the report would be wrong."""
+    classes = len(run.info.classes)
     for number, prediction in enumerate(run.predictions, start=1):
-        strange = [index for index in (prediction.label, *(i for i, _ in prediction.top)) if index not in known]
-        if strange or (prediction.refused is None and not (prediction.top and 1 <= prediction.rank <= len(known))):
-            what = f"class index {strange[0]}" if strange else f"rank {prediction.rank}, {len(prediction.top)} answers"
+        if fault := _fault_of(prediction, classes):
             raise RunFolderError(
-                f"{run.folder or 'run'}: prediction {number} ({prediction.file}) has {what}, "
-                f"but the model has {len(known)} classes. Start the run anew with --fresh"
+                f"{run.folder or 'run'}: prediction {number} ({prediction.file}) has {fault}. "
+                "Start the run anew with --fresh"
             )
+
+
+def _fault_of(prediction: Prediction, classes: int) -> str | None:
+    """Return what contradicts itself in a prediction; None where nothing does."""
+    if prediction.label == UNLABELLED:
+        return "no label, but others have one"
+    answers = [index for index, _ in prediction.top]
+    for index in (prediction.label, *answers):
+        if not 0 <= index < classes:
+            return f"class index {index}, but the model has {classes} classes"
+    if prediction.refused is not None:
+        return None
+    rank = prediction.rank
+    if not answers or not 1 <= rank <= classes:
+        return f"rank {rank}, {len(answers)} answers, but the model has {classes} classes"
+    if answers[rank - 1] != prediction.label if rank <= len(answers) else prediction.label in answers:
+        return f"rank {rank} for class {prediction.label}, but its answers are {answers}"
+    return None

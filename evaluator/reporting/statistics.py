@@ -1,9 +1,22 @@
-"""Error rates and how sure they are. Errors are percent, as papers print them."""
+"""Error rates and how sure they are, calibration, ranks. Errors are percent, as papers print them (docs/statistics.md).
 
+Pure functions of counts and arrays: the same input gives the same output.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
 
 CONFIDENCE = 0.95
 DECIMALS = 4  # of every percentage in a report
+RESAMPLES = 10_000
+SEED = 1502_01852  # of every bootstrap, so that the same run has the same interval: the paper's number on arXiv
+BINS = 15  # of the reliability diagram, as in Guo et al. 2017
+RANK_STEPS = (1, 2, 3, 6, 11, 21, 51, 101)  # first rank of each; the last step has no end but the number of classes
 
 
 def error_percent(errors: int, total: int) -> float | None:
@@ -24,3 +37,134 @@ def wilson_interval(errors: int, total: int) -> tuple[float, float]:
 
     interval = stats.binomtest(errors, total).proportion_ci(confidence_level=CONFIDENCE, method="wilson")
     return (round(100.0 * float(interval.low), DECIMALS), round(100.0 * float(interval.high), DECIMALS))
+
+
+def macro_error(wrong: Sequence[int], totals: Sequence[int]) -> float | None:
+    """Return the mean over classes of their error, percent; every class counts alike, however many images it has.
+
+    wrong, totals: per class, images that are wrong and all of them; for the difference of two, `wrong` is that of their
+    counts. Classes without images do not count; None when there is no other.
+    """
+    errors = [errors / total for errors, total in zip(wrong, totals, strict=True) if total]
+    return round(100.0 * float(np.mean(errors)), DECIMALS) if errors else None
+
+
+def macro_interval(plus: Sequence[int], minus: Sequence[int], totals: Sequence[int]) -> tuple[float, float]:
+    """Return the 95 % percentile bootstrap interval of the mean over classes of (plus - minus) / total, in percent.
+
+    plus, minus, totals: per class, images that count +1, those that count -1 and all of them. For the macro error of
+    one run `plus` is the wrong images and `minus` all 0; for the difference of two, `plus` is the images that only one
+    gets wrong and `minus` those that only the other does. Images are drawn anew within each class, as the classes are
+    given, not drawn. Classes without images do not count; without any other the interval is (0, 100), which knows
+    nothing of an error rate. Deterministic, rounded to 4 decimals. Efron and Tibshirani 1993, chapter 13.
+    """
+    # Drawing n images of a class anew gives multinomial counts of its plus, minus and rest. k classes with the same
+    # counts n, plus, minus share the probabilities, so the sum of their draws is one multinomial draw of k * n: at
+    # 50 images per class some 50 draws do the work of 1000, and only RESAMPLES numbers are held at a time.
+    alike = Counter(group for group in zip(plus, minus, totals, strict=True) if group[2])
+    if not alike:
+        return (0.0, 100.0)
+    generator = np.random.Generator(np.random.Philox(SEED))
+    sums = np.zeros(RESAMPLES)
+    for (up, down, total), classes in sorted(alike.items()):
+        drawn = generator.multinomial(
+            classes * total, [up / total, down / total, (total - up - down) / total], RESAMPLES
+        )
+        sums += (drawn[:, 0] - drawn[:, 1]) / total
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(100.0 * sums / alike.total(), [tail, 1 - tail])
+    return (round(float(low), DECIMALS), round(float(high), DECIMALS))
+
+
+@dataclass(frozen=True)
+class CalibrationBin:
+    """The images whose answer has a score above `low` and at most `high`; confidence and accuracy in percent."""
+
+    low: float  # scores, 0..1
+    high: float
+    images: int
+    confidence: float | None  # mean score of the answers; None without images, as accuracy
+    accuracy: float | None  # of the answers that are right
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How far scores can be believed as probabilities. confidence, expected_error: percent."""
+
+    confidence: float  # mean score of the answer
+    expected_error: float  # expected calibration error
+    bins: tuple[CalibrationBin, ...]
+
+
+def calibration(scores: npt.ArrayLike, right: npt.ArrayLike) -> Calibration | None:
+    """Compare the scores of the answers with how often they are right; None without any.
+
+    scores: (images,), of the answer of each image, 0..1; right: bool (images,). The expected calibration error is the
+    mean over images of |accuracy - confidence| of their bin; 15 bins of equal width, closed on the right.
+    Guo, Pleiss, Sun, Weinberger, "On Calibration of Modern Neural Networks", ICML 2017, Eq. 3.
+    """
+    score = np.minimum(np.asarray(scores, dtype=np.float64), 1.0)  # half precision sums to a little more than 1
+    hit = np.asarray(right, dtype=bool)
+    if not len(score):
+        return None
+    edges = np.arange(BINS + 1) / BINS
+    of_bin = np.searchsorted(edges[1:], score, side="left")  # a score on an edge belongs to the bin that it ends
+    images = np.bincount(of_bin, minlength=BINS)
+    summed = np.bincount(of_bin, weights=score, minlength=BINS)
+    hits = np.bincount(of_bin, weights=hit, minlength=BINS)
+    bins = tuple(
+        CalibrationBin(
+            low=float(edges[place]),
+            high=float(edges[place + 1]),
+            images=int(count),
+            confidence=round(100.0 * float(summed[place]) / int(count), DECIMALS) if count else None,
+            accuracy=round(100.0 * float(hits[place]) / int(count), DECIMALS) if count else None,
+        )
+        for place, count in enumerate(images)
+    )
+    return Calibration(
+        confidence=round(100.0 * float(summed.sum()) / len(score), DECIMALS),
+        expected_error=round(100.0 * float(np.abs(hits - summed).sum()) / len(score), DECIMALS),
+        bins=bins,
+    )
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """How many images have their true class at a rank from `first` to `last`."""
+
+    first: int
+    last: int
+    images: int
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where the true class stands among all classes, 1 being the answer; None without images."""
+
+    median: float | None
+    mean: float | None
+    mean_reciprocal: float | None  # 0..1
+    counts: tuple[RankStep, ...]
+
+
+def rank_summary(ranks: npt.ArrayLike, classes: int) -> Ranks:
+    """Return where the true class stands. ranks: whole numbers (images,) from 1 to classes.
+
+    The mean reciprocal rank is the mean of 1 / rank.
+    """
+    rank = np.asarray(ranks, dtype=np.int64)
+    firsts = [first for first in RANK_STEPS if first <= classes]
+    lasts = [following - 1 for following in firsts[1:]] + [classes]
+    counts = tuple(
+        RankStep(first, last, int(np.count_nonzero((rank >= first) & (rank <= last))))
+        for first, last in zip(firsts, lasts, strict=True)
+    )
+    if not len(rank):
+        return Ranks(None, None, None, counts)
+    return Ranks(
+        median=float(np.median(rank)),
+        mean=round(float(rank.mean()), DECIMALS),
+        mean_reciprocal=round(float((1 / rank).mean()), DECIMALS),
+        counts=counts,
+    )

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from evaluator.reporting.page import worst_classes
-from evaluator.reporting.report import headline, report_bytes
+from evaluator.reporting.report import Report, headline, report_bytes
+from evaluator.reporting.tables import worst_classes
 from evaluator.reporting.write import WrittenReport, write_report
 
 WORST_PRINTED = 5
@@ -31,8 +31,9 @@ def report(
 
 def _summary(written: WrittenReport) -> str:
     """Return what a person wants to see first, and where the rest is."""
-    worst = worst_classes(written.report, "top1", WORST_PRINTED)
-    lines = [headline(written.report), ""]
+    report = written.report
+    worst = worst_classes(report["classes"], "top1", WORST_PRINTED)
+    lines = [headline(report), *_beside_the_errors(report), ""]
     if worst:
         lines.append(f"worst {len(worst)} classes, top-1 error in percent (95 % interval):")
     for entry in worst:
@@ -45,3 +46,21 @@ def _summary(written: WrittenReport) -> str:
     lines += [""] if worst else []
     lines += [str(path) for path in (written.html, written.json, written.csv)]
     return "\n".join(lines) + "\n"
+
+
+def _beside_the_errors(report: Report) -> list[str]:
+    """Return what else tells of the whole run: the mean over classes, the calibration, what is suspicious."""
+    if not report["evaluated"]:
+        return []
+    macro = report["macro"]
+    top1, top5 = (
+        f"top-{k} {macro[f'top{k}_error']:.2f} [{', '.join(f'{bound:.1f}' for bound in macro[f'top{k}_interval'])}]"
+        for k in (1, 5)
+    )
+    calibration = report["calibration"]
+    lines = [
+        f"mean over {macro['classes']:,} classes: {top1} {top5} %",
+        f"mean score of the answers {calibration['confidence']:.1f} %, "
+        f"expected calibration error {calibration['expected_error']:.1f} %",
+    ]
+    return lines + ([f"warning: {report['suspicion']}"] if report["suspicion"] else [])

@@ -216,42 +216,147 @@ class ClassEntry(_message.Message):
     def __init__(self, wnid: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("version", "images", "evaluated", "refused", "capped", "top1_error", "top1_interval", "top5_error", "top5_interval", "model", "protocol", "dataset", "circumstances", "views", "classes", "confusions", "refusals")
+    __slots__ = ("version", "images", "evaluated", "refused", "capped", "top1_wrong", "top1_error", "top1_interval", "top5_wrong", "top5_error", "top5_interval", "macro", "calibration", "ranks", "views", "scales", "mirrors", "model", "protocol", "dataset", "circumstances", "members", "classes", "confusions", "worst", "same_names", "suspicion", "refusals")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     EVALUATED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     CAPPED_FIELD_NUMBER: _ClassVar[int]
+    TOP1_WRONG_FIELD_NUMBER: _ClassVar[int]
     TOP1_ERROR_FIELD_NUMBER: _ClassVar[int]
     TOP1_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    TOP5_WRONG_FIELD_NUMBER: _ClassVar[int]
     TOP5_ERROR_FIELD_NUMBER: _ClassVar[int]
     TOP5_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    MACRO_FIELD_NUMBER: _ClassVar[int]
+    CALIBRATION_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    VIEWS_FIELD_NUMBER: _ClassVar[int]
+    SCALES_FIELD_NUMBER: _ClassVar[int]
+    MIRRORS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     DATASET_FIELD_NUMBER: _ClassVar[int]
     CIRCUMSTANCES_FIELD_NUMBER: _ClassVar[int]
-    VIEWS_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
     CLASSES_FIELD_NUMBER: _ClassVar[int]
     CONFUSIONS_FIELD_NUMBER: _ClassVar[int]
+    WORST_FIELD_NUMBER: _ClassVar[int]
+    SAME_NAMES_FIELD_NUMBER: _ClassVar[int]
+    SUSPICION_FIELD_NUMBER: _ClassVar[int]
     REFUSALS_FIELD_NUMBER: _ClassVar[int]
     version: int
     images: int
     evaluated: int
     refused: int
     capped: int
+    top1_wrong: int
     top1_error: float
     top1_interval: _containers.RepeatedScalarFieldContainer[float]
+    top5_wrong: int
     top5_error: float
     top5_interval: _containers.RepeatedScalarFieldContainer[float]
+    macro: MacroErrors
+    calibration: Calibration
+    ranks: Ranks
+    views: _containers.RepeatedCompositeFieldContainer[ReportView]
+    scales: _containers.RepeatedCompositeFieldContainer[ReportScale]
+    mirrors: _containers.RepeatedCompositeFieldContainer[ReportMirror]
     model: ReportModel
     protocol: Protocol
     dataset: ReportDataset
     circumstances: Circumstances
-    views: _containers.RepeatedCompositeFieldContainer[ReportView]
+    members: _containers.RepeatedCompositeFieldContainer[ReportMember]
     classes: _containers.RepeatedCompositeFieldContainer[ReportClass]
     confusions: _containers.RepeatedCompositeFieldContainer[ReportConfusion]
+    worst: WorstClasses
+    same_names: _containers.RepeatedCompositeFieldContainer[WholeNumbers]
+    suspicion: str
     refusals: _containers.RepeatedCompositeFieldContainer[Refusal]
-    def __init__(self, version: _Optional[int] = ..., images: _Optional[int] = ..., evaluated: _Optional[int] = ..., refused: _Optional[int] = ..., capped: _Optional[int] = ..., top1_error: _Optional[float] = ..., top1_interval: _Optional[_Iterable[float]] = ..., top5_error: _Optional[float] = ..., top5_interval: _Optional[_Iterable[float]] = ..., model: _Optional[_Union[ReportModel, _Mapping]] = ..., protocol: _Optional[_Union[Protocol, _Mapping]] = ..., dataset: _Optional[_Union[ReportDataset, _Mapping]] = ..., circumstances: _Optional[_Union[Circumstances, _Mapping]] = ..., views: _Optional[_Iterable[_Union[ReportView, _Mapping]]] = ..., classes: _Optional[_Iterable[_Union[ReportClass, _Mapping]]] = ..., confusions: _Optional[_Iterable[_Union[ReportConfusion, _Mapping]]] = ..., refusals: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., images: _Optional[int] = ..., evaluated: _Optional[int] = ..., refused: _Optional[int] = ..., capped: _Optional[int] = ..., top1_wrong: _Optional[int] = ..., top1_error: _Optional[float] = ..., top1_interval: _Optional[_Iterable[float]] = ..., top5_wrong: _Optional[int] = ..., top5_error: _Optional[float] = ..., top5_interval: _Optional[_Iterable[float]] = ..., macro: _Optional[_Union[MacroErrors, _Mapping]] = ..., calibration: _Optional[_Union[Calibration, _Mapping]] = ..., ranks: _Optional[_Union[Ranks, _Mapping]] = ..., views: _Optional[_Iterable[_Union[ReportView, _Mapping]]] = ..., scales: _Optional[_Iterable[_Union[ReportScale, _Mapping]]] = ..., mirrors: _Optional[_Iterable[_Union[ReportMirror, _Mapping]]] = ..., model: _Optional[_Union[ReportModel, _Mapping]] = ..., protocol: _Optional[_Union[Protocol, _Mapping]] = ..., dataset: _Optional[_Union[ReportDataset, _Mapping]] = ..., circumstances: _Optional[_Union[Circumstances, _Mapping]] = ..., members: _Optional[_Iterable[_Union[ReportMember, _Mapping]]] = ..., classes: _Optional[_Iterable[_Union[ReportClass, _Mapping]]] = ..., confusions: _Optional[_Iterable[_Union[ReportConfusion, _Mapping]]] = ..., worst: _Optional[_Union[WorstClasses, _Mapping]] = ..., same_names: _Optional[_Iterable[_Union[WholeNumbers, _Mapping]]] = ..., suspicion: _Optional[str] = ..., refusals: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ...) -> None: ...
+
+class WholeNumbers(_message.Message):
+    __slots__ = ("values",)
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, values: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class MacroErrors(_message.Message):
+    __slots__ = ("classes", "top1_error", "top1_interval", "top5_error", "top5_interval")
+    CLASSES_FIELD_NUMBER: _ClassVar[int]
+    TOP1_ERROR_FIELD_NUMBER: _ClassVar[int]
+    TOP1_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    TOP5_ERROR_FIELD_NUMBER: _ClassVar[int]
+    TOP5_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    classes: int
+    top1_error: float
+    top1_interval: _containers.RepeatedScalarFieldContainer[float]
+    top5_error: float
+    top5_interval: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, classes: _Optional[int] = ..., top1_error: _Optional[float] = ..., top1_interval: _Optional[_Iterable[float]] = ..., top5_error: _Optional[float] = ..., top5_interval: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class Calibration(_message.Message):
+    __slots__ = ("confidence", "expected_error", "bins")
+    CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_ERROR_FIELD_NUMBER: _ClassVar[int]
+    BINS_FIELD_NUMBER: _ClassVar[int]
+    confidence: float
+    expected_error: float
+    bins: _containers.RepeatedCompositeFieldContainer[CalibrationBin]
+    def __init__(self, confidence: _Optional[float] = ..., expected_error: _Optional[float] = ..., bins: _Optional[_Iterable[_Union[CalibrationBin, _Mapping]]] = ...) -> None: ...
+
+class CalibrationBin(_message.Message):
+    __slots__ = ("low", "high", "images", "confidence", "accuracy")
+    LOW_FIELD_NUMBER: _ClassVar[int]
+    HIGH_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
+    ACCURACY_FIELD_NUMBER: _ClassVar[int]
+    low: float
+    high: float
+    images: int
+    confidence: float
+    accuracy: float
+    def __init__(self, low: _Optional[float] = ..., high: _Optional[float] = ..., images: _Optional[int] = ..., confidence: _Optional[float] = ..., accuracy: _Optional[float] = ...) -> None: ...
+
+class Ranks(_message.Message):
+    __slots__ = ("median", "mean", "mean_reciprocal", "counts")
+    MEDIAN_FIELD_NUMBER: _ClassVar[int]
+    MEAN_FIELD_NUMBER: _ClassVar[int]
+    MEAN_RECIPROCAL_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    median: float
+    mean: float
+    mean_reciprocal: float
+    counts: _containers.RepeatedCompositeFieldContainer[RankCount]
+    def __init__(self, median: _Optional[float] = ..., mean: _Optional[float] = ..., mean_reciprocal: _Optional[float] = ..., counts: _Optional[_Iterable[_Union[RankCount, _Mapping]]] = ...) -> None: ...
+
+class RankCount(_message.Message):
+    __slots__ = ("to", "images")
+    FROM_FIELD_NUMBER: _ClassVar[int]
+    TO_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
+    to: int
+    images: int
+    def __init__(self, to: _Optional[int] = ..., images: _Optional[int] = ..., **kwargs) -> None: ...
+
+class WorstClasses(_message.Message):
+    __slots__ = ("classes", "counts", "elsewhere")
+    CLASSES_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
+    classes: _containers.RepeatedScalarFieldContainer[int]
+    counts: _containers.RepeatedCompositeFieldContainer[WholeNumbers]
+    elsewhere: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, classes: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[_Union[WholeNumbers, _Mapping]]] = ..., elsewhere: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReportMember(_message.Message):
+    __slots__ = ("model", "weight")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    model: ReportModel
+    weight: float
+    def __init__(self, model: _Optional[_Union[ReportModel, _Mapping]] = ..., weight: _Optional[float] = ...) -> None: ...
 
 class ReportModel(_message.Message):
     __slots__ = ("file", "sha256", "architecture", "activation")
@@ -293,18 +398,47 @@ class ReportView(_message.Message):
     top5_error: float
     def __init__(self, scale: _Optional[int] = ..., mirrored: _Optional[bool] = ..., part: _Optional[str] = ..., top1_error: _Optional[float] = ..., top5_error: _Optional[float] = ...) -> None: ...
 
+class ReportScale(_message.Message):
+    __slots__ = ("scale", "views", "top1_error", "top5_error")
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    VIEWS_FIELD_NUMBER: _ClassVar[int]
+    TOP1_ERROR_FIELD_NUMBER: _ClassVar[int]
+    TOP5_ERROR_FIELD_NUMBER: _ClassVar[int]
+    scale: int
+    views: int
+    top1_error: float
+    top5_error: float
+    def __init__(self, scale: _Optional[int] = ..., views: _Optional[int] = ..., top1_error: _Optional[float] = ..., top5_error: _Optional[float] = ...) -> None: ...
+
+class ReportMirror(_message.Message):
+    __slots__ = ("mirrored", "views", "top1_error", "top5_error")
+    MIRRORED_FIELD_NUMBER: _ClassVar[int]
+    VIEWS_FIELD_NUMBER: _ClassVar[int]
+    TOP1_ERROR_FIELD_NUMBER: _ClassVar[int]
+    TOP5_ERROR_FIELD_NUMBER: _ClassVar[int]
+    mirrored: bool
+    views: int
+    top1_error: float
+    top5_error: float
+    def __init__(self, mirrored: _Optional[bool] = ..., views: _Optional[int] = ..., top1_error: _Optional[float] = ..., top5_error: _Optional[float] = ...) -> None: ...
+
 class ReportClass(_message.Message):
-    __slots__ = ("index", "wnid", "name", "images", "evaluated", "refused", "top1_error", "top1_interval", "top5_error", "top5_interval", "confusions")
+    __slots__ = ("index", "wnid", "name", "images", "evaluated", "refused", "top1_wrong", "top1_error", "top1_interval", "top5_wrong", "top5_error", "top5_interval", "confidence", "median_rank", "views", "confusions")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     WNID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     EVALUATED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    TOP1_WRONG_FIELD_NUMBER: _ClassVar[int]
     TOP1_ERROR_FIELD_NUMBER: _ClassVar[int]
     TOP1_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    TOP5_WRONG_FIELD_NUMBER: _ClassVar[int]
     TOP5_ERROR_FIELD_NUMBER: _ClassVar[int]
     TOP5_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
+    MEDIAN_RANK_FIELD_NUMBER: _ClassVar[int]
+    VIEWS_FIELD_NUMBER: _ClassVar[int]
     CONFUSIONS_FIELD_NUMBER: _ClassVar[int]
     index: int
     wnid: str
@@ -312,12 +446,25 @@ class ReportClass(_message.Message):
     images: int
     evaluated: int
     refused: int
+    top1_wrong: int
     top1_error: float
     top1_interval: _containers.RepeatedScalarFieldContainer[float]
+    top5_wrong: int
     top5_error: float
     top5_interval: _containers.RepeatedScalarFieldContainer[float]
+    confidence: float
+    median_rank: float
+    views: _containers.RepeatedCompositeFieldContainer[ClassView]
     confusions: _containers.RepeatedCompositeFieldContainer[ClassConfusion]
-    def __init__(self, index: _Optional[int] = ..., wnid: _Optional[str] = ..., name: _Optional[str] = ..., images: _Optional[int] = ..., evaluated: _Optional[int] = ..., refused: _Optional[int] = ..., top1_error: _Optional[float] = ..., top1_interval: _Optional[_Iterable[float]] = ..., top5_error: _Optional[float] = ..., top5_interval: _Optional[_Iterable[float]] = ..., confusions: _Optional[_Iterable[_Union[ClassConfusion, _Mapping]]] = ...) -> None: ...
+    def __init__(self, index: _Optional[int] = ..., wnid: _Optional[str] = ..., name: _Optional[str] = ..., images: _Optional[int] = ..., evaluated: _Optional[int] = ..., refused: _Optional[int] = ..., top1_wrong: _Optional[int] = ..., top1_error: _Optional[float] = ..., top1_interval: _Optional[_Iterable[float]] = ..., top5_wrong: _Optional[int] = ..., top5_error: _Optional[float] = ..., top5_interval: _Optional[_Iterable[float]] = ..., confidence: _Optional[float] = ..., median_rank: _Optional[float] = ..., views: _Optional[_Iterable[_Union[ClassView, _Mapping]]] = ..., confusions: _Optional[_Iterable[_Union[ClassConfusion, _Mapping]]] = ...) -> None: ...
+
+class ClassView(_message.Message):
+    __slots__ = ("top1_error", "top5_error")
+    TOP1_ERROR_FIELD_NUMBER: _ClassVar[int]
+    TOP5_ERROR_FIELD_NUMBER: _ClassVar[int]
+    top1_error: float
+    top5_error: float
+    def __init__(self, top1_error: _Optional[float] = ..., top5_error: _Optional[float] = ...) -> None: ...
 
 class ClassConfusion(_message.Message):
     __slots__ = ("index", "wnid", "name", "count")

@@ -1,0 +1,239 @@
+"""Two runs on the same images, side by side: a pure function, the same runs give the same bytes.
+
+A is the baseline, B what is compared with it. Every figure is of the images that both evaluated; differences are in
+points of error, B - A: below 0 where B is better. The published schema is docs/compare.schema.json.
+"""
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from evaluator.datasets.sample import UNLABELLED
+from evaluator.errors import RunFolderError
+from evaluator.reporting.paired import NONE, SIGNIFICANCE, PairedErrors, adjusted_p
+from evaluator.reporting.statistics import error_percent, macro_error, macro_interval, wilson_interval
+from evaluator.validation.run import Prediction, Run
+
+COMPARISON_VERSION = 1
+METRICS = {"top1": 1, "top5": 5}  # an image is wrong when the rank of its class is beyond this
+
+Comparison = dict[str, Any]
+Pair = tuple[Prediction, Prediction]
+
+
+def compare_runs(a: Run, b: Run) -> Comparison:
+    """Return compare.json of two finished runs as plain data (docs/compare.schema.json).
+
+    Raises RunFolderError when they are not of the same images and classes, when one is a shard, or when the true
+    classes of the images are not known: the text says what differs.
+    """
+    check_comparable(a, b)
+    pairs = list(zip(a.predictions, b.predictions, strict=True))
+    common = [pair for pair in pairs if pair[0].refused is None and pair[1].refused is None]
+    by_class: list[list[Pair]] = [[] for _ in a.info.classes]
+    for pair in common:
+        by_class[pair[0].label].append(pair)
+    counts = {key: [_count(own, beyond) for own in by_class] for key, beyond in METRICS.items()}
+    metrics = {key: _class_metrics(of_class) for key, of_class in counts.items()}
+    return {
+        "version": COMPARISON_VERSION,
+        "dataset": dict(a.info.dataset),
+        "images": len(pairs),
+        "evaluated": len(common),
+        "a": _side(a, counts, "a"),
+        "b": _side(b, counts, "b"),
+        **{key: _overall(counts[key], metrics[key]) for key in METRICS},
+        "classes": [
+            {
+                "index": index,
+                "wnid": entry.wnid,
+                "name": entry.name,
+                "evaluated": len(by_class[index]),
+                **{key: metrics[key][index] for key in METRICS},
+            }
+            for index, entry in enumerate(a.info.classes)
+        ],
+        "flips": [_flip(one, other) for one, other in common if changes(one.rank, other.rank)],
+        "left_out": [
+            {"file": one.file, "label": one.label, "a": one.refused, "b": other.refused}
+            for one, other in pairs
+            if one.refused is not None or other.refused is not None
+        ],
+    }
+
+
+def changes(rank_a: int, rank_b: int) -> dict[str, str]:
+    """Return by which metrics B judges an image otherwise than A, and whether `better` or `worse`."""
+    return {
+        key: "worse" if rank_b > beyond else "better"
+        for key, beyond in METRICS.items()
+        if (rank_a > beyond) != (rank_b > beyond)
+    }
+
+
+def judgement(metric: Mapping[str, Any]) -> str:
+    """Return in words what one metric of a comparison shows of B."""
+    if metric["difference"] is None:
+        return "no image was evaluated in both"
+    if metric["p"] > SIGNIFICANCE:
+        return "no difference beyond chance" if metric["difference"] else "no difference"
+    return "B is better" if metric["difference"] < 0 else "B is worse"
+
+
+def shown_p(p: float) -> str:
+    """Return a p-value for people: `p = 0.014`, `p < 0.0001`."""
+    return "p < 0.0001" if p < 1e-4 else f"p = {p:.2g}"
+
+
+def comparison_csv(comparison: Comparison) -> bytes:
+    """Return compare.csv: a row per class with the numbers of compare.json; an empty cell where there is no image."""
+    columns = ("index", "wnid", "name", "evaluated")
+    numbers = ("a_error", "b_error", "difference", "low", "high", "only_a_wrong", "only_b_wrong", "p", "adjusted_p")
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow((*columns, *(f"{key}_{name}" for key in METRICS for name in (*numbers, "stands"))))
+    for entry in comparison["classes"]:
+        row = [entry[column] for column in columns]
+        for key in METRICS:
+            metric = {**entry[key], **dict(zip(("low", "high"), entry[key]["interval"], strict=True))}
+            row += [*(metric[name] for name in numbers), "yes" if metric["stands"] else "no"]
+        table.writerow(row)
+    return text.getvalue().encode("utf-8", errors="backslashreplace")
+
+
+def check_comparable(a: Run, b: Run) -> None:
+    """Refuse runs whose images cannot be paired, and say what differs and what to do."""
+    for run in (a, b):
+        if run.info.shard is not None:
+            number, of = run.info.shard
+            raise RunFolderError(
+                f"{_where(run)}: shard {number} of {of}, not a whole run. Put the shards together: prelunet merge"
+            )
+        if unknown := sum(prediction.label == UNLABELLED for prediction in run.predictions):
+            raise RunFolderError(
+                f"{_where(run)}: the true class of {unknown:,} of {len(run.predictions):,} images is not known, so "
+                "there is no error to compare. Compare runs on a labelled dataset"
+            )
+    if a.info.dataset["fingerprint"] != b.info.dataset["fingerprint"]:
+        raise RunFolderError(
+            f"{_where(a)} and {_where(b)} are of different images or labels, so they cannot be paired: "
+            f"{_dataset(a)} against {_dataset(b)}. Validate both models on the same dataset"
+        )
+    wnids_a, wnids_b = ([entry.wnid for entry in run.info.classes] for run in (a, b))
+    if wnids_a != wnids_b:
+        raise RunFolderError(
+            f"{_where(a)} and {_where(b)} have different class lists: {_first_difference(wnids_a, wnids_b)}. "
+            "Compare models of the same classes, in the same order"
+        )
+    for number, (one, other) in enumerate(zip(a.predictions, b.predictions, strict=True), start=1):
+        if (one.file, one.label) != (other.file, other.label):
+            raise RunFolderError(
+                f"image {number} is {one.file[:100]!r} of class {one.label} in {_where(a)}, but {other.file[:100]!r} "
+                f"of class {other.label} in {_where(b)}, although their fingerprints agree: one of them is damaged. "
+                "Restore its predictions.jsonl, or start it anew with --fresh"
+            )
+
+
+def _where(run: Run) -> str:
+    return str(run.folder or run.info.model["file"])
+
+
+def _dataset(run: Run) -> str:
+    dataset = run.info.dataset
+    selection = f", {dataset['selection']}" if dataset["selection"] else ""
+    return f"{dataset['images']:,} images of {dataset['name']}{selection} (fingerprint {dataset['fingerprint'][:12]}…)"
+
+
+def _first_difference(a: Sequence[str], b: Sequence[str]) -> str:
+    if len(a) != len(b):
+        return f"{len(a):,} classes against {len(b):,}"
+    index = next(index for index, (one, other) in enumerate(zip(a, b, strict=True)) if one != other)
+    return f"class {index} is {a[index][:100]!r} in the one, {b[index][:100]!r} in the other"
+
+
+def _count(pairs: Sequence[Pair], beyond: int) -> PairedErrors:
+    """Count how two runs judge the same images."""
+    both = sum(one.rank > beyond and other.rank > beyond for one, other in pairs)
+    only_a = sum(one.rank > beyond >= other.rank for one, other in pairs)
+    only_b = sum(other.rank > beyond >= one.rank for one, other in pairs)
+    return PairedErrors(both, only_a, only_b, neither=len(pairs) - both - only_a - only_b)
+
+
+def _side(run: Run, counts: Mapping[str, Sequence[PairedErrors]], side: str) -> dict[str, Any]:
+    """Return what one of the runs is and its errors over the images that both evaluated. side: `a` or `b`."""
+    info = run.info
+    result: dict[str, Any] = {
+        "model": dict(info.model),
+        "members": [dict(member) for member in info.members],
+        "protocol": info.protocol.to_json(),
+        "circumstances": dict(info.circumstances),
+        "refused": sum(prediction.refused is not None for prediction in run.predictions),
+    }
+    for key, of_class in counts.items():
+        wrong = [count.wrong_a if side == "a" else count.wrong_b for count in of_class]
+        images = [count.images for count in of_class]
+        result[f"{key}_error"] = error_percent(sum(wrong), sum(images))
+        result[f"{key}_interval"] = list(wilson_interval(sum(wrong), sum(images)))
+        result[f"{key}_macro_error"] = macro_error(wrong, images)
+    return result
+
+
+def _overall(of_class: Sequence[PairedErrors], metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the difference over all images, its mean over classes, and how many classes moved (Fig. 7)."""
+    only_a, only_b = [count.only_a for count in of_class], [count.only_b for count in of_class]
+    images = [count.images for count in of_class]
+    net = [worse - better for worse, better in zip(only_b, only_a, strict=True)]
+    moved = [metric["difference"] for metric in metrics if metric["difference"] is not None]
+    return {
+        **_pair(sum(of_class, start=NONE)),
+        "macro_difference": macro_error(net, images),
+        "macro_interval": list(macro_interval(only_b, only_a, images)) if any(images) else [-100.0, 100.0],
+        "classes_improved": sum(difference < 0 for difference in moved),
+        "classes_unchanged": sum(difference == 0 for difference in moved),
+        "classes_worse": sum(difference > 0 for difference in moved),
+        "classes_improved_that_stand": sum(metric["stands"] and metric["difference"] < 0 for metric in metrics),
+        "classes_worse_that_stand": sum(metric["stands"] and metric["difference"] > 0 for metric in metrics),
+    }
+
+
+def _class_metrics(of_class: Sequence[PairedErrors]) -> list[dict[str, Any]]:
+    """Return the figures of every class; those without images have no error, and are not among the tests."""
+    adjusted = iter(adjusted_p([count.p for count in of_class if count.images]))
+    rows = []
+    for count in of_class:
+        p = next(adjusted) if count.images else None
+        errors = {f"{side}_error": error_percent(wrong, count.images) for side, wrong in _wrong_of(count)}
+        stands = p is not None and p <= SIGNIFICANCE
+        rows.append({**errors, **_pair(count), "adjusted_p": p, "stands": stands})
+    return rows
+
+
+def _wrong_of(count: PairedErrors) -> tuple[tuple[str, int], tuple[str, int]]:
+    return ("a", count.wrong_a), ("b", count.wrong_b)
+
+
+def _pair(count: PairedErrors) -> dict[str, Any]:
+    """Return the figures of two runs on the same images."""
+    return {
+        "difference": count.difference,
+        "interval": list(count.interval),
+        "both_wrong": count.both,
+        "only_a_wrong": count.only_a,
+        "only_b_wrong": count.only_b,
+        "p": count.p if count.images else None,
+    }
+
+
+def _flip(a: Prediction, b: Prediction) -> dict[str, Any]:
+    """Return an image that B judges otherwise than A, with both answers."""
+    return {
+        "file": a.file,
+        "label": a.label,
+        **dict.fromkeys(METRICS),
+        **changes(a.rank, b.rank),
+        **{
+            side: {"answer": prediction.top[0][0], "score": prediction.top[0][1], "rank": prediction.rank}
+            for side, prediction in (("a", a), ("b", b))
+        },
+    }

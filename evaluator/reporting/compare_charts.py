@@ -1,0 +1,167 @@
+"""The charts of a comparison, the paper's Fig. 7, as plain Vega-Lite specifications: pure functions of compare.json."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from evaluator.reporting.charts import FEW_CLASSES, Spec, _spec
+from evaluator.reporting.compare import Comparison
+
+ROW = 24  # pixels of a named class
+CHANGES = ("improved", "unchanged", "worse")
+_COLOURS = ("var(--accent)", "var(--second)", "var(--worse)")
+_SIGNED = "format(datum.value, datum.value ? '+~f' : '~f')"
+_TOOLTIP = [
+    {"field": "name", "title": "class"},
+    {"field": "wnid", "title": "wnid"},
+    {"field": "a", "title": "error of A"},
+    {"field": "b", "title": "error of B"},
+    {"field": "told", "title": "difference"},
+    {"field": "images", "title": "images"},
+]
+
+
+def change_of(difference: float) -> str:
+    """Return what a difference, B - A, means for a class."""
+    return CHANGES[0] if difference < 0 else CHANGES[2] if difference > 0 else CHANGES[1]
+
+
+def difference_chart(comparison: Comparison, key: str) -> Spec | None:
+    """Return the difference of every class's error by `key` (top1 or top5), most improved first; None without images.
+
+    Up to 40 classes stand by name with their intervals; more become a sorted curve.
+    """
+    seen = [entry for entry in comparison["classes"] if entry["evaluated"]]
+    if not seen:
+        return None
+    seen.sort(key=lambda entry: (entry[key]["difference"], entry[key]["interval"], entry["index"]))
+    values = [_row(entry, key, place) for place, entry in enumerate(seen, start=1)]
+    return _named_classes(values, key) if len(seen) <= FEW_CLASSES else _sorted_curve(values, key)
+
+
+def _row(entry: Mapping[str, Any], key: str, place: int) -> dict[str, Any]:
+    metric = entry[key]
+    low, high = metric["interval"]
+    return {
+        "index": entry["index"],
+        "name": entry["name"],
+        "wnid": entry["wnid"],
+        "images": entry["evaluated"],
+        "place": place,
+        "change": change_of(metric["difference"]),
+        "difference": round(metric["difference"], 2),
+        "low": round(low, 2),
+        "high": round(high, 2),
+        "a": f"{metric['a_error']:.1f} %",
+        "b": f"{metric['b_error']:.1f} %",
+        "told": f"{_signed(metric['difference'])} points ({_signed(low)} to {_signed(high)})",
+    }
+
+
+def _signed(points: float) -> str:
+    return f"{points:+.1f}".replace("-", "−") if points else "0"
+
+
+def _title(key: str) -> str:
+    return f"difference of top-{key.removeprefix('top')} error (points); left of 0, B is better"
+
+
+def _colour() -> Spec:
+    """Return the colour of what became of a class; the page counts the classes in the same colours: no legend."""
+    return {"field": "change", "type": "nominal", "scale": {"domain": CHANGES, "range": _COLOURS}, "legend": None}
+
+
+def _named_classes(values: list[dict[str, Any]], key: str) -> Spec:
+    """Return a row per class, most improved on top; the axis knows classes by index, since two may share a name."""
+    y = {
+        "field": "index",
+        "type": "nominal",
+        "sort": [row["index"] for row in values],
+        "title": None,
+        "axis": {
+            "labelExpr": "names[datum.value]",
+            "labelLimit": 130,
+            "labelColor": "var(--ink)",
+            "labelFontSize": 13,
+            "labelPadding": 8,
+            "ticks": False,
+            "domain": False,
+        },
+    }
+    x = {"type": "quantitative", "title": _title(key), "axis": {"tickCount": 6, "labelExpr": _SIGNED}}
+    rest = {"y": y, "color": _colour(), "tooltip": _TOOLTIP}
+    return _spec(
+        values,
+        params=[{"name": "names", "value": {str(row["index"]): row["name"] for row in values}}],
+        height=ROW * len(values),
+        layer=[
+            _zero("x"),
+            {
+                "mark": {"type": "rule", "strokeWidth": 5, "opacity": 0.25, "strokeCap": "round"},
+                "encoding": {"x": {"field": "low", **x}, "x2": {"field": "high"}, **rest},
+            },
+            {
+                "mark": {"type": "point", "filled": True, "size": 75, "opacity": 1},
+                "encoding": {"x": {"field": "difference", **x}, **rest},
+            },
+        ],
+    )
+
+
+def _sorted_curve(values: list[dict[str, Any]], key: str) -> Spec:
+    """Return the ascending differences with their intervals as a band; the class under the pointer is marked."""
+    reach = min(100.0, max(5.0, 1.15 * max(abs(row["difference"]) for row in values)))
+    x = {
+        "field": "place",
+        "type": "quantitative",
+        "scale": {"domain": [1, len(values)], "nice": False},
+        "title": "classes, from most improved to most worse",
+        "axis": {"grid": False, "tickCount": 8, "format": ",d"},
+    }
+    y = {
+        "type": "quantitative",
+        "scale": {"domain": [-reach, reach], "nice": False},
+        "title": f"top-{key.removeprefix('top')} error, B − A (points)",
+        "axis": {"tickCount": 6, "domain": False, "labelExpr": _SIGNED},
+    }
+    select = {"type": "point", "fields": ["index"], "nearest": True, "on": "pointermove", "clear": "pointerout"}
+    opacity = {"condition": {"param": f"near_{key}", "empty": False, "value": 1}, "value": 0}
+    return _spec(
+        values,
+        height=300,
+        layer=[
+            {
+                "mark": {"type": "area", "opacity": 0.16, "clip": True, "interpolate": "step", "color": _COLOURS[1]},
+                "encoding": {"x": x, "y": {"field": "low", **y}, "y2": {"field": "high"}},
+            },
+            {
+                "mark": {"type": "area", "opacity": 0.9, "interpolate": "step"},
+                "encoding": {
+                    "x": x,
+                    "y": {"field": "difference", **y},
+                    "y2": {"datum": 0},
+                    "color": _colour(),
+                },
+            },
+            _zero("y"),
+            {
+                "params": [{"name": f"near_{key}", "select": select}],
+                "mark": {"type": "point", "filled": True, "size": 85, "stroke": "var(--paper)", "strokeWidth": 1.5},
+                "encoding": {
+                    "x": x,
+                    "y": {"field": "difference", **y},
+                    "color": _colour(),
+                    "opacity": opacity,
+                    "tooltip": _TOOLTIP,
+                },
+            },
+        ],
+    )
+
+
+def _zero(axis: str) -> Spec:
+    """Return the line of no difference."""
+    return {
+        "data": {"values": [{}]},
+        "mark": {"type": "rule", "color": "var(--muted)", "opacity": 0.7},
+        "encoding": {axis: {"datum": 0, "type": "quantitative"}},
+    }

@@ -1,0 +1,114 @@
+"""compare.html: one self-contained page, made from compare.json and the images that flipped."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from evaluator.reporting.charts import FEW_CLASSES
+from evaluator.reporting.compare import METRICS, Comparison, judgement, shown_p
+from evaluator.reporting.compare_charts import change_of, difference_chart
+from evaluator.reporting.gallery import Gallery, choose_mistakes, make_gallery
+from evaluator.reporting.html import render_html
+from evaluator.reporting.report import describe_protocol, short_provider
+from evaluator.validation.run import Run
+
+SHOWN_OF_A_KIND = 24  # flipped images of each kind on the page; compare.json has all
+MOVED_MOST = 10  # classes
+LEFT_OUT_SHOWN = 200
+
+
+@dataclass(frozen=True)
+class FlippedImages:
+    """What the page shows of the images that flipped by top-1.
+
+    worse: mistakes of B that A did not make; better: mistakes of A that B does not make.
+    """
+
+    worse: Gallery
+    better: Gallery
+
+
+def gather_flips(comparison: Comparison, a: Run, b: Run, data: Path | None) -> FlippedImages:
+    """Choose the flipped images, as the report chooses its mistakes, and fetch their pixels.
+
+    data: folder or archive of the images; None to look where the runs found them, and then it is no error when they
+    are gone. Raises DatasetError when `data` is not the dataset of these runs.
+    """
+    return FlippedImages(
+        worse=_mistakes_among(comparison, "worse", b, data), better=_mistakes_among(comparison, "better", a, data)
+    )
+
+
+def _mistakes_among(comparison: Comparison, direction: str, wrong: Run, data: Path | None) -> Gallery:
+    """Return the mistakes of a run among the images that flipped in this direction."""
+    files = {flip["file"] for flip in comparison["flips"] if flip["top1"] == direction}
+    chosen = choose_mistakes([prediction for prediction in wrong.predictions if prediction.file in files])
+    gallery = make_gallery(replace(wrong, predictions=chosen[:SHOWN_OF_A_KIND]), data)
+    return replace(gallery, total=len(files))
+
+
+def render_comparison(comparison: Comparison, flipped: FlippedImages) -> bytes:
+    """Return compare.html; the same comparison and images give the same bytes."""
+    sides = {key: comparison[key] for key in ("a", "b")}
+    seen = [entry for entry in comparison["classes"] if entry["evaluated"]]
+    shown = {mistake.prediction.file for gallery in (flipped.worse, flipped.better) for mistake in gallery.mistakes}
+    return render_html(
+        "compare.html.j2",
+        comparison=comparison,
+        sides=sides,
+        titles=run_titles(comparison),
+        protocols={key: describe_protocol(side["protocol"]) for key, side in sides.items()},
+        providers={key: short_provider(side["circumstances"]) for key, side in sides.items()},
+        metrics={key: f"top-{beyond}" for key, beyond in METRICS.items()},
+        judgements={key: judgement(comparison[key]) for key in METRICS},
+        shown_p=shown_p,
+        change_of=change_of,
+        charts={key: difference_chart(comparison, key) for key in METRICS},
+        classes=comparison["classes"],
+        worst_first=sorted(comparison["classes"], key=_worst_first),
+        seen=seen,
+        few=len(seen) <= FEW_CLASSES,
+        moved={direction: moved_most(comparison, "top1", direction) for direction in ("improved", "worse")},
+        reach=_reach(comparison),
+        flipped=flipped,
+        flips={flip["file"]: flip for flip in comparison["flips"] if flip["file"] in shown},
+        left_out_shown=LEFT_OUT_SHOWN,
+    )
+
+
+def run_titles(comparison: Comparison) -> dict[str, str]:
+    """Return how the page calls A and B: by their models, with what tells them apart where that is one file."""
+    names = {side: comparison[side]["model"]["file"] for side in ("a", "b")}
+    if names["a"] != names["b"]:
+        return names
+    protocols = {side: comparison[side]["protocol"]["name"] for side in ("a", "b")}
+    if protocols["a"] != protocols["b"]:
+        return {side: f"{name}, {protocols[side]}" for side, name in names.items()}
+    return {side: f"{name} ({side.upper()})" for side, name in names.items()}
+
+
+def moved_most(comparison: Comparison, key: str, direction: str) -> list[dict[str, Any]]:
+    """Return the classes that `improved` or got `worse` most by `key` (top1 or top5), ties by index."""
+    sign = -1 if direction == "improved" else 1
+    moved = [entry for entry in comparison["classes"] if sign * (entry[key]["difference"] or 0) > 0]
+    return sorted(moved, key=lambda entry: (-sign * entry[key]["difference"], entry["index"]))[:MOVED_MOST]
+
+
+def _worst_first(entry: Mapping[str, Any]) -> tuple[float, int]:
+    """Order classes as the table shows them at first: by top-1 difference, those without images at the end."""
+    difference = entry["top1"]["difference"]
+    return (math.inf if difference is None else -difference, entry["index"])
+
+
+def _reach(comparison: Mapping[str, Any]) -> float:
+    """Return how far the table's meters go to either side: to the farthest bound of an interval, in points."""
+    bounds = [
+        abs(bound)
+        for entry in comparison["classes"]
+        if entry["evaluated"]
+        for key in METRICS
+        for bound in entry[key]["interval"]
+    ]
+    return max(bounds, default=100.0)

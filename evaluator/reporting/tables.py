@@ -1,0 +1,203 @@
+"""The tables of a report: what is counted per class, per view and per pair of classes, all at once for a whole run.
+
+At ImageNet's size loops over images and classes take longer than everything else, so images stand in arrays here.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from evaluator.contract import ClassEntry
+from evaluator.protocols import View
+from evaluator.reporting.statistics import DECIMALS, error_percent, macro_error, macro_interval, wilson_interval
+from evaluator.validation.run import Prediction
+
+CONFUSIONS_OF_A_CLASS = 5
+CONFUSIONS_OVERALL = 50
+WORST_CLASSES = 20  # of the matrix of the worst; more cannot be read on a page
+TOPS = (1, 5)
+
+Whole = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The evaluated images of a run, in its order, as arrays of length `images`."""
+
+    label: Whole  # class index of the truth
+    answer: Whole  # class index of the best score; equal scores: the lower index
+    score: npt.NDArray[np.float64]  # of the answer, 0..1
+    rank: Whole  # of the truth, from 1
+    view_ranks: Whole  # (images, views): its rank in each view alone
+
+
+def evaluated_of(predictions: Sequence[Prediction], views: int) -> Evaluated:
+    """Return the images that were not refused. views: how many the run has, 0 for an ensemble."""
+    seen = [prediction for prediction in predictions if prediction.refused is None]
+    return Evaluated(
+        label=np.array([prediction.label for prediction in seen], dtype=np.int64),
+        answer=np.array([prediction.top[0][0] for prediction in seen], dtype=np.int64),
+        score=np.array([prediction.top[0][1] for prediction in seen], dtype=np.float64),
+        rank=np.array([prediction.rank for prediction in seen], dtype=np.int64),
+        view_ranks=np.array([prediction.view_ranks for prediction in seen], dtype=np.int64).reshape(len(seen), views),
+    )
+
+
+def error_fields(wrong: Sequence[int], total: int) -> dict[str, Any]:
+    """Return top-1 and top-5 error with counts and intervals. wrong: images that are wrong by each."""
+    result: dict[str, Any] = {}
+    for k, count in zip(TOPS, wrong, strict=True):
+        result[f"top{k}_wrong"] = count
+        result[f"top{k}_error"] = error_percent(count, total)
+        result[f"top{k}_interval"] = list(wilson_interval(count, total))
+    return result
+
+
+def macro_fields(classes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the errors in which every class counts alike. classes: as `class_table` gives them."""
+    totals = [entry["evaluated"] for entry in classes]
+    result: dict[str, Any] = {"classes": sum(total > 0 for total in totals)}
+    for k in TOPS:
+        wrong = [entry[f"top{k}_wrong"] for entry in classes]
+        result[f"top{k}_error"] = macro_error(wrong, totals)
+        result[f"top{k}_interval"] = list(macro_interval(wrong, [0] * len(wrong), totals))
+    return result
+
+
+def view_table(views: Sequence[View], seen: Evaluated) -> list[dict[str, Any]]:
+    """Return what each view alone would have given, in the protocol's order."""
+    return [{**view.to_json(), **_errors_only(seen.view_ranks[:, [place]])} for place, view in enumerate(views)]
+
+
+def scale_table(views: Sequence[View], seen: Evaluated) -> list[dict[str, Any]]:
+    """Return the mean error of the single views of each scale, in the protocol's order."""
+    kinds = [view.scale for view in views]
+    return [{"scale": scale, **fields} for scale, fields in _by_kind(kinds, seen)]
+
+
+def mirror_table(views: Sequence[View], seen: Evaluated) -> list[dict[str, Any]]:
+    """Return the mean error of the single views that are plain, and of those that are mirrored."""
+    kinds = [view.mirrored for view in views]
+    return [{"mirrored": mirrored, **fields} for mirrored, fields in _by_kind(kinds, seen)]
+
+
+def _by_kind(kinds: Sequence[Any], seen: Evaluated) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield each kind of view, in order of appearance, with how many views it has and their mean errors."""
+    for kind in dict.fromkeys(kinds):
+        places = [place for place, other in enumerate(kinds) if other == kind]
+        yield kind, {"views": len(places), **_errors_only(seen.view_ranks[:, places])}
+
+
+def _errors_only(ranks: Whole) -> dict[str, Any]:
+    """Return the errors over all these ranks, whatever their shape."""
+    return {f"top{k}_error": error_percent(int(np.count_nonzero(ranks > k)), ranks.size) for k in TOPS}
+
+
+def class_table(
+    classes: Sequence[ClassEntry], predictions: Sequence[Prediction], seen: Evaluated
+) -> list[dict[str, Any]]:
+    """Return every class of the model, also those of which the dataset has no image."""
+    count = len(classes)
+    images = np.bincount([prediction.label for prediction in predictions], minlength=count).tolist()
+    evaluated = np.bincount(seen.label, minlength=count).tolist()
+    wrong = list(zip(*(np.bincount(seen.label[seen.rank > k], minlength=count).tolist() for k in TOPS), strict=True))
+    scores = np.bincount(seen.label, weights=np.minimum(seen.score, 1.0), minlength=count).tolist()
+    ranks = _split_by_class(seen.rank, seen.label, count)
+    views = _wrong_by_class_and_view(seen, count)
+    confusions = _confusions_by_class(classes, seen)
+    return [
+        {
+            "index": index,
+            "wnid": entry.wnid,
+            "name": entry.name,
+            "images": images[index],
+            "evaluated": evaluated[index],
+            "refused": images[index] - evaluated[index],
+            **error_fields(wrong[index], evaluated[index]),
+            "confidence": round(100 * scores[index] / evaluated[index], DECIMALS) if evaluated[index] else None,
+            "median_rank": float(np.median(ranks[index])) if evaluated[index] else None,
+            "views": [
+                {f"top{k}_error": error_percent(each, evaluated[index]) for k, each in zip(TOPS, view, strict=True)}
+                for view in views[index]
+            ],
+            "confusions": confusions[index],
+        }
+        for index, entry in enumerate(classes)
+    ]
+
+
+def _split_by_class(values: Whole, label: Whole, classes: int) -> list[Whole]:
+    """Return the values of the images of each class."""
+    ends = np.cumsum(np.bincount(label, minlength=classes))
+    return np.split(values[np.argsort(label, kind="stable")], ends[:-1])
+
+
+def _wrong_by_class_and_view(seen: Evaluated, classes: int) -> list[list[list[int]]]:
+    """Return, per class and view, how many images that view alone gets wrong, by top-1 and by top-5."""
+    views = seen.view_ranks.shape[1]
+    table = np.zeros((classes, views, len(TOPS)), dtype=np.int64)
+    for view in range(views):
+        for place, k in enumerate(TOPS):
+            table[:, view, place] = np.bincount(seen.label[seen.view_ranks[:, view] > k], minlength=classes)
+    nested: list[list[list[int]]] = table.tolist()
+    return nested
+
+
+def _wrong_pairs(seen: Evaluated) -> list[tuple[int, int, int]]:
+    """Return (label, answer, count) of all wrong answers, most frequent first, equal ones by their class indices."""
+    pairs = np.stack([seen.label, seen.answer], axis=1)[seen.rank > 1]
+    different, counts = np.unique(pairs, axis=0, return_counts=True)
+    order = np.argsort(-counts, kind="stable")  # np.unique has sorted by label, then answer
+    return [(*pair, count) for pair, count in zip(different[order].tolist(), counts[order].tolist(), strict=True)]
+
+
+def _confusions_by_class(classes: Sequence[ClassEntry], seen: Evaluated) -> dict[int, list[dict[str, Any]]]:
+    """Return the most frequent wrong answers to the images of each class."""
+    of_class: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
+    for label, answer, count in _wrong_pairs(seen):
+        if len(of_class[label]) < CONFUSIONS_OF_A_CLASS:
+            entry = classes[answer]
+            of_class[label].append({"index": answer, "wnid": entry.wnid, "name": entry.name, "count": count})
+    return of_class
+
+
+def confusion_pairs(seen: Evaluated) -> list[dict[str, Any]]:
+    """Return the most frequent pairs (true class, wrong answer). share: percent of the true class's images."""
+    of_class = np.bincount(seen.label).tolist()
+    return [
+        {"label": label, "predicted": answer, "count": count, "share": error_percent(count, of_class[label])}
+        for label, answer, count in _wrong_pairs(seen)[:CONFUSIONS_OVERALL]
+    ]
+
+
+def worst_classes(classes: Sequence[dict[str, Any]], key: str, limit: int) -> list[dict[str, Any]]:
+    """Return the classes with the highest error (> 0) of `key` (top1 or top5), worst first, ties by index."""
+    wrong = [entry for entry in classes if entry[f"{key}_error"]]
+    return sorted(wrong, key=lambda entry: (-entry[f"{key}_error"], entry["index"]))[:limit]
+
+
+def worst_matrix(classes: Sequence[dict[str, Any]], seen: Evaluated) -> dict[str, Any]:
+    """Return the confusion matrix of the classes with the highest top-1 error, and what they are taken for besides.
+
+    classes: as `class_table` gives them. counts: a row per true class, a column per answer; elsewhere: the images of
+    each row that are answered with a class outside.
+    """
+    worst = [entry["index"] for entry in worst_classes(classes, "top1", WORST_CLASSES)]
+    place = np.full(len(classes), -1)
+    place[worst] = np.arange(len(worst))
+    row, column = place[seen.label], place[seen.answer]
+    counts = np.zeros((len(worst), len(worst) + 1), dtype=np.int64)  # the last column is elsewhere: place -1
+    np.add.at(counts, (row[row >= 0], column[row >= 0]), 1)
+    return {"classes": worst, "counts": counts[:, :-1].tolist(), "elsewhere": counts[:, -1].tolist()}
+
+
+def same_names(classes: Sequence[ClassEntry]) -> list[list[int]]:
+    """Return the groups of classes that share a name, as ImageNet's two kinds of crane; only the wnid tells them."""
+    of_name: defaultdict[str, list[int]] = defaultdict(list)
+    for index, entry in enumerate(classes):
+        of_name[entry.name].append(index)
+    return [indices for indices in of_name.values() if len(indices) > 1]
