@@ -1,6 +1,7 @@
 # make demo          train, export, verify, serve, classify, validate and report on the embedded images
 # make demo DATA=DIR the same on a folder with train/ and val/ class folders
 # make test          the whole test suite; LARGE=1 adds model C, ARGS='-k oracle' goes to pytest
+# make test-browser  opens the report in Chromium, laptop and phone; `make test` does so too where there is one
 # make check-install  a clean environment without torch and onnx serves, validates, reports
 # make lint format proto bench pins clean
 
@@ -9,13 +10,16 @@ BIN := .venv/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint check-install format proto bench pins clean
+.PHONY: demo test test-browser lint check-install format proto bench pins clean
 
 demo: .venv/with-train
 	PATH="$(CURDIR)/$(BIN):$$PATH" tools/demo.sh $(DATA)
 
 test: .venv/with-dev
 	LARGE=$(LARGE) $(BIN)/pytest $(ARGS)
+
+test-browser: .venv/with-dev
+	NEED_BROWSER=1 $(BIN)/pytest -m browser $(ARGS)
 
 lint: .venv/with-dev
 	$(BIN)/ruff check .

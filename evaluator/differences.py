@@ -7,12 +7,19 @@ _SHOWN = 8  # lines
 
 
 def differences(
-    there: Mapping[str, Any], here: Mapping[str, Any], *, ignored: Collection[tuple[str, ...]] = ()
+    there: Mapping[str, Any],
+    here: Mapping[str, Any],
+    *,
+    ignored: Collection[tuple[str, ...]] = (),
+    places: tuple[str, str] = ("in the folder", "now"),
 ) -> list[str]:
-    """Compare field by field; one line for each that differs. there: in a folder; here: asked for; ignored: paths."""
+    """Compare field by field; one line for each that differs.
+
+    there: in a folder; here: asked for; ignored: paths; places: how a line calls there and here.
+    """
     before, now = dict(_flatten(there)), dict(_flatten(here))
     return [
-        f"{'.'.join(key)}: {before.get(key, '(absent)')} in the folder, {now.get(key, '(absent)')} now"
+        f"{'.'.join(key)}: {before.get(key, '(absent)')} {places[0]}, {now.get(key, '(absent)')} {places[1]}"
         for key in [*before, *(key for key in now if key not in before)]
         if key not in ignored and before.get(key) != now.get(key)
     ]

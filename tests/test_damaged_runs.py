@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from run_folders import CLASSES, evaluated, refused, write_run
 
 from evaluator import cli
 from evaluator.datasets import open_dataset
 from evaluator.errors import RunFolderError
 from evaluator.reporting.gallery import make_gallery
 from evaluator.validation.run import find_dataset, read_run
+from run_folders import CLASSES, evaluated, refused, write_run
 
 LINES = [
     evaluated("n01/a.png", 0, [0, 1, 2], 1),

@@ -2,7 +2,6 @@ import base64
 import io
 import json
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -12,27 +11,27 @@ import numpy as np
 import pytest
 import vl_convert
 from PIL import Image
-from run_folders import CLASSES, evaluated, refused, write_run
 
 from evaluator import cli
-from evaluator.datasets import open_dataset
+from evaluator.datasets import DatasetPlace, open_dataset
 from evaluator.errors import DatasetError
 from evaluator.protocols import make_protocol
-from evaluator.reporting.charts import FEW_CLASSES, error_chart
+from evaluator.reporting.charts import FEW_CLASSES, bin_sizes_chart, error_chart, reliability_chart
 from evaluator.reporting.gallery import (
     SHOWN,
     SHOWN_OF_A_CLASS,
     THUMBNAIL,
-    Gallery,
     choose_mistakes,
     make_gallery,
 )
 from evaluator.reporting.html import VEGA_LITE
-from evaluator.reporting.page import render_page, worst_classes
+from evaluator.reporting.page import averaging_rows, render_page
 from evaluator.reporting.report import build_report
+from evaluator.reporting.tables import worst_classes
 from evaluator.reporting.write import write_report
 from evaluator.validation.run import find_dataset, read_run
 from fakes import FakeSession, fake_contract, validated
+from run_folders import CLASSES, evaluated, refused, write_run
 
 WNIDS = [entry["wnid"] for entry in CLASSES]
 HOSTILE = [
@@ -76,7 +75,7 @@ class Elements(HTMLParser):
 
 def page_of(folder: Path, lines: list[dict[str, Any]], **rest: Any) -> Elements:
     run = read_run(write_run(folder, lines, **rest))
-    return Elements(render_page(build_report(run), make_gallery(run, None)).decode())
+    return Elements(render_page(build_report(run), run, make_gallery(run, None)).decode())
 
 
 def make_images(folder: Path, sizes: dict[str, tuple[int, int]]) -> Path:
@@ -118,10 +117,10 @@ def test_page_asks_the_network_for_nothing(tmp_path: Path) -> None:
         for name in ("src", "href", "srcset", "action", "poster", "background"):
             address = attributes.get(name)
             if address is not None:
-                assert re.match(r"data:|#|report\.json$|classes\.csv$", address), (tag, name, address[:80])
-    css = (Path(cli.__file__).parent / "reporting" / "report.css").read_text()
-    assert "url(" not in css
-    assert "@import" not in css
+                assert re.match(r"data:|#[\w-]+$|report\.json$|classes\.csv$", address), (tag, name, address[:80])
+    for css in (Path(cli.__file__).parent / "reporting").glob("*.css"):
+        assert "url(" not in css.read_text()
+        assert "@import" not in css.read_text()
 
 
 def test_hostile_class_and_file_names_stay_text(tmp_path: Path) -> None:
@@ -132,19 +131,21 @@ def test_hostile_class_and_file_names_stay_text(tmp_path: Path) -> None:
     ]
     plain = page_of(tmp_path / "plain", [mistake("n01/a.png", 0, 2), refused("n01/b.png", 0)])
     page = page_of(tmp_path / "run", lines, classes=classes)
-    assert len(page.scripts) == len(plain.scripts) == 3
+    assert len(page.scripts) == len(plain.scripts) == 4
     assert page.named("img") == []
     assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
     for name in HOSTILE:
         assert page.text.count(name) >= 4  # worst, confusions, mistakes, all classes
-    rows = json.loads(page.scripts[1])["data"]["values"]
+    rows = json.loads(page.scripts[1])["error"]["data"]["values"]
     assert {row["name"] for row in rows} == set(HOSTILE)
+    assert {row[1] for row in json.loads(page.scripts[2])["classes"]} == set(HOSTILE)
 
 
 def test_scripts_of_the_page_cannot_end_early() -> None:
     bundle = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=VEGA_LITE)
-    ours = (Path(cli.__file__).parent / "reporting" / "report.js").read_text()
-    for script in (bundle, ours):
+    ours = [path.read_text() for path in (Path(cli.__file__).parent / "reporting").glob("*.js")]
+    assert len(ours) >= 4
+    for script in (bundle, *ours):
         assert "</script" not in script.lower()
         assert "<!--" not in script
 
@@ -207,7 +208,7 @@ def test_images_are_found_where_the_last_run_found_them(tmp_path: Path) -> None:
     places = (("start", "/gone"), ("resume", str(data)))
     starts = [json.dumps({"event": event, "dataset": place}) for event, place in places]
     (folder / "log.jsonl").write_text("\n".join([starts[0], "[]", starts[1], '{"event": "chunk"}', '{"event": "sta']))
-    assert find_dataset(folder) == data
+    assert find_dataset(folder) == DatasetPlace(data)
     assert make_gallery(read_run(folder), None).mistakes[0].thumbnail is not None
 
 
@@ -309,20 +310,121 @@ def test_worst_classes_leave_out_perfect_and_unseen_ones(tmp_path: Path) -> None
         evaluated("d.png", 1, [1], 1),
     ]
     report = build_report(read_run(write_run(tmp_path, lines)))
-    assert [entry["index"] for entry in worst_classes(report, "top1", 9)] == [0, 3]
-    assert [entry["index"] for entry in worst_classes(report, "top1", 1)] == [0]
-    assert worst_classes(report, "top5", 9) == []
+    assert [entry["index"] for entry in worst_classes(report["classes"], "top1", 9)] == [0, 3]
+    assert [entry["index"] for entry in worst_classes(report["classes"], "top1", 1)] == [0]
+    assert worst_classes(report["classes"], "top5", 9) == []
 
 
-def test_a_page_of_a_thousand_classes_stays_small(tmp_path: Path) -> None:
+def ensemble_of(folder: Path, lines: list[dict[str, Any]]) -> Path:
+    """Turn a run into an ensemble: two members, no views."""
+    write_run(folder, [{**line, "view_ranks": []} for line in lines])
+    run = json.loads((folder / "run.json").read_text())
+    run |= {"views": [], "members": [{"model": run["model"], "weight": weight} for weight in (0.25, 0.75)]}
+    (folder / "run.json").write_text(json.dumps(run))
+    return folder
+
+
+def test_rows_of_the_views_are_each_scale_with_its_views_then_both_mirrors(tmp_path: Path) -> None:
     lines = [
-        mistake(f"n{label:04}/ILSVRC2012_val_{number:08}.JPEG", label, (label + number) % 1000, 0.5 + label / 2500)
-        for label in range(1000)
-        for number in (1, 2)
+        evaluated(f"n01/{number}.png", 0, [2, 0], 2, view_ranks=ranks)
+        for number, ranks in enumerate([(1, 2, 7, 2), (2, 2, 1, 1), (1, 7, 7, 2), (2, 1, 7, 7)])
     ]
-    report = build_report(read_run(write_run(tmp_path, lines, classes=many_classes(1000))))
-    picture = "data:image/jpeg;base64," + "A" * 14_000  # a dense 192-pixel JPEG
-    gallery = make_gallery(read_run(tmp_path), None)
-    assert len(gallery.mistakes) == SHOWN
-    shown = Gallery(tuple(replace(m, thumbnail=picture) for m in gallery.mistakes), gallery.total)
-    assert len(render_page(report, shown)) < 8_000_000
+    rows = averaging_rows(build_report(read_run(write_run(tmp_path, lines))))
+    assert [(row["what"], row["top1_error"], row["top5_error"]) for row in rows] == [
+        ("scale 256, mean of 2", 62.5, 12.5),
+        ("scale 256", 50, 0),
+        ("scale 256 mirrored", 75, 25),
+        ("scale 384, mean of 2", 75, 50),
+        ("scale 384", 75, 75),
+        ("scale 384 mirrored", 75, 25),
+        ("plain views, mean of 2", 62.5, 37.5),
+        ("mirrored views, mean of 2", 75, 25),
+    ]
+
+
+def test_an_ensemble_and_a_run_without_images_have_no_views_to_compare(tmp_path: Path) -> None:
+    assert averaging_rows(build_report(read_run(ensemble_of(tmp_path / "two", [mistake("n01/a.png", 0, 2)])))) == []
+    nothing = build_report(read_run(write_run(tmp_path / "none", [refused("n01/a.png", 0)])))
+    assert averaging_rows(nothing) == []
+    page = page_of(tmp_path / "none", [refused("n01/a.png", 0)])
+    assert "No image was evaluated" in page.text
+
+
+def test_page_says_what_averaging_changes_with_its_sign(tmp_path: Path) -> None:
+    lines = [evaluated(f"n01/{n}.png", 0, [0], 1, view_ranks=(1, 2, 2, 1)) for n in range(3)]
+    lines.append(evaluated("n01/x.png", 0, [2, 0], 2, view_ranks=(6, 6, 2, 2)))
+    page = page_of(tmp_path, lines)  # single views: 25, 100, 100, 25 percent and 25, 25, 0, 0
+    assert re.search(r"top-1 error by −37\.50 points\s+and the top-5 error by −12\.50", page.text)
+
+
+def test_page_shows_the_mean_over_classes_beside_that_over_images(tmp_path: Path) -> None:
+    lines = [mistake("n01/a.png", 0, 2), *(evaluated(f"n02/{n}.png", 1, [1], 1) for n in range(3))]
+    page = page_of(tmp_path, lines)
+    assert "mean over classes 50.00" in page.text
+    assert "25.00" in page.text
+
+
+def test_a_suspicion_stands_at_the_top_as_an_alarm(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, [mistake("n01/a.png", 0, 2)]))
+    report = {**build_report(run), "suspicion": "The labels look like <another order>."}
+    page = Elements(render_page(report, run, make_gallery(run, None)).decode())
+    (banner,) = [attributes for attributes in page.named("p") if attributes.get("class") == "banner alarm"]
+    assert banner["role"] == "alert"
+    assert page.text.index("The labels look like <another order>.") < page.text.index("Top-1 error")
+    plain = Elements(render_page({**report, "suspicion": None}, run, make_gallery(run, None)).decode())
+    assert "banner alarm" not in [attributes.get("class") for attributes in plain.named("p")]
+
+
+def test_members_of_an_ensemble_are_listed_with_their_weights(tmp_path: Path) -> None:
+    run = read_run(ensemble_of(tmp_path, [mistake("n01/a.png", 0, 2), evaluated("n02/b.png", 1, [1], 1)]))
+    page = Elements(render_page(build_report(run), run, make_gallery(run, None)).decode())
+    assert "The scores of 2 models were averaged" in page.text
+    assert page.text.index("weight 0.25") < page.text.index("weight 0.75")
+
+
+def test_matrix_of_the_worst_classes_counts_the_diagonal_and_elsewhere(tmp_path: Path) -> None:
+    lines = [
+        *(mistake(f"n01/{n}.png", 0, 1) for n in range(3)),
+        evaluated("n01/right.png", 0, [0], 1),
+        *(mistake(f"n02/{n}.png", 1, wrong) for n, wrong in enumerate((0, 5))),
+    ]
+    run = read_run(write_run(tmp_path, lines))
+    text = render_page(build_report(run), run, make_gallery(run, None)).decode()
+    matrix = text[text.index('<table class="matrix">') :]
+    body = matrix[matrix.index("<tbody>") : matrix.index("</tbody>")]
+    rows = [re.findall(r"<td[^>]*>(\d*)</td>", row) for row in body.split("<tr>")[1:]]
+    assert rows == [["", "1", "1"], ["3", "1", "0"]]  # the second class is the worst; fox is elsewhere
+
+
+def test_names_that_stand_on_the_page_open_their_class(tmp_path: Path) -> None:
+    page = page_of(tmp_path, [mistake("n01/a.png", 0, 2), mistake("n04/b.png", 3, 0)])
+    known = {row["id"] for row in page.named("tr") if row.get("id")}
+    assert known == {f"class-{index}" for index in range(7)}
+    links = [str(link["href"]) for link in page.named("a") if str(link["href"]).startswith("#class-")]
+    assert {link[1:] for link in links} <= known
+    assert len(links) > 2 * len(known)
+
+
+def test_reliability_diagram_has_the_filled_bins_in_percent(tmp_path: Path) -> None:
+    lines = [
+        evaluated("n01/a.png", 0, [0], 1, first=0.95),
+        evaluated("n01/b.png", 0, [2, 0], 2, first=0.97),
+        evaluated("n02/c.png", 1, [1], 1, first=0.3),
+    ]
+    report = build_report(read_run(write_run(tmp_path, lines)))
+    for chart in (reliability_chart(report), bin_sizes_chart(report)):
+        assert chart is not None
+        rows = chart["data"]["values"]
+        assert [(row["low"], row["high"]) for row in rows] == [(26.67, 33.33), (93.33, 100)]
+        assert [(row["images"], row["confidence"], row["accuracy"]) for row in rows] == [(1, 30, 100), (2, 96, 50)]
+        vl_convert.vegalite_to_svg({**chart, "width": 400}, vl_version=VEGA_LITE)
+    nothing = build_report(read_run(write_run(tmp_path, [refused("n01/a.png", 0)])))
+    assert reliability_chart(nothing) is None
+    assert bin_sizes_chart(nothing) is None
+
+
+def test_ranks_of_the_truth_are_counted_on_the_page(tmp_path: Path) -> None:
+    lines = [evaluated("n01/a.png", 0, [0], 1), mistake("n01/b.png", 0, 2), evaluated("n01/c.png", 0, [1, 2], 7)]
+    page = page_of(tmp_path, lines)
+    assert re.search(r"Median 2, mean 3\.33, mean reciprocal rank 0\.548", page.text)
+    assert re.search(r"6 – 7\s+1\s+33\.33", page.text)

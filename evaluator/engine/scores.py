@@ -84,7 +84,9 @@ def rank_of(scores: FloatArray, label: int) -> int:
 
 def top_k(scores: FloatArray, k: int) -> list[tuple[int, float]]:
     """Return the k best classes as (class index, score), best first; ties go to the lower index."""
-    best = np.argsort(-scores, kind="stable")[:k]
+    k = min(k, len(scores))
+    candidates = np.flatnonzero(scores >= np.partition(scores, -k)[-k])  # more than k where the last ones are tied
+    best = candidates[np.argsort(-scores[candidates], kind="stable")][:k]
     return [(int(index), float(scores[index])) for index in best]
 
 

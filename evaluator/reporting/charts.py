@@ -49,6 +49,14 @@ _TOOLTIP = [
 ]
 
 
+_BIN_TOOLTIP = [
+    {"field": "confidence", "title": "mean confidence"},
+    {"field": "accuracy", "title": "right"},
+    {"field": "images", "title": "images"},
+]
+_SIDE = {"domain": False, "ticks": False, "minExtent": 44, "maxExtent": 44}  # so that two charts stand in line
+
+
 def error_chart(report: dict[str, Any]) -> Spec | None:
     """Return the paper's Fig. 6: the error of every class, sorted, for top-1 and top-5; None without any image.
 
@@ -58,6 +66,86 @@ def error_chart(report: dict[str, Any]) -> Spec | None:
     if not classes:
         return None
     return _named_classes(classes) if len(classes) <= FEW_CLASSES else _sorted_curves(classes, report)
+
+
+def reliability_chart(report: dict[str, Any]) -> Spec | None:
+    """Return the reliability diagram: how often answers of a confidence are right; None without any image.
+
+    Guo et al. 2017, Fig. 1: on the dashed diagonal confidence is accuracy; below it answers are too sure of themselves.
+    """
+    values = _bins(report)
+    if not values:
+        return None
+    x, y = _confidence_axis(labels=False), {"type": "quantitative", "scale": {"domain": [0, 100]}}
+    y |= {"title": "right (percent)", "axis": {**_SIDE, "values": [0, 25, 50, 75, 100]}}
+    diagonal = {"values": [{"confidence": 0, "accuracy": 0}, {"confidence": 100, "accuracy": 100}]}
+    point = {"x": {"field": "confidence", **x}, "y": {"field": "accuracy", **y}}
+    return _spec(
+        values,
+        height=230,
+        layer=[
+            {
+                "mark": {"type": "bar", "color": "var(--accent)", "opacity": 0.16},
+                "encoding": {
+                    "x": {"field": "low", **x},
+                    "x2": {"field": "high"},
+                    "y": {"field": "accuracy", **y},
+                    "y2": {"datum": 0},
+                    "tooltip": _BIN_TOOLTIP,
+                },
+            },
+            {
+                "data": diagonal,
+                "mark": {"type": "line", "strokeDash": [3, 4], "strokeWidth": 1.5, "color": "var(--second)"},
+                "encoding": point,
+            },
+            {
+                "mark": {"type": "point", "filled": True, "size": 60, "opacity": 1, "color": "var(--accent)"},
+                "encoding": {**point, "tooltip": _BIN_TOOLTIP},
+            },
+        ],
+    )
+
+
+def bin_sizes_chart(report: dict[str, Any]) -> Spec | None:
+    """Return how many images each bin of the reliability diagram has; it stands under that one, on the same axis."""
+    values = _bins(report)
+    if not values:
+        return None
+    return _spec(
+        values,
+        height=64,
+        mark={"type": "bar", "color": "var(--second)", "opacity": 0.75},
+        encoding={
+            "x": {"field": "low", **_confidence_axis(labels=True)},
+            "x2": {"field": "high"},
+            "y": {"field": "images", "type": "quantitative", "title": "images", "axis": {**_SIDE, "tickCount": 2}},
+            "y2": {"datum": 0},
+            "tooltip": _BIN_TOOLTIP,
+        },
+    )
+
+
+def _bins(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a row per filled bin of the calibration, its edges in percent."""
+    calibration = report["calibration"]
+    return [
+        {
+            "low": round(100 * entry["low"], 2),
+            "high": round(100 * entry["high"], 2),
+            "images": entry["images"],
+            "confidence": round(entry["confidence"], 2),
+            "accuracy": round(entry["accuracy"], 2),
+        }
+        for entry in (calibration["bins"] if calibration else ())
+        if entry["images"]
+    ]
+
+
+def _confidence_axis(*, labels: bool) -> Spec:
+    axis = {"grid": False, "values": [0, 25, 50, 75, 100], "labels": labels, "ticks": labels}
+    title = "confidence: score of the answer (percent)" if labels else None
+    return {"type": "quantitative", "scale": {"domain": [0, 100]}, "title": title, "axis": axis}
 
 
 def _rows(classes: list[dict[str, Any]], key: str, metric: str) -> list[dict[str, Any]]:
@@ -121,7 +209,7 @@ def _named_classes(classes: list[dict[str, Any]]) -> Spec:
     return _spec(
         values,
         params=[{"name": "names", "value": names}],
-        height={"step": 26, "for": "position"},
+        height=round(26 * (len(classes) + 0.15)),  # 26 pixels each, by number: a step would make vega-lite complain
         encoding={"y": y, "yOffset": offset, "color": colour, "tooltip": _TOOLTIP},
         layer=[
             {

@@ -1,27 +1,35 @@
-"""The misclassified images that the page shows: the most confident mistakes, a few of each class.
+"""The misclassified images that the page shows: the most confident mistakes large, and some of every class small.
 
 Which images, and in which order, follows from the run alone; their pixels come from the dataset where it is reachable.
+All pictures together keep to a budget of bytes, which the classes share by taking turns.
 """
 
 import base64
 import io
+import os
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 
 from PIL import Image
 
-from evaluator.datasets import open_dataset
-from evaluator.datasets.sample import Dataset
+from evaluator.datasets import DatasetPlace, open_place
+from evaluator.datasets.sample import Dataset, Sample
 from evaluator.errors import DatasetError, PreluNetError, RunFolderError
 from evaluator.imaging.decode import decode_rgb
 from evaluator.validation.run import Prediction, Run, find_dataset
 
-SHOWN = 48  # images on the page
+SHOWN = 48  # images in the gallery
 SHOWN_OF_A_CLASS = 3  # so that one hopeless class does not fill the gallery
-THUMBNAIL = 192  # pixels, longer side; smaller images are kept as they are and enlarged by the browser
-JPEG_QUALITY = 82  # about 8 kB a thumbnail, 0.5 MB a page
+THUMBNAIL = 192  # pixels, longer side, in the gallery; smaller images are kept as they are and enlarged by the browser
+TILE = 112  # pixels, longer side, of the mistakes that stand with their class
+TINY = 64  # pixels; up to here every pixel counts and is kept
+BUDGET = 2_500_000  # bytes of the page that pictures may take: about 800 photographs, so most of ImageNet's classes
+QUALITY = 75  # of WebP: 3 kB a tile, a third less than JPEG
+AT_A_TIME = 64  # pictures that are made before the budget is looked at again
 
 
 @dataclass(frozen=True)
@@ -41,11 +49,13 @@ class Mistake:
 class Gallery:
     """What the page shows of the mistakes.
 
-    total: how many images were misclassified; missing: why there are no pictures, for people; None when there are.
+    mistakes: those of the gallery; total: how many images were misclassified; tiles: `data:` addresses of further
+    mistakes by file; missing: why there are no pictures, for people; None when there are.
     """
 
     mistakes: tuple[Mistake, ...]
     total: int
+    tiles: Mapping[str, str] = field(default_factory=dict)
     missing: str | None = None
 
 
@@ -56,28 +66,28 @@ def make_gallery(run: Run, data: Path | None) -> Gallery:
     are gone. Raises DatasetError when `data` is not the dataset of this run, RunFolderError when the run names an image
     that its dataset does not have.
     """
-    mistakes = tuple(Mistake(prediction) for prediction in choose_mistakes(run.predictions))
-    total = sum(p.refused is None and p.rank > 1 for p in run.predictions)
-    if not mistakes:
-        return Gallery((), 0)
+    chosen = choose_mistakes(run.predictions)
+    plain = Gallery(tuple(map(Mistake, chosen)), sum(p.refused is None and p.rank > 1 for p in run.predictions))
+    if not chosen:
+        return plain
+    place = find_dataset(run.folder) if run.folder else None
     if data is not None:
-        return Gallery(_with_thumbnails(mistakes, _open(run, data), run), total)
-    location = find_dataset(run.folder) if run.folder else None
-    if location is None:
-        return Gallery(mistakes, total, "The run does not say where its images are.")
+        return _with_pictures(plain, _open(run, _moved(place, data)), run)
+    if place is None:
+        return replace(plain, missing="The run does not say where its images are.")
     try:
-        dataset = _open(run, location)
+        dataset = _open(run, place)
     except (PreluNetError, OSError):  # no path of this machine on a page that is sent around
-        return Gallery(mistakes, total, "The images of this run are no longer where it found them, or have changed.")
-    return Gallery(_with_thumbnails(mistakes, dataset, run), total)
+        gone = "The images of this run are no longer where it found them, or have changed."
+        return replace(plain, missing=gone)
+    return _with_pictures(plain, dataset, run)
 
 
 def choose_mistakes(predictions: Sequence[Prediction]) -> list[Prediction]:
-    """Return the mistakes to show, most confident first, at most 3 of a class and 48 in all."""
-    wrong = (prediction for prediction in predictions if prediction.refused is None and prediction.rank > 1)
+    """Return the mistakes of the gallery, most confident first, at most 3 of a class and 48 in all."""
     of_class: Counter[int] = Counter()
     chosen: list[Prediction] = []
-    for prediction in sorted(wrong, key=lambda p: (-p.top[0][1], p.file)):
+    for prediction in _most_confident_mistakes(predictions):
         if of_class[prediction.label] < SHOWN_OF_A_CLASS:
             of_class[prediction.label] += 1
             chosen.append(prediction)
@@ -86,46 +96,91 @@ def choose_mistakes(predictions: Sequence[Prediction]) -> list[Prediction]:
     return chosen
 
 
-def _open(run: Run, location: Path) -> Dataset:
+def mistakes_in_turns(predictions: Sequence[Prediction]) -> list[Prediction]:
+    """Return all mistakes: the most confident one of every class, then the second of every class, and so on."""
+    turn: Counter[int] = Counter()
+    placed = []
+    for prediction in _most_confident_mistakes(predictions):
+        placed.append((turn[prediction.label], prediction))
+        turn[prediction.label] += 1
+    return [prediction for _, prediction in sorted(placed, key=itemgetter(0))]  # stable: confident ones stay in front
+
+
+def _most_confident_mistakes(predictions: Sequence[Prediction]) -> list[Prediction]:
+    wrong = (prediction for prediction in predictions if prediction.refused is None and prediction.rank > 1)
+    return sorted(wrong, key=lambda p: (-p.top[0][1], p.file))
+
+
+def _moved(place: DatasetPlace | None, data: Path) -> DatasetPlace:
+    """Return where the images lie now; their labels and the part of them that was asked for are as they were."""
+    if place is None:
+        return DatasetPlace(data)
+    gone = place.labels is None or not place.labels.exists()
+    return replace(place, path=data, labels=None if gone else place.labels)
+
+
+def _open(run: Run, place: DatasetPlace) -> Dataset:
     """Open a dataset and make sure that it is the one of the run."""
-    dataset = open_dataset(location, split="val", class_names=[entry.wnid for entry in run.info.classes])
+    dataset = open_place(place, run.info.classes)
     if dataset.fingerprint != run.info.dataset["fingerprint"]:
         raise DatasetError(
-            f"{location}: not the images of this run: {len(dataset.samples)} images with fingerprint "
+            f"{place.path}: not the images of this run: {len(dataset.samples)} images with fingerprint "
             f"{dataset.fingerprint[:12]}…, but the run has {run.info.dataset['images']} with "
             f"{run.info.dataset['fingerprint'][:12]}…. Give the dataset that was validated: --data DIR|ARCHIVE"
         )
     return dataset
 
 
-def _with_thumbnails(mistakes: tuple[Mistake, ...], dataset: Dataset, run: Run) -> tuple[Mistake, ...]:
+def _with_pictures(gallery: Gallery, dataset: Dataset, run: Run) -> Gallery:
     """Add the images; RunFolderError for one that the dataset does not have: no other file may get onto the page."""
-    exif, files = run.info.protocol.apply_exif, {sample.file for sample in dataset.samples}
-    for mistake in mistakes:
-        if mistake.prediction.file not in files:
+    samples = {sample.file: sample for sample in dataset.samples}
+    shown = dict.fromkeys(mistake.prediction.file for mistake in gallery.mistakes)
+    wanted = [prediction.file for prediction in mistakes_in_turns(run.predictions)]
+    for file in wanted:
+        if file not in samples:
             raise RunFolderError(
-                f"{run.folder or 'run'}: {mistake.prediction.file[:100]!r} is no image of its dataset, so the run is "
+                f"{run.folder or 'run'}: {file[:100]!r} is no image of its dataset, so the run is "
                 "damaged. Restore predictions.jsonl, or start the run anew with --fresh"
             )
-    return tuple(
-        replace(mistake, thumbnail=_thumbnail(dataset, mistake.prediction.file, apply_exif=exif))
-        for mistake in mistakes
-    )
+    rest = [file for file in wanted if file not in shown]
+    exif = run.info.protocol.apply_exif
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        pictures = _pictures(pool, dataset, [samples[file] for file in shown], THUMBNAIL, apply_exif=exif)
+        mistakes = tuple(replace(m, thumbnail=p) for m, p in zip(gallery.mistakes, pictures, strict=True))
+        left = BUDGET - sum(len(mistake.thumbnail or "") for mistake in mistakes)
+        tiles: dict[str, str] = {}
+        small = _pictures(pool, dataset, [samples[file] for file in rest], TILE, apply_exif=exif)
+        for file, tile in zip(rest, small, strict=True):
+            left -= len(tile or "")
+            if left < 0:
+                break
+            if tile is not None:
+                tiles[file] = tile
+    return replace(gallery, mistakes=mistakes, tiles=tiles)
 
 
-def _thumbnail(dataset: Dataset, file: str, *, apply_exif: bool) -> str | None:
-    """Return an image as a `data:` address, no longer than 192 pixels; None when it cannot be read any more."""
+def _pictures(
+    pool: ThreadPoolExecutor, dataset: Dataset, samples: Sequence[Sample], side: int, *, apply_exif: bool
+) -> Iterator[str | None]:
+    """Yield the pictures of these samples in their order; only a few more are made than are taken."""
+    for start in range(0, len(samples), AT_A_TIME):
+        batch = samples[start : start + AT_A_TIME]
+        yield from pool.map(lambda sample: _picture(dataset, sample, side, apply_exif=apply_exif), batch)
+
+
+def _picture(dataset: Dataset, sample: Sample, side: int, *, apply_exif: bool) -> str | None:
+    """Return an image as a `data:` address, its longer side at most `side`; None when it cannot be read any more."""
     try:
-        pixels = decode_rgb(dataset.reader.read(file), apply_exif=apply_exif)
+        pixels = decode_rgb(dataset.read(sample), apply_exif=apply_exif)
     except (PreluNetError, OSError):
         return None
     image = Image.fromarray(pixels)
     coded = io.BytesIO()
-    if max(image.size) <= THUMBNAIL // 2:  # every pixel counts where there are few
+    if max(image.size) <= TINY:
         image.save(coded, "PNG", optimize=True)
         kind = "png"
     else:
-        image.thumbnail((THUMBNAIL, THUMBNAIL), Image.Resampling.LANCZOS)
-        image.save(coded, "JPEG", quality=JPEG_QUALITY)
-        kind = "jpeg"
+        image.thumbnail((side, side), Image.Resampling.LANCZOS)
+        image.save(coded, "WEBP", quality=QUALITY)
+        kind = "webp"
     return f"data:image/{kind};base64,{base64.b64encode(coded.getvalue()).decode('ascii')}"

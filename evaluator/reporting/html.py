@@ -33,7 +33,14 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"percent": _percent, "count": _count, "signed": _signed, "own_wnid": _own_wnid}
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}  # in the order given, and no blanks
+    environment.filters |= {
+        "percent": _percent,
+        "count": _count,
+        "signed": _signed,
+        "rank": _rank,
+        "own_wnid": _own_wnid,
+    }
     environment.globals |= {
         "asset": _asset,
         "vega": vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=VEGA_LITE),
@@ -52,6 +59,11 @@ def _percent(value: float | None, digits: int = 1) -> str:
 def _signed(value: float, digits: int = 2) -> str:
     """Return a difference with its sign; a true minus, as wide as the plus."""
     return f"{value:+.{digits}f}".replace("-", "−")
+
+
+def _rank(value: float) -> str:
+    """Return a median rank, which may lie halfway between two."""
+    return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
 
 
 def _count(value: int) -> str:

@@ -1,45 +1,73 @@
-"""report.html: one self-contained page, made from report.json and the gallery."""
+"""report.html: one self-contained page, made from report.json, the run's predictions and the gallery."""
 
 from typing import Any
 
-from evaluator.reporting.charts import FEW_CLASSES, error_chart
+from evaluator.reporting.charts import FEW_CLASSES, bin_sizes_chart, error_chart, reliability_chart
+from evaluator.reporting.embedded import describe_view, embedded
 from evaluator.reporting.gallery import Gallery
 from evaluator.reporting.html import render_html
-from evaluator.reporting.report import Report, describe_protocol, headline, short_provider, wrong_images
+from evaluator.reporting.report import Report, describe_protocol, headline, short_provider
+from evaluator.reporting.tables import worst_classes
+from evaluator.validation.run import Run
 
 WORST_CLASSES = 10
 NAMED_OPENLY = 12  # more perfect classes than this are named when asked for
 CONFUSIONS_SHOWN = 20
 REFUSALS_SHOWN = 200
+VIEWS_SHOWN = 16  # single views; of more the scales stand for them until asked for
 ACTIVATIONS = {"prelu": "PReLU", "prelu-shared": "PReLU, shared slopes", "relu": "ReLU", "lrelu": "leaky ReLU"}
 
 
-def render_page(report: Report, gallery: Gallery) -> bytes:
-    """Return report.html of a report; the same report and gallery give the same bytes."""
+def render_page(report: Report, run: Run, gallery: Gallery) -> bytes:
+    """Return report.html of a run and its report; the same run, report and gallery give the same bytes."""
     classes = report["classes"]
     seen = [entry for entry in classes if entry["evaluated"]]
+    charts = {"error": error_chart(report), "reliability": reliability_chart(report), "bins": bin_sizes_chart(report)}
     return render_html(
         "report.html.j2",
         report=report,
         gallery=gallery,
-        chart=error_chart(report),
+        embedded=embedded(report, run, gallery),
+        charts={name: chart for name, chart in charts.items() if chart},
         headline=headline(report),
         protocol=describe_protocol(report["protocol"]),
         provider=short_provider(report["circumstances"]),
         activation=ACTIVATIONS.get(report["model"]["activation"], report["model"]["activation"]),
-        wrong={key: wrong_images(report, key) for key in ("top1", "top5")},
         classes=classes,
         seen=seen,
         few=len(seen) <= FEW_CLASSES,
-        worst={key: worst_classes(report, key, min(WORST_CLASSES, (len(seen) + 1) // 2)) for key in ("top1", "top5")},
+        worst={key: worst_classes(classes, key, min(WORST_CLASSES, (len(seen) + 1) // 2)) for key in ("top1", "top5")},
         perfect={key: [entry for entry in seen if entry[f"{key}_error"] == 0] for key in ("top1", "top5")},
         named_openly=NAMED_OPENLY,
         confusions=report["confusions"][:CONFUSIONS_SHOWN],
+        averaging=averaging_rows(report),
+        views_shown=VIEWS_SHOWN,
         refusals_shown=REFUSALS_SHOWN,
     )
 
 
-def worst_classes(report: Report, key: str, limit: int) -> list[dict[str, Any]]:
-    """Return the classes with the highest error (> 0) of `key` (top1 or top5), worst first, ties by index."""
-    wrong = [entry for entry in report["classes"] if entry[f"{key}_error"]]
-    return sorted(wrong, key=lambda entry: (-entry[f"{key}_error"], entry["index"]))[:limit]
+def averaging_rows(report: Report) -> list[dict[str, Any]]:
+    """Return what single views give, in the order of the page: every scale with its views, then the two mirrors.
+
+    Each row has `what`, `kind` (scale, view or mirror) and the mean errors of its views. Empty where there is nothing
+    to compare: a single view, an ensemble, no image.
+    """
+    views, scales, mirrors = report["views"], report["scales"], report["mirrors"]
+    if not report["evaluated"] or len(views) < 2:
+        return []
+    rows = []
+    for scale in scales:
+        own = [view for view in views if view["scale"] == scale["scale"]]
+        if len(scales) > 1 and len(own) > 1:
+            rows.append(_row("scale", f"scale {scale['scale']}, mean of {len(own)}", scale))
+        rows += [_row("view", f"scale {describe_view(view)}", view) for view in own]
+    if len(mirrors) > 1:
+        names = {False: "plain views", True: "mirrored views"}
+        rows += [
+            _row("mirror", f"{names[mirror['mirrored']]}, mean of {mirror['views']}", mirror) for mirror in mirrors
+        ]
+    return rows
+
+
+def _row(kind: str, what: str, errors: dict[str, Any]) -> dict[str, Any]:
+    return {"kind": kind, "what": what, "top1_error": errors["top1_error"], "top5_error": errors["top5_error"]}

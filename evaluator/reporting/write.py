@@ -31,7 +31,7 @@ def write_report(folder: Path, *, data: Path | None = None) -> WrittenReport:
     """
     run = read_run(folder)
     report = build_report(run)
-    page = render_page(report, make_gallery(run, data))  # before any file is written: a wrong `data` leaves none
+    page = render_page(report, run, make_gallery(run, data))  # before any file is written: a wrong `data` leaves none
     target = folder / REPORT_FOLDER
     target.mkdir(exist_ok=True)
     written = WrittenReport(report, target / "report.json", target / "classes.csv", target / "report.html")

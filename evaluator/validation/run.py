@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluator.contract import ClassEntry, ModelContract
-from evaluator.datasets.sample import UNLABELLED, Dataset
+from evaluator.datasets.sample import UNLABELLED, Dataset, DatasetPlace
 from evaluator.engine.classify import Classified, Model
 from evaluator.engine.scores import shortest
 from evaluator.errors import RunFolderError, UsageError
@@ -338,8 +338,46 @@ def read_run(folder: Path) -> Run:
     return Run(info, predictions, folder)
 
 
-def find_dataset(folder: Path) -> Path | None:
+def find_dataset(folder: Path) -> DatasetPlace | None:
     """Return where the dataset of a run lay when it was last worked on, as log.jsonl tells; None if it does not."""
+    entry = last_beginning(folder)
+    try:
+        return None if entry is None else place_from_log(entry)
+    except ValueError:
+        return None
+
+
+def place_to_log(place: DatasetPlace) -> dict[str, Any]:
+    """Return what log.jsonl says of where a dataset lies, so that it can be opened again from anywhere."""
+    return {
+        "dataset": str(place.path.resolve()),
+        "labels": place.labels and str(place.labels.resolve()),
+        "no_labels": place.no_labels,
+        "limit": place.limit,
+        "classes": list(place.classes),
+    }
+
+
+def place_from_log(entry: Mapping[str, Any]) -> DatasetPlace:
+    """Read what `place_to_log` wrote; ValueError when it is not that. What is not told is as `DatasetPlace` has it."""
+    labels, limit = entry.get("labels"), entry.get("limit")
+    return DatasetPlace(
+        path=_path(entry.get("dataset"), "dataset"),
+        labels=None if labels is None else _path(labels, "labels"),
+        no_labels=flag(entry.get("no_labels", False), "no_labels"),
+        limit=None if limit is None else whole(limit, "limit", 1),
+        classes=tuple(text(wnid, "a class") for wnid in a_list(entry.get("classes", []), "classes")),
+    )
+
+
+def _path(value: Any, what: str) -> Path:
+    if "\0" in text(value, what):
+        raise ValueError(f"{what} should be a path")
+    return Path(value)
+
+
+def last_beginning(folder: Path) -> dict[str, Any] | None:
+    """Return the last line of log.jsonl that tells of a start and where the dataset lay; None if there is none."""
     try:
         lines = (folder / LOG_FILE).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -348,7 +386,7 @@ def find_dataset(folder: Path) -> Path | None:
         try:
             entry = an_object(parse_json(line), "it")
             if entry.get("event") in BEGINNINGS and "\0" not in text(entry.get("dataset"), "dataset"):
-                return Path(entry["dataset"])
+                return entry
         except ValueError:
             continue
     return None

@@ -36,7 +36,7 @@ from evaluator.validation.run import (
 
 _REPORT_FILES = ("report/report.json", "report/classes.csv", "report/report.html")  # of a run that is started anew
 _REPLACED = (RUN_FILE, PREDICTIONS_FILE, SCORES_FILE)  # whole, by `write_atomically`
-_NAMES = {("model", "file"), ("dataset", "name")}  # in run.json for the reader's eye; a renamed file is the same file
+NAMES = {("model", "file"), ("dataset", "name")}  # in run.json for the reader's eye; a renamed file is the same file
 
 
 class RunWriter:
@@ -101,11 +101,14 @@ def open_run(folder: Path, info: RunInfo, samples: Sequence[Sample], *, fresh: b
         remove_leftovers(folder, _REPLACED)
         if fresh:
             log.truncate(0)
-            _delete_run(folder)
-        if (folder / RUN_FILE).exists():
+            _delete(folder, *_REPORT_FILES, SCORES_FILE)  # without scores no line counts, whosever it is
+        if not fresh and (folder / RUN_FILE).exists():
             _check_same(read_run_info(folder), info, folder)
         else:
             write_atomically(folder / RUN_FILE, (json.dumps(info.to_json(), indent=1) + "\n").encode())
+        if fresh:
+            _delete(folder, PREDICTIONS_FILE)  # last: killed before, the folder is still known as a run
+        _end_torn_line(folder / LOG_FILE, log)
         writer = RunWriter(folder, info, _cut_back(folder, info, samples), log)
         try:
             yield writer
@@ -148,14 +151,20 @@ def _is_run_info(folder: Path) -> bool:
     return True
 
 
-def _delete_run(folder: Path) -> None:
-    """Delete the files of a run, run.json last: killed in between, the folder is still a run."""
-    for name in (*_REPORT_FILES, SCORES_FILE, PREDICTIONS_FILE, RUN_FILE):
+def _delete(folder: Path, *names: str) -> None:
+    for name in names:
         (folder / name).unlink(missing_ok=True)
 
 
+def _end_torn_line(path: Path, log: io.FileIO) -> None:
+    """End a line that was torn by a crash, so that the next one can be read."""
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":
+            log.write(b"\n")
+
+
 def _check_same(there: RunInfo, here: RunInfo, folder: Path) -> None:
-    found = differences(there.to_json(), here.to_json(), ignored=_NAMES)
+    found = differences(there.to_json(), here.to_json(), ignored=NAMES)
     if not found:
         return
     raise RunFolderError(

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from evaluator.engine.session import Device, open_session
 from evaluator.errors import CheckFailed
-from export.verification import LOGIT_TOLERANCE, SCORE_TOLERANCE
+from export.verification import tolerances
 from export.verification import verify as verify_session
 
 
@@ -40,9 +40,10 @@ def verify(
             table.add_row(f"{d.height}x{d.width}", d.case, f"{d.scores:.1e}", f"{d.logits:.1e}", verdict)
         Console().print(table)
     if not passed:
+        scores, logits = tolerances(session.contract.precision)
         raise CheckFailed(
-            f"{model}: on {session.circumstances.provider} the golden images are off by more than {SCORE_TOLERANCE:g} "
-            f"(scores) or {LOGIT_TOLERANCE:g} (logits). Do not trust this device or runtime version with this model"
+            f"{model}: on {session.circumstances.provider} the golden images are off by more than {scores:g} "
+            f"(scores) or {logits:g} (logits). Do not trust this device or runtime version with this model"
         )
     if not as_json:
         typer.echo(f"{model}: verified on {session.circumstances.provider}")

@@ -1,0 +1,124 @@
+"""What the page's scripts know of every class and image: arrays without keys, so that 50,000 images take 2 MB.
+
+report_data.js reads it; the order of the numbers stands there too.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from evaluator.protocols import View
+from evaluator.reporting.gallery import Gallery
+from evaluator.reporting.report import Report
+from evaluator.validation.run import Prediction, Run
+
+LISTED = 60_000  # images whose answers the page holds, about 45 bytes each; of more, every class gives its first ones
+PER_MILLE = 1000  # scores as three digits
+
+
+def embedded(report: Report, run: Run, gallery: Gallery) -> dict[str, Any]:
+    """Return the data of the page's scripts as plain data; the same run and gallery give the same."""
+    of_class: list[list[Prediction]] = [[] for _ in run.info.classes]
+    for prediction in run.predictions:
+        of_class[prediction.label].append(prediction)
+    share = fair_share([len(images) for images in of_class], LISTED)
+    listed = [sorted(images, key=_telling_first)[:share] for images in of_class]
+    place = {p.file: f"{label}-{number}" for label, images in enumerate(listed) for number, p in enumerate(images)}
+    return {
+        "errors": [report["top1_error"], report["top5_error"]],
+        "classes": [_class(entry) for entry in report["classes"]],
+        "taken": _taken_for(run.predictions, len(of_class)),
+        "shared": report["same_names"],
+        "views": [[describe_view(view), view["top1_error"], view["top5_error"]] for view in report["views"]],
+        "images": [_images(images) for images in listed],
+        "tiles": {place[file]: tile for file, tile in gallery.tiles.items() if file in place},
+        "large": {place[m.prediction.file]: n for n, m in enumerate(gallery.mistakes) if m.prediction.file in place},
+    }
+
+
+def fair_share(counts: Iterable[int], total: int) -> int:
+    """Return the largest share of which all together take no more than `total`, when each takes its count or the share.
+
+    At least 1. counts: whole numbers from 0; where everything fits, the share is the largest count.
+    """
+    counts = sorted(counts)
+    for place, count in enumerate(counts):
+        others = len(counts) - place
+        if count * others > total:
+            return max(1, total // others)
+        total -= count
+    return max([1, *counts])
+
+
+def describe_view(view: Mapping[str, Any] | View) -> str:
+    """Return a view in a few words: `256 mirrored`, `256 top-left`."""
+    shown = view.to_json() if isinstance(view, View) else view
+    part = {"whole": "", "nine": ""}.get(shown["part"], f" {shown['part']}")
+    return f"{shown['scale']}{part}{' mirrored' if shown['mirrored'] else ''}"
+
+
+def _telling_first(prediction: Prediction) -> tuple[int, float, str]:
+    """Order the images of a class: mistakes, most confident first; right answers, least confident first; refused."""
+    if prediction.refused is not None:
+        return 2, 0.0, prediction.file
+    score = prediction.top[0][1]
+    return (0, -score, prediction.file) if prediction.rank > 1 else (1, score, prediction.file)
+
+
+def _class(entry: Mapping[str, Any]) -> list[Any]:
+    """Return a class's numbers in the order of report_data.js; percentages with one decimal, as the page shows them."""
+    errors = [number for k in (1, 5) for number in (entry[f"top{k}_wrong"], *map(_short, entry[f"top{k}_interval"]))]
+    views = [_short(view[f"top{k}_error"]) for k in (1, 5) for view in entry["views"]]
+    numbers = (entry["images"], entry["evaluated"], *errors, _short(entry["confidence"]), entry["median_rank"])
+    return [entry["wnid"], entry["name"], *numbers, views]
+
+
+def _short(percent: float | None) -> float | None:
+    return None if percent is None else round(percent, 1)
+
+
+def _taken_for(predictions: Iterable[Prediction], classes: int) -> list[list[int]]:
+    """Return per class what its images are taken for: class index, count, class index, count, ...; frequent first."""
+    wrong: defaultdict[int, Counter[int]] = defaultdict(Counter)
+    for prediction in predictions:
+        if prediction.rank > 1:
+            wrong[prediction.label][prediction.top[0][0]] += 1
+    ranked = (sorted(wrong[label].items(), key=lambda pair: (-pair[1], pair[0])) for label in range(classes))
+    return [[number for pair in pairs for number in pair] for pairs in ranked]
+
+
+def _images(images: Sequence[Prediction]) -> list[Any]:
+    """Return the images of a class: common beginning and end of their names, what is between, ranks, answers, scores.
+
+    answers, scores: of all images one after the other, how many each has is `width`; reasons: of the refused, which
+    stand at the end and have no rank.
+    """
+    beginning, end, middles = fold([image.file for image in images])
+    seen = [image for image in images if image.refused is None]
+    width = max((len(image.top) for image in seen), default=0)
+    answers = [(*image.top, *((-1, 0.0),) * (width - len(image.top))) for image in seen]
+    return [
+        beginning,
+        end,
+        middles,
+        [image.rank for image in seen],
+        width,
+        [index for tops in answers for index, _ in tops],
+        [min(PER_MILLE, round(score * PER_MILLE)) for tops in answers for _, score in tops],
+        [image.refused for image in images if image.refused is not None],
+        [number for number, image in enumerate(seen) if image.capped],
+    ]
+
+
+def fold(names: Sequence[str]) -> tuple[str, str, list[str]]:
+    """Return what all names begin and end with, and what each has in between."""
+    beginning = _common_beginning(names)
+    rests = [name[len(beginning) :] for name in names]
+    end = _common_beginning([rest[::-1] for rest in rests])[::-1]
+    return beginning, end, [rest[: len(rest) - len(end)] for rest in rests]
+
+
+def _common_beginning(names: Sequence[str]) -> str:
+    first, last = min(names, default=""), max(names, default="")  # what these two share, all between them share
+    different = (place for place, (one, other) in enumerate(zip(first, last, strict=False)) if one != other)
+    return first[: next(different, min(len(first), len(last)))]

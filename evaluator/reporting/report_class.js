@@ -1,0 +1,249 @@
+// One class in a panel: its numbers, what it is confused with, what each view makes of it, its images.
+// The address tells which: #class-123. So links open classes, and the browser's "back" closes them again.
+
+const CONFUSIONS_SHOWN = 8;
+const TILES_SHOWN = 24;
+const ROWS_SHOWN = 100;
+
+/** order: tells the classes that the table shows, through which "next" and "previous" go. */
+function startClassView(order) {
+  const dialog = document.getElementById("class-view");
+
+  function route() {
+    const index = Number(/^#class-(\d{1,7})$/.exec(location.hash)?.[1] ?? -1);
+    if (!classes[index]) {
+      dialog.close();
+      return;
+    }
+    dialog.replaceChildren(...classContent(classes[index], neighbours(index, order())));
+    if (!dialog.open) dialog.showModal();
+    dialog.scrollTop = 0;
+    dialog.querySelector("h2").focus({ preventScroll: true });
+  }
+
+  dialog.addEventListener("close", () => {
+    // Forward again, not back: the page stays where it is, and "back" opens the class once more.
+    if (location.hash.startsWith("#class-")) history.pushState(null, "", location.pathname + location.search);
+  });
+  dialog.addEventListener("click", (event) => {
+    if (event.target === dialog || event.target.closest(".close")) dialog.close();
+  });
+  dialog.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest(".scroll")) return;
+    const direction = { ArrowLeft: "prev", ArrowRight: "next" }[event.key];
+    if (direction) dialog.querySelector(`a[rel=${direction}]`)?.click();
+  });
+  // From class to class: one step of history, so that "back" leaves the panel.
+  dialog.addEventListener("click", (event) => {
+    const step = event.target.closest("a[rel]");
+    if (!step) return;
+    event.preventDefault();
+    location.replace(step.getAttribute("href"));
+  });
+  addEventListener("hashchange", route);
+  addEventListener("popstate", route);
+  if (location.hash.startsWith("#class-")) route();
+}
+
+/** The classes before and after this one as the table shows them; by index where it does not show this one. */
+function neighbours(index, shown) {
+  const order = shown.includes(index) ? shown : classes.map((entry) => entry.index);
+  const place = order.indexOf(index);
+  return { previous: order[place - 1], next: order[place + 1], place: place + 1, of: order.length };
+}
+
+function classContent(entry, around) {
+  return [
+    classBar(around),
+    classHead(entry),
+    classFigures(entry),
+    entry.evaluated ? classConfusions(entry) : null,
+    entry.evaluated && data.views.length > 1 ? classViews(entry) : null,
+    ...classImages(entry),
+  ].filter((part) => part);
+}
+
+function classBar({ previous, next, place, of }) {
+  const step = (index, rel, sign, label) =>
+    index === undefined
+      ? make("span.step.none", { "aria-hidden": true }, sign)
+      : make("a.step", { href: `#class-${index}`, rel, "aria-label": label, title: classes[index].name }, sign);
+  return make(
+    "div.class-bar",
+    null,
+    step(previous, "prev", "←", "Previous class"),
+    make("span.quiet", null, `${whole(place)} of ${whole(of)}`),
+    step(next, "next", "→", "Next class"),
+    make("span.quiet.keys", null, "← → go on, Esc closes"),
+    make("button.close", { type: "button" }, "Close"),
+  );
+}
+
+function classHead(entry) {
+  const others = (sharing.get(entry.index) ?? []).map((index) => [
+    ", ",
+    make("a.wnid", { href: `#class-${index}` }, classes[index].wnid),
+  ]);
+  return make(
+    "header",
+    null,
+    make("h2.name", { id: "class-title", tabindex: -1 }, entry.name),
+    make("p.quiet", null, make("span.wnid", null, entry.wnid), ` · index ${entry.index}`,
+      others.length ? [" · same name as ", ...others.flat().slice(1)] : null),
+  );
+}
+
+function classFigures(entry) {
+  const figure = (label, value, ...notes) =>
+    make("div", null, make("h3", null, label), make("p.value", null, value), ...notes.map((note) => make("p.note", null, note)));
+  if (!entry.evaluated) {
+    return make("div.class-figures", null, figure("Images", whole(entry.images), "none evaluated"));
+  }
+  const error = (label, value, wrong, low, high, all) =>
+    figure(label, [decimal(value), make("small", null, " %")], `${decimal(low)} – ${decimal(high)}`,
+      `${whole(wrong)} of ${whole(entry.evaluated)} images`, besideAverage(value - all));
+  return make(
+    "div.class-figures",
+    null,
+    error("Top-1 error", entry.error1, entry.wrong1, entry.low1, entry.high1, runError1),
+    error("Top-5 error", entry.error5, entry.wrong5, entry.low5, entry.high5, runError5),
+    figure("Median rank", rankText(entry.medianRank), "of the true class"),
+    figure("Confidence", [decimal(entry.confidence), make("small", null, " %")], "mean score of the answers",
+      entry.refused ? make("span.refused", null, `${whole(entry.refused)} of ${whole(entry.images)} images refused`) : null),
+  );
+}
+
+function besideAverage(points) {
+  const text = decimal(Math.abs(points));
+  return text === "0.0" ? "as all images" : `${text} points ${points > 0 ? "above" : "below"} all images`;
+}
+
+function classConfusions(entry) {
+  const side = (title, none, pairs, all) => {
+    const reach = Math.max(...pairs.map(([, count]) => count), 1);
+    const list = make("ol.taken-for");
+    const rows = pairs.map(([index, count]) =>
+      make("li", null, classLink(index), make("span.number", null, whole(count), all ? make("small", null, ` · ${decimal((100 * count) / all)} %`) : null),
+        make("span.bar", { "aria-hidden": true }, make("i", { style: `width:${((100 * count) / reach).toFixed(1)}%` }))));
+    return make("div", null, make("h3", null, title), pairs.length ? list : make("p.quiet", null, none), ...inPortions(list, rows, CONFUSIONS_SHOWN, "classes"));
+  };
+  return make(
+    "section.columns",
+    null,
+    side("Its images are taken for", "Nothing: all answers are right.", takenFor(entry.index), entry.evaluated),
+    side("What is taken for it", "No image of another class.", takenForIt(entry.index), 0),
+  );
+}
+
+function classViews(entry) {
+  const cell = (value) => make("td.number", null, value);
+  const quiet = (value) => make("td.number.quiet", null, value);
+  const rows = data.views.map(([what, all1, all5], place) => {
+    const [own1, own5] = [entry.views.top1[place], entry.views.top5[place]];
+    return make("tr", null, make("td", null, `scale ${what}`),
+      cell(decimal(own1)), cell(signed(own1 - entry.error1)), quiet(signed(all1 - runError1, 2)),
+      cell(decimal(own5)), cell(signed(own5 - entry.error5)), quiet(signed(all5 - runError5, 2)));
+  });
+  const heads = ["top-1", "gain", "gain, all classes", "top-5", "gain", "gain, all classes"];
+  return make(
+    "section",
+    null,
+    make("h3", null, "Scales and mirror"),
+    make("p.about", null, "Its error by one view at a time, and what averaging takes off it; beside that the same for all images."),
+    make("div.scroll", { tabindex: 0, role: "region", "aria-label": "Scales and mirror" },
+      make("table.class-views", null,
+        make("thead", null, make("tr", null, make("th", null, "view"), heads.map((head) => make("th.number", null, head)))),
+        make("tbody", null, rows,
+          make("tr.total", null, make("td", null, "average of all"), cell(decimal(entry.error1)), cell(""), cell(""), cell(decimal(entry.error5)), cell(""), cell(""))))),
+  );
+}
+
+function classImages(entry) {
+  const images = imagesOf(entry.index);
+  const refused = images.filter((image) => image.refused !== undefined);
+  const seen = images.filter((image) => image.refused === undefined);
+  const wrong = seen.filter((image) => image.rank > 1);
+  const right = seen.filter((image) => image.rank === 1);
+  const rest = entry.images - images.length;
+  return [
+    imageSection(entry, "Mistakes", entry.wrong1, wrong, "The most confident first."),
+    imageSection(entry, "Right answers", entry.evaluated - entry.wrong1, right, "The least confident first."),
+    refused.length ? make("section", null, make("h3", null, `Refused (${whole(entry.refused)})`),
+      make("ul.refused-files", null, refused.map((image) => make("li", null, fileName(image.file), " ", make("span.quiet", null, image.refused))))) : null,
+    rest > 0 ? make("p.quiet", null, `${whole(rest)} more images are not on this page; predictions.jsonl of the run has all.`) : null,
+  ];
+}
+
+function imageSection(entry, title, count, images, about) {
+  if (!count) return null;
+  const tiles = make("div.gallery");
+  const list = make("ul.shots");
+  const pictured = images.filter((image) => image.picture).map((image) => imageTile(entry, image));
+  const plain = images.filter((image) => !image.picture).map((image) => imageRow(entry, image));
+  return make(
+    "section",
+    null,
+    make("h3", null, `${title} (${whole(count)})`),
+    images.length > 1 ? make("p.about", null, about) : null,
+    pictured.length ? tiles : null,
+    ...inPortions(tiles, pictured, TILES_SHOWN, "pictures"),
+    plain.length ? list : null,
+    ...inPortions(list, plain, ROWS_SHOWN, "images"),
+  );
+}
+
+/** As the gallery of the page. */
+function imageTile(entry, image) {
+  const tiny = image.picture.startsWith("data:image/png");
+  return make(
+    "figure",
+    null,
+    make("div.picture", null, make(tiny ? "img.tiny" : "img", { src: image.picture, alt: `${entry.name}, ${image.file}` })),
+    make("figcaption", null, make("p.truth", null, "", make("small", null, imageNote(image))),
+      make("ol", null, image.top.map(([index, score]) =>
+        make(index === entry.index ? "li.right" : "li", null, classLink(index), make("span.number", null, score.toFixed(2)),
+          score >= 0.005 ? make("i", { style: `width:${(100 * Math.min(score, 1)).toFixed(1)}%` }) : null))),
+      make("p.file", null, fileName(image.file))),
+  );
+}
+
+function imageRow(entry, image) {
+  const answers = image.top.flatMap(([index, score], place) => [
+    place ? " · " : "",
+    make(index === entry.index ? "span.answer.right" : "span.answer", null, classLink(index), ` ${score.toFixed(3)}`),
+  ]);
+  const confidence = 100 * Math.min(image.top[0][1], 1);
+  return make(
+    "li",
+    null,
+    make("p.file", null, fileName(image.file)),
+    make("span.number.quiet", null, imageNote(image)),
+    make("p.answers", null, answers),
+    make("span.bar", { "aria-hidden": true, class: image.rank > 1 ? "bar second" : "bar" }, make("i", { style: `width:${confidence.toFixed(1)}%` })),
+  );
+}
+
+function imageNote(image) {
+  return `rank ${whole(image.rank)}${image.capped ? ", capped" : ""}`;
+}
+
+/** A file's name that may break behind each folder. */
+function fileName(file) {
+  const parts = file.split("/");
+  return make("span.file", null, parts.flatMap((part, n) => (n < parts.length - 1 ? [`${part}/`, make("wbr")] : [part])));
+}
+
+/** Puts the first elements into a parent, and returns a button that brings the next ones; none where all are in. */
+function inPortions(parent, elements, portion, unit) {
+  let shown = 0;
+  const button = make("button.more", { type: "button" });
+  const next = () => {
+    parent.append(...elements.slice(shown, shown + portion));
+    shown += portion;
+    button.textContent = `Show ${whole(Math.min(portion, elements.length - shown))} of ${whole(elements.length - shown)} more ${unit}`;
+    if (shown >= elements.length) button.remove();
+  };
+  next();
+  button.addEventListener("click", next);
+  return shown < elements.length ? [button] : [];
+}

@@ -1,0 +1,85 @@
+// The page's data, in the order in which embedded.py writes it, and what the other scripts build elements with.
+// Names are hostile: elements are made one by one, and text is only ever set as text.
+
+const data = JSON.parse(document.getElementById("report-data").textContent);
+const [runError1, runError5] = data.errors;
+
+const classes = data.classes.map((row, index) => {
+  const [wnid, name, images, evaluated, wrong1, low1, high1, wrong5, low5, high5, confidence, medianRank, views] = row;
+  const error = (wrong) => (evaluated ? (100 * wrong) / evaluated : null);
+  return {
+    index, wnid, name, images, evaluated, refused: images - evaluated,
+    wrong1, low1, high1, error1: error(wrong1), wrong5, low5, high5, error5: error(wrong5),
+    confidence, medianRank,
+    views: { top1: views.slice(0, views.length / 2), top5: views.slice(views.length / 2) },
+  };
+});
+
+const sharing = new Map(); // class index → the other classes of that name
+for (const group of data.shared) {
+  for (const index of group) sharing.set(index, group.filter((other) => other !== index));
+}
+
+/** What the images of a class are taken for: [class index, count] pairs, most frequent first. */
+function takenFor(index) {
+  const flat = data.taken[index];
+  return Array.from({ length: flat.length / 2 }, (_, n) => [flat[2 * n], flat[2 * n + 1]]);
+}
+
+/** The classes whose images are taken for this one, as takenFor. */
+let reversed = null;
+function takenForIt(index) {
+  if (!reversed) {
+    reversed = classes.map(() => []);
+    for (const { index: label } of classes) {
+      for (const [answer, count] of takenFor(label)) reversed[answer].push([label, count]);
+    }
+    for (const pairs of reversed) pairs.sort((a, b) => b[1] - a[1] || a[0] - b[0]);
+  }
+  return reversed[index];
+}
+
+/** The listed images of a class: mistakes first, then right answers, then the refused. */
+function imagesOf(index) {
+  const [beginning, end, middles, ranks, width, answers, scores, reasons, capped] = data.images[index];
+  const cut = new Set(capped);
+  return middles.map((middle, n) => {
+    const file = beginning + middle + end;
+    if (n >= ranks.length) return { file, refused: reasons[n - ranks.length] };
+    const top = [];
+    for (let place = n * width; place < (n + 1) * width && answers[place] >= 0; place++) {
+      top.push([answers[place], scores[place] / 1000]);
+    }
+    return { file, rank: ranks[n], top, capped: cut.has(n), picture: pictureOf(`${index}-${n}`) };
+  });
+}
+
+/** A picture's address: its own, or that of the gallery, which shows it large. */
+function pictureOf(key) {
+  const figure = document.querySelectorAll(".gallery figure")[data.large[key] ?? -1];
+  return data.tiles[key] ?? figure?.querySelector("img")?.src;
+}
+
+const decimal = (value, digits = 1) => (value === null ? "–" : value.toFixed(digits));
+const whole = (value) => value.toLocaleString("en");
+const rankText = (rank) => (rank === null ? "–" : Number.isInteger(rank) ? whole(rank) : rank.toFixed(1));
+const signed = (value, digits = 1) => {
+  const text = Math.abs(value).toFixed(digits);
+  return Number(text) === 0 ? text : `${value < 0 ? "−" : "+"}${text}`;
+};
+
+/** Makes an element. names: of its classes, after dots, as in `td.number`; attributes: `style` and others by name. */
+function make(tag, attributes, ...children) {
+  const [name, ...names] = tag.split(".");
+  const element = document.createElement(name);
+  if (names.length) element.className = names.join(" ");
+  for (const [key, value] of Object.entries(attributes ?? {})) element.setAttribute(key, value);
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
+}
+
+/** A class's name that opens it; with the wnid where the name alone could be another class. */
+function classLink(index) {
+  const link = make("a.name", { href: `#class-${index}` }, classes[index].name);
+  return sharing.has(index) ? make("span", null, link, " ", make("span.wnid", null, classes[index].wnid)) : link;
+}

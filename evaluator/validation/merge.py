@@ -1,0 +1,145 @@
+"""Join the shards of a run to the run that one machine would have made, byte for byte.
+
+The rules: every image comes from just one shard, and each shard is finished and undamaged, before anything is written;
+the merged run is written as any run is, so that a killed merge leaves an unfinished run which the same command
+finishes; and in the end the merged run is read again and compared with every shard.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from evaluator.datasets.sample import Sample
+from evaluator.differences import differences, shown
+from evaluator.errors import RunFolderError
+from evaluator.progress import progress
+from evaluator.validation.derived import begin, refuse_source_as_target
+from evaluator.validation.run import Run, RunInfo, read_run, read_run_info
+from evaluator.validation.stored import BLOCK, check_scores, read_rows
+from evaluator.validation.writer import NAMES, RunWriter, open_run
+
+_OF_A_SHARD = {("shard", "number"), *NAMES}  # in which shards of one run differ, or may
+_SHOWN = 10  # missing shards
+
+Shard = tuple[Path, RunInfo]
+
+
+def merge(
+    folders: Sequence[Path], folder: Path, *, fresh: bool = False, announce: Callable[[str], None] = lambda _text: None
+) -> Run:
+    """Join finished shards, given in any order, into one run folder; an earlier call that was killed is gone on with.
+
+    folder: of the merged run; fresh: start it anew; announce: told in one sentence where the merge starts.
+    In memory are the names of all images, the lines of one shard and a block of its scores; in the end all lines.
+    Raises RunFolderError when a shard is missing, doubled, unfinished, damaged or of another run, or when the folder
+    holds anything but this very run; EnvironmentFault when it cannot be written.
+    """
+    refuse_source_as_target(folders, folder)
+    shards = _in_order([(path, read_run_info(path)) for path in folders])
+    samples = _samples(shards)
+    info = replace(shards[0][1], shard=None)
+    with open_run(folder, info, samples, fresh=fresh) as writer:
+        begin(writer, info.images, [path for path, _ in shards], announce)
+        _copy(shards, writer)
+    merged = read_run(folder)
+    for path, _ in shards:
+        _check_copied(read_run(path), merged)
+    return merged
+
+
+def _in_order(shards: Sequence[Shard]) -> list[Shard]:
+    """Return the shards by number; RunFolderError when they are not all shards of one run, each there once."""
+    for path, info in shards:
+        if info.shard is None:
+            raise RunFolderError(
+                f"{path}: a whole run, not a shard of one. Give the folders that were made with "
+                "prelunet validate --shard NUMBER/OF"
+            )
+    (first, one), *others = shards
+    for path, info in others:
+        places = (f"in {first}", f"in {path}")
+        if found := differences(one.to_json(), info.to_json(), ignored=_OF_A_SHARD, places=places):
+            raise RunFolderError(
+                f"{path}: not a shard of the same run as {first}:\n{shown(found)}\n"
+                "Leave it out, or make it again with the model, data, options and versions of the others"
+            )
+    ordered = sorted(shards, key=lambda shard: shard[1].shard or (0, 0))
+    for (before, info), (path, again) in pairwise(ordered):
+        if info.shard == again.shard:
+            raise RunFolderError(
+                f"{path}: is shard {_name(again)}, and so is {before}; its images would count twice. Give one of them"
+            )
+    _refuse_missing(ordered)
+    return ordered
+
+
+def _refuse_missing(ordered: Sequence[Shard]) -> None:
+    """Refuse a gap, with the command that fills it."""
+    info = ordered[0][1]
+    assert info.shard is not None, "checked before"
+    there = {shard.shard for _, shard in ordered}
+    of = info.shard[1]
+    wanted = [replace(info, shard=(number, of)) for number in range(1, of + 1)]
+    # Where there are more shards than chunks some are empty: they cannot be made, and nothing is missing with them.
+    missing = [shard for shard in wanted if shard.shard not in there and shard.images]
+    if missing:
+        names = ", ".join(_name(shard) for shard in missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
+        raise RunFolderError(
+            f"missing: {names}, {sum(shard.images for shard in missing):,} of {info.dataset['images']:,} images. Make "
+            f"each with the command that made {ordered[0][0]}, but with its own number and folder: prelunet validate "
+            f"--model {info.model['file']} --data {info.dataset['name']} --protocol {info.protocol.name} "
+            f"--shard {_name(missing[0])} --run DIR"
+        )
+
+
+def _name(info: RunInfo) -> str:
+    """Return a shard as the command line has it: 2/7."""
+    assert info.shard is not None, "a whole run has no number"
+    return "{}/{}".format(*info.shard)
+
+
+def _samples(shards: Sequence[Shard]) -> list[Sample]:
+    """Return all images in their order, without their sizes; refuses a shard that is unfinished or damaged."""
+    samples: list[Sample] = []
+    for path, _ in shards:
+        run = read_run(path)
+        check_scores(run)
+        if samples and run.predictions[0].file <= samples[-1].file:
+            raise RunFolderError(
+                f"{path}: its first image ({run.predictions[0].file}) should come after the last of the shard before "
+                f"it ({samples[-1].file}). One of them is damaged: do it anew with its command and --fresh"
+            )
+        samples += [Sample(line.file, line.label, 0) for line in run.predictions]
+    return samples
+
+
+def _copy(shards: Sequence[Shard], writer: RunWriter) -> None:
+    """Write what the merged run lacks, some chunks at a time."""
+    total = shards[-1][1].span[1]
+    step = max(BLOCK // writer.chunk, 1) * writer.chunk
+    with progress("merge", total, "images", done=writer.done) as advance:
+        for path, info in shards:
+            start, end = info.span
+            run = read_run(path) if end > writer.done else None
+            while run is not None and writer.done < end:
+                first = writer.done - start
+                lines = run.predictions[first : first + step]
+                writer.append(lines, read_rows(run, first, first + len(lines)))
+                advance(len(lines))
+
+
+def _check_copied(shard: Run, merged: Run) -> None:
+    """Compare a shard with its part of the merged run, bit by bit."""
+    start, end = shard.info.span
+    for first in range(0, end - start, BLOCK):
+        last = min(first + BLOCK, end - start)
+        same = list(shard.predictions[first:last]) == list(merged.predictions[start + first : start + last])
+        rows, copied = read_rows(shard, first, last), read_rows(merged, start + first, start + last)
+        if not same or not np.array_equal(rows.view(np.uint32), copied.view(np.uint32)):
+            raise RunFolderError(
+                f"{merged.folder}: images {start + first} to {start + last - 1} are not those of {shard.folder}. One "
+                "of them was changed or damaged: merge again with --fresh"
+            )

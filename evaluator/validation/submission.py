@@ -1,0 +1,155 @@
+"""The file that the ILSVRC2012 server takes for classification (task 1), and its check.
+
+The format (the development kit's readme): a line per image in the order of the file names; on it the devkit ids (1 to
+1000) of the predicted classes, the most confident first, with a blank between. The server takes up to five; we write
+and ask for just five, since a guess that is left out can only lose.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from evaluator.errors import CheckFailed, RunFolderError, UsageError
+from evaluator.files import open_atomically
+from evaluator.validation.run import Prediction, Run
+
+GUESSES = 5  # per image
+DEVKIT_IDS = 1000
+PLACEHOLDER = (1, 2, 3, 4, 5)  # ids for an image that was refused: always the same, so that they claim nothing
+_LONGEST_LINE = 64  # bytes that are looked at; 24 are the most that five ids take
+_FAULTS_TOLD = 5
+_NUMBER = re.compile(r"[1-9]\d{0,3}", re.ASCII)
+
+
+def write_submission(run: Run, devkit_ids: Mapping[str, int], path: Path, *, allow_refused: bool = False) -> int:
+    """Write the five best classes of every image of a run; returns for how many images placeholders stand.
+
+    devkit_ids: of each wnid; allow_refused: write PLACEHOLDER for images that the run refused. The format must have a
+    line for each image, and there is nothing to say of these: they will count as errors, as they should. What is
+    written is checked (`check_submission`).
+    Raises RunFolderError when the run is not of the whole dataset or has refused images, UsageError when a class has
+    no devkit id, CheckFailed when the written file is wrong.
+    """
+    _check_whole(run)
+    ids = _ids_of_classes(run, devkit_ids)
+    lines = _in_name_order(run)
+    refused = [line for line in lines if line.refused is not None]
+    if refused and not allow_refused:
+        raise RunFolderError(
+            f"{run.folder}: {len(refused):,} images were refused ({refused[0].file}: {refused[0].refused}), but the "
+            "file must have a line for each image. Mend the images and validate anew, or write the line "
+            f"'{' '.join(map(str, PLACEHOLDER))}' for them, which will count as errors: --allow-refused"
+        )
+    with open_atomically(path) as file:
+        for line in lines:
+            guesses = PLACEHOLDER if line.refused is not None else [ids[index] for index, _ in line.top]
+            file.write((" ".join(map(str, guesses)) + "\n").encode("ascii"))
+    check_submission(path, len(lines))
+    return len(refused)
+
+
+def check_submission(path: Path, images: int | None = None) -> int:
+    """Check a file for the server; returns its lines. images: how many lines there should be; None: any number but 0.
+
+    Raises CheckFailed that names the first faulty lines and how to mend them, UsageError when it cannot be read.
+    """
+    count, faults, told = 0, 0, []
+    for count, line in enumerate(_lines(path), start=1):
+        if fault := next(_faults_of(line), None):
+            faults += 1
+            told += [f"line {count}: {fault}"] if faults <= _FAULTS_TOLD else []
+    if faults > _FAULTS_TOLD:
+        told.append(f"... and {faults - _FAULTS_TOLD:,} more lines")
+    if not count:
+        told.append("it is empty; write it anew with: prelunet submission RUN -o FILE --devkit DIR")
+    elif images is not None and count != images:
+        told.append(f"{count:,} lines for {images:,} images; each image has one line, in the order of the file names")
+    if told:
+        raise CheckFailed("\n  ".join((f"{path}: not what the server takes:", *told)))
+    return count
+
+
+def _check_whole(run: Run) -> None:
+    """Refuse a run of a part of its dataset: the server counts lines, not names."""
+    mend = "The server wants every image of the set: "
+    if run.info.shard is not None:
+        raise RunFolderError(f"{run.folder}: a shard. {mend}join the shards with prelunet merge SHARD... --run DIR")
+    if (selection := run.info.dataset["selection"]) is not None:
+        raise RunFolderError(
+            f"{run.folder}: of a part of the dataset ({selection}). {mend}validate without a selection"
+        )
+
+
+def _ids_of_classes(run: Run, devkit_ids: Mapping[str, int]) -> list[int]:
+    """Return the devkit id of each class index."""
+    classes = run.info.classes
+    if len(classes) < GUESSES:
+        raise UsageError(
+            f"{run.folder}: the model knows {len(classes)} classes, but a line has {GUESSES}. Take a model of "
+            "ImageNet's classes"
+        )
+    if missing := [entry.wnid for entry in classes if entry.wnid not in devkit_ids]:
+        raise UsageError(
+            f"{run.folder}: {len(missing):,} of the model's {len(classes):,} classes have no devkit id "
+            f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}). Take a model of ImageNet's classes, or "
+            "the development kit of its year with --devkit"
+        )
+    return [devkit_ids[entry.wnid] for entry in classes]
+
+
+def _in_name_order(run: Run) -> Sequence[Prediction]:
+    """Return the lines of a run by the base names of their files; these must differ."""
+    lines = sorted(run.predictions, key=_base_name)
+    for one, other in pairwise(lines):
+        if _base_name(one) == _base_name(other):
+            raise RunFolderError(
+                f"{run.folder}: {one.file} and {other.file} have the same name, so that nobody could tell their lines "
+                "apart. A submission is of images with names of their own, as ILSVRC2012_test_00000001.JPEG"
+            )
+    for line in lines:
+        if line.refused is None and len(line.top) != GUESSES:
+            raise RunFolderError(
+                f"{run.folder}: {line.file} has {len(line.top)} predictions, not {GUESSES}. The run is damaged: do it "
+                "anew with its command and --fresh"
+            )
+    return lines
+
+
+def _base_name(line: Prediction) -> str:
+    return line.file.rpartition("/")[2]
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, of a long one only the beginning."""
+    try:
+        with path.open("rb") as file:
+            while line := file.readline(_LONGEST_LINE):
+                beginning = line
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(2**16)
+                yield beginning
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror}). Give the path of a file that is there") from error
+
+
+def _faults_of(line: bytes) -> Iterator[str]:
+    """Yield what is wrong with a line, and the mend; each check relies on those before it."""
+    text = line.decode("ascii", errors="backslashreplace")
+    body = text.removesuffix("\n")
+    guesses = body.split(" ")
+    if body == text:
+        yield "has no end, or is too long: five ids and a newline make a line. The file may be cut off"
+    if not body.strip():
+        yield "is blank; every image has a line of five ids"
+    if body.endswith("\r"):
+        yield "ends as on Windows; end lines with a newline alone"
+    if "" in guesses or "\t" in body:
+        yield "has tabs or blanks that are too many; write one blank between ids and none elsewhere"
+    for guess in guesses:
+        if not _NUMBER.fullmatch(guess) or int(guess) > DEVKIT_IDS:
+            yield f"has {guess[:20]!r}, which is no devkit id; ids are 1 to {DEVKIT_IDS}, without zeros in front"
+    if len(guesses) != GUESSES:
+        yield f"has {len(guesses)} ids; write the {GUESSES} best"
+    if len(set(guesses)) != len(guesses):
+        yield f"has an id twice; write {GUESSES} different ones"

@@ -1,0 +1,111 @@
+"""`prelunet ensemble`: the averaged scores of several models."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from evaluator.errors import UsageError
+from evaluator.reporting.statistics import error_percent, wilson_interval
+from evaluator.validation.ensemble import Ensemble, Tally
+from evaluator.validation.ensemble import ensemble as average_runs
+
+
+def ensemble(
+    *,
+    runs: Annotated[
+        list[Path], typer.Argument(help="Folders of finished runs of different models, by one protocol on one dataset.")
+    ],
+    run: Annotated[Path, typer.Option(help="Folder of the ensemble: made, or gone on with if it holds this very one.")],
+    weights: Annotated[
+        str | None, typer.Option(help="How much each run counts, in their order, as 2,1,1. Default: all alike.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Delete the run that lies there and start anew.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Average the stored scores of several runs into a run of its own; the same command resumes.
+
+    Prints the errors of each model alone and of the first 1, 2, ... models together, in the order given.
+    """
+    found = average_runs(
+        runs,
+        run,
+        weights=None if weights is None else _numbers(weights),
+        fresh=fresh,
+        announce=lambda text: typer.echo(text, err=True),
+    )
+    typer.echo(json.dumps(_to_json(found, run)) if as_json else "\n".join(_table(found)))
+    if found.first:
+        typer.echo(
+            "note: an order or weights that were chosen by these errors flatter them; choose on other images", err=True
+        )
+        typer.echo(f"per-class report: prelunet report {run}", err=True)
+    else:
+        typer.echo(
+            f"the images have no labels; to send it in: prelunet submission {run} -o FILE --devkit DIR", err=True
+        )
+
+
+def _numbers(text: str) -> list[float]:
+    if not re.fullmatch(r"\d{1,6}(\.\d{1,6})?(,\d{1,6}(\.\d{1,6})?)*", text, re.ASCII):
+        raise UsageError(f"--weights {text[:80]}: give positive numbers with commas between, as --weights 2,1,1")
+    return [float(number) for number in text.split(",")]
+
+
+def _to_json(found: Ensemble, run: Path) -> dict[str, Any]:
+    """Return the result as plain data: the members with their errors alone, and the first 1, 2, ... together."""
+    lines = found.run.predictions
+    refused = sum(line.refused is not None for line in lines)
+    members = [dict(member) for member in found.run.info.members]
+    for member, tally in zip(members, found.alone, strict=False):  # without labels there is no tally
+        member.update(_errors(tally))
+    first = [{"models": number, **_errors(tally)} for number, tally in enumerate(found.first, start=1)]
+    counts = {"images": len(lines), "evaluated": len(lines) - refused, "refused": refused}
+    return {"run": str(run), **counts, "members": members, "first": first}
+
+
+def _errors(tally: Tally) -> dict[str, Any]:
+    """Return errors in percent with their intervals, as a report has them."""
+    errors: dict[str, Any] = {"counted": tally.images}
+    for key, wrong in (("top1", tally.top1_wrong), ("top5", tally.top5_wrong)):
+        errors[f"{key}_error"] = error_percent(wrong, tally.images)
+        errors[f"{key}_interval"] = list(wilson_interval(wrong, tally.images))
+    return errors
+
+
+def _table(found: Ensemble) -> Iterator[str]:
+    """Yield the result line by line, for people."""
+    info, lines = found.run.info, found.run.predictions
+    evaluated = sum(line.refused is None for line in lines)
+    yield (
+        f"{info.model['file']}, {info.protocol.name}: {evaluated:,} of {len(lines):,} images were evaluated by every "
+        "model, and all errors are over these"
+    )
+    if not found.first:
+        return
+    yield ""
+    yield _row("", "weight", "top-1 error, %", "top-5 error, %")
+    for number, (member, tally) in enumerate(zip(info.members, found.alone, strict=True), start=1):
+        what = f"model {number}: {member['model']['architecture']}, {member['model']['file']}"
+        yield _row(what, f"{member['weight']:.4f}", *_shown(tally))
+    for number, tally in enumerate(found.first, start=1):
+        yield _row(f"first {number} together" if number > 1 else "first alone", "", *_shown(tally))
+
+
+def _row(what: str, weight: str, top1: str, top5: str) -> str:
+    return f"{what:<44.44}  {weight:<6}  {top1:<20}  {top5}"
+
+
+def _shown(tally: Tally) -> tuple[str, str]:
+    """Return top-1 and top-5 error with their intervals: `22.97 [22.60, 23.30]`."""
+    if not tally.images:
+        return "no image", "no image"
+    errors = _errors(tally)
+    top1, top5 = (
+        f"{errors[f'top{k}_error']:.2f} [{', '.join(f'{bound:.2f}' for bound in errors[f'top{k}_interval'])}]"
+        for k in (1, 5)
+    )
+    return top1, top5

@@ -1,0 +1,64 @@
+"""`prelunet submission`: the file for the ILSVRC2012 server, written or checked."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from evaluator.datasets.imagenet import read_devkit_ids
+from evaluator.errors import UsageError
+from evaluator.validation.run import read_run
+from evaluator.validation.submission import GUESSES, PLACEHOLDER, check_submission, write_submission
+
+TEST_IMAGES = 100_000  # of ILSVRC2012
+
+
+def submission(
+    *,
+    run: Annotated[
+        Path | None, typer.Argument(help="Folder of a finished run or ensemble, with labels or without.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write.")] = None,
+    devkit: Annotated[
+        Path | None,
+        typer.Option(help="Which class has which id: the development kit's folder, its meta.mat, or a text mapping."),
+    ] = None,
+    allow_refused: Annotated[
+        bool,
+        typer.Option(
+            "--allow-refused",
+            help=f"Write '{' '.join(map(str, PLACEHOLDER))}' for images that were refused, which will count as errors.",
+        ),
+    ] = False,
+    check: Annotated[Path | None, typer.Option(help="Check this file instead of writing one.")] = None,
+    images: Annotated[
+        int | None, typer.Option(min=1, help="With --check: how many images the set has (the test set 100000).")
+    ] = None,
+) -> None:
+    """Write the five best classes of each image as the ILSVRC2012 server takes them (task 1), or check such a file."""
+    if check is not None:
+        if run is not None or out is not None or devkit is not None or allow_refused:
+            raise UsageError("--check looks at a file that is there: give it alone, or with --images")
+        typer.echo(_all_right(check, check_submission(check, images)))
+        return
+    if run is None or out is None or devkit is None or images is not None:
+        raise UsageError(
+            "give a run, a file and the ids: prelunet submission RUN -o FILE --devkit DIR; "
+            "or check a file: prelunet submission --check FILE --images 100000"
+        )
+    finished = read_run(run)
+    refused = write_submission(finished, read_devkit_ids(devkit), out, allow_refused=allow_refused)
+    if refused:
+        typer.echo(
+            f"warning: {refused:,} images were refused and have the line '{' '.join(map(str, PLACEHOLDER))}'; "
+            f"{run / 'predictions.jsonl'} says which and why",
+            err=True,
+        )
+    count = len(finished.predictions)
+    if count != TEST_IMAGES:
+        typer.echo(f"note: the test set of ILSVRC2012 has {TEST_IMAGES:,} images, this run {count:,}", err=True)
+    typer.echo(_all_right(out, count))
+
+
+def _all_right(path: Path, lines: int) -> str:
+    return f"{path}: OK, {lines:,} lines of {GUESSES} devkit ids"

@@ -1,0 +1,99 @@
+"""What an adopted net wants done to pixels, and plain numpy that does it: what the graph is compared with."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from evaluator.contract import Interpolation
+from evaluator.errors import UsageError
+
+Channels = Literal["rgb", "bgr"]
+Layout = Literal["NCHW", "NHWC"]
+Three = tuple[float, float, float]
+
+PIXEL_RANGES = (1, 255)
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """How pixels 0-255 become the net's input: (pixel · pixel_range / 255 − mean) / std, in float32.
+
+    mean, std: one number per channel, in the order in which the net takes its channels (`channels`), or None where the
+    net takes bytes; pixel_range: 1 or 255, the largest pixel when the mean is subtracted; interpolation: of the
+    resizing before it. Raises UsageError for numbers that do not belong together.
+    """
+
+    mean: Three | None
+    std: Three | None
+    pixel_range: int = 1
+    channels: Channels = "rgb"
+    interpolation: Interpolation = "bilinear"
+
+    def __post_init__(self) -> None:
+        if (self.mean is None) != (self.std is None):
+            raise UsageError("--mean and --std belong together: give both, as --mean 0,0,0 --std 1,1,1 for no change")
+        if self.pixel_range not in PIXEL_RANGES:
+            raise UsageError(f"--range {self.pixel_range}: pixels run to 1 or to 255")
+        if self.mean is None or self.std is None:
+            return
+        if not all(math.isfinite(number) for number in (*self.mean, *self.std)) or min(self.std) <= 0:
+            raise UsageError(f"--mean {_shown(self.mean)} --std {_shown(self.std)}: finite numbers, std above 0")
+        if self.pixel_range == 1 and max(self.mean) > 1:
+            raise UsageError(
+                f"--mean {_shown(self.mean)}: more than 1, but pixels run from 0 to 1. If these numbers are of pixels "
+                "from 0 to 255, say --range 255"
+            )
+        if self.pixel_range == 255 and 0 < max(self.mean) <= 1:
+            raise UsageError(
+                f"--mean {_shown(self.mean)} --range 255: next to nothing of pixels from 0 to 255. If these numbers "
+                "are of pixels from 0 to 1, leave --range 255 out"
+            )
+
+    def plain(self, image: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
+        """Preprocess an image, uint8 (H, W, 3) RGB, to (H, W, 3) in the net's channel order.
+
+        float32; uint8 as it is where the net takes bytes.
+        """
+        pixels = image[:, :, ::-1] if self.channels == "bgr" else image
+        if self.mean is None or self.std is None:
+            return pixels
+        values = pixels.astype(np.float32)
+        if self.pixel_range == 1:
+            values = values / np.float32(255)
+        return np.asarray((values - np.array(self.mean, np.float32)) / np.array(self.std, np.float32))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for the model file."""
+        return {
+            "mean": None if self.mean is None else list(self.mean),
+            "std": None if self.std is None else list(self.std),
+            "range": self.pixel_range,
+            "channels": self.channels,
+        }
+
+    def __str__(self) -> str:
+        resized = f"resized with the {self.interpolation} filter"
+        if self.mean is None or self.std is None:
+            return f"{self.channels.upper()} bytes as they are, {resized}"
+        parts = (f"{c} (x - {m:g}) / {s:g}" for c, m, s in zip(self.channels.upper(), self.mean, self.std, strict=True))
+        return f"{', '.join(parts)}, x from 0 to {self.pixel_range}; {resized}"
+
+
+def _shown(numbers: Three) -> str:
+    return ",".join(f"{number:g}" for number in numbers)
+
+
+def three_numbers(given: str, option: str) -> Three:
+    """Read `0.485,0.456,0.406`, or one number for all channels; UsageError for anything else."""
+    try:
+        numbers = tuple(float(part) for part in given.split(","))
+    except ValueError as error:
+        raise UsageError(f"{option} {given}: three numbers with commas between, or one") from error
+    if len(numbers) == 1:
+        return numbers * 3
+    if len(numbers) != 3:
+        raise UsageError(f"{option} {given}: three numbers with commas between, or one; these are {len(numbers)}")
+    return (numbers[0], numbers[1], numbers[2])

@@ -1,0 +1,228 @@
+"""Small ONNX classifiers such as other people have, and what they say, by Pillow, numpy and onnxruntime alone."""
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+from onnx import TensorProto, helper, numpy_helper
+from PIL import Image
+
+from evaluator.engine.session import Session, open_session
+from export.adopt_preprocessing import Preprocessing
+from export.adopting import Adopted, AdoptOptions, adopt
+
+CROP = 40
+CLASSES = 7
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
+
+Build = Callable[["Nodes", str], str]
+
+
+class Nodes:
+    """Collects a graph; every number random, none of them alike by channel."""
+
+    def __init__(self, seed: int = 4, dtype: type = np.float32) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.dtype = dtype
+        self.nodes: list[Any] = []
+        self.constants: list[Any] = []
+
+    def constant(self, value: Any, name: str = "") -> str:
+        name = name or f"c{len(self.constants)}"
+        self.constants.append(numpy_helper.from_array(np.asarray(value), name))
+        return name
+
+    def weights(self, *shape: int, low: float = -1.0, high: float = 1.0) -> str:
+        return self.constant(self.rng.uniform(low, high, shape).astype(self.dtype))
+
+    def add(self, op: str, *inputs: str, output: str = "", **attributes: Any) -> str:
+        output = output or f"v{len(self.nodes)}"
+        self.nodes.append(helper.make_node(op, list(inputs), [output], **attributes))
+        return output
+
+
+def features(n: Nodes, x: str, flatten: Build | None = None) -> str:
+    """Add a small residual net in front of the classes: (N, 3, H, W) → logits (N, CLASSES)."""
+
+    def block(x: str, into: int, out: int, stride: int) -> str:
+        weight = n.weights(out, into, 3, 3, low=-0.25, high=0.25)
+        x = n.add("Conv", x, weight, kernel_shape=[3, 3], strides=[stride] * 2, pads=[1] * 4)
+        scale, bias, mean = (n.weights(out, low=low, high=1) for low in (0.5, -1, -1))
+        return n.add("BatchNormalization", x, scale, bias, mean, n.weights(out, low=0.5, high=2))
+
+    x = n.add("Relu", block(x, 3, 8, 2))
+    x = n.add("Relu", n.add("Add", x, block(x, 8, 8, 1)))
+    x = n.add("Relu", block(x, 8, 12, 2))
+    x = n.add("GlobalAveragePool", x)
+    x = flatten(n, x) if flatten else n.add("Flatten", x, axis=1)
+    return n.add("Gemm", x, n.weights(CLASSES, 12, low=-0.7, high=0.7), n.weights(CLASSES), transB=1)
+
+
+def net(
+    folder: Path,
+    build: Build = features,
+    *,
+    name: str = "net",
+    batch: int | str = "N",
+    layout: str = "NCHW",
+    input_type: int = TensorProto.FLOAT,
+    output_type: int = TensorProto.FLOAT,
+    opset: int = 18,
+    input_name: str = "x",
+    side: int | str = CROP,
+    dtype: type = np.float32,
+    shape: Sequence[int | str] | None = None,
+    output_shape: Sequence[int | str] | None = None,
+) -> Path:
+    """Write a net; `build` adds its nodes and returns the name of its output."""
+    nodes = Nodes(dtype=dtype)
+    output = build(nodes, input_name)
+    axes = [batch, 3, side, side] if layout == "NCHW" else [batch, side, side, 3]
+    graph = helper.make_graph(
+        nodes.nodes,
+        "foreign",
+        [helper.make_tensor_value_info(input_name, input_type, list(axes if shape is None else shape))],
+        [helper.make_tensor_value_info(output, output_type, output_shape)],
+        nodes.constants,
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+    path = folder / f"{name}.onnx"
+    onnx.save(model, path)
+    return path
+
+
+RGB = Preprocessing(MEAN, STD)
+BYTES: dict[str, Any] = {"input_type": TensorProto.UINT8}
+HALF: dict[str, Any] = {"input_type": TensorProto.FLOAT16, "output_type": TensorProto.FLOAT16, "dtype": np.float16}
+
+
+def softmax_end(n: Nodes, x: str) -> str:
+    return n.add("Softmax", features(n, x), axis=1)
+
+
+def channels_last(n: Nodes, x: str) -> str:
+    return features(n, n.add("Transpose", x, perm=[0, 3, 1, 2]))
+
+
+def of_one(n: Nodes, x: str) -> str:
+    """Flatten as old exporters do: with the batch of the export as a constant."""
+    return features(n, x, lambda n, x: n.add("Reshape", x, n.constant(np.array([1, 12], np.int64))))
+
+
+def of_two(n: Nodes, x: str) -> str:
+    return features(n, x, lambda n, x: n.add("Reshape", x, n.constant(np.array([2, 12], np.int64))))
+
+
+def spatial(n: Nodes, x: str) -> str:
+    """End in (N, K, 1, 1), as fully convolutional nets do."""
+    return n.add("Reshape", features(n, x), n.constant(np.array([-1, CLASSES, 1, 1], np.int64)))
+
+
+def from_bytes(n: Nodes, x: str) -> str:
+    value = n.add("Div", n.add("Cast", x, to=TensorProto.FLOAT), n.constant(np.array(255, np.float32)))
+    return features(n, value)
+
+
+def mixing(n: Nodes, x: str) -> str:
+    """Subtract the mean over the batch, as a net does that was exported in training mode."""
+    mean = n.add("ReduceMean", x, n.constant(np.array([0], np.int64)), keepdims=1)
+    return features(n, n.add("Sub", x, n.add("Mul", mean, n.constant(np.array(0.5, np.float32)))))
+
+
+def ours(n: Nodes, x: str) -> str:
+    """Use our own names, and a branch that reads weights from outside of it."""
+    n.add("Identity", features(n, x), output="logits")
+    factor = n.constant(np.array(-0.7, np.float32), "sizes")
+    branches = {}
+    for key, op in (("then_branch", "Mul"), ("else_branch", "Add")):
+        node = helper.make_node(op, ["logits", factor], [f"windows_{op}"])
+        result = helper.make_tensor_value_info(f"windows_{op}", TensorProto.FLOAT, None)
+        branches[key] = helper.make_graph([node], key, [], [result])
+    return n.add("If", n.constant(np.array(True), "grid"), output="scores", **branches)
+
+
+def write_classes(folder: Path, count: int = CLASSES) -> Path:
+    path = folder / "classes.txt"
+    path.write_text("".join(f"n{index:08}\tthing {index}\n" for index in range(count)))
+    return path
+
+
+@dataclass(frozen=True)
+class Plain:
+    """What a net says without prelunet: Pillow, numpy, onnxruntime."""
+
+    path: Path
+    mean: Sequence[float] = MEAN
+    std: Sequence[float] = STD
+    pixel_range: int = 1
+    bgr: bool = False
+    nhwc: bool = False
+    resample: Image.Resampling = Image.Resampling.BILINEAR
+    batch: int = 1
+    dtype: type = np.float32
+    probabilities: bool = False
+    output: str | None = None
+    sessions: list[Any] = field(default_factory=list)
+
+    def scores(self, pixels: np.ndarray) -> np.ndarray:
+        """Return float64 (CLASSES,) of uint8 (CROP, CROP, 3) RGB, shown to the net alone."""
+        if not self.sessions:
+            self.sessions.append(onnxruntime.InferenceSession(str(self.path), providers=["CPUExecutionProvider"]))
+        x = pixels[..., [2, 1, 0]] if self.bgr else pixels
+        if self.dtype is not np.uint8:
+            x = x.astype(np.float32)
+            if self.pixel_range == 1:
+                x = x / np.float32(255)
+            x = (x - np.asarray(self.mean, np.float32)) / np.asarray(self.std, np.float32)
+        x = x if self.nhwc else x.transpose(2, 0, 1)
+        (session,) = self.sessions
+        name = session.get_inputs()[0].name
+        wanted = [self.output] if self.output else None
+        raw = session.run(wanted, {name: np.stack([x] * self.batch).astype(self.dtype)})[0][0]
+        raw = raw.astype(np.float64).reshape(-1)
+        return raw if self.probabilities else np.exp(raw - raw.max()) / np.exp(raw - raw.max()).sum()
+
+    def resized(self, data: bytes, scale: int) -> np.ndarray:
+        image = Image.open(io.BytesIO(data)).convert("RGB")
+        short = min(image.size)
+        return np.asarray(image.resize([int(side * scale / short + 0.5) for side in image.size], self.resample))
+
+    def center(self, data: bytes, scale: int = 46, crop: int = CROP) -> np.ndarray:
+        """Scores of the central crop; 46 = 40 · 256/224, rounded."""
+        image = self.resized(data, scale)
+        top, left = (image.shape[0] - crop) // 2, (image.shape[1] - crop) // 2
+        return self.scores(image[top : top + crop, left : left + crop])
+
+    def ten_crop(self, data: bytes, scale: int = 46, crop: int = CROP) -> np.ndarray:
+        """Mean scores of four corners and the centre, each mirrored too."""
+        image = self.resized(data, scale)
+        bottom, right = image.shape[0] - crop, image.shape[1] - crop
+        places = [(0, 0), (0, right), (bottom, 0), (bottom, right), (bottom // 2, right // 2)]
+        crops = [image[top : top + crop, left : left + crop] for top, left in places]
+        return np.mean([self.scores(c) for crop in crops for c in (crop, crop[:, ::-1])], axis=0)
+
+
+def photo(height: int, width: int, encoding: str, seed: int = 0) -> bytes:
+    """Return an encoded image of slopes and noise, alike in no direction and no channel; each seed another colour."""
+    rng = np.random.default_rng(seed)
+    rows, columns = np.mgrid[:height, :width]
+    slopes = np.stack([2 * rows + columns, 90 - 2 * columns + rows, 40 + 2 * rows - columns], axis=-1)
+    noise = rng.integers(-60, 60, slopes.shape) + rng.integers(-50, 130, 3)
+    pixels = np.clip(slopes + noise, 0, 255).astype(np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, encoding)
+    return buffer.getvalue()
+
+
+def adopted(folder: Path, path: Path, preprocessing: Preprocessing = RGB, **options: Any) -> tuple[Session, Adopted]:
+    output = folder / "adopted.onnx"
+    said = AdoptOptions(preprocessing, **{"crop": CROP, **options})
+    result = adopt(path, output, write_classes(folder), said)
+    onnx.checker.check_model(output, full_check=True)
+    return open_session(output, "cpu"), result

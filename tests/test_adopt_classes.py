@@ -1,0 +1,89 @@
+"""The class list of an adopted net, in the forms in which people have them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evaluator.errors import EnvironmentFault, UsageError
+from export.adopt_classes import read_class_list
+
+PAIRS = [("n01440764", "tench, Tinca tinca"), ("n01443537", "goldfish"), ("n02012849", "crane")]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "".join(f"{wnid} {name}\n" for wnid, name in PAIRS),
+        "\ufeff" + "".join(f"{wnid}\t{name}\r\n" for wnid, name in PAIRS) + "\n\n",
+        json.dumps({str(index): pair for index, pair in reversed(list(enumerate(PAIRS)))}),
+        json.dumps([{"wnid": wnid, "name": name} for wnid, name in PAIRS]),
+        "\n" + json.dumps(PAIRS),
+    ],
+    ids=["spaces", "tabs", "imagenet_class_index.json", "list of objects", "list of pairs"],
+)
+def test_wnids_and_names_are_read_from_every_form(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "classes"
+    path.write_bytes(content.encode())
+    assert [(entry.wnid, entry.name) for entry in read_class_list(path)] == PAIRS
+
+
+@pytest.mark.parametrize("form", ["\n".join, json.dumps, lambda names: json.dumps(dict(enumerate(names)))])
+def test_names_alone_are_their_own_wnids_and_those_that_several_have_get_their_index(form: Any, tmp_path: Path) -> None:
+    path = tmp_path / "classes"
+    path.write_text(form(["great white shark", "crane", "n0 way", "crane"]))
+    assert [(entry.wnid, entry.name) for entry in read_class_list(path)] == [
+        ("great white shark", "great white shark"),
+        ("crane (1)", "crane"),
+        ("n0 way", "n0 way"),
+        ("crane (3)", "crane"),
+    ]
+
+
+def test_more_than_ten_classes_of_an_object_are_ordered_by_number_and_not_by_text(tmp_path: Path) -> None:
+    path = tmp_path / "classes.json"
+    path.write_text(json.dumps({str(index): f"name {index}" for index in range(12)}, sort_keys=True))
+    assert [entry.name for entry in read_class_list(path)] == [f"name {index}" for index in range(12)]
+
+
+def test_two_classes_may_have_one_name_when_their_wnids_differ_and_a_wnid_alone_is_its_own_name(tmp_path: Path) -> None:
+    path = tmp_path / "classes.txt"
+    path.write_text("n00000002 crane\nn00000001 crane\nn00000003\n")
+    entries = [(entry.wnid, entry.name) for entry in read_class_list(path)]
+    assert entries == [("n00000002", "crane"), ("n00000001", "crane"), ("n00000003", "n00000003")]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "line 1 is empty"),
+        (b"a\n\nb\n", "line 2 is empty"),
+        (b"n00000001 a\nn00000001 b\n", "class 1 repeats the wnid n00000001 of class 0"),
+        (b"n00000001 a\nn00000002 b\nhen\n", "line 1 begins with a wnid, but line 3 does not"),
+        (b"hen\nn00000002 b\n", "line 2 begins with a wnid, but line 1 does not"),
+        (b"a\tb\nc d\n", "line 1 has a tab, but line 2 does not"),
+        (b'{"0": "a", "2": "b"}', "of 2 classes, class index 1 is missing"),
+        (b'{"0": ["n00000001", "a", "b"]}', "class 0 should be a name, or a wnid and a name, not 3 texts"),
+        (b'[{"wnid": "a"}]', "class 0 lacks 'name'"),
+        (b"[1, 2]", "class 0 should be a list"),
+        (b'["a", "  "]', "class 1 has neither a wnid nor a name"),
+        (b"[]", "no class"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'["a"', "delimiter"),
+        (b"caf\xe9\n", "not UTF-8 text"),
+    ],
+)
+def test_what_is_no_class_list_is_refused_with_the_place(content: bytes, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "classes"
+    path.write_bytes(content)
+    with pytest.raises(UsageError) as refused:
+        read_class_list(path)
+    assert told in str(refused.value)
+    assert str(path) in str(refused.value)
+
+
+def test_a_class_list_that_is_not_there_or_is_a_folder_is_told(tmp_path: Path) -> None:
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises((UsageError, EnvironmentFault), match=str(path)):
+            read_class_list(path)
