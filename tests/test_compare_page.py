@@ -1,7 +1,6 @@
 import json
 import re
 from collections.abc import Sequence
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from evaluator.reporting.compare_write import write_comparison
 from evaluator.reporting.gallery import SHOWN_OF_A_CLASS
 from evaluator.reporting.html import VEGA_LITE
 from evaluator.validation.run import read_run
+from pages import Elements
 from run_folders import CLASSES, evaluated, refused, write_run
 
 WNIDS = [entry["wnid"] for entry in CLASSES]
@@ -40,37 +40,6 @@ HOSTILE = [
 ]
 
 
-class Page(HTMLParser):
-    """What a browser would see: elements with attributes, the text outside of scripts, and the scripts."""
-
-    def __init__(self, html: bytes) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.scripts: list[str] = []
-        self.text = ""
-        self._inside = ""
-        self.feed(html.decode())
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        self._inside = tag
-        if tag == "script":
-            self.scripts.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        self._inside = ""
-
-    def handle_data(self, data: str) -> None:
-        if self._inside == "script":
-            self.scripts[-1] += data
-        elif self._inside != "style":
-            self.text += data
-
-    def named(self, tag: str) -> list[dict[str, str | None]]:
-        return [attributes for name, attributes in self.elements if name == tag]
-
-
 def right(file: str, label: int) -> dict[str, Any]:
     return evaluated(file, label, [label, (label + 1) % 3], 1)
 
@@ -79,10 +48,10 @@ def wrong(file: str, label: int, answer: int, first: float = 0.6) -> dict[str, A
     return evaluated(file, label, [answer, label], 2, first=first)
 
 
-def page_of(folder: Path, a: Sequence[dict[str, Any]], b: Sequence[dict[str, Any]], **rest: Any) -> Page:
+def page_of(folder: Path, a: Sequence[dict[str, Any]], b: Sequence[dict[str, Any]], **rest: Any) -> Elements:
     runs = [read_run(write_run(folder / name, lines, **rest)) for name, lines in (("a", a), ("b", b))]
     comparison = compare_runs(*runs)
-    return Page(render_comparison(comparison, gather_flips(comparison, *runs, None)))
+    return Elements(render_comparison(comparison, gather_flips(comparison, *runs, None)).decode())
 
 
 def comparison_of(folder: Path, a: Sequence[dict[str, Any]], b: Sequence[dict[str, Any]], **rest: Any) -> Any:
@@ -235,7 +204,7 @@ def test_flipped_images_are_shown_where_the_dataset_is_reachable_and_named_where
     assert "--data" in gone.text
     assert str(tmp_path) not in gone.text
     given = write_comparison(tmp_path / "2" / "a", tmp_path / "2" / "b", data=tmp_path / "data")
-    assert len(Page(given.html.read_bytes()).named("img")) == 2
+    assert len(Elements(given.html.read_text()).named("img")) == 2
 
 
 def test_another_dataset_given_by_hand_is_refused_and_no_file_is_written(tmp_path: Path) -> None:
@@ -309,7 +278,7 @@ def test_a_page_is_the_same_bytes_again_and_bounded_at_a_thousand_classes(tmp_pa
     first = write_comparison(tmp_path / "a", tmp_path / "b", out=tmp_path / "1").html.read_bytes()
     assert write_comparison(tmp_path / "a", tmp_path / "b", out=tmp_path / "2").html.read_bytes() == first
     assert len(first) < 5_000_000  # 8 MB with the pictures: 2 x 24 of at most 20 kB, and the rest is the same
-    page = Page(first)
+    page = Elements(first.decode())
     assert len([row for row in page.named("tr") if "data-tags" in row]) == 1000
     listed = first.decode().split('<table class="refusals">')[1].split("</table>")[0]
     assert listed.count("<tr>") == LEFT_OUT_SHOWN < 2000 // 7

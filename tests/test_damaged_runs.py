@@ -108,7 +108,7 @@ def test_nonsense_in_a_line_is_refused_with_its_number(tmp_path: Path, change: d
     write_run(tmp_path, LINES)
     write_lines(tmp_path, [json.dumps(line) for line in (LINES[0], {**LINES[1], **change}, *LINES[2:])])
     with pytest.raises(
-        RunFolderError, match=rf"predictions\.jsonl: line 2 is damaged \((.*({fault}).*)\).*prelunet validate"
+        RunFolderError, match=rf"predictions\.jsonl: line 2 is damaged \((.*({fault}).*)\).*command that made the run"
     ):
         read_run(tmp_path)
 
@@ -127,7 +127,7 @@ def test_a_line_that_is_no_prediction_at_all_is_refused_with_its_number(tmp_path
     write_run(tmp_path, LINES)
     text = "\n".join([json.dumps(LINES[0]), line, json.dumps(LINES[2])])
     (tmp_path / "predictions.jsonl").write_bytes(text.encode("utf-8", errors="surrogateescape"))
-    with pytest.raises(RunFolderError, match=r"predictions\.jsonl: line 2 is damaged .*prelunet validate"):
+    with pytest.raises(RunFolderError, match=r"predictions\.jsonl: line 2 is damaged .*command that made the run"):
         read_run(tmp_path)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scored_runs import CLASSES, best_first, changed_info, random_scores, write_scored_run
 
 from evaluator.cli import run as prelunet
 from evaluator.datasets import DatasetPlace
@@ -19,6 +18,7 @@ from evaluator.validation.ensemble import Tally, ensemble
 from evaluator.validation.run import find_dataset, read_run
 from evaluator.validation.stored import BLOCK, read_scores
 from evaluator.validation.writer import RunWriter
+from scored_runs import CLASSES, best_first, changed_info, random_scores, write_scored_run
 
 RESULT = ("run.json", "predictions.jsonl", "scores.f32.npy")
 IMAGES = BLOCK + 30

@@ -8,6 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
+
+from evaluator.datasets import Dataset, DatasetPlace, open_place
+from evaluator.imaging.decode import decode_rgb
+from evaluator.protocols import make_protocol
+from evaluator.reporting.gallery import make_gallery
+from evaluator.reporting.report import build_report
+from evaluator.validation.run import find_dataset
+from fakes import FakeSession, fake_contract, validated
 from miniature import (
     BAD,
     CLASSES,
@@ -29,15 +38,6 @@ from miniature import (
     write_tar,
     write_zip,
 )
-from PIL import Image
-
-from evaluator.datasets import Dataset, DatasetPlace, open_place
-from evaluator.imaging.decode import decode_rgb
-from evaluator.protocols import make_protocol
-from evaluator.reporting.gallery import make_gallery
-from evaluator.reporting.report import build_report
-from evaluator.validation.run import find_dataset
-from fakes import FakeSession, fake_contract, validated
 
 CONTRACT = replace(fake_contract(), classes=CLASSES)
 CENTER = make_protocol("center", CONTRACT)

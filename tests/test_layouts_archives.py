@@ -9,12 +9,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from miniature import CLASSES, DATA, FOLDERS, WNIDS, write_folder, write_tar, write_zip
 
 from evaluator.datasets import DatasetPlace, open_dataset, open_place
 from evaluator.datasets.members import Member, MemberTable
 from evaluator.datasets.unpacking import unpacked_path
 from evaluator.errors import DatasetError, EnvironmentFault
+from miniature import CLASSES, DATA, FOLDERS, WNIDS, write_folder, write_tar, write_zip
 
 MANY = 20_000
 

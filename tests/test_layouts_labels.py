@@ -8,6 +8,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from evaluator.contract import ClassEntry
+from evaluator.datasets import Dataset, DatasetPlace, open_dataset, open_place
+from evaluator.datasets.imagenet import read_devkit_ids
+from evaluator.errors import DatasetError, PreluNetError, UsageError
+from evaluator.validation.suspicion import label_order_suspicion
 from miniature import (
     CLASSES,
     DATA,
@@ -27,12 +33,6 @@ from miniature import (
     write_tar,
     write_zip,
 )
-
-from evaluator.contract import ClassEntry
-from evaluator.datasets import Dataset, DatasetPlace, open_dataset, open_place
-from evaluator.datasets.imagenet import read_devkit_ids
-from evaluator.errors import DatasetError, PreluNetError, UsageError
-from evaluator.validation.suspicion import label_order_suspicion
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from scored_runs import changed_info
 
 from evaluator.cli import run as prelunet
 from evaluator.datasets import DatasetPlace, open_dataset
@@ -23,6 +22,7 @@ from evaluator.validation.run import describe_dataset, find_dataset, read_run, r
 from evaluator.validation.validate import validate
 from evaluator.validation.writer import RunWriter
 from fakes import FakeSession, fake_contract
+from scored_runs import changed_info
 
 RESULT = ("run.json", "predictions.jsonl", "scores.f32.npy")
 CLASSES = [entry.wnid for entry in fake_contract().classes]

@@ -2,7 +2,6 @@ import base64
 import io
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from evaluator.reporting.tables import worst_classes
 from evaluator.reporting.write import write_report
 from evaluator.validation.run import find_dataset, read_run
 from fakes import FakeSession, fake_contract, validated
+from pages import Elements
 from run_folders import CLASSES, evaluated, refused, write_run
 
 WNIDS = [entry["wnid"] for entry in CLASSES]
@@ -40,37 +40,6 @@ HOSTILE = [
     "{{ 7 * 7 }}{% raw %}",
     "<!-- & ' ` \u2028 עברית 鯛",
 ]
-
-
-class Elements(HTMLParser):
-    """Collects what a browser would see: elements with attributes, text, and the text of each script."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.scripts: list[str] = []
-        self.text = ""
-        self._inside = ""
-        self.feed(page)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        self._inside = tag if tag in {"script", "style"} else ""
-        if tag == "script":
-            self.scripts.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        self._inside = ""
-
-    def handle_data(self, data: str) -> None:
-        if self._inside == "script":
-            self.scripts[-1] += data
-        elif not self._inside:
-            self.text += data
-
-    def named(self, tag: str) -> list[dict[str, str | None]]:
-        return [attributes for name, attributes in self.elements if name == tag]
 
 
 def page_of(folder: Path, lines: list[dict[str, Any]], **rest: Any) -> Elements:

@@ -185,6 +185,8 @@ def test_fresh_starts_anew_and_deletes_only_the_files_of_a_run(folder: Path) -> 
     (folder / "report").mkdir()
     (folder / "report" / "report.json").write_text("old")
     (folder / "report" / "notes.txt").write_text("mine")
+    (folder / "report" / "compared-with-a").mkdir()
+    (folder / "report" / "compared-with-a" / "compare.html").write_text("old")
     (folder / "notes.txt").write_text("mine")
     other = OTHERS[0][0]
     assert write(folder, info=other, fresh=True) == 0
@@ -271,7 +273,7 @@ def test_a_full_disk_at_the_start_leaves_nothing_that_prevents_the_next_start(fo
 
 def test_an_unfinished_run_is_not_read_and_the_mend_is_told(folder: Path) -> None:
     write(folder, images=CHUNK)
-    with pytest.raises(RunFolderError, match=r"4 of 10 images are done.*same `prelunet validate`"):
+    with pytest.raises(RunFolderError, match=r"4 of 10 images are done.*the same command goes on"):
         read_run(folder)
 
 

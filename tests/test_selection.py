@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from miniature import CLASSES, WNIDS
 
 from evaluator.contract import ClassEntry
 from evaluator.datasets import Dataset, DatasetPlace, Sample, classes_asked, select
 from evaluator.errors import DatasetError, UsageError
+from miniature import CLASSES, WNIDS
 
 
 class _Nothing:

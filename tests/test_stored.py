@@ -5,12 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scored_runs import random_scores, write_scored_run
 
 from evaluator.engine.scores import rank_of
 from evaluator.errors import RunFolderError
 from evaluator.validation.run import read_run
 from evaluator.validation.stored import BLOCK, SUM_TOLERANCE, ranks_of, read_rows, read_scores
+from scored_runs import random_scores, write_scored_run
 
 IMAGES = BLOCK + 40  # a whole block and a part
 LABELS = [None if index % 13 == 5 else index % 7 for index in range(IMAGES)]

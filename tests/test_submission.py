@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scored_runs import best_first, changed_info, random_scores, write_scored_run
 
 from evaluator.cli import run as prelunet
 from evaluator.errors import CheckFailed, RunFolderError, UsageError
 from evaluator.validation.ensemble import ensemble
 from evaluator.validation.run import read_run
 from evaluator.validation.submission import check_submission, write_submission
+from scored_runs import best_first, changed_info, random_scores, write_scored_run
 
 IMAGES = 40
 CLASSES = [{"wnid": f"n0{index}440764", "name": f"class {index}"} for index in range(7)]

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from miniature import CLASSES, DATA, FOLDERS, IMAGES, WNIDS, write_devkit, write_folder, write_list, write_tar
 
 from conftest import Exported
 from evaluator.cli import run
 from evaluator.contract import ClassEntry
 from evaluator.validation.run import read_run
 from fakes import FakeSession, fake_contract
+from miniature import CLASSES, DATA, FOLDERS, IMAGES, WNIDS, write_devkit, write_folder, write_list, write_tar
 
 SESSION = FakeSession(replace(fake_contract(), classes=CLASSES))
 

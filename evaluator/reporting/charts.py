@@ -80,7 +80,7 @@ def reliability_chart(report: dict[str, Any]) -> Spec | None:
     y |= {"title": "right (percent)", "axis": {**_SIDE, "values": [0, 25, 50, 75, 100]}}
     diagonal = {"values": [{"confidence": 0, "accuracy": 0}, {"confidence": 100, "accuracy": 100}]}
     point = {"x": {"field": "confidence", **x}, "y": {"field": "accuracy", **y}}
-    return _spec(
+    return chart_spec(
         values,
         height=230,
         layer=[
@@ -112,7 +112,7 @@ def bin_sizes_chart(report: dict[str, Any]) -> Spec | None:
     values = _bins(report)
     if not values:
         return None
-    return _spec(
+    return chart_spec(
         values,
         height=64,
         mark={"type": "bar", "color": "var(--second)", "opacity": 0.75},
@@ -172,7 +172,8 @@ def _with_interval(entry: dict[str, Any], key: str) -> str:
     return f"{entry[f'{key}_error']:.1f} % ({low:.1f} – {high:.1f})"
 
 
-def _spec(values: list[dict[str, Any]], **rest: Any) -> Spec:
+def chart_spec(values: list[dict[str, Any]], **rest: Any) -> Spec:
+    """Return a Vega-Lite specification of these rows in the page's style, as wide as its place."""
     return {
         "config": _CONFIG,
         "width": "container",
@@ -206,7 +207,7 @@ def _named_classes(classes: list[dict[str, Any]]) -> Spec:
     offset = {"field": "metric", "sort": [TOP1, TOP5]}
     colour = {"field": "metric", "type": "nominal", "scale": _COLOURS}
     x = {"type": "quantitative", "title": "error (percent), with 95 % interval", "axis": {"tickCount": 6}}
-    return _spec(
+    return chart_spec(
         values,
         params=[{"name": "names", "value": names}],
         height=round(26 * (len(classes) + 0.15)),  # 26 pixels each, by number: a step would make vega-lite complain
@@ -246,7 +247,7 @@ def _sorted_curves(classes: list[dict[str, Any]], report: dict[str, Any]) -> Spe
         "title": "error (percent)",
         "axis": {"tickCount": 6, "domain": False},
     }
-    return _spec(
+    return chart_spec(
         values,
         params=[{"name": "labels", "value": labels}],
         height=340,

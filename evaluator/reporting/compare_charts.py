@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from evaluator.reporting.charts import FEW_CLASSES, Spec, _spec
+from evaluator.reporting.charts import FEW_CLASSES, Spec, chart_spec
 from evaluator.reporting.compare import Comparison
 
 ROW = 24  # pixels of a named class
@@ -89,7 +89,7 @@ def _named_classes(values: list[dict[str, Any]], key: str) -> Spec:
     }
     x = {"type": "quantitative", "title": _title(key), "axis": {"tickCount": 6, "labelExpr": _SIGNED}}
     rest = {"y": y, "color": _colour(), "tooltip": _TOOLTIP}
-    return _spec(
+    return chart_spec(
         values,
         params=[{"name": "names", "value": {str(row["index"]): row["name"] for row in values}}],
         height=ROW * len(values),
@@ -125,7 +125,7 @@ def _sorted_curve(values: list[dict[str, Any]], key: str) -> Spec:
     }
     select = {"type": "point", "fields": ["index"], "nearest": True, "on": "pointermove", "clear": "pointerout"}
     opacity = {"condition": {"param": f"near_{key}", "empty": False, "value": 1}, "value": 0}
-    return _spec(
+    return chart_spec(
         values,
         height=300,
         layer=[

@@ -72,5 +72,5 @@ def _count(value: int) -> str:
 
 def _own_wnid(entry: dict[str, Any]) -> str:
     """Return the wnid where it says more than the name; datasets of class folders often have one for both."""
-    same = entry["wnid"].replace("-", " ").replace("_", " ").lower() == entry["name"].lower()
-    return "" if same else str(entry["wnid"])
+    wnid, name = (entry[key].replace("-", " ").replace("_", " ").lower() for key in ("wnid", "name"))
+    return "" if wnid == name else str(entry["wnid"])

@@ -328,12 +328,12 @@ def read_run(folder: Path) -> Run:
     if len(predictions) < images:
         raise RunFolderError(
             f"{folder}: {len(predictions)} of {images} images are done. "
-            "Finish the run first: the same `prelunet validate` command goes on where it stopped"
+            "Finish the run first: the same command goes on where it stopped"
         )
     if len(predictions) > images:
         raise RunFolderError(
             f"{folder / PREDICTIONS_FILE}: {len(predictions)} lines, but the run has {images} images. "
-            "Restore the file, or cut it back with the same `prelunet validate` command"
+            "Restore the file, or cut it back with the command that made it"
         )
     return Run(info, predictions, folder)
 
@@ -407,7 +407,7 @@ def read_predictions(path: Path, info: RunInfo) -> list[Prediction]:
             except ValueError as error:
                 raise RunFolderError(
                     f"{path}: line {number} is damaged ({error}). Restore the file, or do the images from there on "
-                    "again: with the same `prelunet validate` command"
+                    "again: with the command that made the run"
                 ) from error
             predictions.append(prediction)
             last = prediction.file

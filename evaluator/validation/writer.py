@@ -34,7 +34,8 @@ from evaluator.validation.run import (
     read_run_info,
 )
 
-_REPORT_FILES = ("report/report.json", "report/classes.csv", "report/report.html")  # of a run that is started anew
+# What is said of a run that is started anew, and no longer true of it.
+_REPORTS = ("report.json", "classes.csv", "report.html", "compared-with-*/compare.*")
 _REPLACED = (RUN_FILE, PREDICTIONS_FILE, SCORES_FILE)  # whole, by `write_atomically`
 NAMES = {("model", "file"), ("dataset", "name")}  # in run.json for the reader's eye; a renamed file is the same file
 
@@ -101,7 +102,7 @@ def open_run(folder: Path, info: RunInfo, samples: Sequence[Sample], *, fresh: b
         remove_leftovers(folder, _REPLACED)
         if fresh:
             log.truncate(0)
-            _delete(folder, *_REPORT_FILES, SCORES_FILE)  # without scores no line counts, whosever it is
+            _delete(folder, *_reports(folder), SCORES_FILE)  # without scores no line counts, whosever it is
         if not fresh and (folder / RUN_FILE).exists():
             _check_same(read_run_info(folder), info, folder)
         else:
@@ -154,6 +155,10 @@ def _is_run_info(folder: Path) -> bool:
 def _delete(folder: Path, *names: str) -> None:
     for name in names:
         (folder / name).unlink(missing_ok=True)
+
+
+def _reports(folder: Path) -> list[str]:
+    return [str(path.relative_to(folder)) for name in _REPORTS for path in (folder / "report").glob(name)]
 
 
 def _end_torn_line(path: Path, log: io.FileIO) -> None:
