@@ -2,11 +2,15 @@
 
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol as Interface
 
 PLAIN_INTERVAL = 10.0  # seconds between two plain lines
+RECENT = 60.0  # seconds over which the rate is taken, and at least MARKS steps, however long they last
+MARKS = 10
+MARK_INTERVAL = 0.5  # seconds between two marks: many small steps are one
 
 
 class Advance(Interface):
@@ -21,7 +25,8 @@ class Advance(Interface):
 def progress(what: str, total: int, unit: str, *, done: int = 0) -> Iterator[Advance]:
     """Show progress of `total` units while the block runs.
 
-    done: units that an earlier, interrupted call finished; they do not count for the rate.
+    done: units that an earlier, interrupted call finished; they do not count for the rate, which is that of the last
+    minute.
     """
     reporter = _bar if sys.stderr.isatty() else _plain
     with reporter(what, total, unit, done) as advance:
@@ -63,17 +68,27 @@ def _plain(what: str, total: int, unit: str, done: int) -> Iterator[Advance]:
 
 
 class _Clock:
-    """Counts units of this call alone and says rate and remaining time."""
+    """Counts units of this call alone and says the rate of late and, from it, the remaining time.
+
+    Of late and not since the start: images differ in size along a dataset, and workers come and go.
+    """
 
     def __init__(self, total: int, unit: str, done: int) -> None:
-        self.total, self.unit, self.done, self.before = total, unit, done, done
+        self.total, self.unit, self.done = total, unit, done
         self.start = time.monotonic()
+        self._marks = deque([(self.start, done)])  # what was done when, in the time that counts
 
     def advance(self, count: int) -> None:
         self.done += count
+        now = time.monotonic()
+        if now - self._marks[-1][0] >= MARK_INTERVAL:
+            self._marks.append((now, self.done))
+            while len(self._marks) > MARKS and now - self._marks[1][0] >= RECENT:
+                self._marks.popleft()
 
     def __str__(self) -> str:
-        rate = (self.done - self.before) / max(time.monotonic() - self.start, 1e-9)
+        since, before = self._marks[0]
+        rate = (self.done - before) / max(time.monotonic() - since, 1e-9)
         if rate == 0:
             return ""
         left = int((self.total - self.done) / rate)

@@ -1,17 +1,11 @@
 """Validation of a whole dataset: the same numbers as image by image, killed or not, and `prelunet validate`."""
 
 import json
-import os
-import random
 import shutil
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +23,11 @@ from evaluator.engine.classify import classify_images
 from evaluator.engine.session import Outputs
 from evaluator.errors import ContractError, DatasetError, EnvironmentFault, Interrupted, RunFolderError
 from evaluator.imaging.decode import decode_rgb
-from evaluator.protocols import make_protocol
+from evaluator.imaging.views import ViewImage, make_views
+from evaluator.protocols import Protocol, make_protocol
 from evaluator.reporting.statistics import wilson_interval
 from evaluator.validation.run import CHUNK, read_run
+from evaluator.validation.validate import part_size
 from evaluator.validation.writer import scores_header
 from fakes import FakeSession, fake_contract, repeated, validated
 
@@ -178,6 +174,82 @@ def test_no_more_than_two_chunks_are_read_ahead_of_what_is_written(dataset: Data
     assert CHUNK < max(ahead) <= 2 * CHUNK
 
 
+@pytest.mark.parametrize(
+    ("name", "images"),
+    [("center", 64), ("ten-crop", 64), ("multi-scale", 64), ("spp-net", 32), ("resnet", 32), ("dense-2000", 8)],
+)
+def test_a_chunk_is_prepared_in_parts_that_fit_into_memory_even_if_all_images_are_elongated(
+    name: str, images: int
+) -> None:
+    contract = fake_contract(crop=224, window=56, default_scales=(256, 384, 480), max_side=8000)
+    protocol = make_protocol(name, contract)
+    assert part_size(protocol) == images
+    views = make_views(np.zeros((100, 400, 3), np.uint8), protocol)
+    kept = {id(view.image if view.image.base is None else view.image.base): view.image.nbytes for view in views}
+    assert images * sum(kept.values()) <= 3 * 2**27
+    assert images == CHUNK or 2 * images * sum(kept.values()) > 3 * 2**27, "the parts are needlessly small"
+
+
+def test_a_chunk_in_parts_gives_the_same_run_and_only_two_parts_are_in_memory(
+    dataset: Dataset, tmp_path: Path, undisturbed: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evaluator.validation.validate.PART_BYTES", 10 * 3 * 28 * 28)  # of crops of 28: 7 parts, of 10
+    begun: list[str] = []
+    ahead: list[int] = []
+
+    class Counting:
+        def read(self, file: str) -> bytes:
+            begun.append(file)
+            return dataset.reader.read(file)
+
+    class Watching(FakeSession):
+        seen = 0
+
+        def run(self, images: np.ndarray, sizes: np.ndarray) -> Outputs:
+            time.sleep(0.01)  # room for the threads to run ahead, if they did
+            ahead.append(len(begun) - self.seen)
+            self.seen += len(images)
+            return super().run(images, sizes)
+
+    validated(Watching(), replace(dataset, reader=Counting()), CENTER, tmp_path)
+    assert contents(tmp_path) == undisturbed
+    assert 10 < max(ahead) <= 2 * 10 + len(BAD)
+
+
+def test_no_more_than_two_parts_are_in_memory(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evaluator.validation.validate.PART_BYTES", 10 * 3 * 28 * 28)  # of crops of 28: 7 parts, of 10
+    made: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    class Slow(FakeSession):
+        def run(self, images: np.ndarray, sizes: np.ndarray) -> Outputs:
+            time.sleep(0.03)  # room for the threads to prepare all that they may
+            return super().run(images, sizes)
+
+    def making(image: np.ndarray, protocol: Protocol) -> list[ViewImage]:
+        alive.append(sum(reference() is not None for reference in made))
+        views = make_views(image, protocol)
+        made.append(weakref.ref(views[0].image))
+        return views
+
+    monkeypatch.setattr("evaluator.validation.validate.make_views", making)
+    validated(Slow(), dataset, CENTER, tmp_path, threads=1)
+    assert len(made) == IMAGES - len(BAD)
+    assert 10 < max(alive) < 2 * 10
+
+
+def test_a_line_of_the_log_that_a_crash_tore_does_not_swallow_the_next(dataset: Dataset, tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        validated(Stopping(1, KeyboardInterrupt()), dataset, CENTER, tmp_path)
+    (tmp_path / "log.jsonl").write_text('{"event": "chu')
+    validated(FakeSession(), dataset, CENTER, tmp_path)
+    torn, resumed, *_ = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert torn == '{"event": "chu'
+    assert json.loads(resumed)["event"] == "resume"
+
+
 def test_nan_stops_the_run_and_names_the_file(dataset: Dataset, tmp_path: Path) -> None:
     class Broken(FakeSession):
         def run(self, images: np.ndarray, sizes: np.ndarray) -> Outputs:
@@ -232,87 +304,6 @@ def test_cut_anywhere_a_run_ends_in_the_same_bytes_and_whole_chunks_are_not_done
     assert contents(folder) == undisturbed
     chunks = 3 if whole == IMAGES else whole // CHUNK
     assert executed(folder) == list(range(chunks, 3))
-
-
-WORKER = """
-import sys, time
-from pathlib import Path
-from evaluator.datasets.opening import open_dataset
-from evaluator.protocols import make_protocol
-from fakes import validated, FakeSession, repeated
-
-data, folder, copies, calls = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-
-class Slow(FakeSession):
-    def run(self, images, sizes):
-        time.sleep(0.03 if len(self.calls) < calls else 60)
-        return super().run(images, sizes)
-
-session = Slow()
-classes = [entry.wnid for entry in session.contract.classes]
-dataset = open_dataset(data, split="val", class_names=classes)
-dataset = repeated(dataset, copies)
-print("ready", flush=True)
-validated(session, dataset, make_protocol("center", session.contract), folder)
-"""
-COPIES = 4  # of the data, so that the run has ten chunks
-KILLS = 4
-
-
-@contextmanager
-def worker(data: Path, folder: Path, *, calls: int) -> "Iterator[subprocess.Popen[bytes]]":
-    """Validate in another process, which hangs in the session after so many calls: one is a chunk."""
-    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]  # what this process imports, it does too
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", WORKER, str(data), str(folder), str(COPIES), str(calls)]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n", process.communicate()
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def wait_for_a_new_chunk(process: "subprocess.Popen[bytes]", log: Path, before: int) -> None:
-    """Return when more than `before` chunks are in the log."""
-    while not log.exists() or log.read_bytes().count(b'"chunk"') <= before:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.002)
-
-
-def test_killed_at_random_moments_a_run_goes_on_and_ends_in_the_same_bytes(
-    data: Path, dataset: Dataset, tmp_path: Path
-) -> None:
-    moments = random.Random(7)
-    folder = tmp_path / "run"
-    logged = 0
-    for _ in range(KILLS):
-        with worker(data, folder, calls=2) as process:  # after two it waits for its end, however slow this machine is
-            wait_for_a_new_chunk(process, folder / "log.jsonl", logged)
-            time.sleep(moments.uniform(0, 0.08))
-            process.kill()
-            assert process.wait() == -signal.SIGKILL
-        logged = len(executed(folder))
-    with worker(data, folder, calls=99) as process:
-        _, told = process.communicate(timeout=60)
-        assert process.returncode == 0, told.decode()
-
-    validated(FakeSession(), repeated(dataset, COPIES), CENTER, tmp_path / "whole")
-    assert contents(folder) == contents(tmp_path / "whole")
-    assert read_run(folder).predictions
-    log = log_of(folder)
-    assert [line["event"] for line in log if line["event"] != "chunk"] == ["start", *["resume"] * KILLS]
-    done = 0
-    for line, following in pairwise(log):
-        if line["event"] == "resume":
-            assert line["done"] > 0
-            assert line["done"] in {done, done + CHUNK}, "one chunk at most may be written and not yet logged"
-            assert following["index"] == line["done"] // CHUNK
-        elif line["event"] == "chunk":
-            done = (line["index"] + 1) * CHUNK
-    assert len(executed(folder)) == len(set(executed(folder))), "a finished chunk was done again"
 
 
 # prelunet validate
@@ -377,6 +368,11 @@ def test_another_protocol_in_the_folder_exits_2_and_fresh_starts_anew(
     assert command(protocol="dense-40") == 2
     assert "protocol.name: center in the folder, dense-40 now" in capsys.readouterr().err
     assert command("--fresh", protocol="dense-40") == 0
+
+
+def test_workers_without_a_cluster_exit_2(command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("--ray-workers", "3") == 2
+    assert "give --ray ADDRESS too" in capsys.readouterr().err
 
 
 def test_an_interrupted_validation_exits_4_and_a_full_disk_5(

@@ -1,0 +1,318 @@
+"""Evaluation on the machines of a Ray cluster: an adapter between `validate` and Ray's actors.
+
+The driver hands out chunks and alone writes the run folder, chunk by chunk in their order, so that the run is the one
+that a single machine would have made. A worker opens the model file and the dataset by their paths and shows that they
+are the driver's before it is given anything to do. What a lost worker had in hand is handed out again; what it may
+still answer is not listened to, so that each image is counted once.
+
+Ray is imported when it is asked for; it comes with the extra `ray`.
+"""
+
+import hashlib
+import heapq
+import io
+import logging
+import os
+import signal
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from evaluator.datasets.sample import Dataset, Sample
+from evaluator.differences import differences, shown
+from evaluator.engine.classify import Model
+from evaluator.engine.session import Device, Outputs, open_session
+from evaluator.errors import DatasetError, EnvironmentFault, PreluNetError, how_to_install
+from evaluator.protocols import Protocol
+from evaluator.validation.validate import ChunkResult, Evaluation, WorkersLost, evaluate_chunks
+
+IN_HAND = 2  # chunks that a worker has: while the session computes one, threads decode the other
+AHEAD = 4  # chunks per worker that may be begun before the first of them is finished and can be written
+ATTEMPTS = 3  # at one chunk, and at starting each worker
+CPUS = 4  # of a worker, where nothing else is asked for and the machines have so many
+PROBES = 8  # images that a worker must have as the driver has them
+PATIENCE = 30.0  # seconds without an answer, after which it is said that the cluster has no room yet
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """By whom a run is evaluated.
+
+    address: of a Ray cluster (HOST:PORT), `auto` for the one that runs on this machine, `local` for one that is
+    started for this run; workers: how many, 0 for as many as the cluster has room for; cpus: of each, which are its
+    threads too, 0 for four or all of a smaller machine.
+    """
+
+    address: str
+    workers: int = 0
+    cpus: int = 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What each worker is told once. dataset: without its samples, which come with the chunks."""
+
+    folder: Path  # where the driver runs, from which relative paths are meant
+    model: Path
+    device: Device
+    threads: int
+    dataset: Dataset
+    protocol: Protocol
+    facts: Mapping[str, Any]  # of the driver's session, which the worker's must share
+    probes: Sequence[tuple[str, str]]  # names of images and the sha256 of their bytes
+
+
+def on_ray(
+    cluster: Cluster,
+    session: Model,
+    model: Path,
+    dataset: Dataset,
+    protocol: Protocol,
+    announce: Callable[[str], None] = lambda _message: None,
+) -> Evaluation:
+    """Return what evaluates chunks on a Ray cluster, for `validate`; nothing is started before it is called.
+
+    session, model: the driver's own session and its file; announce: told who evaluates, and when a worker is lost.
+    Raises, when called, EnvironmentFault when Ray is missing, out of reach or without room for a worker, or when a
+    worker is not like the driver (the difference is shown); WorkersLost when workers are lost again and again; and
+    what a worker raises of our own errors, naming its machine.
+    """
+
+    def evaluate(chunks: Sequence[Sequence[Sample]]) -> Generator[ChunkResult, None, None]:
+        gpu = session.circumstances.provider.startswith("CUDA")
+        with _connected(cluster.address) as ray:
+            cpus, most = room([node["Resources"] for node in ray.nodes() if node["Alive"]], cluster.cpus, gpu=gpu)
+            count = min(cluster.workers or most, len(chunks))
+            announce(f"Ray: {count} workers of {cpus} CPUs{' and a GPU' * gpu}")
+            shared = replace(dataset, samples=())
+            probes = [(file, _digest(shared, file)) for file in _probes(chunks)]
+            device: Device = "cuda" if gpu else "cpu"
+            job = ray.put(Job(Path.cwd(), model, device, cpus, shared, protocol, _facts(session), probes))
+            actor = ray.remote(num_cpus=cpus, num_gpus=int(gpu), max_concurrency=IN_HAND)(Worker)
+            yield from Crew(ray, lambda: actor.remote(job), count, chunks, announce).results()
+
+    return evaluate
+
+
+def _facts(session: Model) -> dict[str, Any]:
+    return {"model": {"sha256": session.model_sha256}, **session.circumstances.to_json()}
+
+
+def _probes(chunks: Sequence[Sequence[Sample]]) -> list[str]:
+    """Return the names of some images, spread over all chunks."""
+    return [chunks[place][-1].file for place in sorted({len(chunks) * probe // PROBES for probe in range(PROBES)})]
+
+
+def _digest(dataset: Dataset, file: str) -> str:
+    return hashlib.sha256(dataset.reader.read(file)).hexdigest()
+
+
+def room(machines: Sequence[Mapping[str, float]], cpus: int, *, gpu: bool) -> tuple[int, int]:
+    """Return the CPUs of each worker, and for how many workers there is room.
+
+    machines: resources of each, as Ray names them; cpus: asked for, see `Cluster`; gpu: whether each needs one.
+    """
+    usable = [(int(machine.get("CPU", 0)), int(machine.get("GPU", 0))) for machine in machines]
+    usable = [machine for machine in usable if machine[0] and machine[1] >= gpu]
+    cpus = cpus or min([CPUS, *(machine[0] for machine in usable)])
+    workers = sum(min(machine[0] // cpus, machine[1]) if gpu else machine[0] // cpus for machine in usable)
+    if not workers:
+        raise EnvironmentFault(
+            f"--ray: none of the cluster's {len(machines)} machines has {cpus} CPUs{' and a GPU' * gpu} for a worker. "
+            "Ask for fewer with --threads, or add machines"
+        )
+    return cpus, workers
+
+
+@contextmanager
+def _connected(address: str) -> Iterator[ModuleType]:
+    """Give Ray's module while this process is connected to a cluster; a local one ends with it, and so do the workers.
+
+    Ray's own words are kept from both streams: it prints news of its workers to stdout, where our result goes. Its
+    usage statistics stay at home, unless RAY_USAGE_STATS_ENABLED is 1. Its handler of SIGTERM, which exits without a
+    word, gives way to the one that was there.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # or it warns of a change to come
+    try:
+        import ray
+    except ImportError as error:
+        raise EnvironmentFault(f"--ray: ray cannot be imported ({error}). Bring it: {how_to_install('ray')}") from error
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    with redirect_stdout(io.StringIO()):
+        try:
+            _knock(address)
+            ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.CRITICAL)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise EnvironmentFault(
+                f"--ray {address}: no cluster could be joined ({_reason(error)}). Give HOST:PORT of its head, auto "
+                "for the one that this machine belongs to, or local to start one here. A cluster with a token needs "
+                "Ray's own variables: RAY_AUTH_MODE and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+            ) from error
+        try:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, on_sigterm)
+            yield ray
+        finally:
+            ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """Raise OSError or ValueError where nobody listens at HOST:PORT: Ray itself would go on trying for minutes."""
+    if address in {"auto", "local"} or "://" in address:
+        return
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+
+
+def _reason(error: BaseException) -> str:
+    """Return the line that tells most: the first, or the last of a traceback."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return lines[-1 if "Traceback" in str(error) else 0][:300]
+
+
+class Worker:
+    """What runs on a machine of the cluster, as a Ray actor with IN_HAND threads.
+
+    Errors of ours are returned, not raised: raised they would come back as Ray's.
+    """
+
+    def __init__(self, job: Job):
+        self._job = job
+        self._session: Model | None = None
+
+    def start(self) -> PreluNetError | None:
+        """Open the model and check that this machine has what the driver has."""
+        job = self._job
+        try:
+            if job.folder.is_dir():
+                os.chdir(job.folder)
+            session = open_session(job.model, job.device, threads=job.threads)
+            found = differences(job.facts, _facts(session), places=("where the run was started", "here"))
+            if found:
+                raise EnvironmentFault(f"not the same:\n{shown(found)}")
+            if changed := [file for file, digest in job.probes if _digest(job.dataset, file) != digest]:
+                raise DatasetError(f"{job.dataset.location}: {changed[0]} is another image here")
+        except PreluNetError as error:
+            mend = "Every machine needs the same versions, and the same model and images by the same paths"
+            return type(error)(f"worker on {socket.gethostname()} cannot start: {error}\n{mend}")
+        self._session = _OneAtATime(session)
+        return None
+
+    def evaluate(self, chunk: Sequence[Sample]) -> ChunkResult | PreluNetError:
+        """Evaluate one chunk; called after `start`, in several threads."""
+        assert self._session is not None, "a worker is given chunks when it has started"
+        job = self._job
+        try:
+            (result,) = evaluate_chunks(self._session, job.dataset, job.protocol, [chunk], job.threads)
+        except PreluNetError as error:
+            return type(error)(f"worker on {socket.gethostname()}: {error}")
+        return result
+
+
+class _OneAtATime:
+    """A session for several threads: one runs it, the others wait."""
+
+    def __init__(self, session: Model):
+        self.contract = session.contract
+        self.model_sha256 = session.model_sha256
+        self.circumstances = session.circumstances
+        self._run = session.run
+        self._turn = threading.Lock()
+
+    def run(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> Outputs:
+        """Run N canvases; see `Session.run`."""
+        with self._turn:
+            return self._run(images, sizes)
+
+
+class Crew:
+    """The workers of one evaluation, and who has which chunk in hand.
+
+    ray: the module; hire: starts one more worker; count: how many there should be.
+    """
+
+    def __init__(
+        self,
+        ray: ModuleType,
+        hire: Callable[[], Any],
+        count: int,
+        chunks: Sequence[Sequence[Sample]],
+        announce: Callable[[str], None],
+    ):
+        self._ray, self._hire, self._count, self._chunks, self._announce = ray, hire, count, chunks, announce
+        self._todo = list(range(len(chunks)))  # a heap: the first is needed first
+        self._owed: dict[Any, tuple[Any, int | None]] = {}  # answer → worker and its chunk; None: its start
+        self._free: list[Any] = []  # workers, each as often as it can take a chunk
+        self._lost: Counter[int | None] = Counter()  # chunk, or None for a start → workers that were lost with it
+        for _ in range(count):
+            self._start_worker()
+
+    def results(self) -> Iterator[ChunkResult]:
+        """Yield the result of each chunk, in their order."""
+        finished: dict[int, ChunkResult] = {}
+        for number in range(len(self._chunks)):
+            while number not in finished:
+                self._hand_out(number + AHEAD * self._count)
+                finished.update(self._next_answer())
+            yield finished.pop(number)
+
+    def _start_worker(self) -> None:
+        worker = self._hire()
+        self._owed[worker.start.remote()] = worker, None
+
+    def _hand_out(self, end: int) -> None:
+        """Give chunks below `end` to workers that can take one."""
+        while self._free and self._todo and self._todo[0] < end:
+            number, worker = heapq.heappop(self._todo), self._free.pop(0)
+            self._owed[worker.evaluate.remote(self._chunks[number])] = worker, number
+
+    def _next_answer(self) -> dict[int, ChunkResult]:
+        """Wait for an answer; return it under its chunk's number, or nothing when it was no result."""
+        answers, _ = self._ray.wait(list(self._owed), num_returns=1, timeout=PATIENCE)
+        if not answers:
+            if all(number is None for _, number in self._owed.values()):
+                self._announce("Ray: the cluster has no room for a worker yet; waiting")
+            return {}
+        worker, number = self._owed.pop(answers[0])
+        try:
+            answer = self._ray.get(answers[0])
+        except self._ray.exceptions.RayTaskError:
+            raise  # a mistake of ours; it tells its place on the worker
+        except self._ray.exceptions.RayError as error:
+            self._replace(worker, number, _reason(error))
+            return {}
+        if isinstance(answer, PreluNetError):
+            raise answer
+        if number is not None:
+            self._free.append(worker)
+            return {number: answer}
+        self._free += [worker] * IN_HAND
+        self._lost[None] = 0
+        return {}
+
+    def _replace(self, worker: Any, number: int | None, reason: str) -> None:
+        """Take back what a lost worker had in hand, and start another in its place."""
+        in_hand = {number, *(other for owing, other in self._owed.values() if owing is worker)}
+        self._owed = {answer: owed for answer, owed in self._owed.items() if owed[0] is not worker}
+        self._free = [other for other in self._free if other is not worker]
+        self._ray.kill(worker)  # it may live on, out of reach
+        self._lost.update(in_hand)
+        for chunk in [chunk for chunk in in_hand if chunk is not None]:
+            heapq.heappush(self._todo, chunk)
+            if self._lost[chunk] >= ATTEMPTS:
+                place = f"{self._chunks[chunk][0].file} to {self._chunks[chunk][-1].file}"
+                raise WorkersLost(f"{ATTEMPTS} workers were lost with the images {place} in hand ({reason})")
+        if self._lost[None] >= ATTEMPTS * self._count:
+            raise WorkersLost(f"{self._lost[None]} workers in a row were lost at their start ({reason})")
+        self._announce(f"Ray: a worker was lost ({reason}); another does its work again")
+        self._start_worker()

@@ -1,0 +1,72 @@
+"""Progress tells the pace of late and the time that is left at that pace."""
+
+import pytest
+
+from evaluator import progress as progress_module
+from evaluator.progress import progress
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(progress_module, "time", made)
+    return made
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the last plain line."""
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_what_an_earlier_call_did_counts_for_the_total_and_not_for_the_rate(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with progress("validate", 1000, "images", done=400) as advance:
+        clock.now += 10
+        advance(50, "loss 0.31")
+    assert told(capsys) == "validate: 450/1000 images 5.0 images/s, 0:01:50 left loss 0.31"
+
+
+def test_the_rate_is_that_of_the_last_minute(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("validate", 100_000, "images") as advance:
+        for pace in (10, 40):
+            for _ in range(100):
+                clock.now += 1
+                advance(pace)
+    assert "5000/100000 images 40.0 images/s, 0:39:35 left" in told(capsys)
+
+
+def test_of_long_steps_the_last_ten_count(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("validate", 10_000, "images") as advance:
+        for seconds in (32, 64):
+            for _ in range(9):
+                clock.now += seconds
+                advance(64)
+        assert told(capsys).startswith("validate: 1152/10000 images 1.0 images/s")
+
+
+def test_many_small_steps_count_like_few_large_ones(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("training", 20_000, "steps") as advance:
+        for _ in range(20_000):
+            clock.now += 0.005
+            advance()
+    assert told(capsys) == "training: 20000/20000 steps 200.0 steps/s, 0:00:00 left"
+
+
+def test_lines_come_every_ten_seconds_and_at_the_end(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("validate", 100, "images") as advance:
+        for _ in range(100):
+            clock.now += 0.25
+            advance()
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[1] for line in lines] == ["40/100", "80/100", "100/100"]
