@@ -21,6 +21,7 @@ from evaluator.reporting.compare_page import (
     SHOWN_OF_A_KIND,
     gather_flips,
     moved_most,
+    protocol_remark,
     render_comparison,
     run_titles,
 )
@@ -29,7 +30,7 @@ from evaluator.reporting.gallery import SHOWN_OF_A_CLASS
 from evaluator.reporting.html import VEGA_LITE
 from evaluator.validation.run import read_run
 from pages import Elements
-from run_folders import CLASSES, evaluated, refused, write_run
+from run_folders import CLASSES, MULTI_SCALE, evaluated, refused, write_run
 
 WNIDS = [entry["wnid"] for entry in CLASSES]
 HOSTILE = [
@@ -261,10 +262,19 @@ def test_moved_most_are_the_classes_at_either_end(tmp_path: Path) -> None:
 
 
 def test_runs_of_one_model_file_are_told_apart_by_protocol_or_letter() -> None:
-    def titles(a: tuple[str, str], b: tuple[str, str]) -> list[str]:
-        sides = {s: {"model": {"file": f}, "protocol": {"name": p}} for s, (f, p) in (("a", a), ("b", b))}
+    def titles(a: tuple[str, str], b: tuple[str, str], **changes: Any) -> list[str]:
+        sides = {
+            s: {"model": {"file": f}, "protocol": {**MULTI_SCALE, "name": p, **(changes if s == "b" else {})}}
+            for s, (f, p) in (("a", a), ("b", b))
+        }
+        assert bool(protocol_remark(sides)) == bool(changes)
         return list(run_titles(sides).values())
 
+    dense = ("a.onnx", "multi-scale")
+    assert titles(dense, dense, averaging="logit") == [
+        "a.onnx, scales 256,384 mirrored",
+        "a.onnx, scales 256,384 mirrored, logits averaged",
+    ]
     assert titles(("a.onnx", "center"), ("b.onnx", "center")) == ["a.onnx", "b.onnx"]
     assert titles(("a.onnx", "center"), ("a.onnx", "resnet")) == ["a.onnx, center", "a.onnx, resnet"]
     assert titles(("a.onnx", "center"), ("a.onnx", "center")) == ["a.onnx (A)", "a.onnx (B)"]

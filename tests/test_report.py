@@ -352,7 +352,7 @@ def test_an_ensemble_names_its_members_and_has_no_views(tmp_path: Path) -> None:
     for key in ("top1_error", "macro", "calibration", "ranks", "worst", "confusions"):
         assert report[key] == alone[key]
     assert alone["members"] == []
-    assert "ensemble of 2" in headline(report)
+    assert f"| {report['model']['file']} ({report['model']['architecture']}) |" in headline(report)
 
 
 def test_a_run_without_labels_has_no_report_but_a_submission(tmp_path: Path) -> None:
@@ -407,8 +407,11 @@ def test_a_file_name_that_is_no_text_still_gives_valid_files(tmp_path: Path) -> 
 def test_headline_carries_the_circumstances(tmp_path: Path) -> None:
     line = headline(report_of(tmp_path, LINES))
     for part in (
-        "top-1 error 66.67 % (4 of 6)",
-        "2 of 8 images refused, listed",
+        "top-1 error 66.67 % [30.00, 90.32]",
+        "of 6 images",
+        "2 of 8 refused, listed",
+        "| val | multi-scale: ",
+        "c.onnx (C, 3f9c",
         "scales 256,384 mirrored",
         "3f9c",
         "CPU, fp32",
@@ -445,7 +448,7 @@ def test_verb_writes_three_files_and_names_them(tmp_path: Path, capsys: pytest.C
     folder = write_run(tmp_path / "run", LINES)
     assert cli.run(["report", str(folder)]) == 0
     out = capsys.readouterr().out
-    assert "top-1 error 66.67 % (4 of 6)" in out
+    assert "top-1 error 66.67 % [30.00, 90.32]" in out
     assert "mean over 3 classes: top-1 72.22 [" in out
     assert "mean score of the answers 60.0 %, expected calibration error 26.7 %" in out
     assert "warning" not in out
@@ -465,7 +468,7 @@ def test_verb_prints_the_report_as_json(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_run_with_every_image_refused_is_still_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "run", [refused("n01/a.jpg", 0), refused("n02/b.jpg", 1)])
     assert cli.run(["report", str(folder)]) == 0
-    assert "no image evaluated; 2 of 2 images refused" in capsys.readouterr().out
+    assert "no image evaluated; 2 of 2 refused" in capsys.readouterr().out
     report = json.loads((folder / "report" / "report.json").read_bytes())
     jsonschema.validate(report, SCHEMA)
     assert report["top1_error"] is None

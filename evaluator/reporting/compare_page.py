@@ -59,6 +59,7 @@ def render_comparison(comparison: Comparison, flipped: FlippedImages) -> bytes:
         comparison=comparison,
         sides=sides,
         titles=run_titles(comparison),
+        remark=protocol_remark(comparison),
         protocols={key: describe_protocol(side["protocol"]) for key, side in sides.items()},
         providers={key: short_provider(side["circumstances"]) for key, side in sides.items()},
         metrics={key: f"top-{beyond}" for key, beyond in METRICS.items()},
@@ -83,10 +84,22 @@ def run_titles(comparison: Comparison) -> dict[str, str]:
     names = {side: comparison[side]["model"]["file"] for side in ("a", "b")}
     if names["a"] != names["b"]:
         return names
-    protocols = {side: comparison[side]["protocol"]["name"] for side in ("a", "b")}
+    for told in (lambda protocol: str(protocol["name"]), describe_protocol):
+        protocols = {side: told(comparison[side]["protocol"]) for side in ("a", "b")}
+        if protocols["a"] != protocols["b"]:
+            break
     if protocols["a"] != protocols["b"]:
         return {side: f"{name}, {protocols[side]}" for side, name in names.items()}
     return {side: f"{name} ({side.upper()})" for side, name in names.items()}
+
+
+def protocol_remark(comparison: Comparison) -> str:
+    """Return what a reader should know where the runs looked at the images differently; empty where they did not."""
+    of_model = {"name", "crop", "interpolation"}  # its name, and what follows from the model
+    a, b = ({k: v for k, v in comparison[side]["protocol"].items() if k not in of_model} for side in ("a", "b"))
+    if a == b:
+        return ""
+    return "A and B looked at the images differently: the difference is of the protocols as well as of the models."
 
 
 def moved_most(comparison: Comparison, key: str, direction: str) -> list[dict[str, Any]]:

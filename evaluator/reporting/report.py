@@ -118,19 +118,23 @@ def classes_csv(report: Report) -> bytes:
 
 
 def headline(report: Report) -> str:
-    """Return the report in one line: the errors with their circumstances."""
+    """Return the report in one line that can be cited: the errors with their circumstances."""
     if report["evaluated"]:
-        total = f"of {report['evaluated']:,}"
         errors = " · ".join(
-            f"top-{k} error {report[f'top{k}_error']:.2f} % ({report[f'top{k}_wrong']:,} {total})" for k in (1, 5)
+            f"top-{k} error {report[f'top{k}_error']:.2f} % [{low:.2f}, {high:.2f}]"
+            for k in (1, 5)
+            for low, high in [report[f"top{k}_interval"]]
         )
+        errors += f" of {report['evaluated']:,} images"
     else:
         errors = "no image evaluated"
-    refused = f"; {report['refused']:,} of {report['images']:,} images refused, listed" if report["refused"] else ""
-    members, circumstances = report["members"], report["circumstances"]
-    model = f"ensemble of {len(members)}" if members else f"model {report['model']['sha256'][:8]}…"
+    refused = f"; {report['refused']:,} of {report['images']:,} refused, listed" if report["refused"] else ""
+    model, dataset, circumstances = report["model"], report["dataset"], report["circumstances"]
+    only = f", only {dataset['selection']}" if dataset["selection"] else ""
+    digest = "" if report["members"] else f", {model['sha256'][:8]}…"
     return (
-        f"{errors}{refused} | {describe_protocol(report['protocol'])} | {model} | "
+        f"{errors}{refused} | {dataset['name']}{only} | {report['protocol']['name']}: "
+        f"{describe_protocol(report['protocol'])} | {model['file']} ({model['architecture']}{digest}) | "
         f"{short_provider(circumstances)}, {circumstances['precision']}"
     )
 

@@ -8,8 +8,9 @@ import typer
 
 from evaluator.errors import CheckFailed, UsageError
 from evaluator.reporting.compare import METRICS, Comparison, judgement, shown_p
+from evaluator.reporting.compare_page import protocol_remark
 from evaluator.reporting.compare_write import WrittenComparison, write_comparison
-from evaluator.reporting.report import report_bytes
+from evaluator.reporting.report import describe_protocol, report_bytes
 
 Metric = Literal["top1", "top5", "both"]
 
@@ -65,10 +66,14 @@ def summary(written: WrittenComparison) -> str:
     comparison = written.comparison
     lines = [_run(comparison, "a", "A, the baseline"), _run(comparison, "b", "B")]
     left_out = comparison["images"] - comparison["evaluated"]
+    only = comparison["dataset"]["selection"]
     lines.append(
         f"{comparison['evaluated']:,} of {comparison['images']:,} images evaluated in both"
+        + (f" (only {only})" if only else "")
         + (f"; {left_out:,} refused in A or B and left out" if left_out else "")
     )
+    if remark := protocol_remark(comparison):
+        lines.append(remark)
     for key in METRICS:
         lines += ["", *_metric(comparison, key)]
     lines += ["", f"{written.html}, {written.json.name}, {written.csv.name}"]
@@ -82,9 +87,9 @@ def _run(comparison: Comparison, side: str, name: str) -> str:
         for key, beyond in METRICS.items()
         if run[f"{key}_error"] is not None
     )
-    return (
-        f"{name}: {run['model']['file']} ({run['model']['architecture']}), {run['protocol']['name']}  {errors}".rstrip()
-    )
+    protocol = run["protocol"]
+    looked_at = f"{protocol['name']} ({describe_protocol(protocol)})"
+    return f"{name}: {run['model']['file']} ({run['model']['architecture']}), {looked_at}  {errors}".rstrip()
 
 
 def _metric(comparison: Comparison, key: str) -> list[str]:
