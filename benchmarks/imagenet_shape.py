@@ -26,7 +26,8 @@ from evaluator.contract import ClassEntry
 from evaluator.datasets.sample import Sample
 from evaluator.engine.scores import rank_of, shortest, top_k
 from evaluator.protocols import Protocol
-from evaluator.validation.run import CHUNK, Prediction, RunInfo
+from evaluator.validation.predictions import Prediction
+from evaluator.validation.run import CHUNK, RunInfo
 from evaluator.validation.writer import open_run
 
 CLASSES, PER_CLASS = 1000, 50

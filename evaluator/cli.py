@@ -6,6 +6,7 @@ evaluator are found through the entry-point group `prelunet.verbs`, so that noth
 
 import importlib
 import importlib.metadata
+import io
 import os
 import signal
 import sys
@@ -18,7 +19,16 @@ import typer
 import typer.core
 from typer.main import get_command as build_command
 
-from evaluator.errors import Interrupted, PreluNetError, UsageError, from_missing_module, from_os_error, outcome_of
+from evaluator.errors import (
+    EnvironmentFault,
+    Interrupted,
+    PreluNetError,
+    UsageError,
+    from_missing_module,
+    from_os_error,
+    outcome_of,
+)
+from evaluator.terminal import printable
 
 
 @dataclass(frozen=True)
@@ -139,16 +149,20 @@ def run(arguments: list[str] | None = None) -> int:
         return _fail(error)
     except OSError as error:
         return _fail(from_os_error(error))
+    except MemoryError:
+        return _fail(EnvironmentFault("out of memory. Close other programs, or take a machine with more memory"))
     except UnicodeEncodeError as error:  # bytes on the command line that are no UTF-8 and should go to a server
         return _fail(UsageError(f"{error.object[:80]!a}: cannot be written as {error.encoding}. Give plain text"))
     except Exception as error:
         if hasattr(error, "exit_code") and hasattr(error, "show"):  # the parser's own complaints
-            error.show()
+            complaint = io.StringIO()
+            error.show(complaint)
+            sys.stderr.write(printable(complaint.getvalue(), newlines=True))
             return int(error.exit_code)
         raise
     return result if isinstance(result, int) else 0
 
 
 def _fail(error: PreluNetError) -> int:
-    sys.stderr.write(f"prelunet: {error}\n")
+    sys.stderr.write(printable(f"prelunet: {error}\n", newlines=True))
     return outcome_of(error).exit_code

@@ -23,8 +23,10 @@ PREFIX = "prelunet."
 LARGEST_SIDE = 65536  # pixels of a canvas side
 MOST_SCALES = 32  # of `multi-scale`; SPP-net uses six
 MOST_GOLDEN = 16
+MOST_MULTIPLY_ADDS = 2**63 - 1  # of one crop; beyond it, arithmetic with floats overflows at some point
 LONGEST_NAME = 1000  # characters
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # what could steer a terminal or forge a line of a log
+_UNFIT = re.compile(CONTROL.pattern + r"|[\ud800-\udfff]")  # bytes of a command line that are no UTF-8 come as halves
 INPUTS = ("images", "sizes")
 OUTPUTS = ("scores", "logits", "windows", "window_scores")
 
@@ -192,8 +194,13 @@ def _contradictions(contract: ModelContract) -> Iterator[tuple[bool, str]]:
         yield True, "the architecture should have a name and an activation"
         return
     texts = [contract.name, *(text for entry in contract.classes for text in (entry.wnid, entry.name))]
-    plain = all(isinstance(text, str) and len(text) <= LONGEST_NAME and not CONTROL.search(text) for text in texts)
-    yield not plain, f"names should be text of up to {LONGEST_NAME} characters without control characters"
+    for text in texts:
+        if not isinstance(text, str) or len(text) > LONGEST_NAME or _UNFIT.search(text):
+            limits = f"up to {LONGEST_NAME} characters, without halves of characters, without control characters"
+            yield True, f"{text!a:.60} is no name: names should be text of {limits}"
+            break
+    count = contract.architecture.get("multiply_adds")
+    yield type(count) is int and count > MOST_MULTIPLY_ADDS, "multiply_adds are beyond all measure"
     yield not wnids or len(set(wnids)) < len(wnids), "classes should be there, with different wnids"
     sane = all(layer.kernel >= 1 and layer.stride >= 1 and 0 <= layer.pad < layer.kernel for layer in contract.trunk)
     if not contract.trunk or not sane or not 1 <= crop <= contract.max_side <= LARGEST_SIDE:
@@ -216,6 +223,11 @@ def _contradictions(contract: ModelContract) -> Iterator[tuple[bool, str]]:
             yield not finite or len(numbers) != len(wnids), "golden: one finite number per class should be there"
 
 
+def how_to_write(where: str) -> str:
+    """Return what mends a model file that is damaged or of another version; `where` is its path."""
+    return f"Write the file again with: prelunet export CHECKPOINT -o {where} (an adopted net: with prelunet adopt)"
+
+
 def contract_from_metadata(metadata: Mapping[str, str], where: str) -> ModelContract:
     """Read the contract from a file's metadata; `where` names the file in errors.
 
@@ -228,8 +240,7 @@ def contract_from_metadata(metadata: Mapping[str, str], where: str) -> ModelCont
     if version > CONTRACT_VERSION:
         raise ContractError(
             f"{where}: contract version {version}, but this prelunet knows versions up to {CONTRACT_VERSION}. "
-            f"Install a newer prelunet, or export the checkpoint again with this one: "
-            f"prelunet export CHECKPOINT -o {where}"
+            f"Install a newer prelunet. Or use this one: {how_to_write(where)}"
         )
     try:
         contract = ModelContract(
@@ -254,7 +265,7 @@ def contract_from_metadata(metadata: Mapping[str, str], where: str) -> ModelCont
         )
         _check_derived(contract, read)
         return contract
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ContractError(f"{where}: the 'prelunet.*' metadata is malformed ({error!r}). {read.mend}") from error
 
 
@@ -277,7 +288,7 @@ class _Reader:
     def __init__(self, metadata: Mapping[str, str], where: str) -> None:
         self.metadata = metadata
         self.where = where
-        self.mend = f"Write the file again with: prelunet export CHECKPOINT -o {where}"
+        self.mend = how_to_write(where)
 
     def value(self, key: str, kind: type) -> Any:
         text = self.metadata.get(PREFIX + key)

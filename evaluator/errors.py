@@ -131,9 +131,22 @@ _MACHINE_ERRNOS = {
 }
 
 
+# And when a path is not what it should be.
+_PATH_ERRNOS = {
+    errno.ENOENT: "no such file or folder; give a path that is there",
+    errno.EISDIR: "a folder where a file should be; move it away, or give another path",
+    errno.ENOTDIR: "a file where a folder should be; move it away, or give another path",
+    errno.EEXIST: "something is there already; move it away, or give another path",
+    errno.ELOOP: "a link that leads back to itself; remove it, or give another path",
+    errno.ENAMETOOLONG: "the name is too long for the file system; give a shorter one",
+}
+
+
 def from_os_error(error: OSError) -> PreluNetError:
     """Turn an error of the operating system into one of ours, naming the file and the mend."""
     where = f"{error.filename}: " if error.filename else ""
     if error.errno in _MACHINE_ERRNOS:
         return EnvironmentFault(f"{where}{_MACHINE_ERRNOS[error.errno]}")
+    if error.errno in _PATH_ERRNOS:
+        return UsageError(f"{where}{_PATH_ERRNOS[error.errno]}")
     return UsageError(f"{where}{error.strerror or error}")

@@ -62,6 +62,19 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def make_folder(folder: Path, option: str) -> None:
+    """Make a folder with those above it where they are missing; UsageError where a file is in the way.
+
+    option: of the command line that names the folder.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise UsageError(
+            f"{folder}: there is a file in the place of a folder. Move it away, or choose another folder with {option}"
+        ) from error
+
+
 def leftovers(folder: Path, names: Iterable[str]) -> list[Path]:
     """Return the temporary files that a killed process left of files with these names."""
     return [path for name in names for path in folder.glob(f".{name[:200]}.{'[0-9a-f]' * 8}.tmp")]

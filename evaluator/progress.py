@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol as Interface
 
+from evaluator.terminal import printable
+
 PLAIN_INTERVAL = 10.0  # seconds between two plain lines
 RECENT = 60.0  # seconds over which the rate is taken, and at least MARKS steps, however long they last
 MARKS = 10
@@ -29,7 +31,7 @@ def progress(what: str, total: int, unit: str, *, done: int = 0) -> Iterator[Adv
     minute.
     """
     reporter = _bar if sys.stderr.isatty() else _plain
-    with reporter(what, total, unit, done) as advance:
+    with reporter(printable(what), total, unit, done) as advance:
         yield advance
 
 
@@ -38,7 +40,9 @@ def _bar(what: str, total: int, unit: str, done: int) -> Iterator[Advance]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
+    # Not markup: a path may have brackets.
+    texts = [TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[rate]}")]
+    columns = (texts[0], BarColumn(), MofNCompleteColumn(), texts[1])
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as bar:
         task = bar.add_task(what, total=total, completed=done, rate="")
         clock = _Clock(total, unit, done)

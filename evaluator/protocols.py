@@ -172,6 +172,22 @@ def make_protocol(name: str, contract: ModelContract, changes: Changes | None = 
     return protocol
 
 
+def options_of(protocol: Protocol, *, by_scales: bool = False) -> list[str]:
+    """Return the options of the command line that ask for a protocol.
+
+    by_scales: name the scales, so that a model with other default scales looks at the same ones.
+    """
+    name = "-".join(map(str, (protocol.kind, *protocol.scales))) if by_scales else protocol.name
+    words = ["--protocol", name]
+    if protocol.mirror != (protocol.kind != "center"):
+        words.append("--flip" if protocol.mirror else "--no-flip")
+    if protocol.averaging != "softmax":
+        words += ["--averaging", protocol.averaging]
+    if protocol.weights != ("view" if protocol.kind == "spp-18" else "scale"):
+        words += ["--weights", protocol.weights]
+    return [*words, *(["--exif"] if protocol.apply_exif else [])]
+
+
 def _kind_and_scales(name: str, contract: ModelContract) -> tuple[Kind, tuple[int, ...]]:
     """Return what a protocol's name stands for."""
     if found := _NAME_WITH_SCALES.fullmatch(name):

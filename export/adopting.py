@@ -13,11 +13,11 @@ import numpy.typing as npt
 from onnx import ModelProto
 
 from evaluator.contract import ClassEntry, GoldenImage, ModelContract, TrunkLayer, golden_image
+from evaluator.datasets.class_list import read_class_list
 from evaluator.engine.scores import softmax
 from evaluator.engine.session import PlainNet, open_session
 from evaluator.errors import ContractError, EnvironmentFault, UsageError
 from evaluator.files import open_atomically, sha256_of
-from export.adopt_classes import read_class_list
 from export.adopt_cost import multiply_adds
 from export.adopt_graph import prepare_net, probability_floor, wrap_net
 from export.adopt_net import Interface, find_interface, opset_of, read_net, uses_half

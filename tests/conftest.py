@@ -1,6 +1,8 @@
 """What several test files share: exported telling nets, made once a session."""
 
 import os
+import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +67,14 @@ class _Lazy(dict[str, Exported]):
 def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Exported]:
     """Give exported nets by name: `A-channel`, `E-image`, `demo-relu`, `demo-exact`, ..."""
     return _Lazy(tmp_path_factory.mktemp("exported"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ctrl_c() -> Iterator[None]:
+    """Let SIGINT do what it does at a terminal, also for the processes that tests start: nohup and & ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -47,8 +47,11 @@ class Nodes:
         return output
 
 
-def features(n: Nodes, x: str, flatten: Build | None = None) -> str:
-    """Add a small residual net in front of the classes: (N, 3, H, W) → logits (N, CLASSES)."""
+def features(n: Nodes, x: str, flatten: Build | None = None, **of_gemm: Any) -> str:
+    """Add a small residual net in front of the classes: (N, 3, H, W) → logits (N, CLASSES).
+
+    flatten: what stands in front of the last layer, whose further attributes are of_gemm.
+    """
 
     def block(x: str, into: int, out: int, stride: int) -> str:
         weight = n.weights(out, into, 3, 3, low=-0.25, high=0.25)
@@ -61,7 +64,7 @@ def features(n: Nodes, x: str, flatten: Build | None = None) -> str:
     x = n.add("Relu", block(x, 8, 12, 2))
     x = n.add("GlobalAveragePool", x)
     x = flatten(n, x) if flatten else n.add("Flatten", x, axis=1)
-    return n.add("Gemm", x, n.weights(CLASSES, 12, low=-0.7, high=0.7), n.weights(CLASSES), transB=1)
+    return n.add("Gemm", x, n.weights(CLASSES, 12, low=-0.7, high=0.7), n.weights(CLASSES), transB=1, **of_gemm)
 
 
 def net(
@@ -104,6 +107,24 @@ HALF: dict[str, Any] = {"input_type": TensorProto.FLOAT16, "output_type": Tensor
 
 def softmax_end(n: Nodes, x: str) -> str:
     return n.add("Softmax", features(n, x), axis=1)
+
+
+def never_negative(n: Nodes, x: str) -> str:
+    return n.add("Relu", features(n, x))
+
+
+def certain(n: Nodes, x: str) -> str:
+    """End in a softmax of logits so far apart that some probabilities are 0."""
+    return n.add("Softmax", n.add("Mul", features(n, x), n.constant(np.array(300, n.dtype))), axis=1)
+
+
+def transposed(n: Nodes, x: str) -> str:
+    """End in a Gemm whose first operand stands upright, (features, N)."""
+
+    def upright(n: Nodes, x: str) -> str:
+        return n.add("Transpose", n.add("Flatten", x, axis=1), perm=[1, 0])
+
+    return features(n, x, upright, transA=1)
 
 
 def channels_last(n: Nodes, x: str) -> str:

@@ -25,9 +25,9 @@ class Dying(Worker):
 class Stillborn(Worker):
     """A worker that dies at its start."""
 
-    def start(self) -> PreluNetError | None:
+    def start(self) -> str | PreluNetError:
         os.kill(os.getpid(), signal.SIGKILL)
-        return None
+        return "never"
 
 
 class Mistaken(Worker):

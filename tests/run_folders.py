@@ -31,10 +31,25 @@ MULTI_SCALE = {
 
 
 def evaluated(
-    file: str, label: int, answers: Sequence[int], rank: int, *, first: float = 0.6, view_ranks: Sequence[int] = ()
+    file: str,
+    label: int,
+    answers: Sequence[int],
+    rank: int,
+    *,
+    first: float = 0.6,
+    view_ranks: Sequence[int] = (),
+    classes: int = len(CLASSES),
 ) -> dict[str, Any]:
-    """Return a line of predictions.jsonl. first: score of the best answer; view_ranks: one per view, default `rank`."""
-    scores = [first, *((1 - first) / 2 ** (place + 1) for place in range(len(answers) - 1))]
+    """Return a line of predictions.jsonl of a model of so many classes.
+
+    answers: the best ones as far as it matters; others follow up to five, the truth at its rank. first: score of the
+    best answer; view_ranks: one per view, default `rank`.
+    """
+    answers, others = list(answers), (index for index in range(classes) if index not in {label, *answers})
+    while len(answers) < min(5, classes):
+        answers.append(label if len(answers) + 1 == rank else next(others))
+    rest = max(min(first, 1 - first), 1e-6)
+    scores = [first, *(rest / 2 ** (place + 1) for place in range(len(answers) - 1))]
     ranks = view_ranks or [rank] * len(VIEWS)
     return {
         "file": file,

@@ -15,7 +15,7 @@ from evaluator.cli import run
 from evaluator.client import Client
 from evaluator.contract import golden_image
 from evaluator.engine.classify import classify_images
-from evaluator.engine.session import Session, open_session
+from evaluator.engine.session import PlainNet, Session, open_session
 from evaluator.errors import ContractError, UsageError
 from evaluator.imaging.decode import decode_rgb
 from evaluator.protocols import default_protocol, make_protocol
@@ -31,20 +31,22 @@ from foreign_nets import (
     RGB,
     STD,
     Build,
-    Nodes,
     Plain,
     adopted,
+    certain,
     channels_last,
     features,
     from_bytes,
     mixing,
     net,
+    never_negative,
     of_one,
     of_two,
     ours,
     photo,
     softmax_end,
     spatial,
+    transposed,
     write_classes,
 )
 from serving_harness import running_server
@@ -66,6 +68,7 @@ NETS: dict[str, tuple[Build, dict[str, Any], Preprocessing, dict[str, Any]]] = {
     "opset 7": (features, {"opset": 7}, RGB, {}),
     "opset 21": (features, {"opset": 21}, RGB, {}),
     "softmax": (softmax_end, {}, RGB, {"probabilities": True}),
+    "logits of 0 and above": (never_negative, {}, RGB, {}),
     "bicubic": (features, {}, Preprocessing(MEAN, STD, interpolation="bicubic"), BICUBIC),
     "channels last, BGR": (channels_last, {"layout": "NHWC"}, CAFFE, {**CAFFE_PLAIN, "nhwc": True}),
     "BGR": (features, {}, CAFFE, CAFFE_PLAIN),
@@ -118,9 +121,6 @@ def test_a_net_that_torch_exported_with_a_batch_of_one_is_adopted_with_batches(t
 
 
 def test_logits_of_a_softmax_net_are_logarithms_and_finite_where_a_score_is_zero(tmp_path: Path) -> None:
-    def certain(n: Nodes, x: str) -> str:
-        return n.add("Softmax", n.add("Mul", features(n, x), n.constant(np.array(300, np.float32))), axis=1)
-
     session, _ = adopted(tmp_path, net(tmp_path, certain))
     images = np.stack([golden_image(CROP, CROP), 255 - golden_image(CROP, CROP)])
     outputs = session.run(images, np.full((2, 2), CROP, np.int64))
@@ -128,6 +128,37 @@ def test_logits_of_a_softmax_net_are_logarithms_and_finite_where_a_score_is_zero
     np.testing.assert_allclose(outputs.logits, np.log(np.maximum(outputs.scores, np.finfo(np.float32).tiny)), atol=1e-5)
     np.testing.assert_array_equal(outputs.windows, [[1, 1], [1, 1]])
     np.testing.assert_array_equal(outputs.window_scores[:, 0, 0], outputs.scores)
+
+
+def test_a_score_of_zero_in_half_precision_has_the_logarithm_of_the_smallest_half(tmp_path: Path) -> None:
+    session, found = adopted(tmp_path, net(tmp_path, certain, **HALF))
+    assert found.probabilities
+    outputs = session.run(golden_image(CROP, CROP)[None], np.full((1, 2), CROP, np.int64))
+    zero = outputs.scores == 0
+    assert zero.any()
+    np.testing.assert_allclose(outputs.logits[zero], np.log(np.finfo(np.float16).smallest_subnormal.astype(float)))
+    (golden,) = session.contract.golden
+    np.testing.assert_allclose(np.array(golden.logits)[zero[0]], outputs.logits[zero])
+
+
+def test_outputs_above_one_are_logits_even_if_none_is_negative(tmp_path: Path) -> None:
+    path = net(tmp_path, never_negative)
+    raw = PlainNet(path).run({"x": RGB.plain(golden_image(CROP, CROP)).transpose(2, 0, 1)[None]}, "v13")
+    assert raw.min() == 0
+    assert 1.1 < raw.max() < 10, "near to 1, where a sigmoid might be suspected"
+    assert not adopted(tmp_path, path)[1].probabilities
+
+
+# 3x3 convolutions to 20x20x8, 20x20x8 and 10x10x12, and 12 features to 7 classes
+COUNT = 400 * 8 * 27 + 400 * 8 * 72 + 100 * 12 * 72 + 12 * 7
+
+
+@pytest.mark.parametrize(("build", "batch"), [(features, "N"), (features, 4), (transposed, "N"), (transposed, 4)])
+def test_the_multiply_adds_are_those_of_one_image_however_the_net_is_written(
+    build: Build, batch: int | str, tmp_path: Path
+) -> None:
+    session, _ = adopted(tmp_path, net(tmp_path, build, batch=batch))
+    assert session.contract.architecture["multiply_adds"] == COUNT
 
 
 def test_the_contract_states_one_window_of_fixed_size_and_how_the_net_was_adopted(tmp_path: Path) -> None:
@@ -139,9 +170,7 @@ def test_the_contract_states_one_window_of_fixed_size_and_how_the_net_was_adopte
     assert (contract.window, contract.spp_levels, contract.default_scales) == (1, (1,), (CROP,))
     assert (contract.canvas, contract.precision, contract.interpolation) == ("exact", "fp32", "bicubic")
     assert contract.window_grid(CROP, CROP) == (1, 1)
-    # 3x3 convolutions to 20x20x8, 20x20x8 and 10x10x12, and 12 features to 7 classes
-    count = 400 * 8 * 27 + 400 * 8 * 72 + 100 * 12 * 72 + 12 * 7
-    assert contract.architecture == {"name": "ResNet-tiny", "activation": "unknown", "multiply_adds": count}
+    assert contract.architecture == {"name": "ResNet-tiny", "activation": "unknown", "multiply_adds": COUNT}
     assert contract.classes[6].to_json() == {"wnid": "n00000006", "name": "thing 6"}
     assert contract.training["adopted"] == {
         "input": "x", "layout": "NCHW", "output": "v12", "mean": list(MEAN), "std": list(STD), "range": 1,

@@ -3,184 +3,28 @@
 Skipped where there is no Chromium; `make test-browser` fails there instead.
 """
 
-import importlib.util
 import json
-import os
 import re
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
-from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright
+from browsing import HOSTILE, LAPTOP, PHONE, Watched, brightness, names_of
+from playwright.sync_api import expect
 
-from evaluator.datasets import open_dataset
 from evaluator.reporting.report import Report
-from evaluator.reporting.write import write_report
-from evaluator.validation.run import Prediction, read_run
-from run_folders import evaluated, refused, write_run
+from evaluator.validation.predictions import Prediction
+from evaluator.validation.run import read_run
 
 pytestmark = pytest.mark.browser
 
-LAPTOP, PHONE = (1280, 800), (390, 844)
-INSTALL = "install it with: apt-get install --no-install-recommends chromium fonts-dejavu-core"
-HOSTILE = [
-    "</script><script>window.hacked = 1</script>",
-    '"><img src=x onerror="window.hacked = 1">',
-    "' onmouseover='window.hacked = 1",
-    "\u202eright to left\u202c \u2067עברית\u2069",
-    "very-long-name-" * 40,
-    "javascript:window.hacked=1",
-]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """Start Chromium once; no sandbox, because containers cannot give it one."""
-    path = shutil.which("chromium") or shutil.which("chromium-browser")
-    if path is None:
-        missing = f"no Chromium on this machine; {INSTALL}"
-        if os.environ.get("NEED_BROWSER"):
-            pytest.fail(missing)
-        pytest.skip(missing)
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
-
-
-class Watched:
-    """A page and whatever went wrong on it: console messages, exceptions, requests for anything but the page."""
-
-    def __init__(self, page: Page, address: str) -> None:
-        self.page, self.address = page, address
-        self.wrong: list[str] = []
-        page.on("console", self._say)
-        page.on("pageerror", lambda error: self.wrong.append(f"exception: {error}"))
-        page.on("request", self._ask)
-        page.on("dialog", lambda dialog: self.wrong.append(f"dialog: {dialog.message}"))
-
-    def _say(self, message: ConsoleMessage) -> None:
-        self.wrong.append(f"{message.type}: {message.text}")
-
-    def _ask(self, request: Request) -> None:
-        if request.url.partition("#")[0] != self.address and not request.url.startswith(("data:", "about:")):
-            self.wrong.append(f"request: {request.url}")
-
-    def overflow(self) -> int:
-        """Return by how many pixels the page, or the open panel, is wider than the window."""
-        widths: list[int] = self.page.evaluate(
-            "[document.documentElement, document.querySelector('dialog[open]')]"
-            ".filter((element) => element).map((element) => element.scrollWidth - element.clientWidth)"
-        )
-        return max(widths)
-
-
-@pytest.fixture
-def visit(browser: Browser) -> Iterator[Callable[..., Watched]]:
-    """Give a function that opens a report; at the end nothing may have gone wrong on any page."""
-    opened: list[Watched] = []
-
-    def open_page(report: Path, fragment: str = "", size: tuple[int, int] = LAPTOP, **options: Any) -> Watched:
-        context = browser.new_context(viewport={"width": size[0], "height": size[1]}, **options)
-        watched = Watched(context.new_page(), report.as_uri())
-        opened.append(watched)
-        watched.page.goto(watched.address + fragment)
-        return watched
-
-    yield open_page
-    for watched in opened:
-        assert watched.wrong == []
-        watched.page.context.close()
-
-
-def html_of(run: Path) -> Path:
-    return write_report(run).html
+pytest_plugins = ("browser_fixtures",)
 
 
 def report_of(html: Path) -> Report:
     report: Report = json.loads((html.parent / "report.json").read_text())
     return report
-
-
-def names_of(page: Page) -> list[str]:
-    """Return the names in the rows of the table that its search and filters let through, in their order."""
-    return page.eval_on_selector_all(
-        "table.all tbody tr:not([hidden])", "(rows) => rows.map((row) => row.querySelector('.name').textContent)"
-    )
-
-
-@pytest.fixture(scope="module")
-def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the report of a run of 1,000 classes, five images each, from the process that the benchmark states."""
-    path = Path(__file__).parent.parent / "benchmarks" / "imagenet_shape.py"
-    spec = importlib.util.spec_from_file_location("imagenet_shape", path)
-    assert spec is not None
-    assert spec.loader is not None
-    shape = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(shape)
-    shape.PER_CLASS = 5
-    folder = tmp_path_factory.mktemp("many")
-    shape.write(folder, 3, 1)
-    lines = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
-    lines[1717] = refused(lines[1717]["file"], lines[1717]["label"])
-    (folder / "predictions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run = json.loads((folder / "run.json").read_text())
-    run["classes"][134]["name"] = run["classes"][517]["name"] = "crane"
-    (folder / "run.json").write_text(json.dumps(run))
-    return html_of(folder)
-
-
-@pytest.fixture(scope="module")
-def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the report of a run on real pictures: three classes, twelve images, one of them tiny."""
-    folder = tmp_path_factory.mktemp("few")
-    rng = np.random.default_rng(4)
-    lines = []
-    for number in range(12):
-        label = number % 3
-        wnid = ("n01", "n02", "n03")[label]
-        path = folder / "data" / wnid / f"{number:02}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        height, width = (20, 31) if number == 4 else (90 + number, 130)
-        Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(path)
-        wrong = number % 4 == 0
-        answers = [(label + 1) % 3, label] if wrong else [label, (label + 1) % 3]
-        lines.append(evaluated(f"{wnid}/{path.name}", label, answers, 1 + wrong, first=0.5 + number / 30))
-    dataset = open_dataset(folder / "data", split="val", class_names=[f"n0{index}" for index in range(1, 8)])
-    write_run(folder / "run", lines, fingerprint=dataset.fingerprint, data=str(folder / "data"))
-    return html_of(folder / "run")
-
-
-@pytest.fixture(scope="module")
-def ensemble(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the report of an ensemble: no views, two members."""
-    folder = tmp_path_factory.mktemp("ensemble")
-    lines = [{**evaluated(f"n0{n % 3}/{n}.png", n % 3, [(n + n % 2) % 3, 5], 1 + 2 * (n % 2))} for n in range(9)]
-    for line in lines:
-        line["view_ranks"] = []
-    write_run(folder, lines)
-    run = json.loads((folder / "run.json").read_text())
-    run |= {"views": [], "members": [{"model": run["model"], "weight": weight} for weight in (0.25, 0.75)]}
-    (folder / "run.json").write_text(json.dumps(run))
-    return html_of(folder)
-
-
-@pytest.fixture(scope="module")
-def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the report of a run whose names and reasons want to be anything but text."""
-    folder = tmp_path_factory.mktemp("hostile")
-    classes = [{"wnid": f"{name} {index}", "name": name} for index, name in enumerate(HOSTILE * 3)]
-    lines = [
-        evaluated(f"{name}{index}x", index, [(index + 6) % 18, (index + 1) % 18, index], 3)
-        for index, name in enumerate(HOSTILE * 3)
-    ]
-    lines.append(refused(f"{HOSTILE[0]}z", 0, HOSTILE[1]))
-    lines = [{**line, "file": line["file"].replace("/", "\\")} for line in lines]
-    return html_of(write_run(folder, lines, classes=classes))
 
 
 RUNS = ("many", "few", "ensemble", "hostile")
@@ -205,12 +49,6 @@ def test_a_report_fits_its_window_asks_for_nothing_and_complains_of_nothing(
     assert brightness(page, "body") < 100
     assert watched.overflow() == 0
     assert page.evaluate("window.hacked") is None
-
-
-def brightness(page: Page, selector: str) -> int:
-    """Return red + green + blue of an element's background."""
-    colour = page.evaluate("(selector) => getComputedStyle(document.querySelector(selector)).backgroundColor", selector)
-    return sum(map(int, re.findall(r"\d+", colour)))
 
 
 def test_search_finds_a_class_by_its_name_its_wnid_and_its_index(many: Path, visit: Callable[..., Watched]) -> None:
@@ -461,6 +299,20 @@ def test_a_class_shows_its_error_by_each_view_beside_that_of_all(many: Path, vis
         gains = (own["top1_error"] - entry["top1_error"], every["top1_error"] - report["top1_error"])
         assert [float(cell) for cell in row[1:3]] == pytest.approx([own["top1_error"], gains[0]], abs=0.051)
         assert float(row[3]) == pytest.approx(gains[1], abs=0.0051)
+
+
+def test_the_views_of_a_class_fit_a_phone(many: Path, visit: Callable[..., Watched]) -> None:
+    page = visit(many, "#class-3", size=PHONE).page
+    scrolled = page.locator("#class-view .scroll")
+    expect(scrolled).to_be_visible()
+    assert scrolled.evaluate("(element) => element.scrollWidth - element.clientWidth") == 0
+    assert page.locator(".class-views thead th:visible").all_text_contents() == [
+        "view",
+        "top-1",
+        "gain",
+        "top-5",
+        "gain",
+    ]
 
 
 def test_mistakes_with_pictures_stand_as_tiles_and_those_of_the_gallery_are_the_same_ones(

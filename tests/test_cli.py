@@ -14,6 +14,7 @@ from conftest import Exported
 from evaluator import cli
 from evaluator.cli import VERBS, run
 from evaluator.errors import EnvironmentFault
+from evaluator.terminal import printable, say
 
 ROOT = Path(__file__).parent.parent
 
@@ -86,6 +87,46 @@ def test_an_error_becomes_one_line_and_its_exit_code(
     monkeypatch.setattr(cli, "_function_of", fails)
     assert run(["report"]) == 5
     assert capsys.readouterr().err == "prelunet: the disk is full\n"
+
+
+STEERING = "a\x1b]0;title\x07b\x9b31m\u2028\u202ec\udcff\x7f\rd"
+WRITTEN_OUT = r"a\x1b]0;title\x07b\x9b31m\u2028\u202ec\udcff\x7f\x0dd"
+
+
+def test_what_would_steer_the_terminal_is_written_out_and_our_own_lines_stay(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(_name: str) -> object:
+        raise EnvironmentFault(f"{STEERING}\nin two lines, naïve 鯛")
+
+    monkeypatch.setattr(cli, "_function_of", fails)
+    assert run(["report"]) == 5
+    assert capsys.readouterr().err == f"prelunet: {WRITTEN_OUT}\nin two lines, naïve 鯛\n"
+    say(f"{STEERING}\n", end="")
+    assert capsys.readouterr().out == f"{WRITTEN_OUT}\n"
+    assert printable("a\nb\tc") == r"a\x0ab\x09c"
+
+
+def test_the_parsers_own_complaints_do_not_steer_the_terminal_either(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["report", "run", STEERING]) == 2
+    assert not set(capsys.readouterr().err) & set("\x1b\x9b\u2028\u202e\x07")
+
+
+def test_every_verb_prints_through_say() -> None:
+    verbs = [path for layer in ("evaluator", "training", "export") for path in (ROOT / layer / "verbs").glob("*.py")]
+    assert len(verbs) > len(VERBS)
+    assert [path.name for path in verbs if re.search(r"typer\.echo|(?<![.\w])print\(", path.read_text())] == []
+
+
+def test_memory_that_is_used_up_is_the_machines_fault(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def greedy(_name: str) -> object:
+        raise MemoryError
+
+    monkeypatch.setattr(cli, "_function_of", greedy)
+    assert run(["merge"]) == 5
+    assert "out of memory" in capsys.readouterr().err
 
 
 def test_an_interrupt_says_that_the_same_command_goes_on(

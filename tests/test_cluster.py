@@ -14,9 +14,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,15 +31,15 @@ from PIL import Image
 
 from conftest import Exported
 from evaluator.datasets.opening import open_dataset
-from evaluator.datasets.sample import Dataset
+from evaluator.datasets.sample import Dataset, Sample
 from evaluator.engine.classify import Model
 from evaluator.engine.session import Session, open_session
 from evaluator.errors import ContractError, DatasetError, EnvironmentFault, Interrupted, PreluNetError, UsageError
 from evaluator.files import sha256_of
 from evaluator.protocols import Protocol, make_protocol
-from evaluator.validation.cluster import AHEAD, ATTEMPTS, Cluster, Crew, Job, Worker, on_ray, room
+from evaluator.validation.cluster import AHEAD, ATTEMPTS, PATIENCE, Cluster, Crew, Job, Worker, on_ray, room
 from evaluator.validation.run import CHUNK
-from evaluator.validation.validate import evaluate_chunks
+from evaluator.validation.validate import ChunkResult, WorkersLost, evaluate_chunks
 from fakes import repeated, validated
 from nursery import nursery
 from ray_workers import Dying, Mistaken, OtherThere, Stillborn
@@ -169,14 +170,33 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def on_cluster(head: Head, session: Session, model: Path, dataset: Dataset, tmp_path: Path) -> Validate:
-    """Validate on the cluster into tmp_path/run; give what was announced."""
+    """Validate on the cluster into tmp_path/run; give what was announced.
+
+    hear: is told it too; after: is told the number of each chunk before the next is asked for.
+    """
 
     def call(
-        *, session: Model = session, model: Path = model, dataset: Dataset = dataset, said: list[str] | None = None
+        *,
+        session: Model = session,
+        model: Path = model,
+        dataset: Dataset = dataset,
+        hear: Callable[[str], object] = lambda _: None,
+        after: Callable[[int], object] = lambda _: None,
     ) -> list[str]:
-        said = [] if said is None else said
-        elsewhere = on_ray(Cluster(head.address, cpus=1), session, model, dataset, looks(session), said.append)
-        validated(session, dataset, looks(session), tmp_path / "run", elsewhere=elsewhere, announce=said.append)
+        said: list[str] = []
+
+        def announce(text: str) -> None:
+            said.append(text)
+            hear(text)
+
+        def elsewhere(chunks: Sequence[Sequence[Sample]]) -> Generator[ChunkResult, None, None]:
+            evaluate = on_ray(Cluster(head.address, cpus=1), session, model, dataset, looks(session), announce)
+            with closing(evaluate(chunks)) as results:
+                for number, result in enumerate(results):
+                    yield result
+                    after(number)
+
+        validated(session, dataset, looks(session), tmp_path / "run", elsewhere=elsewhere, announce=announce)
         return said
 
     return call
@@ -201,23 +221,6 @@ def lines_in(folder: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-@contextmanager
-def meanwhile(happens: Callable[[], object], act: Callable[[], object]) -> Iterator[None]:
-    """Do something in another thread as soon as a condition is true, while the block runs."""
-    done = []
-
-    def watch() -> None:
-        assert waited_for(happens)
-        act()
-        done.append(True)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    yield
-    thread.join()
-    assert done, "it never happened"
-
-
 def test_a_run_on_a_cluster_is_byte_for_byte_that_of_one_machine(
     on_cluster: Validate, tmp_path: Path, local: dict[str, bytes], capfd: pytest.CaptureFixture[str], head: Head
 ) -> None:
@@ -232,20 +235,24 @@ def test_a_run_on_a_cluster_is_byte_for_byte_that_of_one_machine(
 def test_killed_workers_are_replaced_and_each_image_is_counted_once(
     on_cluster: Validate, tmp_path: Path, local: dict[str, bytes], head: Head, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    said: list[str] = []
-    moments = random.Random(3)
+    """The first dies when a chunk is written and six are not begun yet, the second as soon as that is noticed."""
+    choices = random.Random(3)
 
-    def kill_two() -> None:
-        for begun in (1, 5):
-            assert waited_for(lambda begun=begun: lines_in(tmp_path / "run") >= begun * CHUNK)
-            time.sleep(moments.uniform(0, 0.1))
-            os.kill(moments.choice(head.workers()), signal.SIGKILL)
+    def kill_one() -> None:
+        assert waited_for(head.workers)
+        os.kill(choices.choice(head.workers()), signal.SIGKILL)
 
-    with meanwhile(lambda: True, kill_two):
-        on_cluster(said=said)
+    def once_more(text: str) -> None:
+        if "a worker was lost" in text:
+            losses.append(text)
+            if len(losses) == 1:
+                kill_one()
+
+    losses: list[str] = []
+    on_cluster(hear=once_more, after=lambda number: number or kill_one())
     assert contents(tmp_path / "run") == local
-    assert sum("a worker was lost" in line for line in said) == 2
-    assert capfd.readouterr().out == ""
+    assert len(losses) == 2
+    assert capfd.readouterr().out == "", "stdout is for the result"
 
 
 def test_images_that_no_worker_survives_end_the_run_which_the_same_command_goes_on_with(
@@ -280,17 +287,53 @@ def test_a_mistake_of_ours_on_a_worker_is_told_with_its_place(
         on_cluster()
 
 
-def test_ctrl_c_ends_the_workers_and_keeps_what_is_done(
-    on_cluster: Validate, tmp_path: Path, local: dict[str, bytes], head: Head
+@pytest.fixture
+def on_sigterm() -> Iterator[Any]:
+    """Treat SIGTERM as the program does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    yield signal.default_int_handler
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_end_the_workers_and_keep_what_is_done(
+    number: signal.Signals,
+    on_cluster: Validate,
+    tmp_path: Path,
+    local: dict[str, bytes],
+    head: Head,
+    on_sigterm: Any,
 ) -> None:
-    with (
-        meanwhile(lambda: lines_in(tmp_path / "run") >= 2 * CHUNK, lambda: os.kill(os.getpid(), signal.SIGINT)),
-        pytest.raises(Interrupted, match=rf"of {TOTAL} images are done\. The same command goes on"),
-    ):
-        on_cluster()
+    sender = threading.Thread(target=lambda: os.kill(os.getpid(), number))
+
+    def send(chunk: int) -> None:
+        if chunk == 1:
+            sender.start()
+        if chunk == CHUNKS - 2:
+            sender.join()  # if this machine was so slow: never after the run
+
+    with pytest.raises(Interrupted, match=rf"of {TOTAL} images are done\. The same command goes on"):
+        on_cluster(after=send)
+    assert lines_in(tmp_path / "run") >= 2 * CHUNK
+    assert signal.getsignal(signal.SIGTERM) is on_sigterm
     assert waited_for(lambda: not head.workers()), "workers outlive the run"
     on_cluster()
     assert contents(tmp_path / "run") == local
+
+
+def test_a_handler_of_sigterm_that_is_not_pythons_is_no_obstacle(
+    on_cluster: Validate, tmp_path: Path, local: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, on_sigterm: Any
+) -> None:
+    monkeypatch.setattr("evaluator.validation.cluster.signal.getsignal", lambda _: None)
+    on_cluster()
+    assert contents(tmp_path / "run") == local
+
+
+def test_what_our_caller_prints_meanwhile_reaches_stdout(
+    on_cluster: Validate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = on_cluster(hear=print)
+    assert capsys.readouterr().out.splitlines() == said
 
 
 def test_an_image_that_is_gone_stops_the_run_with_its_name_and_the_machine(
@@ -341,13 +384,37 @@ def test_a_worker_gives_of_a_chunk_what_the_driver_would_and_is_told_only_its_sa
     job: Job, session: Session, dataset: Dataset
 ) -> None:
     worker = Worker(pickle.loads(pickle.dumps(job)))
-    assert worker.start() is None
+    assert worker.start() == f"process {os.getpid()} on {socket.gethostname()}"
     chunk = dataset.samples[64:100]
     (expected,) = evaluate_chunks(session, dataset, looks(session), [chunk], 1)
     found = worker.evaluate(chunk)
     assert not isinstance(found, PreluNetError)
     assert found[0] == expected[0]
     np.testing.assert_array_equal(found[1], expected[1])
+
+
+def test_two_threads_of_a_worker_run_the_session_one_after_the_other(
+    job: Job, session: Session, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each run waits for a second one to come in, in vain."""
+    meeting = threading.Barrier(2, timeout=0.3)
+    met = []
+    run = session.run
+
+    def crowded(images: np.ndarray, sizes: np.ndarray) -> Any:
+        with suppress(threading.BrokenBarrierError):
+            met.append(meeting.wait())
+        meeting.reset()
+        return run(images, sizes)
+
+    monkeypatch.setattr(session, "run", crowded)
+    monkeypatch.setattr("evaluator.validation.cluster.open_session", lambda *_, **__: session)
+    worker = Worker(job)
+    assert isinstance(worker.start(), str)
+    with ThreadPoolExecutor(2) as pool:
+        answers = [*pool.map(worker.evaluate, [dataset.samples[:1], dataset.samples[1:2]])]
+    assert not any(isinstance(answer, PreluNetError) for answer in answers)
+    assert met == []
 
 
 def test_a_worker_without_the_model_file_says_so(job: Job) -> None:
@@ -385,7 +452,7 @@ def test_scores_that_are_no_numbers_arrive_as_the_model_files_fault(
     onnx.save(graph, broken)
     facts = {**job.facts, "model": {"sha256": sha256_of(broken)}}
     worker = Worker(replace(job, model=broken, facts=facts))
-    assert worker.start() is None
+    assert isinstance(worker.start(), str)
     error = worker.evaluate(dataset.samples[:5])
     assert isinstance(error, ContractError)
     assert re.match(r"worker on .*\.png: .*no numbers", str(error))
@@ -394,41 +461,148 @@ def test_scores_that_are_no_numbers_arrive_as_the_model_files_fault(
 # The driver alone, with a Ray whose answers come in the order that a test wants.
 
 
-class Answers:
-    """Stands for Ray's module: the first chunk is answered when nothing else is left to wait for."""
+@dataclass
+class ScriptedRay:
+    """Stands for Ray's module: a test says which answers come next, and which of them tell that a worker is lost.
+
+    order: of answers, the smallest comes first; lost: whether an answer is none; silences: how often none comes before
+    each one.
+    """
+
+    order: Callable[["Owed"], Any] = lambda owed: owed.serial
+    lost: Callable[["Owed"], bool] = lambda _: False
+    silences: list[int] = field(default_factory=list)
+    hired: list["ScriptedWorker"] = field(default_factory=list)
+    begun: list[int] = field(default_factory=list)  # chunks, each time that one is handed out
+    serials: Iterator[int] = field(default_factory=count)
 
     class exceptions:  # noqa: N801 - as Ray names it
         RayError = KeyError
         RayTaskError = ZeroDivisionError
 
-    def wait(self, owed: list[Any], *, num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
-        last = max(owed, key=lambda ref: (ref[0] == "start", ref[1]))
-        return [last], []
+    def hire(self) -> "ScriptedWorker":
+        self.hired.append(ScriptedWorker(self, len(self.hired)))
+        return self.hired[-1]
 
-    def get(self, ref: Any) -> Any:
-        kind, number = ref
-        return None if kind == "start" else ([number], np.zeros((1, 2), np.float32))
+    def wait(self, owed: list["Owed"], *, num_returns: int, timeout: float) -> tuple[list["Owed"], list["Owed"]]:
+        assert (num_returns, timeout) == (1, PATIENCE)
+        if self.silences:
+            self.silences[0] -= 1
+            if self.silences[0] >= 0:
+                return [], owed
+            self.silences.pop(0)
+        return [min(owed, key=self.order)], []
+
+    def get(self, answer: "Owed") -> Any:
+        if self.lost(answer):
+            answer.worker.alive = False
+            raise KeyError("on purpose")
+        return f"place {answer.worker.number}" if answer.chunk is None else ([answer.chunk], np.zeros((1, 2)))
+
+    def kill(self, worker: "ScriptedWorker") -> None:
+        worker.alive = False
+
+    def crew(self, workers: int, chunks: int, said: list[str]) -> list[int]:
+        """Return the chunks in the order in which they are yielded."""
+        listed = [[Sample(f"{number}-first", 0, 1), Sample(f"{number}-last", 0, 1)] for number in range(chunks)]
+        crew: Any = Crew(self, self.hire, workers, listed, said.append)  # type: ignore[arg-type]
+        return [number for (number,), _ in crew.results()]
+
+
+class ScriptedWorker:
+    """Stands for an actor's handle."""
+
+    def __init__(self, ray: ScriptedRay, number: int):
+        self.ray, self.number, self.alive = ray, number, True
+        self.start = SimpleNamespace(remote=lambda: self._owe(None))
+        self.evaluate = SimpleNamespace(remote=self._begin)
+
+    def _begin(self, samples: Sequence[Sample]) -> "Owed":
+        chunk = int(samples[0].file.partition("-")[0])
+        self.ray.begun.append(chunk)
+        return self._owe(chunk)
+
+    def _owe(self, chunk: int | None) -> "Owed":
+        assert self.alive, "a lost worker is given something to do"
+        return Owed(next(self.ray.serials), self, chunk)
+
+
+@dataclass(frozen=True)
+class Owed:
+    """An answer of the so-manieth call; chunk: None of a start."""
+
+    serial: int
+    worker: ScriptedWorker
+    chunk: int | None
 
 
 def test_chunks_come_in_their_order_and_no_worker_runs_far_ahead_of_a_slow_one() -> None:
-    begun: list[int] = []
-    starts = count()
-
-    def begin(chunk: list[int]) -> tuple[str, int]:
-        begun.append(chunk[0])
-        return "chunk", chunk[0]
-
-    def hire() -> Any:
-        start = SimpleNamespace(remote=lambda: ("start", next(starts)))
-        return SimpleNamespace(start=start, evaluate=SimpleNamespace(remote=begin))
-
-    chunks: Any = [[number] for number in range(40)]
-    numbers = []
-    for lines, _ in Crew(Answers(), hire, 3, chunks, lambda _: None).results():  # type: ignore[arg-type]
-        numbers.append(lines[0])
-        assert max(begun) < numbers[-1] + AHEAD * 3
+    # The first chunk is answered when nothing else is left to wait for.
+    ray = ScriptedRay(order=lambda owed: (owed.chunk is not None, -(owed.chunk or 0)))
+    listed: Any = [[Sample(f"{number}-first", 0, 1)] for number in range(40)]
+    numbers: list[int] = []
+    for lines, _ in Crew(ray, ray.hire, 3, listed, lambda _: None).results():  # type: ignore[arg-type]
+        numbers.append(lines[0])  # type: ignore[arg-type]
+        assert max(ray.begun) < numbers[-1] + AHEAD * 3
     assert numbers == list(range(40))
-    assert sorted(begun) == list(range(40))
+    assert sorted(ray.begun) == list(range(40))
+
+
+@pytest.mark.parametrize("losses", [ATTEMPTS - 1, ATTEMPTS])
+def test_a_chunk_is_given_up_with_the_third_worker_that_it_takes(losses: int) -> None:
+    ray = ScriptedRay(lost=lambda owed: owed.chunk == 0 and ray.begun.count(0) <= losses)
+    said: list[str] = []
+    if losses < ATTEMPTS:
+        assert ray.crew(1, 1, said) == [0]
+    else:
+        with pytest.raises(WorkersLost, match="3 workers were lost with the images 0-first to 0-last in hand"):
+            ray.crew(1, 1, said)
+    assert ray.begun == [0] * ATTEMPTS
+    assert len(said) == ATTEMPTS - 1
+
+
+@pytest.mark.parametrize("losses", [2 * ATTEMPTS - 1, 2 * ATTEMPTS])
+def test_starts_are_given_up_with_the_third_loss_for_each_worker(losses: int) -> None:
+    ray = ScriptedRay(lost=lambda owed: owed.worker.number < losses)
+    if losses < 2 * ATTEMPTS:
+        assert ray.crew(2, 9, []) == list(range(9))
+    else:
+        with pytest.raises(WorkersLost, match="6 workers in a row were lost at their start"):
+            ray.crew(2, 9, [])
+        assert len(ray.hired) == 2 + losses - 1
+
+
+def test_starts_that_fail_now_and_then_do_not_add_up_to_an_end() -> None:
+    """Of every three workers one starts, does a chunk and is lost with the next: a long run on a shaky cluster."""
+
+    def lost(owed: Owed) -> bool:
+        return owed.worker.number % 3 < 2 if owed.chunk is None else ray.begun.count(owed.chunk) < 2
+
+    ray = ScriptedRay(lost=lost)
+    assert ray.crew(1, 20, []) == list(range(20))
+    assert len(ray.hired) > 20
+
+
+def test_a_worker_that_is_lost_while_it_could_take_more_is_given_nothing() -> None:
+    """The first chunk is lost when it is all that is left to wait for: beyond AHEAD nothing was begun."""
+    ray = ScriptedRay(
+        order=lambda owed: (owed.chunk == 0, owed.serial),
+        lost=lambda owed: owed.chunk == 0 and ray.begun.count(0) == 1,
+    )
+    assert ray.crew(1, 2 * AHEAD, []) == list(range(2 * AHEAD))
+    assert ray.begun[: AHEAD + 1] == [*range(AHEAD), 0], "the lost worker has no room left, and the test shows nothing"
+    assert [worker.alive for worker in ray.hired] == [False, True]
+
+
+def test_after_a_silence_it_is_said_which_images_and_which_worker_are_waited_for() -> None:
+    ray = ScriptedRay(silences=[1, 5, 0, 1])  # before the starts of both workers, the first chunk, the second
+    said: list[str] = []
+    assert ray.crew(2, 9, said) == list(range(9))
+    assert said[0] == "Ray: the cluster has no room for a worker yet; waiting"
+    expected = [(30, 0), (60, 0), (120, 0), (30, 1)]  # after 1, 2, 4 times PATIENCE, and anew after an answer
+    for text, (seconds, chunk) in zip(said[1:], expected, strict=True):
+        images = f"the images {chunk}-first to {chunk}-last from place 0."
+        assert text.startswith(f"Ray: no answer for {seconds} s; waiting for {images}")
 
 
 # What is asked of the cluster.

@@ -10,7 +10,8 @@ import vl_convert
 from PIL import Image
 
 from evaluator import cli
-from evaluator.datasets import open_dataset
+from evaluator.datasets import DatasetPlace, open_dataset, open_place
+from evaluator.datasets.sample import Dataset
 from evaluator.errors import DatasetError
 from evaluator.reporting.charts import FEW_CLASSES
 from evaluator.reporting.compare import compare_runs
@@ -28,6 +29,7 @@ from evaluator.reporting.compare_page import (
 from evaluator.reporting.compare_write import write_comparison
 from evaluator.reporting.gallery import SHOWN_OF_A_CLASS
 from evaluator.reporting.html import VEGA_LITE
+from evaluator.reporting.text import signed
 from evaluator.validation.run import read_run
 from pages import Elements
 from run_folders import CLASSES, MULTI_SCALE, evaluated, refused, write_run
@@ -37,16 +39,16 @@ HOSTILE = [
     "</script><script>alert(1)</script>",
     '"><img src=https:example.org/x onerror=alert(1)>',
     "{{ 7 * 7 }}{% raw %}",
-    "<!-- & ' ` \u2028 עברית 鯛",
+    "<!-- & ' ` עברית 鯛",
 ]
 
 
-def right(file: str, label: int) -> dict[str, Any]:
-    return evaluated(file, label, [label, (label + 1) % 3], 1)
+def right(file: str, label: int, classes: int = 7) -> dict[str, Any]:
+    return evaluated(file, label, [label, (label + 1) % 3], 1, classes=classes)
 
 
-def wrong(file: str, label: int, answer: int, first: float = 0.6) -> dict[str, Any]:
-    return evaluated(file, label, [answer, label], 2, first=first)
+def wrong(file: str, label: int, answer: int, first: float = 0.6, classes: int = 7) -> dict[str, Any]:
+    return evaluated(file, label, [answer, label], 2, first=first, classes=classes)
 
 
 def page_of(folder: Path, a: Sequence[dict[str, Any]], b: Sequence[dict[str, Any]], **rest: Any) -> Elements:
@@ -106,7 +108,7 @@ def test_page_asks_the_network_for_nothing(tmp_path: Path) -> None:
     css = (folder / "compare.css").read_text()
     assert "url(" not in css
     assert "@import" not in css
-    for script in ("compare.js", "compare_table.js"):
+    for script in ("elements.js", "charts.js", "table.js", "compare.js"):
         text = (folder / script).read_text().lower()
         assert "</script" not in text
         assert "<!--" not in text
@@ -114,9 +116,9 @@ def test_page_asks_the_network_for_nothing(tmp_path: Path) -> None:
 
 def test_hostile_class_and_file_names_stay_text(tmp_path: Path) -> None:
     classes = [{"wnid": f"{index}{name}", "name": name} for index, name in enumerate(HOSTILE)]
-    files = [f"{name}/{index}.png" for index, name in enumerate(HOSTILE)]
-    a = [*(right(file, index) for index, file in enumerate(files)), refused(HOSTILE[0], 0, HOSTILE[1])]
-    b = [*(wrong(file, index, (index + 1) % 4) for index, file in enumerate(files)), right(HOSTILE[0], 0)]
+    files = [f"{name}\u2028/{index}.png" for index, name in enumerate(HOSTILE)]
+    a = [*(right(file, index, 4) for index, file in enumerate(files)), refused(HOSTILE[0], 0, HOSTILE[1])]
+    b = [*(wrong(file, index, (index + 1) % 4, classes=4) for index, file in enumerate(files)), right(HOSTILE[0], 0, 4)]
     plain = page_of(tmp_path / "plain", [right("a.png", 0)], [wrong("a.png", 0, 1)])
     page = page_of(tmp_path / "run", a, b, classes=classes)
     assert len(page.scripts) == len(plain.scripts) == 4
@@ -124,8 +126,76 @@ def test_hostile_class_and_file_names_stay_text(tmp_path: Path) -> None:
     assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
     for name in HOSTILE:
         assert page.text.count(name) >= 4  # moved most, flips (true class and answer), all classes
-    for script in page.scripts[1:3]:
-        assert {row["name"] for row in json.loads(script)["data"]["values"]} == set(HOSTILE)
+    charts, table = map(json.loads, page.scripts[1:3])
+    for chart in charts.values():
+        assert {row["name"] for row in chart["data"]["values"]} == set(HOSTILE)
+    assert {name for _, _, name, *_ in table} == set(HOSTILE)
+
+
+def test_what_rounds_to_nothing_has_no_sign_on_the_page_and_in_the_chart(tmp_path: Path) -> None:
+    a, b = [right("a.png", 0), right("b.png", 0)], [right("a.png", 0), right("b.png", 0)]
+    comparison = comparison_of(tmp_path, a, b)
+    for key in ("top1", "top5"):  # as of 25,000 images of which one flipped
+        of_class = comparison["classes"][0][key]
+        for found in (comparison[key], of_class):
+            found |= {"difference": -0.004, "interval": [-0.0049, 0.0049]}
+        comparison[key] |= {"macro_difference": -0.004, "macro_interval": [-0.0049, -0.001]}
+    chart = difference_chart(comparison, "top1")
+    assert chart is not None
+    assert chart["data"]["values"][0]["told"].startswith("0.0 points (0.0 to 0.0)")
+    flipped = gather_flips(comparison, *(read_run(tmp_path / name) for name in "ab"), None)
+    text = Elements(render_comparison(comparison, flipped).decode()).text
+    assert "0.00" in text
+    assert not re.search(r"[-−+]0\.0+(?!\d)", text)
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "told"),
+    [
+        (-0.004, 2, "0.00"),
+        (0.04, 1, "0.0"),
+        (-0.0, 2, "0.00"),
+        (-0.006, 2, "−0.01"),
+        (3.0, 0, "+3"),
+        (-0.05, 2, "−0.05"),
+    ],
+)
+def test_a_sign_stands_only_before_what_is_not_0_as_shown(value: float, digits: int, told: str) -> None:
+    assert signed(value, digits) == told
+    assert signed(value, digits, minus="-") == told.replace("−", "-")
+
+
+def test_the_dataset_of_the_flipped_images_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = ["n01/a.png", "n02/b.png"]
+    fingerprint = make_images(tmp_path / "data", files)
+    opened = []
+
+    def open_place_once(place: DatasetPlace, classes: Any) -> Dataset:
+        opened.append(place.path)
+        return open_place(place, classes)
+
+    monkeypatch.setattr("evaluator.reporting.gallery.open_place", open_place_once)
+    a = [right(files[0], 0), wrong(files[1], 1, 0)]
+    b = [wrong(files[0], 0, 1), right(files[1], 1)]
+    data = tmp_path / "data"
+    page = page_of(tmp_path / "1", a, b, fingerprint=fingerprint, data=str(data))
+    assert len(page.named("img")) == 2
+    assert opened == [data]
+
+
+def test_pictures_come_from_where_either_run_found_them(tmp_path: Path) -> None:
+    files = ["n01/a.png", "n02/b.png"]
+    fingerprint = make_images(tmp_path / "data", files)
+    places = {"a": tmp_path / "data", "b": tmp_path / "gone"}
+    lines = {"a": [right(files[0], 0), wrong(files[1], 1, 0)], "b": [wrong(files[0], 0, 1), right(files[1], 1)]}
+    runs = [
+        read_run(write_run(tmp_path / name, lines[name], fingerprint=fingerprint, data=str(places[name])))
+        for name in "ab"
+    ]
+    for one, other in (runs, runs[::-1]):
+        comparison = compare_runs(one, other)
+        page = render_comparison(comparison, gather_flips(comparison, one, other, None))
+        assert len(Elements(page.decode()).named("img")) == 2
 
 
 def test_page_says_who_is_better_by_how_much_and_how_surely(tmp_path: Path) -> None:
@@ -134,7 +204,7 @@ def test_page_says_who_is_better_by_how_much_and_how_surely(tmp_path: Path) -> N
     b = [right(file, 0) for file in files[:9]] + [wrong(file, 0, 1) for file in files[9:11]] + [refused(files[11], 0)]
     page = page_of(tmp_path, a, b)
     comparison = comparison_of(tmp_path / "again", a, b)
-    low, high = (f"{bound:+.2f}".replace("-", "−") for bound in comparison["top1"]["interval"])
+    low, high = (signed(bound) for bound in comparison["top1"]["interval"])
     for part in ("−81.82", "B is better", f"{low} to {high}", "p = 0.0039", "1 of 12 images was refused", "100.00"):
         assert part in page.text
     assert "B is worse" not in page.text
@@ -149,15 +219,17 @@ def test_exchanging_the_runs_colours_the_other_way(tmp_path: Path) -> None:
     for page, verdict, kind in ((worse, "B is worse", "worse"), (better, "B is better", "improved")):
         assert verdict in page.text
         assert [d["class"] for d in page.named("div") if (d.get("class") or "").startswith(f"figure {kind}")]
-        tags = [row["data-tags"] for row in page.named("tr") if row.get("data-tags")]
-        assert tags == [f"top1-{kind} top1-stands top5-unchanged "]
+        sign = 1 if kind == "worse" else -1
+        a, b = (0, 100) if kind == "worse" else (100, 0)
+        (tench,) = [row for row in json.loads(page.scripts[2]) if row[0] == 0]
+        assert tench[3:] == [9, [a, b, 100 * sign, True], [0, 0, 0, False]]
 
 
 def test_a_page_of_runs_without_common_images_says_so_and_draws_nothing(tmp_path: Path) -> None:
     page = page_of(tmp_path, [right("a.png", 0), refused("b.png", 1)], [refused("a.png", 0), right("b.png", 1)])
     assert "no image was evaluated in both" in page.text
     assert "nothing to compare" in page.text
-    assert page.scripts[1:3] == ["null", "null"]
+    assert page.scripts[1] == "{}"
 
 
 def test_the_table_starts_with_what_got_worse_and_ends_with_classes_without_images(tmp_path: Path) -> None:
@@ -166,8 +238,11 @@ def test_the_table_starts_with_what_got_worse_and_ends_with_classes_without_imag
     comparison = comparison_of(tmp_path, a, b)
     html = render_comparison(comparison, gather_flips(comparison, *(read_run(tmp_path / n) for n in "ab"), None))
     table = html.decode().split('<table class="all compared">')[1].split("</table>")[0]
-    assert [int(index) for index in re.findall(r'quiet wide">(\d+)</td>\s*<td><span', table)][:3] == [4, 1, 2]
-    assert table.count("<tr data-tags") == len(CLASSES)
+    shown = [int(index) for index in re.findall(r'<tr id="class-(\d+)">', table)]
+    assert shown[:3] == [4, 1, 2]
+    assert sorted(shown) == list(range(len(CLASSES)))
+    rows = json.loads(Elements(html.decode()).scripts[2])
+    assert [row[0] for row in rows] == shown
 
 
 def test_flipped_images_are_those_of_top_1_most_confident_mistake_first(tmp_path: Path) -> None:
@@ -289,6 +364,6 @@ def test_a_page_is_the_same_bytes_again_and_bounded_at_a_thousand_classes(tmp_pa
     assert write_comparison(tmp_path / "a", tmp_path / "b", out=tmp_path / "2").html.read_bytes() == first
     assert len(first) < 5_000_000  # 8 MB with the pictures: 2 x 24 of at most 20 kB, and the rest is the same
     page = Elements(first.decode())
-    assert len([row for row in page.named("tr") if "data-tags" in row]) == 1000
+    assert len([row for row in page.named("tr") if row.get("id", "")]) == 1000
     listed = first.decode().split('<table class="refusals">')[1].split("</table>")[0]
     assert listed.count("<tr>") == LEFT_OUT_SHOWN < 2000 // 7

@@ -14,7 +14,8 @@ from evaluator import cli
 from evaluator.datasets import open_dataset
 from evaluator.errors import RunFolderError
 from evaluator.reporting.gallery import make_gallery
-from evaluator.validation.run import find_dataset, read_run
+from evaluator.validation.run import read_run
+from evaluator.validation.run_log import find_dataset
 from run_folders import CLASSES, evaluated, refused, write_run
 
 LINES = [
@@ -61,6 +62,17 @@ BAD_RUNS: list[tuple[tuple[str, ...], Any, str]] = [
     (("protocol", "kind"), "zz", "kind should be one of dense, spp-18, center, ten-crop"),
     (("protocol", "averaging"), 3, "averaging"),
     (("protocol", "mirror"), 1, "mirror should be true or false, not 1"),
+    *(
+        (path, f"x{character}y", "without control characters")
+        for path in (("model", "file"), ("dataset", "layout"), ("dataset", "selection"), ("protocol", "name"))
+        for character in "\0\n\x1b\x7f\x9b\u2028"
+    ),
+    (("circumstances", "versions"), {"nu\nmpy": "2"}, "without control characters"),
+    (("classes",), [{"wnid": "n01", "name": "te\x1b]0;nch"}] * 7, "name should be text of up to 1000"),
+    (("classes",), [{"wnid": "n01", "name": "x" * 1001}] * 7, "name should be text of up to 1000"),
+    (("model", "architecture"), "\udcff", "half a character"),
+    (("model", "file"), "../m.onnx", "file should be a name without folders"),
+    (("dataset", "name"), "a/val", "name of the dataset should be a name without folders"),
     (("protocol", "crop"), "28", "crop"),
     (("protocol", "long_side_cap"), None, "long_side_cap"),
 ]
@@ -93,6 +105,13 @@ BAD_LINES: list[tuple[dict[str, Any], str]] = [
     ({"top": [[0]]}, "each answer"),
     *(({"view_ranks": value}, "view_ranks") for value in (None, [], [2], [2] * 5, {"rank": 2})),
     *(({"view_ranks": [2, 2, 2, value]}, "rank of a view") for value in ("x", 0, 8, True, None, 1.5)),
+    ({"top": [[2, 0.6], [0, 0.2], [1, 0.1], [3, 0.05]]}, "top should have 5 answers, not 4"),
+    ({"top": [[2, 0.6], [0, 0.2], [1, 0.1], [3, 0.05], [4, 0.06]]}, "top should have the best answer first"),
+    ({"top": [[0, 0.2], [2, 0.6], [1, 0.1], [3, 0.05], [4, 0.01]], "rank": 1}, "top should have the best answer first"),
+    ({"top": [[2, 0.6], [0, 0.2], [4, 0.1], [3, 0.1], [1, 0.01]]}, "of equal scores the lower class index"),
+    ({"top": [[2, 0.6], [0, 0.2], [1, 0.1], [2, 0.05], [4, 0.01]]}, "top should have no class twice"),
+    *(({"rank": rank}, f"rank {rank} of class 0 is not its place in top") for rank in (1, 3, 5, 6, 7)),
+    ({"top": [[2, 0.6], [1, 0.2], [3, 0.1], [4, 0.05], [5, 0.01]]}, "rank 2 of class 0 is not its place in top"),
     ({"label": None}, "without a label there is no rank"),
     ({"refused": "and yet it has a rank"}, "unknown key"),
     ({"certainty": 1}, "unknown key 'certainty'"),
@@ -111,6 +130,44 @@ def test_nonsense_in_a_line_is_refused_with_its_number(tmp_path: Path, change: d
         RunFolderError, match=rf"predictions\.jsonl: line 2 is damaged \((.*({fault}).*)\).*command that made the run"
     ):
         read_run(tmp_path)
+
+
+def test_scores_that_tie_in_the_order_of_the_classes_are_believed(tmp_path: Path) -> None:
+    line = evaluated("n01/a.png", 6, [], 7)
+    line["top"] = [[index, 1 / 7] for index in range(5)]
+    assert read_run(write_run(tmp_path, [line])).predictions[0].rank == 7
+
+
+@pytest.mark.parametrize(("rank", "fine"), [(2, True), (1, False), (3, False)])
+def test_the_only_view_has_the_rank_of_the_image(tmp_path: Path, rank: int, fine: bool) -> None:
+    write_run(tmp_path, [evaluated("n01/b.png", 0, [2, 0, 1], 2, view_ranks=[rank])])
+    run = json.loads((tmp_path / "run.json").read_text())
+    run["protocol"] |= {"name": "dense-256", "scales": [256], "mirror": False}
+    run["views"] = run["views"][:1]
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    if fine:
+        assert read_run(tmp_path).predictions[0].view_ranks == (2,)
+        return
+    with pytest.raises(RunFolderError, match=rf"line 1 .*of the only view should be \[2\], not \[{rank}\]"):
+        read_run(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["loop", "folder", "pipe"])
+@pytest.mark.parametrize("name", ["predictions.jsonl", "run.json"])
+def test_what_is_no_file_is_not_taken_for_a_run_without_lines(tmp_path: Path, kind: str, name: str) -> None:
+    write_run(tmp_path, LINES)
+    path = tmp_path / name
+    path.unlink()
+    if kind == "loop":
+        path.symlink_to(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        os.mkfifo(path)
+    with pytest.raises(RunFolderError) as caught:
+        read_run(tmp_path)
+    assert "images are done" not in str(caught.value)
+    assert name in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [5, None, ["a"], True])
@@ -163,7 +220,15 @@ def test_the_program_exits_2_with_one_message_for_any_damaged_file(
 
 
 @pytest.mark.parametrize(
-    "line", [DEEP, '{"event": "start", "dataset": "a\\u0000b"}', '{"event": [], "dataset": 5}', "5"]
+    "line",
+    [
+        DEEP,
+        '{"event": "start", "dataset": "a\\ud800b"}',
+        '{"event": "start", "dataset": "/a", "labels": "\\ud800"}',
+        '{"event": "start", "dataset": "a\\u0000b"}',
+        '{"event": [], "dataset": 5}',
+        "5",
+    ],
 )
 def test_a_damaged_log_says_nothing_of_the_dataset_and_stops_no_report(tmp_path: Path, line: str) -> None:
     write_run(tmp_path, LINES)

@@ -21,7 +21,8 @@ from evaluator.reporting.embedded import embedded, fair_share, fold
 from evaluator.reporting.gallery import BUDGET, TILE, Gallery, make_gallery, mistakes_in_turns
 from evaluator.reporting.page import render_page
 from evaluator.reporting.report import build_report
-from evaluator.validation.run import Prediction, Run, read_run
+from evaluator.validation.predictions import Prediction
+from evaluator.validation.run import Run, read_run
 from run_folders import CLASSES, evaluated, refused, write_run
 
 COUNT = 7  # classes of run_folders
@@ -92,8 +93,9 @@ def test_every_image_stands_with_its_class_whole_and_mistakes_come_first(tmp_pat
 
 
 def test_a_score_a_little_above_one_is_shown_as_one(tmp_path: Path) -> None:
-    line = {**evaluated("n01/a.png", 0, [0], 1), "top": [[0, 1.0008]]}  # half precision
-    assert images_of(data_of(run_of(tmp_path, [line])), 0)[0]["top"] == [(0, 1000)]
+    line = evaluated("n01/a.png", 0, [0], 1)
+    line["top"][0] = [0, 1.0008]  # half precision
+    assert images_of(data_of(run_of(tmp_path, [line])), 0)[0]["top"][0] == (0, 1000)
 
 
 def test_all_confusions_are_counted_those_of_hidden_images_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,8 @@ from evaluator.datasets.sample import UNLABELLED
 from evaluator.errors import RunFolderError, UsageError
 from evaluator.reporting.statistics import wilson_interval
 from evaluator.validation.ensemble import Tally, ensemble
-from evaluator.validation.run import find_dataset, read_run
+from evaluator.validation.run import read_run
+from evaluator.validation.run_log import find_dataset
 from evaluator.validation.stored import BLOCK, read_scores
 from evaluator.validation.writer import RunWriter
 from scored_runs import CLASSES, best_first, changed_info, random_scores, write_scored_run
@@ -150,7 +151,7 @@ def test_names_may_differ_where_they_mean_the_same(small: list[Path], tmp_path: 
 
 DIFFERENT: list[tuple[tuple[str, ...], Any, str]] = [
     (("protocol", "averaging"), "logit", r"another protocol than .*m0:\n  averaging: softmax in .*m0, logit in .*m1\n"),
-    (("protocol", "long_side_cap"), 5, r"long_side_cap: 4 in .*prelunet validate --model m1\.onnx --data val --prot"),
+    (("protocol", "long_side_cap"), 5, r"long_side_cap: 4 in .*Validate m1\.onnx again.*--protocol dense-"),
     (("dataset", "fingerprint"), "e" * 64, r"other images than .*\n  fingerprint: abab"),
     (("classes",), CLASSES[::-1], r"another class list than .*\n  classes\.0\.wnid: n00 in .*m0, n06 in .*m1"),
     (("classes",), [*CLASSES, {"wnid": "n99", "name": "x"}], r"classes\.length: 7 in .*m0, 8 in"),
@@ -322,6 +323,27 @@ def test_an_ensemble_of_ensembles_is_one_too(small: list[Path], tmp_path: Path) 
     assert found.run.info.model["architecture"] == "A+B+C"
     # 1e-7: the inner ensemble is rounded to float32 once more
     np.testing.assert_allclose(read_scores(found.run), plain_average([1, 1, 1], 20), atol=1e-7)
+
+
+def test_a_model_inside_an_ensemble_does_not_count_twice(small: list[Path], tmp_path: Path) -> None:
+    ensemble(small[:2], tmp_path / "ab")
+    ensemble(small[1:], tmp_path / "bc")
+    for pair, file in (("ab", "m1"), "m1"), (("m0", "ab"), "m0"), (("ab", "bc"), "m1"):
+        with pytest.raises(RunFolderError, match=rf"{pair[1]}: the same model as .*{pair[0]} \({file}\.onnx\).*twice"):
+            ensemble([tmp_path / name for name in pair], tmp_path / "e")
+    ensemble([tmp_path / "ab", small[2]], tmp_path / "abc")
+    other = write_scored_run(tmp_path / "d", random_scores(9, 20), LABELS[:20], model={"sha256": "d4" * 32})
+    for pair in ([tmp_path / "abc", other], [other, tmp_path / "abc"]):
+        with pytest.raises(RunFolderError, match=r"abc: an ensemble of ensembles, which .*runs of the single models"):
+            ensemble(pair, tmp_path / "e")
+
+
+def test_an_ensemble_of_long_names_can_be_read_again(small: list[Path], tmp_path: Path) -> None:
+    for path in small:
+        changed_info(path, "model", "architecture", value="x" * 1000)
+        changed_info(path, "circumstances", "provider", value=path.name * 400)
+    info = ensemble(small, tmp_path / "e").run.info
+    assert len(info.model["architecture"]) == len(info.circumstances["provider"]) == 1000
 
 
 def test_the_ensemble_knows_where_its_images_lie(tmp_path: Path) -> None:

@@ -43,6 +43,15 @@ def test_what_is_not_ours_is_internal() -> None:
     assert INTERNAL.exit_code == 1
 
 
+@pytest.mark.parametrize("code", [errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG])
+def test_a_path_that_is_not_what_it_should_be_is_told_with_a_mend(code: int) -> None:
+    told = from_os_error(OSError(code, "Odd", "runs/a"))
+    assert isinstance(told, UsageError)
+    assert str(told).startswith("runs/a: ")
+    assert "; " in str(told)
+    assert "give" in str(told)
+
+
 def test_a_full_disk_is_the_machines_fault_and_a_missing_file_the_users() -> None:
     full = from_os_error(OSError(errno.ENOSPC, "No space left on device", "runs/a"))
     assert isinstance(full, EnvironmentFault)

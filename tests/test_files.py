@@ -11,7 +11,7 @@ import pytest
 
 import evaluator.files
 from evaluator.errors import EnvironmentFault, RunFolderError, UsageError
-from evaluator.files import locked_folder, open_atomically, remove_leftovers, write_atomically
+from evaluator.files import locked_folder, make_folder, open_atomically, remove_leftovers, write_atomically
 
 
 def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -67,6 +67,17 @@ def test_a_full_disk_is_told_with_the_name_of_the_file_and_leaves_the_old_one(
 def test_an_error_that_names_another_file_keeps_its_name(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="source"), open_atomically(tmp_path / "copy"):
         (tmp_path / "source").read_bytes()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_file_in_the_place_of_a_folder_is_told_with_the_option(tmp_path: Path, inside: bool) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "inner" if inside else tmp_path / "file"
+    with pytest.raises(UsageError, match=rf"{folder}: there is a file in the place of a folder.*another .* --out"):
+        make_folder(folder, "--out")
+    make_folder(tmp_path / "new" / "inner", "--out")
+    make_folder(tmp_path / "new" / "inner", "--out")
+    assert (tmp_path / "new" / "inner").is_dir()
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from evaluator.cli import run
 from evaluator.contract import ClassEntry
+from evaluator.datasets.class_list import read_class_list
 from evaluator.errors import UsageError
 from training.architectures import ACTIVATIONS, Activation, architecture, parameter_shapes
 from training.checkpoints import read_checkpoint
@@ -85,30 +86,17 @@ def test_a_number_of_classes_gives_wnids_that_sort_in_order() -> None:
     assert wnids == sorted(wnids)
 
 
-def test_a_class_list_keeps_the_order_of_its_lines(tmp_path: Path) -> None:
-    path = tmp_path / "classes.txt"
-    path.write_bytes("\ufeffn02\tgreat grey owl\r\nn01 tench\r\nn03\r\n\r\n".encode())
-    assert parse_classes(str(path)) == (
-        ClassEntry("n02", "great grey owl"),
-        ClassEntry("n01", "tench"),
-        ClassEntry("n03", "n03"),
-    )
-
-
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "line 1 is empty"),
-        (b"\n\n", "line 1 is empty"),
-        (b"n01 tench\n\nn02 goldfish\n", "line 2 is empty"),
-        (b"n01 tench\nn02 goldfish\nn01 shark\n", "line 3 repeats the wnid n01 of line 1"),
-        (b"n01 t\xe9nch\n", "not UTF-8"),
-    ],
+    "names", [["great white shark", "tench"], ["n00000002\tgreat white shark", "n00000001\ttench"]]
 )
-def test_a_class_list_that_cannot_be_used_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_class_list_is_read_by_init_as_by_adopt(tmp_path: Path, names: list[str]) -> None:
     path = tmp_path / "classes.txt"
-    path.write_bytes(content)
-    with pytest.raises(UsageError, match=message):
+    path.write_text("\n".join(names))
+    entries = parse_classes(str(path))
+    assert entries == read_class_list(path)
+    assert [entry.name for entry in entries] == ["great white shark", "tench"]
+    path.write_text("n00000001 tench\nn00000002 goldfish\nn00000001 shark\n")
+    with pytest.raises(UsageError, match="class 2 repeats the wnid n00000001 of class 0"):
         parse_classes(str(path))
 
 

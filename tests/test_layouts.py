@@ -15,7 +15,7 @@ from evaluator.imaging.decode import decode_rgb
 from evaluator.protocols import make_protocol
 from evaluator.reporting.gallery import make_gallery
 from evaluator.reporting.report import build_report
-from evaluator.validation.run import find_dataset
+from evaluator.validation.run_log import find_dataset
 from fakes import FakeSession, fake_contract, validated
 from miniature import (
     BAD,

@@ -18,7 +18,8 @@ from evaluator.datasets.sample import Dataset
 from evaluator.errors import RunFolderError, UsageError
 from evaluator.protocols import make_protocol
 from evaluator.validation.merge import merge
-from evaluator.validation.run import describe_dataset, find_dataset, read_run, run_info
+from evaluator.validation.run import describe_dataset, read_run, run_info
+from evaluator.validation.run_log import find_dataset
 from evaluator.validation.validate import validate
 from evaluator.validation.writer import RunWriter
 from fakes import FakeSession, fake_contract
@@ -159,8 +160,49 @@ def test_a_shard_that_is_missing_is_named_with_the_command_that_makes_it(shards:
         merge([shards[2], shards[0]], tmp_path / "merged")
     told = str(caught.value)
     assert "missing: 2/3, 24 of 61 images" in told  # of 8 chunks the third to the fifth
-    assert "prelunet validate --model m.onnx --data val --protocol center --shard 2/3 --run DIR" in told
+    data = find_dataset(shards[0])
+    assert data is not None
+    assert f"prelunet validate --model m.onnx --data {data.path} --protocol center --shard 2/3 --run DIR" in told
     assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_the_command_for_a_missing_shard_has_the_options_that_were_logged(
+    shards: list[Path], tmp_path: Path, log: bool
+) -> None:
+    logged = {"event": "start", "dataset": "/my data/val", "labels": "/x.txt", "limit": 61, "classes": ["n1", "n2"]}
+    (shards[0] / "log.jsonl").write_text(json.dumps(logged) + "\n" if log else "")
+    with pytest.raises(RunFolderError) as caught:
+        merge(shards[:2], tmp_path / "merged")
+    data = "'/my data/val' --labels /x.txt --limit 61 --classes n1,n2" if log else "val"
+    assert f"--model m.onnx --data {data} --protocol center --shard 3/3 --run DIR" in str(caught.value)
+
+
+@pytest.mark.parametrize(("of", "missing"), [(999_999, "..."), (8, "2/8, 3/8, 4/8, 5/8, 6/8, 7/8, 8/8, 53 of 61")])
+def test_the_shards_that_are_missing_are_counted_however_many_there_are(
+    shards: list[Path], tmp_path: Path, of: int, missing: str
+) -> None:
+    # Of a million shards of 8 chunks the last of each eighth has a chunk.
+    changed_info(shards[0], "shard", value={"number": -(-of // 8), "of": of})
+    with pytest.raises(RunFolderError, match=rf"missing: .*{re.escape(missing.replace('...', ''))}") as caught:
+        merge(shards[:1], tmp_path / "merged")
+    named = re.findall(r"\d+/\d+", str(caught.value).partition(" of 61")[0])
+    assert named == [f"{-(-number * of // 8)}/{of}" for number in range(2, 9)]
+
+
+@pytest.mark.parametrize("of", [1_000_000, 10**12, 10**30])
+def test_more_shards_than_there_can_be_are_refused(shards: list[Path], tmp_path: Path, of: int) -> None:
+    changed_info(shards[0], "shard", value={"number": 1, "of": of})
+    with pytest.raises(RunFolderError, match=r"run\.json: damaged \(of should be a whole number from 1 to 999999"):
+        merge(shards, tmp_path / "merged")
+
+
+def test_a_dataset_of_a_size_that_no_machine_holds_takes_no_time_to_refuse(shards: list[Path], tmp_path: Path) -> None:
+    for shard in shards:
+        changed_info(shard, "dataset", "images", value=10**18)
+        changed_info(shard, "shard", "of", value=999_999)
+    with pytest.raises(RunFolderError, match=r"missing: 4/999999, .*13/999999, \.\.\., 999,99\d,\d+,.* of 1,000,000,"):
+        merge(shards, tmp_path / "merged")
 
 
 def test_a_shard_given_twice_is_named(shards: list[Path], tmp_path: Path) -> None:
@@ -175,7 +217,6 @@ OTHERS: list[tuple[tuple[str, ...], Any, str]] = [
     (("model", "sha256"), "0" * 64, r"model\.sha256: .* in .*shard-1, 000"),
     (("dataset", "fingerprint"), "e" * 64, r"dataset\.fingerprint: "),
     (("dataset", "images"), 62, r"dataset\.images: 61 in .*shard-1, 62 in .*shard-2"),
-    (("dataset", "selection"), "the first 61", r"dataset\.selection: None in"),
     (("circumstances", "provider"), "CUDAExecutionProvider", r"circumstances\.provider: "),
     (("chunk",), 64, r"chunk: 8 in .*shard-1, 64 in .*shard-2"),
     (("shard", "of"), 4, r"shard\.of: 3 in .*shard-1, 4 in .*shard-2"),
@@ -288,3 +329,12 @@ def test_the_verb_merges_and_its_run_can_be_reported(
     assert prelunet(["report", str(tmp_path / "merged")]) == 0
     assert prelunet(["merge", str(three[0]), "--run", str(tmp_path / "other")]) == 2
     assert "missing: 2/3, 3/3" in capsys.readouterr().err
+
+
+def test_a_shard_without_images_is_named(shards: list[Path], tmp_path: Path) -> None:
+    path = shards[0] / "run.json"
+    run = json.loads(path.read_text())
+    chunks = -(-run["dataset"]["images"] // run["chunk"])
+    path.write_text(json.dumps({**run, "shard": {"number": 1, "of": chunks + 1}}))
+    with pytest.raises(RunFolderError, match=rf"{shards[0]}: shard 1/{chunks + 1} of this run has no images"):
+        merge([shards[0]], tmp_path / "merged")

@@ -1,5 +1,7 @@
 """Progress tells the pace of late and the time that is left at that pace."""
 
+import io
+
 import pytest
 
 from evaluator import progress as progress_module
@@ -61,6 +63,24 @@ def test_many_small_steps_count_like_few_large_ones(clock: Clock, capsys: pytest
             clock.now += 0.005
             advance()
     assert told(capsys) == "training: 20000/20000 steps 200.0 steps/s, 0:00:00 left"
+
+
+class Terminal(io.StringIO):
+    """What stderr is where a person sits before it."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_path_is_shown_as_it_is_and_steers_nothing(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    stderr = Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr("sys.stderr", stderr)
+    with progress("check a[/nope]\x1b]0;b\x07[red]c", 3, "images") as advance:
+        advance(3, "[/]")
+    assert r"check a[/nope]\x1b]0;b\x07[red]c" in stderr.getvalue()
+    assert "[/]" in stderr.getvalue()
+    assert "\x1b]0;" not in stderr.getvalue()
 
 
 def test_lines_come_every_ten_seconds_and_at_the_end(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:

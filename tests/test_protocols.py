@@ -15,10 +15,12 @@ from evaluator.protocols import (
     View,
     default_protocol,
     make_protocol,
+    options_of,
     protocol_from_json,
     view_from_json,
 )
 from evaluator.verbs.options import protocol_asked
+from fakes import fake_contract
 
 
 def test_default_scales_are_the_papers_at_a_crop_of_224_and_in_proportion_elsewhere() -> None:
@@ -219,3 +221,33 @@ def test_the_options_of_a_verb_become_the_protocol() -> None:
 def test_a_wrong_protocol_cannot_exist(scales: tuple[int, ...]) -> None:
     with pytest.raises(UsageError, match=r"scales"):
         Protocol("own", "dense", scales, mirror=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("center", Changes()),
+        ("center", Changes(mirror=True, apply_exif=True)),
+        ("ten-crop", Changes(mirror=False)),
+        ("multi-scale", Changes(averaging="logit", weights="view")),
+        ("spp-18", Changes(weights="scale", scales=(31, 44))),
+        ("dense-33", Changes()),
+    ],
+)
+@pytest.mark.parametrize("by_scales", [False, True])
+def test_the_options_of_a_protocol_ask_for_that_protocol(name: str, changes: Changes, by_scales: bool) -> None:
+    contract = fake_contract()
+    protocol = make_protocol(name, contract, changes)
+    words = options_of(protocol, by_scales=by_scales)
+    asked = make_protocol(
+        words[words.index("--protocol") + 1],
+        contract,
+        Changes(
+            mirror=True if "--flip" in words else False if "--no-flip" in words else None,
+            averaging=words[words.index("--averaging") + 1] if "--averaging" in words else None,
+            weights=words[words.index("--weights") + 1] if "--weights" in words else None,
+            apply_exif="--exif" in words,
+        ),
+    )
+    assert replace(asked, name="") == replace(protocol, name="")
+    assert by_scales or asked == protocol

@@ -2,6 +2,7 @@ import csv
 import io
 import json
 import random
+import re
 import statistics
 from collections import Counter
 from collections.abc import Callable
@@ -16,9 +17,10 @@ import pytest
 from evaluator import cli
 from evaluator.engine.scores import rank_of, top_k
 from evaluator.errors import RunFolderError, UsageError
-from evaluator.reporting.report import build_report, classes_csv, describe_protocol, headline, report_bytes
-from evaluator.reporting.statistics import macro_interval, wilson_interval
-from evaluator.validation.run import Prediction, Run, read_run
+from evaluator.reporting.report import build_report, classes_csv, describe_protocol, error_with_interval, headline
+from evaluator.reporting.statistics import TOPS, macro_interval, wilson_interval
+from evaluator.reporting.text import json_bytes
+from evaluator.validation.run import Run, read_run
 from evaluator.validation.suspicion import label_order_suspicion
 from run_folders import CLASSES, MULTI_SCALE, VIEWS, evaluated, refused, write_run
 
@@ -132,7 +134,7 @@ def test_report_equals_a_slow_count_line_by_line(tmp_path: Path, seed: int) -> N
     seen = [line for line in lines if "refused" not in line]
     for entry in (report, *report["classes"]):
         own = [line for line in seen if entry is report or line["label"] == entry["index"]]
-        for k in (1, 5):
+        for k in TOPS:
             wrong = len(list(filter(beyond(k), own)))
             assert entry[f"top{k}_wrong"] == wrong
             assert entry[f"top{k}_error"] == percent(beyond(k), own)
@@ -218,7 +220,8 @@ def test_calibration_compares_the_score_of_the_answer_with_how_often_it_is_right
 
 
 def test_a_score_that_half_precision_lifts_above_one_makes_no_confidence_above_a_hundred(tmp_path: Path) -> None:
-    line = {**evaluated("a.jpg", 1, [1, 0], 1), "top": [[1, 1.0005], [0, 0.0]]}
+    line = evaluated("a.jpg", 1, [1], 1)
+    line["top"] = [[1, 1.0005], *([index, 0.0] for index in (0, 2, 3, 4))]
     report = report_of(tmp_path, [line])
     assert report["classes"][1]["confidence"] == report["calibration"]["confidence"] == 100.0
 
@@ -233,10 +236,10 @@ def test_ranks_of_the_truth_are_counted_in_steps(tmp_path: Path) -> None:
     assert (ranks["median"], ranks["mean"]) == (2.0, 2.5)  # of 1, 1, 2, 2, 2, 7
     assert ranks["mean_reciprocal"] == round((1 + 1 + 3 / 2 + 1 / 7) / 6, 4)
     assert ranks["counts"] == [
-        {"from": 1, "to": 1, "images": 2},
-        {"from": 2, "to": 2, "images": 3},
-        {"from": 3, "to": 5, "images": 0},
-        {"from": 6, "to": 7, "images": 1},
+        {"first": 1, "last": 1, "images": 2},
+        {"first": 2, "last": 2, "images": 3},
+        {"first": 3, "last": 5, "images": 0},
+        {"first": 6, "last": 7, "images": 1},
     ]
 
 
@@ -358,28 +361,30 @@ def test_an_ensemble_names_its_members_and_has_no_views(tmp_path: Path) -> None:
 def test_a_run_without_labels_has_no_report_but_a_submission(tmp_path: Path) -> None:
     lines = [{**LINES[0], "label": None, "rank": None, "view_ranks": []}, {**LINES[3], "label": None}]
     run = read_run(write_run(tmp_path / "test", lines))
-    with pytest.raises(UsageError, match=r"test has no labels, so there are no errors.*prelunet submission"):
+    with pytest.raises(
+        UsageError, match=r"class of 2 of 2 images is not known, so there are no errors.*submission .*test$"
+    ):
         build_report(run)
 
 
 def test_an_image_without_a_label_among_others_is_refused(tmp_path: Path) -> None:
     lines = [LINES[0], {**LINES[1], "label": None, "rank": None, "view_ranks": []}]
     run = read_run(write_run(tmp_path, lines))
-    with pytest.raises(RunFolderError, match=r"prediction 2 \(n01/b.jpg\) has no label, but others have one"):
+    with pytest.raises(UsageError, match="class of 1 of 2 images is not known"):
         build_report(run)
 
 
 def test_a_shard_has_no_report_of_its_own(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path, LINES))
     shard = replace(run, info=replace(run.info, shard=(2, 4)))
-    with pytest.raises(RunFolderError, match=r"shard 2 of 4; join them: prelunet merge"):
+    with pytest.raises(RunFolderError, match=r"shard 2 of 4, not a whole run.*: prelunet merge"):
         build_report(shard)
 
 
 def test_the_same_run_gives_the_same_bytes(tmp_path: Path) -> None:
     lines = random_lines(3, 100)
     first, second = (build_report(read_run(write_run(tmp_path / name, lines))) for name in "ab")
-    assert report_bytes(first) == report_bytes(second)
+    assert json_bytes(first) == json_bytes(second)
     assert classes_csv(first) == classes_csv(second)
 
 
@@ -397,11 +402,43 @@ def test_csv_has_the_same_numbers_as_the_report(tmp_path: Path) -> None:
             assert (float(row[key]) if row[key] else None) == entry[key]
 
 
+def test_an_error_is_told_with_its_interval() -> None:
+    errors = {"top1_error": 12.3456, "top1_interval": [10.04, 14.96], "top5_error": 0.0, "top5_interval": [0.0, 3.7]}
+    assert error_with_interval(errors, 1) == "12.35 [10.0, 15.0]"
+    assert error_with_interval(errors, 5, 2, unit=" %") == "0.00 % [0.00, 3.70]"
+
+
 def test_a_file_name_that_is_no_text_still_gives_valid_files(tmp_path: Path) -> None:
     name = 'n01/\udcff"=cmd,\n.jpg'  # how Python carries a byte that is no UTF-8
-    report = report_of(tmp_path, [refused(name, 0)], classes=[{"wnid": "n\udcfe", "name": 'a,"b"\n'}])
-    assert json.loads(report_bytes(report))["refusals"][0]["file"] == name
+    report = report_of(tmp_path, [refused(name, 0)], classes=[{"wnid": "n1", "name": 'a,"b"'}])
+    assert json.loads(json_bytes(report))["refusals"][0]["file"] == name
     assert len(list(csv.reader(io.StringIO(classes_csv(report).decode())))) == 2
+
+
+def test_the_verb_writes_elsewhere_and_says_that_the_page_has_no_pictures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = write_run(tmp_path / "run", LINES), tmp_path / "a" / "b"
+    for options in ([], ["--json"]):
+        assert cli.run(["report", str(folder), "--out", str(out), *options]) == 0
+        told = capsys.readouterr()
+        assert re.search(r"note: .*report\.html has no pictures\. The run does not say where.*--data DIR\n", told.err)
+        assert "no pictures" not in told.out
+    assert sorted(path.name for path in out.iterdir()) == ["classes.csv", "report.html", "report.json"]
+    assert not (folder / "report").exists()
+    (tmp_path / "file").touch()
+    assert cli.run(["report", str(folder), "--out", str(tmp_path / "file")]) == 2
+    assert "choose another folder with --out" in capsys.readouterr().err
+    assert cli.run(["report", str(write_run(tmp_path / "right", LINES[:1]))]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_names_of_a_run_do_not_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "run\x1b]0;", [evaluated("a\x1b[31m.png", 0, [1], 2)])
+    assert cli.run(["report", str(folder)]) == 0
+    told = capsys.readouterr()
+    assert "\x1b" not in told.out + told.err
+    assert r"run\x1b]0;" in told.out
 
 
 def test_headline_carries_the_circumstances(tmp_path: Path) -> None:
@@ -417,31 +454,6 @@ def test_headline_carries_the_circumstances(tmp_path: Path) -> None:
         "CPU, fp32",
     ):
         assert part in line
-
-
-@pytest.mark.parametrize(
-    ("line", "fault"),
-    [
-        (Prediction("x.jpg", 7, ((0, 0.5),), 1), "class index 7"),
-        (Prediction("x.jpg", -2, ((0, 0.5),), 1), "class index -2"),
-        (Prediction("x.jpg", 0, ((9, 0.5),), 1), "class index 9"),
-        (Prediction("x.jpg", 0, ((0, 0.5),), 0), "rank 0"),
-        (Prediction("x.jpg", 0, ((0, 0.5),), 8), "rank 8"),
-        (Prediction("x.jpg", 0, (), 1), "rank 1, 0 answers"),
-    ],
-)
-def test_an_answer_that_the_model_cannot_give_is_refused(tmp_path: Path, line: Prediction, fault: str) -> None:
-    run = read_run(write_run(tmp_path, LINES))
-    with pytest.raises(RunFolderError, match=rf"prediction 2 \(x.jpg\) has {fault}.* 7 classes"):
-        build_report(replace(run, predictions=[run.predictions[0], line]))
-
-
-@pytest.mark.parametrize(("answers", "rank"), [((1, 0), 1), ((0, 1), 2), ((0, 1), 3)])
-def test_an_answer_that_contradicts_its_rank_is_refused(tmp_path: Path, answers: tuple[int, ...], rank: int) -> None:
-    run = read_run(write_run(tmp_path, LINES))
-    line = Prediction("x.jpg", 0, tuple((index, 0.5) for index in answers), rank)
-    with pytest.raises(RunFolderError, match=rf"x.jpg\) has rank {rank} for class 0, but its answers are"):
-        build_report(replace(run, predictions=[run.predictions[0], line]))
 
 
 def test_verb_writes_three_files_and_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

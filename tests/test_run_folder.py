@@ -1,5 +1,6 @@
 """The run folder: what is written survives, what is torn is cut off, and nobody else's file is touched."""
 
+import errno
 import json
 import os
 import resource
@@ -11,12 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from evaluator.datasets.sample import Sample
+from evaluator.datasets import open_dataset
+from evaluator.datasets.sample import Dataset, Sample
 from evaluator.differences import differences
 from evaluator.errors import EnvironmentFault, PreluNetError, RunFolderError
 from evaluator.protocols import make_protocol
-from evaluator.validation.run import Prediction, RunInfo, read_run, run_info
+from evaluator.validation.predictions import Prediction
+from evaluator.validation.run import RunInfo, describe_dataset, read_run, run_info
 from evaluator.validation.writer import open_run, scores_header
 from fakes import FakeSession
 
@@ -43,8 +47,9 @@ def prediction(index: int) -> Prediction:
     if index == 5:
         return Prediction(sample.file, sample.label, refused='the "reason"\nin two lines, naïve')
     top = tuple((int(c), float(SCORES[index, c])) for c in np.argsort(-SCORES[index])[:5])
+    rank = 1 + int(np.count_nonzero(SCORES[index] > SCORES[index, sample.label]))
     ranks = (3,) * len(INFO.protocol.views)
-    return Prediction(sample.file, sample.label, top, 2, ranks, capped=index == 6)
+    return Prediction(sample.file, sample.label, top, rank, ranks, capped=index == 6)
 
 
 def write(folder: Path, *, images: int = IMAGES, info: RunInfo = INFO, fresh: bool = False) -> int:
@@ -192,7 +197,7 @@ def test_fresh_starts_anew_and_deletes_only_the_files_of_a_run(folder: Path) -> 
     assert write(folder, info=other, fresh=True) == 0
     assert read_run(folder).info == other
     assert sorted(path.name for path in folder.rglob("*") if path.is_file()) == sorted(
-        [*RESULT, "log.jsonl", "notes.txt", "notes.txt"]
+        [*RESULT, "notes.txt", "notes.txt"]
     )
 
 
@@ -204,6 +209,51 @@ def test_a_folder_of_somebody_else_is_left_alone_even_with_fresh(tmp_path: Path,
         write(tmp_path, fresh=fresh)
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_text() == "not yours"
+
+
+@pytest.mark.parametrize("content", ['{"mine": 1}', "[]", '{"version": 2, "model": 1}', '"version model protocol"'])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_run_json_of_somebody_else_beside_predictions_of_his_own_is_left_alone(
+    tmp_path: Path, content: str, fresh: bool
+) -> None:
+    files = {"run.json": content, "predictions.jsonl": "mine\n", "log.jsonl": "mine too\n", "scores.f32.npy": "mine"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(RunFolderError, match=r"not empty .* and not a run"):
+        write(tmp_path, fresh=fresh)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == files
+
+
+def test_a_finished_run_on_a_read_only_disk_is_opened_and_nothing_is_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(folder)
+    before = {path: path.stat().st_mtime_ns for path in (folder, *folder.iterdir())}
+    really = Path.open
+
+    def read_only(path: Path, mode: str = "r", *rest: Any, **options: Any) -> Any:
+        if set(mode) & set("wax+"):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return really(path, mode, *rest, **options)
+
+    monkeypatch.setattr(Path, "open", read_only)
+    assert write(folder) == IMAGES
+    assert {path: path.stat().st_mtime_ns for path in (folder, *folder.iterdir())} == before
+
+
+def test_names_that_steer_a_terminal_are_written_out_so_that_the_run_can_be_read(folder: Path) -> None:
+    dataset = replace(open_images(folder.parent / "v\x1b]0;al\udcff"), layout="class folders")
+    described = describe_dataset(dataset)
+    assert described["name"] == r"v\x1b]0;al\udcff"
+    info = run_info(SESSION, "m\n.onnx", {**described, "images": IMAGES}, INFO.protocol)
+    write(folder, info=replace(info, chunk=CHUNK))
+    assert read_run(folder).info.model["file"] == r"m\x0a.onnx"
+
+
+def open_images(place: Path) -> Dataset:
+    (place / "n00000001").mkdir(parents=True)
+    Image.new("RGB", (3, 4)).save(place / "n00000001" / "a.png")
+    return open_dataset(place, split="val", class_names=[entry.wnid for entry in SESSION.contract.classes])
 
 
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
@@ -296,9 +346,8 @@ def test_a_damaged_line_is_named(folder: Path) -> None:
     [
         (lambda data: {**data, "version": 3}, "version 3.*Install a newer prelunet"),
         (lambda data: {**data, "version": 1}, "version 1.*anew with --fresh"),
-        (lambda data: {key: data[key] for key in data if key != "protocol"}, "damaged.*protocol"),
+        (lambda data: {key: data[key] for key in data if key != "dataset"}, "damaged.*dataset"),
         (lambda data: {**data, "protocol": {**data["protocol"], "unknown": 1}}, "damaged.*unknown"),
-        (lambda data: [data], "damaged"),
     ],
 )
 def test_a_run_json_that_cannot_be_read_is_refused(folder: Path, change: Any, reason: str) -> None:

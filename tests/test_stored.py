@@ -121,7 +121,7 @@ def test_a_damaged_score_is_named_with_its_row_and_image(
 @pytest.mark.parametrize(
     ("there", "instead", "fault"),
     [
-        ('"rank": 3', '"rank": 2', "gives the true class another rank"),
+        ('"rank": 6', '"rank": 7', "gives the true class another rank"),
         (', "refused": "truncated"}', ', "refused": ""}', None),
     ],
 )
@@ -136,16 +136,6 @@ def test_a_line_that_tells_another_rank_than_the_scores_is_seen(
         read_scores(read_run(folder))
         return
     with pytest.raises(RunFolderError, match=fault):
-        read_scores(read_run(folder))
-
-
-def test_a_line_with_too_few_answers_is_seen(folder: Path) -> None:
-    lines = (folder / "predictions.jsonl").read_text().splitlines()
-    last = lines[8].rindex("], [")  # of the view ranks no list is inside
-    first = lines[8].index("]], ")
-    lines[8] = lines[8][:last] + lines[8][first:]
-    (folder / "predictions.jsonl").write_text("".join(line + "\n" for line in lines))
-    with pytest.raises(RunFolderError, match=r"row 8 .* has a line without 5 best classes"):
         read_scores(read_run(folder))
 
 

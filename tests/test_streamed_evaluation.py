@@ -24,7 +24,8 @@ from evaluator.serving.classifier import Classifier
 from evaluator.serving.evaluation import IN_FLIGHT, LabelledImage, evaluate
 from evaluator.serving.messages import report_message
 from evaluator.serving.wire import report_from_message
-from evaluator.validation.run import Run, prediction_of, run_info
+from evaluator.validation.predictions import prediction_of
+from evaluator.validation.run import Run, run_info
 from fakes import FakeSession, fake_contract, validated
 from serving_harness import png, running_server
 

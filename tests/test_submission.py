@@ -1,5 +1,6 @@
 """The file for the ILSVRC server, line by line against a plain reading of the format, and its checker."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from evaluator.cli import run as prelunet
 from evaluator.errors import CheckFailed, RunFolderError, UsageError
+from evaluator.validation import submission
 from evaluator.validation.ensemble import ensemble
 from evaluator.validation.run import read_run
 from evaluator.validation.submission import check_submission, write_submission
@@ -105,25 +107,76 @@ def test_a_part_of_the_dataset_is_no_submission(tmp_path: Path, out: Path) -> No
         write_submission(read_run(folder), IDS, out)
     changed_info(folder, "dataset", "selection", value=None)
     changed_info(folder, "shard", value={"number": 1, "of": 1})
-    with pytest.raises(RunFolderError, match=r"a shard\..*prelunet merge"):
+    with pytest.raises(RunFolderError, match=r"run: shard 1 of 1, not a whole run.*prelunet merge"):
         write_submission(read_run(folder), IDS, out)
 
 
-def test_a_run_with_too_few_answers_in_a_line_is_refused_by_the_image(tmp_path: Path, out: Path) -> None:
-    folder = scored_run(tmp_path / "run")
-    lines = (folder / "predictions.jsonl").read_text().splitlines()
-    first, last = lines[6].rindex("], ["), lines[6].index("]], ")
-    lines[6] = lines[6][:first] + lines[6][last:]
-    (folder / "predictions.jsonl").write_text("".join(line + "\n" for line in lines))
-    with pytest.raises(RunFolderError, match=r"ILSVRC2012_test_\d+\.JPEG has 4 predictions, not 5"):
-        write_submission(read_run(folder), IDS, out)
-
-
-def test_ids_out_of_range_or_doubled_do_not_pass_the_check_of_what_was_written(tmp_path: Path, out: Path) -> None:
+@pytest.mark.parametrize(("strange", "fault"), [(1001, "id 1001, but"), (0, "id 0, but"), (3, "same id, 3")])
+def test_ids_out_of_range_or_doubled_are_refused_by_their_file_and_an_old_file_stays(
+    tmp_path: Path, out: Path, strange: int, fault: str
+) -> None:
     run = read_run(scored_run(tmp_path / "run"))
-    for strange in (1001, 0, 3):
-        with pytest.raises(CheckFailed):
-            write_submission(run, {**IDS, CLASSES[6]["wnid"]: strange}, out)
+    out.write_bytes(GOOD)
+    ids = {**IDS, CLASSES[6]["wnid"]: strange}
+    with pytest.raises(UsageError, match=rf"ids\.txt: gives .*n06440764 the {fault}"):
+        write_submission(run, ids, out, ids_from=tmp_path / "ids.txt")
+    assert out.read_bytes() == GOOD
+
+
+def test_a_file_that_does_not_pass_the_check_replaces_none(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out.write_bytes(GOOD)
+    run = read_run(scored_run(tmp_path / "run", refused=[4]))
+    monkeypatch.setattr(submission, "PLACEHOLDER", (1, 2, 3, 4))
+    with pytest.raises(CheckFailed, match="has 4 ids"):
+        write_submission(run, IDS, out, allow_refused=True)
+    assert out.read_bytes() == GOOD
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "submission.txt"]
+
+
+@pytest.mark.parametrize("name", ["predictions.jsonl", "run.json", "submission.txt", "report/submission.txt"])
+@pytest.mark.parametrize("link", [False, True])
+def test_nothing_is_written_into_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, link: bool
+) -> None:
+    folder, other = scored_run(tmp_path / "run"), scored_run(tmp_path / "other", seed=1)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for target in (folder, other):
+        (target / "report").mkdir()
+        place = tmp_path / f"to-{target.name}"
+        place.symlink_to(target)
+        path = (place if link else target) / name
+        kit = mapping(tmp_path / "kit")
+        assert prelunet(["submission", str(folder), "-o", str(path), "--devkit", str(kit)]) == 2
+        assert f"{path}: lies in" in capsys.readouterr().err
+    assert before.items() <= {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}.items()
+    assert not list(tmp_path.rglob("submission.txt"))
+
+
+def test_the_devkit_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, kit = scored_run(tmp_path / "run"), tmp_path / "kit"
+    table = mapping(kit / "data")
+    before = table.read_bytes()
+    for devkit in (kit, kit / "data", table):
+        assert prelunet(["submission", str(folder), "-o", str(table), "--devkit", str(devkit)]) == 2
+        assert f"{table}: a file of the development kit" in capsys.readouterr().err
+    assert table.read_bytes() == before
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_only_a_regular_file_is_checked(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / kind
+    path.mkdir() if kind == "folder" else os.mkfifo(path)
+    with pytest.raises(UsageError, match=r"cannot be read \(not a regular file\)"):
+        check_submission(path)
+
+
+def test_a_line_without_end_is_not_read_to_its_end(out: Path) -> None:
+    out.write_bytes(GOOD + b"1" * 200_000 + b"\n" + GOOD * 3)
+    with pytest.raises(CheckFailed, match=r"(?s)line 2: has no end.*not read: line 2 has more than 65,536") as caught:
+        check_submission(out, 5)
+    assert "lines for 5 images" not in str(caught.value)
 
 
 GOOD = b"1 2 3 4 5\n"
@@ -148,7 +201,7 @@ FAULTS: list[tuple[bytes, str]] = [
     (b"\n", "line 2: is blank"),
     (b"  \n", "line 2: is blank"),
     (b"\xff\xfe\n", r"line 2: has '.*xff.*', which is no"),
-    (b"1 " * 100_000 + b"\n", "line 2: has no end, or is too long"),
+    (b"1 " * 10_000 + b"\n", "line 2: has no end, or is too long"),
 ]
 
 
@@ -203,6 +256,7 @@ def test_a_file_that_is_not_there_cannot_be_checked(tmp_path: Path) -> None:
 
 def mapping(folder: Path) -> Path:
     """Write a text mapping, each line an id and its wnid."""
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "synsets.txt"
     path.write_text("".join(f"{number} {wnid}\n" for wnid, number in IDS.items()))
     return path

@@ -234,7 +234,8 @@ def test_a_split_with_more_than_a_tenth_of_unreadable_images_is_refused(
 def test_an_image_that_breaks_after_the_survey_is_an_error_that_names_it(tmp_path: Path) -> None:
     root = make_dataset(tmp_path)
     pictures = Pictures(open_splits(root).train, {})
-    (root / "train/big-cat/000.png").write_bytes(b"?")
+    broken = root / "train/big-cat/000.png"
+    broken.write_bytes(b"?" * broken.stat().st_size)
     with pytest.raises(DatasetError, match=r"big-cat/000\.png: could be read when the training began"):
         pictures.rgb(0)
 

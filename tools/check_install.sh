@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# A clean environment with the extra `cpu` alone has no torch and no onnx, and verifies, serves, classifies, validates
-# and reports. The model comes from .venv, which can export.
+# A clean environment with the extra `cpu` alone has no torch, no onnx and no ray. It verifies, serves, classifies,
+# validates whole and in shards, merges, compares, combines and reports, and says of the rest which extra brings it.
+# The models come from .venv, which can export.
 #   tools/check_install.sh [PYTHON]
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -13,7 +14,7 @@ trap '[ -z "$server" ] || kill "$server" 2>/dev/null; rm -rf "$work"' EXIT
 PIP_CONSTRAINT=$root/constraints.txt "$work/venv/bin/pip" install --quiet --disable-pip-version-check "$root[cpu]"
 
 .venv/bin/python - "$work" <<'PY'
-"""Export an untrained demo net with the embedded classes, and lay out three validation pictures of each class."""
+"""Lay out seven validation pictures of each embedded class (70: two chunks, so that there are two shards)."""
 import sys
 import zipfile
 from pathlib import Path
@@ -23,30 +24,57 @@ with zipfile.ZipFile("training/data/fashion_mnist.zip") as archive:
     names = sorted(name for name in archive.namelist() if name.startswith("val/"))
     classes = sorted({name.split("/")[1] for name in names})
     for name in classes:
-        for picture in [n for n in names if n.startswith(f"val/{name}/") and n.endswith(".png")][:3]:
+        for picture in [n for n in names if n.startswith(f"val/{name}/") and n.endswith(".png")][:7]:
             archive.extract(picture, work / "data")
 (work / "classes.txt").write_text("\n".join(classes) + "\n")
 PY
-.venv/bin/prelunet init --arch demo --classes "$work/classes.txt" -o "$work/net.safetensors"
-.venv/bin/prelunet export "$work/net.safetensors" -o "$work/net.onnx"
+for seed in 0 1; do # untrained, and so two different nets
+  .venv/bin/prelunet init --arch demo --classes "$work/classes.txt" --seed $seed -o "$work/net$seed.safetensors"
+  .venv/bin/prelunet export "$work/net$seed.safetensors" -o "$work/net$seed.onnx"
+done
 
 cd "$work" # so that nothing is imported from the checkout
 export PATH=$work/venv/bin:$PATH
+
+# Runs a command that must exit 5 and name the extra that it lacks.
+lacks_extra() {
+  local extra=$1 code=0
+  shift
+  "$@" 2>lacks.log || code=$?
+  if [ $code != 5 ] || ! grep -qF "pip install '.[$extra]'" lacks.log; then
+    echo "$*: exit $code, but 5 and the extra $extra were expected:" >&2
+    cat lacks.log >&2
+    return 1
+  fi
+}
+
 python -c "
 import importlib.util
-found = [name for name in ('torch', 'onnx', 'safetensors') if importlib.util.find_spec(name)]
+found = [name for name in ('torch', 'onnx', 'safetensors', 'ray') if importlib.util.find_spec(name)]
 assert not found, f'the extra cpu brought {found}'"
-prelunet verify net.onnx --device cpu
-prelunet inspect net.onnx --json >inspect.json
-prelunet validate --model net.onnx --data data --protocol multi-scale --run run
+prelunet verify net0.onnx --device cpu
+prelunet inspect net0.onnx --json >inspect.json
+prelunet protocols --model net0.onnx
+prelunet validate --model net0.onnx --data data --protocol multi-scale --run run
 prelunet report run
-prelunet serve --model net=net.onnx --port 0 >server.log &
+for shard in 1 2; do
+  prelunet validate --model net0.onnx --data data --protocol multi-scale --shard $shard/2 --run shards/$shard
+done
+prelunet merge shards/1 shards/2 --run merged
+for file in run.json predictions.jsonl scores.f32.npy; do cmp run/$file merged/$file; done
+prelunet compare run run --out compared
+prelunet validate --model net1.onnx --data data --protocol multi-scale --run other
+prelunet ensemble run other --run both
+test -s compared/compare.html -a -s both/run.json
+lacks_extra train prelunet adopt net0.onnx --classes classes.txt --mean 0.5 --std 0.5 -o adopted.onnx
+lacks_extra ray prelunet validate --model net0.onnx --data data --protocol center --run elsewhere --ray local
+prelunet serve --model net=net0.onnx --port 0 >server.log &
 server=$!
 for _ in $(seq 100); do grep -q 'serving on' server.log && break || sleep 0.1; done
 address=$(grep -o '127\.0\.0\.1:[0-9]*' server.log | head -n 1)
 picture=$(find data -name '*.png' | head -n 1)
 prelunet classify "$picture" --server "$address" --heatmap map.png
-prelunet classify "$picture" --model net.onnx
+prelunet classify "$picture" --model net0.onnx
 test -s map.png -a -s run/report/report.html
 kill -TERM "$server"
 wait "$server"

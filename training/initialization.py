@@ -1,4 +1,4 @@
-"""Weights before training: PReLU-nets, section 2.2, and the class list of a new net.
+"""Weights before training: PReLU-nets, section 2.2, and the classes of a new net.
 
 Imports no torch: the tensors are numpy arrays, drawn from generators whose streams numpy keeps stable.
 """
@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from evaluator.contract import ClassEntry
-from evaluator.errors import UsageError, from_os_error
+from evaluator.datasets.class_list import MAX_CLASSES, read_class_list
+from evaluator.errors import UsageError
 from training.architectures import LRELU_SLOPE, Activation, Architecture, parameter_shapes
 from training.checkpoints import FloatArray
 
@@ -17,7 +18,6 @@ CHANNEL_MEAN = (123.68, 116.78, 103.94)  # R, G, B of ImageNet's training images
 INITIAL_SLOPE = 0.25  # PReLU-nets, section 2.1 "Optimization"
 FC_STD = {"fc1": 0.01, "fc2": 0.01, "fc3": 0.001}  # the paper's practice; fc layers scaled by Eq. 14 would give
 # one-hot scores before training, which hides mistakes
-MAX_CLASSES = 100_000  # a typing error beyond this would ask for more memory than machines have
 
 
 def initial_slope(activation: Activation) -> float:
@@ -53,39 +53,16 @@ def initial_tensors(architecture: Architecture, classes: int, seed: int) -> dict
 
 
 def parse_classes(text: str) -> tuple[ClassEntry, ...]:
-    """Return the classes of `--classes`: a number N gives class0000, class0001, …; anything else is a file's path."""
+    """Return the classes of `--classes`: a number N gives class0000, class0001, …; anything else is a file's path.
+
+    Raises UsageError for a number without sense, and what `read_class_list` raises.
+    """
     if not text.isdecimal():
         if not Path(text).exists():
             raise UsageError(f"--classes {text}: neither a number of classes nor an existing file")
-        return read_classes(Path(text))
+        return read_class_list(Path(text))
     count = int(text[:20])
     if not 1 <= count <= MAX_CLASSES:
         raise UsageError(f"--classes {text}: a net has 1 to {MAX_CLASSES} classes")
     width = max(4, len(str(count - 1)))
     return tuple(ClassEntry(wnid, wnid) for wnid in (f"class{index:0{width}}" for index in range(count)))
-
-
-def read_classes(path: Path) -> tuple[ClassEntry, ...]:
-    """Read a class list: UTF-8 text, one class a line, `wnid` or `wnid name…`, tab or spaces between.
-
-    The class index is the place in the list. Raises UsageError that names the line: empty, or a wnid again.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8-sig").rstrip().split("\n")
-    except OSError as error:
-        raise from_os_error(error) from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8 text (byte {error.start}), so no class list. Save it as UTF-8") from error
-    first_line: dict[str, int] = {}
-    entries = []
-    for number, line in enumerate(lines, start=1):
-        wnid, _, name = line.strip().replace("\t", " ").partition(" ")
-        if not wnid:
-            raise UsageError(f"{path}: line {number} is empty. A class list has one class a line: wnid name")
-        if wnid in first_line:
-            raise UsageError(f"{path}: line {number} repeats the wnid {wnid} of line {first_line[wnid]}. Remove one")
-        first_line[wnid] = number
-        entries.append(ClassEntry(wnid, name.strip() or wnid))
-    if len(entries) > MAX_CLASSES:
-        raise UsageError(f"{path}: {len(entries)} lines, but a net has 1 to {MAX_CLASSES} classes")
-    return tuple(entries)

@@ -15,11 +15,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from evaluator.complexity import multiply_adds
-from evaluator.contract import ClassEntry
+from evaluator.contract import ClassEntry, how_to_write
 from evaluator.engine.session import Session, open_session
 from evaluator.errors import ContractError, UsageError, from_os_error
 from evaluator.files import sha256_of
-from evaluator.strict import an_object, text
+from evaluator.strict import an_object, text, whole
+from evaluator.terminal import printable
 from training.architectures import Architecture, architecture_from_json, parameter_shapes
 
 # PReLU-nets, Table 1 (model E): layer → learned slope, shared by the channels, and mean of the channels' own.
@@ -142,7 +143,7 @@ def _inspect_model(path: Path) -> dict[str, Any]:
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, UsageError) as error:
         raise ContractError(
             f"{path}: 'prelunet.architecture' or 'prelunet.training' is malformed ({error!r}). "
-            f"Write the file again with: prelunet export CHECKPOINT -o {path}"
+            f"{how_to_write(str(path))}"
         ) from error
     return {
         "kind": "model",
@@ -164,6 +165,13 @@ def _inspect_model(path: Path) -> dict[str, Any]:
 
 def _inspect_adopted(path: Path, session: Session) -> dict[str, Any]:
     contract = session.contract
+    count = contract.architecture.get("multiply_adds")
+    try:
+        cost = None if count is None else whole(count, "multiply_adds", 1)
+    except ValueError as error:
+        raise ContractError(
+            f"{path}: 'prelunet.architecture' is malformed ({error}). {how_to_write(str(path))}"
+        ) from error
     return {
         "kind": "adopted",
         "file": path.name,
@@ -171,7 +179,7 @@ def _inspect_adopted(path: Path, session: Session) -> dict[str, Any]:
         "architecture": dict(contract.architecture),
         "classes": [entry.to_json() for entry in contract.classes],
         "crop": contract.crop,
-        "multiply_adds": contract.architecture.get("multiply_adds"),
+        "multiply_adds": cost,
         "interpolation": contract.interpolation,
         "precision": contract.precision,
         "adopted": contract.training.get("adopted"),
@@ -225,7 +233,7 @@ def _adopted_facts(inspection: Mapping[str, Any]) -> dict[str, str]:
         "name": str(inspection["architecture"]["name"]),
         "crop": f"{crop}x{crop} px and nothing else, resized with {inspection['interpolation']}",
         "classes": _classes_text(inspection["classes"]),
-        "multiply-adds": f"{cost:.4g} for one crop" if type(cost) is int else "not known",
+        "multiply-adds": f"{cost:.4g} for one crop" if cost is not None else "not known",
         "precision": inspection["precision"],
         "adopted as": _data_text(inspection["adopted"]) if isinstance(inspection["adopted"], dict) else "not recorded",
         "net": inspection["checkpoint_sha256"],
@@ -303,4 +311,4 @@ def _data_text(data: Mapping[str, Any]) -> str:
 
 def _cell(text: str) -> str:
     """Return a text of the file as it may be shown: no markup, no control characters for the terminal."""
-    return escape("".join(character if character.isprintable() else "�" for character in text))
+    return escape(printable(text))

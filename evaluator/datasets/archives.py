@@ -19,14 +19,15 @@ from typing import BinaryIO
 
 from evaluator.datasets.folders import is_image_name, is_visible, reading_error
 from evaluator.datasets.members import Member, MemberTable
-from evaluator.datasets.source import LABEL_SUFFIXES
-from evaluator.datasets.unpacking import compression_of, unpacked
+from evaluator.datasets.source import LABEL_SUFFIXES, too_large
+from evaluator.datasets.unpacking import compression_of, is_copy, unpacked
 from evaluator.errors import DatasetError, PreluNetError
 
 _ZIP_MAGICS = (b"PK\x03\x04", b"PK\x05\x06")  # the second begins a zip without members
 _ZIP_LOCAL_HEADER = struct.Struct("<26xHH")  # name and extra field lengths; APPNOTE.TXT, section 4.3.7
 _ENCRYPTED = 0x1  # general purpose bit 0; APPNOTE.TXT, section 4.4.4
 _MAX_DEFLATE_RATIO = 1032  # 258 bytes from two bits; zlib's technical notes
+_TAR_MAGIC, _TAR_MAGIC_AT = b"ustar", 257  # POSIX.1-2017, pax, "ustar Interchange Format"
 _END_BLOCK = bytes(tarfile.BLOCKSIZE)
 
 
@@ -58,8 +59,11 @@ class ArchiveSource:
         table = self.labels.below(inside)
         return {name: size for name, size in zip(table.names, table.sizes, strict=True) if "/" not in name}
 
-    def read(self, name: str) -> bytes:
-        """Return the bytes of one of those, by its name from the top."""
+    def read(self, name: str, most: int) -> bytes:
+        """Return the bytes of one of those, by its name from the top; DatasetError when it has more than `most`."""
+        member = self.labels.find(name)
+        if member is not None and member.size > most:
+            raise too_large(f"{self.path}: {name}", most)
         return ArchiveReader((self.path,), self.labels).read(name)
 
     def _below(self, inside: str) -> MemberTable:
@@ -146,15 +150,15 @@ def open_archive(path: Path) -> ArchiveSource:
     except Exception as error:  # on damaged bytes the archive modules raise far more than their own classes
         raise DatasetError(
             f"{path}: not a .tar or .zip, or a damaged one ({str(error) or type(error).__name__}). "
-            "Give a folder of class folders, or an archive of one"
+            "Get it again from its source, or give a folder or an archive of images"
         ) from error
 
 
 def _list_tar(path: Path, file: BinaryIO) -> ArchiveSource:
-    source = ArchiveSource(path)
-    with tarfile.open(fileobj=file, mode="r:") as archive:
+    source, size = ArchiveSource(path), os.fstat(file.fileno()).st_size
+    with _open_tar(path, file, size) as archive:
         end = 0
-        while (member := archive.next()) is not None:
+        while (member := _next_member(path, archive, size)) is not None:
             if archive.offset <= end:  # a negative size: read in circles by many a tarfile (CVE-2025-8194)
                 raise _damaged(path, end)
             end = archive.offset
@@ -171,8 +175,25 @@ def _list_tar(path: Path, file: BinaryIO) -> ArchiveSource:
         # tarfile takes a damaged or cut header for the end; the true end is marked by a block of zeros.
         file.seek(archive.offset)
         if file.read(tarfile.BLOCKSIZE) != _END_BLOCK:
-            raise _damaged(path, archive.offset)
+            raise _damaged(path, min(archive.offset, size))
     return source
+
+
+def _open_tar(path: Path, file: BinaryIO, size: int) -> tarfile.TarFile:
+    try:
+        return tarfile.open(fileobj=file, mode="r:")
+    except tarfile.ReadError as error:
+        file.seek(_TAR_MAGIC_AT)
+        if file.read(len(_TAR_MAGIC)) == _TAR_MAGIC:
+            raise _damaged(path, size if size < tarfile.BLOCKSIZE else 0) from error
+        raise
+
+
+def _next_member(path: Path, archive: tarfile.TarFile, size: int) -> tarfile.TarInfo | None:
+    try:
+        return archive.next()
+    except tarfile.ReadError as error:  # where the file ends within a member
+        raise _damaged(path, min(archive.offset, size)) from error
 
 
 def _list_zip(path: Path, file: BinaryIO) -> ArchiveSource:
@@ -242,4 +263,5 @@ def _no_plain_file(path: Path, name: str, command: str) -> DatasetError:
 
 
 def _damaged(path: Path, position: int) -> DatasetError:
-    return DatasetError(f"{path}: damaged or cut at byte {position}. Get the archive again from its source")
+    again = "Delete this copy to unpack it anew, or get" if is_copy(path) else "Get"
+    return DatasetError(f"{path}: damaged or cut at byte {position}. {again} the archive again from its source")

@@ -1,6 +1,6 @@
 """Labels from the folders that images lie in: named by wnid, by number, or by the name of the class."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from evaluator.datasets.classes import ClassList
 from evaluator.datasets.source import some
@@ -14,7 +14,9 @@ def labels_of_folders(folders: Sequence[str], classes: ClassList, place: str) ->
     may be several.
     """
     index, remarks = _understood(folders, classes, place)
-    lacking = [wnid for number, wnid in enumerate(classes.wnids) if number not in set(index.values())]
+    _check_apart(index, classes, place)
+    found = set(index.values())
+    lacking = [wnid for number, wnid in enumerate(classes.wnids) if number not in found]
     if lacking:
         remarks.append(
             f"{place}: no folders for {len(lacking):,} of the model's {len(classes.wnids):,} classes "
@@ -41,6 +43,18 @@ def _understood(folders: Sequence[str], classes: ClassList, place: str) -> tuple
         )
     meaning = classes.understand({folder: f"{place}/{folder}" for folder in folders})
     return dict(meaning.index), [f"{place}: the folders are matched to the model's classes by {meaning.kind}"]
+
+
+def _check_apart(index: Mapping[str, int], classes: ClassList, place: str) -> None:
+    """Refuse two folders that mean one class: they may be two classes of another list."""
+    first: dict[int, str] = {}
+    for folder, number in index.items():
+        if number in first:
+            raise DatasetError(
+                f"{place}: the folders {some([first[number]])} and {some([folder])} both mean the class "
+                f"{classes.wnids[number]}. Put their images into one folder, or rename the wrong one"
+            )
+        first[number] = folder
 
 
 def check_filled(folders: Sequence[str], filled: set[str], place: str) -> None:

@@ -5,6 +5,7 @@ is found from all of them together, so that a number is never an index in one li
 """
 
 import re
+import unicodedata
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -49,10 +50,11 @@ class ClassList:
         """Say whether a word is a wnid or a name of one of the classes, or of several."""
         return word in self.by_wnid or _plain(word) in self.by_name
 
-    def understand(self, words: Mapping[str, str], *, of_all: bool = False) -> Meaning:
+    def understand(self, words: Mapping[str, str], *, of_all: bool = False, chosen: bool = False) -> Meaning:
         """Find the class index of every word. words: each with the place where it was found first, for people.
 
-        of_all: the words are of a whole set by position, as a ground truth is, where numbers without a 0 are strange.
+        of_all: the words are of a whole set by position, as a ground truth is, where numbers without a 0 are strange;
+        chosen: they are no labels but name some classes, where they are not.
 
         Raises DatasetError for a word that is no class, for numbers that may be counted from 1, and for a name that
         several classes have.
@@ -61,10 +63,17 @@ class ClassList:
             return Meaning({word: self.by_wnid[word] for word in words}, "wnids")
         # Numbers are names where all of them are; and beside wnids that are numbers they are damaged wnids.
         named = all(_plain(word) in self.by_name for word in words) or any(word in self.by_wnid for word in words)
-        if not named and all(map(_NUMBER.fullmatch, words)):
-            index = self._indices(words, of_all=of_all)
+        odd = [word for word in words if not _NUMBER.fullmatch(word)]
+        if not named and not odd:
+            index = self._indices(words, of_all=of_all, chosen=chosen)
             span = f"{min(index.values())} to {max(index.values())}"
             return Meaning(index, f"class indices, counted from 0 (there are {span})")
+        numbers = len(words) - len(odd)
+        if not named and numbers > len(odd) and not any(self.knows(word) for word in words if _NUMBER.fullmatch(word)):
+            raise DatasetError(
+                f"{words[odd[0]]}: {odd[0]!a:.80} is no whole number, but the {numbers} others are class indices. Give "
+                "labels of one kind: class indices, or wnids"
+            )
         return Meaning({word: self._named(word, place) for word, place in words.items()}, "names of classes")
 
     def folder_numbers(self, folders: Sequence[str], place: str) -> dict[str, int] | None:
@@ -79,7 +88,7 @@ class ClassList:
             raise DatasetError(f"{place}: the folders are {_counted_from_one(numbers.values())}, or rename the folders")
         return numbers if sorted(numbers.values()) == list(range(len(self.wnids))) else None
 
-    def _indices(self, words: Mapping[str, str], *, of_all: bool) -> dict[str, int]:
+    def _indices(self, words: Mapping[str, str], *, of_all: bool, chosen: bool) -> dict[str, int]:
         """Read class indices, counted from 0."""
         count, index = len(self.wnids), {word: int(word) for word in words}
         if NO_LABEL in index:
@@ -88,7 +97,9 @@ class ClassList:
                 "Take the images without labels, as a test set: --no-labels"
             )
         low, high = min(index.values()), max(index.values())
-        if low >= 1 and (high == count or (of_all and high < count)):
+        # Of a set that is counted from 1 the last class may have no images, of one counted from 0 the first.
+        all_but_one = not chosen and set(index.values()) == set(range(1, count))
+        if low >= 1 and (high == count or (of_all and high < count) or all_but_one):
             place = next(words[word] for word, number in index.items() if number == high)
             raise DatasetError(f"{place}: the labels are {_counted_from_one(index.values())}, or subtract 1 from each")
         for word, number in index.items():
@@ -118,8 +129,8 @@ class ClassList:
 
 
 def _plain(name: str) -> str:
-    """Return a name as it is compared: folders have '_' or '-' for spaces."""
-    return " ".join(re.split(r"[\s_-]+", name.strip().casefold()))
+    """Return a name as it is compared: folders have '_' or '-' for spaces, and some take accents apart."""
+    return " ".join(re.split(r"[\s_-]+", unicodedata.normalize("NFC", name.strip().casefold())))
 
 
 def _counted_from_one(numbers: Collection[int]) -> str:

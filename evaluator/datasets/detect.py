@@ -4,6 +4,7 @@ Looked for are names that are in use for this, in the folder of the images and i
 one too many: which is right cannot be told from outside, and the wrong one gives errors that look like a bad model.
 """
 
+import os.path
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +21,7 @@ def named_labels(path: Path) -> LabelFile:
 
     Raises UsageError when nothing is there, DatasetError when a folder is no devkit.
     """
-    if path.is_dir():
+    if os.path.isdir(path):  # noqa: PTH112 - see _is_file
         found = [label_file(folder / GROUND_TRUTH) for folder in _devkit_folders(path)]
         if len(found) != 1:
             raise DatasetError(
@@ -28,7 +29,7 @@ def named_labels(path: Path) -> LabelFile:
                 "Give the devkit's folder, or the file that holds the labels"
             )
         return found[0]
-    if not path.is_file():
+    if not _is_file(path):
         raise UsageError(f"{path}: no such file or folder. Give a list of labels, or the devkit's folder")
     return label_file(path)
 
@@ -47,11 +48,20 @@ def found_labels(source: Source, path: Path, inside: str) -> LabelFile | None:
     return next(iter(candidates.values()), None)
 
 
-def _candidates(source: Source, path: Path, inside: str) -> Iterator[LabelFile]:
+def has_list(source: Source, path: Path, inside: str) -> bool:
+    """Say whether a folder in a dataset has a file in it, by its name, that may give labels."""
+    return not source.others(inside).keys().isdisjoint((*_names(path), GROUND_TRUTH))
+
+
+def _names(path: Path) -> tuple[str, ...]:
     stem = path.name.partition(".")[0] or path.name
-    own = (*_LISTS, f"{stem}.txt", f"{stem}.csv")
-    around = [] if not inside else [inside.rpartition("/")[0]]
-    for folder in (inside, *around):
+    return (*_LISTS, f"{stem}.txt", f"{stem}.csv")
+
+
+def _candidates(source: Source, path: Path, inside: str) -> Iterator[LabelFile]:
+    own = _names(path)
+    around = inside.split("/") if inside else []
+    for folder in ("/".join(around[:depth]) for depth in range(len(around), -1, -1)):
         names = source.others(folder)
         for name in (*own, GROUND_TRUTH):
             if name in names:
@@ -59,10 +69,10 @@ def _candidates(source: Source, path: Path, inside: str) -> Iterator[LabelFile]:
         if isinstance(source, FolderSource):
             for devkit in _devkit_folders(path / folder):
                 yield label_file(devkit / GROUND_TRUTH)
-    if not inside:
+    if not inside or not isinstance(source, FolderSource):
         beside = path.absolute().parent
         for name in own:
-            if (beside / name).is_file() and beside / name != path.absolute():
+            if _is_file(beside / name) and beside / name != path.absolute():
                 yield label_file(beside / name)
         for devkit in _devkit_folders(beside):
             yield label_file(devkit / GROUND_TRUTH)
@@ -75,4 +85,9 @@ def _devkit_folders(folder: Path) -> list[Path]:
     except OSError:  # a folder beside the dataset may be closed to this user, who did not ask for it
         devkits = []
     places = [place for base in (folder, *devkits) for place in (base, base / "data")]
-    return [place for place in places if (place / GROUND_TRUTH).is_file()]
+    return [place for place in places if _is_file(place / GROUND_TRUTH)]
+
+
+def _is_file(path: Path) -> bool:
+    """Say whether a file is there; not where its folder is closed, nor where its name is too long to be one."""
+    return os.path.isfile(path)  # noqa: PTH113 - Path.is_file raises in both cases

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from evaluator.datasets.source import LABEL_SUFFIXES, LabelFile
+from evaluator.datasets.source import LABEL_SUFFIXES, LabelFile, too_large
 from evaluator.errors import DatasetError, PreluNetError, from_os_error
 from evaluator.imaging.decode import SUFFIXES
 
@@ -48,7 +48,7 @@ class FolderSource:
             with os.scandir(folder) as entries:
                 return sorted(entry.name for entry in entries if is_visible(entry.name) and entry.is_dir())
         except OSError as error:
-            raise reading_error(error, folder) from error
+            raise reading_error(error, error.filename or folder) from error
 
     def images(self, inside: str) -> Iterator[tuple[str, int]]:
         """Yield name (relative to `inside`, with '/') and byte length of all images at any depth inside.
@@ -72,11 +72,19 @@ class FolderSource:
                     if entry.name.endswith((*LABEL_SUFFIXES, ".tar")) and is_visible(entry.name) and entry.is_file()
                 }
         except OSError as error:
-            raise reading_error(error, folder) from error
+            raise reading_error(error, error.filename or folder) from error
 
-    def read(self, name: str) -> bytes:
-        """Return the bytes of one of those, by its name from the top."""
-        return FolderReader(self.root).read(name)
+    def read(self, name: str, most: int) -> bytes:
+        """Return the bytes of one of those, by its name from the top; DatasetError when it has more than `most`."""
+        path = self.root / name
+        try:
+            with path.open("rb") as file:
+                data = file.read(most + 1)
+        except OSError as error:
+            raise reading_error(error, path) from error
+        if len(data) > most:
+            raise too_large(str(path), most)
+        return data
 
 
 def _images(folder: Path, prefix: str, *, follow: bool) -> Iterator[tuple[str, int]]:

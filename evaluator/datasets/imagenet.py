@@ -4,15 +4,15 @@ The devkit's readme: line i of `ILSVRC2012_validation_ground_truth.txt` is the I
 order of the names; `synsets` in `meta.mat` has a row for each id, 1000 classes (num_children is 0) and their ancestors.
 """
 
-import io
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 from evaluator.datasets.classes import ClassList
 from evaluator.datasets.folders import label_file
 from evaluator.datasets.lists import check_number
+from evaluator.datasets.matlab import LARGEST, read_synsets
 from evaluator.datasets.source import LabelFile, some
 from evaluator.errors import DatasetError, UsageError
 
@@ -20,6 +20,7 @@ GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 MATLAB = "meta.mat"
 MAPPINGS = ("synsets.txt", "map_clsloc.txt", "wnids.txt")  # texts that may tell the wnid of each devkit id
 _VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})(?:_n\d{8})?\.\w+", re.ASCII)
+_LARGEST_ID = 999_999_999  # of nine digits, as in a text
 _WNID = re.compile(r"n\d{8}", re.ASCII)
 
 
@@ -30,10 +31,10 @@ def labels_of_devkit(file: LabelFile, images: Sequence[str], classes: ClassList)
     Raises DatasetError where the two are not of the same number, an id has no wnid, or a wnid is no class of the model.
     """
     ids = _read_ids(file)
-    check_number(len(ids), images, file.path)
     _check_counted(images, file.path)
+    check_number(len(ids), images, file.path)
     mapping = _mapping_beside(file)
-    wnid_of = _read_mapping(mapping)
+    wnid_of = _read_mapping(mapping, classes.by_wnid)
     index_of: dict[int, int] = {}
     for line, devkit_id in enumerate(ids, start=1):
         if devkit_id in index_of:
@@ -66,6 +67,11 @@ def _read_ids(file: LabelFile) -> list[int]:
 
 def _check_counted(images: Sequence[str], path: Path) -> None:
     """Where names carry ILSVRC's numbers, make sure that the i-th has the number i: the lines go by it."""
+    if test := [name for name in images if "_test_" in name.rpartition("/")[2].lower()]:
+        raise DatasetError(
+            f"{path}: the ground truth of validation images, but {some(test[:1])} is named as one of a test set. "
+            "Take it without labels: --no-labels"
+        )
     for number, name in enumerate(images, start=1):
         found = _VAL_NAME.fullmatch(name.rpartition("/")[2])
         if found and int(found[1]) != number:
@@ -75,24 +81,25 @@ def _check_counted(images: Sequence[str], path: Path) -> None:
             )
 
 
-def read_devkit_ids(path: Path) -> dict[str, int]:
+def read_devkit_ids(path: Path, wnids: Collection[str] = ()) -> dict[str, int]:
     """Return the devkit id of each wnid. path: the devkit's folder, its meta.mat, or a text mapping.
 
+    wnids: of the model, which a text may have beside those that look like ImageNet's.
     Raises UsageError when nothing is there, DatasetError when it tells no ids.
     """
-    if path.is_dir():
+    if os.path.isdir(path):  # noqa: PTH112 - Path.is_dir raises for a name that is too long
         folder = path / "data" if (path / "data").is_dir() else path
         file = _mapping_beside(label_file(folder / GROUND_TRUTH))
-    elif path.is_file():
+    elif os.path.isfile(path):  # noqa: PTH113
         file = label_file(path)
     else:
         raise UsageError(f"{path}: no such file or folder. Give the devkit's folder, its {MATLAB}, or a text mapping")
-    return {wnid: devkit_id for devkit_id, wnid in _read_mapping(file).items()}
+    return {wnid: devkit_id for devkit_id, wnid in _read_mapping(file, wnids).items()}
 
 
-def _read_mapping(file: LabelFile) -> dict[int, str]:
-    """Return the wnid of each devkit id."""
-    found = _read_matlab(file) if file.name.endswith(".mat") else _read_text(file)
+def _read_mapping(file: LabelFile, wnids: Collection[str]) -> dict[int, str]:
+    """Return the wnid of each devkit id. wnids: those that a text may have beside ImageNet's."""
+    found = _read_matlab(file) if file.name.endswith(".mat") else _read_text(file, wnids)
     wnid_of = dict(found)
     if not 0 < len(wnid_of) == len(set(wnid_of.values())) == len(found):
         raise DatasetError(
@@ -122,37 +129,42 @@ def _mapping_beside(ground_truth: LabelFile) -> LabelFile:
 
 def _read_matlab(file: LabelFile) -> list[tuple[int, str]]:
     """Read `synsets` of meta.mat: rows with ILSVRC2012_ID, WNID, …, num_children."""
-    from scipy.io import loadmat  # here, since most datasets need none of it
-
-    opened: Any = io.BytesIO(file.data)  # Any: the stubs leave out that an open file is taken too
     try:
-        rows = loadmat(opened, squeeze_me=True, variable_names=["synsets"])["synsets"]
-        return [(int(row["ILSVRC2012_ID"]), str(row["WNID"])) for row in rows if int(row["num_children"]) == 0]
-    except Exception as error:  # on damaged bytes scipy raises whatever comes
+        rows = read_synsets(file.data(LARGEST))
+        for row, (devkit_id, wnid, children) in enumerate(rows, start=1):
+            if not (devkit_id.is_integer() and 1 <= devkit_id <= _LARGEST_ID):
+                raise ValueError(f"row {row}, {wnid!a:.40}, has the id {devkit_id:g}, no number from 1 on")
+            if not (children.is_integer() and children >= 0):
+                raise ValueError(f"row {row}, {wnid!a:.40}, has {children:g} children")
+    except ValueError as error:
         raise DatasetError(
-            f"{file.path}: no `synsets` of ILSVRC can be read here ({str(error) or type(error).__name__:.200}). "
-            "Take the file from the devkit anew"
+            f"{file.path}: no `synsets` of ILSVRC can be read here ({error!s:.200}). Take the file from the devkit anew"
         ) from error
+    return [(int(devkit_id), wnid) for devkit_id, wnid, children in rows if children == 0]
 
 
-def _read_text(file: LabelFile) -> list[tuple[int, str]]:
-    """Read lines `id wnid`, `wnid id`, or wnids alone, of which the i-th has the id i; more words may follow."""
+def _read_text(file: LabelFile, known: Collection[str]) -> list[tuple[int, str]]:
+    """Read lines `id wnid`, `wnid id`, or wnids alone, of which the i-th has the id i; more words may follow.
+
+    All lines are of one kind; which word is the wnid could not be told otherwise where wnids are numbers.
+    """
     found: list[tuple[int, str]] = []
-    explicit = None
+    kind = None
     for line, text in enumerate(file.text.splitlines(), start=1):
         words = [word for word in re.split(r"[\s,]+", text.strip(), maxsplit=2) if word]
         if not words:
             continue
-        numbers = [int(word) for word in words[:2] if re.fullmatch(r"[1-9]\d{0,8}", word, re.ASCII)]
-        wnids = [word for word in words[:2] if _WNID.fullmatch(word)]
-        if len(wnids) != 1 or (explicit is not None and bool(numbers) != explicit):
+        columns = [column for column, word in enumerate(words[:2]) if _WNID.fullmatch(word) or word in known]
+        beside = [word for column, word in enumerate(words[:2]) if column not in columns]
+        numbers = [int(word) for word in beside if re.fullmatch(r"[1-9]\d{0,8}", word, re.ASCII)]
+        if len(columns) != 1 or (kind is not None and kind != (columns, bool(numbers))):
             raise DatasetError(
                 f"{file.path}: line {line} should be `id wnid`, as `1 n02119789`, not {text!a:.80}. Mend the file"
             )
-        explicit = bool(numbers)
-        found.append((numbers[0] if numbers else len(found) + 1, wnids[0]))
+        kind = columns, bool(numbers)
+        found.append((numbers[0] if numbers else len(found) + 1, words[columns[0]]))
     in_order = [wnid for _, wnid in found]
-    if explicit is False and in_order == sorted(in_order):
+    if kind is not None and not kind[1] and in_order == sorted(in_order):
         raise DatasetError(
             f"{file.path}: lists wnids in sorted order, which is the order of class indices, not of devkit ids. "
             f"Put the devkit's {MATLAB} beside the ground truth, or write lines `id wnid`"

@@ -134,7 +134,13 @@ def _flat(images: Images, classes: ClassList) -> Found:
             "in or beside it. Give them with --labels FILE (a list of names and labels) or --labels DIR (the devkit); "
             "for a test set, whose labels nobody has, say --no-labels"
         )
-    return _by_file(images, file, classes)
+    try:
+        return _by_file(images, file, classes)
+    except DatasetError as error:
+        raise DatasetError(
+            f"{error}. These labels were found by their name: give others with --labels, or for a test set, whose "
+            "labels nobody has, say --no-labels"
+        ) from error
 
 
 def _by_file(images: Images, file: LabelFile, classes: ClassList) -> Found:
@@ -150,7 +156,7 @@ def _by_file(images: Images, file: LabelFile, classes: ClassList) -> Found:
         labels, more = labels_of_devkit(file, images.names, classes)
         how += ", devkit labels"
     else:
-        labels, more = labels_of_list(file, images.names, classes)
+        labels, more = labels_of_list(file, images.names, classes, images.inside)
         how += f", labels from {file.path.name}"
     return _found(images, labels, how, [*more, *remarks], file.path if isinstance(file.source, FolderSource) else None)
 

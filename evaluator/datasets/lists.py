@@ -2,9 +2,11 @@
 
 import csv
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 from evaluator.datasets.classes import ClassList
@@ -14,6 +16,7 @@ from evaluator.imaging.decode import SUFFIXES
 
 _NAME_HEADERS = {"name", "file", "filename", "file_name", "image", "imageid", "image_id", "path", "id"}
 _LABEL_HEADERS = {"label", "wnid", "class", "predictionstring", "synset", "class_id", "index", "target"}
+_ROW_NUMBER = "index"  # pandas writes the number of the row under this name, others the class
 _BOX = 5  # words for a box in Kaggle's list: wnid and four sides
 _LONE_NUMBER = re.compile(r"\s*-?\d+\s*", re.ASCII)
 
@@ -27,23 +30,29 @@ class Entry:
     label: str
 
 
-def labels_of_list(file: LabelFile, images: Sequence[str], classes: ClassList) -> tuple[list[int], list[str]]:
+def labels_of_list(
+    file: LabelFile, images: Sequence[str], classes: ClassList, inside: str
+) -> tuple[list[int], list[str]]:
     """Return the label of each image as a list gives it, and what a person should know of it.
 
-    images: names in sorted order. Raises DatasetError naming file, line and mend when the list cannot be read, gives
-    labels to images that do not exist or twice, gives some images none, or has labels that are no class of the model.
+    images: names in sorted order; inside: the folder of the dataset in which they lie.
+    Raises DatasetError naming file, line and mend when the list cannot be read, gives labels to images that do not
+    exist or twice, gives some images none, or has labels that are no class of the model.
     """
-    entries = read_list(file)
+    entries, columns = read_list(file)
     words: dict[str, str] = {}
     for entry in entries:
         words.setdefault(entry.label, f"{file.path}: line {entry.line}")
     meaning = classes.understand(words, of_all=entries[0].name is None)
-    remarks = [f"labels from {file.path}, read as {meaning.kind}"]
+    remarks = [f"labels from {file.path}, read as {meaning.kind}{columns}"]
     if entries[0].name is None:
         check_number(len(entries), images, file.path)
         remarks.append(f"{file.path} names no images: its line i is the label of the i-th name in sorted order")
         return [meaning.index[entry.label] for entry in entries], remarks
-    places = _match(entries, images, file.path)
+    key = _key_of_names(entries, images, inside, file.path)
+    if key.composed:
+        remarks.append(f"{file.path}: names are compared in Unicode's form NFC, since accents are written another way")
+    places = _match(entries, images, key, file.path)
     return [meaning.index[entries[place].label] for place in places], remarks
 
 
@@ -56,21 +65,24 @@ def check_number(labels: int, images: Sequence[str], path: Path) -> None:
         )
 
 
-def read_list(file: LabelFile) -> list[Entry]:
-    """Read a list of labels; DatasetError naming the line when it is none, or empty."""
+def read_list(file: LabelFile) -> tuple[list[Entry], str]:
+    """Read a list of labels; also return words for the columns that its header names, '' where it has none.
+
+    Raises DatasetError naming the line when it is no such list, or empty.
+    """
     lines = file.text.splitlines()
     filled = next((line for line in lines if line.strip()), None)
     if filled is None:
         raise DatasetError(f"{file.path}: empty. Give a list with a line `name label` for each image")
     if _LONE_NUMBER.fullmatch(filled):
-        return [_number(line, number, file.path) for number, line in enumerate(lines, 1) if line.strip()]
+        return [_number(line, number, file.path) for number, line in enumerate(lines, 1) if line.strip()], ""
     words: dict[str, str] = {}  # one copy of each
-    entries, columns, width = [], None, 2
+    entries, columns, width, said = list[Entry](), None, 2, ""
     for line, row in _rows(lines, filled, file.path):
         if columns is None:
-            columns = _header(row)
+            columns = _header(row, f"{file.path}: line {line}")
             if columns is not None:
-                width = len(row)
+                width, said = len(row), _columns_in_words(row, columns)
                 continue
             columns = 0, 1
         name, label = (row[place].strip() for place in columns) if len(row) == width else ("", "")
@@ -78,9 +90,12 @@ def read_list(file: LabelFile) -> list[Entry]:
             raise _bad_line(file.path, line, row)
         word = _word(label, file.path, line)
         entries.append(Entry(line, name, words.setdefault(word, word)))
+    with_suffix = [bool(entry.name) and str(entry.name).lower().endswith(SUFFIXES) for entry in entries]
+    if len(entries) > 1 and not said and not with_suffix[0] and all(with_suffix[1:]):
+        raise _unknown_header(f"{file.path}: line {entries[0].line}", [str(entries[0].name), entries[0].label])
     if not entries:
         raise DatasetError(f"{file.path}: a header and no more. Give a list with a line `name,label` for each image")
-    return entries
+    return entries, said
 
 
 def _number(text: str, line: int, path: Path) -> Entry:
@@ -106,12 +121,42 @@ def _rows(lines: list[str], filled: str, path: Path) -> Iterator[tuple[int, list
         raise DatasetError(f"{path}: line {reader.line_num} is no CSV ({error}). Mend the file") from error
 
 
-def _header(row: list[str]) -> tuple[int, int] | None:
-    """Return the columns of names and labels where a row is a header."""
+def _header(row: list[str], place: str) -> tuple[int, int] | None:
+    """Return the columns of names and labels where the first row is a header, None where it is not.
+
+    Raises DatasetError where several columns may hold the one or the other, or a word of the header is not known.
+    """
     words = [field.strip().casefold() for field in row]
-    names = [place for place, word in enumerate(words) if word in _NAME_HEADERS]
-    labels = [place for place, word in enumerate(words) if word in _LABEL_HEADERS]
-    return (names[0], labels[0]) if names and labels else None
+    names = [column for column, word in enumerate(words) if word in _NAME_HEADERS]
+    labels = [column for column, word in enumerate(words) if word in _LABEL_HEADERS]
+    if len(labels) > 1:
+        labels = [column for column in labels if words[column] != _ROW_NUMBER] or labels
+    if names and labels:
+        for columns, what in ((names, "names"), (labels, "labels")):
+            if len(columns) > 1:
+                both = " and ".join(repr(row[column].strip()) for column in columns)
+                raise DatasetError(
+                    f"{place}: the columns {both} may both hold the {what}. Take away all but the right one"
+                )
+        return names[0], labels[0]
+    if (names or labels) and not any(word.endswith(SUFFIXES) for word in words):
+        raise _unknown_header(place, row)
+    return None
+
+
+def _unknown_header(place: str, row: list[str]) -> DatasetError:
+    return DatasetError(
+        f"{place} looks like a header ({some(row)}), but does not say which columns hold names and labels. Known words "
+        f"are {', '.join(sorted(_NAME_HEADERS))} for names, and {', '.join(sorted(_LABEL_HEADERS))} for labels. Begin "
+        "the file with such a line"
+    )
+
+
+def _columns_in_words(row: list[str], columns: tuple[int, int]) -> str:
+    name, label = (row[column].strip() for column in columns)
+    rows = next((word for word in row if word.strip().casefold() == _ROW_NUMBER and word.strip() != label), None)
+    aside = f"; {rows.strip()!r} counts the rows" if rows else ""
+    return f" (columns {name!r} and {label!r}{aside})"
 
 
 def _word(label: str, path: Path, line: int) -> str:
@@ -137,15 +182,13 @@ def _bad_line(path: Path, line: int, row: list[str]) -> DatasetError:
     )
 
 
-def _match(entries: list[Entry], images: Sequence[str], path: Path) -> list[int]:
+def _match(entries: list[Entry], images: Sequence[str], key: "_Key", path: Path) -> list[int]:
     """Return for each image the place of its entry; DatasetError where the two do not fit one to one."""
-    key = _key_of_names(entries, images, path)
     place_of = {key(name): place for place, name in enumerate(images)}
     if len(place_of) < len(images):
         twice = next(name for name, count in Counter(map(key, images)).items() if count > 1)
-        raise DatasetError(
-            f"{path}: names images without their folders, but several images are named {twice}. Name them with folders"
-        )
+        mend = "Rename one: only its accents are written another way" if key.composed else "Name them with folders"
+        raise DatasetError(f"{path}: as it names images, several images are named {some([twice])}. {mend}")
     entry_of = [-1] * len(images)
     for number, entry in enumerate(entries):
         place = place_of.get(key(entry.name or ""))
@@ -169,30 +212,46 @@ def _match(entries: list[Entry], images: Sequence[str], path: Path) -> list[int]
     return entry_of
 
 
+@dataclass(frozen=True)
 class _Key:
-    """How names are compared: whole, without folders, or without folders and suffix."""
+    """How names are compared: whole, or without something.
 
-    def __init__(self, *, base: bool, stem: bool) -> None:
-        self._base, self._stem = base, stem
+    under: a folder with which they may begin; base: without folders; stem: without suffix; composed: with accents in
+    one form, whichever they have.
+    """
+
+    under: str = ""
+    base: bool = False
+    stem: bool = False
+    composed: bool = False
 
     def __call__(self, name: str) -> str:
-        name = name.replace("\\", "/").removeprefix("./")
-        if self._base:
+        name = name.replace("\\", "/").removeprefix("./").removeprefix(self.under)
+        if self.composed:
+            name = unicodedata.normalize("NFC", name)
+        if self.base:
             name = name.rpartition("/")[2]
-        if self._stem:
+        if self.stem:
             beginning, _, suffix = name.rpartition(".")
             if beginning and f".{suffix.lower()}" in SUFFIXES:
                 name = beginning
         return name
 
 
-def _key_of_names(entries: list[Entry], images: Sequence[str], path: Path) -> _Key:
-    """Choose the strictest way to compare names in which the list knows an image."""
-    for base, stem in ((False, False), (False, True), (True, False), (True, True)):
-        key = _Key(base=base, stem=stem)
-        known = {key(name) for name in images}
-        if any(key(entry.name or "") in known for entry in entries):
-            return key
+def _key_of_names(entries: list[Entry], images: Sequence[str], inside: str, path: Path) -> _Key:
+    """Choose the strictest way to compare names in which the list knows an image.
+
+    Names with accents come decomposed from some file systems; where that alone keeps names apart, they are composed.
+    """
+    whole = [("", False), (f"{inside}/", False)] if inside else [("", False)]
+    for composed in (False, True):
+        for (under, base), stem in product([*whole, ("", True)], (False, True)):
+            key = _Key(under, base, stem, composed)
+            known = {key(name) for name in images}
+            if any(key(entry.name or "") in known for entry in entries):
+                strange = [entry.name or "" for entry in entries if key(entry.name or "") not in known]
+                alike = replace(key, composed=True)
+                return alike if strange and {alike(name) for name in images} & set(map(alike, strange)) else key
     raise DatasetError(
         f"{path}: names none of the {len(images):,} images ({some([entry.name or '' for entry in entries])} against "
         f"{some(images)}). Give the list of these images with --labels FILE"

@@ -7,6 +7,7 @@ from pathlib import Path
 from evaluator.contract import ClassEntry
 from evaluator.datasets.archives import ArchiveSource, open_archive
 from evaluator.datasets.classes import ClassList
+from evaluator.datasets.detect import has_list
 from evaluator.datasets.folders import FolderSource, reading_error
 from evaluator.datasets.layouts import find_layout, images_in, training_folders
 from evaluator.datasets.sample import Dataset, DatasetPlace, Sample
@@ -20,6 +21,8 @@ _SETS = (*SPLITS, "test")  # of ImageNet; the last one without labels
 
 def open_place(place: DatasetPlace, classes: Sequence[ClassEntry]) -> Dataset:
     """Open what a place names, labelled as the classes of a model; errors as of `open_dataset` and `select`."""
+    if place.no_labels and place.classes:
+        raise UsageError("--classes with --no-labels: without labels no image has a class. Leave one of them out")
     dataset = open_dataset(
         place.path,
         split="val",
@@ -104,10 +107,8 @@ def _unpacking(source: Source, path: Path) -> list[str]:
 
 def _enter(source: Source, path: Path, split: str, classes: ClassList, *, no_labels: bool) -> str:
     """Return the folder that holds the images of the split, to be labelled as the classes of a model."""
-    inside, below = "", source.folders("")
-    single = len(below) == 1 and below[0] not in _SETS and not classes.knows(below[0])
-    if single and not source.others("") and all("/" in name for name, _ in source.images("")):
-        inside, below = below[0], source.folders(below[0])  # the one folder that most archives begin with
+    inside = _lone_folder(source, path, classes)
+    below = source.folders(inside)
     sets = [name for name in below if name in _SETS and not classes.knows(name)]  # CIFAR-100 has a class of trains
     if no_labels and len(sets) > 1:
         raise DatasetError(
@@ -120,6 +121,21 @@ def _enter(source: Source, path: Path, split: str, classes: ClassList, *, no_lab
     if sets:
         raise _no_split(place_of(path, inside), sets[0], split)
     return inside
+
+
+def _lone_folder(source: Source, path: Path, classes: ClassList) -> str:
+    """Return the one folder that most archives begin with, or that lies beside its labels; '' where there is none."""
+    below = source.folders("")
+    if any(name in _SETS or classes.knows(name) for name in below):
+        return ""
+    if any(name.endswith(".tar") for name in source.others("")):  # shards
+        return ""
+    if len(below) != 1 and not has_list(source, path, ""):
+        return ""
+    filled = {name.partition("/")[0] if "/" in name else "" for name, _ in source.images("")}
+    if not filled and len(below) == 1:
+        return below[0]  # it may hold shards
+    return filled.pop() if len(filled) == 1 else ""
 
 
 def _enter_split(source: Source, path: Path, split: str) -> str:

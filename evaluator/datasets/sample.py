@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol as Interface
 
-from evaluator.errors import ImageError
+from evaluator.errors import DatasetError, ImageError
 from evaluator.imaging.decode import DecodeLimits
 
 UNLABELLED = -1  # the label of an image whose class nobody has told, as those of ImageNet's test set
@@ -69,10 +69,20 @@ class Dataset:
     place: DatasetPlace | None = None
 
     def read(self, sample: Sample) -> bytes:
-        """Return the encoded bytes of one sample; ImageError, before it is read, when no image may be so large."""
+        """Return the encoded bytes of one sample.
+
+        Raises ImageError, before it is read, when no image may be so large; DatasetError when it has another length
+        than when the dataset was opened: the run's fingerprint would tell of images that it has not seen.
+        """
         if sample.size > DecodeLimits.max_bytes:
             raise ImageError(f"{sample.size} bytes are more than the limit of {DecodeLimits.max_bytes}")
-        return self.reader.read(sample.file)
+        data = self.reader.read(sample.file)
+        if len(data) != sample.size:
+            raise DatasetError(
+                f"{self.location}: {sample.file} has {len(data):,} bytes, but had {sample.size:,} when the dataset was "
+                "opened. Leave the images alone while they are in use, and run the command again"
+            )
+        return data
 
     @cached_property
     def fingerprint(self) -> str:

@@ -1,12 +1,14 @@
 """A part of a dataset: some of its classes, or a number of images spread evenly over it."""
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from evaluator.contract import ClassEntry
 from evaluator.datasets.classes import ClassList
+from evaluator.datasets.folders import label_file
 from evaluator.datasets.sample import Dataset, Sample
 from evaluator.datasets.source import some
 from evaluator.errors import DatasetError, UsageError
@@ -22,9 +24,9 @@ def classes_asked(text: str, classes: Sequence[ClassEntry]) -> tuple[str, ...]:
     """
     known = ClassList(tuple(entry.wnid for entry in classes), tuple(entry.name for entry in classes))
     path = Path(text)
-    if path.is_file():
+    if os.path.isfile(path):  # noqa: PTH113 - Path.is_file raises for a list that is too long for a name
         try:
-            lines = path.read_text(encoding="utf-8-sig").splitlines()
+            lines = label_file(path).data().decode("utf-8-sig").splitlines()
         except UnicodeDecodeError as error:
             raise UsageError(f"--classes {path}: not a text in UTF-8. Give a file with a wnid on each line") from error
         words = {
@@ -36,7 +38,7 @@ def classes_asked(text: str, classes: Sequence[ClassEntry]) -> tuple[str, ...]:
         words = {word.strip(): "--classes" for word in text.split(",") if word.strip()}
     if not words:
         raise UsageError(f"--classes {text}: names no class. Give wnids with commas between, or a file of them")
-    chosen = set(known.understand(words).index.values())
+    chosen = set(known.understand(words, chosen=True).index.values())
     return tuple(wnid for index, wnid in enumerate(known.wnids) if index in chosen)
 
 

@@ -7,10 +7,12 @@ from typing import Protocol as Interface
 
 from evaluator.datasets.sample import Reader
 from evaluator.errors import DatasetError
+from evaluator.terminal import printable
 
 # Of files that are no images: lists of labels, a devkit's files, the labels in webdataset shards.
 LABEL_SUFFIXES = (".txt", ".csv", ".mat", ".cls", ".json")
-_LARGEST_LABEL_FILE = 256 * 1024**2  # bytes; the list of ImageNet's 1.3 million training images has 60 MB
+LARGEST_LIST = 256 * 1024**2  # bytes; the list of ImageNet's 1.3 million training images has 60 MB
+_LONGEST_NAME = 80  # characters of each name in a message
 
 
 class Source(Interface):
@@ -32,8 +34,8 @@ class Source(Interface):
         """Return name and byte length of the files directly inside that may hold labels, or are tars."""
         ...
 
-    def read(self, name: str) -> bytes:
-        """Return the bytes of one of those, by its name from the top."""
+    def read(self, name: str, most: int) -> bytes:
+        """Return the bytes of one of those, by its name from the top; DatasetError when it has more than `most`."""
         ...
 
 
@@ -46,18 +48,15 @@ class LabelFile:
     name: str
     path: Path  # of the file itself, or where it would lie if the archive were a folder
 
-    @property
-    def data(self) -> bytes:
-        """Return its bytes; DatasetError when it cannot be read, or is far too large for a list of labels."""
-        if self.source.others(self.inside).get(self.name, 0) > _LARGEST_LABEL_FILE:
-            raise DatasetError(f"{self.path}: too large for a list of labels. Give the right file with --labels FILE")
-        return self.source.read(join(self.inside, self.name))
+    def data(self, most: int = LARGEST_LIST) -> bytes:
+        """Return its bytes; DatasetError when it cannot be read, or has far too many of them to tell labels."""
+        return self.source.read(join(self.inside, self.name), most)
 
     @property
     def text(self) -> str:
         """Return its text; DatasetError when it is no text in UTF-8."""
         try:
-            return self.data.decode("utf-8-sig")  # some programs begin their files with a byte order mark
+            return self.data().decode("utf-8-sig")  # some programs begin their files with a byte order mark
         except UnicodeDecodeError as error:
             raise DatasetError(f"{self.path}: not a text in UTF-8. Give a list of labels with --labels FILE") from error
 
@@ -78,6 +77,15 @@ def place_of(path: Path, inside: str) -> str:
     return f"{path}/{inside}" if inside else str(path)
 
 
+def too_large(place: str, most: int) -> DatasetError:
+    """Return the error for a file that has more bytes than a list of labels, or one label, ever has."""
+    return DatasetError(f"{place}: more than {most:,} bytes, too large to tell labels. Give the right file")
+
+
 def some(names: Sequence[str]) -> str:
-    """Return the first five names as text."""
-    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+    """Return the first five names as text, shortened and printable: others may have chosen them."""
+    return ", ".join(map(_shown, names[:5])) + (", …" if len(names) > 5 else "")
+
+
+def _shown(name: str) -> str:
+    return printable(name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + "…")

@@ -13,12 +13,12 @@ from evaluator.datasets.archives import ArchiveReader, ArchiveSource, open_archi
 from evaluator.datasets.classes import ClassList
 from evaluator.datasets.members import MemberTable
 from evaluator.datasets.sample import UNLABELLED
-from evaluator.datasets.source import some
+from evaluator.datasets.source import join, some
 from evaluator.errors import DatasetError
 from evaluator.progress import progress
 from evaluator.strict import an_object, parse_json
 
-_SUFFIXES = (".cls", ".json")
+_SUFFIXES = {".cls": 64 * 1024, ".json": 1024**2}  # and the most bytes that one may have
 
 
 def is_shard(source: ArchiveSource, inside: str = "") -> bool:
@@ -91,7 +91,6 @@ def _read_words(source: ArchiveSource, inside: str, words: list[str], found_at: 
     for name, following in pairwise(images):
         if _key(name) == _key(following):
             raise DatasetError(f"{source.path}: {name} and {following} are two images of one key. Pack the shard anew")
-    reader = ArchiveReader((source.path,), labels)
     lacking = [name for name in images if labels.find(_key(name) + suffix) is None]
     if lacking:
         raise DatasetError(
@@ -106,7 +105,7 @@ def _read_words(source: ArchiveSource, inside: str, words: list[str], found_at: 
     for name in images:
         file = _key(name) + suffix
         place = f"{source.path}: {file}"
-        word = _word(reader.read(file), suffix, place)
+        word = _word(source.read(join(inside, file), _SUFFIXES[suffix]), suffix, place)
         found_at.setdefault(word, place)
         words.append(word)
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from evaluator.complexity import multiply_adds
-from evaluator.contract import ClassEntry, ModelContract, TrunkLayer, default_scales
+from evaluator.contract import ClassEntry, ModelContract, TrunkLayer, default_scales, how_to_write
 from evaluator.engine.scores import nine_places
 from evaluator.errors import ContractError, UsageError
 from evaluator.imaging.resize import resized_size
@@ -124,6 +124,5 @@ def _multiply_adds_of_view(contract: ModelContract, height: int, width: int) -> 
         return None if stated is None else whole(stated, "multiply_adds", 1)
     except (ValueError, ZeroDivisionError) as error:
         raise ContractError(
-            f"'prelunet.architecture' of this model file is malformed ({error}). "
-            "Write the file again with: prelunet export CHECKPOINT -o MODEL.onnx"
+            f"'prelunet.architecture' of this model file is malformed ({error}). {how_to_write('MODEL.onnx')}"
         ) from error

@@ -6,6 +6,7 @@ A session says what really runs it: asking for CUDA where CUDA does not come up 
 import importlib.metadata
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from evaluator.contract import INPUTS, OUTPUTS, ModelContract, contract_from_metadata
+from evaluator.contract import INPUTS, OUTPUTS, ModelContract, contract_from_metadata, how_to_write
 from evaluator.errors import ContractError, EnvironmentFault, UsageError, how_to_install
 from evaluator.files import sha256_of
 
@@ -37,6 +38,14 @@ _CUDA_OPTIONS = {
     "use_tf32": "0",
     "arena_extend_strategy": "kNextPowerOfTwo",
 }
+
+
+_LONGEST_REASON, _REASON_HEAD = 400, 120  # characters of what the runtime says; the cause stands at its end
+# `/path/file.cc:91 type name(arguments) const`, where parentheses may stand inside of parentheses.
+_SOURCE_PLACE = re.compile(
+    r"[\w./+-]*\.(?:cc|h|cpp|hpp|cu|cuh):\d+ "
+    r"(?:[\w:<>,&*~ ]*::[\w<>~]+(?:\(\))?\((?:[^()]|\([^()]*\))*\)(?: const)?(?: \[with [^\]]*\])?|\w+)"
+)
 
 
 @dataclass(frozen=True)
@@ -194,24 +203,33 @@ class PlainNet:
         try:
             yield
         except Exception as error:  # the runtime's own classes have no common base
-            text = " ".join(str(error).split())[:300] or type(error).__name__
+            text = reason_of(error)
             if _lacks_memory(error, text):
                 raise EnvironmentFault(f"{self._path}: too little memory left to {what} this net ({text})") from error
             raise ContractError(f"{self._path}: onnxruntime cannot {what} this net ({text})") from error
 
 
+def reason_of(error: Exception) -> str:
+    """Return the runtime's words for a failure in one line, without the place in its own source; the end is kept."""
+    text = " ".join(_SOURCE_PLACE.sub(" ", " ".join(str(error).split())).split())
+    if len(text) > _LONGEST_REASON:
+        text = f"{text[:_REASON_HEAD]} … {text[_REASON_HEAD - _LONGEST_REASON :]}"
+    return text or type(error).__name__
+
+
 def _load_error(error: Exception, path: Path, *, cuda: bool) -> ContractError | EnvironmentFault:
     """Say whose fault a failed load is. The runtime's exception classes are named after its status codes."""
-    kind, text = type(error).__name__, " ".join(str(error).split())[:300]
+    kind, text = type(error).__name__, reason_of(error)
     if kind in {"InvalidProtobuf", "InvalidGraph", "NoModel", "InvalidArgument", "NotImplemented"}:
         return ContractError(
-            f"{path}: not an ONNX model that can be loaded ({text}). Write one with: prelunet export CHECKPOINT -o FILE"
+            f"{path}: not an ONNX model that can be loaded ({text}). "
+            "Write one with: prelunet export CHECKPOINT -o FILE (from a classifier of another origin: prelunet adopt)"
         )
     if _lacks_memory(error, text):
-        return EnvironmentFault(f"{path}: this machine has too little memory left to load it ({text or kind})")
+        return EnvironmentFault(f"{path}: this machine has too little memory left to load it ({text})")
     if cuda:
         return EnvironmentFault(f"--device cuda: {path} could not be loaded on the GPU ({text})")
-    return ContractError(f"{path}: could not be loaded ({kind}: {text}). Export the checkpoint again")
+    return ContractError(f"{path}: could not be loaded ({kind}: {text}). {how_to_write(str(path))}")
 
 
 def _lacks_memory(error: Exception, text: str) -> bool:
@@ -220,12 +238,19 @@ def _lacks_memory(error: Exception, text: str) -> bool:
 
 def _check_interface(session: Any, contract: ModelContract, path: Path) -> None:
     """Refuse a file whose inputs or outputs are not those of the contract, or whose classes are not the graph's."""
-    mend = f"Write the file again with: prelunet export CHECKPOINT -o {path}"
+    mend = how_to_write(str(path))
     inputs = tuple(value.name for value in session.get_inputs())
     outputs = tuple(value.name for value in session.get_outputs())
     if inputs != INPUTS or outputs != OUTPUTS:
         raise ContractError(
             f"{path}: inputs {inputs} and outputs {outputs}, but the contract has {INPUTS} and {OUTPUTS}. {mend}"
+        )
+    # An adopted net states its crop in the graph too; one of ours leaves height and width open.
+    sides = [side for side in session.get_inputs()[0].shape[1:3] if isinstance(side, int)]
+    if sides and {*sides, contract.crop, contract.max_side} != {contract.crop}:
+        raise ContractError(
+            f"{path}: its graph takes images of {'x'.join(map(str, sides))} pixels and nothing else, but it states a "
+            f"crop of {contract.crop} and sides up to {contract.max_side}. {mend}"
         )
     classes = session.get_outputs()[0].shape[-1]
     if classes != len(contract.classes):

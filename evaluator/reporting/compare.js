@@ -1,10 +1,42 @@
-"use strict";
-// The charts, and search, filter and order of the table. Without scripts the page shows everything but the charts.
-(() => {
-  for (const key of ["top1", "top5"]) {
-    const spec = JSON.parse(document.getElementById(`${key}-spec`).textContent);
-    // ast: expressions are interpreted, so that the content policy need not allow eval.
-    const options = { mode: "vega-lite", renderer: "svg", actions: false, ast: true, tooltip: { theme: "report" } };
-    if (spec) window.vegaEmbed(`#${key}-chart`, spec, options);
-  }
-})();
+// The comparison's table of all classes, and the charts. Without scripts the page shows everything but the charts.
+
+const METRICS = ["top1", "top5"];
+
+// In the order of the table's rows, as compare_page.py writes them.
+const compared = JSON.parse(document.getElementById("compare-data").textContent).map(
+  ([index, wnid, name, evaluated, ...figures]) => ({
+    index, wnid, name, evaluated,
+    ...Object.fromEntries(METRICS.map((metric, n) => {
+      const [a, b, difference, stands] = figures[n];
+      return [metric, { a, b, difference, stands }];
+    })),
+  }),
+);
+
+const COLUMNS = {
+  index: (entry) => entry.index,
+  name: (entry) => entry.name,
+  evaluated: (entry) => entry.evaluated,
+};
+const FILTERS = [["All", () => true]];
+for (const metric of METRICS) {
+  const title = metric.replace("top", "top-");
+  for (const figure of ["a", "b", "difference"]) COLUMNS[`${metric}-${figure}`] = (entry) => entry[metric][figure];
+  FILTERS.push(
+    [`Improved by ${title}`, (entry) => entry[metric].difference !== null && entry[metric].difference < 0],
+    [`Worse by ${title}`, (entry) => entry[metric].difference > 0],
+    [`Stands by ${title}`, (entry) => entry[metric].stands],
+  );
+}
+FILTERS.push(["No images", (entry) => !entry.evaluated]);
+
+drawCharts();
+const { reveal } = startTable({ entries: compared, columns: COLUMNS, smallestFirst: ["index", "name"], filters: FILTERS });
+
+/** Shows the row of the class that the address names. */
+function route() {
+  const index = /^#class-(\d{1,7})$/.exec(location.hash)?.[1];
+  if (index !== undefined) reveal(Number(index));
+}
+addEventListener("hashchange", route);
+route();

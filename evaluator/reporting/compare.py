@@ -9,14 +9,14 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from evaluator.datasets.sample import UNLABELLED
 from evaluator.errors import RunFolderError
 from evaluator.reporting.paired import NONE, SIGNIFICANCE, PairedErrors, adjusted_p
-from evaluator.reporting.statistics import error_percent, macro_error, macro_interval, wilson_interval
-from evaluator.validation.run import Prediction, Run
+from evaluator.reporting.statistics import TOPS, error_percent, macro_error, macro_interval, wilson_interval
+from evaluator.validation.predictions import Prediction
+from evaluator.validation.run import Run, require_labels, require_whole
 
 COMPARISON_VERSION = 1
-METRICS = {"top1": 1, "top5": 5}  # an image is wrong when the rank of its class is beyond this
+METRICS = {f"top{k}": k for k in TOPS}  # an image is wrong when the rank of its class is beyond this
 
 Comparison = dict[str, Any]
 Pair = tuple[Prediction, Prediction]
@@ -25,8 +25,8 @@ Pair = tuple[Prediction, Prediction]
 def compare_runs(a: Run, b: Run) -> Comparison:
     """Return compare.json of two finished runs as plain data (docs/compare.schema.json).
 
-    Raises RunFolderError when they are not of the same images and classes, when one is a shard, or when the true
-    classes of the images are not known: the text says what differs.
+    Raises RunFolderError when they are not of the same images and classes, or when one is a shard, UsageError when
+    true classes are not known: the text says what differs.
     """
     check_comparable(a, b)
     pairs = list(zip(a.predictions, b.predictions, strict=True))
@@ -43,7 +43,11 @@ def compare_runs(a: Run, b: Run) -> Comparison:
         "evaluated": len(common),
         "a": _side(a, counts, "a"),
         "b": _side(b, counts, "b"),
-        **{key: _overall(counts[key], metrics[key]) for key in METRICS},
+        "refused_by_b_only": sum(one.refused is None and other.refused is not None for one, other in pairs),
+        **{
+            key: _overall(counts[key], metrics[key]) | {"difference_with_refusals": _with_refusals(pairs, beyond)}
+            for key, beyond in METRICS.items()
+        },
         "classes": [
             {
                 "index": index,
@@ -105,38 +109,26 @@ def comparison_csv(comparison: Comparison) -> bytes:
 def check_comparable(a: Run, b: Run) -> None:
     """Refuse runs whose images cannot be paired, and say what differs and what to do."""
     for run in (a, b):
-        if run.info.shard is not None:
-            number, of = run.info.shard
-            raise RunFolderError(
-                f"{_where(run)}: shard {number} of {of}, not a whole run. Put the shards together: prelunet merge"
-            )
-        if unknown := sum(prediction.label == UNLABELLED for prediction in run.predictions):
-            raise RunFolderError(
-                f"{_where(run)}: the true class of {unknown:,} of {len(run.predictions):,} images is not known, so "
-                "there is no error to compare. Compare runs on a labelled dataset"
-            )
+        require_whole(run.info, run.where)
+        require_labels(run)
     if a.info.dataset["fingerprint"] != b.info.dataset["fingerprint"]:
         raise RunFolderError(
-            f"{_where(a)} and {_where(b)} are of different images or labels, so they cannot be paired: "
+            f"{a.where} and {b.where} are of different images or labels, so they cannot be paired: "
             f"{_dataset(a)} against {_dataset(b)}. Validate both models on the same dataset"
         )
     wnids_a, wnids_b = ([entry.wnid for entry in run.info.classes] for run in (a, b))
     if wnids_a != wnids_b:
         raise RunFolderError(
-            f"{_where(a)} and {_where(b)} have different class lists: {_first_difference(wnids_a, wnids_b)}. "
+            f"{a.where} and {b.where} have different class lists: {_first_difference(wnids_a, wnids_b)}. "
             "Compare models of the same classes, in the same order"
         )
     for number, (one, other) in enumerate(zip(a.predictions, b.predictions, strict=True), start=1):
         if (one.file, one.label) != (other.file, other.label):
             raise RunFolderError(
-                f"image {number} is {one.file[:100]!r} of class {one.label} in {_where(a)}, but {other.file[:100]!r} "
-                f"of class {other.label} in {_where(b)}, although their fingerprints agree: one of them is damaged. "
+                f"image {number} is {one.file[:100]!r} of class {one.label} in {a.where}, but {other.file[:100]!r} "
+                f"of class {other.label} in {b.where}, although their fingerprints agree: one of them is damaged. "
                 "Restore its predictions.jsonl, or start it anew with --fresh"
             )
-
-
-def _where(run: Run) -> str:
-    return str(run.folder or run.info.model["file"])
 
 
 def _dataset(run: Run) -> str:
@@ -195,6 +187,14 @@ def _overall(of_class: Sequence[PairedErrors], metrics: Sequence[Mapping[str, An
         "classes_improved_that_stand": sum(metric["stands"] and metric["difference"] < 0 for metric in metrics),
         "classes_worse_that_stand": sum(metric["stands"] and metric["difference"] > 0 for metric in metrics),
     }
+
+
+def _with_refusals(pairs: Sequence[Pair], beyond: int) -> float | None:
+    """Return the difference over the images that A evaluated, those that B refused counted as wrong in B, in points."""
+    judged = [(one, other) for one, other in pairs if one.refused is None]
+    wrong_a = sum(one.rank > beyond for one, _ in judged)
+    wrong_b = sum(other.refused is not None or other.rank > beyond for _, other in judged)
+    return error_percent(wrong_b - wrong_a, len(judged))
 
 
 def _class_metrics(of_class: Sequence[PairedErrors]) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from evaluator.reporting.charts import FEW_CLASSES, Spec, chart_spec
 from evaluator.reporting.compare import Comparison
+from evaluator.reporting.text import signed
 
 ROW = 24  # pixels of a named class
 CHANGES = ("improved", "unchanged", "worse")
@@ -53,16 +54,13 @@ def _row(entry: Mapping[str, Any], key: str, place: int) -> dict[str, Any]:
         "high": round(high, 2),
         "a": f"{metric['a_error']:.1f} %",
         "b": f"{metric['b_error']:.1f} %",
-        "told": f"{_signed(metric['difference'])} points ({_signed(low)} to {_signed(high)})",
+        "told": f"{signed(metric['difference'], 1)} points ({signed(low, 1)} to {signed(high, 1)})",
     }
 
 
-def _signed(points: float) -> str:
-    return f"{points:+.1f}".replace("-", "−") if points else "0"
-
-
-def _title(key: str) -> str:
-    return f"difference of top-{key.removeprefix('top')} error (points); left of 0, B is better"
+def _title(key: str) -> list[str]:
+    """Return the lines under the axis; as one they would not fit a phone."""
+    return [f"top-{key.removeprefix('top')} error, B − A (points)", "left of 0, B is better"]
 
 
 def _colour() -> Spec:

@@ -1,7 +1,7 @@
 """compare.html: one self-contained page, made from compare.json and the images that flipped."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 from evaluator.reporting.charts import FEW_CLASSES
 from evaluator.reporting.compare import METRICS, Comparison, judgement, shown_p
 from evaluator.reporting.compare_charts import change_of, difference_chart
-from evaluator.reporting.gallery import Gallery, choose_mistakes, make_gallery
+from evaluator.reporting.gallery import Gallery, choose_mistakes, make_galleries
 from evaluator.reporting.html import render_html
 from evaluator.reporting.report import describe_protocol, short_provider
 from evaluator.validation.run import Run
@@ -36,22 +36,25 @@ def gather_flips(comparison: Comparison, a: Run, b: Run, data: Path | None) -> F
     data: folder or archive of the images; None to look where the runs found them, and then it is no error when they
     are gone. Raises DatasetError when `data` is not the dataset of these runs.
     """
-    return FlippedImages(
-        worse=_mistakes_among(comparison, "worse", b, data), better=_mistakes_among(comparison, "better", a, data)
-    )
+    got_worse, got_better = (_files_that_flipped(comparison, direction) for direction in ("worse", "better"))
+    worse, better = make_galleries([_mistakes_among(b, got_worse), _mistakes_among(a, got_better)], data)
+    return FlippedImages(replace(worse, total=len(got_worse)), replace(better, total=len(got_better)))
 
 
-def _mistakes_among(comparison: Comparison, direction: str, wrong: Run, data: Path | None) -> Gallery:
-    """Return the mistakes of a run among the images that flipped in this direction."""
-    files = {flip["file"] for flip in comparison["flips"] if flip["top1"] == direction}
+def _files_that_flipped(comparison: Comparison, direction: str) -> set[str]:
+    return {flip["file"] for flip in comparison["flips"] if flip["top1"] == direction}
+
+
+def _mistakes_among(wrong: Run, files: Collection[str]) -> Run:
+    """Return a run with nothing but its mistakes among these images that the page shows."""
     chosen = choose_mistakes([prediction for prediction in wrong.predictions if prediction.file in files])
-    gallery = make_gallery(replace(wrong, predictions=chosen[:SHOWN_OF_A_KIND]), data)
-    return replace(gallery, total=len(files))
+    return replace(wrong, predictions=chosen[:SHOWN_OF_A_KIND])
 
 
 def render_comparison(comparison: Comparison, flipped: FlippedImages) -> bytes:
     """Return compare.html; the same comparison and images give the same bytes."""
     sides = {key: comparison[key] for key in ("a", "b")}
+    worst_first = sorted(comparison["classes"], key=_worst_first)
     seen = [entry for entry in comparison["classes"] if entry["evaluated"]]
     shown = {mistake.prediction.file for gallery in (flipped.worse, flipped.better) for mistake in gallery.mistakes}
     return render_html(
@@ -66,9 +69,10 @@ def render_comparison(comparison: Comparison, flipped: FlippedImages) -> bytes:
         judgements={key: judgement(comparison[key]) for key in METRICS},
         shown_p=shown_p,
         change_of=change_of,
-        charts={key: difference_chart(comparison, key) for key in METRICS},
+        charts={key: chart for key in METRICS if (chart := difference_chart(comparison, key))},
         classes=comparison["classes"],
-        worst_first=sorted(comparison["classes"], key=_worst_first),
+        worst_first=worst_first,
+        table=[_table_row(entry) for entry in worst_first],
         seen=seen,
         few=len(seen) <= FEW_CLASSES,
         moved={direction: moved_most(comparison, "top1", direction) for direction in ("improved", "worse")},
@@ -113,6 +117,12 @@ def _worst_first(entry: Mapping[str, Any]) -> tuple[float, int]:
     """Order classes as the table shows them at first: by top-1 difference, those without images at the end."""
     difference = entry["top1"]["difference"]
     return (math.inf if difference is None else -difference, entry["index"])
+
+
+def _table_row(entry: Mapping[str, Any]) -> list[Any]:
+    """Return what the table's script searches, filters and sorts a class by, in the order of compare.js."""
+    figures = ([entry[key][name] for name in ("a_error", "b_error", "difference", "stands")] for key in METRICS)
+    return [entry["index"], entry["wnid"], entry["name"], entry["evaluated"], *figures]
 
 
 def _reach(comparison: Mapping[str, Any]) -> float:

@@ -10,7 +10,9 @@ from typing import Any
 from evaluator.protocols import View
 from evaluator.reporting.gallery import Gallery
 from evaluator.reporting.report import Report
-from evaluator.validation.run import Prediction, Run
+from evaluator.reporting.statistics import TOPS
+from evaluator.validation.predictions import Prediction
+from evaluator.validation.run import Run
 
 LISTED = 60_000  # images whose answers the page holds, about 45 bytes each; of more, every class gives its first ones
 PER_MILLE = 1000  # scores as three digits
@@ -18,11 +20,11 @@ PER_MILLE = 1000  # scores as three digits
 
 def embedded(report: Report, run: Run, gallery: Gallery) -> dict[str, Any]:
     """Return the data of the page's scripts as plain data; the same run and gallery give the same."""
-    of_class: list[list[Prediction]] = [[] for _ in run.info.classes]
-    for prediction in run.predictions:
-        of_class[prediction.label].append(prediction)
+    of_class: list[list[int]] = [[] for _ in run.info.classes]  # numbers of lines: a million take up less than objects
+    for number, prediction in enumerate(run.predictions):
+        of_class[prediction.label].append(number)
     share = fair_share([len(images) for images in of_class], LISTED)
-    listed = [sorted(images, key=_telling_first)[:share] for images in of_class]
+    listed = [sorted((run.predictions[n] for n in images), key=_telling_first)[:share] for images in of_class]
     place = {p.file: f"{label}-{number}" for label, images in enumerate(listed) for number, p in enumerate(images)}
     return {
         "errors": [report["top1_error"], report["top5_error"]],
@@ -67,8 +69,8 @@ def _telling_first(prediction: Prediction) -> tuple[int, float, str]:
 
 def _class(entry: Mapping[str, Any]) -> list[Any]:
     """Return a class's numbers in the order of report_data.js; percentages with one decimal, as the page shows them."""
-    errors = [number for k in (1, 5) for number in (entry[f"top{k}_wrong"], *map(_short, entry[f"top{k}_interval"]))]
-    views = [_short(view[f"top{k}_error"]) for k in (1, 5) for view in entry["views"]]
+    errors = [number for k in TOPS for number in (entry[f"top{k}_wrong"], *map(_short, entry[f"top{k}_interval"]))]
+    views = [_short(view[f"top{k}_error"]) for k in TOPS for view in entry["views"]]
     numbers = (entry["images"], entry["evaluated"], *errors, _short(entry["confidence"]), entry["median_rank"])
     return [entry["wnid"], entry["name"], *numbers, views]
 

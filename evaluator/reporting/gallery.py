@@ -20,7 +20,9 @@ from evaluator.datasets import DatasetPlace, open_place
 from evaluator.datasets.sample import Dataset, Sample
 from evaluator.errors import DatasetError, PreluNetError, RunFolderError
 from evaluator.imaging.decode import decode_rgb
-from evaluator.validation.run import Prediction, Run, find_dataset
+from evaluator.validation.predictions import Prediction
+from evaluator.validation.run import Run
+from evaluator.validation.run_log import find_dataset
 
 SHOWN = 48  # images in the gallery
 SHOWN_OF_A_CLASS = 3  # so that one hopeless class does not fill the gallery
@@ -66,21 +68,44 @@ def make_gallery(run: Run, data: Path | None) -> Gallery:
     are gone. Raises DatasetError when `data` is not the dataset of this run, RunFolderError when the run names an image
     that its dataset does not have.
     """
-    chosen = choose_mistakes(run.predictions)
-    plain = Gallery(tuple(map(Mistake, chosen)), sum(p.refused is None and p.rank > 1 for p in run.predictions))
-    if not chosen:
-        return plain
-    place = find_dataset(run.folder) if run.folder else None
+    (gallery,) = make_galleries([run], data)
+    return gallery
+
+
+def make_galleries(runs: Sequence[Run], data: Path | None) -> list[Gallery]:
+    """Make the galleries of runs on the same images, which are opened, listed and fingerprinted once."""
+    galleries = [_without_pictures(run) for run in runs]
+    if not any(gallery.mistakes for gallery in galleries):
+        return galleries
+    dataset = _find_images(runs, data)
+    if isinstance(dataset, str):
+        return [replace(gallery, missing=dataset) if gallery.mistakes else gallery for gallery in galleries]
+    return [
+        _with_pictures(gallery, dataset, run) if gallery.mistakes else gallery
+        for gallery, run in zip(galleries, runs, strict=True)
+    ]
+
+
+def _without_pictures(run: Run) -> Gallery:
+    mistakes = tuple(map(Mistake, choose_mistakes(run.predictions)))
+    return Gallery(mistakes, sum(p.refused is None and p.rank > 1 for p in run.predictions))
+
+
+def _find_images(runs: Sequence[Run], data: Path | None) -> Dataset | str:
+    """Open the images in `data`, or where one of the runs found them; a text says why there are none."""
+    places = [(run, find_dataset(run.folder)) for run in runs if run.folder]
+    known = [(run, place) for run, place in places if place is not None]
     if data is not None:
-        return _with_pictures(plain, _open(run, _moved(place, data)), run)
-    if place is None:
-        return replace(plain, missing="The run does not say where its images are.")
-    try:
-        dataset = _open(run, place)
-    except (PreluNetError, OSError):  # no path of this machine on a page that is sent around
-        gone = "The images of this run are no longer where it found them, or have changed."
-        return replace(plain, missing=gone)
-    return _with_pictures(plain, dataset, run)
+        run, place = known[0] if known else (runs[0], None)
+        return _open(run, _moved(place, data))
+    for run, place in known:
+        try:
+            return _open(run, place)
+        except (PreluNetError, OSError):  # no path of this machine on a page that is sent around
+            continue
+    if not known:
+        return "The run does not say where its images are."
+    return "The images of this run are no longer where it found them, or have changed."
 
 
 def choose_mistakes(predictions: Sequence[Prediction]) -> list[Prediction]:

@@ -6,10 +6,12 @@ content policy lets the browser load nothing.
 
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jinja2
-import vl_convert
+from evaluator.reporting.text import signed
+
+if TYPE_CHECKING:
+    import jinja2
 
 VEGA_LITE = "6.1"  # 6.4 loses text in the tooltips of points that are chosen as the nearest to the pointer
 
@@ -24,8 +26,11 @@ def render_html(template: str, **values: Any) -> bytes:
 
 
 @cache
-def _environment() -> jinja2.Environment:
+def _environment() -> "jinja2.Environment":
     """Load the templates' filters and the script that draws charts."""
+    import jinja2  # here: these two are slow to load, and the verbs' --help needs neither
+    import vl_convert
+
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("evaluator.reporting", "."),
         autoescape=True,
@@ -37,7 +42,7 @@ def _environment() -> jinja2.Environment:
     environment.filters |= {
         "percent": _percent,
         "count": _count,
-        "signed": _signed,
+        "signed": signed,
         "rank": _rank,
         "own_wnid": _own_wnid,
     }
@@ -54,11 +59,6 @@ def _asset(name: str) -> str:
 
 def _percent(value: float | None, digits: int = 1) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
-
-
-def _signed(value: float, digits: int = 2) -> str:
-    """Return a difference with its sign; a true minus, as wide as the plus."""
-    return f"{value:+.{digits}f}".replace("-", "−")
 
 
 def _rank(value: float) -> str:

@@ -7,17 +7,13 @@ errors.
 
 import csv
 import io
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from evaluator.datasets.sample import UNLABELLED
-from evaluator.errors import RunFolderError, UsageError
 from evaluator.protocols import Kind
-from evaluator.reporting.statistics import calibration, rank_summary
+from evaluator.reporting.statistics import TOPS, calibration, rank_summary
 from evaluator.reporting.tables import (
-    TOPS,
     Evaluated,
     class_table,
     confusion_pairs,
@@ -30,22 +26,24 @@ from evaluator.reporting.tables import (
     view_table,
     worst_matrix,
 )
-from evaluator.validation.run import Prediction, Run
+from evaluator.reporting.text import json_bytes
+from evaluator.validation.run import Run, require_labels, require_whole
 from evaluator.validation.suspicion import label_order_suspicion
 
 REPORT_VERSION = 2
 
 Report = dict[str, Any]
 
+report_bytes = json_bytes
+
 
 def build_report(run: Run) -> Report:
     """Return report.json of a finished run as plain data (docs/report.schema.json).
 
-    Raises UsageError when the run has no labels, RunFolderError when it is a shard, or when a prediction names a class
-    that the model does not have or contradicts itself.
+    Raises RunFolderError when the run is a shard, UsageError when true classes are not known.
     """
-    _check_reportable(run)
-    _check_predictions(run)
+    require_whole(run.info, run.where)
+    require_labels(run)
     info = run.info
     seen = evaluated_of(run.predictions, len(info.views))
     classes = class_table(info.classes, run.predictions, seen)
@@ -86,15 +84,9 @@ def _calibration(seen: Evaluated) -> dict[str, Any] | None:
 
 
 def _ranks(seen: Evaluated, classes: int) -> dict[str, Any]:
-    """Return where the truth stands. `from` is a word of Python, so the steps have other names there."""
+    """Return where the truth stands."""
     found = rank_summary(seen.rank, classes)
-    steps = [{"from": step.first, "to": step.last, "images": step.images} for step in found.counts]
-    return {**asdict(found), "counts": steps}
-
-
-def report_bytes(report: Report) -> bytes:
-    """Return report.json. ASCII only, so that no file name, however damaged, can spoil the encoding."""
-    return (json.dumps(report, indent=1, allow_nan=False) + "\n").encode("ascii")
+    return {**asdict(found), "counts": [asdict(step) for step in found.counts]}
 
 
 def classes_csv(report: Report) -> bytes:
@@ -120,11 +112,7 @@ def classes_csv(report: Report) -> bytes:
 def headline(report: Report) -> str:
     """Return the report in one line that can be cited: the errors with their circumstances."""
     if report["evaluated"]:
-        errors = " · ".join(
-            f"top-{k} error {report[f'top{k}_error']:.2f} % [{low:.2f}, {high:.2f}]"
-            for k in (1, 5)
-            for low, high in [report[f"top{k}_interval"]]
-        )
+        errors = " · ".join(f"top-{k} error {error_with_interval(report, k, 2, unit=' %')}" for k in TOPS)
         errors += f" of {report['evaluated']:,} images"
     else:
         errors = "no image evaluated"
@@ -137,6 +125,15 @@ def headline(report: Report) -> str:
         f"{describe_protocol(report['protocol'])} | {model['file']} ({model['architecture']}{digest}) | "
         f"{short_provider(circumstances)}, {circumstances['precision']}"
     )
+
+
+def error_with_interval(errors: Mapping[str, Any], k: int, digits: int = 1, *, unit: str = "") -> str:
+    """Return the top-k error of `error_fields` or of the macro errors with its interval: `22.97 [22.6, 23.3]`.
+
+    digits: of the interval; the error has two. unit: stands behind the error.
+    """
+    low, high = errors[f"top{k}_interval"]
+    return f"{errors[f'top{k}_error']:.2f}{unit} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
 _PARTS_SHOWN: Mapping[Kind, str] = {
@@ -160,44 +157,3 @@ def describe_protocol(protocol: Mapping[str, Any]) -> str:
 def short_provider(circumstances: Mapping[str, Any]) -> str:
     """Return what ran the model, without the runtime's suffix: `CUDA`, `CPU`."""
     return str(circumstances["provider"]).removesuffix("ExecutionProvider")
-
-
-def _check_reportable(run: Run) -> None:
-    """Refuse a run that has no errors to count, or that is not all of its dataset."""
-    name = run.folder or "run"
-    if run.info.shard is not None:
-        number, of = run.info.shard
-        raise RunFolderError(f"{name}: shard {number} of {of}; join them: prelunet merge SHARD... --run DIR")
-    if not run.labelled:
-        raise UsageError(
-            f"{name} has no labels, so there are no errors; `prelunet submission {name}` writes its answers"
-        )
-
-
-def _check_predictions(run: Run) -> None:
-    """Refuse predictions that no run of this model can hold; every number of the report would be wrong."""
-    classes = len(run.info.classes)
-    for number, prediction in enumerate(run.predictions, start=1):
-        if fault := _fault_of(prediction, classes):
-            raise RunFolderError(
-                f"{run.folder or 'run'}: prediction {number} ({prediction.file}) has {fault}. "
-                "Start the run anew with --fresh"
-            )
-
-
-def _fault_of(prediction: Prediction, classes: int) -> str | None:
-    """Return what contradicts itself in a prediction; None where nothing does."""
-    if prediction.label == UNLABELLED:
-        return "no label, but others have one"
-    answers = [index for index, _ in prediction.top]
-    for index in (prediction.label, *answers):
-        if not 0 <= index < classes:
-            return f"class index {index}, but the model has {classes} classes"
-    if prediction.refused is not None:
-        return None
-    rank = prediction.rank
-    if not answers or not 1 <= rank <= classes:
-        return f"rank {rank}, {len(answers)} answers, but the model has {classes} classes"
-    if answers[rank - 1] != prediction.label if rank <= len(answers) else prediction.label in answers:
-        return f"rank {rank} for class {prediction.label}, but its answers are {answers}"
-    return None

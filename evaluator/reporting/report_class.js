@@ -137,24 +137,25 @@ function classConfusions(entry) {
 
 function classViews(entry) {
   const cell = (value) => make("td.number", null, value);
-  const quiet = (value) => make("td.number.quiet", null, value);
+  const quiet = (value) => make("td.number.quiet.wide", null, value); // a phone has no room for it
   const rows = data.views.map(([what, all1, all5], place) => {
     const [own1, own5] = [entry.views.top1[place], entry.views.top5[place]];
     return make("tr", null, make("td", null, `scale ${what}`),
       cell(decimal(own1)), cell(signed(own1 - entry.error1)), quiet(signed(all1 - runError1, 2)),
       cell(decimal(own5)), cell(signed(own5 - entry.error5)), quiet(signed(all5 - runError5, 2)));
   });
-  const heads = ["top-1", "gain", "gain, all classes", "top-5", "gain", "gain, all classes"];
+  const heads = ["top-1", "gain", "gain, all classes", "top-5", "gain", "gain, all classes"].map((head) =>
+    make(head.endsWith("classes") ? "th.number.wide" : "th.number", null, head));
   return make(
     "section",
     null,
     make("h3", null, "Scales and mirror"),
-    make("p.about", null, "Its error by one view at a time, and what averaging takes off it; beside that the same for all images."),
+    make("p.about", null, "Its error by one view at a time, and what averaging takes off it", make("span.wide", null, "; beside that the same for all images"), "."),
     make("div.scroll", { tabindex: 0, role: "region", "aria-label": "Scales and mirror" },
       make("table.class-views", null,
-        make("thead", null, make("tr", null, make("th", null, "view"), heads.map((head) => make("th.number", null, head)))),
+        make("thead", null, make("tr", null, make("th", null, "view"), heads)),
         make("tbody", null, rows,
-          make("tr.total", null, make("td", null, "average of all"), cell(decimal(entry.error1)), cell(""), cell(""), cell(decimal(entry.error5)), cell(""), cell(""))))),
+          make("tr.total", null, make("td", null, "average of all"), cell(decimal(entry.error1)), cell(""), quiet(""), cell(decimal(entry.error5)), cell(""), quiet(""))))),
   );
 }
 

@@ -1,5 +1,4 @@
-// The page's data, in the order in which embedded.py writes it, and what the other scripts build elements with.
-// Names are hostile: elements are made one by one, and text is only ever set as text.
+// The report's data, in the order in which embedded.py writes it.
 
 const data = JSON.parse(document.getElementById("report-data").textContent);
 const [runError1, runError5] = data.errors;
@@ -58,24 +57,6 @@ function imagesOf(index) {
 function pictureOf(key) {
   const figure = document.querySelectorAll(".gallery figure")[data.large[key] ?? -1];
   return data.tiles[key] ?? figure?.querySelector("img")?.src;
-}
-
-const decimal = (value, digits = 1) => (value === null ? "–" : value.toFixed(digits));
-const whole = (value) => value.toLocaleString("en");
-const rankText = (rank) => (rank === null ? "–" : Number.isInteger(rank) ? whole(rank) : rank.toFixed(1));
-const signed = (value, digits = 1) => {
-  const text = Math.abs(value).toFixed(digits);
-  return Number(text) === 0 ? text : `${value < 0 ? "−" : "+"}${text}`;
-};
-
-/** Makes an element. names: of its classes, after dots, as in `td.number`; attributes: `style` and others by name. */
-function make(tag, attributes, ...children) {
-  const [name, ...names] = tag.split(".");
-  const element = document.createElement(name);
-  if (names.length) element.className = names.join(" ");
-  for (const [key, value] of Object.entries(attributes ?? {})) element.setAttribute(key, value);
-  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
-  return element;
 }
 
 /** A class's name that opens it; with the wnid where the name alone could be another class. */

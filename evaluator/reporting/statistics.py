@@ -11,6 +11,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+TOPS = (1, 5)  # an image is wrong by top-k when the rank of its class is beyond k
 CONFIDENCE = 0.95
 DECIMALS = 4  # of every percentage in a report
 RESAMPLES = 10_000

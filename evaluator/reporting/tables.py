@@ -3,6 +3,7 @@
 At ImageNet's size loops over images and classes take longer than everything else, so images stand in arrays here.
 """
 
+from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,13 +14,19 @@ import numpy.typing as npt
 
 from evaluator.contract import ClassEntry
 from evaluator.protocols import View
-from evaluator.reporting.statistics import DECIMALS, error_percent, macro_error, macro_interval, wilson_interval
-from evaluator.validation.run import Prediction
+from evaluator.reporting.statistics import (
+    DECIMALS,
+    TOPS,
+    error_percent,
+    macro_error,
+    macro_interval,
+    wilson_interval,
+)
+from evaluator.validation.predictions import Prediction
 
 CONFUSIONS_OF_A_CLASS = 5
 CONFUSIONS_OVERALL = 50
 WORST_CLASSES = 20  # of the matrix of the worst; more cannot be read on a page
-TOPS = (1, 5)
 
 Whole = npt.NDArray[np.int64]
 
@@ -37,13 +44,22 @@ class Evaluated:
 
 def evaluated_of(predictions: Sequence[Prediction], views: int) -> Evaluated:
     """Return the images that were not refused. views: how many the run has, 0 for an ensemble."""
-    seen = [prediction for prediction in predictions if prediction.refused is None]
+    label, answer, rank, view_ranks = (array("q") for _ in range(4))  # not a million objects at a time
+    scores = array("d")
+    for prediction in predictions:
+        if prediction.refused is None:
+            index, score = prediction.top[0]
+            label.append(prediction.label)
+            answer.append(index)
+            scores.append(score)
+            rank.append(prediction.rank)
+            view_ranks.extend(prediction.view_ranks)
     return Evaluated(
-        label=np.array([prediction.label for prediction in seen], dtype=np.int64),
-        answer=np.array([prediction.top[0][0] for prediction in seen], dtype=np.int64),
-        score=np.array([prediction.top[0][1] for prediction in seen], dtype=np.float64),
-        rank=np.array([prediction.rank for prediction in seen], dtype=np.int64),
-        view_ranks=np.array([prediction.view_ranks for prediction in seen], dtype=np.int64).reshape(len(seen), views),
+        label=np.array(label, np.int64),
+        answer=np.array(answer, np.int64),
+        score=np.array(scores, np.float64),
+        rank=np.array(rank, np.int64),
+        view_ranks=np.array(view_ranks, np.int64).reshape(len(rank), views),
     )
 
 
@@ -102,7 +118,8 @@ def class_table(
 ) -> list[dict[str, Any]]:
     """Return every class of the model, also those of which the dataset has no image."""
     count = len(classes)
-    images = np.bincount([prediction.label for prediction in predictions], minlength=count).tolist()
+    labels = np.fromiter((prediction.label for prediction in predictions), np.int64)
+    images = np.bincount(labels, minlength=count).tolist()
     evaluated = np.bincount(seen.label, minlength=count).tolist()
     wrong = list(zip(*(np.bincount(seen.label[seen.rank > k], minlength=count).tolist() for k in TOPS), strict=True))
     scores = np.bincount(seen.label, weights=np.minimum(seen.score, 1.0), minlength=count).tolist()

@@ -11,7 +11,8 @@ from evaluator.errors import DatasetError, ImageError
 from evaluator.protocols import Protocol
 from evaluator.reporting.report import Report, build_report
 from evaluator.serving.classifier import Classifier
-from evaluator.validation.run import Prediction, Run, describe_dataset, prediction_of, run_info
+from evaluator.validation.predictions import Prediction, prediction_of
+from evaluator.validation.run import Run, describe_dataset, run_info
 
 IN_FLIGHT = 32  # images of one evaluation that are held at a time; the client waits while so many are unanswered
 

@@ -15,6 +15,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TextIO, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +41,7 @@ AHEAD = 4  # chunks per worker that may be begun before the first of them is fin
 ATTEMPTS = 3  # at one chunk, and at starting each worker
 CPUS = 4  # of a worker, where nothing else is asked for and the machines have so many
 PROBES = 8  # images that a worker must have as the driver has them
-PATIENCE = 30.0  # seconds without an answer, after which it is said that the cluster has no room yet
+PATIENCE = 30.0  # seconds without an answer, after which it is said what is being waited for
 
 
 @dataclass(frozen=True)
@@ -137,9 +138,9 @@ def room(machines: Sequence[Mapping[str, float]], cpus: int, *, gpu: bool) -> tu
 def _connected(address: str) -> Iterator[ModuleType]:
     """Give Ray's module while this process is connected to a cluster; a local one ends with it, and so do the workers.
 
-    Ray's own words are kept from both streams: it prints news of its workers to stdout, where our result goes. Its
-    usage statistics stay at home, unless RAY_USAGE_STATS_ENABLED is 1. Its handler of SIGTERM, which exits without a
-    word, gives way to the one that was there.
+    Ray's own words are kept from both streams, see `_WithoutRay`. Its usage statistics stay at home, unless
+    RAY_USAGE_STATS_ENABLED is 1. Its handler of SIGTERM, which exits without a word, gives way to the one that was
+    there.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # or it warns of a change to come
@@ -148,7 +149,7 @@ def _connected(address: str) -> Iterator[ModuleType]:
     except ImportError as error:
         raise EnvironmentFault(f"--ray: ray cannot be imported ({error}). Bring it: {how_to_install('ray')}") from error
     on_sigterm = signal.getsignal(signal.SIGTERM)
-    with redirect_stdout(io.StringIO()):
+    with redirect_stdout(cast("TextIO", _WithoutRay(sys.stdout))):
         try:
             _knock(address)
             ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.CRITICAL)
@@ -159,11 +160,32 @@ def _connected(address: str) -> Iterator[ModuleType]:
                 "Ray's own variables: RAY_AUTH_MODE and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
             ) from error
         try:
-            if threading.current_thread() is threading.main_thread():
+            if threading.current_thread() is threading.main_thread() and on_sigterm is not None:  # None: no Python's
                 signal.signal(signal.SIGTERM, on_sigterm)
             yield ray
         finally:
-            ray.shutdown()
+            with redirect_stdout(io.StringIO()):  # this thread prints what Ray's own had put aside
+                ray.shutdown()
+
+
+class _WithoutRay:
+    """A stream that keeps what Ray's own threads write from another, and passes on all else.
+
+    For the whole of an evaluation one of them prints news of workers to stdout, where our result goes; no option of
+    Ray's stops it. What is printed by whoever called us is his.
+    """
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write it, or not."""
+        if threading.current_thread().name.startswith("ray_"):
+            return len(text)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _knock(address: str) -> None:
@@ -190,8 +212,8 @@ class Worker:
         self._job = job
         self._session: Model | None = None
 
-    def start(self) -> PreluNetError | None:
-        """Open the model and check that this machine has what the driver has."""
+    def start(self) -> str | PreluNetError:
+        """Open the model and check that this machine has what the driver has; return which worker this is."""
         job = self._job
         try:
             if job.folder.is_dir():
@@ -206,7 +228,7 @@ class Worker:
             mend = "Every machine needs the same versions, and the same model and images by the same paths"
             return type(error)(f"worker on {socket.gethostname()} cannot start: {error}\n{mend}")
         self._session = _OneAtATime(session)
-        return None
+        return f"process {os.getpid()} on {socket.gethostname()}"
 
     def evaluate(self, chunk: Sequence[Sample]) -> ChunkResult | PreluNetError:
         """Evaluate one chunk; called after `start`, in several threads."""
@@ -254,6 +276,8 @@ class Crew:
         self._owed: dict[Any, tuple[Any, int | None]] = {}  # answer → worker and its chunk; None: its start
         self._free: list[Any] = []  # workers, each as often as it can take a chunk
         self._lost: Counter[int | None] = Counter()  # chunk, or None for a start → workers that were lost with it
+        self._places: dict[Any, str] = {}  # worker that has started → where it is
+        self._silences = 0  # in a row, of PATIENCE seconds each
         for _ in range(count):
             self._start_worker()
 
@@ -280,9 +304,9 @@ class Crew:
         """Wait for an answer; return it under its chunk's number, or nothing when it was no result."""
         answers, _ = self._ray.wait(list(self._owed), num_returns=1, timeout=PATIENCE)
         if not answers:
-            if all(number is None for _, number in self._owed.values()):
-                self._announce("Ray: the cluster has no room for a worker yet; waiting")
+            self._tell_silence()
             return {}
+        self._silences = 0
         worker, number = self._owed.pop(answers[0])
         try:
             answer = self._ray.get(answers[0])
@@ -296,21 +320,41 @@ class Crew:
         if number is not None:
             self._free.append(worker)
             return {number: answer}
+        self._places[worker] = answer
         self._free += [worker] * IN_HAND
         self._lost[None] = 0
         return {}
+
+    def _tell_silence(self) -> None:
+        """Say what is being waited for, after 1, 2, 4, ... times PATIENCE: it may be only slow, or hang."""
+        self._silences += 1
+        if self._silences & (self._silences - 1):
+            return
+        waiting = [(number, worker) for worker, number in self._owed.values() if number is not None]
+        if not waiting:
+            self._announce("Ray: the cluster has no room for a worker yet; waiting")
+            return
+        number, worker = min(waiting, key=lambda owed: owed[0])
+        self._announce(
+            f"Ray: no answer for {self._silences * PATIENCE:.0f} s; waiting for the images {self._place_of(number)} "
+            f"from {self._places[worker]}. If it hangs, end that process: another does its work again"
+        )
+
+    def _place_of(self, chunk: int) -> str:
+        return f"{self._chunks[chunk][0].file} to {self._chunks[chunk][-1].file}"
 
     def _replace(self, worker: Any, number: int | None, reason: str) -> None:
         """Take back what a lost worker had in hand, and start another in its place."""
         in_hand = {number, *(other for owing, other in self._owed.values() if owing is worker)}
         self._owed = {answer: owed for answer, owed in self._owed.items() if owed[0] is not worker}
         self._free = [other for other in self._free if other is not worker]
+        self._places.pop(worker, None)
         self._ray.kill(worker)  # it may live on, out of reach
         self._lost.update(in_hand)
         for chunk in [chunk for chunk in in_hand if chunk is not None]:
             heapq.heappush(self._todo, chunk)
             if self._lost[chunk] >= ATTEMPTS:
-                place = f"{self._chunks[chunk][0].file} to {self._chunks[chunk][-1].file}"
+                place = self._place_of(chunk)
                 raise WorkersLost(f"{ATTEMPTS} workers were lost with the images {place} in hand ({reason})")
         if self._lost[None] >= ATTEMPTS * self._count:
             raise WorkersLost(f"{self._lost[None]} workers in a row were lost at their start ({reason})")

@@ -5,10 +5,12 @@ float32 once; the weights are positive and their sum is 1. The paper does not sa
 """
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
+from shlex import join
 from typing import Any
 
 import numpy as np
@@ -18,10 +20,16 @@ from evaluator.differences import differences, shown
 from evaluator.engine.scores import shortest, top_k
 from evaluator.errors import RunFolderError, UsageError
 from evaluator.progress import progress
+from evaluator.protocols import options_of
+from evaluator.terminal import printable
 from evaluator.validation.derived import begin, refuse_source_as_target
-from evaluator.validation.run import TOP, Prediction, Run, RunInfo, read_run, read_run_info
+from evaluator.validation.described import fitting
+from evaluator.validation.predictions import TOP, Prediction
+from evaluator.validation.run import Run, RunInfo, read_run, read_run_info, require_whole
 from evaluator.validation.stored import BLOCK, Flags, FloatArray, IntArray, check_scores, ranks_of, read_rows
 from evaluator.validation.writer import RunWriter, open_run
+
+_NAME = "ensemble of {}"  # in place of a model file's
 
 
 @dataclass(frozen=True)
@@ -82,9 +90,9 @@ def ensemble_info(infos: Sequence[RunInfo], shares: Sequence[float]) -> RunInfo:
     models = [info.model for info in infos]
     return RunInfo(
         model={
-            "file": f"ensemble of {len(infos)}",
+            "file": _NAME.format(len(infos)),
             "sha256": ensemble_sha256([model["sha256"] for model in models], shares),
-            "architecture": "+".join(model["architecture"] for model in models),
+            "architecture": _joined(model["architecture"] for model in models),
             "activation": common[0] if len(common := _distinct(m["activation"] for m in models)) == 1 else "mixed",
         },
         classes=infos[0].classes,
@@ -125,15 +133,12 @@ def _normalised(weights: Sequence[float]) -> list[float]:
 def _check_agree(folders: Sequence[Path], infos: Sequence[RunInfo]) -> None:
     """Refuse runs whose scores mean different things, with the difference and the mend."""
     for path, info in zip(folders, infos, strict=True):
-        if info.shard is not None:
-            raise RunFolderError(
-                f"{path}: shard {info.shard[0]} of {info.shard[1]}, not a whole run. Join its shards first: "
-                "prelunet merge SHARD... --run DIR"
-            )
+        require_whole(info, path)
     for (path, info), (again, other) in combinations(zip(folders, infos, strict=True), 2):
-        if info.model["sha256"] == other.model["sha256"]:
+        known = _models(path, info)
+        if twice := known.keys() & _models(again, other).keys():
             raise RunFolderError(
-                f"{again}: the same model as {path} ({info.model['file']}), so that it would count twice. Leave it "
+                f"{again}: the same model as {path} ({known[min(twice)]}), so that it would count twice. Leave it "
                 "out; where it should weigh more, say so with --weights"
             )
     for path, info in zip(folders[1:], infos[1:], strict=True):
@@ -143,13 +148,24 @@ def _check_agree(folders: Sequence[Path], infos: Sequence[RunInfo]) -> None:
                 raise RunFolderError(f"{path}: {what} than {folders[0]}:\n{shown(found)}\n{mend}")
 
 
+def _models(path: Path, info: RunInfo) -> dict[str, str]:
+    """Return sha256 and file of every model that a run is of: its own and, of an ensemble, those of its members."""
+    for member in info.members:
+        if re.fullmatch(_NAME.format(r"\d+"), member["model"]["file"]):
+            raise RunFolderError(
+                f"{path}: an ensemble of ensembles, which does not say of which models those are; one could count "
+                "twice. Give the runs of the single models, with --weights"
+            )
+    return {model["sha256"]: model["file"] for model in (info.model, *(member["model"] for member in info.members))}
+
+
 def _to_compare(one: RunInfo, other: RunInfo) -> Iterable[tuple[str, tuple[dict[str, Any], dict[str, Any]], str]]:
     """Yield what must be the same in two members: what is wrong otherwise, the two sides, and the mend.
 
     Names of datasets, protocols and classes may differ; what they stand for may not.
     """
-    name, model, data = one.protocol.name, other.model["file"], other.dataset["name"]
-    again = f"Validate it again: prelunet validate --model {model} --data {data} --protocol {name} --run DIR"
+    looks = join(options_of(one.protocol, by_scales=True))
+    again = f"Validate {other.model['file']} again, with the options that it had and: {looks}"
     images = [{key: info.dataset[key] for key in ("images", "fingerprint")} for info in (one, other)]
     yield "other images", (images[0], images[1]), "All members must see the same images with the same labels"
     classes = [{"classes": [{"wnid": entry.wnid} for entry in info.classes]} for info in (one, other)]
@@ -164,10 +180,10 @@ def _check_same_images(runs: Sequence[Run]) -> None:
     for run in runs[1:]:
         for number, (one, other) in enumerate(zip(runs[0].predictions, run.predictions, strict=True), start=1):
             if (one.file, one.label) != (other.file, other.label):
+                there, here = (f"of {printable(line.file)} (label {line.label})" for line in (one, other))
                 raise RunFolderError(
-                    f"{run.folder}: line {number} of its predictions is of {other.file} (label {other.label}), but in "
-                    f"{runs[0].folder} of {one.file} (label {one.label}). One of them was changed: do it anew with "
-                    "its command and --fresh"
+                    f"{run.folder}: line {number} of its predictions is {here}, but in {runs[0].folder} {there}. One "
+                    "of them was changed: do it anew with its command and --fresh"
                 )
 
 
@@ -175,12 +191,16 @@ def _circumstances(members: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return provider, precision and versions: those that all share, or all of them with + between."""
     names = _distinct(name for member in members for name in member["versions"])
     return {
-        "provider": "+".join(_distinct(member["provider"] for member in members)),
-        "precision": "+".join(_distinct(member["precision"] for member in members)),
+        "provider": _joined(_distinct(member["provider"] for member in members)),
+        "precision": _joined(_distinct(member["precision"] for member in members)),
         "versions": {
-            name: "+".join(_distinct(member["versions"].get(name, "none") for member in members)) for name in names
+            name: _joined(_distinct(member["versions"].get(name, "none") for member in members)) for name in names
         },
     }
+
+
+def _joined(names: Iterable[str]) -> str:
+    return fitting("+".join(names))
 
 
 def _distinct(values: Iterable[str]) -> list[str]:

@@ -5,10 +5,11 @@ the merged run is written as any run is, so that a killed merge leaves an unfini
 finishes; and in the end the merged run is read again and compared with every shard.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
+from shlex import join
 
 import numpy as np
 
@@ -16,8 +17,11 @@ from evaluator.datasets.sample import Sample
 from evaluator.differences import differences, shown
 from evaluator.errors import RunFolderError
 from evaluator.progress import progress
+from evaluator.protocols import options_of
+from evaluator.terminal import printable
 from evaluator.validation.derived import begin, refuse_source_as_target
 from evaluator.validation.run import Run, RunInfo, read_run, read_run_info
+from evaluator.validation.run_log import find_dataset
 from evaluator.validation.stored import BLOCK, check_scores, read_rows
 from evaluator.validation.writer import NAMES, RunWriter, open_run
 
@@ -66,6 +70,9 @@ def _in_order(shards: Sequence[Shard]) -> list[Shard]:
                 f"{path}: not a shard of the same run as {first}:\n{shown(found)}\n"
                 "Leave it out, or make it again with the model, data, options and versions of the others"
             )
+    for path, info in shards:
+        if not info.images:
+            raise RunFolderError(f"{path}: shard {_name(info)} of this run has no images. Leave it out")
     ordered = sorted(shards, key=lambda shard: shard[1].shard or (0, 0))
     for (before, info), (path, again) in pairwise(ordered):
         if info.shard == again.shard:
@@ -78,21 +85,43 @@ def _in_order(shards: Sequence[Shard]) -> list[Shard]:
 
 def _refuse_missing(ordered: Sequence[Shard]) -> None:
     """Refuse a gap, with the command that fills it."""
+    path, info = ordered[0]
+    lacking = info.dataset["images"] - sum(shard.images for _, shard in ordered)
+    if not lacking:  # where there are more shards than chunks some are empty, and nothing is missing with them
+        return
+    missing = list(islice(_missing(ordered), _SHOWN + 1))
+    names = ", ".join([*(f"{number}/{of}" for number, of in missing[:_SHOWN]), *["..."] * (len(missing) > _SHOWN)])
+    raise RunFolderError(
+        f"missing: {names}, {lacking:,} of {info.dataset['images']:,} images. Make each with the command that made "
+        f"{path}, but with its own number and folder: {_command(path, info, missing[0])}"
+    )
+
+
+def _missing(ordered: Sequence[Shard]) -> Iterator[tuple[int, int]]:
+    """Yield the shards that are not there and have images; goes from chunk to chunk: of may be large."""
+    there = {shard.shard for _, shard in ordered}
     info = ordered[0][1]
     assert info.shard is not None, "checked before"
-    there = {shard.shard for _, shard in ordered}
-    of = info.shard[1]
-    wanted = [replace(info, shard=(number, of)) for number in range(1, of + 1)]
-    # Where there are more shards than chunks some are empty: they cannot be made, and nothing is missing with them.
-    missing = [shard for shard in wanted if shard.shard not in there and shard.images]
-    if missing:
-        names = ", ".join(_name(shard) for shard in missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
-        raise RunFolderError(
-            f"missing: {names}, {sum(shard.images for shard in missing):,} of {info.dataset['images']:,} images. Make "
-            f"each with the command that made {ordered[0][0]}, but with its own number and folder: prelunet validate "
-            f"--model {info.model['file']} --data {info.dataset['name']} --protocol {info.protocol.name} "
-            f"--shard {_name(missing[0])} --run DIR"
-        )
+    chunks, of, chunk = -(-info.dataset["images"] // info.chunk), info.shard[1], 0
+    while chunk < chunks:
+        number = -(-(chunk + 1) * of // chunks)  # the first shard that ends behind this chunk
+        if (number, of) not in there:
+            yield number, of
+        chunk = number * chunks // of
+
+
+def _command(path: Path, info: RunInfo, shard: tuple[int, int]) -> str:
+    """Return the command that makes another shard of a run, with what the log of this one tells of its dataset."""
+    place = find_dataset(path)
+    words = ["prelunet", "validate", "--model", info.model["file"]]
+    words += ["--data", info.dataset["name"] if place is None else str(place.path)]
+    if place is not None:
+        words += ["--labels", str(place.labels)] if place.labels is not None else []
+        words += ["--no-labels"] if place.no_labels else []
+        words += ["--limit", str(place.limit)] if place.limit is not None else []
+        words += ["--classes", ",".join(place.classes)] if place.classes else []
+    words += [*options_of(info.protocol), "--shard", "/".join(map(str, shard)), "--run", "DIR"]
+    return join(words)
 
 
 def _name(info: RunInfo) -> str:
@@ -109,8 +138,9 @@ def _samples(shards: Sequence[Shard]) -> list[Sample]:
         check_scores(run)
         if samples and run.predictions[0].file <= samples[-1].file:
             raise RunFolderError(
-                f"{path}: its first image ({run.predictions[0].file}) should come after the last of the shard before "
-                f"it ({samples[-1].file}). One of them is damaged: do it anew with its command and --fresh"
+                f"{path}: its first image ({printable(run.predictions[0].file)}) should come after the last of the "
+                f"shard before it ({printable(samples[-1].file)}). One of them is damaged: do it "
+                "anew with its command and --fresh"
             )
         samples += [Sample(line.file, line.label, 0) for line in run.predictions]
     return samples

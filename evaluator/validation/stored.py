@@ -9,7 +9,9 @@ import numpy.typing as npt
 from evaluator.datasets.sample import UNLABELLED
 from evaluator.errors import RunFolderError
 from evaluator.progress import progress
-from evaluator.validation.run import SCORES_FILE, TOP, Prediction, Run, RunInfo
+from evaluator.terminal import printable
+from evaluator.validation.predictions import Prediction
+from evaluator.validation.run import SCORES_FILE, Run, RunInfo
 from evaluator.validation.writer import scores_header
 
 BLOCK = 1024  # images read at a time: 4 MB at 1000 classes
@@ -47,8 +49,8 @@ def check_scores(run: Run) -> None:
             if fault := _fault_in(read_rows(run, first, end), lines):
                 row, what = fault
                 raise RunFolderError(
-                    f"{path}: row {first + row} ({lines[row].file}) {what}. The scores are damaged or another run's: "
-                    "restore the file, or do the run anew with the same command and --fresh"
+                    f"{path}: row {first + row} ({printable(lines[row].file)}) {what}. The scores are damaged or "
+                    "another run's: restore the file, or do the run anew with the same command and --fresh"
                 )
             advance(end - first)
 
@@ -115,7 +117,6 @@ def _fault_in(rows: FloatArray, lines: Sequence[Prediction]) -> tuple[int, str] 
 
 def _faults(rows: FloatArray, lines: Sequence[Prediction]) -> Iterator[tuple[Flags, str]]:
     """Yield (which rows it concerns, what is wrong) of images that were evaluated; each relies on those before it."""
-    answers = min(TOP, rows.shape[1])
     labels = np.array([line.label for line in lines], np.int64)
     told = np.array([line.rank for line in lines], np.int64)
     yield np.asarray(~np.isfinite(rows).all(axis=1)), "has a score that is no number (NaN or infinite)"
@@ -124,7 +125,6 @@ def _faults(rows: FloatArray, lines: Sequence[Prediction]) -> Iterator[tuple[Fla
         np.asarray((rows < 0).any(axis=1) | (np.abs(sums - 1) > SUM_TOLERANCE)),
         "has scores that are no probabilities of sum 1",
     )
-    yield np.array([len(line.top) != answers for line in lines]), f"has a line without {answers} best classes"
     yield ~_same_best(rows, lines), "has other best classes or scores than its line"
     ranks = ranks_of(rows, np.maximum(labels, 0))
     yield (labels != UNLABELLED) & (ranks != told), "gives the true class another rank than its line"

@@ -5,47 +5,64 @@ The format (the development kit's readme): a line per image in the order of the 
 and ask for just five, since a guess that is left out can only lose.
 """
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from evaluator.datasets.imagenet import GROUND_TRUTH, MAPPINGS, MATLAB
 from evaluator.errors import CheckFailed, RunFolderError, UsageError
 from evaluator.files import open_atomically
-from evaluator.validation.run import Prediction, Run
+from evaluator.terminal import printable
+from evaluator.validation.predictions import Prediction
+from evaluator.validation.run import Run, is_run_folder, require_whole
 
 GUESSES = 5  # per image
 DEVKIT_IDS = 1000
 PLACEHOLDER = (1, 2, 3, 4, 5)  # ids for an image that was refused: always the same, so that they claim nothing
-_LONGEST_LINE = 64  # bytes that are looked at; 24 are the most that five ids take
+_LONGEST_LINE = 2**16  # bytes; five ids take 24 at most
+_LOOKED_AT = 64  # characters of a line
 _FAULTS_TOLD = 5
 _NUMBER = re.compile(r"[1-9]\d{0,3}", re.ASCII)
 
 
-def write_submission(run: Run, devkit_ids: Mapping[str, int], path: Path, *, allow_refused: bool = False) -> int:
+def write_submission(
+    run: Run,
+    devkit_ids: Mapping[str, int],
+    path: Path,
+    *,
+    ids_from: Path | None = None,
+    allow_refused: bool = False,
+) -> int:
     """Write the five best classes of every image of a run; returns for how many images placeholders stand.
 
-    devkit_ids: of each wnid; allow_refused: write PLACEHOLDER for images that the run refused. The format must have a
-    line for each image, and there is nothing to say of these: they will count as errors, as they should. What is
-    written is checked (`check_submission`).
+    devkit_ids: of each wnid; ids_from: the file or folder that tells them, for messages; allow_refused: write
+    PLACEHOLDER for images that the run refused. The format must have a line for each image, and there is nothing to say
+    of these: they will count as errors, as they should. What is written is checked (`check_submission`) before it
+    replaces a file that was there.
     Raises RunFolderError when the run is not of the whole dataset or has refused images, UsageError when a class has
-    no devkit id, CheckFailed when the written file is wrong.
+    no devkit id of its own or `path` lies in a run, CheckFailed when the written file is wrong.
     """
-    _check_whole(run)
-    ids = _ids_of_classes(run, devkit_ids)
+    require_whole(run.info, run.where)
+    _refuse_selection(run)
+    _refuse_run_as_target(path)
+    ids = _ids_of_classes(run, devkit_ids, ids_from)
     lines = _in_name_order(run)
     refused = [line for line in lines if line.refused is not None]
     if refused and not allow_refused:
+        first = printable(f"{refused[0].file}: {refused[0].refused}")
         raise RunFolderError(
-            f"{run.folder}: {len(refused):,} images were refused ({refused[0].file}: {refused[0].refused}), but the "
-            "file must have a line for each image. Mend the images and validate anew, or write the line "
-            f"'{' '.join(map(str, PLACEHOLDER))}' for them, which will count as errors: --allow-refused"
+            f"{run.folder}: {len(refused):,} images were refused ({first}), but the file must have a line for each "
+            f"image. Mend the images and validate anew, or write the line '{' '.join(map(str, PLACEHOLDER))}' for "
+            "them, which will count as errors: --allow-refused"
         )
     with open_atomically(path) as file:
         for line in lines:
             guesses = PLACEHOLDER if line.refused is not None else [ids[index] for index, _ in line.top]
             file.write((" ".join(map(str, guesses)) + "\n").encode("ascii"))
-    check_submission(path, len(lines))
+        file.flush()
+        check_submission(Path(file.name), len(lines))
     return len(refused)
 
 
@@ -54,15 +71,19 @@ def check_submission(path: Path, images: int | None = None) -> int:
 
     Raises CheckFailed that names the first faulty lines and how to mend them, UsageError when it cannot be read.
     """
-    count, faults, told = 0, 0, []
+    count, faults, told, cut = 0, 0, [], False
     for count, line in enumerate(_lines(path), start=1):
         if fault := next(_faults_of(line), None):
             faults += 1
             told += [f"line {count}: {fault}"] if faults <= _FAULTS_TOLD else []
+        if cut := len(line) > _LONGEST_LINE:
+            break
     if faults > _FAULTS_TOLD:
         told.append(f"... and {faults - _FAULTS_TOLD:,} more lines")
     if not count:
         told.append("it is empty; write it anew with: prelunet submission RUN -o FILE --devkit DIR")
+    elif cut:
+        told.append(f"what follows was not read: line {count} has more than {_LONGEST_LINE:,} characters")
     elif images is not None and count != images:
         told.append(f"{count:,} lines for {images:,} images; each image has one line, in the order of the file names")
     if told:
@@ -70,18 +91,33 @@ def check_submission(path: Path, images: int | None = None) -> int:
     return count
 
 
-def _check_whole(run: Run) -> None:
+def _refuse_selection(run: Run) -> None:
     """Refuse a run of a part of its dataset: the server counts lines, not names."""
-    mend = "The server wants every image of the set: "
-    if run.info.shard is not None:
-        raise RunFolderError(f"{run.folder}: a shard. {mend}join the shards with prelunet merge SHARD... --run DIR")
     if (selection := run.info.dataset["selection"]) is not None:
         raise RunFolderError(
-            f"{run.folder}: of a part of the dataset ({selection}). {mend}validate without a selection"
+            f"{run.where}: of a part of the dataset ({selection}). The server wants every image of the set: validate "
+            "without a selection"
         )
 
 
-def _ids_of_classes(run: Run, devkit_ids: Mapping[str, int]) -> list[int]:
+def refuse_sources_as_target(path: Path, devkit: Path) -> None:
+    """Refuse to write a submission over what it is made of. devkit: folder or file that tells the ids."""
+    _refuse_run_as_target(path)
+    folders = (devkit, devkit / "data")
+    files = [devkit, *(folder / name for folder in folders for name in (GROUND_TRUTH, MATLAB, *MAPPINGS))]
+    if path.exists() and any(file.is_file() and file.samefile(path) for file in files):
+        raise UsageError(f"{path}: a file of the development kit, which is read. Choose another file with -o")
+
+
+def _refuse_run_as_target(path: Path) -> None:
+    for folder in Path(os.path.realpath(path)).parents:
+        if is_run_folder(folder):
+            raise UsageError(
+                f"{path}: lies in {folder}, a run, whose files stay as they are. Choose another file with -o"
+            )
+
+
+def _ids_of_classes(run: Run, devkit_ids: Mapping[str, int], ids_from: Path | None) -> list[int]:
     """Return the devkit id of each class index."""
     classes = run.info.classes
     if len(classes) < GUESSES:
@@ -95,6 +131,16 @@ def _ids_of_classes(run: Run, devkit_ids: Mapping[str, int]) -> list[int]:
             f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}). Take a model of ImageNet's classes, or "
             "the development kit of its year with --devkit"
         )
+    where, mend = ids_from or "the devkit's ids", "Take the development kit of ILSVRC2012 with --devkit"
+    wnid_of: dict[int, str] = {}
+    for entry in classes:
+        devkit_id = devkit_ids[entry.wnid]
+        if not 1 <= devkit_id <= DEVKIT_IDS:
+            raise UsageError(
+                f"{where}: gives {entry.wnid} the id {devkit_id}, but the server's are 1 to {DEVKIT_IDS}. {mend}"
+            )
+        if (other := wnid_of.setdefault(devkit_id, entry.wnid)) != entry.wnid:
+            raise UsageError(f"{where}: gives {other} and {entry.wnid} the same id, {devkit_id}. {mend}")
     return [devkit_ids[entry.wnid] for entry in classes]
 
 
@@ -104,14 +150,9 @@ def _in_name_order(run: Run) -> Sequence[Prediction]:
     for one, other in pairwise(lines):
         if _base_name(one) == _base_name(other):
             raise RunFolderError(
-                f"{run.folder}: {one.file} and {other.file} have the same name, so that nobody could tell their lines "
-                "apart. A submission is of images with names of their own, as ILSVRC2012_test_00000001.JPEG"
-            )
-    for line in lines:
-        if line.refused is None and len(line.top) != GUESSES:
-            raise RunFolderError(
-                f"{run.folder}: {line.file} has {len(line.top)} predictions, not {GUESSES}. The run is damaged: do it "
-                "anew with its command and --fresh"
+                f"{run.folder}: {printable(one.file)} and {printable(other.file)} have the same name, so that nobody "
+                "could tell their lines apart. A submission is of images with names of their own, as "
+                "ILSVRC2012_test_00000001.JPEG"
             )
     return lines
 
@@ -121,24 +162,24 @@ def _base_name(line: Prediction) -> str:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, of a long one only the beginning."""
+    """Yield the lines of a file; of one that is too long its beginning, which is the last that should be taken."""
+    mend = "Give the path of a text file that is there"
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path}: cannot be read (not a regular file). {mend}")
     try:
         with path.open("rb") as file:
-            while line := file.readline(_LONGEST_LINE):
-                beginning = line
-                while line and not line.endswith(b"\n"):
-                    line = file.readline(2**16)
-                yield beginning
+            while line := file.readline(_LONGEST_LINE + 1):
+                yield line
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror}). Give the path of a file that is there") from error
+        raise UsageError(f"{path}: cannot be read ({error.strerror}). {mend}") from error
 
 
 def _faults_of(line: bytes) -> Iterator[str]:
     """Yield what is wrong with a line, and the mend; each check relies on those before it."""
     text = line.decode("ascii", errors="backslashreplace")
     body = text.removesuffix("\n")
-    guesses = body.split(" ")
-    if body == text:
+    guesses = body[:_LOOKED_AT].split(" ")
+    if body == text or len(body) > _LOOKED_AT:
         yield "has no end, or is too long: five ids and a newline make a line. The file may be cut off"
     if not body.strip():
         yield "is blank; every image has a line of five ids"

@@ -23,17 +23,9 @@ from evaluator.imaging.decode import decode_rgb
 from evaluator.imaging.views import ViewImage, make_views
 from evaluator.progress import progress
 from evaluator.protocols import Protocol
-from evaluator.validation.run import (
-    CHUNK,
-    RESUMED,
-    STARTED,
-    Prediction,
-    Run,
-    RunInfo,
-    place_to_log,
-    prediction_of,
-    read_run,
-)
+from evaluator.validation.predictions import Prediction, prediction_of
+from evaluator.validation.run import CHUNK, Run, RunInfo, read_run
+from evaluator.validation.run_log import RESUMED, STARTED, place_to_log
 from evaluator.validation.writer import RunWriter, open_run
 
 MAX_THREADS = 16  # beyond, the threads wait for the interpreter more than they decode

@@ -21,36 +21,28 @@ import numpy.typing as npt
 from evaluator.datasets.sample import Sample
 from evaluator.differences import differences, shown
 from evaluator.errors import EnvironmentFault, RunFolderError
-from evaluator.files import leftovers, locked_folder, remove_leftovers, write_atomically
+from evaluator.files import leftovers, locked_folder, make_folder, remove_leftovers, write_atomically
 from evaluator.strict import parse_json
-from evaluator.validation.run import (
-    LOG_FILE,
-    PREDICTIONS_FILE,
-    RUN_FILE,
-    SCORES_FILE,
-    Prediction,
-    RunInfo,
-    prediction_from_json,
-    read_run_info,
-)
+from evaluator.validation.predictions import Prediction, prediction_from_json
+from evaluator.validation.run import PREDICTIONS_FILE, RUN_FILE, SCORES_FILE, RunInfo, is_run_folder, read_run_info
+from evaluator.validation.run_log import LOG_FILE
 
 # What is said of a run that is started anew, and no longer true of it.
 _REPORTS = ("report.json", "classes.csv", "report.html", "compared-with-*/compare.*")
 _REPLACED = (RUN_FILE, PREDICTIONS_FILE, SCORES_FILE)  # whole, by `write_atomically`
-NAMES = {("model", "file"), ("dataset", "name")}  # in run.json for the reader's eye; a renamed file is the same file
+# In run.json for the reader's eye: a renamed file is the same file, and the fingerprint tells images and labels.
+NAMES = {("model", "file"), ("dataset", "name"), ("dataset", "layout"), ("dataset", "selection")}
 
 
 class RunWriter:
     """A run folder that is open for writing. done: images that are safely written; chunk: images written at a time."""
 
-    def __init__(self, folder: Path, info: RunInfo, done: int, log: io.FileIO) -> None:
+    def __init__(self, folder: Path, info: RunInfo, done: int) -> None:
         self.folder = folder
         self.done = done
         self.chunk = info.chunk
         self._info = info
-        self._log = log
-        self._scores = (folder / SCORES_FILE).open("ab", buffering=0)
-        self._lines = (folder / PREDICTIONS_FILE).open("ab", buffering=0)
+        self._files: dict[str, io.FileIO] = {}  # opened when written to: a finished run may lie on a read-only disk
 
     def append(self, predictions: Sequence[Prediction], scores: npt.NDArray[np.float32]) -> None:
         """Write one chunk: its lines and its rows of scores, float32 (images, classes), NaN where refused.
@@ -59,21 +51,24 @@ class RunWriter:
         """
         assert scores.shape == (len(predictions), len(self._info.classes)), "one row of scores for each line"
         lines = "".join(json.dumps(prediction.to_json(), allow_nan=False) + "\n" for prediction in predictions)
-        self._write(self._scores, scores.astype("<f4").tobytes(), durable=True)
-        self._write(self._lines, lines.encode(), durable=True)
+        self._write(SCORES_FILE, scores.astype("<f4").tobytes(), durable=True)
+        self._write(PREDICTIONS_FILE, lines.encode(), durable=True)
         self.done += len(predictions)
 
     def log(self, event: str, **fields: Any) -> None:
         """Add a line to log.jsonl, with the date."""
         date = datetime.now().astimezone().isoformat(timespec="seconds")
-        self._write(self._log, (json.dumps({"event": event, "date": date, **fields}) + "\n").encode())
+        self._write(LOG_FILE, (json.dumps({"event": event, "date": date, **fields}) + "\n").encode())
 
     def close(self) -> None:
         """Close the files; nothing is left to write."""
-        self._scores.close()
-        self._lines.close()
+        for file in self._files.values():
+            file.close()
 
-    def _write(self, file: io.FileIO, data: bytes, *, durable: bool = False) -> None:
+    def _write(self, name: str, data: bytes, *, durable: bool = False) -> None:
+        if name not in self._files:
+            self._files[name] = (self.folder / name).open("ab", buffering=0)
+        file = self._files[name]
         try:
             rest = memoryview(data)
             while rest:
@@ -97,20 +92,19 @@ def open_run(folder: Path, info: RunInfo, samples: Sequence[Sample], *, fresh: b
     """
     assert all(one.file < next_.file for one, next_ in pairwise(samples)), "samples are sorted by file name"
     _refuse_what_is_no_run(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with locked_folder(folder, "--run"), (folder / LOG_FILE).open("ab", buffering=0) as log:
+    make_folder(folder, "--run")
+    with locked_folder(folder, "--run"):
         remove_leftovers(folder, _REPLACED)
         if fresh:
-            log.truncate(0)
-            _delete(folder, *_reports(folder), SCORES_FILE)  # without scores no line counts, whosever it is
+            _delete(folder, LOG_FILE, *_reports(folder), SCORES_FILE)  # without scores no line counts, whosever it is
         if not fresh and (folder / RUN_FILE).exists():
             _check_same(read_run_info(folder), info, folder)
         else:
             write_atomically(folder / RUN_FILE, (json.dumps(info.to_json(), indent=1) + "\n").encode())
         if fresh:
             _delete(folder, PREDICTIONS_FILE)  # last: killed before, the folder is still known as a run
-        _end_torn_line(folder / LOG_FILE, log)
-        writer = RunWriter(folder, info, _cut_back(folder, info, samples), log)
+        _end_torn_line(folder / LOG_FILE)
+        writer = RunWriter(folder, info, _cut_back(folder, info, samples))
         try:
             yield writer
         finally:
@@ -131,7 +125,7 @@ def _refuse_what_is_no_run(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise RunFolderError(f"{folder}: a file, not a folder. Choose another path with --run")
-    if (folder / RUN_FILE).exists() and ((folder / PREDICTIONS_FILE).exists() or _is_run_info(folder)):
+    if is_run_folder(folder):
         return
     log = folder / LOG_FILE
     begun = set(leftovers(folder, _REPLACED))  # by one killed before run.json was there
@@ -144,14 +138,6 @@ def _refuse_what_is_no_run(folder: Path) -> None:
         )
 
 
-def _is_run_info(folder: Path) -> bool:
-    try:
-        read_run_info(folder)
-    except RunFolderError:
-        return False
-    return True
-
-
 def _delete(folder: Path, *names: str) -> None:
     for name in names:
         (folder / name).unlink(missing_ok=True)
@@ -161,10 +147,14 @@ def _reports(folder: Path) -> list[str]:
     return [str(path.relative_to(folder)) for name in _REPORTS for path in (folder / "report").glob(name)]
 
 
-def _end_torn_line(path: Path, log: io.FileIO) -> None:
+def _end_torn_line(path: Path) -> None:
     """End a line that was torn by a crash, so that the next one can be read."""
+    if not path.exists():
+        return
     with path.open("rb") as file:
-        if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":
+        torn = file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
+    if torn:
+        with path.open("ab") as log:
             log.write(b"\n")
 
 
@@ -214,7 +204,7 @@ def _whole_rows(path: Path, header: bytes, row: int) -> int:
 def _line_ends(path: Path, info: RunInfo, samples: Sequence[Sample]) -> list[int]:
     """Return where each line ends, in bytes, up to the first that is torn or not its sample's."""
     ends: list[int] = []
-    if not path.exists():
+    if not os.path.lexists(path):
         return ends
     end, classes, views = 0, len(info.classes), len(info.views)
     with path.open("rb") as lines:

@@ -18,6 +18,7 @@ from evaluator.errors import ImageError, UsageError
 from evaluator.files import write_atomically
 from evaluator.imaging.decode import DecodeLimits, decode_rgb
 from evaluator.protocols import Protocol
+from evaluator.terminal import say
 from evaluator.verbs.options import ProtocolOption, protocol_asked
 
 DEFAULT_TIMEOUT = 60.0  # seconds
@@ -56,7 +57,7 @@ def classify(
             if name is not None or timeout is not None:
                 raise UsageError("--name and --timeout belong to --server; leave them out with --model")
             session = open_session(model, device or "auto")
-            typer.echo(f"{model.name}: {session.contract.name} on {session.circumstances}", err=True)
+            say(f"{model.name}: {session.contract.name} on {session.circumstances}", err=True)
             looks = protocol_asked(protocol, session.contract, exif=exif)
             number = top_asked(top, len(session.contract.classes))
             ask = _ask_model(session, model.stem, looks, number, heatmap=heatmap is not None)
@@ -88,14 +89,14 @@ def _answer_all(images: Sequence[str], ask: Ask, heatmap: Path | None, *, as_jso
         except ImageError as error:
             failure = ImageError(f"{file}: {error}")
         else:
-            typer.echo(json.dumps({"file": file, **answer.to_json()}) if as_json else _lines(file, answer))
+            say(json.dumps({"file": file, **answer.to_json()}) if as_json else _lines(file, answer))
             if heatmap is not None:
                 write_atomically(heatmap, answer.heatmap)
-                typer.echo(f"heat maps: {heatmap}", err=True)
+                say(f"heat maps: {heatmap}", err=True)
             continue
         if len(images) == 1:
             raise failure
-        typer.echo(f"prelunet: {failure}", err=True)
+        say(f"prelunet: {failure}", err=True)
         failed += 1
     if failed:
         raise ImageError(f"{failed} of {len(images)} images could not be classified; the reasons are above")

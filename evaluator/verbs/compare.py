@@ -10,7 +10,9 @@ from evaluator.errors import CheckFailed, UsageError
 from evaluator.reporting.compare import METRICS, Comparison, judgement, shown_p
 from evaluator.reporting.compare_page import protocol_remark
 from evaluator.reporting.compare_write import WrittenComparison, write_comparison
-from evaluator.reporting.report import describe_protocol, report_bytes
+from evaluator.reporting.report import describe_protocol
+from evaluator.reporting.text import json_bytes, signed
+from evaluator.terminal import say
 
 Metric = Literal["top1", "top5", "both"]
 
@@ -28,7 +30,12 @@ def compare(
     ] = None,
     fail_if_worse: Annotated[
         float | None,
-        typer.Option(metavar="POINTS", min=0, help="Exit with 6 when B's error is more than so many points above A's."),
+        typer.Option(
+            metavar="POINTS",
+            min=0,
+            help="Exit with 6 when B's error is more than so many points above A's: over the images that both "
+            "evaluated, or over all that A evaluated with those that B refused counted as wrong.",
+        ),
     ] = None,
     metric: Annotated[Metric, typer.Option(help="Which error --fail-if-worse looks at.")] = "both",
     as_json: Annotated[
@@ -39,7 +46,9 @@ def compare(
     if fail_if_worse is not None and not math.isfinite(fail_if_worse):
         raise UsageError(f"--fail-if-worse {fail_if_worse}: give a number of points, as --fail-if-worse 0.5")
     written = write_comparison(a, b, out=out, data=data)
-    typer.echo(report_bytes(written.comparison).decode("ascii") if as_json else summary(written), nl=False)
+    say(json_bytes(written.comparison).decode("ascii") if as_json else summary(written), end="")
+    if refused := written.comparison["refused_by_b_only"]:
+        say(_refusals(refused), err=True)
     if fail_if_worse is not None:
         check_not_worse(written.comparison, fail_if_worse, metric)
 
@@ -47,18 +56,35 @@ def compare(
 def check_not_worse(comparison: Comparison, points: float, metric: Metric) -> None:
     """Raise CheckFailed when B's error is more than so many points above A's, or when that cannot be told.
 
-    metric: which error. The difference is taken as compare.json has it, with 4 decimals.
+    metric: which error. Differences are taken as compare.json has them, with 4 decimals: over the images that both
+    evaluated, and over all that A evaluated with those that B refused counted as wrong, or B could pass by refusing.
     """
     if not comparison["evaluated"]:
         raise CheckFailed("no image was evaluated in both runs, so it cannot be told whether B is worse than A")
-    a, b = comparison["a"], comparison["b"]
-    worse = [
-        f"top-{METRICS[key]} error {b[f'{key}_error']:.2f} % against {a[f'{key}_error']:.2f} %, {difference:+g} points"
-        for key in (METRICS if metric == "both" else [metric])
-        if (difference := comparison[key]["difference"]) > points
-    ]
-    if worse:
+    looked_at = METRICS if metric == "both" else [metric]
+    if worse := [text for key in looked_at if (text := _beyond(comparison, key, points))]:
         raise CheckFailed(f"B is worse than A by more than {points:g} points: {'; '.join(worse)}")
+
+
+def _beyond(comparison: Comparison, key: str, points: float) -> str | None:
+    """Return by how much B is worse by one metric, in words; None where it is within the points."""
+    a, b, found = comparison["a"], comparison["b"], comparison[key]
+    title = f"top-{METRICS[key]} error"
+    if found["difference"] > points:
+        return f"{title} {b[f'{key}_error']:.2f} % against {a[f'{key}_error']:.2f} %, {found['difference']:+g} points"
+    if found["difference_with_refusals"] > points:
+        return (
+            f"{title} {found['difference_with_refusals']:+g} points, where the images that B refused and A did not "
+            f"({comparison['refused_by_b_only']:,}) count as wrong in B; {found['difference']:+g} without them"
+        )
+    return None
+
+
+def _refusals(images: int) -> str:
+    return (
+        f"warning: B refused {images:,} image{'s' if images > 1 else ''} that A evaluated, left out of both errors; "
+        "--fail-if-worse also counts them as wrong in B"
+    )
 
 
 def summary(written: WrittenComparison) -> str:
@@ -100,8 +126,8 @@ def _metric(comparison: Comparison, key: str) -> list[str]:
     low, high = found["interval"]
     stand = found["classes_improved_that_stand"] + found["classes_worse_that_stand"]
     return [
-        f"{title}: {judgement(found)}: {found['difference']:+.2f} points of error, "
-        f"95 % interval {low:+.2f} to {high:+.2f}",
+        f"{title}: {judgement(found)}: {signed(found['difference'], minus='-')} points of error, "
+        f"95 % interval {signed(low, minus='-')} to {signed(high, minus='-')}",
         f"  images: {found['only_a_wrong']:,} wrong in A only, {found['only_b_wrong']:,} wrong in B only; "
         f"McNemar {shown_p(found['p'])}",
         f"  classes: {found['classes_improved']:,} improved, {found['classes_unchanged']:,} unchanged, "

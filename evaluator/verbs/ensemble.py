@@ -10,6 +10,7 @@ import typer
 
 from evaluator.errors import UsageError
 from evaluator.reporting.statistics import error_percent, wilson_interval
+from evaluator.terminal import say
 from evaluator.validation.ensemble import Ensemble, Tally
 from evaluator.validation.ensemble import ensemble as average_runs
 
@@ -35,18 +36,14 @@ def ensemble(
         run,
         weights=None if weights is None else _numbers(weights),
         fresh=fresh,
-        announce=lambda text: typer.echo(text, err=True),
+        announce=lambda text: say(text, err=True),
     )
-    typer.echo(json.dumps(_to_json(found, run)) if as_json else "\n".join(_table(found)))
+    say(json.dumps(_to_json(found, run)) if as_json else "\n".join(_table(found)))
     if found.first:
-        typer.echo(
-            "note: an order or weights that were chosen by these errors flatter them; choose on other images", err=True
-        )
-        typer.echo(f"per-class report: prelunet report {run}", err=True)
+        say("note: an order or weights that were chosen by these errors flatter them; choose on other images", err=True)
+        say(f"per-class report: prelunet report {run}", err=True)
     else:
-        typer.echo(
-            f"the images have no labels; to send it in: prelunet submission {run} -o FILE --devkit DIR", err=True
-        )
+        say(f"the images have no labels; to send it in: prelunet submission {run} -o FILE --devkit DIR", err=True)
 
 
 def _numbers(text: str) -> list[float]:

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from evaluator.terminal import say
 from evaluator.validation.merge import merge as join_shards
 
 
@@ -21,6 +22,6 @@ def merge(
 
     The merged run is the one that a single machine would have made, byte for byte.
     """
-    merged = join_shards(shards, run, fresh=fresh, announce=lambda text: typer.echo(text, err=True))
-    typer.echo(f"{run}: {len(shards)} shards, {len(merged.predictions):,} images; none is missing, none doubled")
-    typer.echo(f"per-class report: prelunet report {run}", err=True)
+    merged = join_shards(shards, run, fresh=fresh, announce=lambda text: say(text, err=True))
+    say(f"{run}: {len(shards)} shards, {len(merged.predictions):,} images; none is missing, none doubled")
+    say(f"per-class report: prelunet report {run}", err=True)

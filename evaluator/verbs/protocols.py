@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
-from evaluator.contract import ModelContract
+from evaluator.contract import ModelContract, default_scales
 from evaluator.engine.protocol_costs import ProtocolCost, paper_contract, protocol_costs
 from evaluator.errors import UsageError
+from evaluator.terminal import say
 
 UNKNOWN = "?"
 HEADERS = ("protocol", "kind", "scales", "views", "windows", "multiply-adds", "x center", "from")
@@ -33,17 +34,27 @@ def protocols(
     if as_json:
         plain = [cost.to_json() for cost in costs]
         told = {"model": model and model.name, "crop": contract.crop, "image": {"height": height, "width": width}}
-        typer.echo(json.dumps({**told, "protocols": plain}, indent=2))
+        say(json.dumps({**told, "protocols": plain}, indent=2))
         return
     subject = "Models A, B and C" if model is None else f"{model.name}: {contract.name}"
-    typer.echo(f"{subject}, crop {contract.crop} px; an image of {height}x{width} pixels (height x width)\n")
-    typer.echo("\n".join(table(costs, with_cost=model is not None)))
-    typer.echo("\nwindows: those that are averaged. Other scales: as dense-256-384, center-240. See docs/protocols.md")
+    say(f"{subject}, crop {contract.crop} px; an image of {height}x{width} pixels (height x width)\n")
+    say("\n".join(table(costs, with_cost=model is not None)))
+    say("\nwindows: those that are averaged. Other scales: as dense-256-384, center-240. See docs/protocols.md")
     if model is None:
-        typer.echo("What each costs depends on the net: prelunet protocols --model MODEL.onnx")
-    refused = [f"  {cost.refusal}" for cost in costs if cost.refusal is not None]
-    if refused:
-        typer.echo("\n".join(["\nThis model cannot do:", *refused]))
+        say("What each costs depends on the net: prelunet protocols --model MODEL.onnx")
+    if (contract.crop, contract.default_scales) != (224, default_scales(224)):
+        say("from: the papers' scales are for crops of 224 pixels; here they are in proportion to the model's")
+    if refused := _refusals(costs):
+        say("\n".join(["\nThis model cannot do:", *refused]))
+
+
+def _refusals(costs: Sequence[ProtocolCost]) -> list[str]:
+    """Return each reason once, after the names of the protocols that it keeps from being done."""
+    names: dict[str, list[str]] = {}
+    for cost in costs:
+        if cost.refusal is not None:
+            names.setdefault(cost.refusal.removeprefix(f"protocol {cost.name}: "), []).append(cost.name)
+    return [f"  {', '.join(those)}: {reason}" for reason, those in names.items()]
 
 
 def _contract_of(model: Path) -> ModelContract:

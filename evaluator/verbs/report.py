@@ -8,12 +8,14 @@ import typer
 from evaluator.reporting.report import Report, headline, report_bytes
 from evaluator.reporting.tables import worst_classes
 from evaluator.reporting.write import WrittenReport, write_report
+from evaluator.terminal import say
 
 WORST_PRINTED = 5
 
 
 def report(
     run: Annotated[Path, typer.Argument(help="Folder of a finished run, as `prelunet validate --run` wrote it.")],
+    out: Annotated[Path | None, typer.Option(help="Folder for the three files. Default: RUN/report.")] = None,
     data: Annotated[
         Path | None,
         typer.Option(
@@ -25,8 +27,10 @@ def report(
     ] = False,
 ) -> None:
     """Write report.json, classes.csv and report.html of a run, and print its headline and worst classes."""
-    written = write_report(run, data=data)
-    typer.echo(report_bytes(written.report).decode("ascii") if as_json else _summary(written), nl=False)
+    written = write_report(run, out=out, data=data)
+    say(report_bytes(written.report).decode("ascii") if as_json else _summary(written), end="")
+    if written.missing is not None:
+        say(f"note: {written.html} has no pictures. {written.missing} Say where they are with --data DIR", err=True)
 
 
 def _summary(written: WrittenReport) -> str:

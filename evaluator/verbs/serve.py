@@ -12,6 +12,7 @@ from evaluator.serving.classifier import MAX_WAITING
 from evaluator.serving.models import parse_models
 from evaluator.serving.server import ServeOptions
 from evaluator.serving.server import serve as serve_until_stopped
+from evaluator.terminal import say
 
 
 def serve(
@@ -40,5 +41,5 @@ def serve(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     limits = DecodeLimits(max_image_bytes, max_image_pixels)
     options = ServeOptions(parse_models(model), host, port, device, threads, grace, limits, max_waiting)
-    unfinished = asyncio.run(serve_until_stopped(options, typer.echo))
-    typer.echo(f"stopped; calls cut off after {grace:g} s: {unfinished}" if unfinished else "stopped; no call was lost")
+    unfinished = asyncio.run(serve_until_stopped(options, say))
+    say(f"stopped; calls cut off after {grace:g} s: {unfinished}" if unfinished else "stopped; no call was lost")

@@ -7,8 +7,15 @@ import typer
 
 from evaluator.datasets.imagenet import read_devkit_ids
 from evaluator.errors import UsageError
+from evaluator.terminal import say
 from evaluator.validation.run import read_run
-from evaluator.validation.submission import GUESSES, PLACEHOLDER, check_submission, write_submission
+from evaluator.validation.submission import (
+    GUESSES,
+    PLACEHOLDER,
+    check_submission,
+    refuse_sources_as_target,
+    write_submission,
+)
 
 TEST_IMAGES = 100_000  # of ILSVRC2012
 
@@ -39,25 +46,27 @@ def submission(
     if check is not None:
         if run is not None or out is not None or devkit is not None or allow_refused:
             raise UsageError("--check looks at a file that is there: give it alone, or with --images")
-        typer.echo(_all_right(check, check_submission(check, images)))
+        say(_all_right(check, check_submission(check, images)))
         return
     if run is None or out is None or devkit is None or images is not None:
         raise UsageError(
             "give a run, a file and the ids: prelunet submission RUN -o FILE --devkit DIR; "
             "or check a file: prelunet submission --check FILE --images 100000"
         )
+    refuse_sources_as_target(out, devkit)
     finished = read_run(run)
-    refused = write_submission(finished, read_devkit_ids(devkit), out, allow_refused=allow_refused)
+    ids = read_devkit_ids(devkit, [entry.wnid for entry in finished.info.classes])
+    refused = write_submission(finished, ids, out, ids_from=devkit, allow_refused=allow_refused)
     if refused:
-        typer.echo(
+        say(
             f"warning: {refused:,} images were refused and have the line '{' '.join(map(str, PLACEHOLDER))}'; "
             f"{run / 'predictions.jsonl'} says which and why",
             err=True,
         )
     count = len(finished.predictions)
     if count != TEST_IMAGES:
-        typer.echo(f"note: the test set of ILSVRC2012 has {TEST_IMAGES:,} images, this run {count:,}", err=True)
-    typer.echo(_all_right(out, count))
+        say(f"note: the test set of ILSVRC2012 has {TEST_IMAGES:,} images, this run {count:,}", err=True)
+    say(_all_right(out, count))
 
 
 def _all_right(path: Path, lines: int) -> str:

@@ -13,6 +13,7 @@ from evaluator.datasets.sample import UNLABELLED
 from evaluator.engine.session import Device, open_session
 from evaluator.errors import UsageError
 from evaluator.reporting.report import Report, build_report
+from evaluator.terminal import say
 from evaluator.validation.cluster import Cluster, on_ray
 from evaluator.validation.run import Run, RunInfo, describe_dataset, run_info
 from evaluator.validation.validate import validate as evaluate_dataset
@@ -136,7 +137,7 @@ def _tell_result(finished: Run, run: Path, *, as_json: bool) -> None:
     numbers: dict[str, Any] = {"images": images, "evaluated": images - refused, "refused": refused}
     if finished.info.shard is not None or not finished.labelled:
         what = "evaluated" if finished.labelled else "classified, without labels and so without errors"
-        typer.echo(
+        say(
             json.dumps({"run": str(run), **numbers}) if as_json else f"{images - refused:,} of {images:,} images {what}"
         )
         merge = f"when all {finished.info.shard[1]} shards are done: prelunet merge" if finished.info.shard else None
@@ -146,7 +147,7 @@ def _tell_result(finished: Run, run: Path, *, as_json: bool) -> None:
     if report["suspicion"]:
         _note(f"warning: {report['suspicion']}")
     numbers = {key: report[key] for key in NUMBERS}
-    typer.echo(json.dumps({"run": str(run), **numbers}) if as_json else result_line(report))
+    say(json.dumps({"run": str(run), **numbers}) if as_json else result_line(report))
     _note(f"per-class report: prelunet report {run}")
 
 
@@ -162,7 +163,8 @@ def result_line(report: Report) -> str:
     """Return the result in one line: what was evaluated, how, and the errors with their intervals."""
     protocol = report["protocol"]
     what = ", ".join([report["model"]["architecture"], protocol["name"], *(["mirrored"] if protocol["mirror"] else [])])
-    counts = f"{report['evaluated']:,} of {report['images']:,} images"
+    only = report["dataset"]["selection"]
+    counts = f"{report['evaluated']:,} of {report['images']:,} images" + (f" (only {only})" if only else "")
     if not report["evaluated"]:
         return f"{what}: no error can be told, {counts}"
     top1, top5 = (
@@ -174,4 +176,4 @@ def result_line(report: Report) -> str:
 
 def _note(text: str) -> None:
     """Say something beside the result."""
-    typer.echo(text, err=True)
+    say(text, err=True)

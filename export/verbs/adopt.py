@@ -7,6 +7,7 @@ import typer
 
 from evaluator.contract import Interpolation
 from evaluator.errors import UsageError
+from evaluator.terminal import say
 
 if TYPE_CHECKING:
     from export.adopting import Adopted
@@ -17,7 +18,9 @@ def adopt(
     net: Annotated[Path, typer.Argument(help="An ONNX classifier of one image size.", metavar="NET.onnx")],
     classes: Annotated[
         Path,
-        typer.Option(help="The classes in the order of the net's outputs: text, one a line (wnid, name), or JSON."),
+        typer.Option(
+            help="The classes in the order of the net's outputs: text, one a line (wnid and name, or name), or JSON."
+        ),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="The model file to write.")],
     crop: Annotated[
@@ -80,7 +83,7 @@ def _tell(output: Path, adopted: "Adopted", preprocessing: object) -> None:
     cost = "multiply-adds not countable" if count is None else f"{count:.4g} multiply-adds"
     batches = "together" if not adopted.one_by_one else f"one by one inside the graph ({adopted.one_by_one})"
     worst = max(adopted.deviations, key=lambda d: d.scores)
-    typer.echo(
+    say(
         f"input '{net.input}': {net.layout}, crops of {net.crop}x{net.crop} pixels; {preprocessing}\n"
         f"output '{net.output}': {kind} of {len(contract.classes)} classes, found by running it\n"
         f"images of a batch go through the net {batches}\n"

@@ -7,6 +7,7 @@ import typer
 
 from evaluator.contract import Canvas
 from evaluator.errors import UsageError
+from evaluator.terminal import say
 
 
 def export(
@@ -31,7 +32,7 @@ def export(
         raise UsageError(f"{output}: exists already. Choose another name, or replace it with --force")
     deviations = export_checkpoint(checkpoint, output, canvas)
     worst = max(deviations, key=lambda d: d.scores)
-    typer.echo(
+    say(
         f"{output}: {output.stat().st_size / 1e6:.1f} MB, canvas {canvas}; {len(deviations)} runs agree with the torch "
         f"net, worst score off by {worst.scores:.1e} (at {worst.height}x{worst.width}, {worst.case})"
     )

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from evaluator.engine.session import Device, open_session
 from evaluator.errors import CheckFailed
+from evaluator.terminal import say
 from export.verification import tolerances
 from export.verification import verify as verify_session
 
@@ -30,7 +31,7 @@ def verify(
     if as_json:
         rows = [{**asdict(d), "passed": d.passed} for d in deviations]
         report = {"model": session.model_sha256, "circumstances": session.circumstances.to_json(), "passed": passed}
-        typer.echo(json.dumps({**report, "deviations": rows}))
+        say(json.dumps({**report, "deviations": rows}))
     else:
         table = Table(
             "image", "run", "scores off by", "logits off by (of largest)", "", title=str(session.circumstances)
@@ -46,4 +47,4 @@ def verify(
             f"(scores) or {logits:g} (logits). Do not trust this device or runtime version with this model"
         )
     if not as_json:
-        typer.echo(f"{model}: verified on {session.circumstances.provider}")
+        say(f"{model}: verified on {session.circumstances.provider}")

@@ -8,6 +8,7 @@ import typer
 
 from evaluator.complexity import multiply_adds
 from evaluator.errors import UsageError
+from evaluator.terminal import say
 from training.architectures import ACTIVATIONS, ARCHITECTURES, MAX_SIDE, Activation, architecture
 from training.initialization import CHANNEL_MEAN, initial_tensors, parse_classes
 
@@ -17,7 +18,10 @@ def init(
     output: Annotated[Path, typer.Option("--output", "-o", help="The checkpoint to write.", metavar="CKPT")],
     arch: Annotated[str, typer.Option(help=f"One of {', '.join(ARCHITECTURES)}.")],
     classes: Annotated[
-        str, typer.Option(help="How many, or a text file with one class a line: wnid name.", metavar="N|FILE")
+        str,
+        typer.Option(
+            help="How many, or a file of them: text, one a line (wnid and name, or name), or JSON.", metavar="N|FILE"
+        ),
     ],
     activation: Annotated[str, typer.Option(help=f"One of {', '.join(ACTIVATIONS)}.")] = "prelu",
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same bytes.")] = 0,
@@ -38,7 +42,7 @@ def init(
     write_checkpoint(output, Checkpoint(net, entries, np.array(CHANNEL_MEAN, dtype=np.float32), tensors))
     parameters = sum(tensor.size for tensor in tensors.values())
     operations = multiply_adds(net.to_json(), net.crop, net.crop, len(entries))
-    typer.echo(
+    say(
         f"{output}: {net.name}, {net.activation}, {len(entries)} classes, untrained (seed {seed})\n"
         f"  {parameters:,} parameters, {operations:.4g} multiply-adds for one {net.crop}x{net.crop} crop, "
         f"{output.stat().st_size / 1e6:,.1f} MB"

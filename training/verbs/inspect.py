@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from evaluator.terminal import say
 from training.inspection import inspect_file, print_inspection
 
 
@@ -17,6 +18,6 @@ def inspect(
     """Show what a checkpoint or a model file says of itself, and its learned slopes beside the paper's."""
     inspection = inspect_file(file)
     if as_json:
-        typer.echo(json.dumps(inspection, indent=2))
+        say(json.dumps(inspection, indent=2))
     else:
         print_inspection(inspection, Console())

@@ -8,6 +8,7 @@ import typer
 
 from evaluator.datasets.opening import open_dataset
 from evaluator.errors import UsageError
+from evaluator.terminal import say
 from training.embedded import embedded_dataset_path
 from training.recipe import Recipe, automatic_crop, fit_to_crop, read_recipe, recipe_names
 from training.splits import median_shorter_side
@@ -41,13 +42,11 @@ def train(
     if crop is not None:
         wanted = fit_to_crop(wanted, _crop_side(crop, wanted, data))
         low, high = wanted.scales
-        typer.echo(
-            f"crop {wanted.crop}, scales {low} to {high}, batch {wanted.batch}, rate {wanted.rate:.4g}", err=True
-        )
-    training = run_training(wanted, data, out, fresh=fresh, announce=lambda text: typer.echo(text, err=True))
+        say(f"crop {wanted.crop}, scales {low} to {high}, batch {wanted.batch}, rate {wanted.rate:.4g}", err=True)
+    training = run_training(wanted, data, out, fresh=fresh, announce=lambda text: say(text, err=True))
     # On stderr, so that the errors stay stdout's last line.
-    typer.echo(_next_commands(training.checkpoint, training.dataset), err=True)
-    typer.echo(str(training.errors))
+    say(_next_commands(training.checkpoint, training.dataset), err=True)
+    say(str(training.errors))
 
 
 def _crop_side(text: str, recipe: Recipe, data: Path | None) -> int:

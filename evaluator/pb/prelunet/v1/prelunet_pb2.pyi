@@ -332,13 +332,14 @@ class Ranks(_message.Message):
     def __init__(self, median: _Optional[float] = ..., mean: _Optional[float] = ..., mean_reciprocal: _Optional[float] = ..., counts: _Optional[_Iterable[_Union[RankCount, _Mapping]]] = ...) -> None: ...
 
 class RankCount(_message.Message):
-    __slots__ = ("to", "images")
-    FROM_FIELD_NUMBER: _ClassVar[int]
-    TO_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("first", "last", "images")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
-    to: int
+    first: int
+    last: int
     images: int
-    def __init__(self, to: _Optional[int] = ..., images: _Optional[int] = ..., **kwargs) -> None: ...
+    def __init__(self, first: _Optional[int] = ..., last: _Optional[int] = ..., images: _Optional[int] = ...) -> None: ...
 
 class WorstClasses(_message.Message):
     __slots__ = ("classes", "counts", "elsewhere")

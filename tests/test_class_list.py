@@ -1,4 +1,4 @@
-"""The class list of an adopted net, in the forms in which people have them."""
+"""The class list of a net that is made or adopted, in the forms in which people have them."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from evaluator.datasets.class_list import MAX_CLASSES, read_class_list
 from evaluator.errors import EnvironmentFault, UsageError
-from export.adopt_classes import read_class_list
 
 PAIRS = [("n01440764", "tench, Tinca tinca"), ("n01443537", "goldfish"), ("n02012849", "crane")]
 
@@ -87,3 +87,12 @@ def test_a_class_list_that_is_not_there_or_is_a_folder_is_told(tmp_path: Path) -
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises((UsageError, EnvironmentFault), match=str(path)):
             read_class_list(path)
+
+
+def test_more_classes_than_a_machine_can_hold_are_refused_and_as_many_as_it_can_are_not(tmp_path: Path) -> None:
+    path = tmp_path / "classes"
+    path.write_text("".join(f"{index}\n" for index in range(MAX_CLASSES)))
+    assert len(read_class_list(path)) == MAX_CLASSES
+    path.write_text("".join(f"{index}\n" for index in range(MAX_CLASSES + 1)))
+    with pytest.raises(UsageError, match="100001 classes, but a net has 1 to 100000"):
+        read_class_list(path)

@@ -1,4 +1,4 @@
-"""The class list of an adopted net: text or JSON, in the forms in which people have them.
+"""The class list of a net that is made or adopted: text or JSON, in the forms in which people have them.
 
 Text, one class a line: `wnid<TAB>name`; `wnid name` where every line begins with a wnid (n and eight digits); else the
 whole line is the name. JSON: a list of names, a list of {"wnid", "name"}, or an object from class index to
@@ -15,6 +15,7 @@ from evaluator.contract import ClassEntry
 from evaluator.errors import UsageError, from_os_error
 from evaluator.strict import a_list, parse_json, record, text
 
+MAX_CLASSES = 100_000  # a typing error beyond this would ask for more memory than machines have
 _WNID = re.compile(r"n\d{8}", re.ASCII)
 
 
@@ -22,7 +23,8 @@ def read_class_list(path: Path) -> tuple[ClassEntry, ...]:
     """Read a class list; the class index is the place in it.
 
     A class without a wnid gets its name as one; where several have that name, each with its class index behind, as
-    `crane (134)`. Raises UsageError for anything that is no class list, naming the line, and for a wnid given twice.
+    `crane (134)`. Raises UsageError for anything that is no class list, naming the line, for a wnid given twice, and
+    for more than MAX_CLASSES.
     """
     try:
         content = path.read_text(encoding="utf-8-sig")
@@ -90,6 +92,8 @@ def _entries(pairs: Sequence[tuple[str, str]]) -> tuple[ClassEntry, ...]:
     """Give each class a wnid; ValueError for none at all, an empty one, one that is given twice."""
     if not pairs:
         raise ValueError("no class is listed")
+    if len(pairs) > MAX_CLASSES:
+        raise ValueError(f"{len(pairs)} classes, but a net has 1 to {MAX_CLASSES}")
     names = Counter(name for wnid, name in pairs if not wnid)
     first: dict[str, int] = {}
     entries = []

@@ -1,0 +1,211 @@
+"""The images of a run, a line of predictions.jsonl each: made, written, and read into columns."""
+
+import os
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from pathlib import Path
+from typing import Any, BinaryIO, overload
+
+from evaluator.datasets.sample import UNLABELLED
+from evaluator.engine.classify import Classified
+from evaluator.engine.scores import shortest
+from evaluator.errors import RunFolderError
+from evaluator.strict import flag, parse_json, record, text
+from evaluator.validation.described import answers_of, label_of, rank_of, relative_name, view_ranks_of
+
+TOP = 5  # classes kept per image: the paper's top-5
+_BLOCK = 1024  # images made at a time while iterating
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One image of a run, as one line of predictions.jsonl.
+
+    label: true class index, UNLABELLED (-1, in the file null) where nobody knows it; top: up to five (class index,
+    score), best first; rank: of the true class, from 1, or 0 where it is not known; view_ranks: its rank in each view
+    alone, in the order of `RunInfo.views`; refused: why the image could not be evaluated, and then there is no top and
+    no rank.
+    """
+
+    file: str
+    label: int
+    top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
+    view_ranks: tuple[int, ...] = ()
+    capped: bool = False
+    refused: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the line as plain data."""
+        label = None if self.label == UNLABELLED else self.label
+        if self.refused is not None:
+            return {"file": self.file, "label": label, "refused": self.refused}
+        return {
+            "file": self.file,
+            "label": label,
+            "top": [[index, score] for index, score in self.top],
+            "rank": self.rank or None,
+            "view_ranks": list(self.view_ranks),
+            "capped": self.capped,
+        }
+
+
+def prediction_of(file: str, label: int, classified: Classified) -> Prediction:
+    """Turn one classified image into its line of a run. label: true class index, or UNLABELLED."""
+    known = label != UNLABELLED
+    return Prediction(
+        file=file,
+        label=label,
+        top=tuple((index, shortest(score)) for index, score in classified.top(TOP)),
+        rank=classified.rank(label) if known else 0,
+        view_ranks=tuple(classified.view_ranks(label)) if known else (),
+        capped=classified.capped,
+    )
+
+
+_REFUSED_KEYS = {"file", "label", "refused"}
+_EVALUATED_KEYS = {"file", "label", "top", "rank", "view_ranks", "capped"}
+
+
+def prediction_from_json(data: Any, classes: int, views: int) -> Prediction:
+    """Read one line of a run of a model with so many classes and of so many views.
+
+    Strict, because a run folder may come from anybody and nobody asks again: ValueError says what is wrong.
+    """
+    if type(data) is dict and "refused" in data:
+        entry = record(data, "it", _REFUSED_KEYS)
+        return Prediction(
+            file=relative_name(entry["file"]),
+            label=label_of(entry["label"], classes),
+            refused=text(entry["refused"], "refused"),
+        )
+    entry = record(data, "it", _EVALUATED_KEYS)
+    label, top = label_of(entry["label"], classes), answers_of(entry["top"], classes, min(TOP, classes))
+    if label == UNLABELLED and (entry["rank"] is not None or entry["view_ranks"] != []):
+        raise ValueError("without a label there is no rank")
+    rank = 0 if label == UNLABELLED else rank_of(entry["rank"], label, top, classes)
+    return Prediction(
+        file=relative_name(entry["file"]),
+        label=label,
+        top=top,
+        rank=rank,
+        view_ranks=() if label == UNLABELLED else view_ranks_of(entry["view_ranks"], rank, classes, views),
+        capped=flag(entry["capped"], "capped"),
+    )
+
+
+class Predictions(Sequence[Prediction]):
+    """The lines of a run as columns; each `Prediction` is made when it is asked for, and not kept.
+
+    An image takes some 100 bytes, its name and 2 for each view, where an object takes a thousand: ImageNet's training
+    set stays below 250 MB.
+    """
+
+    def __init__(self, classes: int, views: int) -> None:
+        self._answers, self._views = min(TOP, classes), views
+        small = "H" if classes < 2**16 else "I"  # holds a class index and a rank
+        self._files = bytearray()  # every name ends with a zero byte, which none can hold
+        self._ends = array("Q", [0])  # of names in `_files`
+        self._label = array("i")
+        self._classes, self._scores = array(small), array("d")  # `_answers` for each image
+        self._rank, self._view_ranks = array(small), array(small)  # `_views` for each image
+        self._capped = array("B")
+        self._refused: dict[int, str] = {}
+
+    def append(self, prediction: Prediction) -> None:
+        """Add a line as `prediction_from_json` gives it."""
+        if prediction.refused is not None:
+            self._refused[len(self)] = prediction.refused
+        top = prediction.top or ((0, 0.0),) * self._answers  # not there in the line of a refused image
+        view_ranks = prediction.view_ranks or (0,) * self._views  # nor in one without a label
+        assert (len(top), len(view_ranks)) == (self._answers, self._views), "one answer and rank for each place"
+        self._files += prediction.file.encode("utf-8", "surrogatepass") + b"\0"
+        self._ends.append(len(self._files))
+        self._label.append(prediction.label)
+        for index, score in top:
+            self._classes.append(index)
+            self._scores.append(score)
+        self._rank.append(prediction.rank)
+        self._view_ranks.extend(view_ranks)
+        self._capped.append(prediction.capped)
+
+    def __len__(self) -> int:
+        return len(self._label)
+
+    @overload
+    def __getitem__(self, place: int) -> Prediction: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Prediction]: ...
+    def __getitem__(self, place: int | slice) -> Prediction | list[Prediction]:
+        if isinstance(place, int):
+            number = range(len(self))[place]
+            return next(self._made(number, number + 1))
+        start, stop, step = place.indices(len(self))
+        if step != 1:
+            return [self[number] for number in range(start, stop, step)]
+        return list(self._made(start, max(start, stop)))
+
+    def __iter__(self) -> Iterator[Prediction]:
+        for first in range(0, len(self), _BLOCK):
+            yield from self._made(first, min(first + _BLOCK, len(self)))
+
+    def _made(self, first: int, stop: int) -> Iterator[Prediction]:
+        """Yield the lines of the images from first to stop - 1."""
+        span, tops = slice(first, stop), slice(first * self._answers, stop * self._answers)
+        files = self._files[self._ends[first] : self._ends[stop]].decode("utf-8", "surrogatepass").split("\0")
+        answers = zip(self._classes[tops], self._scores[tops], strict=True)
+        view_ranks = iter(self._view_ranks[first * self._views : stop * self._views])
+        columns = zip(
+            range(first, stop),
+            files[:-1],
+            self._label[span],
+            zip(*[answers] * self._answers, strict=True),  # the same iterator each time, so so many in turn
+            self._rank[span],
+            zip(*[view_ranks] * self._views, strict=True) if self._views else repeat((), stop - first),
+            self._capped[span],
+            strict=True,
+        )
+        for number, file, label, top, rank, ranks, capped in columns:
+            if number in self._refused:
+                yield Prediction(file, label, refused=self._refused[number])
+            else:
+                yield Prediction(file, label, top, rank, ranks if rank else (), bool(capped))
+
+
+def read_predictions(path: Path, classes: int, views: int) -> Predictions:
+    """Read predictions.jsonl of a run of a model with so many classes and of so many views.
+
+    Lines are in the order of the file names; a file that is not there has none. RunFolderError names a damaged line.
+    """
+    predictions = Predictions(classes, views)
+    if not os.path.lexists(path):
+        return predictions
+    last = ""
+    with _opened(path) as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                prediction = prediction_from_json(parse_json(line), classes, views)
+                if prediction.file <= last:
+                    raise ValueError(f"{prediction.file[:100]!r} should not follow {last[:100]!r}: names rise")
+            except ValueError as error:
+                raise RunFolderError(
+                    f"{path}: line {number} is damaged ({error}). Restore the file, or do the images from there on "
+                    "again: with the command that made the run"
+                ) from error
+            predictions.append(prediction)
+            last = prediction.file
+    return predictions
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Open a file of a run that is there, if only as a link."""
+    try:
+        if path.exists() and not path.is_file():
+            raise RunFolderError(f"{path}: not a regular file. Restore it, or do the run anew in another folder")
+        return path.open("rb")
+    except OSError as error:
+        raise RunFolderError(
+            f"{path}: cannot be read ({error.strerror}). Restore the file, or do the run anew in another folder"
+        ) from error
