@@ -1,11 +1,13 @@
 """Plain data that others may have written: JSON that is JSON, and values of just the type and range that is meant.
 
-Python is lenient where a file should not be: its JSON has NaN and infinity, `true` counts as 1, and nesting without end
-overflows the stack. Everything here raises ValueError that says what is wrong; the caller says in which file.
+Python is lenient where a file should not be: its JSON has NaN and infinity, of a key that stands twice the last one
+counts, `true` counts as 1, and nesting without end overflows the stack. Everything here raises ValueError that says
+what is wrong; the caller says in which file.
 """
 
 import json
 import math
+from collections import Counter
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -19,7 +21,16 @@ def _finite(digits: str) -> float:
     return number
 
 
-_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)  # the constants are NaN and the infinities
+def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):  # of two readers, one would take the first of both and one the last
+        (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {twice[:40]!a} stands twice in one object")
+    return found
+
+
+# The constants are NaN and the infinities.
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite, object_pairs_hook=_no_repeats)
 
 
 def parse_json(text: str | bytes) -> Any:

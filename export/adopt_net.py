@@ -1,6 +1,7 @@
 """A foreign ONNX classifier as a file: read with its external data, and its one image input and its scores found."""
 
-from collections.abc import Collection, Sequence
+import warnings
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,16 +9,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx
-from onnx import ModelProto, TensorProto, external_data_helper
+from onnx import ModelProto, NodeProto, TensorProto, external_data_helper
 from onnx.helper import tensor_dtype_to_np_dtype
 
 from evaluator.errors import ContractError, UsageError, from_os_error
 from export.adopt_preprocessing import Layout
+from export.outputs import check_not_input
 
 # Protobuf's own limit of one file, less a margin for what we add.
 MAX_BYTES = 2**31 - 2**24
 OLDEST_OPSET = 7  # since when elementwise operators broadcast, and the oldest that onnxruntime promises to run
+LARGEST_CROP = 4096  # pixels of a side, as of the nets of `prelunet init`
+MOST_PIXELS = 2**26  # of one batch, where a file fixes how many images it takes: 0.8 GB in float32
 _INPUT_TYPES = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.UINT8}
+_FLOATS = {"DOUBLE", "BFLOAT16"}  # other ways to hold what the types below hold
 _OUTPUT_TYPES = {TensorProto.FLOAT, TensorProto.FLOAT16}
 
 Side = int | None  # of a shape; None where the file leaves it open
@@ -49,7 +54,8 @@ class Interface:
         """Return the net's input for one image, (H, W, 3) in its channel order, repeated to a whole batch."""
         image = preprocessed.transpose(2, 0, 1) if self.layout == "NCHW" else preprocessed
         batch = np.repeat(image[None], self.batch or 1, axis=0)
-        return np.ascontiguousarray(batch.astype(tensor_dtype_to_np_dtype(self.input_type)))
+        with np.errstate(over="ignore"):  # what is infinity in half precision shows in the net's answer
+            return np.ascontiguousarray(batch.astype(tensor_dtype_to_np_dtype(self.input_type)))
 
     @property
     def takes_bytes(self) -> bool:
@@ -62,10 +68,11 @@ class Interface:
         return self.output_type == TensorProto.FLOAT16
 
 
-def read_net(path: Path) -> ModelProto:
+def read_net(path: Path, output: Path) -> ModelProto:
     """Read an ONNX file with all its external data.
 
-    Raises UsageError when it cannot be read, ContractError when it is no ONNX model, lacks a file of its data, holds
+    output: the file that will be written. Raises UsageError when the net cannot be read or output is a file of its
+    data, ContractError when it is no ONNX model, lacks a file of its data, holds
     more than one file can hold, or is older than what runtimes promise to run.
     """
     try:
@@ -84,14 +91,16 @@ def read_net(path: Path) -> ModelProto:
             f"{path}: opset {opset}, but opset {OLDEST_OPSET} is the oldest that runtimes promise to run. "
             "Convert it with onnx.version_converter, or export the net again"
         )
-    size = sum(_bytes_of(tensor) for tensor in model.graph.initializer)
+    check_not_input(output, _external_files(path, model))
+    size = sum(_bytes_of(path, tensor) for tensor in model.graph.initializer)
     if size > MAX_BYTES:
         raise ContractError(
             f"{path}: {size / 1e9:.2f} GB of weights, but one ONNX file holds less than {MAX_BYTES / 1e9:.2f} GB. "
             "Convert the net to half precision first"
         )
     try:
-        external_data_helper.load_external_data_for_model(model, str(path.parent))
+        with warnings.catch_warnings(action="ignore"):  # of keys that it does not know and we do not need
+            external_data_helper.load_external_data_for_model(model, str(path.parent))
     except Exception as error:  # onnx has several, and OSError
         reason = " ".join(str(error).split())[:200]
         raise ContractError(
@@ -105,9 +114,51 @@ def opset_of(model: ModelProto) -> int:
     return max((entry.version for entry in model.opset_import if entry.domain in {"", "ai.onnx"}), default=0)
 
 
-def _bytes_of(tensor: TensorProto) -> int:
-    itemsize = 1 if tensor.data_type == TensorProto.UNDEFINED else tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+def all_nodes(model: ModelProto) -> Iterator[NodeProto]:
+    """Yield every node of a net, with those of its branches, loops and functions."""
+    waiting = [*model.graph.node, *(node for function in model.functions for node in function.node)]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for attribute in node.attribute:
+            for graph in (attribute.g, *attribute.graphs):
+                waiting.extend(graph.node)
+
+
+def _external_files(path: Path, model: ModelProto) -> Iterator[Path]:
+    """Yield the files, other than its own, in which the weights of a net lie."""
+    graphs = [model.graph]
+    tensors: list[TensorProto] = []
+    for node in all_nodes(model):
+        for attribute in node.attribute:
+            graphs += [attribute.g, *attribute.graphs]
+            tensors += [attribute.t, *attribute.tensors]
+    for tensor in (*tensors, *(tensor for graph in graphs for tensor in graph.initializer)):
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                yield path.parent / entry.value
+
+
+def _bytes_of(path: Path, tensor: TensorProto) -> int:
+    if tensor.data_type == TensorProto.UNDEFINED:
+        return int(np.prod(tensor.dims, dtype=object))
+    try:
+        itemsize = tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+    except KeyError as error:
+        raise ContractError(
+            f"{path}: weights '{tensor.name}' are of an unknown type ({tensor.data_type}). Export the net again"
+        ) from error
     return int(np.prod(tensor.dims, dtype=object)) * itemsize
+
+
+def random_operators(model: ModelProto) -> list[str]:
+    """Return which operators of a net draw random numbers, sorted."""
+    drawing = {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
+    found = {node.op_type for node in all_nodes(model)} & drawing
+    # Since opset 12 a Dropout drops only where its third input says that the net is being trained.
+    if any(node.op_type == "Dropout" and len(node.input) > 2 and node.input[2] for node in all_nodes(model)):
+        found.add("Dropout")
+    return sorted(found)
 
 
 def find_interface(
@@ -131,7 +182,12 @@ def find_interface(
         found = "no stated shape" if shape is None else f"rank {len(shape)}"
         raise ContractError(f"{path}: input '{pixels.name}' has {found}, but images in a batch have rank 4")
     found_layout = _layout(path, shape, layout)
-    sides = shape[2:] if found_layout == "NCHW" else shape[1:3]
+    side = _crop(path, shape[2:] if found_layout == "NCHW" else shape[1:3], crop)
+    if side**2 * (shape[0] or 1) > MOST_PIXELS:
+        raise ContractError(
+            f"{path}: takes {shape[0]} images of {side}x{side} pixels at once, more than memory should hold. Export it "
+            "with a dynamic batch"
+        )
     scores = _chosen_output(path, model, output)
     output_type, _ = _tensor_of(path, scores, "output", _OUTPUT_TYPES)
     return Interface(
@@ -139,7 +195,7 @@ def find_interface(
         input_type=input_type,
         layout=found_layout,
         batch=shape[0],
-        crop=_crop(path, sides, crop),
+        crop=side,
         output=scores.name,
         output_type=output_type,
     )
@@ -170,9 +226,10 @@ def _tensor_of(path: Path, value: Any, what: str, allowed: Collection[int]) -> t
     tensor = value.type.tensor_type
     if tensor.elem_type not in allowed:
         words = " or ".join(sorted(TensorProto.DataType.Name(kind) for kind in allowed))
-        raise ContractError(
-            f"{path}: {what} '{value.name}' is {TensorProto.DataType.Name(tensor.elem_type)}, not {words}"
-        )
+        known = tensor.elem_type in TensorProto.DataType.values()
+        kind = TensorProto.DataType.Name(tensor.elem_type) if known else f"of an unknown type ({tensor.elem_type})"
+        mend = "Convert the net to single or half precision" if kind in _FLOATS else "Export the net with one of these"
+        raise ContractError(f"{path}: {what} '{value.name}' is {kind}, not {words}. {mend}")
     if not tensor.HasField("shape"):
         return tensor.elem_type, None
     return tensor.elem_type, [dim.dim_value if dim.dim_value > 0 else None for dim in tensor.shape.dim]
@@ -208,6 +265,10 @@ def _crop(path: Path, sides: Sequence[Side], asked: int | None) -> int:
         raise UsageError(f"{path}: takes images of any size. Say of which it was trained with: --crop PIXELS")
     if asked not in {None, side}:
         raise UsageError(f"{path}: --crop {asked}, but it takes images of {side}x{side} pixels. Say --crop {side}")
+    if side > LARGEST_CROP:
+        raise ContractError(
+            f"{path}: crops of {side}x{side} pixels, but {LARGEST_CROP} is the most. Export it for smaller images"
+        )
     return side
 
 

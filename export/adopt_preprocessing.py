@@ -39,16 +39,30 @@ class Preprocessing:
             raise UsageError(f"--range {self.pixel_range}: pixels run to 1 or to 255")
         if self.mean is None or self.std is None:
             return
-        if not all(math.isfinite(number) for number in (*self.mean, *self.std)) or min(self.std) <= 0:
-            raise UsageError(f"--mean {_shown(self.mean)} --std {_shown(self.std)}: finite numbers, std above 0")
-        if self.pixel_range == 1 and max(self.mean) > 1:
+        self._check_numbers(self.mean, self.std)
+
+    def _check_numbers(self, mean: Three, std: Three) -> None:
+        """Refuse what is no mean and standard deviation of pixels from 0 to `pixel_range`, as float32 has it."""
+        if not all(math.isfinite(number) for number in (*mean, *std)):
+            raise UsageError(f"--mean {_shown(mean)} --std {_shown(std)}: finite numbers should be there")
+        with np.errstate(all="ignore"):
+            single = np.array(std, np.float32)
+            brightest = np.float32(self.pixel_range) / single
+        if min(std) <= 0 or not np.isfinite(single).all() or not np.isfinite(brightest).all():
+            raise UsageError(f"--std {_shown(std)}: std above 0, and neither too small nor too large for float32")
+        if min(mean) < 0:
+            raise UsageError(f"--mean {_shown(mean)}: below 0, but pixels run from 0 to {self.pixel_range}")
+        for option, numbers in (("--mean", mean), ("--std", std)):
+            if self.pixel_range == 1 and max(numbers) > 1:
+                raise UsageError(
+                    f"{option} {_shown(numbers)}: more than 1, but pixels run from 0 to 1. If these numbers are of "
+                    "pixels from 0 to 255, say --range 255"
+                )
+        if max(mean) > self.pixel_range:
+            raise UsageError(f"--mean {_shown(mean)}: more than 255, but pixels run from 0 to 255")
+        if self.pixel_range == 255 and 0 < max(mean) <= 1:
             raise UsageError(
-                f"--mean {_shown(self.mean)}: more than 1, but pixels run from 0 to 1. If these numbers are of pixels "
-                "from 0 to 255, say --range 255"
-            )
-        if self.pixel_range == 255 and 0 < max(self.mean) <= 1:
-            raise UsageError(
-                f"--mean {_shown(self.mean)} --range 255: next to nothing of pixels from 0 to 255. If these numbers "
+                f"--mean {_shown(mean)} --range 255: next to nothing of pixels from 0 to 255. If these numbers "
                 "are of pixels from 0 to 1, leave --range 255 out"
             )
 

@@ -3,7 +3,7 @@
 import importlib.metadata
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -15,13 +15,14 @@ from onnx import ModelProto
 from evaluator.contract import ClassEntry, GoldenImage, ModelContract, TrunkLayer, golden_image
 from evaluator.datasets.class_list import read_class_list
 from evaluator.engine.scores import softmax
-from evaluator.engine.session import PlainNet, open_session
+from evaluator.engine.session import PlainNet, open_session, reason_of
 from evaluator.errors import ContractError, EnvironmentFault, UsageError
 from evaluator.files import open_atomically, sha256_of
 from export.adopt_cost import multiply_adds
 from export.adopt_graph import prepare_net, probability_floor, wrap_net
-from export.adopt_net import Interface, find_interface, opset_of, read_net, uses_half
+from export.adopt_net import Interface, find_interface, opset_of, random_operators, read_net, uses_half
 from export.adopt_preprocessing import Layout, Preprocessing
+from export.outputs import check_not_input
 from export.verification import Deviation, deviation
 
 Kind = Literal["auto", "logits", "softmax"]
@@ -29,6 +30,8 @@ Pixels = npt.NDArray[np.uint8]
 FloatArray = npt.NDArray[np.float64]
 
 OLDEST_SCAN = 9  # the opset from which on Scan has its present form
+_SEEN_AGAIN = 2  # pictures that the net is shown a second time
+_AGAIN_HALF, _AGAIN_SINGLE = 1e-3, 1e-6  # by what share of the largest its answers may then differ
 _IN_HALF, _IN_SINGLE = 1e-2, 1e-3  # how far from 1 a sum of up to some thousand rounded probabilities may be
 
 
@@ -81,15 +84,17 @@ def adopt(path: Path, output: Path, classes: Path, options: AdoptOptions) -> Ado
     """
     for name in (path, Path(os.path.realpath(output))):
         os.fspath(name).encode("utf-8")  # UnicodeEncodeError for what the runtime could not open
+    check_not_input(output, (path, classes))
     with open_atomically(output) as file:  # first, so that a path that cannot be written is refused before the work
         entries = read_class_list(classes)
-        net = read_net(path)
+        net = read_net(path, output)
         interface = find_interface(path, net, crop=options.crop, layout=options.layout, output=options.net_output)
         _check_preprocessing(path, interface, options.preprocessing)
-        raw = _run_net(path, interface, options.preprocessing)
+        pictures = _pictures(interface.crop)
+        raw = _run_net(path, interface, options.preprocessing, pictures, random_operators(net))
         _check_classes(path, classes, len(raw[0]), len(entries))
         probabilities = _are_probabilities(path, options.kind, raw, half=interface.half)
-        known = [_known(*pair, interface, probabilities) for pair in zip(_pictures(interface.crop), raw, strict=True)]
+        known = [_known(*pair, interface, probabilities) for pair in zip(pictures.values(), raw, strict=True)]
         contract = _contract(path, net, interface, entries, options, known[0])
         opset = opset_of(net)
         prepare_net(net)
@@ -98,11 +103,25 @@ def adopt(path: Path, output: Path, classes: Path, options: AdoptOptions) -> Ado
     return Adopted(contract, interface, opset, probabilities, one_by_one, tuple(deviations))
 
 
-def _pictures(crop: int) -> list[Pixels]:
-    """Return the pictures that net and file are compared on, uint8 (crop, crop, 3): no two alike, none symmetric."""
+def _pictures(crop: int) -> dict[str, Pixels]:
+    """Return the pictures that net and file are compared on by name, uint8 (crop, crop, 3), the golden image first.
+
+    No two alike, and of several ranges, so that a net that measures its batch (its range, its mean, its size) says of
+    a picture something else among the others than alone; more than the batch of 1, 4 or 8 that a net may single out.
+    """
     golden = golden_image(crop, crop)
     noise = np.random.default_rng(0).integers(0, 256, golden.shape, np.uint8)
-    return [golden, np.ascontiguousarray(golden[::-1, :, ::-1]), 255 - golden, noise]
+    return {
+        "the golden image": golden,
+        "the golden image, mirrored": np.ascontiguousarray(golden[::-1, :, ::-1]),
+        "the golden image, turned": np.ascontiguousarray(golden.transpose(1, 0, 2)),
+        "the golden image, inverted": 255 - golden,
+        "noise": noise,
+        "a dark picture": golden // 8,
+        "a grey picture": 128 + noise // 32,
+        "all black": np.zeros_like(golden),
+        "all white": np.full_like(golden, 255),
+    }
 
 
 def _check_preprocessing(path: Path, interface: Interface, preprocessing: Preprocessing) -> None:
@@ -128,11 +147,16 @@ def _check_classes(path: Path, classes: Path, outputs: int, listed: int) -> None
     raise UsageError(f"{classes}: {listed} classes are listed, but {path} has {outputs}{hint}")
 
 
-def _run_net(path: Path, interface: Interface, preprocessing: Preprocessing) -> list[FloatArray]:
-    """Return what the net itself says of each picture, float64 (K,), alone and with nothing of ours around it."""
+def _run_net(
+    path: Path, interface: Interface, preprocessing: Preprocessing, pictures: Mapping[str, Pixels], drawing: list[str]
+) -> list[FloatArray]:
+    """Return what the net itself says of each picture, float64 (K,), alone and with nothing of ours around it.
+
+    drawing: the operators of the net that draw random numbers, for the message where its answers differ.
+    """
     net = PlainNet(path)
 
-    def row_of(picture: Pixels) -> FloatArray:
+    def row_of(what: str, picture: Pixels) -> FloatArray:
         found = net.run({interface.input: interface.feed(preprocessing.plain(picture))}, interface.output)
         batch = interface.batch or 1
         if found.ndim < 2 or found.shape[0] != batch or found.shape[1] < 2 or found.shape[2:] not in {(), (1, 1)}:
@@ -142,15 +166,21 @@ def _run_net(path: Path, interface: Interface, preprocessing: Preprocessing) -> 
             )
         row: FloatArray = found[0].reshape(-1).astype(np.float64)
         if not np.isfinite(row).all():
-            raise ContractError(f"{path}: gives NaN or infinity for an image, with this mean and std and range")
+            raise ContractError(
+                f"{path}: gives NaN or infinity for an image ({what}), with this mean and std and range"
+            )
         return row
 
-    rows = [row_of(picture) for picture in _pictures(interface.crop)]
-    again = row_of(golden_image(interface.crop, interface.crop))
-    if np.abs(again - rows[0]).max() > 1e-3 * np.abs(rows[0]).max():
-        raise ContractError(
-            f"{path}: gives other scores each time it sees the same image. Export it in evaluation mode (dropout off)"
-        )
+    rows = [row_of(*entry) for entry in pictures.items()]
+    # The same run again; what a thread adds up in another order is off by less than the slack.
+    for (what, picture), row in list(zip(pictures.items(), rows, strict=True))[:_SEEN_AGAIN]:
+        off = float(np.abs(row_of(what, picture) - row).max())
+        if off > (0 if drawing else _AGAIN_HALF if interface.half else _AGAIN_SINGLE) * np.abs(row).max():
+            why = f"; it draws random numbers ({', '.join(drawing)})" if drawing else ""
+            raise ContractError(
+                f"{path}: gives other scores each time it sees the same image{why}. Export it in evaluation mode "
+                "(dropout off)"
+            )
     return rows
 
 
@@ -162,7 +192,8 @@ def _are_probabilities(path: Path, kind: Kind, rows: list[FloatArray], *, half: 
     slack = _IN_HALF if half else _IN_SINGLE
     within = all(row.min() >= 0 and row.max() <= 1 + slack for row in rows)
     summed = within and all(abs(row.sum() - 1) <= slack for row in rows)
-    sums = f"the sums over all classes are {', '.join(f'{row.sum():.3g}' for row in rows)}"
+    totals = sorted(float(row.sum()) for row in rows)
+    sums = f"the sums over all classes run from {totals[0]:.3g} to {totals[-1]:.3g}"
     if kind == "softmax" and not summed:
         raise UsageError(f"{path}: --kind softmax, but its outputs are no probabilities ({sums}). Leave --kind out")
     if kind == "logits" and summed:
@@ -261,7 +292,8 @@ def _write_checked(file: BinaryIO, path: Path, draft: _Draft, known: list[_Known
         file.write(draft.data(one_by_one=one_by_one))
         file.flush()
         try:
-            deviations = list(_deviations(Path(file.name), known))
+            with np.errstate(all="ignore"):  # NaN and infinity are deviations like others
+                deviations = list(_deviations(Path(file.name), known))
         except EnvironmentFault:  # too little memory, which the other way would not mend
             raise
         except Exception as error:  # the runtime's own classes, which only the session module may know
@@ -270,7 +302,7 @@ def _write_checked(file: BinaryIO, path: Path, draft: _Draft, known: list[_Known
             failed = [d for d in deviations if not d.passed]
             if not failed:
                 return reason, deviations
-            worst = max(failed, key=lambda d: d.scores)
+            worst = max(failed, key=lambda d: (d.scores, d.logits))
             text = f"scores of the same image {worst.case} differ by {worst.scores:.1e}"
         reason += f"; and one by one: {text}" if one_by_one else f"together: {text}"
     raise ContractError(
@@ -280,10 +312,10 @@ def _write_checked(file: BinaryIO, path: Path, draft: _Draft, known: list[_Known
 
 def _in_short(error: Exception) -> str:
     """Return what the runtime says of a failed run: the node if it names one, else the beginning of its text."""
-    text = " ".join(str(error).split())
+    text = reason_of(error)
     if node := re.search(r"running (\w+) node\. Name:'(?:net/)?([^']*)'", text):
         return f"its {node[1]} node{' ' + node[2] if node[2] else ''} fails"
-    return text[:200] or type(error).__name__
+    return text
 
 
 def _deviations(path: Path, known: list[_Known]) -> Iterator[Deviation]:

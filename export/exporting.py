@@ -15,6 +15,7 @@ from evaluator.errors import CheckFailed, CheckpointError, UsageError
 from evaluator.files import open_atomically, sha256_of
 from evaluator.protocols import LONG_SIDE_CAP
 from export.model import build_model
+from export.outputs import check_not_input
 from export.verification import SCORE_TOLERANCE, Deviation, deviation, index_in, run_cases
 from training.checkpoints import Checkpoint, read_checkpoint
 from training.dense import dense_windows
@@ -31,10 +32,11 @@ def export_checkpoint(path: Path, output: Path, canvas: Canvas = "ragged") -> li
 
     The file is written under a temporary name, run in onnxruntime on the golden images (alone and on a shared canvas)
     and renamed when every window agrees. Raises CheckFailed with the numbers, and leaves no file, when one does not;
-    UsageError or EnvironmentFault before the work when `output` cannot be written.
+    UsageError or EnvironmentFault before the work when `output` cannot be written or is the checkpoint itself.
     """
     checkpoint = read_checkpoint(path)
     _check_name(output)
+    check_not_input(output, [path])
     with open_atomically(output) as file:  # first, so that a path that cannot be written is refused before the work
         windows = _oracle(checkpoint)
         try:

@@ -61,8 +61,8 @@ def verify(session: Session) -> list[Deviation]:
     contract = session.contract
     if not contract.golden:
         raise ContractError(
-            "the model carries no golden images. Export its checkpoint again with: prelunet export (an adopted net: with "
-            "prelunet adopt)"
+            "the model carries no golden images. Export its checkpoint again with: prelunet export (an adopted net: "
+            "with prelunet adopt)"
         )
     deviations = []
     for case, outputs, index in run_cases(session, [golden_image(g.height, g.width) for g in contract.golden]):

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browsing import HOSTILE, LAPTOP, Watched, imagenet_shape
 from PIL import Image
 from playwright.sync_api import Browser, sync_playwright
 
+from browsing import HOSTILE, LAPTOP, Watched, imagenet_shape
 from evaluator.datasets import open_dataset
 from evaluator.reporting.write import write_report
 from run_folders import evaluated, refused, write_run

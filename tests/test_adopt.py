@@ -296,7 +296,7 @@ def test_an_adopted_net_is_classified_validated_reported_and_served(
         "R (x - 0.485) / 0.229",
         "logits of 7 classes, found by",
         "net together",
-        "8 runs agree",
+        "18 runs agree",
     ):
         assert words in said
     assert run(command) == 2

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browsing import HOSTILE, LAPTOP, PHONE, Watched, brightness, names_of
 from playwright.sync_api import expect
 
+from browsing import HOSTILE, LAPTOP, PHONE, Watched, brightness, names_of
 from evaluator.reporting.report import Report
 from evaluator.validation.predictions import Prediction
 from evaluator.validation.run import read_run

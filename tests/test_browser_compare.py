@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browsing import HOSTILE, LAPTOP, PHONE, Watched, brightness, imagenet_shape, names_of
 from playwright.sync_api import Page, expect
 
+from browsing import HOSTILE, LAPTOP, PHONE, Watched, brightness, imagenet_shape, names_of
 from evaluator.reporting.compare import Comparison
 from evaluator.reporting.compare_write import write_comparison
 from run_folders import evaluated, refused, write_run

@@ -30,6 +30,7 @@ from onnx import numpy_helper
 from PIL import Image
 
 from conftest import Exported
+from evaluator.cli import run
 from evaluator.datasets.opening import open_dataset
 from evaluator.datasets.sample import Dataset, Sample
 from evaluator.engine.classify import Model
@@ -37,7 +38,18 @@ from evaluator.engine.session import Session, open_session
 from evaluator.errors import ContractError, DatasetError, EnvironmentFault, Interrupted, PreluNetError, UsageError
 from evaluator.files import sha256_of
 from evaluator.protocols import Protocol, make_protocol
-from evaluator.validation.cluster import AHEAD, ATTEMPTS, PATIENCE, Cluster, Crew, Job, Worker, on_ray, room
+from evaluator.validation.cluster import (
+    AHEAD,
+    ATTEMPTS,
+    PATIENCE,
+    Cluster,
+    Crew,
+    Job,
+    Worker,
+    on_ray,
+    room,
+)
+from evaluator.validation.joining import connected
 from evaluator.validation.run import CHUNK
 from evaluator.validation.validate import ChunkResult, WorkersLost, evaluate_chunks
 from fakes import repeated, validated
@@ -226,7 +238,8 @@ def test_a_run_on_a_cluster_is_byte_for_byte_that_of_one_machine(
 ) -> None:
     said = on_cluster()
     assert contents(tmp_path / "run") == local
-    assert said == [f"{tmp_path / 'run'}: new", f"Ray: {CPUS} workers of 1 CPUs"]
+    joining = f"Ray: joining {head.address}"
+    assert said == [f"{tmp_path / 'run'}: new", joining, f"Ray: {CPUS} workers of 1 CPUs"]
     assert capfd.readouterr().out == "", "stdout is for the result"
     assert events(tmp_path / "run") == ["start", *["chunk"] * CHUNKS]
     assert waited_for(lambda: not head.workers()), "workers outlive the run"
@@ -324,7 +337,7 @@ def test_ctrl_c_and_sigterm_end_the_workers_and_keep_what_is_done(
 def test_a_handler_of_sigterm_that_is_not_pythons_is_no_obstacle(
     on_cluster: Validate, tmp_path: Path, local: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, on_sigterm: Any
 ) -> None:
-    monkeypatch.setattr("evaluator.validation.cluster.signal.getsignal", lambda _: None)
+    monkeypatch.setattr("evaluator.validation.joining.signal.getsignal", lambda _: None)
     on_cluster()
     assert contents(tmp_path / "run") == local
 
@@ -643,9 +656,139 @@ def test_without_ray_it_is_said_how_to_bring_it(
         evaluated_on("local", session, model, dataset)
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1", "no-address", "127.0.0.1:port"])
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1"])
 def test_an_address_where_nobody_listens_is_told_with_what_to_give(
     session: Session, model: Path, dataset: Dataset, address: str
 ) -> None:
     with pytest.raises(EnvironmentFault, match=rf"--ray {re.escape(address)}: no cluster could be joined .*HOST:PORT"):
         evaluated_on(address, session, model, dataset)
+
+
+NO_ADDRESSES = [
+    "",
+    " ",
+    ":",
+    ":6379",
+    ":-1",
+    "127.0.0.1",
+    "127.0.0.1:",
+    "127.0.0.1:0",
+    "127.0.0.1:-1",
+    "127.0.0.1:port",
+    "127.0.0.1:65536",
+    "127.0.0.1:99999",
+    "127.0.0.1:\u0666\u0663\u0667\u0669",
+    "127.0.0.1:6379 ",
+    "127.0.0.1:6379\n",
+    "::1:6379",
+    "LOCAL",
+    "auto ",
+    "ray://127.0.0.1:6379",
+]
+
+
+@pytest.mark.parametrize("address", NO_ADDRESSES)
+def test_what_is_no_address_is_refused_with_what_to_give(address: str) -> None:
+    with pytest.raises(UsageError, match=r"--ray '.*': no address .* HOST:PORT .* auto .* local"):
+        Cluster(address)
+
+
+@pytest.mark.parametrize("address", ["auto", "local", "head:6379", "a-b.c_d:1", "10.0.0.1:65535", "[fe80::1]:6379"])
+def test_an_address_is_taken_as_it_is_given(address: str) -> None:
+    assert Cluster(address).address == address
+
+
+def test_what_is_no_address_is_refused_before_a_run_folder_is_made(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    order = ["--model", model, "--data", data, "--run", folder, "--ray", "127.0.0.1"]
+    assert run(["validate", *map(str, order)]) == 2
+    assert "HOST:PORT" in capsys.readouterr().err
+    assert not folder.exists()
+
+
+# The start, with a Ray whose `init` does what a test wants, as Ray does it: after setting its own handler of SIGTERM.
+
+
+@pytest.fixture
+def starting(monkeypatch: pytest.MonkeyPatch, on_sigterm: Any) -> Iterator[Callable[[Callable[[], object]], list[str]]]:
+    """Start Ray whose `init` does something; give what was announced before. Afterwards the handlers are ours."""
+    before = signal.getsignal(signal.SIGALRM)
+    ends: list[str] = []
+
+    def start(init: Callable[[], object]) -> list[str]:
+        said: list[str] = []
+
+        def init_of_ray(**_options: object) -> None:
+            signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(number))
+            assert said, "nothing is said before it may hang"
+            init()
+
+        fake = SimpleNamespace(init=init_of_ray, shutdown=lambda: ends.append("shutdown"))
+        monkeypatch.setitem(sys.modules, "ray", fake)
+        with connected("local", said.append):
+            pass
+        return said
+
+    yield start
+    assert ends == ["shutdown"], "what Ray had started lives on"
+    assert signal.getsignal(signal.SIGTERM) is on_sigterm
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.alarm(0) == 0, "an alarm goes off in what comes after"
+
+
+def test_before_ray_starts_it_is_said(starting: Any) -> None:
+    assert starting(lambda: None) == ["Ray: starting a cluster on this machine"]
+
+
+def fail() -> None:
+    raise Exception("The current node timed out during startup.")
+
+
+def test_a_start_that_fails_with_a_bare_exception_is_a_fault_of_the_machine_with_its_mend(starting: Any) -> None:
+    with pytest.raises(
+        EnvironmentFault, match=r"--ray local: .*\(The current node timed out .*\).* try again; .*/tmp/ray"
+    ):
+        starting(fail)
+
+
+def test_sigterm_while_ray_starts_is_an_interruption(starting: Any) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        starting(lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def test_sigterm_while_ray_starts_keeps_what_is_done_and_says_how_to_go_on(
+    starting: Any, session: Session, model: Path, dataset: Dataset, tmp_path: Path
+) -> None:
+    def elsewhere(_chunks: Sequence[Sequence[Sample]]) -> Generator[ChunkResult, None, None]:
+        starting(lambda: os.kill(os.getpid(), signal.SIGTERM))
+        yield from ()
+
+    with pytest.raises(Interrupted, match=rf"0 of {TOTAL} images are done\. The same command goes on"):
+        validated(session, dataset, looks(session), tmp_path / "run", elsewhere=elsewhere)
+
+
+def try_for_ever() -> None:
+    """Hang as Ray does, for which each Exception is a reason to try again."""
+    while True:
+        with suppress(Exception):
+            time.sleep(60)
+
+
+def test_a_start_that_hangs_is_given_up(starting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evaluator.validation.joining.JOINING", 1)
+    with pytest.raises(EnvironmentFault, match=r"--ray local: no cluster could be joined \(no answer for 1 s\)"):
+        starting(try_for_ever)
+
+
+def test_outside_the_main_thread_ray_starts_without_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = SimpleNamespace(init=lambda **_: None, shutdown=lambda: None)
+    monkeypatch.setitem(sys.modules, "ray", fake)
+
+    def connect() -> object:
+        with connected("local", lambda _: None) as ray:
+            return ray
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(connect).result() is fake

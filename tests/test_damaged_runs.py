@@ -132,6 +132,17 @@ def test_nonsense_in_a_line_is_refused_with_its_number(tmp_path: Path, change: d
         read_run(tmp_path)
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_compare_refuses_a_run_with_a_damaged_line_as_report_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: int
+) -> None:
+    folders = [write_run(tmp_path / name, LINES) for name in "ab"]
+    write_lines(folders[place], [json.dumps(line) for line in (LINES[0], {**LINES[1], "rank": 1}, *LINES[2:])])
+    for command in (["compare", *map(str, folders)], ["report", str(folders[place])]):
+        assert cli.run(command) == 2
+        assert f"{folders[place]}/predictions.jsonl: line 2 is damaged (rank 1 of class 0" in capsys.readouterr().err
+
+
 def test_scores_that_tie_in_the_order_of_the_classes_are_believed(tmp_path: Path) -> None:
     line = evaluated("n01/a.png", 6, [], 7)
     line["top"] = [[index, 1 / 7] for index in range(5)]

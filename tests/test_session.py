@@ -55,6 +55,7 @@ class FakeRuntime(ModuleType):
         inputs: tuple[str, ...] = INPUTS,
         outputs: tuple[str, ...] = OUTPUTS,
         classes: int = 6,
+        sides: tuple[str | int, str | int] = ("H", "W"),
     ) -> None:
         super().__init__("onnxruntime")
         self._offers = [*offers, CPU]
@@ -62,6 +63,7 @@ class FakeRuntime(ModuleType):
         self._fails = fails or {}
         self._names = inputs, outputs
         self._classes = classes
+        self._sides = sides
         self.loads: list[tuple[SessionOptions, list[Any]]] = []
         self.events: list[str] = []
 
@@ -79,7 +81,8 @@ class FakeRuntime(ModuleType):
             raise self._fails[asked]
         runs = self._comes_up if asked == CUDA else asked
         inputs, outputs = (
-            [SimpleNamespace(name=name, shape=["N", self._classes]) for name in names] for names in self._names
+            [SimpleNamespace(name=name, shape=["N", *shape]) for name in names]
+            for names, shape in zip(self._names, ((*self._sides, 3), (self._classes,)), strict=True)
         )
         return SimpleNamespace(
             disable_fallback=lambda: self.events.append("disable_fallback"),
@@ -240,9 +243,11 @@ def test_a_file_with_other_inputs_or_outputs_is_refused_naming_them_and_ours(use
 def test_a_file_that_no_device_could_load_is_the_files_fault_on_every_device(
     use, model: Path, kind: str, device: Device
 ) -> None:
-    error = runtime_error(kind, "x" * 400)
+    error = runtime_error(kind, "it \n" + "x" * 1000 + " is the cause\n")
     runtime = use(FakeRuntime(CUDA, fails={CPU: error, CUDA: error}))
-    with pytest.raises(ContractError, match=rf"model\.onnx: not an ONNX model.*\({'x' * 300}\)\. Write one with"):
+    with pytest.raises(
+        ContractError, match=r"model\.onnx: not an ONNX model.*\(it x+ … x{200,300} is the cause\)\. Write one with"
+    ):
         open_session(model, device)
     assert len(runtime.loads) == 1, "another device would not help"
 
@@ -325,3 +330,33 @@ def test_the_runtime_leaves_nothing_in_the_users_home(exported: dict[str, Export
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={**environment, "HOME": str(tmp_path)})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("sides", [(28, 28), (28, "W"), ("H", 30), (30, 30)])
+def test_a_graph_of_one_size_serves_no_model_that_says_it_takes_others(
+    use, model: Path, sides: tuple[str | int, str | int]
+) -> None:
+    use(FakeRuntime(sides=sides))  # the contract's crop is 28, and its canvases may be larger
+    with pytest.raises(ContractError, match=r"its graph takes images of .*states a crop of 28 .*prelunet adopt"):
+        open_session(model, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (
+            "[E] : 1 : Load from m.onnx failed:/ort_src/core/graph/model.cc:256 ns::Model::Model(onnx::P&&, const "
+            "ns::L<std::function<void(int)>>*) const Unsupported IR version: 99, max: 13\n",
+            "[E] : 1 : Load from m.onnx failed: Unsupported IR version: 99, max: 13",
+        ),
+        (
+            "Status Message: /src/op.h:91 int ns::f(int) [with T = float] sizes (3) and (4) differ",
+            "Status Message: sizes (3) and (4) differ",
+        ),
+        ("[E] : utils.cc:1461 SizeOf Out of bounds (1 > 0)", "[E] : Out of bounds (1 > 0)"),
+        ("No Op registered for Frob(1) in net.onnx", "No Op registered for Frob(1) in net.onnx"),
+        ("", "RuntimeError"),
+    ],
+)
+def test_the_runtimes_words_are_shown_without_the_place_in_its_source(text: str, shown: str) -> None:
+    assert session_module.reason_of(RuntimeError(text)) == shown

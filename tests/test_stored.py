@@ -50,6 +50,26 @@ def test_half_precision_and_the_smallest_scores_are_no_damage(tmp_path: Path) ->
     assert read_scores(read_run(write_scored_run(tmp_path / "run", scores, [2, 5, 0]))).shape == (3, 7)
 
 
+def test_a_score_whose_shortest_decimal_gives_its_neighbour_by_way_of_float64_is_no_damage(tmp_path: Path) -> None:
+    score = np.nextafter(np.float32(7.038531e-26), np.float32(0))
+    assert str(score) == "7.038531e-26"
+    assert np.float32(float(str(score))) != score
+    scores = np.zeros((1, 7), np.float32)
+    scores[0, [4, 2]] = 1, score
+    read_scores(read_run(write_scored_run(tmp_path / "run", scores, [2])))
+
+
+@pytest.mark.parametrize("total", [0.95, 0.998, 1.002])
+def test_a_row_that_does_not_add_up_to_1_is_refused_even_where_its_line_agrees(tmp_path: Path, total: float) -> None:
+    scores = random_scores(3, 10)
+    scores[4, 6] += total - 1
+    scores[6] *= 1.0009  # as half precision may: no damage
+    assert (scores >= 0).all()
+    folder = write_scored_run(tmp_path / "run", scores, [2] * 10)
+    with pytest.raises(RunFolderError, match=r"row 4 \(val/00004\.png\) has scores that are no probabilities of sum 1"):
+        read_scores(read_run(folder))
+
+
 def test_the_ranks_of_many_rows_are_those_of_each_row_alone() -> None:
     scores = random_scores(2, 200)
     for label in range(7):

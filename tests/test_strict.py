@@ -31,6 +31,7 @@ def test_json_reads_back_as_it_was_written(value: Any) -> None:
         (b"\xff\xfe[]", "codec can't decode"),
         ("1" * 10_000, "digits"),
         ("", "Expecting value"),
+        ('{"a": 1, "b": {"c": 1, "d": 2, "c": 1}}', "the key 'c' stands twice in one object"),
         ("{} {}", "Extra data"),
     ],
 )

@@ -9,6 +9,9 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from evaluator.errors import RunFolderError
 from evaluator.reporting.paired import NONE, SIGNIFICANCE, PairedErrors, adjusted_p
 from evaluator.reporting.statistics import TOPS, error_percent, macro_error, macro_interval, wilson_interval
@@ -19,7 +22,7 @@ COMPARISON_VERSION = 1
 METRICS = {f"top{k}": k for k in TOPS}  # an image is wrong when the rank of its class is beyond this
 
 Comparison = dict[str, Any]
-Pair = tuple[Prediction, Prediction]
+Whole = npt.NDArray[np.int64]
 
 
 def compare_runs(a: Run, b: Run) -> Comparison:
@@ -29,23 +32,21 @@ def compare_runs(a: Run, b: Run) -> Comparison:
     true classes are not known: the text says what differs.
     """
     check_comparable(a, b)
-    pairs = list(zip(a.predictions, b.predictions, strict=True))
-    common = [pair for pair in pairs if pair[0].refused is None and pair[1].refused is None]
-    by_class: list[list[Pair]] = [[] for _ in a.info.classes]
-    for pair in common:
-        by_class[pair[0].label].append(pair)
-    counts = {key: [_count(own, beyond) for own in by_class] for key, beyond in METRICS.items()}
+    label = np.fromiter((prediction.label for prediction in a.predictions), np.int64)
+    ranks = _ranks(a), _ranks(b)
+    counts = {key: _count(label, ranks, beyond, len(a.info.classes)) for key, beyond in METRICS.items()}
+    images = [count.images for count in counts["top1"]]
     metrics = {key: _class_metrics(of_class) for key, of_class in counts.items()}
     return {
         "version": COMPARISON_VERSION,
         "dataset": dict(a.info.dataset),
-        "images": len(pairs),
-        "evaluated": len(common),
+        "images": len(label),
+        "evaluated": sum(images),
         "a": _side(a, counts, "a"),
         "b": _side(b, counts, "b"),
-        "refused_by_b_only": sum(one.refused is None and other.refused is not None for one, other in pairs),
+        "refused_by_b_only": int(np.count_nonzero((ranks[0] > 0) & (ranks[1] == 0))),
         **{
-            key: _overall(counts[key], metrics[key]) | {"difference_with_refusals": _with_refusals(pairs, beyond)}
+            key: _overall(counts[key], metrics[key]) | {"difference_with_refusals": _with_refusals(ranks, beyond)}
             for key, beyond in METRICS.items()
         },
         "classes": [
@@ -53,15 +54,19 @@ def compare_runs(a: Run, b: Run) -> Comparison:
                 "index": index,
                 "wnid": entry.wnid,
                 "name": entry.name,
-                "evaluated": len(by_class[index]),
+                "evaluated": images[index],
                 **{key: metrics[key][index] for key in METRICS},
             }
             for index, entry in enumerate(a.info.classes)
         ],
-        "flips": [_flip(one, other) for one, other in common if changes(one.rank, other.rank)],
+        "flips": [
+            _flip(one, other)
+            for one, other in zip(a.predictions, b.predictions, strict=True)
+            if one.rank and other.rank and changes(one.rank, other.rank)
+        ],
         "left_out": [
             {"file": one.file, "label": one.label, "a": one.refused, "b": other.refused}
-            for one, other in pairs
+            for one, other in zip(a.predictions, b.predictions, strict=True)
             if one.refused is not None or other.refused is not None
         ],
     }
@@ -144,12 +149,17 @@ def _first_difference(a: Sequence[str], b: Sequence[str]) -> str:
     return f"class {index} is {a[index][:100]!r} in the one, {b[index][:100]!r} in the other"
 
 
-def _count(pairs: Sequence[Pair], beyond: int) -> PairedErrors:
-    """Count how two runs judge the same images."""
-    both = sum(one.rank > beyond and other.rank > beyond for one, other in pairs)
-    only_a = sum(one.rank > beyond >= other.rank for one, other in pairs)
-    only_b = sum(other.rank > beyond >= one.rank for one, other in pairs)
-    return PairedErrors(both, only_a, only_b, neither=len(pairs) - both - only_a - only_b)
+def _ranks(run: Run) -> Whole:
+    """Return the rank of the truth of every image, 0 where it was refused."""
+    return np.fromiter((prediction.rank for prediction in run.predictions), np.int64)
+
+
+def _count(label: Whole, ranks: tuple[Whole, Whole], beyond: int, classes: int) -> list[PairedErrors]:
+    """Count for each class how two runs judge the images that both evaluated. ranks: of A and of B, 0 if refused."""
+    rank_a, rank_b = ranks
+    kind = 4 * label + 2 * (rank_a > beyond) + (rank_b > beyond)
+    table = np.bincount(kind[(rank_a > 0) & (rank_b > 0)], minlength=4 * classes).reshape(classes, 4)
+    return [PairedErrors(both, only_a, only_b, neither) for neither, only_b, only_a, both in table.tolist()]
 
 
 def _side(run: Run, counts: Mapping[str, Sequence[PairedErrors]], side: str) -> dict[str, Any]:
@@ -189,12 +199,12 @@ def _overall(of_class: Sequence[PairedErrors], metrics: Sequence[Mapping[str, An
     }
 
 
-def _with_refusals(pairs: Sequence[Pair], beyond: int) -> float | None:
+def _with_refusals(ranks: tuple[Whole, Whole], beyond: int) -> float | None:
     """Return the difference over the images that A evaluated, those that B refused counted as wrong in B, in points."""
-    judged = [(one, other) for one, other in pairs if one.refused is None]
-    wrong_a = sum(one.rank > beyond for one, _ in judged)
-    wrong_b = sum(other.refused is not None or other.rank > beyond for _, other in judged)
-    return error_percent(wrong_b - wrong_a, len(judged))
+    judged = ranks[0] > 0
+    wrong_a = int(np.count_nonzero(ranks[0] > beyond))
+    wrong_b = int(np.count_nonzero(judged & ((ranks[1] == 0) | (ranks[1] > beyond))))
+    return error_percent(wrong_b - wrong_a, int(np.count_nonzero(judged)))
 
 
 def _class_metrics(of_class: Sequence[PairedErrors]) -> list[dict[str, Any]]:

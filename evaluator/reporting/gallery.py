@@ -131,9 +131,10 @@ def mistakes_in_turns(predictions: Sequence[Prediction]) -> list[Prediction]:
     return [prediction for _, prediction in sorted(placed, key=itemgetter(0))]  # stable: confident ones stay in front
 
 
-def _most_confident_mistakes(predictions: Sequence[Prediction]) -> list[Prediction]:
-    wrong = (prediction for prediction in predictions if prediction.refused is None and prediction.rank > 1)
-    return sorted(wrong, key=lambda p: (-p.top[0][1], p.file))
+def _most_confident_mistakes(predictions: Sequence[Prediction]) -> Iterator[Prediction]:
+    """Yield the mistakes by their scores, equal ones by their names, which rise in a run."""
+    wrong = [(-p.top[0][1], number) for number, p in enumerate(predictions) if p.refused is None and p.rank > 1]
+    return (predictions[number] for _, number in sorted(wrong))
 
 
 def _moved(place: DatasetPlace | None, data: Path) -> DatasetPlace:

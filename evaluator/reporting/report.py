@@ -26,15 +26,12 @@ from evaluator.reporting.tables import (
     view_table,
     worst_matrix,
 )
-from evaluator.reporting.text import json_bytes
 from evaluator.validation.run import Run, require_labels, require_whole
 from evaluator.validation.suspicion import label_order_suspicion
 
 REPORT_VERSION = 2
 
 Report = dict[str, Any]
-
-report_bytes = json_bytes
 
 
 def build_report(run: Run) -> Report:

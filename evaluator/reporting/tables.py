@@ -55,11 +55,11 @@ def evaluated_of(predictions: Sequence[Prediction], views: int) -> Evaluated:
             rank.append(prediction.rank)
             view_ranks.extend(prediction.view_ranks)
     return Evaluated(
-        label=np.array(label, np.int64),
-        answer=np.array(answer, np.int64),
-        score=np.array(scores, np.float64),
-        rank=np.array(rank, np.int64),
-        view_ranks=np.array(view_ranks, np.int64).reshape(len(rank), views),
+        label=np.asarray(label, np.int64),
+        answer=np.asarray(answer, np.int64),
+        score=np.asarray(scores, np.float64),
+        rank=np.asarray(rank, np.int64),
+        view_ranks=np.asarray(view_ranks, np.int64).reshape(len(rank), views),
     )
 
 

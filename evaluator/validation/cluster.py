@@ -4,26 +4,19 @@ The driver hands out chunks and alone writes the run folder, chunk by chunk in t
 that a single machine would have made. A worker opens the model file and the dataset by their paths and shows that they
 are the driver's before it is given anything to do. What a lost worker had in hand is handed out again; what it may
 still answer is not listened to, so that each image is counted once.
-
-Ray is imported when it is asked for; it comes with the extra `ray`.
 """
 
 import hashlib
 import heapq
-import io
-import logging
 import os
-import signal
 import socket
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TextIO, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +25,9 @@ from evaluator.datasets.sample import Dataset, Sample
 from evaluator.differences import differences, shown
 from evaluator.engine.classify import Model
 from evaluator.engine.session import Device, Outputs, open_session
-from evaluator.errors import DatasetError, EnvironmentFault, PreluNetError, how_to_install
+from evaluator.errors import DatasetError, EnvironmentFault, PreluNetError
 from evaluator.protocols import Protocol
+from evaluator.validation.joining import connected, host_and_port, reason_of
 from evaluator.validation.validate import ChunkResult, Evaluation, WorkersLost, evaluate_chunks
 
 IN_HAND = 2  # chunks that a worker has: while the session computes one, threads decode the other
@@ -51,11 +45,17 @@ class Cluster:
     address: of a Ray cluster (HOST:PORT), `auto` for the one that runs on this machine, `local` for one that is
     started for this run; workers: how many, 0 for as many as the cluster has room for; cpus: of each, which are its
     threads too, 0 for four or all of a smaller machine.
+    Raises UsageError when the address is none of these.
     """
 
     address: str
     workers: int = 0
     cpus: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what Ray would take for something else, or only complain of after a while."""
+        if self.address not in {"auto", "local"}:
+            host_and_port(self.address)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def on_ray(
 
     def evaluate(chunks: Sequence[Sequence[Sample]]) -> Generator[ChunkResult, None, None]:
         gpu = session.circumstances.provider.startswith("CUDA")
-        with _connected(cluster.address) as ray:
+        with connected(cluster.address, announce) as ray:
             cpus, most = room([node["Resources"] for node in ray.nodes() if node["Alive"]], cluster.cpus, gpu=gpu)
             count = min(cluster.workers or most, len(chunks))
             announce(f"Ray: {count} workers of {cpus} CPUs{' and a GPU' * gpu}")
@@ -132,74 +132,6 @@ def room(machines: Sequence[Mapping[str, float]], cpus: int, *, gpu: bool) -> tu
             "Ask for fewer with --threads, or add machines"
         )
     return cpus, workers
-
-
-@contextmanager
-def _connected(address: str) -> Iterator[ModuleType]:
-    """Give Ray's module while this process is connected to a cluster; a local one ends with it, and so do the workers.
-
-    Ray's own words are kept from both streams, see `_WithoutRay`. Its usage statistics stay at home, unless
-    RAY_USAGE_STATS_ENABLED is 1. Its handler of SIGTERM, which exits without a word, gives way to the one that was
-    there.
-    """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # or it warns of a change to come
-    try:
-        import ray
-    except ImportError as error:
-        raise EnvironmentFault(f"--ray: ray cannot be imported ({error}). Bring it: {how_to_install('ray')}") from error
-    on_sigterm = signal.getsignal(signal.SIGTERM)
-    with redirect_stdout(cast("TextIO", _WithoutRay(sys.stdout))):
-        try:
-            _knock(address)
-            ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.CRITICAL)
-        except (OSError, RuntimeError, ValueError) as error:
-            raise EnvironmentFault(
-                f"--ray {address}: no cluster could be joined ({_reason(error)}). Give HOST:PORT of its head, auto "
-                "for the one that this machine belongs to, or local to start one here. A cluster with a token needs "
-                "Ray's own variables: RAY_AUTH_MODE and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
-            ) from error
-        try:
-            if threading.current_thread() is threading.main_thread() and on_sigterm is not None:  # None: no Python's
-                signal.signal(signal.SIGTERM, on_sigterm)
-            yield ray
-        finally:
-            with redirect_stdout(io.StringIO()):  # this thread prints what Ray's own had put aside
-                ray.shutdown()
-
-
-class _WithoutRay:
-    """A stream that keeps what Ray's own threads write from another, and passes on all else.
-
-    For the whole of an evaluation one of them prints news of workers to stdout, where our result goes; no option of
-    Ray's stops it. What is printed by whoever called us is his.
-    """
-
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        """Write it, or not."""
-        if threading.current_thread().name.startswith("ray_"):
-            return len(text)
-        return self._stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-def _knock(address: str) -> None:
-    """Raise OSError or ValueError where nobody listens at HOST:PORT: Ray itself would go on trying for minutes."""
-    if address in {"auto", "local"} or "://" in address:
-        return
-    host, _, port = address.rpartition(":")
-    socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
-
-
-def _reason(error: BaseException) -> str:
-    """Return the line that tells most: the first, or the last of a traceback."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return lines[-1 if "Traceback" in str(error) else 0][:300]
 
 
 class Worker:
@@ -313,7 +245,7 @@ class Crew:
         except self._ray.exceptions.RayTaskError:
             raise  # a mistake of ours; it tells its place on the worker
         except self._ray.exceptions.RayError as error:
-            self._replace(worker, number, _reason(error))
+            self._replace(worker, number, reason_of(error))
             return {}
         if isinstance(answer, PreluNetError):
             raise answer

@@ -145,7 +145,7 @@ class Predictions(Sequence[Prediction]):
         start, stop, step = place.indices(len(self))
         if step != 1:
             return [self[number] for number in range(start, stop, step)]
-        return list(self._made(start, max(start, stop)))
+        return list(self._made(start, stop))
 
     def __iter__(self) -> Iterator[Prediction]:
         for first in range(0, len(self), _BLOCK):

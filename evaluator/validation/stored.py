@@ -133,7 +133,8 @@ def _faults(rows: FloatArray, lines: Sequence[Prediction]) -> Iterator[tuple[Fla
 def _same_best(rows: FloatArray, lines: Sequence[Prediction]) -> Flags:
     """Say of each row whether its best classes, their order and their scores are those of its line.
 
-    Scores may differ in the last bit of float32: a line's decimal is read as float64 first, and rounded twice.
+    Scores may differ in the last bit of float32: a line's decimal is read as float64 first, and rounded twice, which
+    gives 7.038531e-26 a neighbour.
     """
     classes = np.array([[index for index, _ in line.top] for line in lines], np.int64)
     told = np.array([[score for _, score in line.top] for line in lines]).astype(np.float32)

@@ -31,7 +31,7 @@ from evaluator.validation.run_log import LOG_FILE
 _REPORTS = ("report.json", "classes.csv", "report.html", "compared-with-*/compare.*")
 _REPLACED = (RUN_FILE, PREDICTIONS_FILE, SCORES_FILE)  # whole, by `write_atomically`
 # In run.json for the reader's eye: a renamed file is the same file, and the fingerprint tells images and labels.
-NAMES = {("model", "file"), ("dataset", "name"), ("dataset", "layout"), ("dataset", "selection")}
+NAMES = {("model", "file"), ("dataset", "name"), ("dataset", "layout")}
 
 
 class RunWriter:

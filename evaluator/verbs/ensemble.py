@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from evaluator.errors import UsageError
+from evaluator.reporting.report import error_with_interval
 from evaluator.reporting.statistics import error_percent, wilson_interval
 from evaluator.terminal import say
 from evaluator.validation.ensemble import Ensemble, Tally
@@ -101,8 +102,4 @@ def _shown(tally: Tally) -> tuple[str, str]:
     if not tally.images:
         return "no image", "no image"
     errors = _errors(tally)
-    top1, top5 = (
-        f"{errors[f'top{k}_error']:.2f} [{', '.join(f'{bound:.2f}' for bound in errors[f'top{k}_interval'])}]"
-        for k in (1, 5)
-    )
-    return top1, top5
+    return error_with_interval(errors, 1, 2), error_with_interval(errors, 5, 2)

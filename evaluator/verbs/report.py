@@ -5,8 +5,10 @@ from typing import Annotated
 
 import typer
 
-from evaluator.reporting.report import Report, headline, report_bytes
+from evaluator.reporting.report import Report, error_with_interval, headline
+from evaluator.reporting.statistics import TOPS
 from evaluator.reporting.tables import worst_classes
+from evaluator.reporting.text import json_bytes
 from evaluator.reporting.write import WrittenReport, write_report
 from evaluator.terminal import say
 
@@ -28,7 +30,7 @@ def report(
 ) -> None:
     """Write report.json, classes.csv and report.html of a run, and print its headline and worst classes."""
     written = write_report(run, out=out, data=data)
-    say(report_bytes(written.report).decode("ascii") if as_json else _summary(written), end="")
+    say(json_bytes(written.report).decode("ascii") if as_json else _summary(written), end="")
     if written.missing is not None:
         say(f"note: {written.html} has no pictures. {written.missing} Say where they are with --data DIR", err=True)
 
@@ -57,13 +59,10 @@ def _beside_the_errors(report: Report) -> list[str]:
     if not report["evaluated"]:
         return []
     macro = report["macro"]
-    top1, top5 = (
-        f"top-{k} {macro[f'top{k}_error']:.2f} [{', '.join(f'{bound:.1f}' for bound in macro[f'top{k}_interval'])}]"
-        for k in (1, 5)
-    )
+    errors = " ".join(f"top-{k} {error_with_interval(macro, k)}" for k in TOPS)
     calibration = report["calibration"]
     lines = [
-        f"mean over {macro['classes']:,} classes: {top1} {top5} %",
+        f"mean over {macro['classes']:,} classes: {errors} %",
         f"mean score of the answers {calibration['confidence']:.1f} %, "
         f"expected calibration error {calibration['expected_error']:.1f} %",
     ]

@@ -12,7 +12,8 @@ from evaluator.datasets import Dataset, DatasetPlace, classes_asked, open_place
 from evaluator.datasets.sample import UNLABELLED
 from evaluator.engine.session import Device, open_session
 from evaluator.errors import UsageError
-from evaluator.reporting.report import Report, build_report
+from evaluator.reporting.report import Report, build_report, error_with_interval
+from evaluator.reporting.statistics import TOPS
 from evaluator.terminal import say
 from evaluator.validation.cluster import Cluster, on_ray
 from evaluator.validation.run import Run, RunInfo, describe_dataset, run_info
@@ -90,6 +91,7 @@ def validate(
     """Evaluate a model on a dataset; the same command resumes."""
     if ray_workers and ray is None:
         raise UsageError("--ray-workers: says how many workers a Ray cluster gives, so give --ray ADDRESS too")
+    cluster = Cluster(ray, ray_workers, threads) if ray is not None else None
     part = _shard(shard) if shard is not None else None
     session = open_session(model, device, threads=threads)
     entries = session.contract.classes
@@ -101,9 +103,7 @@ def validate(
     dataset = open_place(DatasetPlace(data, labels, no_labels, limit, chosen), entries)
     info = run_info(session, model.name, describe_dataset(dataset), looks, part)
     _tell_dataset(dataset, entries, info)
-    elsewhere = None
-    if ray is not None:
-        elsewhere = on_ray(Cluster(ray, ray_workers, threads), session, model, dataset, looks, _note)
+    elsewhere = on_ray(cluster, session, model, dataset, looks, _note) if cluster is not None else None
     finished = evaluate_dataset(
         session, dataset, info, run, fresh=fresh, threads=threads, elsewhere=elsewhere, announce=_note
     )
@@ -162,16 +162,14 @@ def _shard(text: str) -> tuple[int, int]:
 def result_line(report: Report) -> str:
     """Return the result in one line: what was evaluated, how, and the errors with their intervals."""
     protocol = report["protocol"]
-    what = ", ".join([report["model"]["architecture"], protocol["name"], *(["mirrored"] if protocol["mirror"] else [])])
+    words = {"mirrored": protocol["mirror"], "logits averaged": protocol["averaging"] == "logit"}
+    what = ", ".join([report["model"]["architecture"], protocol["name"], *(word for word in words if words[word])])
     only = report["dataset"]["selection"]
     counts = f"{report['evaluated']:,} of {report['images']:,} images" + (f" (only {only})" if only else "")
     if not report["evaluated"]:
         return f"{what}: no error can be told, {counts}"
-    top1, top5 = (
-        f"top-{k} {report[f'top{k}_error']:.2f} [{', '.join(f'{bound:.1f}' for bound in report[f'top{k}_interval'])}]"
-        for k in (1, 5)
-    )
-    return f"{what}: {top1} {top5} %, {counts}"
+    errors = " ".join(f"top-{k} {error_with_interval(report, k)}" for k in TOPS)
+    return f"{what}: {errors} %, {counts}"
 
 
 def _note(text: str) -> None:

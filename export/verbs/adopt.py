@@ -24,7 +24,7 @@ def adopt(
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="The model file to write.")],
     crop: Annotated[
-        int | None, typer.Option(min=1, max=65536, help="Side of its images in pixels; else as its input says.")
+        int | None, typer.Option(min=1, max=4096, help="Side of its images in pixels; else as its input says.")
     ] = None,
     mean: Annotated[
         str | None,
