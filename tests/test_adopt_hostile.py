@@ -43,15 +43,16 @@ def test_no_input_is_replaced_by_the_model_made_of_it_even_by_force(
     assert (tmp_path / "a link").is_symlink()
 
 
-def test_weights_of_a_branch_or_a_constant_that_lie_in_another_file_are_not_replaced_either(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["constant", "initializer"])
+def test_weights_of_a_branch_that_lie_in_another_file_are_not_replaced_either(place: str, tmp_path: Path) -> None:
     path = net(tmp_path)
     far = TensorProto(name="far", data_type=1, dims=[2], data_location=TensorProto.EXTERNAL)
     far.external_data.add(key="location", value="far.bin")
     (tmp_path / "far.bin").write_bytes(bytes(8))
-    branch = helper.make_graph([helper.make_node("Constant", [], ["c"], value=far)], "branch", [], [])
+    constant = helper.make_node("Constant", [], ["c"], **({"value": far} if place == "constant" else {"value_int": 1}))
+    branch = helper.make_graph([constant], "branch", [], [], [far] if place == "initializer" else [])
     model = onnx.load(path)
-    condition = helper.make_node("If", ["yes"], ["out"], then_branch=branch, else_branch=branch)
-    model.graph.node.append(condition)
+    model.graph.node.append(helper.make_node("If", ["yes"], ["out"], then_branch=branch, else_branch=branch))
     onnx.save(model, path)
     with pytest.raises(UsageError, match=r"far\.bin: is the input itself"):
         adopt(path, tmp_path / "far.bin", write_classes(tmp_path), AdoptOptions(RGB))
