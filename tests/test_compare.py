@@ -323,7 +323,9 @@ def test_a_run_whose_images_are_not_those_of_its_fingerprint_is_called_damaged(t
     a, b = (read_run(write_run(tmp_path / name, A_LINES)) for name in "ab")
     for change in ({"file": "n01/zz.jpg"}, {"label": 4}):
         swapped = replace(b, predictions=[b.predictions[0], replace(b.predictions[1], **change), *b.predictions[2:]])
-        with pytest.raises(RunFolderError, match=r"image 2 is 'n01/b.jpg' of class 0 in .*one of them is damaged"):
+        with pytest.raises(
+            RunFolderError, match=r"line 2 of the predictions of .*n01/b.jpg \(label 0\).*one of them is damaged"
+        ):
             compare_runs(a, swapped)
 
 

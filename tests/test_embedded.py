@@ -65,7 +65,7 @@ def images_of(data: dict[str, Any], label: int) -> list[dict[str, Any]]:
         image: dict[str, Any] = {"file": beginning + middle + end}
         if number < len(ranks):
             own = slice(number * width, (number + 1) * width)
-            image["top"] = [pair for pair in zip(answers[own], scores[own], strict=True) if pair[0] != -1]
+            image["top"] = list(zip(answers[own], scores[own], strict=True))
             image |= {"rank": ranks[number], "capped": number in capped}
         else:
             image["refused"] = reasons[number - len(ranks)]

@@ -17,7 +17,7 @@ from evaluator.reporting.statistics import wilson_interval
 from evaluator.validation.ensemble import Tally, ensemble
 from evaluator.validation.run import read_run
 from evaluator.validation.run_log import find_dataset
-from evaluator.validation.stored import BLOCK, read_scores
+from evaluator.validation.stored import BLOCK, check_scores, read_rows
 from evaluator.validation.writer import RunWriter
 from scored_runs import CLASSES, best_first, changed_info, random_scores, write_scored_run
 
@@ -126,7 +126,7 @@ def test_an_ensemble_is_a_run_that_says_of_what_it_was_made(members: list[Path],
     assert info.circumstances == read_run(members[0]).info.circumstances
     assert info.views == ()
     assert info.protocol.name == "multi-scale"
-    read_scores(read_run(tmp_path / "e"))  # they agree with its lines
+    check_scores(read_run(tmp_path / "e"))  # they agree with its lines
 
 
 def test_circumstances_that_differ_are_all_told(small: list[Path], tmp_path: Path) -> None:
@@ -192,10 +192,10 @@ def test_the_same_run_twice_is_refused(small: list[Path], tmp_path: Path) -> Non
 def test_lines_of_other_images_are_refused_whatever_the_fingerprints_say(tmp_path: Path) -> None:
     files = [f"val/{index:05}.png" for index in range(20)]
     folders = [member(tmp_path, 0, images=20), member(tmp_path, 1, images=20, files=[*files[:19], "val/other.png"])]
-    with pytest.raises(RunFolderError, match=r"m1: line 20 .* is of val/other\.png \(label 4\), but in .*m0"):
+    with pytest.raises(RunFolderError, match=r"line 20 .*m0 is of val/00019\.png .*other\.png \(label 4\) in .*m1"):
         ensemble(folders, tmp_path / "e")
     folders[1] = member(tmp_path / "again", 1, images=20, labels=[*LABELS[:19], 6])
-    with pytest.raises(RunFolderError, match=r"line 20 .*\(label 6\), but .*\(label 4\)"):
+    with pytest.raises(RunFolderError, match=r"line 20 .*\(label 4\), but .*\(label 6\)"):
         ensemble(folders, tmp_path / "e")
 
 
@@ -305,7 +305,7 @@ def test_images_without_labels_are_averaged_and_no_error_is_counted(tmp_path: Pa
     assert [line.top[0][0] for line in found.run.predictions if line.refused is None] == [
         best_first(row)[0] for row in expected if not np.isnan(row[0])
     ]
-    read_scores(found.run)
+    check_scores(found.run)
 
 
 def test_images_without_labels_among_others_count_for_no_error(tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_an_ensemble_of_ensembles_is_one_too(small: list[Path], tmp_path: Path) 
     found = ensemble([tmp_path / "two", small[2]], tmp_path / "e", weights=[2, 1])
     assert found.run.info.model["architecture"] == "A+B+C"
     # 1e-7: the inner ensemble is rounded to float32 once more
-    np.testing.assert_allclose(read_scores(found.run), plain_average([1, 1, 1], 20), atol=1e-7)
+    np.testing.assert_allclose(read_rows(found.run, 0, found.run.info.images), plain_average([1, 1, 1], 20), atol=1e-7)
 
 
 def test_a_model_inside_an_ensemble_does_not_count_twice(small: list[Path], tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from evaluator.contract import ClassEntry
 from evaluator.datasets import Dataset, DatasetPlace, open_dataset, open_place
 from evaluator.datasets.imagenet import read_devkit_ids
 from evaluator.errors import DatasetError, PreluNetError, UsageError
-from evaluator.validation.suspicion import label_order_suspicion
+from evaluator.reporting.suspicion import label_order_suspicion
 from miniature import (
     CLASSES,
     DATA,
@@ -316,7 +316,7 @@ def test_two_files_that_may_give_the_labels_are_both_named(tmp_path: Path) -> No
     assert f"more than one file may give the labels: {first}, {devkit}/data/{GROUND_TRUTH}" in said
     assert "Say which with --labels FILE" in said
     assert opened(data, first).layout == "flat, labels from val.txt"
-    assert opened(data, first).labels == first
+    assert opened(data, first).place.labels == first
 
 
 def test_loose_images_beside_class_folders_are_left_out_and_said(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from evaluator.engine.scores import (
     nine_places,
     nine_windows,
     rank_of,
+    ranks_of,
     shortest,
     softmax,
     top_k,
@@ -133,3 +134,15 @@ def test_the_shortest_decimal_of_a_tenth_is_a_tenth() -> None:
 def test_a_score_that_is_no_number_is_the_models_fault_and_never_a_prediction(bad: float) -> None:
     with pytest.raises(ContractError, match=r"no numbers \(NaN\) for this image.*prelunet verify"):
         check_finite(np.array([0.5, bad], np.float32), "this image")
+
+
+def test_the_ranks_of_many_rows_are_the_places_of_their_classes_in_the_sorted_row() -> None:
+    rng = np.random.default_rng(2)
+    scores = rng.integers(0, 5, (200, 7)).astype(np.float32) / 4  # many ties
+    labels = rng.integers(0, 7, 200)
+    expected = [
+        sorted(range(7), key=lambda index, row=row: (-row[index], index)).index(label) + 1
+        for row, label in zip(scores.tolist(), labels.tolist(), strict=True)
+    ]
+    assert ranks_of(scores, labels).tolist() == expected
+    assert [rank_of(row, label) for row, label in zip(scores, labels, strict=True)] == expected

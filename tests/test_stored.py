@@ -6,10 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evaluator.engine.scores import rank_of
 from evaluator.errors import RunFolderError
 from evaluator.validation.run import read_run
-from evaluator.validation.stored import BLOCK, SUM_TOLERANCE, ranks_of, read_rows, read_scores
+from evaluator.validation.stored import BLOCK, SUM_TOLERANCE, check_scores, read_rows
 from scored_runs import random_scores, write_scored_run
 
 IMAGES = BLOCK + 40  # a whole block and a part
@@ -27,8 +26,8 @@ def test_scores_of_a_finished_run_are_those_that_were_stored(folder: Path) -> No
     expected = random_scores(0, IMAGES)
     expected[list(REFUSED)] = np.nan
     run = read_run(folder)
-    scores = read_scores(run)
-    assert isinstance(scores, np.memmap)
+    check_scores(run)
+    scores = read_rows(run, 0, IMAGES)
     assert scores.dtype == np.float32
     np.testing.assert_array_equal(scores, expected)
     np.testing.assert_array_equal(read_rows(run, 1000, IMAGES), expected[1000:])
@@ -40,14 +39,15 @@ def test_runs_of_any_number_of_classes_are_read(tmp_path: Path, classes: int) ->
     scores = random_scores(1, 30, 7)[:, :classes]
     scores /= scores.sum(axis=1, keepdims=True)
     run = read_run(write_scored_run(tmp_path / "run", scores, [index % classes for index in range(30)], classes=names))
-    np.testing.assert_array_equal(read_scores(run), scores)
+    check_scores(run)
+    np.testing.assert_array_equal(read_rows(run, 0, 30), scores)
 
 
 def test_half_precision_and_the_smallest_scores_are_no_damage(tmp_path: Path) -> None:
     scores = np.zeros((3, 7), np.float32)
     scores[:, 2] = 1.0004883  # the number above 1 that half precision has
     scores[:, 5] = 1e-45  # the smallest that float32 has
-    assert read_scores(read_run(write_scored_run(tmp_path / "run", scores, [2, 5, 0]))).shape == (3, 7)
+    check_scores(read_run(write_scored_run(tmp_path / "run", scores, [2, 5, 0])))
 
 
 def test_a_score_whose_shortest_decimal_gives_its_neighbour_by_way_of_float64_is_no_damage(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_score_whose_shortest_decimal_gives_its_neighbour_by_way_of_float64_is
     assert np.float32(float(str(score))) != score
     scores = np.zeros((1, 7), np.float32)
     scores[0, [4, 2]] = 1, score
-    read_scores(read_run(write_scored_run(tmp_path / "run", scores, [2])))
+    check_scores(read_run(write_scored_run(tmp_path / "run", scores, [2])))
 
 
 @pytest.mark.parametrize("total", [0.95, 0.998, 1.002])
@@ -67,14 +67,7 @@ def test_a_row_that_does_not_add_up_to_1_is_refused_even_where_its_line_agrees(t
     assert (scores >= 0).all()
     folder = write_scored_run(tmp_path / "run", scores, [2] * 10)
     with pytest.raises(RunFolderError, match=r"row 4 \(val/00004\.png\) has scores that are no probabilities of sum 1"):
-        read_scores(read_run(folder))
-
-
-def test_the_ranks_of_many_rows_are_those_of_each_row_alone() -> None:
-    scores = random_scores(2, 200)
-    for label in range(7):
-        expected = [rank_of(row, label) for row in scores]
-        assert ranks_of(scores, np.full(200, label)).tolist() == expected
+        check_scores(read_run(folder))
 
 
 def change(row: int, column: int, value: float) -> Callable[[np.ndarray], None]:
@@ -135,7 +128,7 @@ def test_a_damaged_score_is_named_with_its_row_and_image(
     spoil(scores)
     np.save(folder / "scores.f32.npy", scores)
     with pytest.raises(RunFolderError, match=rf"scores\.f32\.npy: {fault}.*--fresh"):
-        read_scores(read_run(folder))
+        check_scores(read_run(folder))
 
 
 @pytest.mark.parametrize(
@@ -153,10 +146,10 @@ def test_a_line_that_tells_another_rank_than_the_scores_is_seen(
     assert there in text
     lines.write_text(text.replace(there, instead, 1))
     if fault is None:
-        read_scores(read_run(folder))
+        check_scores(read_run(folder))
         return
     with pytest.raises(RunFolderError, match=fault):
-        read_scores(read_run(folder))
+        check_scores(read_run(folder))
 
 
 @pytest.mark.parametrize(
@@ -176,10 +169,10 @@ def test_a_scores_file_of_another_shape_type_or_length_is_refused(
     path = folder / "scores.f32.npy"
     path.write_bytes(content(path.read_bytes()))
     with pytest.raises(RunFolderError, match=rf"scores\.f32\.npy: .*{fault}.*--fresh"):
-        read_scores(read_run(folder))
+        check_scores(read_run(folder))
 
 
 def test_a_run_that_lost_its_scores_is_refused(folder: Path) -> None:
     (folder / "scores.f32.npy").unlink()
     with pytest.raises(RunFolderError, match=r"scores\.f32\.npy: cannot be read .*Restore the file"):
-        read_scores(read_run(folder))
+        check_scores(read_run(folder))

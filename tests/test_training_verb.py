@@ -10,9 +10,10 @@ import pytest
 from training_folders import RECIPE, make_dataset, write_image
 
 from evaluator.cli import run as run_program
+from evaluator.engine.scores import ranks_of
 from evaluator.errors import DatasetError, RunFolderError, UsageError
 from training.loop import train
-from training.metrics import MetricsLog, errors_of, ranks
+from training.metrics import MetricsLog, errors_of
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_ranks_count_ties_for_the_lower_index() -> None:
     logits = np.array([[1.0, 3.0, 2.0], [2.0, 2.0, 1.0], [2.0, 2.0, 1.0], [0.0, 0.0, 0.0]])
-    assert ranks(logits, np.array([2, 0, 1, 2])).tolist() == [2, 1, 2, 3]
+    assert ranks_of(logits, np.array([2, 0, 1, 2])).tolist() == [2, 1, 2, 3]
 
 
 def test_errors_are_percent_of_all_images_not_means_of_batches() -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from evaluator.engine.scores import ranks_of
 from evaluator.errors import CheckpointError, Interrupted, UsageError
 from evaluator.progress import progress
 from training.augmentation import DROPOUT, Batch, evaluation_batches, random_stream, training_batches
@@ -20,7 +21,7 @@ from training.dense import subtract_mean
 from training.embedded import embedded_dataset_path
 from training.initialization import initial_tensors
 from training.interrupts import uninterrupted
-from training.metrics import Errors, MetricsLog, errors_of, ranks
+from training.metrics import Errors, MetricsLog, errors_of
 from training.network import PreluNet, load_tensors, parameter_groups, tensors_of
 from training.pictures import Pictures, survey
 from training.recipe import Recipe
@@ -208,7 +209,7 @@ class Trainer:
             logits = self.net(self._input(batch)).numpy()
             if not np.isfinite(logits).all():  # every comparison with NaN is false: it would look like a hit
                 raise self._diverged()
-            all_ranks.append(ranks(logits, batch.labels))
+            all_ranks.append(ranks_of(logits, batch.labels))
         return errors_of(self.progress.step, all_ranks)
 
     def _save(self) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from evaluator.engine.scores import rank_of
 from evaluator.errors import RunFolderError
 from evaluator.files import write_atomically
 from evaluator.strict import an_object, parse_json, whole
@@ -29,15 +28,6 @@ class Errors:
 
     def __str__(self) -> str:
         return f"top-1 error {self.top1_error:.2f} % top-5 error {self.top5_error:.2f} %"
-
-
-def ranks(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the rank of each true class, 1 for a hit.
-
-    logits: (N, K); labels: (N,). As in a run folder: 1 + the classes that score higher, or the same with a lower index.
-    """
-    found = [rank_of(row, int(label)) for row, label in zip(logits, labels, strict=True)]
-    return np.array(found, dtype=np.int64)
 
 
 def errors_of(step: int, all_ranks: Iterable[npt.NDArray[np.int64]]) -> Errors:

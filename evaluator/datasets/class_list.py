@@ -5,18 +5,17 @@ whole line is the name. JSON: a list of names, a list of {"wnid", "name"}, or an
 [wnid, name] (imagenet_class_index.json) or to the name.
 """
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from evaluator.contract import ClassEntry
+from evaluator.datasets.classes import WNID
 from evaluator.errors import UsageError, from_os_error
 from evaluator.strict import a_list, parse_json, record, text
 
 MAX_CLASSES = 100_000  # a typing error beyond this would ask for more memory than machines have
-_WNID = re.compile(r"n\d{8}", re.ASCII)
 
 
 def read_class_list(path: Path) -> tuple[ClassEntry, ...]:
@@ -48,7 +47,7 @@ def _from_lines(content: str) -> list[tuple[str, str]]:
         raise ValueError(f"line {lines.index('') + 1} is empty")
     if _alike("has a tab", ["\t" in line for line in lines]):
         separator = "\t"
-    elif _alike("begins with a wnid", [bool(_WNID.fullmatch(line.split()[0])) for line in lines]):
+    elif _alike("begins with a wnid", [bool(WNID.fullmatch(line.split()[0])) for line in lines]):
         separator = " "
     else:
         return [("", line) for line in lines]

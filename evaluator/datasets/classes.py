@@ -14,6 +14,7 @@ from evaluator.datasets.source import some
 from evaluator.errors import DatasetError
 
 _NUMBER = re.compile(r"-?\d{1,9}", re.ASCII)
+WNID = re.compile(r"n\d{8}", re.ASCII)  # of ImageNet
 NO_LABEL = "-1"  # what public copies of ImageNet's test set have for a label
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from evaluator.datasets.classes import ClassList
+from evaluator.datasets.classes import WNID, ClassList
 from evaluator.datasets.folders import label_file
 from evaluator.datasets.lists import check_number
 from evaluator.datasets.matlab import LARGEST, read_synsets
@@ -21,7 +21,6 @@ MATLAB = "meta.mat"
 MAPPINGS = ("synsets.txt", "map_clsloc.txt", "wnids.txt")  # texts that may tell the wnid of each devkit id
 _VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})(?:_n\d{8})?\.\w+", re.ASCII)
 _LARGEST_ID = 999_999_999  # of nine digits, as in a text
-_WNID = re.compile(r"n\d{8}", re.ASCII)
 
 
 def labels_of_devkit(file: LabelFile, images: Sequence[str], classes: ClassList) -> tuple[list[int], list[str]]:
@@ -154,7 +153,7 @@ def _read_text(file: LabelFile, known: Collection[str]) -> list[tuple[int, str]]
         words = [word for word in re.split(r"[\s,]+", text.strip(), maxsplit=2) if word]
         if not words:
             continue
-        columns = [column for column, word in enumerate(words[:2]) if _WNID.fullmatch(word) or word in known]
+        columns = [column for column, word in enumerate(words[:2]) if WNID.fullmatch(word) or word in known]
         beside = [word for column, word in enumerate(words[:2]) if column not in columns]
         numbers = [int(word) for word in beside if re.fullmatch(r"[1-9]\d{0,8}", word, re.ASCII)]
         if len(columns) != 1 or (kind is not None and kind != (columns, bool(numbers))):
@@ -177,7 +176,7 @@ def wnids_in_names(images: Sequence[str], classes: ClassList) -> list[int] | Non
     labels = []
     for name in images:
         stem = name.rpartition("/")[2].partition(".")[0]
-        label = classes.by_wnid.get(stem.rpartition("_")[2]) if _WNID.fullmatch(stem[-9:]) else None
+        label = classes.by_wnid.get(stem.rpartition("_")[2]) if WNID.fullmatch(stem[-9:]) else None
         if label is None:
             return None
         labels.append(label)

@@ -39,7 +39,7 @@ class Images:
 
 @dataclass(frozen=True)
 class Found:
-    """Images with their labels. layout, remarks, labels_from: see `Dataset`."""
+    """Images with their labels. layout, remarks: see `Dataset`; labels_from: `DatasetPlace.labels`."""
 
     names: Sequence[str]
     sizes: Sequence[int]

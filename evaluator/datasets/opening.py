@@ -72,7 +72,6 @@ def open_dataset(
         found.reader,
         found.layout,
         (*_unpacking(source, path), *found.remarks),
-        labels=found.labels_from,
         place=DatasetPlace(path, found.labels_from, no_labels),
     )
 

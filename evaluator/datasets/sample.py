@@ -53,7 +53,6 @@ class Dataset:
     location: the folder or archive; classes: the wnids (class folder names) in label order;
     samples: sorted by file name, which is the order of every run.
     layout: how images and labels were found, in words; remarks: what a person should know of it, a sentence each;
-    labels: file or folder that gave the labels, where it is not the dataset itself;
     selection: which part of the dataset was asked for, in words; None for all of it;
     place: from which it can be opened again, None for images that lie nowhere.
     """
@@ -64,7 +63,6 @@ class Dataset:
     reader: Reader
     layout: str = "class folders"
     remarks: tuple[str, ...] = ()
-    labels: Path | None = None
     selection: str | None = None
     place: DatasetPlace | None = None
 

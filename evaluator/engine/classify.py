@@ -22,7 +22,16 @@ import numpy.typing as npt
 
 from evaluator.contract import ModelContract
 from evaluator.engine.batching import plan_batches
-from evaluator.engine.scores import average_views, check_finite, nine_windows, rank_of, softmax, top_k, view_weights
+from evaluator.engine.scores import (
+    average_views,
+    check_finite,
+    nine_windows,
+    rank_of,
+    ranks_of,
+    softmax,
+    top_k,
+    view_weights,
+)
 from evaluator.engine.session import Circumstances, Outputs
 from evaluator.imaging.canvas import pack
 from evaluator.imaging.views import ViewImage, make_views
@@ -92,7 +101,8 @@ class Classified:
 
     def view_ranks(self, label: int) -> list[int]:
         """Return the rank of a class in each view alone."""
-        return [rank_of(scores, label) for scores in self.view_scores]
+        ranks: list[int] = ranks_of(self.view_scores, np.full(len(self.views), label)).tolist()
+        return ranks
 
     def top(self, k: int) -> list[tuple[int, float]]:
         """Return the k best classes as (class index, score), best first; ties go to the lower index."""

@@ -14,6 +14,7 @@ from evaluator.protocols import Averaging, View, Weights
 
 FloatArray = npt.NDArray[np.float32]
 DoubleArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
 
 
 def view_weights(views: Sequence[View], windows: Sequence[tuple[int, int]], weights: Weights) -> DoubleArray:
@@ -78,8 +79,20 @@ def softmax(logits: npt.ArrayLike) -> DoubleArray:
 
 def rank_of(scores: FloatArray, label: int) -> int:
     """Return the rank of a class: 1 + how many classes score higher, or the same at a lower index."""
-    own = scores[label]
-    return 1 + int((scores > own).sum()) + int((scores[:label] == own).sum())
+    return int(ranks_of(scores[None], np.array([label]))[0])
+
+
+def ranks_of(scores: FloatArray, labels: IntArray) -> IntArray:
+    """Return the rank of one class in each row, int64 (rows,), as `rank_of`.
+
+    scores: float32 (rows, classes); labels: int64 (rows,), the class index that is asked for in each row.
+    """
+    own = scores[np.arange(len(scores)), labels][:, None]
+    ranks: IntArray = 1 + np.count_nonzero(scores > own, axis=1)
+    tied = np.flatnonzero(np.count_nonzero(scores == own, axis=1) > 1)  # seldom, and slower
+    lower = np.arange(scores.shape[1]) < labels[tied, None]
+    ranks[tied] += np.count_nonzero((scores[tied] == own[tied]) & lower, axis=1)
+    return ranks
 
 
 def top_k(scores: FloatArray, k: int) -> list[tuple[int, float]]:

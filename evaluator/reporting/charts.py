@@ -172,6 +172,25 @@ def _with_interval(entry: dict[str, Any], key: str) -> str:
     return f"{entry[f'{key}_error']:.1f} % ({low:.1f} – {high:.1f})"
 
 
+def class_axis(indices: list[int]) -> Spec:
+    """Return a y axis with a place for each class, in this order; its labels are the specification's param `names`."""
+    return {
+        "field": "index",
+        "type": "nominal",
+        "sort": indices,
+        "title": None,
+        "axis": {
+            "labelExpr": "names[datum.value]",
+            "labelLimit": 130,
+            "labelColor": "var(--ink)",
+            "labelFontSize": 13,
+            "labelPadding": 8,
+            "ticks": False,
+            "domain": False,
+        },
+    }
+
+
 def chart_spec(values: list[dict[str, Any]], **rest: Any) -> Spec:
     """Return a Vega-Lite specification of these rows in the page's style, as wide as its place."""
     return {
@@ -188,22 +207,8 @@ def _named_classes(classes: list[dict[str, Any]]) -> Spec:
     values = _rows(classes, "top1", TOP1) + _rows(classes, "top5", TOP5)
     worst_first = sorted(classes, key=lambda entry: (-entry["top1_error"], -entry["top5_error"], entry["index"]))
     names = {str(entry["index"]): entry["name"] for entry in classes}
-    y = {
-        "field": "index",
-        "type": "nominal",
-        "sort": [entry["index"] for entry in worst_first],
-        "scale": {"paddingInner": 0.45, "paddingOuter": 0.3},
-        "title": None,
-        "axis": {
-            "labelExpr": "names[datum.value]",
-            "labelLimit": 130,
-            "labelColor": "var(--ink)",
-            "labelFontSize": 13,
-            "labelPadding": 8,
-            "ticks": False,
-            "domain": False,
-        },
-    }
+    y = class_axis([entry["index"] for entry in worst_first])
+    y["scale"] = {"paddingInner": 0.45, "paddingOuter": 0.3}
     offset = {"field": "metric", "sort": [TOP1, TOP5]}
     colour = {"field": "metric", "type": "nominal", "scale": _COLOURS}
     x = {"type": "quantitative", "title": "error (percent), with 95 % interval", "axis": {"tickCount": 6}}

@@ -16,7 +16,7 @@ from evaluator.errors import RunFolderError
 from evaluator.reporting.paired import NONE, SIGNIFICANCE, PairedErrors, adjusted_p
 from evaluator.reporting.statistics import TOPS, error_percent, macro_error, macro_interval, wilson_interval
 from evaluator.validation.predictions import Prediction
-from evaluator.validation.run import Run, require_labels, require_whole
+from evaluator.validation.run import Run, require_labels, require_same_images, require_whole
 
 COMPARISON_VERSION = 1
 METRICS = {f"top{k}": k for k in TOPS}  # an image is wrong when the rank of its class is beyond this
@@ -127,13 +127,7 @@ def check_comparable(a: Run, b: Run) -> None:
             f"{a.where} and {b.where} have different class lists: {_first_difference(wnids_a, wnids_b)}. "
             "Compare models of the same classes, in the same order"
         )
-    for number, (one, other) in enumerate(zip(a.predictions, b.predictions, strict=True), start=1):
-        if (one.file, one.label) != (other.file, other.label):
-            raise RunFolderError(
-                f"image {number} is {one.file[:100]!r} of class {one.label} in {a.where}, but {other.file[:100]!r} "
-                f"of class {other.label} in {b.where}, although their fingerprints agree: one of them is damaged. "
-                "Restore its predictions.jsonl, or start it anew with --fresh"
-            )
+    require_same_images(a, b)
 
 
 def _dataset(run: Run) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from evaluator.reporting.charts import FEW_CLASSES, Spec, chart_spec
+from evaluator.reporting.charts import FEW_CLASSES, Spec, chart_spec, class_axis
 from evaluator.reporting.compare import Comparison
 from evaluator.reporting.text import signed
 
@@ -70,21 +70,7 @@ def _colour() -> Spec:
 
 def _named_classes(values: list[dict[str, Any]], key: str) -> Spec:
     """Return a row per class, most improved on top; the axis knows classes by index, since two may share a name."""
-    y = {
-        "field": "index",
-        "type": "nominal",
-        "sort": [row["index"] for row in values],
-        "title": None,
-        "axis": {
-            "labelExpr": "names[datum.value]",
-            "labelLimit": 130,
-            "labelColor": "var(--ink)",
-            "labelFontSize": 13,
-            "labelPadding": 8,
-            "ticks": False,
-            "domain": False,
-        },
-    }
+    y = class_axis([row["index"] for row in values])
     x = {"type": "quantitative", "title": _title(key), "axis": {"tickCount": 6, "labelExpr": _SIGNED}}
     rest = {"y": y, "color": _colour(), "tooltip": _TOOLTIP}
     return chart_spec(

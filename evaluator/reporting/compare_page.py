@@ -63,7 +63,7 @@ def render_comparison(comparison: Comparison, flipped: FlippedImages) -> bytes:
         sides=sides,
         titles=run_titles(comparison),
         remark=protocol_remark(comparison),
-        protocols={key: describe_protocol(side["protocol"]) for key, side in sides.items()},
+        protocols=_described({key: side["protocol"] for key, side in sides.items()}),
         providers={key: short_provider(side["circumstances"]) for key, side in sides.items()},
         metrics={key: f"top-{beyond}" for key, beyond in METRICS.items()},
         judgements={key: judgement(comparison[key]) for key in METRICS},
@@ -88,13 +88,15 @@ def run_titles(comparison: Comparison) -> dict[str, str]:
     names = {side: comparison[side]["model"]["file"] for side in ("a", "b")}
     if names["a"] != names["b"]:
         return names
-    for told in (lambda protocol: str(protocol["name"]), describe_protocol):
-        protocols = {side: told(comparison[side]["protocol"]) for side in ("a", "b")}
-        if protocols["a"] != protocols["b"]:
-            break
-    if protocols["a"] != protocols["b"]:
-        return {side: f"{name}, {protocols[side]}" for side, name in names.items()}
+    protocols = {side: comparison[side]["protocol"] for side in names}
+    for words in ({side: str(p["name"]) for side, p in protocols.items()}, _described(protocols)):
+        if words["a"] != words["b"]:
+            return {side: f"{name}, {words[side]}" for side, name in names.items()}
     return {side: f"{name} ({side.upper()})" for side, name in names.items()}
+
+
+def _described(protocols: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    return {side: describe_protocol(protocol) for side, protocol in protocols.items()}
 
 
 def protocol_remark(comparison: Comparison) -> str:

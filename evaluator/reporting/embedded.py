@@ -97,16 +97,14 @@ def _images(images: Sequence[Prediction]) -> list[Any]:
     """
     beginning, end, middles = fold([image.file for image in images])
     seen = [image for image in images if image.refused is None]
-    width = max((len(image.top) for image in seen), default=0)
-    answers = [(*image.top, *((-1, 0.0),) * (width - len(image.top))) for image in seen]
     return [
         beginning,
         end,
         middles,
         [image.rank for image in seen],
-        width,
-        [index for tops in answers for index, _ in tops],
-        [min(PER_MILLE, round(score * PER_MILLE)) for tops in answers for _, score in tops],
+        len(seen[0].top) if seen else 0,
+        [index for image in seen for index, _ in image.top],
+        [min(PER_MILLE, round(score * PER_MILLE)) for image in seen for _, score in image.top],
         [image.refused for image in images if image.refused is not None],
         [number for number, image in enumerate(seen) if image.capped],
     ]

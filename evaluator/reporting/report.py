@@ -13,6 +13,7 @@ from typing import Any
 
 from evaluator.protocols import Kind
 from evaluator.reporting.statistics import TOPS, calibration, rank_summary
+from evaluator.reporting.suspicion import label_order_suspicion
 from evaluator.reporting.tables import (
     Evaluated,
     class_table,
@@ -27,7 +28,6 @@ from evaluator.reporting.tables import (
     worst_matrix,
 )
 from evaluator.validation.run import Run, require_labels, require_whole
-from evaluator.validation.suspicion import label_order_suspicion
 
 REPORT_VERSION = 2
 

@@ -46,7 +46,7 @@ function imagesOf(index) {
     const file = beginning + middle + end;
     if (n >= ranks.length) return { file, refused: reasons[n - ranks.length] };
     const top = [];
-    for (let place = n * width; place < (n + 1) * width && answers[place] >= 0; place++) {
+    for (let place = n * width; place < (n + 1) * width; place++) {
       top.push([answers[place], scores[place] / 1000]);
     }
     return { file, rank: ranks[n], top, capped: cut.has(n), picture: pictureOf(`${index}-${n}`) };

@@ -132,7 +132,7 @@ def answers_of(data: Any, classes: int, number: int) -> tuple[tuple[int, float],
     return tuple(answers)
 
 
-def rank_of(data: Any, label: int, top: tuple[tuple[int, float], ...], classes: int) -> int:
+def checked_rank(data: Any, label: int, top: tuple[tuple[int, float], ...], classes: int) -> int:
     """Return the rank of the truth, which must be its place in `top`, or beyond it."""
     rank = whole(data, "rank", 1, classes)
     for place, (index, _) in enumerate(top, start=1):

@@ -17,16 +17,15 @@ import numpy as np
 
 from evaluator.datasets.sample import UNLABELLED, Sample
 from evaluator.differences import differences, shown
-from evaluator.engine.scores import shortest, top_k
+from evaluator.engine.scores import IntArray, ranks_of, shortest, top_k
 from evaluator.errors import RunFolderError, UsageError
 from evaluator.progress import progress
 from evaluator.protocols import options_of
-from evaluator.terminal import printable
 from evaluator.validation.derived import begin, refuse_source_as_target
 from evaluator.validation.described import fitting
 from evaluator.validation.predictions import TOP, Prediction
-from evaluator.validation.run import Run, RunInfo, read_run, read_run_info, require_whole
-from evaluator.validation.stored import BLOCK, Flags, FloatArray, IntArray, check_scores, ranks_of, read_rows
+from evaluator.validation.run import Run, RunInfo, read_run, read_run_info, require_same_images, require_whole
+from evaluator.validation.stored import BLOCK, Flags, FloatArray, check_scores, read_rows
 from evaluator.validation.writer import RunWriter, open_run
 
 _NAME = "ensemble of {}"  # in place of a model file's
@@ -75,7 +74,8 @@ def ensemble(
     infos = [read_run_info(path) for path in folders]
     _check_agree(folders, infos)
     runs = [read_run(path) for path in folders]
-    _check_same_images(runs)
+    for run in runs[1:]:
+        require_same_images(runs[0], run)
     for run in runs:
         check_scores(run)
     samples = [Sample(line.file, line.label, 0) for line in runs[0].predictions]
@@ -173,18 +173,6 @@ def _to_compare(one: RunInfo, other: RunInfo) -> Iterable[tuple[str, tuple[dict[
     yield "another class list", (classes[0], classes[1]), mend
     protocols = [{**info.protocol.to_json(), "name": ""} for info in (one, other)]
     yield "another protocol", (protocols[0], protocols[1]), f"All members must look at the images alike. {again}"
-
-
-def _check_same_images(runs: Sequence[Run]) -> None:
-    """Refuse lines of other images, which the fingerprints in run.json did not tell."""
-    for run in runs[1:]:
-        for number, (one, other) in enumerate(zip(runs[0].predictions, run.predictions, strict=True), start=1):
-            if (one.file, one.label) != (other.file, other.label):
-                there, here = (f"of {printable(line.file)} (label {line.label})" for line in (one, other))
-                raise RunFolderError(
-                    f"{run.folder}: line {number} of its predictions is {here}, but in {runs[0].folder} {there}. One "
-                    "of them was changed: do it anew with its command and --fresh"
-                )
 
 
 def _circumstances(members: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -37,20 +37,21 @@ def merge(
     """Join finished shards, given in any order, into one run folder; an earlier call that was killed is gone on with.
 
     folder: of the merged run; fresh: start it anew; announce: told in one sentence where the merge starts.
-    In memory are the names of all images, the lines of one shard and a block of its scores; in the end all lines.
+    In memory are the lines of all shards, of the scores a block, and in the end the lines of the merged run.
     Raises RunFolderError when a shard is missing, doubled, unfinished, damaged or of another run, or when the folder
     holds anything but this very run; EnvironmentFault when it cannot be written.
     """
     refuse_source_as_target(folders, folder)
     shards = _in_order([(path, read_run_info(path)) for path in folders])
-    samples = _samples(shards)
+    runs = [read_run(path) for path, _ in shards]
+    samples = _samples(runs)
     info = replace(shards[0][1], shard=None)
     with open_run(folder, info, samples, fresh=fresh) as writer:
         begin(writer, info.images, [path for path, _ in shards], announce)
-        _copy(shards, writer)
+        _copy(runs, writer)
     merged = read_run(folder)
-    for path, _ in shards:
-        _check_copied(read_run(path), merged)
+    for run in runs:
+        _check_copied(run, merged)
     return merged
 
 
@@ -130,31 +131,29 @@ def _name(info: RunInfo) -> str:
     return "{}/{}".format(*info.shard)
 
 
-def _samples(shards: Sequence[Shard]) -> list[Sample]:
-    """Return all images in their order, without their sizes; refuses a shard that is unfinished or damaged."""
+def _samples(runs: Sequence[Run]) -> list[Sample]:
+    """Return all images in their order, without their sizes; refuses a shard that is damaged."""
     samples: list[Sample] = []
-    for path, _ in shards:
-        run = read_run(path)
+    for run in runs:
         check_scores(run)
         if samples and run.predictions[0].file <= samples[-1].file:
             raise RunFolderError(
-                f"{path}: its first image ({printable(run.predictions[0].file)}) should come after the last of the "
-                f"shard before it ({printable(samples[-1].file)}). One of them is damaged: do it "
-                "anew with its command and --fresh"
+                f"{run.where}: its first image ({printable(run.predictions[0].file)}) should come after the last of "
+                f"the shard before it ({printable(samples[-1].file)}). One of them is damaged: do it anew with its "
+                "command and --fresh"
             )
         samples += [Sample(line.file, line.label, 0) for line in run.predictions]
     return samples
 
 
-def _copy(shards: Sequence[Shard], writer: RunWriter) -> None:
+def _copy(runs: Sequence[Run], writer: RunWriter) -> None:
     """Write what the merged run lacks, some chunks at a time."""
-    total = shards[-1][1].span[1]
+    total = runs[-1].info.span[1]
     step = max(BLOCK // writer.chunk, 1) * writer.chunk
     with progress("merge", total, "images", done=writer.done) as advance:
-        for path, info in shards:
-            start, end = info.span
-            run = read_run(path) if end > writer.done else None
-            while run is not None and writer.done < end:
+        for run in runs:
+            start, end = run.info.span
+            while writer.done < end:
                 first = writer.done - start
                 lines = run.predictions[first : first + step]
                 writer.append(lines, read_rows(run, first, first + len(lines)))

@@ -13,7 +13,7 @@ from evaluator.engine.classify import Classified
 from evaluator.engine.scores import shortest
 from evaluator.errors import RunFolderError
 from evaluator.strict import flag, parse_json, record, text
-from evaluator.validation.described import answers_of, label_of, rank_of, relative_name, view_ranks_of
+from evaluator.validation.described import answers_of, checked_rank, label_of, relative_name, view_ranks_of
 
 TOP = 5  # classes kept per image: the paper's top-5
 _BLOCK = 1024  # images made at a time while iterating
@@ -85,7 +85,7 @@ def prediction_from_json(data: Any, classes: int, views: int) -> Prediction:
     label, top = label_of(entry["label"], classes), answers_of(entry["top"], classes, min(TOP, classes))
     if label == UNLABELLED and (entry["rank"] is not None or entry["view_ranks"] != []):
         raise ValueError("without a label there is no rank")
-    rank = 0 if label == UNLABELLED else rank_of(entry["rank"], label, top, classes)
+    rank = 0 if label == UNLABELLED else checked_rank(entry["rank"], label, top, classes)
     return Prediction(
         file=relative_name(entry["file"]),
         label=label,

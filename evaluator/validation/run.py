@@ -12,6 +12,7 @@ from evaluator.engine.classify import Model
 from evaluator.errors import RunFolderError, UsageError
 from evaluator.protocols import Protocol, View, protocol_from_json
 from evaluator.strict import a_list, an_object, parse_json, record, whole
+from evaluator.terminal import printable
 from evaluator.validation.described import (
     circumstances_part,
     class_entries,
@@ -144,6 +145,21 @@ def require_labels(run: Run) -> None:
             f"no errors to count. Validate on labelled images; answers without labels are written by: "
             f"prelunet submission {run.where}"
         )
+
+
+def require_same_images(one: Run, other: Run) -> None:
+    """Refuse runs whose lines are not of the same images with the same labels, line by line. Raises RunFolderError.
+
+    For runs whose fingerprints agree: one of them was changed.
+    """
+    for number, (a, b) in enumerate(zip(one.predictions, other.predictions, strict=True), start=1):
+        if (a.file, a.label) != (b.file, b.label):
+            here, there = (f"{printable(line.file[:100])} (label {line.label})" for line in (a, b))
+            raise RunFolderError(
+                f"line {number} of the predictions of {one.where} is of {here}, but of {there} in {other.where}, "
+                "although their fingerprints agree: one of them is damaged. Restore its predictions.jsonl, or do it "
+                "anew with its command and --fresh"
+            )
 
 
 _RUN_KEYS = {

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evaluator.datasets.sample import UNLABELLED
+from evaluator.engine.scores import ranks_of
 from evaluator.errors import RunFolderError
 from evaluator.progress import progress
 from evaluator.terminal import printable
@@ -18,18 +19,7 @@ BLOCK = 1024  # images read at a time: 4 MB at 1000 classes
 SUM_TOLERANCE = 1e-3  # of a row: half precision may add or lose as much; float32 alone stays below 1e-6
 
 FloatArray = npt.NDArray[np.float32]
-IntArray = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
-
-
-def read_scores(run: Run) -> FloatArray:
-    """Return the stored scores of a finished run: float32 (images, classes), a memory map; NaN rows where refused.
-
-    All of it is checked first, see `check_scores`, which says what is raised.
-    """
-    check_scores(run)
-    scores: FloatArray = np.load(_path(run), mmap_mode="r")
-    return scores
 
 
 def check_scores(run: Run) -> None:
@@ -61,19 +51,6 @@ def read_rows(run: Run, first: int, end: int) -> FloatArray:
     offset = len(scores_header(run.info.images, classes)) + 4 * classes * first
     rows = np.fromfile(_path(run), "<f4", (end - first) * classes, offset=offset)
     return rows.reshape(end - first, classes)
-
-
-def ranks_of(scores: FloatArray, classes: IntArray) -> IntArray:
-    """Return the rank of one class in each row: 1 + how many score higher, or the same at a lower index.
-
-    scores: float32 (rows, classes); classes: (rows,), the class index asked for in each row.
-    """
-    own = scores[np.arange(len(scores)), classes][:, None]
-    ranks: IntArray = 1 + np.count_nonzero(scores > own, axis=1)
-    tied = np.flatnonzero(np.count_nonzero(scores == own, axis=1) > 1)  # seldom, and slower
-    lower = np.arange(scores.shape[1]) < classes[tied, None]
-    ranks[tied] += np.count_nonzero((scores[tied] == own[tied]) & lower, axis=1)
-    return ranks
 
 
 def _path(run: Run) -> Path:
