@@ -1,171 +1,161 @@
-"""Dense evaluation side by side, on the CPU, with the same weights and pixels; scores of all competitors compared.
+"""Dense evaluation side by side on the CPU: this project's engine against every other way that we know.
 
-    python benchmarks/engine.py --architecture A --protocol dense-256
+    python benchmarks/engine.py --output benchmarks/results/engine-cpu.json
 
-Competitors:
-- naive:  every window's pixels cropped out of the resized image and classified one by one in torch (batches of 16);
-          other scores near the border, since a crop sees zeros where a window sees its neighbours
-- torch:  convolutions once over the whole image, every window of the map pooled and classified, float32
-- onnx:   the exported file through `classify_images`, as server and `validate` run it
-
-They run in turn, `--repeats` times; medians and ratios are printed and written as JSON.
+Same weights, same pictures, same number of threads; competitors interleaved in one process (interleaved.py), their
+scores compared: whose are wrong stops the benchmark. Who they are and what they run with: competitors.py. For each net,
+first every competitor alone in a process of its own (memory, seconds until it is ready), then all of them protocol by
+protocol. The result is written after each protocol, as JSON and, beside it, as Markdown; a new call starts anew. The
+pictures are made by a formula in sizes of photos, or are those of --data.
 """
 
 import argparse
+import gc
 import json
-import resource
-import statistics
+import os
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from evaluator.complexity import multiply_adds
-from evaluator.contract import ClassEntry, golden_image
-from evaluator.engine.classify import classify_images
-from evaluator.engine.session import Session, open_session
-from evaluator.imaging.views import make_views
+from competitors import COMPETITORS, REFERENCE, Case, NotAvailable, Opened
+from engine_table import goals_of, rows_of, tables
+from evaluator.engine.session import open_session
+from evaluator.files import write_atomically
+from evaluator.progress import progress
 from evaluator.protocols import Protocol, make_protocol
-from export.exporting import export_checkpoint
-from machine import cpu, machine
+from interleaved import Limits, measure, warm_up
+from machine import machine, memory_mb
+from nets import write_files
+from photos import Photo, load_photos
 from training.architectures import architecture
-from training.checkpoints import Checkpoint, write_checkpoint
-from training.dense import dense_windows, subtract_mean
-from training.initialization import initial_tensors
-from training.network import PreluNet, network_from_checkpoint
 
-Answer = Callable[[], np.ndarray]
+Json = dict[str, Any]
 
 
 def main() -> None:
-    """Run the competitors and write the result."""
+    """Run the competitors on each net, write and print the result."""
     options = _options()
-    checkpoint = _checkpoint(options.architecture)
-    image = golden_image(options.height, options.width)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "net"
-        write_checkpoint(path.with_suffix(".safetensors"), checkpoint)
-        export_checkpoint(path.with_suffix(".safetensors"), path.with_suffix(".onnx"))
-        session = open_session(path.with_suffix(".onnx"), "cpu")
-        protocol = make_protocol(options.protocol, session.contract)
-        net = network_from_checkpoint(checkpoint)
-        competitors: dict[str, Answer] = {
-            "naive": lambda: _naive(net, checkpoint, image, protocol, session),
-            "torch": lambda: _torch(net, checkpoint, image, protocol),
-            "onnx": lambda: classify_images(session, [image], protocol)[0].scores,
-        }
-        seconds, scores = _in_turn(competitors, options.repeats)
-    _report(options, session, protocol, seconds, scores)
+    begun = time.perf_counter()
+    photos = load_photos(options.data)
+    result: Json = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": " ".join(["python", "benchmarks/engine.py", *sys.argv[1:]]),
+        "machine": machine(),
+        "threads": options.threads,
+        "versions": {"python": sys.version.split()[0], "numpy": np.__version__},
+        "settings": {},
+        "process_memory_mb": {},
+        "results": [],
+        "goals": [],
+    }
+    for name in options.nets:
+        with tempfile.TemporaryDirectory(prefix="prelunet-bench-") as folder:
+            _say(begun, f"{name}: making its files")
+            write_files(name, Path(folder))
+            _net(options, name, Case(Path(folder), options.threads), photos, result, begun)
+        gc.collect()
+    _say(begun, "done")
+    print(tables(result))
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--architecture", default="A")
-    parser.add_argument("--protocol", default="dense-256")
-    parser.add_argument("--height", type=int, default=375, help="of the picture, pixels")
-    parser.add_argument("--width", type=int, default=500)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--nets", nargs="+", default=["A", "C"])
+    parser.add_argument("--protocols", nargs="+", default=["dense-256", "multi-scale"], help="of kind dense")
+    parser.add_argument("--data", type=Path, help="folder of photos, instead of pictures that a formula makes")
+    parser.add_argument("--images", type=int, default=3, help="at least, per net and protocol")
+    parser.add_argument("--seconds", type=float, default=50, help="per net and protocol, in which more images are taken")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of every competitor")
+    parser.add_argument("--only", nargs="+", choices=list(COMPETITORS), metavar="COMPETITOR", default=list(COMPETITORS),
+                        help=f"{REFERENCE} always takes part: " + "; ".join(COMPETITORS))  # fmt: skip
+    parser.add_argument("--output", type=Path, help="JSON file to write; the tables go to the same name with .md")
     return parser.parse_args()
 
 
-def _checkpoint(name: str) -> Checkpoint:
-    """Make an initialised net; speed does not depend on the weights."""
-    net, classes = architecture(name), tuple(ClassEntry(f"n{i:08d}", f"class {i}") for i in range(1000))
-    mean = np.array((123.68, 116.78, 103.94), np.float32)
-    return Checkpoint(net, classes, mean, initial_tensors(net, len(classes), seed=0))
-
-
-def _naive(
-    net: PreluNet, checkpoint: Checkpoint, image: np.ndarray, protocol: Protocol, session: Session
-) -> np.ndarray:
-    """Crop every window's pixels and classify the crops."""
-    crop, stride = net.architecture.crop, net.architecture.trunk_stride
-    views = []
-    for view in make_views(image, protocol):
-        rows, columns = session.contract.window_grid(*view.image.shape[:2])
-        tops, lefts = (
-            [min(stride * i, side - crop) for i in range(count)]
-            for count, side in zip((rows, columns), view.image.shape[:2], strict=True)
-        )
-        crops = np.stack([view.image[t : t + crop, x : x + crop] for t in tops for x in lefts])
-        scores = []
-        with torch.inference_mode():
-            for start in range(0, len(crops), 16):
-                batch = subtract_mean(torch.from_numpy(crops[start : start + 16]), torch.from_numpy(checkpoint.mean))
-                scores.append(net(batch).softmax(1).numpy())
-        views.append(np.concatenate(scores).mean(axis=0))
-    return np.mean(views, axis=0)
-
-
-def _torch(net: PreluNet, checkpoint: Checkpoint, image: np.ndarray, protocol: Protocol) -> np.ndarray:
-    """Evaluate densely in torch."""
-    views = [dense_windows(net, view.image, checkpoint.mean)[0] for view in make_views(image, protocol)]
-    return np.mean([scores.mean(axis=(0, 1)) for scores in views], axis=0)
-
-
-def _in_turn(competitors: dict[str, Answer], repeats: int) -> tuple[dict[str, list[float]], dict[str, np.ndarray]]:
-    """Time the competitors in turn, so that a slow minute of the machine meets all of them; one warm-up each."""
-    scores = {name: answer() for name, answer in competitors.items() if name != "naive"}  # naive warms up by its size
-    seconds: dict[str, list[float]] = {name: [] for name in competitors}
-    for _ in range(repeats):
-        for name, answer in competitors.items():
-            start = time.perf_counter()
-            scores[name] = answer()
-            seconds[name].append(time.perf_counter() - start)
-    return seconds, scores
-
-
-def _report(
-    options: argparse.Namespace,
-    session: Session,
-    protocol: Protocol,
-    seconds: dict[str, list[float]],
-    scores: dict[str, np.ndarray],
+def _net(
+    options: argparse.Namespace, name: str, case: Case, photos: Sequence[Photo], result: Json, begun: float
 ) -> None:
-    """Print the table and write the JSON file."""
-    net = architecture(options.architecture)
-    sizes = [view.image.shape[:2] for view in make_views(golden_image(options.height, options.width), protocol)]
-    operations = sum(2 * multiply_adds(net.to_json(), *size, 1000) for size in sizes)
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    rows: list[dict[str, Any]] = [
-        {
-            "competitor": name,
-            "seconds": [round(value, 4) for value in seconds[name]],
-            "median": round(medians[name], 4),
-            "times_faster_than_naive": round(medians["naive"] / medians[name], 2),
-            "gflop_per_second": None if name == "naive" else round(operations / medians[name] / 1e9, 1),
-            "scores_off_from_torch": float(np.abs(scores[name] - scores["torch"]).max()),
-        }
-        for name in seconds
-    ]
-    result = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "command": "python benchmarks/engine.py " + " ".join(sys.argv[1:]),
-        "machine": machine(),
-        "versions": {**session.circumstances.versions, "torch": torch.__version__},
-        "net": options.architecture,
-        "protocol": protocol.to_json(),
-        "picture": [options.height, options.width],
-        "gflop": round(operations / 1e9, 1),
-        "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-        "results": rows,
-    }
-    print(f"{options.architecture}, {protocol.name}, one picture of {options.height}x{options.width}, {cpu()}")
-    print(f"{'':8}{'median s':>10}{'x naive':>10}{'GFLOP/s':>10}{'off from torch':>16}")
-    for row in rows:
-        rate = "" if row["gflop_per_second"] is None else f"{row['gflop_per_second']:.0f}"
-        off = f"{row['scores_off_from_torch']:.0e}"
-        print(f"{row['competitor']:8}{row['median']:10.3f}{row['times_faster_than_naive']:10.1f}{rate:>10}{off:>16}")
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        print(f"written: {options.output}")
+    """Measure all competitors on one net, and write the result after each protocol."""
+    chosen = [one for one in COMPETITORS if one in options.only or one == REFERENCE]
+    protocols = _protocols(case, options.protocols)
+    net = architecture(name)
+    alone = _alone(case, chosen, photos[0], max(scale for protocol in protocols for scale in protocol.scales))
+    opened = _open(case, chosen, alone)
+    warm_up(opened, photos[0], min(protocols, key=lambda protocol: max(protocol.scales)))
+    result["settings"][name] = {one: dict(competitor.settings) for one, competitor in opened.items()}
+    for protocol in protocols:
+        _say(begun, f"{name}, {protocol.name}: {len(opened)} competitors in turn")
+        visits = measure(opened, photos, protocol, net, Limits(options.images, options.seconds))
+        result["results"].append(
+            {
+                "net": name,
+                "protocol": protocol.to_json(),
+                "photos": [visit.photo.to_json() for visit in visits],
+                "gflop": [round(visit.gflop, 1) for visit in visits],
+                "rows": rows_of(visits, alone),
+            }
+        )
+        result["process_memory_mb"][name] = memory_mb(peak=True)
+        result["goals"] = goals_of(result["results"])
+        result["minutes"] = round((time.perf_counter() - begun) / 60, 1)
+        _write(options.output, result)
+
+
+def _protocols(case: Case, names: Sequence[str]) -> list[Protocol]:
+    contract = open_session(case.ours, "cpu").contract
+    protocols = [make_protocol(name, contract) for name in names]
+    for protocol in protocols:
+        if protocol.kind != "dense":
+            raise SystemExit(f"--protocols {protocol.name}: the competitors evaluate densely, as dense-S or multi-scale")
+    return protocols
+
+
+def _alone(case: Case, names: Sequence[str], photo: Photo, scale: int) -> dict[str, Json]:
+    """Return what each competitor takes alone in a process of its own, by name; see alone.py."""
+    script = Path(__file__).with_name("alone.py")
+    found: dict[str, Json] = {}
+    with progress("each alone", len(names), "competitors") as advance:
+        for name in names:
+            sides = map(str, photo.pixels.shape[:2])
+            arguments = [str(case.folder), name, str(case.threads), *sides, str(scale)]
+            done = subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise SystemExit(f"{name}: failed alone:\n{done.stderr}")
+            found[name] = json.loads(done.stdout.splitlines()[-1])
+            advance(note=name)
+    return found
+
+
+def _open(case: Case, names: Sequence[str], alone: Mapping[str, Json]) -> dict[str, Opened]:
+    """Open all competitors that came up alone."""
+    opened: dict[str, Opened] = {}
+    with progress("opening", len(names), "competitors") as advance:
+        for name in names:
+            if "not_available" not in alone[name]:
+                try:
+                    opened[name] = COMPETITORS[name].open(case)
+                except NotAvailable as error:
+                    raise SystemExit(f"{name}: came up alone, but not beside the others: {error}") from error
+            advance(note=f"{name}, {memory_mb(peak=False)} MB")
+    return opened
+
+
+def _write(output: Path | None, result: Json) -> None:
+    if output is None:
+        return
+    for path, text in ((output, json.dumps(result, indent=1) + "\n"), (output.with_suffix(".md"), tables(result))):
+        write_atomically(path, text.encode())
+
+
+def _say(begun: float, text: str) -> None:
+    print(f"{(time.perf_counter() - begun) / 60:4.1f} min  {text}", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 
 import re
 
-import typer
-
 # C0 and C1, separators of lines and paragraphs, marks that turn the direction of writing, halves of characters.
 _STEERING = re.compile("[\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _STEERING_BUT_NEWLINES = re.compile(_STEERING.pattern.replace("\0-\x1f", "\0-\x09\x0b-\x1f"))
@@ -19,6 +17,8 @@ def printable(text: str, *, newlines: bool = False) -> str:
 
 def say(text: str, *, err: bool = False, end: str = "\n") -> None:
     """Print a text of ours, of any lines, with what others wrote made `printable`. err: to stderr."""
+    import typer  # here, since `printable` is for libraries too, which should load where only they are needed
+
     typer.echo(printable(text, newlines=True) + end, err=err, nl=False)
 
 

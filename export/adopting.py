@@ -14,8 +14,10 @@ from onnx import ModelProto
 
 from evaluator.contract import ClassEntry, GoldenImage, ModelContract, TrunkLayer, golden_image
 from evaluator.datasets.class_list import read_class_list
+from evaluator.engine.onnx_runtime import PlainNet
+from evaluator.engine.runtime import reason_of
 from evaluator.engine.scores import softmax
-from evaluator.engine.session import PlainNet, open_session, reason_of
+from evaluator.engine.session import open_session
 from evaluator.errors import ContractError, EnvironmentFault, UsageError
 from evaluator.files import open_atomically, sha256_of
 from export.adopt_cost import multiply_adds

@@ -2,21 +2,30 @@
 
 import importlib.metadata
 import os
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 from onnx import checker
 
-from evaluator.contract import Canvas, GoldenImage, ModelContract, default_scales, golden_image, golden_sizes
+from evaluator.contract import Canvas, GoldenImage, ModelContract, Precision, default_scales, golden_image, golden_sizes
 from evaluator.engine.session import Outputs, open_session
 from evaluator.errors import CheckFailed, CheckpointError, UsageError
 from evaluator.files import open_atomically, sha256_of
 from evaluator.protocols import LONG_SIDE_CAP
 from export.model import build_model
 from export.outputs import check_not_input
-from export.verification import SCORE_TOLERANCE, Deviation, deviation, index_in, run_cases
+from export.precision import (
+    check_magnitudes,
+    measure_magnitudes,
+    precision_warnings,
+    probe_bytes,
+    rounding_losses,
+)
+from export.verification import Deviation, deviation, index_in, run_cases, tolerance_of
 from training.checkpoints import Checkpoint, read_checkpoint
 from training.dense import dense_windows
 from training.inspection import summarise_slopes
@@ -27,29 +36,45 @@ MAX_SIDE = 4096  # pixels, or more where `multi-scale` needs it; the graph cuts 
 WindowArrays = tuple[npt.NDArray[np.floating], npt.NDArray[np.floating]]
 
 
-def export_checkpoint(path: Path, output: Path, canvas: Canvas = "ragged") -> list[Deviation]:
+@dataclass(frozen=True)
+class Export:
+    """What an export found out about the file that it wrote.
+
+    deviations: of every run from the float64 torch net; of a file in half precision also magnitudes, layer → largest
+    |number| on test images, and warnings, a text each.
+    """
+
+    deviations: list[Deviation]
+    magnitudes: Mapping[str, float] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+def export_checkpoint(path: Path, output: Path, canvas: Canvas = "ragged", precision: Precision = "fp32") -> Export:
     """Write the model file of a checkpoint and return how far it is from the float64 torch net.
 
     The file is written under a temporary name, run in onnxruntime on the golden images (alone and on a shared canvas)
     and renamed when every window agrees. Raises CheckFailed with the numbers, and leaves no file, when one does not;
-    UsageError or EnvironmentFault before the work when `output` cannot be written or is the checkpoint itself.
+    UsageError or EnvironmentFault before the work when `output` cannot be written or is the checkpoint itself;
+    UsageError for fp16 when the net does not fit into it (`export.precision`).
     """
     checkpoint = read_checkpoint(path)
     _check_name(output)
     check_not_input(output, [path])
     with open_atomically(output) as file:  # first, so that a path that cannot be written is refused before the work
+        losses = rounding_losses(checkpoint.tensors) if precision == "fp16" else {}
         windows = _oracle(checkpoint)
         try:
-            contract = _contract(checkpoint, sha256_of(path), canvas, windows)
+            contract = _contract(checkpoint, sha256_of(path), canvas, precision, windows)
         except ValueError as error:
             raise CheckpointError(f"{path}: no model can be made of it: {error}. Rename its classes") from error
         file.write(_model_bytes(checkpoint, contract))
         file.flush()
         checker.check_model(file.name, full_check=True)
+        magnitudes = _magnitudes(file, checkpoint, contract) if precision == "fp16" else {}
         deviations = check_parity(Path(file.name), windows)
         if failed := [d for d in deviations if not d.passed]:
-            raise CheckFailed(_parity_message(output, failed))
-    return deviations
+            raise CheckFailed(_parity_message(output, failed, precision))
+    return Export(deviations, magnitudes, precision_warnings(losses, magnitudes))
 
 
 def _check_name(output: Path) -> None:
@@ -67,7 +92,9 @@ def _oracle(checkpoint: Checkpoint) -> list[WindowArrays]:
     return [dense_windows(net, golden_image(*size), checkpoint.mean) for size in sizes]
 
 
-def _contract(checkpoint: Checkpoint, sha256: str, canvas: Canvas, windows: list[WindowArrays]) -> ModelContract:
+def _contract(
+    checkpoint: Checkpoint, sha256: str, canvas: Canvas, precision: Precision, windows: list[WindowArrays]
+) -> ModelContract:
     """State everything the file must say of itself."""
     architecture = checkpoint.architecture
     training = {
@@ -88,7 +115,7 @@ def _contract(checkpoint: Checkpoint, sha256: str, canvas: Canvas, windows: list
         default_scales=scales,
         max_side=max(MAX_SIDE, LONG_SIDE_CAP * max(scales)),
         canvas=canvas,
-        precision="fp32",
+        precision=precision,
         checkpoint_sha256=sha256,
         training=training,
     )
@@ -113,6 +140,18 @@ def _model_bytes(checkpoint: Checkpoint, contract: ModelContract) -> bytes:
     return data
 
 
+def _magnitudes(file: BinaryIO, checkpoint: Checkpoint, contract: ModelContract) -> Mapping[str, float]:
+    """Measure the file with probes appended, which are cut off again; UsageError when float16 does not hold the net."""
+    end = file.tell()
+    file.write(probe_bytes(checkpoint.architecture))
+    file.flush()
+    magnitudes = measure_magnitudes(Path(file.name), checkpoint.architecture, contract)
+    file.truncate(end)
+    file.seek(end)
+    check_magnitudes(magnitudes)
+    return magnitudes
+
+
 def check_parity(path: Path, windows: list[WindowArrays]) -> list[Deviation]:
     """Compare the file in onnxruntime, on the CPU, with the oracle's windows of the golden images, one by one.
 
@@ -124,7 +163,8 @@ def check_parity(path: Path, windows: list[WindowArrays]) -> list[Deviation]:
     for case, outputs, index in run_cases(session, [golden_image(*size) for size in sizes]):
         row, (scores, logits) = index_in(case, index), windows[index]
         mean_scores, mean_logits = (array.mean(axis=(0, 1)) for array in (scores, logits))
-        whole = deviation(case, sizes[index], outputs, row, mean_scores, mean_logits)
+        precision = session.circumstances.precision
+        whole = deviation(case, sizes[index], outputs, row, mean_scores, mean_logits, precision=precision)
         deviations.append(replace(whole, scores=max(whole.scores, _worst_window(outputs, row, scores))))
     return deviations
 
@@ -138,13 +178,18 @@ def _worst_window(outputs: Outputs, row: int, expected: npt.NDArray[np.floating]
     return float(np.abs(outputs.window_scores[row] - padded).max())
 
 
-def _parity_message(output: Path, failed: list[Deviation]) -> str:
+def _parity_message(output: Path, failed: list[Deviation], precision: Precision) -> str:
     """Say by how much which image is off."""
     lines = [
         f"  {d.height}x{d.width} {d.case}: scores {d.scores:.1e}, logits {d.logits:.1e} of the largest" for d in failed
     ]
+    why = "This is a fault of prelunet or of the installed onnxruntime, not of the checkpoint; please report it."
+    if precision == "fp16":
+        why = (
+            "Half precision may be too coarse for this net: export it with --precision fp32. If that is refused too, "
+            "it is a fault of prelunet or of the installed onnxruntime; please report it."
+        )
     return (
-        f"{output}: not written, because the graph does not give the torch net's scores within {SCORE_TOLERANCE:g}:\n"
-        + "\n".join(lines)
-        + "\nThis is a fault of prelunet or of the installed onnxruntime, not of the checkpoint; please report it."
+        f"{output}: not written, because the graph does not give the torch net's scores within "
+        f"{tolerance_of(precision).scores:g}:\n" + "\n".join(lines) + f"\n{why}"
     )

@@ -7,10 +7,14 @@ convolution is multiplied with the outer product of its vectors, so that each im
 alone. Pools need no mask: a valid output of an unpadded layer reads valid inputs only.
 
 No Range, no Shape but that of `images`, no GridSample, no If: each would leave the GPU or copy to the host.
+
+Half precision (fp16). Trunk and head compute in float16 with parameters that `export.precision` has rounded. The front
+up to the first mask stays float32 (a canvas is subtracted from, and its rubbish removed, as exactly as ever), and so do
+softmax, masks of windows and averages: a sum of hundreds of halves would lose what they agree on.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -18,17 +22,23 @@ from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 
 from evaluator.contract import ModelContract
 from export.graph import Graph
+from export.precision import round_to_half
 from export.pyramid import plan_pools, pyramid_bins
 from training.architectures import LRELU_SLOPE, Activation, Architecture, Conv, Pool
 
 FloatArray = npt.NDArray[np.float32]
+Parameters = npt.NDArray[np.floating]  # float32, or float16 as `round_to_half` gives them
 
 
 @dataclass(frozen=True)
 class Valid:
-    """The 0/1 vectors behind a layer, float (N, rows) and (N, columns), that mark each image's own cells."""
+    """The 0/1 vectors behind a layer, float (N, rows) and (N, columns), that mark each image's own cells.
+
+    half: what they mask is float16; the vectors themselves are float32 all the same.
+    """
 
     layer: str
+    half: bool = False
 
     @property
     def rows(self) -> str:
@@ -48,12 +58,22 @@ def build_model(
     contract: ModelContract,
     version: str,
 ) -> ModelProto:
-    """Build the model of a checkpoint's tensors; `mean` is (3,) or (crop, crop, 3); `version` that of prelunet."""
+    """Build the model of a checkpoint's tensors; `mean` is (3,) or (crop, crop, 3); `version` that of prelunet.
+
+    Raises UsageError where the contract says fp16 and a tensor has numbers beyond it.
+    """
     graph = Graph()
-    masked = contract.canvas == "ragged"
+    masked, half = contract.canvas == "ragged", contract.precision == "fp16"
     image, valid = _front(graph, mean, contract.max_side, masked=masked)
-    feature_map, valid = _trunk(graph, architecture, tensors, image, valid, masked=masked)
-    logits = _head(graph, architecture, tensors, feature_map)
+    parameters: Mapping[str, Parameters] = tensors
+    if half:
+        parameters = round_to_half(tensors)
+        image = graph.node("Cast", [image], "images.fp16", to=TensorProto.FLOAT16)
+        valid = replace(valid, half=True)
+    feature_map, valid = _trunk(graph, architecture, parameters, image, valid, masked=masked)
+    logits = _head(graph, architecture, parameters, feature_map)
+    if half:
+        logits = graph.node("Cast", [logits], "fc3.fp32", to=TensorProto.FLOAT)
     _averages(graph, logits, _window_grid(graph, architecture, valid))
     return graph.model(*_interface(len(contract.classes)), contract.to_metadata(), version)
 
@@ -134,13 +154,17 @@ def _mask(graph: Graph, value: str, valid: Valid, output: str) -> str:
         rows = graph.unsqueeze(valid.rows, f"{valid.rows}.4d", 1, 3)
         columns = graph.unsqueeze(valid.columns, f"{valid.columns}.4d", 1, 2)
         graph.node("Mul", [rows, columns], mask)
+    if valid.half:
+        if not graph.has(f"{mask}.fp16"):
+            graph.node("Cast", [mask], f"{mask}.fp16", to=TensorProto.FLOAT16)
+        mask = f"{mask}.fp16"
     return graph.node("Mul", [value, mask], output)
 
 
 def _trunk(
     graph: Graph,
     architecture: Architecture,
-    tensors: Mapping[str, FloatArray],
+    tensors: Mapping[str, Parameters],
     value: str,
     valid: Valid,
     *,
@@ -160,7 +184,7 @@ def _trunk(
     return value, valid
 
 
-def _convolution(graph: Graph, layer: Conv, tensors: Mapping[str, FloatArray], value: str) -> str:
+def _convolution(graph: Graph, layer: Conv, tensors: Mapping[str, Parameters], value: str) -> str:
     weight = graph.constant(f"{layer.name}.weight", tensors[f"{layer.name}.weight"])
     bias = graph.constant(f"{layer.name}.bias", tensors[f"{layer.name}.bias"])
     return graph.node(
@@ -176,7 +200,7 @@ def _convolution(graph: Graph, layer: Conv, tensors: Mapping[str, FloatArray], v
 def _activation(
     graph: Graph,
     kind: Activation,
-    tensors: Mapping[str, FloatArray],
+    tensors: Mapping[str, Parameters],
     layer: str,
     value: str,
     *,
@@ -199,7 +223,7 @@ def _valid_after(graph: Graph, valid: Valid, layer: str, kernel: int, stride: in
     start = kernel - 1 - 2 * pad
     if start == 0 and stride == 1:
         return valid
-    after = Valid(layer)
+    after = replace(valid, layer=layer)
     for vector, output in ((valid.rows, after.rows), (valid.columns, after.columns)):
         if start == -1:
             assert stride == 1, f"{layer}: pad 1 for a kernel of 2 with a stride is in no architecture"
@@ -217,7 +241,7 @@ def _window_grid(graph: Graph, architecture: Architecture, valid: Valid) -> Vali
     return _valid_after(graph, valid, "window", architecture.window, 1, 0)
 
 
-def fc1_channel_last(weight: FloatArray, architecture: Architecture) -> FloatArray:
+def fc1_channel_last(weight: Parameters, architecture: Architecture) -> Parameters:
     """Turn fc1.weight of a checkpoint into the file's matrix.
 
     weight: (hidden, bins·C), levels in order, each flattened (channel, row, column).
@@ -233,7 +257,7 @@ def fc1_channel_last(weight: FloatArray, architecture: Architecture) -> FloatArr
     return np.concatenate(rows)
 
 
-def _head(graph: Graph, architecture: Architecture, tensors: Mapping[str, FloatArray], feature_map: str) -> str:
+def _head(graph: Graph, architecture: Architecture, tensors: Mapping[str, Parameters], feature_map: str) -> str:
     """Add pyramid and fully connected layers over all windows; return the logits (N, Gh, Gw, K)."""
     value = _gathered_pyramid(graph, architecture, feature_map)
     for name in ("fc1", "fc2", "fc3"):

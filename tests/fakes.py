@@ -10,6 +10,8 @@ import numpy.typing as npt
 
 from evaluator.contract import ClassEntry, ModelContract, default_scales
 from evaluator.datasets.sample import Dataset, Reader
+from evaluator.engine.batching import BatchRules
+from evaluator.engine.memory import gpu_rules
 from evaluator.engine.session import Circumstances, Outputs, check_canvas
 from evaluator.protocols import Protocol
 from evaluator.validation.run import Run, describe_dataset, run_info
@@ -44,10 +46,19 @@ class FakeSession:
     other scores. Keeps the shapes of its calls in `calls`.
     """
 
-    def __init__(self, contract: ModelContract | None = None, *, provider: str = "CPUExecutionProvider", seed: int = 0):
+    def __init__(
+        self,
+        contract: ModelContract | None = None,
+        *,
+        provider: str = "CPUExecutionProvider",
+        seed: int = 0,
+        rules: BatchRules | None = None,
+    ):
         self.contract = contract or fake_contract()
         self.model_sha256 = hashlib.sha256(f"fake {seed}".encode()).hexdigest()
         self.circumstances = Circumstances(provider, "fp32", {"fake": "1"})
+        on_gpu = provider == "CUDAExecutionProvider"
+        self.rules = rules or (gpu_rules(self.contract, None) if on_gpu else BatchRules())
         self.calls: list[tuple[int, ...]] = []
         self._weights = np.random.default_rng(seed).normal(
             0, 0.1 / self.contract.crop, (len(self.contract.classes), self.contract.crop, self.contract.crop, 3)
@@ -62,7 +73,14 @@ class FakeSession:
         return np.einsum("ijcyx,kyxc->ijk", crops, self._weights, optimize=True)
 
     def run(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> Outputs:
+        return self.compute(self.stage(images, sizes))
+
+    def stage(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> Any:
         check_canvas(self.contract, images, sizes)
+        return images, sizes
+
+    def compute(self, staged: Any) -> Outputs:
+        images, sizes = staged
         self.calls.append(images.shape)
         grid = self.contract.window_grid(*images.shape[1:3])
         scores, logits, windows = [], [], []
@@ -77,7 +95,10 @@ class FakeSession:
             logits.append(of_windows.mean(axis=(0, 1)))
             windows.append((rows, columns))
         return Outputs(
-            np.array(scores, np.float32), np.array(logits, np.float32), np.array(windows, np.int64), window_scores
+            np.array(scores, np.float32),
+            np.array(logits, np.float32),
+            np.array(windows, np.int64),
+            lambda: window_scores,
         )
 
 
@@ -86,7 +107,7 @@ def validated(
 ) -> Run:
     """Validate as `prelunet validate` does; file: last component of the model's path."""
     info = run_info(session, file, describe_dataset(dataset), protocol)
-    return validate(session, dataset, info, folder, **options)
+    return validate([session], dataset, info, folder, **options)
 
 
 class _Copies:

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from evaluator.datasets.opening import open_dataset
-from evaluator.engine.classify import Model
 from evaluator.engine.session import open_session
 from evaluator.protocols import make_protocol
 from evaluator.validation.cluster import Cluster, on_ray
+from evaluator.validation.run import describe_dataset, run_info
 from evaluator.validation.writer import RunWriter
 from fakes import FakeSession, repeated, validated
 
@@ -142,9 +142,10 @@ def validate_as_ordered(
     data: str, folder: str, copies: int, *, fresh: bool = False, model: str = "", address: str = ""
 ) -> None:
     """Validate a folder of images, each `copies` times, with a fake session, or with a model on a Ray cluster."""
-    session: Model = open_session(Path(model), "cpu", threads=1) if model else FakeSession()
+    session: Any = open_session(Path(model), "cpu", threads=1) if model else FakeSession()
     classes = [entry.wnid for entry in session.contract.classes]
     dataset = repeated(open_dataset(Path(data), split="val", class_names=classes), copies)
     protocol = make_protocol("dense-32" if model else "center", session.contract)
-    elsewhere = on_ray(Cluster(address, cpus=1), session, Path(model), dataset, protocol) if model else None
+    info = run_info(session, "m.onnx", describe_dataset(dataset), protocol)
+    elsewhere = on_ray(Cluster(address, cpus=1), session, Path(model), dataset, info) if model else None
     validated(session, dataset, protocol, Path(folder), fresh=fresh, elsewhere=elsewhere)

@@ -90,6 +90,13 @@ def write_run(
             "selection": None,
         },
         "circumstances": {"provider": "CPUExecutionProvider", "precision": "fp32", "versions": {"numpy": "2.4.6"}},
+        "batching": {
+            "part": 64,
+            "canvas_step": 1,
+            "max_windows": 2048,
+            "max_pixels": 2097152,
+            "switch_pixels": 0,
+        },
         "chunk": 64,
         "shard": None,
         "views": [{"scale": scale, "mirrored": mirrored, "part": "whole"} for scale, mirrored in VIEWS],

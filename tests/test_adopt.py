@@ -15,7 +15,8 @@ from evaluator.cli import run
 from evaluator.client import Client
 from evaluator.contract import golden_image
 from evaluator.engine.classify import classify_images
-from evaluator.engine.session import PlainNet, Session, open_session
+from evaluator.engine.onnx_runtime import PlainNet
+from evaluator.engine.session import Session, open_session
 from evaluator.errors import ContractError, UsageError
 from evaluator.imaging.decode import decode_rgb
 from evaluator.protocols import default_protocol, make_protocol

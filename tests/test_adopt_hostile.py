@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 
 from evaluator.cli import run
 from evaluator.contract import golden_image
-from evaluator.engine.session import PlainNet
+from evaluator.engine.onnx_runtime import PlainNet
 from evaluator.errors import ContractError, UsageError
 from export.adopt_net import random_operators
 from export.adopt_preprocessing import Preprocessing

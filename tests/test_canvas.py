@@ -33,5 +33,22 @@ def test_no_images_make_an_empty_batch() -> None:
 
 
 def test_image_larger_than_the_canvas_is_our_own_mistake() -> None:
-    with pytest.raises(AssertionError, match="do not fit a canvas of 8x11"):
+    with pytest.raises(AssertionError, match="does not fit a canvas of 8x11"):
         pack([np.zeros((8, 12, 3), dtype=np.uint8)], 8, 11)
+
+
+def test_canvases_behind_the_images_are_blank_and_of_full_size() -> None:
+    image = np.random.default_rng(2).integers(1, 256, (5, 9, 3), dtype=np.uint8)
+    canvas, sizes = pack([image], 8, 11, rows=3)
+    alone, size = pack([image], 8, 11)
+    np.testing.assert_array_equal(canvas[:1], alone)
+    assert canvas.shape == (3, 8, 11, 3)
+    assert not canvas[1:].any()
+    assert sizes.dtype == np.int64
+    assert sizes.tolist() == [*size.tolist(), [8, 11], [8, 11]]
+
+
+def test_fewer_canvases_than_images_are_our_own_mistake() -> None:
+    image = np.zeros((5, 9, 3), dtype=np.uint8)
+    with pytest.raises(AssertionError, match="2 images do not fit 1 canvases"):
+        pack([image, image], 8, 11, rows=1)

@@ -152,11 +152,11 @@ def test_an_exported_model_gives_images_in_one_batch_the_scores_they_get_alone(e
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Lay out a picture, a text named like one, and a model behind `open_session`."""
+    """Lay out a picture, a text named like one, and a model behind `open_placed`."""
     Image.fromarray(PICTURES[0]).save(tmp_path / "good.png")
     Image.fromarray(PICTURES[1]).save(tmp_path / "other.png")
     (tmp_path / "bad.jpg").write_text("no image")
-    monkeypatch.setattr("evaluator.verbs.classify.open_session", lambda _path, _device: FakeSession())
+    monkeypatch.setattr("evaluator.verbs.classify.open_session", lambda _path, _device, **_: FakeSession())
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -228,7 +228,7 @@ def test_a_heat_map_is_a_png_beside_the_answer(files: Path, capsys: pytest.Captu
         ([], "needs either --model MODEL.onnx or --server"),
         (["--model", "m.onnx", "--server", "host:1"], "needs either --model MODEL.onnx or --server"),
         (["--model", "m.onnx", "--heatmap", "nowhere/map.png"], "nowhere/map.png"),
-        (["--server", "host:1", "--device", "cpu"], "a server's device is chosen when it starts"),
+        (["--server", "host:1", "--device", "cpu"], "a server has chosen them at its start"),
         (["--model", "m.onnx", "--name", "m"], "leave them out with --model"),
         (["other.png", "--model", "m.onnx", "--heatmap", "map.png"], "draws one image, not 2"),
         (["--model", "m.onnx", "--top", "7"], "1 to 6 classes"),

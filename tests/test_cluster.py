@@ -34,7 +34,7 @@ from evaluator.cli import run
 from evaluator.datasets.opening import open_dataset
 from evaluator.datasets.sample import Dataset, Sample
 from evaluator.engine.classify import Model
-from evaluator.engine.session import Session, open_session
+from evaluator.engine.session import Placement, Session, open_session
 from evaluator.errors import ContractError, DatasetError, EnvironmentFault, Interrupted, PreluNetError, UsageError
 from evaluator.files import sha256_of
 from evaluator.protocols import Protocol, make_protocol
@@ -50,8 +50,9 @@ from evaluator.validation.cluster import (
     room,
 )
 from evaluator.validation.joining import connected
-from evaluator.validation.run import CHUNK
-from evaluator.validation.validate import ChunkResult, WorkersLost, evaluate_chunks
+from evaluator.validation.pipeline import ChunkResult, evaluate_chunks
+from evaluator.validation.run import CHUNK, Batching, RunInfo, describe_dataset, run_info
+from evaluator.validation.validate import WorkersLost
 from fakes import repeated, validated
 from nursery import nursery
 from ray_workers import Dying, Mistaken, OtherThere, Stillborn
@@ -160,6 +161,10 @@ def looks(session: Model) -> Protocol:
     return make_protocol("dense-32", session.contract)
 
 
+def info_of(session: Session, dataset: Dataset) -> RunInfo:
+    return run_info(session, "m.onnx", describe_dataset(dataset), looks(session))
+
+
 def opened(session: Session, data: Path) -> Dataset:
     return repeated(open_dataset(data, split="val", class_names=[c.wnid for c in session.contract.classes]), COPIES)
 
@@ -202,7 +207,8 @@ def on_cluster(head: Head, session: Session, model: Path, dataset: Dataset, tmp_
             hear(text)
 
         def elsewhere(chunks: Sequence[Sequence[Sample]]) -> Generator[ChunkResult, None, None]:
-            evaluate = on_ray(Cluster(head.address, cpus=1), session, model, dataset, looks(session), announce)
+            info = info_of(session, dataset)
+            evaluate = on_ray(Cluster(head.address, cpus=1), session, model, dataset, info, announce)
             with closing(evaluate(chunks)) as results:
                 for number, result in enumerate(results):
                     yield result
@@ -390,7 +396,9 @@ def job(session: Session, model: Path, dataset: Dataset) -> Job:
     facts = {"model": {"sha256": session.model_sha256}, **session.circumstances.to_json()}
     image = dataset.samples[3]
     probes = [(image.file, hashlib.sha256(dataset.read(image)).hexdigest())]
-    return Job(Path.cwd(), model, "cpu", 1, replace(dataset, samples=()), looks(session), facts, probes)
+    batching = Batching(CHUNK, session.rules)
+    where = Placement("cpu", threads=1)
+    return Job(Path.cwd(), model, where, replace(dataset, samples=()), looks(session), batching, facts, probes)
 
 
 def test_a_worker_gives_of_a_chunk_what_the_driver_would_and_is_told_only_its_samples(
@@ -399,7 +407,7 @@ def test_a_worker_gives_of_a_chunk_what_the_driver_would_and_is_told_only_its_sa
     worker = Worker(pickle.loads(pickle.dumps(job)))
     assert worker.start() == f"process {os.getpid()} on {socket.gethostname()}"
     chunk = dataset.samples[64:100]
-    (expected,) = evaluate_chunks(session, dataset, looks(session), [chunk], 1)
+    (expected,) = evaluate_chunks([session], dataset, looks(session), [chunk], CHUNK, 1)
     found = worker.evaluate(chunk)
     assert not isinstance(found, PreluNetError)
     assert found[0] == expected[0]
@@ -421,7 +429,7 @@ def test_two_threads_of_a_worker_run_the_session_one_after_the_other(
         return run(images, sizes)
 
     monkeypatch.setattr(session, "run", crowded)
-    monkeypatch.setattr("evaluator.validation.cluster.open_session", lambda *_, **__: session)
+    monkeypatch.setattr("evaluator.validation.cluster.open_placed", lambda *_, **__: session)
     worker = Worker(job)
     assert isinstance(worker.start(), str)
     with ThreadPoolExecutor(2) as pool:
@@ -644,7 +652,7 @@ def test_a_cluster_without_room_for_a_worker_is_told_so(machines: list[dict[str,
 
 
 def evaluated_on(address: str, session: Session, model: Path, dataset: Dataset) -> None:
-    evaluate = on_ray(Cluster(address), session, model, dataset, looks(session))
+    evaluate = on_ray(Cluster(address), session, model, dataset, info_of(session, dataset))
     next(evaluate([dataset.samples[:1]]))
 
 

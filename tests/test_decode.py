@@ -21,7 +21,7 @@ from PIL import Image
 
 from evaluator.errors import EnvironmentFault, ImageError, UsageError
 from evaluator.imaging import decode
-from evaluator.imaging.decode import DecodeLimits, decode_rgb, image_size
+from evaluator.imaging.decode import DecodeLimits, decode_image, decode_rgb, image_size
 
 DATA = Path(__file__).parent / "data" / "hostile"
 HOSTILE = sorted(DATA.iterdir())
@@ -201,6 +201,21 @@ def test_exif_orientation_is_applied_only_when_asked(orientation: int) -> None:
     np.testing.assert_array_equal(decode_rgb(data, apply_exif=True), upright)
 
 
+@pytest.mark.parametrize("path", HOSTILE, ids=lambda path: path.name)
+@pytest.mark.parametrize("apply_exif", [False, True])
+def test_pillow_image_and_array_show_the_same_or_are_refused_for_the_same_reason(path: Path, apply_exif: bool) -> None:
+    data = path.read_bytes()
+    try:
+        expected = decode_rgb(data, apply_exif=apply_exif)
+    except ImageError as refused:
+        with pytest.raises(ImageError, match=re.escape(str(refused))):
+            decode_image(data, apply_exif=apply_exif)
+    else:
+        image = decode_image(data, apply_exif=apply_exif)
+        assert image.mode == "RGB"
+        np.testing.assert_array_equal(np.asarray(image), expected)
+
+
 def test_limits_hold_to_the_byte_and_the_pixel() -> None:
     data = encoded(Image.fromarray(PICTURE), "PNG")
     assert decode_rgb(data, DecodeLimits(len(data), HEIGHT * WIDTH)).shape == PICTURE.shape
@@ -232,6 +247,19 @@ def test_size_is_read_without_the_pixels_and_refused_over_the_limit() -> None:
 def test_film_appended_to_a_jpeg_does_not_count_as_scans() -> None:
     data = (DATA / "progressive.jpg").read_bytes()
     np.testing.assert_array_equal(decode_rgb(data + b"\xff\xda\x00\x02" * 500), decode_rgb(data))
+
+
+@pytest.mark.parametrize(("scans", "refused"), [(100, False), (101, True)])
+def test_a_jpeg_of_100_scans_is_the_last_one_accepted(scans: int, refused: bool) -> None:
+    data = (DATA / "progressive.jpg").read_bytes()
+    last = data[data.rindex(b"\xff\xda") : -2]  # shown again, it changes nothing
+    data = data[:-2] + last * (scans - data.count(b"\xff\xda")) + data[-2:]
+    assert data.count(b"\xff\xda") == scans
+    if refused:
+        with pytest.raises(ImageError, match="more than 100 scans"):
+            decode_rgb(data)
+    else:
+        assert decode_rgb(data).shape == (HEIGHT, WIDTH, 3)
 
 
 def test_threads_decode_as_one_thread_does() -> None:

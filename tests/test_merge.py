@@ -50,7 +50,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 def make(dataset: Dataset, folder: Path, shard: tuple[int, int] | None, *, seed: int = 0, chunk: int = CHUNK) -> Path:
     session = FakeSession(seed=seed)
     info = run_info(session, "m.onnx", describe_dataset(dataset), PROTOCOL, shard)
-    validate(session, dataset, replace(info, chunk=chunk), folder)
+    validate([session], dataset, replace(info, chunk=chunk), folder)
     return folder
 
 

@@ -12,10 +12,12 @@ import protocol_oracle
 from conftest import Exported
 from evaluator.engine import classify, scores
 from evaluator.engine.classify import classify_images
+from evaluator.engine.memory import gpu_rules
 from evaluator.engine.protocol_costs import paper_contract
-from evaluator.engine.session import Circumstances, Outputs, Session
+from evaluator.engine.session import Outputs, Session
 from evaluator.imaging import resize, views
 from evaluator.protocols import Changes, Protocol, make_protocol
+from fakes import FakeSession
 from protocol_oracle import CORNERS_AND_CENTRE, Oracle, Seen, average, softmax
 from telling import noise
 
@@ -101,8 +103,10 @@ def oracle_of(exported: Exported) -> Oracle:
 
 def with_shared_canvases(session: Session) -> Session:
     """Return the same session, treated as on a GPU: views of different shapes share ragged canvases."""
-    told = replace(session.circumstances, provider="CUDAExecutionProvider")
-    return Session(session._session, session.contract, session.model_sha256, told)
+    rules = gpu_rules(session.contract, None)
+    return Session(
+        session._loaded, session.contract, session.model_sha256, session.circumstances, session.placement, rules
+    )
 
 
 def assert_equals_oracle(
@@ -160,7 +164,8 @@ def test_an_adopted_nets_filter_is_used(
     exported: dict[str, Exported], oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = exported["demo-image"].session
-    bicubic = Session(session._session, replace(session.contract, interpolation="bicubic"), "", session.circumstances)
+    contract = replace(session.contract, interpolation="bicubic")
+    bicubic = Session(session._loaded, contract, "", session.circumstances, session.placement, session.rules)
     plain = protocol_oracle.resized
     monkeypatch.setattr(
         protocol_oracle, "resized", lambda image, scale: plain(image, scale, filter_=Image.Resampling.BICUBIC)
@@ -300,23 +305,23 @@ def test_a_mistake_is_caught(
 # --- SPP-net's 96 views ----------------------------------------------------------------------------------------------
 
 
-class GridSession:
+class GridSession(FakeSession):
     """A session with the sizes of models A, B and C that says the same of every window."""
 
-    contract = paper_contract()
-    model_sha256 = ""
-    circumstances = Circumstances("CPUExecutionProvider", "fp32", {})
+    def __init__(self) -> None:
+        super().__init__(paper_contract())
 
-    def run(self, images: np.ndarray, sizes: np.ndarray) -> Outputs:
+    def compute(self, staged: Any) -> Outputs:
+        images, _ = staged
         grid = self.contract.window_grid(*images.shape[1:3])
         one = np.ones((len(images), 1), np.float32)
-        return Outputs(one, one, np.array([grid] * len(images)), np.ones((len(images), *grid, 1), np.float32))
+        return Outputs(one, one, np.array([grid] * len(images)), lambda: np.ones((len(images), *grid, 1), np.float32))
 
 
 def windows_by_scale(height: int, width: int) -> dict[int, int]:
     """Count the windows that spp-18 averages of an image, plain and mirrored, by scale."""
     image = np.zeros((height, width, 3), np.uint8)
-    (found,) = classify_images(GridSession(), [image], make_protocol("spp-18", GridSession.contract))
+    (found,) = classify_images(GridSession(), [image], make_protocol("spp-18", paper_contract()))
     counts: dict[int, int] = {}
     for view in found.views:
         counts[view.view.scale] = counts.get(view.view.scale, 0) + view.windows[0] * view.windows[1]

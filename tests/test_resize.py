@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from evaluator.contract import Interpolation
-from evaluator.imaging.resize import resize_shorter_side, resized_size
+from evaluator.imaging.resize import resize_shorter_side, resize_to_scales, resized_size
 
 UInt8Array = npt.NDArray[np.uint8]
 Float64Array = npt.NDArray[np.float64]
@@ -112,6 +112,33 @@ def test_image_at_its_own_scale_is_unchanged() -> None:
     resized, _ = resize_shorter_side(image, 31)
     np.testing.assert_array_equal(resized, image)
     assert not np.shares_memory(resized, image)
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize(("height", "width"), [(40, 61), (61, 40), (33, 33)])
+def test_every_scale_is_made_from_all_pixels_of_the_image(
+    height: int, width: int, interpolation: Interpolation
+) -> None:
+    image = noise(height, width)
+    image.flags.writeable = False
+    scales = (12, 48, 29, 33)  # smaller, larger, in no order
+    resized = resize_to_scales(image, scales, interpolation=interpolation)
+    assert tuple(resized) == scales
+    for scale, (pixels, capped) in resized.items():
+        rows, columns = resized_size(height, width, scale)
+        expected = Image.fromarray(image).resize((columns, rows), FILTERS[interpolation])
+        np.testing.assert_array_equal(pixels, np.asarray(expected))  # to the bit: it is the same filter
+        assert not capped
+
+
+def test_a_scale_is_the_same_alone_and_beside_others_where_some_are_capped() -> None:
+    image = noise(21, 5)  # at 28 pixels 117.6 rows become 112; at 1 pixel 4.2 become 4 and nothing is cut away
+    resized = resize_to_scales(image, (28, 1, 9))
+    assert {scale: capped for scale, (_, capped) in resized.items()} == {28: True, 1: False, 9: True}
+    for scale, (pixels, capped) in resized.items():
+        alone, capped_alone = resize_shorter_side(image, scale)
+        np.testing.assert_array_equal(pixels, alone)
+        assert capped == capped_alone
 
 
 @pytest.mark.parametrize(

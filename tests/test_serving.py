@@ -263,7 +263,7 @@ def test_nothing_long_runs_on_the_event_loops_own_thread(monkeypatch) -> None:
     data = png(40, 57)
     for owner, name in [
         (Image, "open"),  # Pillow's own: decoding
-        (views, "resize_shorter_side"),
+        (views, "resize_to_scales"),
         (session, "run"),
         (classify, "average_views"),
         (overlay, "heat_maps"),
@@ -323,7 +323,7 @@ def test_a_model_that_does_not_run_is_refused_before_the_server_answers(
     monkeypatch, error: Exception, refusal: type[Exception], text: str
 ) -> None:
     first, broken = FakeSession(), LoadsButDoesNotRun(error)
-    monkeypatch.setattr(models, "open_session", lambda path, *_, **__: broken if path.name == "b.onnx" else first)
+    monkeypatch.setattr(models, "open_placed", lambda path, *_, **__: broken if path.name == "b.onnx" else first)
 
     def announce(line: str) -> None:
         raise AssertionError(f"this should not have been said: {line}")

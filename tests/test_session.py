@@ -16,8 +16,9 @@ import pytest
 
 from conftest import Exported
 from evaluator.contract import INPUTS, OUTPUTS
-from evaluator.engine import session as session_module
-from evaluator.engine.session import Device, open_session
+from evaluator.engine import onnx_runtime
+from evaluator.engine.runtime import reason_of
+from evaluator.engine.session import Device, Placement, open_session
 from evaluator.errors import ContractError, EnvironmentFault, UsageError
 from evaluator.serving.models import ModelFile, load_models
 from fakes import fake_contract
@@ -111,7 +112,7 @@ def use(monkeypatch: pytest.MonkeyPatch):
     """Give a function that puts a fake in the runtime's place."""
 
     def put(runtime: FakeRuntime) -> FakeRuntime:
-        monkeypatch.setattr(session_module, "_import_runtime", lambda: runtime)
+        monkeypatch.setattr(onnx_runtime, "import_runtime", lambda: runtime)
         return runtime
 
     return put
@@ -193,7 +194,7 @@ def test_threads_are_those_of_the_cpu_provider(use, model: Path, threads: int) -
 
 def test_a_served_model_has_the_threads_that_were_asked_for(use, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = use(FakeRuntime())
-    ((file, opened),) = load_models([ModelFile("x", model)], "cpu", threads=3)
+    ((file, opened),) = load_models([ModelFile("x", model)], Placement("cpu", threads=3))
     assert (file.name, opened.circumstances.provider) == ("x", CPU)
     assert runtime.loads[0][0].intra_op_num_threads == 3
 
@@ -213,7 +214,7 @@ def test_a_session_hands_the_canvas_to_the_runtime_and_knows_its_file_and_versio
 
 def test_a_misspelt_device_is_refused_with_the_list_of_them(use, model: Path) -> None:
     runtime = use(FakeRuntime(CUDA))
-    with pytest.raises(UsageError, match=r"no device 'gpu'\. There are: auto, cpu, cuda"):
+    with pytest.raises(UsageError, match=r"no device 'gpu'\. There are: auto, cpu, openvino, cuda"):
         open_session(model, "gpu")
     assert runtime.loads == []
 
@@ -359,4 +360,4 @@ def test_a_graph_of_one_size_serves_no_model_that_says_it_takes_others(
     ],
 )
 def test_the_runtimes_words_are_shown_without_the_place_in_its_source(text: str, shown: str) -> None:
-    assert session_module.reason_of(RuntimeError(text)) == shown
+    assert reason_of(RuntimeError(text)) == shown

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import time
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,16 +18,16 @@ from evaluator.cli import run
 from evaluator.datasets.opening import open_dataset
 from evaluator.datasets.sample import Dataset
 from evaluator.engine.classify import classify_images
+from evaluator.engine.memory import part_within
 from evaluator.engine.session import Outputs
 from evaluator.errors import ContractError, DatasetError, EnvironmentFault, Interrupted, RunFolderError
 from evaluator.imaging.decode import decode_rgb
-from evaluator.imaging.views import ViewImage, make_views
-from evaluator.protocols import Protocol, make_protocol
+from evaluator.imaging.views import make_views
+from evaluator.protocols import make_protocol
 from evaluator.reporting.statistics import wilson_interval
 from evaluator.validation.run import CHUNK, read_run
-from evaluator.validation.validate import part_size
 from evaluator.validation.writer import scores_header
-from fakes import FakeSession, fake_contract, repeated, validated
+from fakes import FakeSession, fake_contract, validated
 
 RESULT = ("run.json", "predictions.jsonl", "scores.f32.npy")
 CLASSES = [entry.wnid for entry in fake_contract().classes]
@@ -114,6 +112,10 @@ def test_the_log_tells_the_start_the_place_of_the_data_and_each_chunk(dataset: D
     assert (start["event"], start["done"], start["device"]) == ("start", 0, "CPUExecutionProvider")
     assert start["dataset"] == str(dataset.location.resolve())
     assert [(line["index"], line["images"]) for line in chunks] == [(0, 64), (1, 64), (2, 22)]
+    assert sum(line["prepared"] for line in chunks) == IMAGES
+    assert (sum(line["views"] for line in chunks), sum(line["batches"] for line in chunks)) == (IMAGES - len(BAD), 3)
+    assert all(0 <= seconds < 60 for line in chunks for seconds in line["stages"].values())
+    assert {"compute", "write"} <= set(chunks[0]["stages"])
 
 
 def test_a_finished_run_is_said_to_be_finished_and_nothing_is_done(dataset: Dataset, tmp_path: Path) -> None:
@@ -132,11 +134,11 @@ class Stopping(FakeSession):
         self._left = calls
         self._error = error
 
-    def run(self, images: np.ndarray, sizes: np.ndarray) -> Outputs:
+    def compute(self, staged: Any) -> Outputs:
         self._left -= 1
         if self._left < 0:
             raise self._error
-        return super().run(images, sizes)
+        return super().compute(staged)
 
 
 def test_ctrl_c_keeps_whole_chunks_and_the_same_command_goes_on(
@@ -153,27 +155,6 @@ def test_ctrl_c_keeps_whole_chunks_and_the_same_command_goes_on(
     assert [line["event"] for line in log_of(tmp_path / "run")] == ["start", "chunk", "resume", "chunk", "chunk"]
 
 
-def test_no_more_than_two_chunks_are_read_ahead_of_what_is_written(dataset: Dataset, tmp_path: Path) -> None:
-    read: list[str] = []
-    ahead: list[int] = []
-
-    class Counting:
-        def read(self, file: str) -> bytes:
-            read.append(file)
-            return dataset.reader.read(file)
-
-    class Watching(FakeSession):
-        def run(self, images: np.ndarray, sizes: np.ndarray) -> Outputs:
-            path = tmp_path / "run" / "predictions.jsonl"
-            time.sleep(0.02)  # room for the threads to run ahead, if they did
-            ahead.append(len(read) - path.read_bytes().count(b"\n"))
-            return super().run(images, sizes)
-
-    many = repeated(replace(dataset, reader=Counting()), 3)
-    validated(Watching(), many, CENTER, tmp_path / "run")
-    assert CHUNK < max(ahead) <= 2 * CHUNK
-
-
 @pytest.mark.parametrize(
     ("name", "images"),
     [("center", 64), ("ten-crop", 64), ("multi-scale", 64), ("spp-net", 32), ("resnet", 32), ("dense-2000", 8)],
@@ -183,61 +164,22 @@ def test_a_chunk_is_prepared_in_parts_that_fit_into_memory_even_if_all_images_ar
 ) -> None:
     contract = fake_contract(crop=224, window=56, default_scales=(256, 384, 480), max_side=8000)
     protocol = make_protocol(name, contract)
-    assert part_size(protocol) == images
+    assert part_within(protocol, CHUNK, None) == images
     views = make_views(np.zeros((100, 400, 3), np.uint8), protocol)
     kept = {id(view.image if view.image.base is None else view.image.base): view.image.nbytes for view in views}
     assert images * sum(kept.values()) <= 3 * 2**27
     assert images == CHUNK or 2 * images * sum(kept.values()) > 3 * 2**27, "the parts are needlessly small"
 
 
-def test_a_chunk_in_parts_gives_the_same_run_and_only_two_parts_are_in_memory(
+def test_a_chunk_in_parts_gives_the_same_lines_and_scores(
     dataset: Dataset, tmp_path: Path, undisturbed: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("evaluator.validation.validate.PART_BYTES", 10 * 3 * 28 * 28)  # of crops of 28: 7 parts, of 10
-    begun: list[str] = []
-    ahead: list[int] = []
-
-    class Counting:
-        def read(self, file: str) -> bytes:
-            begun.append(file)
-            return dataset.reader.read(file)
-
-    class Watching(FakeSession):
-        seen = 0
-
-        def run(self, images: np.ndarray, sizes: np.ndarray) -> Outputs:
-            time.sleep(0.01)  # room for the threads to run ahead, if they did
-            ahead.append(len(begun) - self.seen)
-            self.seen += len(images)
-            return super().run(images, sizes)
-
-    validated(Watching(), replace(dataset, reader=Counting()), CENTER, tmp_path)
-    assert contents(tmp_path) == undisturbed
-    assert 10 < max(ahead) <= 2 * 10 + len(BAD)
-
-
-def test_no_more_than_two_parts_are_in_memory(
-    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("evaluator.validation.validate.PART_BYTES", 10 * 3 * 28 * 28)  # of crops of 28: 7 parts, of 10
-    made: list[weakref.ref[Any]] = []
-    alive: list[int] = []
-
-    class Slow(FakeSession):
-        def run(self, images: np.ndarray, sizes: np.ndarray) -> Outputs:
-            time.sleep(0.03)  # room for the threads to prepare all that they may
-            return super().run(images, sizes)
-
-    def making(image: np.ndarray, protocol: Protocol) -> list[ViewImage]:
-        alive.append(sum(reference() is not None for reference in made))
-        views = make_views(image, protocol)
-        made.append(weakref.ref(views[0].image))
-        return views
-
-    monkeypatch.setattr("evaluator.validation.validate.make_views", making)
-    validated(Slow(), dataset, CENTER, tmp_path, threads=1)
-    assert len(made) == IMAGES - len(BAD)
-    assert 10 < max(alive) < 2 * 10
+    monkeypatch.setattr("evaluator.engine.memory.PART_BYTES", 10 * 3 * 28 * 28)  # of crops of 28: 7 parts, of 10
+    found = validated(FakeSession(), dataset, CENTER, tmp_path)
+    assert found.info.batching is not None
+    assert found.info.batching.part == 10
+    for name in ("predictions.jsonl", "scores.f32.npy"):
+        assert (tmp_path / name).read_bytes() == undisturbed[name]
 
 
 def test_a_line_of_the_log_that_a_crash_tore_does_not_swallow_the_next(dataset: Dataset, tmp_path: Path) -> None:
@@ -252,8 +194,8 @@ def test_a_line_of_the_log_that_a_crash_tore_does_not_swallow_the_next(dataset: 
 
 def test_nan_stops_the_run_and_names_the_file(dataset: Dataset, tmp_path: Path) -> None:
     class Broken(FakeSession):
-        def run(self, images: np.ndarray, sizes: np.ndarray) -> Outputs:
-            outputs = super().run(images, sizes)
+        def compute(self, staged: Any) -> Outputs:
+            outputs = super().compute(staged)
             outputs.scores[-1] = np.nan
             return outputs
 
@@ -311,8 +253,8 @@ def test_cut_anywhere_a_run_ends_in_the_same_bytes_and_whole_chunks_are_not_done
 
 @pytest.fixture
 def command(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Give the command line with a model behind `open_session`."""
-    monkeypatch.setattr("evaluator.verbs.validate.open_session", lambda _path, _device, threads: FakeSession())
+    """Give the command line with a model behind `open_sessions`."""
+    monkeypatch.setattr("evaluator.verbs.validate.open_sessions", lambda *_: [FakeSession()])
 
     def call(*more: str, protocol: str = "center", images: Path = data) -> int:
         folder = tmp_path / "run"
@@ -380,7 +322,7 @@ def test_an_interrupted_validation_exits_4_and_a_full_disk_5(
 ) -> None:
     for error, code in [(KeyboardInterrupt(), 4), (EnvironmentFault("disk"), 5)]:
         stopping = Stopping(1, error)
-        monkeypatch.setattr("evaluator.verbs.validate.open_session", lambda *_, session=stopping, **__: session)
+        monkeypatch.setattr("evaluator.verbs.validate.open_sessions", lambda *_, session=stopping: [session])
         assert command() == code
     told = capsys.readouterr().err
     assert "64 of 150 images are done" in told

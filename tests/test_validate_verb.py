@@ -21,8 +21,8 @@ SESSION = FakeSession(replace(fake_contract(), classes=CLASSES))
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Give the command line with a model behind `open_session`."""
-    monkeypatch.setattr("evaluator.verbs.validate.open_session", lambda _path, _device, threads: SESSION)
+    """Give the command line with a model behind `open_sessions`."""
+    monkeypatch.setattr("evaluator.verbs.validate.open_sessions", lambda *_: [SESSION])
 
     def call(data: Path, *more: str, folder: str = "run") -> int:
         options = ["--model", "m.onnx", "--data", str(data), "--run", str(tmp_path / folder), "--protocol", "center"]
@@ -120,7 +120,7 @@ def test_an_error_of_guessing_over_many_classes_is_told_with_its_suspicion(
 ) -> None:
     classes = tuple(ClassEntry(f"n{index:08}", f"class {index}") for index in range(200))
     session = FakeSession(replace(fake_contract(), classes=classes))
-    monkeypatch.setattr("evaluator.verbs.validate.open_session", lambda _path, _device, threads: session)
+    monkeypatch.setattr("evaluator.verbs.validate.open_sessions", lambda *_: [session])
     data = write_folder(tmp_path / "lone" / "images", DATA)
     assert command(data, "--no-labels", folder="answers") == 0
     answers = {line.file: line.top[0][0] for line in read_run(tmp_path / "answers").predictions if line.top}

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from evaluator.errors import UsageError
 from evaluator.imaging.resize import resize_shorter_side
@@ -22,6 +23,17 @@ def test_views_come_scale_by_scale_plain_before_mirrored() -> None:
         assert not view.capped
     for plain, mirrored in zip(views[::2], views[1::2], strict=True):
         assert np.shares_memory(plain.image, mirrored.image)
+
+
+@pytest.mark.parametrize("shape", [(41, 67), (30, 200)])  # the second is capped
+def test_views_of_a_pillow_image_are_those_of_its_pixels(shape: tuple[int, int]) -> None:
+    image = np.random.default_rng(8).integers(0, 256, (*shape, 3), dtype=np.uint8)
+    picture = Image.fromarray(image)
+    protocol = Protocol("three", "dense", (32, 48, min(shape)), mirror=True)
+    for expected, view in zip(make_views(image, protocol), make_views(picture, protocol), strict=True):
+        np.testing.assert_array_equal(view.image, expected.image)
+        assert (view.view, view.capped) == (expected.view, expected.capped)
+    np.testing.assert_array_equal(np.asarray(picture), image)
 
 
 def test_mirrored_view_swaps_columns_and_not_rows_or_channels() -> None:

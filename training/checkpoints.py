@@ -1,6 +1,6 @@
 """Checkpoints: one `.safetensors` file of weights and JSON metadata (docs/contract.md, "Checkpoint").
 
-Imports no torch, so that tools without it can read checkpoints too.
+Imports no torch, so that tools without it can read checkpoints too; safetensors only where one is read.
 """
 
 import json
@@ -11,7 +11,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, safe_open
 
 from evaluator.contract import ClassEntry
 from evaluator.errors import CheckpointError, UsageError
@@ -73,6 +72,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
     or whose tensors are not finite float32 of the names and shapes that its architecture has; UsageError for one that
     cannot be read.
     """
+    from safetensors import SafetensorError, safe_open
+
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = _Metadata(path, file.metadata() or {})
@@ -174,7 +175,7 @@ def _write_safetensors(file: BinaryIO, tensors: Mapping[str, FloatArray], metada
         file.write(np.ascontiguousarray(tensor, dtype="<f4").data)
 
 
-def _unreadable(path: Path, error: SafetensorError) -> CheckpointError:
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
     """Say what is wrong with a file that the library refuses: after 8 bytes of length a header begins with a brace."""
     with path.open("rb") as file:
         is_ours = file.read(9)[8:] == b"{"

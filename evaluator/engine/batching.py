@@ -1,59 +1,252 @@
 """Which images share a call of the session. A pure function of shapes: the same shapes give the same plan.
 
 A CPU computes every pixel of a canvas, so there only equal shapes share one (`canvas_step` 1). The CUDA provider
-rebuilds each convolution's plan (15-30 ms) whenever the shape of its input changes, so there sides are rounded up and
-images of different shapes share a canvas; the graph ignores what lies outside of each image.
+rebuilds each convolution's plan (15-30 ms in all) whenever the shape of its input changes, also to a shape that it has
+seen before. So there sides are rounded up, and images of different shapes share a canvas as long as the change that
+this saves costs more than the padding that it makes; the graph ignores what lies outside of each image.
+
+How good a plan is. Its cost is its canvas pixels plus `switch_pixels` for each change of shape. It is never above that
+of one canvas for each rounded shape, and where one side is common (all images of one scale and orientation) never
+above that of any plan that puts neighbouring lengths together, which is the least of all if each canvas needs one
+batch only. For other shapes no more than the former is promised: among all partitions of seven random shapes it was
+the cheapest in 241 of 250 cases, and 6 % above that at worst.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from evaluator.strict import record, whole
 
 # The two large things in memory, for the largest net (C: 896 channels, 63 bins; conv1 gives 96 channels at stride 2):
 # 63·896·4 bytes of pooled features per window, and 96·4/4 bytes per pixel for each of about three maps alive at conv1.
 MAX_WINDOWS = 2048  # · 226 kB = 0.46 GB
 MAX_PIXELS = 2**21  # · 0.3 kB = 0.60 GB
 
+MOST = 2**40  # of any rule: far beyond every machine, and sums of such numbers stay below 2**63
+_NEVER = 2**61  # the cost of what is not allowed
+_ROUNDS, _NEW_CANVASES = 8, 2  # of `_improved`: three rounds and one new canvas were enough wherever it was tried
+
+
+@dataclass(frozen=True)
+class BatchRules:
+    """How batches are planned on a device.
+
+    canvas_step: sides of canvases are multiples of it; 1: exactly the images' shapes (CPUs, and files for exact
+    canvases);
+    max_windows, max_pixels: of a whole batch, counted on its canvases;
+    switch_pixels: what a change of canvas costs, in canvas pixels that could be computed meanwhile.
+    Raises ValueError for numbers below 1 (switch_pixels: 0) or beyond 2**40.
+    """
+
+    canvas_step: int = 1
+    max_windows: int = MAX_WINDOWS
+    max_pixels: int = MAX_PIXELS
+    switch_pixels: int = 0
+
+    def __post_init__(self) -> None:
+        for key, value in asdict(self).items():
+            whole(value, key, 0 if key == "switch_pixels" else 1, MOST)
+
+    def to_json(self) -> dict[str, int]:
+        """Return the rules as plain data for run.json."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Any) -> "BatchRules":
+        """Read what `to_json` wrote; raises ValueError when it is not that."""
+        return cls(**record(data, "the rules of batches", {field.name for field in fields(cls)}))
+
 
 @dataclass(frozen=True)
 class Batch:
-    """Images that share one canvas size. indices: into the shapes given; height, width: of the canvas in pixels."""
+    """Images that share one canvas size, and one call.
+
+    indices: into the shapes given; height, width: of the canvas in pixels; rows: canvases that are computed, of which
+    those behind the images are blank.
+    """
 
     indices: tuple[int, ...]
     height: int
     width: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Batches in the order in which they are run. images_pixels: of all images together."""
+
+    batches: tuple[Batch, ...]
+    images_pixels: int
+
+    @property
+    def canvas_pixels(self) -> int:
+        """Return how many pixels are computed."""
+        return sum(batch.rows * batch.height * batch.width for batch in self.batches)
+
+    @property
+    def padding(self) -> float:
+        """Return the share of the computed pixels that belong to no image, 0 to 1."""
+        return 1 - self.images_pixels / self.canvas_pixels if self.batches else 0.0
+
+    @property
+    def canvases(self) -> int:
+        """Return how often the shape of the session's input changes, the first batch included."""
+        shapes = [(batch.rows, batch.height, batch.width) for batch in self.batches]
+        return bool(shapes) + sum(before != after for before, after in pairwise(shapes))
 
 
 def plan_batches(
     shapes: Sequence[tuple[int, int]],
     windows_of: Callable[[int, int], tuple[int, int]],
+    rules: BatchRules,
     *,
-    canvas_step: int,
     max_side: int,
-    max_windows: int = MAX_WINDOWS,
-    max_pixels: int = MAX_PIXELS,
-) -> list[Batch]:
+) -> Plan:
     """Plan batches so that each image is in exactly one.
 
     shapes: (height, width) of each image in pixels, none beyond max_side;
-    windows_of: (height, width) of a canvas → its grid of windows (`ModelContract.window_grid`);
-    canvas_step: 1 for canvases of exactly the images' shape, else sides are rounded up to its multiples, at most to
-    max_side, the largest canvas that the model takes;
-    max_windows, max_pixels: of a whole batch, counted on the canvas; an image that alone exceeds them gets a batch of
-    its own.
-    Batches of the same canvas follow each other, canvases come in the order of their first image, images in theirs.
+    windows_of: (height, width) of a canvas → its grid of windows, each side by itself (`ModelContract.window_grid`);
+    max_side: the largest canvas side that the model takes; no side is rounded up beyond it.
+    An image that alone exceeds the rules' limits gets batches of its own shape, one image each. The first batch holds
+    the first image, batches of one canvas follow each other, and images are in their order within a canvas; which
+    images share a canvas does not depend on their order.
     """
-    groups: dict[tuple[int, int], list[int]] = {}
-    for index, (height, width) in enumerate(shapes):
-        canvas = (_round_up(height, canvas_step, max_side), _round_up(width, canvas_step, max_side))
-        groups.setdefault(canvas, []).append(index)
-    batches = []
-    for (height, width), members in groups.items():
-        rows, columns = windows_of(height, width)
-        count = max(1, min(max_windows // max(1, rows * columns), max_pixels // (height * width)))
-        for start in range(0, len(members), count):
-            batches.append(Batch(tuple(members[start : start + count]), height, width))
-    return batches
+    step = rules.canvas_step
+    canonical = [(_round_up(height, step, max_side), _round_up(width, step, max_side)) for height, width in shapes]
+    costs = _Costs(rules, windows_of, {side for shape in canonical for side in shape})
+    canvas_of = _shared_canvases(Counter(canonical), costs) if step > 1 and rules.switch_pixels else {}
+    members: dict[tuple[int, int], list[int]] = {}
+    for index, shape in enumerate(canonical):
+        members.setdefault(canvas_of.get(shape, shape), []).append(index)
+    batches = [
+        batch
+        for (height, width), indices in members.items()
+        for batch in _cut(indices, height, width, int(costs.most_rows(height, width)), rules.switch_pixels)
+    ]
+    return Plan(tuple(batches), sum(height * width for height, width in shapes))
 
 
 def _round_up(side: int, step: int, largest: int) -> int:
     return min(-(-side // step) * step, max(side, largest))
+
+
+def _cut(indices: list[int], height: int, width: int, most: int, switch_pixels: int) -> Iterator[Batch]:
+    """Yield the batches of one canvas, `most` rows at most: as few as possible.
+
+    They all get the same number of rows where the blank ones that this takes, fewer than there are batches, cost less
+    than a change of shape; else all but the last have `most`.
+    """
+    count = -(-len(indices) // most)
+    even = -(-len(indices) // count)
+    blank = count * even - len(indices)
+    same = blank * height * width < switch_pixels
+    rows = even if same else most
+    for start in range(0, len(indices), rows):
+        batch = tuple(indices[start : start + rows])
+        yield Batch(batch, height, width, rows if same else len(batch))
+
+
+class _Costs:
+    """What canvases cost, in pixels; for numbers and for arrays of them alike."""
+
+    def __init__(self, rules: BatchRules, windows_of: Callable[[int, int], tuple[int, int]], sides: set[int]) -> None:
+        self._rules = rules
+        self._windows = np.zeros(max(sides, default=0) + 1, np.int64)  # by the canvas's side
+        for side in sides:
+            self._windows[side] = max(0, windows_of(side, side)[0])
+
+    def most_rows(self, height: Any, width: Any) -> Any:
+        """Return how many canvases of a size the limits allow, at least 1."""
+        windows, area = np.maximum(1, self._windows[height] * self._windows[width]), np.maximum(1, height * width)
+        return np.maximum(1, np.minimum(self._rules.max_windows // windows, self._rules.max_pixels // area))
+
+    def of(self, images: Any, height: Any, width: Any, shapes: Any) -> Any:
+        """Return the cost of that many images on canvases of a size, cut as `_cut` does.
+
+        shapes: how many different ones they have. One canvas beyond the limits is for images of that very shape only.
+        """
+        area, switch = np.maximum(1, height * width), self._rules.switch_pixels
+        count = -(-images // self.most_rows(height, width))
+        blank = count * -(-images // np.maximum(count, 1)) - images
+        cost = images * area + np.minimum(blank * area, switch) + switch * (images > 0)
+        too_large = (area > self._rules.max_pixels) | (
+            self._windows[height] * self._windows[width] > self._rules.max_windows
+        )
+        return np.where(too_large & (shapes > 1), _NEVER, cost)
+
+    def of_all(self, groups: Iterable[Sequence["_Shape"]]) -> int:
+        """Return the cost of groups of shapes, each on a canvas of its own."""
+        return sum(int(self.of(*_size(group))) for group in groups)
+
+
+_Shape = tuple[int, int, int]  # height, width, how many images have it
+
+
+def _size(shapes: Sequence[_Shape]) -> tuple[int, int, int, int]:
+    """Return images, height, width and number of shapes of one canvas, as `_Costs.of` takes them; 0 for no shapes."""
+    heights, widths, images = zip(*shapes, strict=True) if shapes else ((0,), (0,), (0,))
+    return sum(images), max(heights), max(widths), len(shapes)
+
+
+def _shared_canvases(images: Mapping[tuple[int, int], int], costs: _Costs) -> dict[tuple[int, int], tuple[int, int]]:
+    """Return the canvas of each shape; images: how many have it."""
+    shapes = [(*shape, images[shape]) for shape in sorted(images)]
+    orders = (
+        shapes,
+        sorted(shapes, key=lambda shape: (shape[1], shape[0])),
+        sorted(shapes, key=lambda shape: (shape[0] < shape[1], min(shape[:2]), max(shape[:2]))),  # scale by scale
+    )
+    groups = _improved(min((_intervals(order, costs) for order in orders), key=costs.of_all), costs)
+    return {(height, width): _size(group)[1:3] for group in groups for height, width, _ in group}
+
+
+def _intervals(shapes: Sequence[_Shape], costs: _Costs) -> list[list[_Shape]]:
+    """Cut a row of shapes into groups, each an interval, at the least cost.
+
+    least[end] of the first `end` shapes is the least of least[begin] + cost of shapes begin to end − 1, over begin.
+    """
+    backwards = np.array(shapes[::-1], np.int64).reshape(-1, 3)
+    least, begins = np.zeros(len(shapes) + 1, np.int64), [0]
+    for end in range(1, len(shapes) + 1):
+        height, width, images = backwards[len(shapes) - end :].T
+        sizes = np.cumsum(images), np.maximum.accumulate(height), np.maximum.accumulate(width), np.arange(1, end + 1)
+        cost = least[end - 1 :: -1] + costs.of(*sizes)
+        begins.append(end - 1 - int(cost.argmin()))
+        least[end] = cost.min()
+    groups, end = [], len(shapes)
+    while end:
+        groups.append(list(shapes[begins[end] : end]))
+        end = begins[end]
+    return groups[::-1]
+
+
+def _improved(groups: list[list[_Shape]], costs: _Costs) -> list[list[_Shape]]:
+    """Move each shape to the canvas where it adds least, or to one of its own, and again until nothing is gained."""
+    groups = [*groups, *([] for _ in range(_NEW_CANVASES))]
+    sizes = np.array([_size(group) for group in groups])
+    cost = costs.of(*sizes.T)
+    for _ in range(_ROUNDS):
+        moved = False
+        for shape, source in [(shape, source) for source, group in enumerate(groups) for shape in group]:
+            without = _size([other for other in groups[source] if other != shape])
+            cost_without = costs.of(*without)
+            height, width, images = shape
+            joined = np.maximum(sizes, (0, height, width, 0)) + np.array((images, 0, 0, 1))
+            cost_joined = costs.of(*joined.T)
+            added = cost_joined - cost
+            added[source] = cost[source] - cost_without  # what staying costs
+            target = int(added.argmin())
+            if added[target] < added[source]:
+                groups[source].remove(shape)
+                groups[target].append(shape)
+                sizes[source], sizes[target] = without, joined[target]
+                cost[source], cost[target] = cost_without, cost_joined[target]
+                moved = True
+        if not moved:
+            break
+    return groups

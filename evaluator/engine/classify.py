@@ -2,26 +2,27 @@
 
     1  decode_rgb               bytes → uint8 (H, W, 3)                          any thread
     2, 3  make_views            resized to each scale, plain and mirrored        any thread
-    4  plan_batches, pack       views of all waiting images on few canvases      the one thread that owns the session
-    5  Session.run              (N, H, W, 3), sizes → scores, logits             the same
+    4  plan_views, pack_batch   views of all waiting images on few canvases      any thread
+    5  Session.run              (N, H, W, 3), sizes → scores, logits             the one thread that owns the session
     6  combine                  mirrored pair → scale → image                    any thread
     7  top_k                    ties to the lower index                          any thread
 
-`run_views` is steps 4 and 5; `classify_images` is steps 2 to 6, for callers without threads. docs/path-of-an-image.md
-tells the same with an example.
+`run_views` is steps 4 and 5; `classify_images` is steps 2 to 6, for callers without threads; `validation.pipeline`
+does all steps at once, for images without end. docs/path-of-an-image.md tells the same with an example.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+from typing import Any
 from typing import Protocol as Interface
 
 import numpy as np
 import numpy.typing as npt
 
 from evaluator.contract import ModelContract
-from evaluator.engine.batching import plan_batches
+from evaluator.engine.batching import Batch, BatchRules, Plan, plan_batches
 from evaluator.engine.scores import (
     average_views,
     check_finite,
@@ -40,8 +41,6 @@ from evaluator.protocols import Averaging, Protocol, View
 FloatArray = npt.NDArray[np.float32]
 Pixels = npt.NDArray[np.uint8]
 
-GPU_CANVAS_STEP = 2  # cells of the feature map: 32 px for A, B, C, so that 256, 384 and 480 need no rounding
-
 
 class Model(Interface):
     """What is needed of a `Session`."""
@@ -49,9 +48,18 @@ class Model(Interface):
     contract: ModelContract
     model_sha256: str
     circumstances: Circumstances
+    rules: BatchRules
 
     def run(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> Outputs:
         """Run N canvases; see `Session.run`."""
+        ...
+
+    def stage(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> Any:
+        """Bring N canvases to the device; see `Session.stage`."""
+        ...
+
+    def compute(self, staged: Any) -> Outputs:
+        """Run canvases that were staged; see `Session.compute`."""
         ...
 
 
@@ -129,25 +137,56 @@ def run_views(session: Model, views: Sequence[ViewImage], *, keep_windows: bool 
     and the others of its batch have their answer.
     """
     results: dict[int, ViewResult] = {}
-    for batch in plan_batches(
-        [view.image.shape[:2] for view in views],
-        session.contract.window_grid,
-        canvas_step=canvas_step(session),
-        max_side=session.contract.max_side,
-    ):
-        members = [views[index] for index in batch.indices]
-        images, sizes = pack([view.image for view in members], batch.height, batch.width)
-        outputs = session.run(images, sizes)
-        for row, (index, view) in enumerate(zip(batch.indices, members, strict=True)):
-            results[index] = _view_result(view, outputs, row, keep_windows=keep_windows)
+    for batch in plan_views(session, views).batches:
+        packed = pack_batch(batch, views)
+        outputs = session.run(packed.images, packed.sizes)
+        results.update(results_of(packed.members, outputs, keep_windows=keep_windows))
     return [results[index] for index in range(len(views))]
 
 
-def canvas_step(session: Model) -> int:
-    """Return to which multiple of pixels canvases are rounded up: 1, exact shapes, on a CPU and in exact files."""
-    if session.contract.canvas == "exact" or session.circumstances.provider == "CPUExecutionProvider":
-        return 1
-    return GPU_CANVAS_STEP * session.contract.trunk_stride
+def plan_views(session: Model, views: Sequence[ViewImage]) -> Plan:
+    """Plan the batches of views by the session's rules."""
+    shapes = [(view.image.shape[0], view.image.shape[1]) for view in views]
+    return plan_batches(shapes, session.contract.window_grid, session.rules, max_side=session.contract.max_side)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A view in a batch, without its pixels. index: its place among the views that were planned."""
+
+    index: int
+    view: View
+    height: int
+    width: int
+    capped: bool
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """A batch as `Session.stage` takes it. members: the view of each row; blank rows behind them have none."""
+
+    images: Pixels
+    sizes: npt.NDArray[np.int64]
+    members: tuple[Member, ...]
+
+
+def pack_batch(batch: Batch, views: Sequence[ViewImage]) -> PackedBatch:
+    """Lay a batch of the planned views on its canvases."""
+    chosen = [views[index] for index in batch.indices]
+    images, sizes = pack([view.image for view in chosen], batch.height, batch.width, rows=batch.rows)
+    members = (
+        Member(index, view.view, view.image.shape[0], view.image.shape[1], view.capped)
+        for index, view in zip(batch.indices, chosen, strict=True)
+    )
+    return PackedBatch(images, sizes, tuple(members))
+
+
+def results_of(members: Sequence[Member], outputs: Outputs, *, keep_windows: bool = False) -> dict[int, ViewResult]:
+    """Return the result of each view of a batch under its index."""
+    return {
+        member.index: _view_result(member, outputs, row, keep_windows=keep_windows)
+        for row, member in enumerate(members)
+    }
 
 
 def combine(protocol: Protocol, views: Sequence[ViewResult]) -> Classified:
@@ -161,13 +200,14 @@ def combine(protocol: Protocol, views: Sequence[ViewResult]) -> Classified:
     return Classified(scores, tuple(views), protocol.averaging)
 
 
-def _view_result(view: ViewImage, outputs: Outputs, row: int, *, keep_windows: bool) -> ViewResult:
+def _view_result(member: Member, outputs: Outputs, row: int, *, keep_windows: bool) -> ViewResult:
     """Take one view's part out of a batch; copies, so that the batch's memory is given back."""
-    height, width = view.image.shape[:2]
     scores, logits = outputs.scores[row].copy(), outputs.logits[row].copy()
-    rows, columns = (int(side) for side in outputs.windows[row])
-    window_scores = outputs.window_scores[row, :rows, :columns]
-    if view.view.part == "nine":
-        (rows, columns), scores, logits = nine_windows(window_scores)
-    kept = window_scores.copy() if keep_windows else None
-    return ViewResult(view.view, height, width, view.capped, (rows, columns), scores, logits, kept)
+    windows = rows, columns = int(outputs.windows[row, 0]), int(outputs.windows[row, 1])
+    kept = None
+    if keep_windows or member.view.part == "nine":  # else they are left where they are, perhaps on a GPU
+        window_scores = outputs.window_scores[row, :rows, :columns]
+        if member.view.part == "nine":
+            windows, scores, logits = nine_windows(window_scores)
+        kept = window_scores.copy() if keep_windows else None
+    return ViewResult(member.view, member.height, member.width, member.capped, windows, scores, logits, kept)

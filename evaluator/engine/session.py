@@ -1,51 +1,44 @@
-"""The model in a runtime. Only this module imports onnxruntime.
+"""A model that can be run, on whichever device: the only way in which the rest of the program meets a runtime.
 
-A session says what really runs it: asking for CUDA where CUDA does not come up is an error, never a CPU run.
+A session says what really runs it: asking for a device or a precision that does not come up is an error, never a
+quiet run of something else.
 """
 
 import importlib.metadata
 import logging
-import os
-import re
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from evaluator.contract import INPUTS, OUTPUTS, ModelContract, contract_from_metadata, how_to_write
-from evaluator.errors import ContractError, EnvironmentFault, UsageError, how_to_install
+from evaluator.engine import onnx_runtime, openvino_runtime
+from evaluator.engine.batching import BatchRules
+from evaluator.engine.memory import cpu_rules, gpu_rules
+from evaluator.engine.runtime import LoadedModel
+from evaluator.errors import ContractError, EnvironmentFault, UsageError
 from evaluator.files import sha256_of
 
-Device = Literal["auto", "cpu", "cuda"]
+Device = Literal["auto", "cpu", "openvino", "cuda"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 FloatArray = npt.NDArray[np.float32]
 
 log = logging.getLogger(__name__)
 
-_RUNTIMES = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino")  # three distributions, one import package
-
-# HEURISTIC: the other searches rebuild every convolution's plan for 100-300 ms at each change of shape. NHWC is the
-# layout of the tensor cores, and bias fusion works in it only. TF32 off: fp32 is the reference precision.
-_CUDA_OPTIONS = {
-    "cudnn_conv_algo_search": "HEURISTIC",
-    "prefer_nhwc": "1",
-    "fuse_conv_bias": "1",
-    "use_tf32": "0",
-    "arena_extend_strategy": "kNextPowerOfTwo",
+# What a file of a precision can be computed in on a device; the first is the default.
+_PRECISIONS: Mapping[tuple[str, str], tuple[Precision, ...]] = {
+    ("cpu", "fp32"): ("fp32",),
+    ("cpu", "fp16"): ("fp16",),  # rounded after every layer, as on a GPU, but slow
+    ("openvino", "fp32"): ("fp32", "bf16"),
+    ("openvino", "fp16"): ("fp32", "bf16"),
+    ("cuda", "fp32"): ("fp32", "tf32"),
+    ("cuda", "fp16"): ("fp16",),
 }
-
-
-_LONGEST_REASON, _REASON_HEAD = 400, 120  # characters of what the runtime says; the cause stands at its end
-# `/path/file.cc:91 type name(arguments) const`, where parentheses may stand inside of parentheses.
-_SOURCE_PLACE = re.compile(
-    r"[\w./+-]*\.(?:cc|h|cpp|hpp|cu|cuh):\d+ "
-    r"(?:[\w:<>,&*~ ]*::[\w<>~]+(?:\(\))?\((?:[^()]|\([^()]*\))*\)(?: const)?(?: \[with [^\]]*\])?|\w+)"
-)
 
 
 @dataclass(frozen=True)
@@ -53,13 +46,18 @@ class Outputs:
     """What the graph gives for N canvases (docs/contract.md).
 
     scores, logits: float32 (N, K); windows: int64 (N, 2), the valid grid of each image;
-    window_scores: float32 (N, rows, columns, K), 0 outside the valid grid.
+    take_window_scores: brings the window scores from the device.
     """
 
     scores: FloatArray
     logits: FloatArray
     windows: npt.NDArray[np.int64]
-    window_scores: FloatArray
+    take_window_scores: Callable[[], FloatArray]
+
+    @cached_property
+    def window_scores(self) -> FloatArray:
+        """Return each window's scores, float32 (N, rows, columns, K), 0 outside the valid grid."""
+        return self.take_window_scores()
 
 
 @dataclass(frozen=True)
@@ -79,24 +77,62 @@ class Circumstances:
         return f"{self.provider}, {self.precision} ({versions})"
 
 
-class Session:
-    """An exported model, loaded. One thread runs it at a time."""
+@dataclass(frozen=True)
+class Placement:
+    """Where a model runs, and how.
 
-    def __init__(self, runtime_session: Any, contract: ModelContract, sha256: str, circumstances: Circumstances):
-        self._session = runtime_session
+    device: `cpu` (onnxruntime), `openvino` (the CPU too), `cuda`, or `auto` (CUDA where it comes up, else `cpu`).
+    precision: what it computes in; None is the file's own. threads: on a CPU; 0 is one per core. gpu: which, from 0.
+    memory: most bytes, see `evaluator.engine.memory`; None is what is fastest.
+    """
+
+    device: Device = "auto"
+    precision: Precision | None = None
+    threads: int = 0
+    gpu: int = 0
+    memory: int | None = None
+
+
+class Session:
+    """An exported model, loaded. One thread computes on it at a time.
+
+    placement: what was asked for, with the device that came up; rules: how batches are planned for it.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        contract: ModelContract,
+        sha256: str,
+        circumstances: Circumstances,
+        placement: Placement,
+        rules: BatchRules,
+    ):
+        self._loaded = loaded
+        self.placement = placement
         self.contract = contract
         self.model_sha256 = sha256
         self.circumstances = circumstances
+        self.rules = rules
 
     def run(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> Outputs:
-        """Run N canvases, uint8 (N, H, W, 3) RGB, of which image i fills the first sizes[i] = (height, width) pixels.
+        """Stage and compute N canvases at once; for callers that have nothing else to do meanwhile."""
+        return self.compute(self.stage(images, sizes))
 
-        What lies outside `sizes` is ignored. Raises UsageError for shapes that the graph would answer with nonsense:
-        an image below `min_side`, a canvas beyond `max_side`, sizes that leave the canvas, or (in a file exported
-        with --canvas exact) sizes that do not fill it.
+    def stage(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> Any:
+        """Bring N canvases, uint8 (N, H, W, 3) RGB, to the device, for `compute`; any thread may.
+
+        Image i fills the first sizes[i] = (height, width) pixels of its canvas. What lies outside is ignored.
+        Raises UsageError for shapes that the graph would answer with nonsense: an image below `min_side`, a canvas
+        beyond `max_side`, sizes that leave the canvas, or (in a file exported with --canvas exact) sizes that do not
+        fill it.
         """
         check_canvas(self.contract, images, sizes)
-        return Outputs(*self._session.run(OUTPUTS, {"images": images, "sizes": sizes}))
+        return self._loaded.stage(images, sizes)
+
+    def compute(self, staged: Any) -> Outputs:
+        """Run canvases that `stage` has brought; only the thread that owns the session may."""
+        return Outputs(*self._loaded.compute(staged))
 
 
 def check_canvas(contract: ModelContract, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> None:
@@ -119,187 +155,92 @@ def check_canvas(contract: ModelContract, images: npt.NDArray[np.uint8], sizes: 
         )
 
 
-def open_session(path: Path, device: Device = "auto", *, threads: int = 0) -> Session:
-    """Load a model file on a device.
+def open_session(
+    path: Path, device: Device = "auto", *, precision: Precision | None = None, threads: int = 0
+) -> Session:
+    """Load a model file on a device; see `open_placed`."""
+    return open_placed(path, Placement(device, precision, threads))
 
-    device: `cpu`, `cuda`, or `auto` (CUDA where it comes up, else the CPU; `circumstances` says which).
-    threads: of the CPU provider; 0 is one per core.
-    Raises ContractError when the file is not ours or too new, EnvironmentFault when the device does not come up,
-    UsageError when the file cannot be read.
+
+def open_placed(path: Path, placement: Placement) -> Session:
+    """Load a model file where it is asked for; its `circumstances` say what came up.
+
+    Raises ContractError when the file is not ours or too new, EnvironmentFault when the device does not come up or
+    cannot compute in that precision, UsageError when the file cannot be read or no such device or precision exists.
     """
-    if device not in get_args(Device):
-        raise UsageError(f"no device '{device}'. There are: {', '.join(get_args(Device))}")
-    runtime = _import_runtime()
+    asked = placement.precision
+    for what, value, known in (("device", placement.device, Device), ("precision", asked or "fp32", Precision)):
+        if value not in get_args(known):
+            raise UsageError(f"no {what} '{value}'. There are: {', '.join(get_args(known))}")
     digest = sha256_of(path)
-    if device != "cpu" and "CUDAExecutionProvider" in runtime.get_available_providers():
+    loaded, device = _load(path, placement)
+    contract = contract_from_metadata(loaded.metadata, str(path))
+    _check_interface(loaded, contract, path)
+    running = _running(device, contract, asked, path)
+    circumstances = Circumstances(loaded.provider, running, _versions(loaded.packages))
+    rules = gpu_rules(contract, placement.memory) if device == "cuda" else cpu_rules(contract, placement.memory)
+    return Session(loaded, contract, digest, circumstances, replace(placement, device=device), rules)
+
+
+def _load(path: Path, placement: Placement) -> tuple[LoadedModel, Device]:
+    """Load the file where it is asked for; returns where it is."""
+    device, precision, threads = placement.device, placement.precision, placement.threads
+    if device == "openvino":
+        return openvino_runtime.load(path, "bf16" if precision == "bf16" else "fp32", threads=threads), device
+    if device == "cuda" or (device == "auto" and onnx_runtime.knows_cuda()):
         try:
-            return _open(runtime, path, digest, "CUDAExecutionProvider", threads)
+            tf32 = precision == "tf32"
+            return onnx_runtime.load_on_cuda(path, gpu=placement.gpu, tf32=tf32, memory=placement.memory), "cuda"
         except EnvironmentFault as error:
             if device == "cuda":
                 raise
             log.warning("device auto: running on the CPU, because CUDA did not come up: %s", error)
-    elif device == "cuda":
-        raise EnvironmentFault(
-            f"--device cuda: this environment has an onnxruntime that knows no CUDA. "
-            f"In a fresh environment: {how_to_install('gpu')}"
+    return onnx_runtime.load_on_cpu(path, threads=threads), "cpu"
+
+
+def _running(device: Device, contract: ModelContract, asked: Precision | None, path: Path) -> Precision:
+    """Return what the model computes in; UsageError when that is not what was asked for."""
+    possible = _PRECISIONS[device, contract.precision]
+    if asked is not None and asked not in possible:
+        others = [f"--device {other}" for (other, file), known in _PRECISIONS.items()
+                  if file == contract.precision and asked in known]  # fmt: skip
+        mend = f"{asked} needs {' or '.join(others)}" if others else f"export the file anew with --precision {asked}"
+        raise UsageError(
+            f"--precision {asked}: {path} holds {contract.precision}, which --device {device} computes in "
+            f"{' or '.join(possible)}. {mend}"
         )
-    return _open(runtime, path, digest, "CPUExecutionProvider", threads)
+    return asked or possible[0]
 
 
-def _open(runtime: ModuleType, path: Path, digest: str, provider: str, threads: int) -> Session:
-    """Create the runtime's session on exactly this provider and read the contract."""
-    options = runtime.SessionOptions()
-    options.log_severity_level = 4  # the runtime's own lines would only repeat what our error says
-    cuda = provider == "CUDAExecutionProvider"
-    if cuda:
-        options.intra_op_num_threads = 1
-        options.enable_mem_pattern = False  # one plan per shape would be kept for ever
-        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-        if hasattr(runtime, "preload_dlls"):
-            runtime.preload_dlls()
-    else:
-        options.intra_op_num_threads = threads
-    try:
-        session = runtime.InferenceSession(
-            os.fspath(path), options, providers=[(provider, _CUDA_OPTIONS)] if cuda else [provider]
-        )
-        session.disable_fallback()
-    except Exception as error:
-        raise _load_error(error, path, cuda=cuda) from error
-    if session.get_providers()[0] != provider:
-        raise EnvironmentFault(
-            f"--device {'cuda' if cuda else 'cpu'}: {provider} did not come up; the runtime offers "
-            f"{session.get_providers()[0]} instead. Check the driver and the CUDA libraries (prelunet needs CUDA 13)"
-        )
-    contract = contract_from_metadata(session.get_modelmeta().custom_metadata_map, str(path))
-    _check_interface(session, contract, path)
-    precision = contract.precision
-    return Session(session, contract, digest, Circumstances(provider, precision, _versions(runtime)))
-
-
-class PlainNet:
-    """Any ONNX file on the CPU just as it stands, without our contract: what an adopted net is compared with.
-
-    Raises ContractError with the runtime's words when it cannot be loaded or run, EnvironmentFault when memory lacks.
-    """
-
-    def __init__(self, path: Path) -> None:
-        runtime = _import_runtime()
-        self._path = path
-        options = runtime.SessionOptions()
-        options.log_severity_level = 4  # as in `_open`
-        with self._errors("load"):
-            self._session = runtime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
-
-    def run(self, feeds: Mapping[str, npt.NDArray[Any]], output: str) -> npt.NDArray[Any]:
-        """Return one output for these inputs, by name."""
-        with self._errors("run"):
-            (found,) = self._session.run([output], dict(feeds))
-        result: npt.NDArray[Any] = found
-        return result
-
-    @contextmanager
-    def _errors(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # the runtime's own classes have no common base
-            text = reason_of(error)
-            if _lacks_memory(error, text):
-                raise EnvironmentFault(f"{self._path}: too little memory left to {what} this net ({text})") from error
-            raise ContractError(f"{self._path}: onnxruntime cannot {what} this net ({text})") from error
-
-
-def reason_of(error: Exception) -> str:
-    """Return the runtime's words for a failure in one line, without the place in its own source; the end is kept."""
-    text = " ".join(_SOURCE_PLACE.sub(" ", " ".join(str(error).split())).split())
-    if len(text) > _LONGEST_REASON:
-        text = f"{text[:_REASON_HEAD]} … {text[_REASON_HEAD - _LONGEST_REASON :]}"
-    return text or type(error).__name__
-
-
-def _load_error(error: Exception, path: Path, *, cuda: bool) -> ContractError | EnvironmentFault:
-    """Say whose fault a failed load is. The runtime's exception classes are named after its status codes."""
-    kind, text = type(error).__name__, reason_of(error)
-    if kind in {"InvalidProtobuf", "InvalidGraph", "NoModel", "InvalidArgument", "NotImplemented"}:
-        return ContractError(
-            f"{path}: not an ONNX model that can be loaded ({text}). "
-            "Write one with: prelunet export CHECKPOINT -o FILE (from a classifier of another origin: prelunet adopt)"
-        )
-    if _lacks_memory(error, text):
-        return EnvironmentFault(f"{path}: this machine has too little memory left to load it ({text})")
-    if cuda:
-        return EnvironmentFault(f"--device cuda: {path} could not be loaded on the GPU ({text})")
-    return ContractError(f"{path}: could not be loaded ({kind}: {text}). {how_to_write(str(path))}")
-
-
-def _lacks_memory(error: Exception, text: str) -> bool:
-    return isinstance(error, MemoryError) or "bad_alloc" in text or "allocate memory" in text
-
-
-def _check_interface(session: Any, contract: ModelContract, path: Path) -> None:
+def _check_interface(loaded: LoadedModel, contract: ModelContract, path: Path) -> None:
     """Refuse a file whose inputs or outputs are not those of the contract, or whose classes are not the graph's."""
     mend = how_to_write(str(path))
-    inputs = tuple(value.name for value in session.get_inputs())
-    outputs = tuple(value.name for value in session.get_outputs())
+    inputs, outputs = loaded.inputs, loaded.outputs
     if inputs != INPUTS or outputs != OUTPUTS:
         raise ContractError(
             f"{path}: inputs {inputs} and outputs {outputs}, but the contract has {INPUTS} and {OUTPUTS}. {mend}"
         )
     # An adopted net states its crop in the graph too; one of ours leaves height and width open.
-    sides = [side for side in session.get_inputs()[0].shape[1:3] if isinstance(side, int)]
+    sides = [side for side in loaded.image_shape[1:3] if isinstance(side, int)]
     if sides and {*sides, contract.crop, contract.max_side} != {contract.crop}:
         raise ContractError(
             f"{path}: its graph takes images of {'x'.join(map(str, sides))} pixels and nothing else, but it states a "
             f"crop of {contract.crop} and sides up to {contract.max_side}. {mend}"
         )
-    classes = session.get_outputs()[0].shape[-1]
+    classes = loaded.scores_shape[-1]
     if classes != len(contract.classes):
         raise ContractError(f"{path}: {len(contract.classes)} classes are listed, but the graph has {classes}. {mend}")
 
 
-def _import_runtime() -> ModuleType:
-    """Import onnxruntime, with one clear message for each way in which it can be missing or broken."""
-    installed = _installed_runtimes()
-    if len(installed) > 1:
-        raise EnvironmentFault(
-            f"{' and '.join(installed)} are both installed and overwrite each other's files. "
-            f"Keep one: pip uninstall all of them, then {how_to_install('cpu')} (or gpu)"
-        )
-    # Since 1.31 it keeps a device id and events in the user's home and uploads them, unless this is set before the
-    # import. Who wants that sets the variable to 0.
-    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise EnvironmentFault(
-            f"onnxruntime cannot be imported ({error}). Bring it: {how_to_install('cpu')} (or gpu, or openvino)"
-        ) from error
-    if not hasattr(onnxruntime, "InferenceSession"):
-        raise EnvironmentFault(
-            "onnxruntime is damaged (two of its distributions overwrote each other). Uninstall all of "
-            f"{', '.join(_RUNTIMES)} and install one"
-        )
-    module: ModuleType = onnxruntime
-    return module
-
-
-def _installed_runtimes() -> list[str]:
-    """Return which of the onnxruntime distributions are installed."""
-    found = []
-    for name in _RUNTIMES:
-        try:
-            importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        found.append(name)
-    return found
-
-
-def _versions(runtime: ModuleType) -> dict[str, str]:
+def _versions(packages: Mapping[str, str]) -> dict[str, str]:
     """Return the versions that can change a score."""
+    try:
+        own = importlib.metadata.version("prelunet")
+    except importlib.metadata.PackageNotFoundError:  # the benchmarks run from a checkout on borrowed machines
+        own = "not installed"
     return {
-        "prelunet": importlib.metadata.version("prelunet"),
-        (_installed_runtimes() or ["onnxruntime"])[0]: runtime.__version__,
+        "prelunet": own,
+        **packages,
         "numpy": np.__version__,
         "pillow": importlib.metadata.version("pillow"),
         "python": ".".join(map(str, sys.version_info[:3])),

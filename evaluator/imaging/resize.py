@@ -4,6 +4,8 @@ Pillow's bilinear filter, which widens when it shrinks (antialiasing): the same 
 bicubic one is for adopted classifiers that were trained with it.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
@@ -12,6 +14,7 @@ from evaluator.contract import Interpolation
 from evaluator.protocols import LONG_SIDE_CAP
 
 UInt8Array = npt.NDArray[np.uint8]
+Picture = UInt8Array | Image.Image  # (H, W, 3), or what `decode_image` gives
 
 # Pillow's filter, and how far it reaches: pixels of the coarser grid on either side.
 _FILTERS = {"bilinear": (Image.Resampling.BILINEAR, 1), "bicubic": (Image.Resampling.BICUBIC, 2)}
@@ -41,15 +44,30 @@ def resize_shorter_side(
     beyond cap·scale only the centre of cap·scale pixels is kept, from floor((long − cap·scale)/2) on, and only that
     part is ever computed (a 1x20000 image at scale 256 would otherwise become 256x5120000).
     """
-    height, width = image.shape[:2]
+    return resize_to_scales(image, (scale,), cap, interpolation)[scale]
+
+
+def resize_to_scales(
+    image: Picture, scales: Iterable[int], cap: int = LONG_SIDE_CAP, interpolation: Interpolation = "bilinear"
+) -> dict[int, tuple[UInt8Array, bool]]:
+    """Resize an image to each scale, always from all its pixels; for each what `resize_shorter_side` returns.
+
+    image: uint8 (H, W, 3), which Pillow copies once, or an RGB image of Pillow.
+    """
+    picture = image if isinstance(image, Image.Image) else Image.fromarray(image)
+    return {scale: _resize(picture, scale, cap, interpolation) for scale in scales}
+
+
+def _resize(picture: Image.Image, scale: int, cap: int, interpolation: Interpolation) -> tuple[UInt8Array, bool]:
+    width, height = picture.size
     full = _uncapped_size(height, width, scale)
     kept = resized_size(height, width, scale, cap)
     resampling, support = _FILTERS[interpolation]
     top, bottom, box_top, box_bottom = _source_span(height, full[0], kept[0], support)
     left, right, box_left, box_right = _source_span(width, full[1], kept[1], support)
-    resized = Image.fromarray(image[top:bottom, left:right]).resize(
-        (kept[1], kept[0]), resampling, box=(box_left, box_top, box_right, box_bottom)
-    )
+    if kept != full:
+        picture = picture.crop((left, top, right, bottom))
+    resized = picture.resize((kept[1], kept[0]), resampling, box=(box_left, box_top, box_right, box_bottom))
     return np.array(resized), kept != full
 
 

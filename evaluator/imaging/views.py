@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evaluator.errors import UsageError
-from evaluator.imaging.resize import resize_shorter_side
+from evaluator.imaging.resize import Picture, resize_to_scales
 from evaluator.protocols import Part, Protocol, View
 
 UInt8Array = npt.NDArray[np.uint8]
@@ -24,16 +24,13 @@ class ViewImage:
     capped: bool
 
 
-def make_views(image: UInt8Array, protocol: Protocol) -> list[ViewImage]:
-    """Make the views of an image, uint8 (H, W, 3), in the order of `protocol.views`.
+def make_views(image: Picture, protocol: Protocol) -> list[ViewImage]:
+    """Make the views of an image, uint8 (H, W, 3) or Pillow's own in RGB, in the order of `protocol.views`.
 
     Each scale is resized once; a mirrored view is the plain one, or its crop, with the columns reversed.
     Raises UsageError when a crop does not fit into its scale.
     """
-    resized = {
-        scale: resize_shorter_side(image, scale, protocol.long_side_cap, protocol.interpolation)
-        for scale in protocol.scales
-    }
+    resized = resize_to_scales(image, protocol.scales, protocol.long_side_cap, protocol.interpolation)
     views = []
     for view in protocol.views:
         pixels, capped = resized[view.scale]

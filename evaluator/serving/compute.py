@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from evaluator.engine.batching import plan_batches
-from evaluator.engine.classify import Model, ViewResult, canvas_step, run_views
+from evaluator.engine.classify import Model, ViewResult, plan_views, run_views
 from evaluator.imaging.views import ViewImage
 
 
@@ -112,7 +111,4 @@ class ComputeThread:
 
     def _first_batch(self, waiting: list[_Waiting]) -> tuple[int, ...]:
         """Plan all that waits and return the places of the first batch's views."""
-        contract = self._session.contract
-        shapes = [(waiter.view.image.shape[0], waiter.view.image.shape[1]) for waiter in waiting]
-        step = canvas_step(self._session)
-        return plan_batches(shapes, contract.window_grid, canvas_step=step, max_side=contract.max_side)[0].indices
+        return plan_views(self._session, [waiter.view for waiter in waiting]).batches[0].indices

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from evaluator.engine.session import Device, Session, open_session
+from evaluator.engine.session import Placement, Session, open_placed
 from evaluator.errors import EnvironmentFault, ModelNotFound, PreluNetError, UsageError
 from evaluator.imaging.decode import DecodeLimits
 from evaluator.serving.classifier import MAX_WAITING, Classifier
@@ -44,14 +44,14 @@ def parse_models(options: Sequence[str]) -> tuple[ModelFile, ...]:
     return tuple(files)
 
 
-def load_models(files: Iterable[ModelFile], device: Device, *, threads: int = 0) -> list[tuple[ModelFile, Session]]:
+def load_models(files: Iterable[ModelFile], placement: Placement) -> list[tuple[ModelFile, Session]]:
     """Load each model and run it once; all or none.
 
-    device, threads: as for `open_session`. Raises its errors, and EnvironmentFault for a model that does not run here.
+    Raises what `open_placed` raises, and EnvironmentFault for a model that does not run here.
     """
     loaded = []
     for file in files:
-        session = open_session(file.path, device, threads=threads)
+        session = open_placed(file.path, placement)
         warm(session, file.name)
         loaded.append((file, session))
     return loaded

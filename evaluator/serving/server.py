@@ -15,7 +15,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from evaluator.engine.session import Device
+from evaluator.engine.session import Placement
 from evaluator.errors import EnvironmentFault
 from evaluator.imaging.decode import DecodeLimits
 from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
@@ -34,13 +34,12 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """How to serve. port: 0 takes a free one; threads: of the CPU provider, 0 is one per core; grace: seconds."""
+    """How to serve. port: 0 takes a free one; grace: seconds."""
 
     models: tuple[ModelFile, ...]
     host: str = "127.0.0.1"
     port: int = 50051
-    device: Device = "auto"
-    threads: int = 0
+    placement: Placement = field(default_factory=Placement)
     grace: float = 30.0  # what calls in flight have after a signal
     limits: DecodeLimits = field(default_factory=DecodeLimits)
     max_waiting: int = MAX_WAITING  # images of one model
@@ -168,7 +167,7 @@ async def serve(options: ServeOptions, announce: Callable[[str], None]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
     server = Server(options.host, options.port, options.limits)
-    loading = asyncio.to_thread(load_models, options.models, options.device, threads=options.threads)
+    loading = asyncio.to_thread(load_models, options.models, options.placement)
     models = Models(await loading, options.limits, options.max_waiting)
     await server.start(models)
     announce(_start_line(server.address, models))

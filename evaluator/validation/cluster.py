@@ -24,11 +24,13 @@ import numpy.typing as npt
 from evaluator.datasets.sample import Dataset, Sample
 from evaluator.differences import differences, shown
 from evaluator.engine.classify import Model
-from evaluator.engine.session import Device, Outputs, open_session
+from evaluator.engine.session import Outputs, Placement, Session, open_placed
 from evaluator.errors import DatasetError, EnvironmentFault, PreluNetError
 from evaluator.protocols import Protocol
 from evaluator.validation.joining import connected, host_and_port, reason_of
-from evaluator.validation.validate import ChunkResult, Evaluation, WorkersLost, evaluate_chunks
+from evaluator.validation.pipeline import ChunkResult, evaluate_chunks
+from evaluator.validation.run import Batching, RunInfo
+from evaluator.validation.validate import Evaluation, WorkersLost
 
 IN_HAND = 2  # chunks that a worker has: while the session computes one, threads decode the other
 AHEAD = 4  # chunks per worker that may be begun before the first of them is finished and can be written
@@ -64,25 +66,26 @@ class Job:
 
     folder: Path  # where the driver runs, from which relative paths are meant
     model: Path
-    device: Device
-    threads: int
+    placement: Placement
     dataset: Dataset
     protocol: Protocol
+    batching: Batching
     facts: Mapping[str, Any]  # of the driver's session, which the worker's must share
     probes: Sequence[tuple[str, str]]  # names of images and the sha256 of their bytes
 
 
 def on_ray(
     cluster: Cluster,
-    session: Model,
+    session: Session,
     model: Path,
     dataset: Dataset,
-    protocol: Protocol,
+    info: RunInfo,
     announce: Callable[[str], None] = lambda _message: None,
 ) -> Evaluation:
     """Return what evaluates chunks on a Ray cluster, for `validate`; nothing is started before it is called.
 
-    session, model: the driver's own session and its file; announce: told who evaluates, and when a worker is lost.
+    session, model: the driver's own session and its file; info: of the run; announce: told who evaluates, and when a
+    worker is lost.
     Raises, when called, EnvironmentFault when Ray is missing, out of reach or without room for a worker, or when a
     worker is not like the driver (the difference is shown); WorkersLost when workers are lost again and again; and
     what a worker raises of our own errors, naming its machine.
@@ -96,16 +99,19 @@ def on_ray(
             announce(f"Ray: {count} workers of {cpus} CPUs{' and a GPU' * gpu}")
             shared = replace(dataset, samples=())
             probes = [(file, _digest(shared, file)) for file in _probes(chunks)]
-            device: Device = "cuda" if gpu else "cpu"
-            job = ray.put(Job(Path.cwd(), model, device, cpus, shared, protocol, _facts(session), probes))
+            assert info.batching is not None, "a run that computes says how"
+            placement = replace(session.placement, threads=cpus)
+            job = Job(Path.cwd(), model, placement, shared, info.protocol, info.batching, _facts(session), probes)
+            told = ray.put(job)
             actor = ray.remote(num_cpus=cpus, num_gpus=int(gpu), max_concurrency=IN_HAND)(Worker)
-            yield from Crew(ray, lambda: actor.remote(job), count, chunks, announce).results()
+            yield from Crew(ray, lambda: actor.remote(told), count, chunks, announce).results()
 
     return evaluate
 
 
 def _facts(session: Model) -> dict[str, Any]:
-    return {"model": {"sha256": session.model_sha256}, **session.circumstances.to_json()}
+    batching = {"batching": session.rules.to_json()}
+    return {"model": {"sha256": session.model_sha256}, **session.circumstances.to_json(), **batching}
 
 
 def _probes(chunks: Sequence[Sequence[Sample]]) -> list[str]:
@@ -150,7 +156,7 @@ class Worker:
         try:
             if job.folder.is_dir():
                 os.chdir(job.folder)
-            session = open_session(job.model, job.device, threads=job.threads)
+            session = open_placed(job.model, job.placement)
             found = differences(job.facts, _facts(session), places=("where the run was started", "here"))
             if found:
                 raise EnvironmentFault(f"not the same:\n{shown(found)}")
@@ -167,7 +173,8 @@ class Worker:
         assert self._session is not None, "a worker is given chunks when it has started"
         job = self._job
         try:
-            (result,) = evaluate_chunks(self._session, job.dataset, job.protocol, [chunk], job.threads)
+            part, threads = job.batching.part, job.placement.threads
+            (result,) = evaluate_chunks([self._session], job.dataset, job.protocol, [chunk], part, threads)
         except PreluNetError as error:
             return type(error)(f"worker on {socket.gethostname()}: {error}")
         return result
@@ -180,13 +187,19 @@ class _OneAtATime:
         self.contract = session.contract
         self.model_sha256 = session.model_sha256
         self.circumstances = session.circumstances
-        self._run = session.run
+        self.rules = session.rules
+        self.stage = session.stage
+        self._compute = session.compute
         self._turn = threading.Lock()
 
     def run(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> Outputs:
         """Run N canvases; see `Session.run`."""
+        return self.compute(self.stage(images, sizes))
+
+    def compute(self, staged: Any) -> Outputs:
+        """Run canvases that were staged; see `Session.compute`."""
         with self._turn:
-            return self._run(images, sizes)
+            return self._compute(staged)
 
 
 class Crew:

@@ -8,7 +8,9 @@ from typing import Any
 
 from evaluator.contract import ClassEntry, ModelContract
 from evaluator.datasets.sample import UNLABELLED, Dataset
+from evaluator.engine.batching import BatchRules
 from evaluator.engine.classify import Model
+from evaluator.engine.memory import part_within
 from evaluator.errors import RunFolderError, UsageError
 from evaluator.protocols import Protocol, View, protocol_from_json
 from evaluator.strict import a_list, an_object, parse_json, record, whole
@@ -27,7 +29,31 @@ from evaluator.validation.predictions import Prediction, read_predictions
 
 RUN_VERSION = 2
 CHUNK = 64  # images: the unit of writing, resuming and sharding
+GPU_CHUNK = 1024  # enough of each canvas to make up for the changes between them
 RUN_FILE, PREDICTIONS_FILE, SCORES_FILE = "run.json", "predictions.jsonl", "scores.f32.npy"
+
+
+@dataclass(frozen=True)
+class Batching:
+    """Which images were computed together: in other company the last bits of a score may differ.
+
+    part: images of a chunk that are prepared and computed at a time; rules: by which their batches were planned.
+    """
+
+    part: int
+    rules: BatchRules
+
+    def to_json(self) -> dict[str, int]:
+        """Return it as plain data."""
+        return {"part": self.part, **self.rules.to_json()}
+
+
+def batching_from_json(data: Any) -> Batching | None:
+    """Read what `Batching.to_json` wrote, or null of a run that computed nothing; raises ValueError."""
+    if data is None:
+        return None
+    rules = dict(an_object(data, "batching"))
+    return Batching(whole(rules.pop("part", None), "part", 1), BatchRules.from_json(rules))
 
 
 @dataclass(frozen=True)
@@ -39,6 +65,7 @@ class RunInfo:
     protocol: Protocol
     dataset: Mapping[str, Any]  # name, fingerprint, images, layout, selection
     circumstances: Mapping[str, Any]  # provider, precision, versions
+    batching: Batching | None = None  # None where stored scores of several runs were averaged
     chunk: int = CHUNK
     shard: tuple[int, int] | None = None  # which (from 1) of how many; None for the whole dataset
     members: tuple[Mapping[str, Any], ...] = ()  # model and weight of each, where scores of several runs were averaged
@@ -73,6 +100,7 @@ class RunInfo:
             "protocol": self.protocol.to_json(),
             "dataset": dict(self.dataset),
             "circumstances": dict(self.circumstances),
+            "batching": self.batching and self.batching.to_json(),
             "chunk": self.chunk,
             "shard": self.shard and {"number": self.shard[0], "of": self.shard[1]},
             "views": [view.to_json() for view in self.views],
@@ -86,8 +114,14 @@ def run_info(
     dataset: Mapping[str, Any],
     protocol: Protocol,
     shard: tuple[int, int] | None = None,
+    *,
+    memory: int | None = None,
 ) -> RunInfo:
-    """Describe a run of this session. model_file: last path component; dataset: as `describe_dataset` tells it."""
+    """Describe a run of this session.
+
+    model_file: last path component; dataset: as `describe_dataset` tells it; memory: most bytes of decoded images,
+    None for what is usual.
+    """
     contract: ModelContract = session.contract
     model = {
         "file": fitting(model_file),
@@ -95,7 +129,11 @@ def run_info(
         "architecture": contract.name,
         "activation": fitting(contract.architecture["activation"]),
     }
-    return RunInfo(model, contract.classes, protocol, dataset, session.circumstances.to_json(), shard=shard)
+    rules = session.rules
+    chunk = CHUNK if rules.canvas_step == 1 else GPU_CHUNK
+    batching = Batching(part_within(protocol, chunk, memory), rules)
+    circumstances = session.circumstances.to_json()
+    return RunInfo(model, contract.classes, protocol, dataset, circumstances, batching, chunk, shard)
 
 
 def describe_dataset(dataset: Dataset) -> dict[str, Any]:
@@ -163,7 +201,8 @@ def require_same_images(one: Run, other: Run) -> None:
 
 
 _RUN_KEYS = {
-    "version", "model", "classes", "protocol", "dataset", "circumstances", "chunk", "shard", "views", "members",
+    "version", "model", "classes", "protocol", "dataset", "circumstances", "batching", "chunk", "shard",
+    "views", "members",
 }  # fmt: skip
 
 
@@ -176,6 +215,7 @@ def run_info_from_json(data: Any) -> RunInfo:
         protocol=protocol_from_json(run["protocol"]),
         dataset=dataset_part(run["dataset"]),
         circumstances=circumstances_part(run["circumstances"]),
+        batching=batching_from_json(run["batching"]),
         chunk=whole(run["chunk"], "chunk", 1),
         shard=shard_part(run["shard"]),
         members=tuple(member_part(member) for member in a_list(run["members"], "members")),

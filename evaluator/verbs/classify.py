@@ -19,7 +19,7 @@ from evaluator.files import write_atomically
 from evaluator.imaging.decode import DecodeLimits, decode_rgb
 from evaluator.protocols import Protocol
 from evaluator.terminal import say
-from evaluator.verbs.options import ProtocolOption, protocol_asked
+from evaluator.verbs.options import PrecisionOption, ProtocolOption, protocol_asked
 
 DEFAULT_TIMEOUT = 60.0  # seconds
 
@@ -38,8 +38,11 @@ def classify(
     ] = None,
     device: Annotated[
         Device | None,
-        typer.Option(help="Where the model file runs (default: auto: CUDA where it comes up, else the CPU)."),
+        typer.Option(
+            help="Where the model file runs: cpu, openvino, cuda, or auto (default): CUDA where it comes up, else cpu."
+        ),
     ] = None,
+    precision: PrecisionOption = None,
     heatmap: Annotated[
         Path | None, typer.Option(help="PNG file to draw: where each of the 5 best classes is seen.")
     ] = None,
@@ -56,14 +59,14 @@ def classify(
         if model is not None and server is None:
             if name is not None or timeout is not None:
                 raise UsageError("--name and --timeout belong to --server; leave them out with --model")
-            session = open_session(model, device or "auto")
+            session = open_session(model, device or "auto", precision=precision)
             say(f"{model.name}: {session.contract.name} on {session.circumstances}", err=True)
             looks = protocol_asked(protocol, session.contract, exif=exif)
             number = top_asked(top, len(session.contract.classes))
             ask = _ask_model(session, model.stem, looks, number, heatmap=heatmap is not None)
         elif server is not None and model is None:
-            if device is not None:
-                raise UsageError("--device belongs to --model: a server's device is chosen when it starts")
+            if device is not None or precision is not None:
+                raise UsageError("--device and --precision belong to --model: a server has chosen them at its start")
             from evaluator.client import Client  # here, so that a model file is classified without loading gRPC
 
             client = stack.enter_context(Client(server, timeout=timeout or DEFAULT_TIMEOUT))

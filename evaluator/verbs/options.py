@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from evaluator.contract import ModelContract
+from evaluator.engine.session import Device, Precision
 from evaluator.errors import UsageError
 from evaluator.protocols import Averaging, Changes, Protocol, Weights, default_protocol, make_protocol
 
@@ -29,6 +30,33 @@ AveragingOption = Annotated[
 WeightsOption = Annotated[
     Weights | None,
     typer.Option(help="What weighs the same: each scale (default), or each window of every view (default of spp-18)."),
+]
+
+DeviceOption = Annotated[
+    Device,
+    typer.Option(
+        help="Where the model runs: cpu (onnxruntime), openvino (the CPU too, faster), cuda, or auto: CUDA where it "
+        "comes up, else cpu."
+    ),
+]
+PrecisionOption = Annotated[
+    Precision | None,
+    typer.Option(
+        help="What is computed in: bf16 (openvino), tf32 (cuda) or fp32, or fp16 for a file exported in it. Default: "
+        "the file's own."
+    ),
+]
+GpusOption = Annotated[
+    int, typer.Option(min=0, max=64, help="With cuda: on how many GPUs, a session on each; 0 is all that are visible.")
+]
+ThreadsOption = Annotated[int, typer.Option(min=0, max=1024, help="Threads of the model on a CPU; 0 is one per core.")]
+MemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--memory-limit",
+        help="Most memory, as 4G or 900M: of this process, or with cuda of the GPU. Default: what is fastest.",
+        metavar="SIZE",
+    ),
 ]
 
 

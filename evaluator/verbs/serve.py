@@ -6,13 +6,15 @@ from typing import Annotated
 
 import typer
 
-from evaluator.engine.session import Device
+from evaluator.engine.memory import parse_memory
+from evaluator.engine.session import Placement
 from evaluator.imaging.decode import DecodeLimits
 from evaluator.serving.classifier import MAX_WAITING
 from evaluator.serving.models import parse_models
 from evaluator.serving.server import ServeOptions
 from evaluator.serving.server import serve as serve_until_stopped
 from evaluator.terminal import say
+from evaluator.verbs.options import DeviceOption, MemoryOption, PrecisionOption, ThreadsOption
 
 
 def serve(
@@ -23,10 +25,10 @@ def serve(
         str, typer.Option(help="Address to listen on; 0.0.0.0 is every one of this machine.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 50051,
-    device: Annotated[
-        Device, typer.Option(help="auto takes CUDA where it comes up; the start line says what runs.")
-    ] = "auto",
-    threads: Annotated[int, typer.Option(min=0, max=1024, help="Threads of the CPU provider; 0 is one per core.")] = 0,
+    device: DeviceOption = "auto",
+    precision: PrecisionOption = None,
+    threads: ThreadsOption = 0,
+    memory: MemoryOption = None,
     max_waiting: Annotated[int, typer.Option(min=1, help="Images that may wait for one model; more are refused.")] = (
         MAX_WAITING
     ),
@@ -40,6 +42,7 @@ def serve(
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     limits = DecodeLimits(max_image_bytes, max_image_pixels)
-    options = ServeOptions(parse_models(model), host, port, device, threads, grace, limits, max_waiting)
+    placement = Placement(device, precision, threads, memory=parse_memory(memory))
+    options = ServeOptions(parse_models(model), host, port, placement, grace, limits, max_waiting)
     unfinished = asyncio.run(serve_until_stopped(options, say))
     say(f"stopped; calls cut off after {grace:g} s: {unfinished}" if unfinished else "stopped; no call was lost")

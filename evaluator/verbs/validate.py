@@ -10,7 +10,9 @@ import typer
 from evaluator.contract import ClassEntry
 from evaluator.datasets import Dataset, DatasetPlace, classes_asked, open_place
 from evaluator.datasets.sample import UNLABELLED
-from evaluator.engine.session import Device, open_session
+from evaluator.engine.gpus import open_sessions
+from evaluator.engine.memory import parse_memory
+from evaluator.engine.session import Placement
 from evaluator.errors import UsageError
 from evaluator.reporting.report import Report, build_report, error_with_interval
 from evaluator.reporting.statistics import TOPS
@@ -20,7 +22,11 @@ from evaluator.validation.run import Run, RunInfo, describe_dataset, run_info
 from evaluator.validation.validate import validate as evaluate_dataset
 from evaluator.verbs.options import (
     AveragingOption,
+    DeviceOption,
     FlipOption,
+    GpusOption,
+    MemoryOption,
+    PrecisionOption,
     ProtocolOption,
     ScalesOption,
     WeightsOption,
@@ -62,9 +68,8 @@ def validate(
     flip: FlipOption = None,
     averaging: AveragingOption = None,
     weights: WeightsOption = None,
-    device: Annotated[
-        Device, typer.Option(help="Where the model runs; auto is CUDA where it comes up, else the CPU.")
-    ] = "auto",
+    device: DeviceOption = "auto",
+    precision: PrecisionOption = None,
     threads: Annotated[
         int,
         typer.Option(
@@ -73,6 +78,7 @@ def validate(
             help="Threads of the model and of decoding; 0 is one per core. With --ray: of each worker; 0 is up to 4.",
         ),
     ] = 0,
+    gpus: GpusOption = 1,
     ray: Annotated[
         str | None,
         typer.Option(
@@ -84,6 +90,7 @@ def validate(
     ray_workers: Annotated[
         int, typer.Option(min=0, max=100_000, help="Workers on the cluster; 0 is as many as it has room for.")
     ] = 0,
+    memory: MemoryOption = None,
     exif: Annotated[bool, typer.Option("--exif", help="Obey the cameras' notes on rotation.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete the run that lies there and start anew.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
@@ -91,21 +98,26 @@ def validate(
     """Evaluate a model on a dataset; the same command resumes."""
     if ray_workers and ray is None:
         raise UsageError("--ray-workers: says how many workers a Ray cluster gives, so give --ray ADDRESS too")
+    if gpus != 1 and ray is not None:
+        raise UsageError("--gpus with --ray: each worker of the cluster has a GPU of its own; see --ray-workers")
     cluster = Cluster(ray, ray_workers, threads) if ray is not None else None
     part = _shard(shard) if shard is not None else None
-    session = open_session(model, device, threads=threads)
+    placement = Placement(device, precision, threads, memory=parse_memory(memory))
+    sessions = open_sessions(model, placement, gpus)
+    session = sessions[0]
     entries = session.contract.classes
     looks = protocol_asked(
         protocol, session.contract, scales=scales, flip=flip, averaging=averaging, weights=weights, exif=exif
     )
-    _note(f"{model.name}: {session.contract.name} on {session.circumstances}")
+    several = f", on {len(sessions)} GPUs" if len(sessions) > 1 else ""
+    _note(f"{model.name}: {session.contract.name} on {session.circumstances}{several}")
     chosen = classes_asked(classes, entries) if classes is not None else ()
     dataset = open_place(DatasetPlace(data, labels, no_labels, limit, chosen), entries)
-    info = run_info(session, model.name, describe_dataset(dataset), looks, part)
+    info = run_info(session, model.name, describe_dataset(dataset), looks, part, memory=placement.memory)
     _tell_dataset(dataset, entries, info)
-    elsewhere = on_ray(cluster, session, model, dataset, looks, _note) if cluster is not None else None
+    elsewhere = on_ray(cluster, session, model, dataset, info, _note) if cluster is not None else None
     finished = evaluate_dataset(
-        session, dataset, info, run, fresh=fresh, threads=threads, elsewhere=elsewhere, announce=_note
+        sessions, dataset, info, run, fresh=fresh, threads=threads, elsewhere=elsewhere, announce=_note
     )
     _tell_result(finished, run, as_json=as_json)
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from evaluator.contract import Canvas
+from evaluator.contract import Canvas, Precision
 from evaluator.errors import UsageError
 from evaluator.terminal import say
 
@@ -19,6 +19,10 @@ def export(
             help="`ragged`: images of any sizes share a batch. `exact`: no masks, for images that fill their canvas."
         ),
     ] = "ragged",
+    precision: Annotated[
+        Precision,
+        typer.Option(help="`fp16`: half the size and the fast way on a GPU; scores differ in the third decimal."),
+    ] = "fp32",
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
     """Turn a checkpoint into one ONNX file with the dense head inside.
@@ -27,12 +31,19 @@ def export(
     is left.
     """
     from export.exporting import export_checkpoint  # here, so that --help needs neither torch nor onnx
+    from export.precision import LARGEST, farthest_layer
 
     if output.exists() and not force:
         raise UsageError(f"{output}: exists already. Choose another name, or replace it with --force")
-    deviations = export_checkpoint(checkpoint, output, canvas)
-    worst = max(deviations, key=lambda d: d.scores)
+    found = export_checkpoint(checkpoint, output, canvas, precision)
+    worst = max(found.deviations, key=lambda d: d.scores)
     say(
-        f"{output}: {output.stat().st_size / 1e6:.1f} MB, canvas {canvas}; {len(deviations)} runs agree with the torch "
-        f"net, worst score off by {worst.scores:.1e} (at {worst.height}x{worst.width}, {worst.case})"
+        f"{output}: {output.stat().st_size / 1e6:.1f} MB, {precision}, canvas {canvas}; {len(found.deviations)} runs "
+        f"agree with the torch net, worst score off by {worst.scores:.1e} (at {worst.height}x{worst.width}, "
+        f"{worst.case})"
     )
+    if found.magnitudes:
+        layer, largest = farthest_layer(found.magnitudes)
+        say(f"largest number between the layers: {largest:.4g} ({layer}); float16 ends at {LARGEST:g}")
+    for warning in found.warnings:
+        say(f"note: {warning}", err=True)

@@ -12,7 +12,7 @@ from rich.table import Table
 from evaluator.engine.session import Device, open_session
 from evaluator.errors import CheckFailed
 from evaluator.terminal import say
-from export.verification import tolerances
+from export.verification import judged_as, tolerance_of
 from export.verification import verify as verify_session
 
 
@@ -41,10 +41,11 @@ def verify(
             table.add_row(f"{d.height}x{d.width}", d.case, f"{d.scores:.1e}", f"{d.logits:.1e}", verdict)
         Console().print(table)
     if not passed:
-        scores, logits = tolerances(session.contract.precision)
+        tolerance = tolerance_of(judged_as(session))
         raise CheckFailed(
-            f"{model}: on {session.circumstances.provider} the golden images are off by more than {scores:g} "
-            f"(scores) or {logits:g} (logits). Do not trust this device or runtime version with this model"
+            f"{model}: on {session.circumstances.provider} the golden images are off by more than "
+            f"{tolerance.scores:g} (scores) or {tolerance.logits:g} (logits). Do not trust this device or runtime "
+            "version with this model"
         )
     if not as_json:
         say(f"{model}: verified on {session.circumstances.provider}")

@@ -1,0 +1,284 @@
+"""Who computes the same scores: each competitor as a function from a decoded image to its scores.
+
+All get uint8 pixels and include what `make_views` does (resizing once per scale, mirroring), run a scale's plain and
+mirrored view as one batch, use the same number of threads and average alike. torch is imported by those who need it
+only, so that the memory of the others is theirs.
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from evaluator.engine.classify import classify_images
+from evaluator.engine.onnx_runtime import import_runtime
+from evaluator.engine.session import Device, open_session
+from evaluator.errors import EnvironmentFault
+from evaluator.imaging.views import make_views
+from evaluator.protocols import Protocol
+
+if TYPE_CHECKING:
+    from dense_torch import DenseNet
+
+Precision = Literal["fp32", "bf16"]
+Pixels = npt.NDArray[np.uint8]
+Scores = npt.NDArray[np.floating[Any]]
+Answer = Callable[[Pixels, Protocol], Scores]
+
+# How far the scores of a right competitor may be from those of torch eager, float32. Sums of float32 in another order
+# gave up to 2e-5 on nets with such confident answers; bf16 keeps 8 bits, and rounding gave up to 3e-2 on random
+# weights, where a wrong head gave 0.9.
+TOLERANCES: Mapping[Precision, float] = {"fp32": 1e-4, "bf16": 0.1}
+_HINTS: Mapping[Precision, str] = {"fp32": "f32", "bf16": "bf16"}
+
+
+class NotAvailable(Exception):  # noqa: N818 - no error: it becomes a row of the table
+    """This environment or machine cannot run a competitor; the text says why."""
+
+
+@dataclass
+class Case:
+    """One net in its files, in `folder`, and what several competitors share of it in memory.
+
+    checkpoint: `net.safetensors`; plain: `plain.onnx`, `dense_torch.export_plain`; ours: `ours.onnx`,
+    `export.exporting.export_checkpoint`. threads: of every competitor.
+    """
+
+    folder: Path
+    threads: int
+
+    @property
+    def checkpoint(self) -> Path:
+        """Return the path of the checkpoint."""
+        return self.folder / "net.safetensors"
+
+    @property
+    def plain(self) -> Path:
+        """Return the path of the plain export of the torch net."""
+        return self.folder / "plain.onnx"
+
+    @property
+    def ours(self) -> Path:
+        """Return the path of this project's model file."""
+        return self.folder / "ours.onnx"
+
+    @cached_property
+    def net(self) -> "DenseNet":
+        """Return the torch net in float32, channels first: naive, eager and torch.compile share it."""
+        return self.dense_net()
+
+    def dense_net(self, *, precision: Precision = "fp32", channels_last: bool = False) -> "DenseNet":
+        """Load the torch net."""
+        import torch
+
+        from dense_torch import DenseNet
+        from training.checkpoints import read_checkpoint
+        from training.network import network_from_checkpoint
+
+        torch.set_num_threads(self.threads)
+        checkpoint = read_checkpoint(self.checkpoint)
+        dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+        onednn = precision == "fp32" and torch.backends.mkldnn.is_available()
+        net = network_from_checkpoint(checkpoint)
+        return DenseNet(net, checkpoint.mean, dtype=dtype, channels_last=channels_last, onednn=onednn)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A competitor that is ready.
+
+    settings: what it runs with, as it says itself where it can; sample: for one that is too slow to be run whole, from
+    image, protocol and a number of crops to the seconds that all of them would take, and how many there are.
+    """
+
+    answer: Answer
+    settings: Mapping[str, Any]
+    sample: Callable[[Pixels, Protocol, int], tuple[float, int]] | None = None
+
+
+@dataclass(frozen=True)
+class Competitor:
+    """One way to compute the scores. ours: this project's; open: raises NotAvailable."""
+
+    name: str
+    precision: Precision
+    open: Callable[[Case], Opened]
+    ours: bool = False
+
+
+def in_pairs(run: Callable[[Pixels], Scores]) -> Answer:
+    """Make an answer of a function from a batch, uint8 (N, H, W, 3), to scores (N, K): each scale is one batch."""
+
+    def answer(image: Pixels, protocol: Protocol) -> Scores:
+        assert protocol.kind == "dense", f"the competitors know no protocol of kind {protocol.kind}"
+        views = make_views(image, protocol)
+        batches = [np.stack([v.image for v in views if v.view.scale == scale]) for scale in protocol.scales]
+        scores: Scores = np.mean([run(batch).mean(axis=0, dtype=np.float64) for batch in batches], axis=0)
+        return scores
+
+    return answer
+
+
+def _naive(case: Case) -> Opened:
+    from naive import CROPS_AT_ONCE, classify_every_crop, seconds_of_sample
+
+    settings = {**_torch_settings(case), "crops at once": CROPS_AT_ONCE}
+    return Opened(partial(classify_every_crop, case.net), settings, partial(seconds_of_sample, case.net))
+
+
+def _eager(case: Case) -> Opened:
+    return Opened(in_pairs(case.net.scores), _torch_settings(case))
+
+
+def _compiled(case: Case) -> Opened:
+    import torch
+
+    # Sizes change from image to image. Freezing lays weights out for oneDNN once, in float32 too.
+    options = {"freezing": True}
+    net = torch.compile(case.net, dynamic=True, options=options)
+
+    def run(images: Pixels) -> Scores:
+        with torch.inference_mode():
+            scores: Scores = net(torch.from_numpy(images)).numpy()
+            return scores
+
+    side = case.net.architecture.crop
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run(np.zeros((2, side + 40, side + 70, 3), np.uint8))
+    except RuntimeError as error:  # no C++ compiler, above all
+        raise NotAvailable(f"torch.compile: {str(error).strip().splitlines()[0]}") from error
+    return Opened(in_pairs(run), {**_torch_settings(case), "dynamic": True, **options})
+
+
+def _channels_last(precision: Precision) -> Callable[[Case], Opened]:
+    def open_(case: Case) -> Opened:
+        net = case.dense_net(precision=precision, channels_last=True)
+        return Opened(in_pairs(net.scores), {**_torch_settings(case), "layout": "channels_last"})
+
+    return open_
+
+
+def _torch_settings(case: Case) -> dict[str, Any]:
+    import torch
+
+    return {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "head": "gathered bins, three products",
+        "products in float32": "oneDNN" if torch.backends.mkldnn.is_available() else "BLAS",
+        "mkldnn": torch.backends.mkldnn.is_available(),
+        "layout": "channels first",
+    }
+
+
+def _onnxruntime(case: Case) -> Opened:
+    try:
+        runtime = import_runtime()
+    except EnvironmentFault as error:
+        raise NotAvailable(str(error)) from error
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = case.threads
+    session = runtime.InferenceSession(os.fspath(case.plain), options, providers=["CPUExecutionProvider"])
+    run = in_pairs(lambda images: session.run(None, {"images": _channels_first(images)})[0])
+    return Opened(
+        run,
+        {
+            "onnxruntime": runtime.__version__,
+            "threads": case.threads,
+            "providers": session.get_providers(),
+            "graph optimization": str(options.graph_optimization_level).rpartition(".")[2],
+            "file": "plain export",
+        },
+    )
+
+
+def _openvino(file: Literal["plain export", "ours"], precision: Precision) -> Callable[[Case], Opened]:
+    """Return what opens a file in OpenVINO itself, without a line of this project's engine."""
+
+    def open_(case: Case) -> Opened:
+        try:
+            import openvino
+        except ImportError as error:
+            raise NotAvailable(f"openvino cannot be imported ({error})") from error
+        core = openvino.Core()
+        asked = {
+            "INFERENCE_PRECISION_HINT": _HINTS[precision],
+            "PERFORMANCE_HINT": "LATENCY",
+            "INFERENCE_NUM_THREADS": case.threads,
+        }
+        compiled = core.compile_model(case.plain if file == "plain export" else case.ours, "CPU", asked)
+        runs_in = _convolution_precisions(compiled)
+        if runs_in != {_HINTS[precision]}:
+            raise NotAvailable(f"asked for {precision}, OpenVINO computes convolutions in {sorted(runs_in)} here")
+        request = compiled.create_infer_request()
+
+        def run(images: Pixels) -> Scores:
+            if file == "plain export":
+                feeds = {"images": _channels_first(images)}
+            else:
+                feeds = {"images": images, "sizes": np.array([images.shape[1:3]] * len(images), np.int64)}
+            scores: Scores = request.infer(feeds, share_inputs=True)["scores"].copy()
+            return scores
+
+        said = {key: str(compiled.get_property(key)) for key in (*asked, "NUM_STREAMS", "ENABLE_CPU_PINNING")}
+        return Opened(in_pairs(run), {"openvino": openvino.__version__, "file": file, "convolutions": precision, **said})
+
+    return open_
+
+
+def _convolution_precisions(compiled: Any) -> set[str]:
+    """Return in what the convolutions of a compiled model run, in OpenVINO's words."""
+    facts = [layer.get_rt_info() for layer in compiled.get_runtime_model().get_ordered_ops()]
+    texts = [(_text(fact["layerType"]), _text(fact["runtimePrecision"])) for fact in facts]
+    return {precision for kind, precision in texts if kind == "Convolution"}
+
+
+def _text(value: Any) -> str:
+    return str(getattr(value, "value", value))
+
+
+def _ours(device: Device, precision: Precision) -> Callable[[Case], Opened]:
+    """Return what opens our file as `prelunet classify` does."""
+
+    def open_(case: Case) -> Opened:
+        try:
+            session = open_session(case.ours, device, precision=precision, threads=case.threads)
+        except EnvironmentFault as error:
+            raise NotAvailable(str(error)) from error
+        settings = {**session.circumstances.to_json(), "threads": case.threads, "rules": session.rules.to_json()}
+        return Opened(lambda image, protocol: classify_images(session, [image], protocol)[0].scores, settings)
+
+    return open_
+
+
+def _channels_first(images: Pixels) -> npt.NDArray[np.float32]:
+    return np.ascontiguousarray(images.transpose(0, 3, 1, 2), np.float32)
+
+
+REFERENCE = "torch eager"  # what scores are compared with; a test holds it against training.dense
+COMPETITORS: Mapping[str, Competitor] = {
+    competitor.name: competitor
+    for competitor in (
+        Competitor("naive", "fp32", _naive),
+        Competitor(REFERENCE, "fp32", _eager),
+        Competitor("torch.compile", "fp32", _compiled),
+        Competitor("torch channels_last", "fp32", _channels_last("fp32")),
+        Competitor("onnxruntime, plain export", "fp32", _onnxruntime),
+        Competitor("openvino, plain export", "fp32", _openvino("plain export", "fp32")),
+        Competitor("openvino, our file", "fp32", _openvino("ours", "fp32")),
+        Competitor("ours, cpu", "fp32", _ours("cpu", "fp32"), ours=True),
+        Competitor("ours, openvino", "fp32", _ours("openvino", "fp32"), ours=True),
+        Competitor("torch channels_last bf16", "bf16", _channels_last("bf16")),
+        Competitor("openvino, plain export, bf16", "bf16", _openvino("plain export", "bf16")),
+        Competitor("openvino, our file, bf16", "bf16", _openvino("ours", "bf16")),
+        Competitor("ours, openvino bf16", "bf16", _ours("openvino", "bf16"), ours=True),
+    )
+}

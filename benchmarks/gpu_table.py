@@ -1,0 +1,2 @@
+def goals(folder, given=None):
+    return []

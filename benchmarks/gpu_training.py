@@ -1,0 +1,119 @@
+"""Part `training`: images per second of training steps as `training.loop` takes them, at 224 pixels.
+
+One step: mean subtracted, forward, cross entropy, backward, SGD with momentum in our parameter groups. The images are
+on the device already; loading them is not measured here.
+"""
+
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from evaluator.complexity import multiply_adds
+from gpu_results import Results
+from gpu_rig import CROP, MEAN, Rig
+from training.dense import subtract_mean
+from training.network import parameter_groups
+
+NETS = ("A", "C")
+PRECISIONS = ("bf16", "tf32", "fp32")
+BATCHES = (32, 64, 128, 256, 512)
+RATE, MOMENTUM, DECAY = 1e-4, 0.9, 5e-4  # a low rate: the weights are not those of a training
+STEPS, WARM = 6, 3
+SECONDS = 6  # after which no further step is measured
+
+Settings = Mapping[str, Any]
+
+
+def plan(rig: Rig) -> list[str]:
+    """Return what would be measured, a line each."""
+    return [
+        f"{len(_all_settings(rig))} kinds of steps: {', '.join(NETS)} x {', '.join(PRECISIONS)} x channels_last or not x "
+        f"batches of {', '.join(map(str, BATCHES))}",
+        "about 6 minutes",
+    ]
+
+
+def run(rig: Rig, results: Results) -> None:
+    """Measure all cases; larger batches come only where the smaller ones fitted."""
+    full: set[tuple[Any, ...]] = set()
+    for settings in _all_settings(rig):
+        kind = (settings["net"], settings["precision"], settings["channels_last"])
+        if kind in full:
+            continue
+        found = results.measure(settings, partial(_measure, rig, settings), 12 if settings["net"] == "C" else 8)
+        if rig.on_gpu:
+            torch.cuda.empty_cache()
+        if found and found.get("out_of_memory"):
+            full.add(kind)
+
+
+def _all_settings(rig: Rig) -> list[dict[str, Any]]:
+    return [
+        {"what": "training", "net": net, "precision": precision, "channels_last": last, "batch": batch}
+        for net in NETS
+        for precision in PRECISIONS
+        for last in (True, False)
+        for batch in ((2,) if rig.tiny else BATCHES)
+    ]
+
+
+def _measure(rig: Rig, settings: Settings) -> dict[str, Any]:
+    """Time steps of one kind."""
+    batch, precision = settings["batch"], settings["precision"]
+    net = rig.torch_net(settings["net"]).train()
+    if settings["channels_last"]:
+        net.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(parameter_groups(net, DECAY), lr=RATE, momentum=MOMENTUM)
+    side = rig.px(CROP)
+    rng = np.random.default_rng(0)
+    images = torch.from_numpy(rng.integers(0, 256, (batch, side, side, 3), np.uint8)).to(rig.device)
+    labels = torch.from_numpy(rng.integers(0, rig.classes, batch)).to(rig.device)
+    mean = torch.from_numpy(MEAN).to(rig.device)
+    layout = torch.channels_last if settings["channels_last"] else torch.contiguous_format
+
+    def step() -> torch.Tensor:
+        with torch.autocast(rig.device, torch.bfloat16) if precision == "bf16" else nullcontext():
+            loss = F.cross_entropy(net(subtract_mean(images, mean).contiguous(memory_format=layout)), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    try:
+        return _timed(rig, step, settings)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def _timed(rig: Rig, step: Any, settings: Settings) -> dict[str, Any]:
+    """Take steps on the clock; operations are counted as three forward passes."""
+    if rig.on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(rig.few(WARM, 1)):
+        loss = step()
+    rig.wait()
+    took: list[float] = []
+    while len(took) < rig.few(STEPS, 1) and sum(took) < SECONDS:
+        begun = time.perf_counter()
+        loss = step()
+        rig.wait()
+        took.append(time.perf_counter() - begun)
+    seconds, side = float(np.median(took)), rig.px(CROP)
+    macs = multiply_adds(rig.net(settings["net"]).to_json(), side, side, rig.classes)
+    tflops = 3 * 2 * macs * settings["batch"] / seconds / 1e12
+    return {
+        "ms": 1e3 * seconds,
+        "images_per_second": settings["batch"] / seconds,
+        "tflops": tflops,
+        "share_of_peak": rig.share_of_peak(tflops, settings["precision"]),
+        "memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if rig.on_gpu else None,
+        "loss": float(loss),
+    }

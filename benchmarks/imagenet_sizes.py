@@ -1,0 +1,59 @@
+"""Sizes of photos as ImageNet has them: a stated distribution, so that its figures can be made again without the data.
+
+An assumption, not a count: about half of the images are 500x375 or 375x500, a fifth are 500 long with another common
+shorter side, a tenth have other round sizes, and the rest are 500 long with any shorter side from 281 to 499, or of any
+size. It stands for the mix of shapes that a run over ILSVRC's validation images meets, in which no two rare shapes are
+equal; the shares of single sizes should not be quoted.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+# (height, width): share of all images. Landscape first, its portrait after it.
+COMMON: dict[tuple[int, int], float] = {
+    (375, 500): 0.39,
+    (500, 375): 0.12,
+    (333, 500): 0.08,
+    (500, 333): 0.03,
+    (334, 500): 0.03,
+    (500, 334): 0.01,
+    (332, 500): 0.02,
+    (335, 500): 0.02,
+    (400, 500): 0.01,
+    (500, 400): 0.01,
+    (500, 500): 0.02,
+    (480, 640): 0.03,
+    (640, 480): 0.01,
+    (600, 800): 0.01,
+    (768, 1024): 0.01,
+    (1200, 1600): 0.01,
+    (225, 300): 0.01,
+    (300, 400): 0.01,
+}
+LONG_500 = 0.12  # the longer side 500, the shorter one anything; two of three are landscape
+# The rest, 0.05: both sides anything, log-uniform.
+SHORTEST_OF_500, SHORTEST, LONGEST = 281, 160, 1600  # pixels
+LONGEST_RATIO = 3
+
+
+def draw(count: int, seed: int = 0) -> list[tuple[int, int]]:
+    """Return the sizes of that many images, (height, width) in pixels; the same seed gives the same."""
+    rng = np.random.default_rng(seed)
+    common: Sequence[tuple[int, int]] = list(COMMON)
+    shares = [*COMMON.values(), LONG_500, 1 - sum(COMMON.values()) - LONG_500]
+    return [
+        common[kind] if kind < len(common) else _long_500(rng) if kind == len(common) else _any(rng)
+        for kind in rng.choice(len(shares), size=count, p=shares)
+    ]
+
+
+def _long_500(rng: np.random.Generator) -> tuple[int, int]:
+    short = int(rng.integers(SHORTEST_OF_500, 500))
+    return (short, 500) if rng.random() < 2 / 3 else (500, short)
+
+
+def _any(rng: np.random.Generator) -> tuple[int, int]:
+    short = int(np.exp(rng.uniform(np.log(SHORTEST), np.log(LONGEST))))
+    long = min(LONGEST, int(short * rng.uniform(1, LONGEST_RATIO)))
+    return (short, long) if rng.random() < 2 / 3 else (long, short)

@@ -1,0 +1,43 @@
+"""The pictures of the benchmarks: pixels that everybody can make, in sizes that photos have; or a folder's photos."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from evaluator.contract import golden_image
+from evaluator.errors import ImageError
+from evaluator.imaging.decode import decode_rgb
+
+# Height and width of photos as ImageNet has them: half of them 4:3 at 500 pixels, others with odd sides.
+SIZES = ((375, 500), (500, 375), (333, 500), (500, 334), (427, 640), (371, 487), (500, 500), (768, 1024), (281, 500))
+MOST = 12  # of a folder: enough for mixed sizes
+
+
+@dataclass(frozen=True)
+class Photo:
+    """One decoded picture. pixels: uint8 (H, W, 3)."""
+
+    name: str
+    pixels: npt.NDArray[np.uint8]
+
+    def to_json(self) -> dict[str, object]:
+        """Return name and size as plain data."""
+        return {"name": self.name, "height": self.pixels.shape[0], "width": self.pixels.shape[1]}
+
+
+def load_photos(folder: Path | None) -> list[Photo]:
+    """Return the made pictures, or up to twelve of a folder, evenly over its files in the order of their names."""
+    if folder is None:
+        return [Photo(f"made {height}x{width}", golden_image(height, width)) for height, width in SIZES]
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    photos: list[Photo] = []
+    for path in files[:: max(1, len(files) // MOST)]:
+        try:
+            photos.append(Photo(path.name, decode_rgb(path.read_bytes())))
+        except ImageError as error:
+            print(f"{path.name}: left out, {error}")
+    if not photos:
+        raise SystemExit(f"--data {folder}: no picture in it")
+    return photos[:MOST]

@@ -1,0 +1,45 @@
+"""A session on each of several GPUs."""
+
+import ctypes
+from dataclasses import replace
+from pathlib import Path
+
+from evaluator.engine.session import Placement, Session, open_placed
+from evaluator.errors import EnvironmentFault, UsageError
+
+_DRIVER = "libcuda.so.1"  # comes with the driver, whichever CUDA the runtime brings
+_ON_A_CPU = "There one session uses all cores: leave --gpus out, and see --threads"
+
+
+def open_sessions(path: Path, placement: Placement, gpus: int = 1) -> list[Session]:
+    """Load a model file once for each GPU.
+
+    gpus: how many, from the placement's on; 0 for all that are visible. 1 is any device, GPU or not.
+    Raises UsageError when several are asked for on a CPU, EnvironmentFault when there are fewer, else as `open_placed`.
+    """
+    if gpus != 1 and placement.device in {"cpu", "openvino"}:
+        raise UsageError(f"--gpus {gpus}: --device {placement.device} has no GPUs. {_ON_A_CPU}")
+    first = open_placed(path, placement)
+    if gpus == 1:
+        return [first]
+    if first.placement.device != "cuda":
+        raise EnvironmentFault(f"--gpus {gpus}: CUDA did not come up, and this would run on the CPU. {_ON_A_CPU}")
+    last = visible_gpus() if gpus == 0 else placement.gpu + gpus
+    if last > visible_gpus():
+        raise EnvironmentFault(
+            f"--gpus {gpus}: {visible_gpus()} are visible here (CUDA_VISIBLE_DEVICES can hide some). Ask for fewer, or "
+            "for all of them with --gpus 0"
+        )
+    others = (replace(placement, device="cuda", gpu=gpu) for gpu in range(placement.gpu + 1, last))
+    return [first, *(open_placed(path, other) for other in others)]
+
+
+def visible_gpus() -> int:
+    """Return how many GPUs CUDA shows to this process, 0 where there is no driver."""
+    try:
+        driver = ctypes.CDLL(_DRIVER)
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    return 0 if failed else count.value

@@ -1,0 +1,194 @@
+"""Model files in onnxruntime, on the CPU and on CUDA. Only this module imports onnxruntime."""
+
+import importlib.metadata
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from evaluator.contract import OUTPUTS
+from evaluator.engine.cuda import CudaBinding, cuda_options
+from evaluator.engine.runtime import Array, lacks_memory, load_error, reason_of
+from evaluator.errors import ContractError, EnvironmentFault, how_to_install
+
+CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+
+log = logging.getLogger(__name__)
+
+_RUNTIMES = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino")  # three distributions, one import package
+
+
+class OnnxRuntimeModel:
+    """A model file, loaded on one provider and no other.
+
+    metadata: of the file; inputs, outputs: their names; image_shape, scores_shape: as the graph states them, numbers
+    where it fixes a length; packages: name → version of what can change a score.
+    """
+
+    def __init__(self, runtime: ModuleType, session: Any, provider: str, gpu: int):
+        self.provider: str = provider
+        self.precision: str | None = None  # the file's own, or what `load` was told
+        self.metadata: Mapping[str, str] = session.get_modelmeta().custom_metadata_map
+        self.inputs: tuple[str, ...] = tuple(value.name for value in session.get_inputs())
+        self.outputs: tuple[str, ...] = tuple(value.name for value in session.get_outputs())
+        self.image_shape: Sequence[Any] = session.get_inputs()[0].shape
+        self.scores_shape: Sequence[Any] = session.get_outputs()[0].shape
+        self.packages: Mapping[str, str] = {(_installed_runtimes() or ["onnxruntime"])[0]: str(runtime.__version__)}
+        self._session = session
+        self._binding = CudaBinding(runtime, session, gpu) if provider == CUDA else None
+
+    def stage(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> Any:
+        """Bring a batch to the device; any thread may, also while another batch is computed."""
+        return self._binding.stage(images, sizes) if self._binding else {"images": images, "sizes": sizes}
+
+    def compute(self, staged: Any) -> Sequence[Array | Any]:
+        """Run a staged batch; returns what `Outputs` takes. Only the thread that owns the session calls this."""
+        if self._binding:
+            return self._binding.compute(staged)
+        *outputs, window_scores = self._session.run(OUTPUTS, staged)
+        return [*outputs, lambda: window_scores]
+
+
+def knows_cuda() -> bool:
+    """Say whether this onnxruntime was built with CUDA; whether a GPU is there, only loading tells."""
+    return CUDA in import_runtime().get_available_providers()
+
+
+def load_on_cpu(path: Path, *, threads: int = 0) -> OnnxRuntimeModel:
+    """Load a model file on the CPU provider; threads: 0 is one per core. Raises as `open_session` does."""
+    runtime = import_runtime()
+    options = _options(runtime)
+    options.intra_op_num_threads = threads
+    return OnnxRuntimeModel(runtime, _session(runtime, path, options, CPU), CPU, 0)
+
+
+def load_on_cuda(path: Path, *, gpu: int = 0, tf32: bool = False, memory: int | None = None) -> OnnxRuntimeModel:
+    """Load a model file on the CUDA provider of one GPU; it runs wholly there or not at all.
+
+    tf32: let float32 convolutions and products round their inputs to TF32; memory: most bytes of the provider's arena.
+    Raises EnvironmentFault when CUDA does not come up, else as `open_session` does.
+    """
+    runtime = import_runtime()
+    if CUDA not in runtime.get_available_providers():
+        raise EnvironmentFault(
+            f"--device cuda: this environment has an onnxruntime that knows no CUDA. "
+            f"In a fresh environment: {how_to_install('gpu')}"
+        )
+    options = _options(runtime)
+    options.intra_op_num_threads = 1
+    options.enable_mem_pattern = False  # one plan per shape would be kept for ever
+    options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    if hasattr(runtime, "preload_dlls"):
+        runtime.preload_dlls()
+    session = _session(runtime, path, options, CUDA, cuda_options(gpu, tf32=tf32, memory=memory))
+    return OnnxRuntimeModel(runtime, session, CUDA, gpu)
+
+
+def _options(runtime: ModuleType) -> Any:
+    options = runtime.SessionOptions()
+    options.log_severity_level = 4  # the runtime's own lines would only repeat what our error says
+    return options
+
+
+def _session(
+    runtime: ModuleType, path: Path, options: Any, provider: str, settings: Mapping[str, str] | None = None
+) -> Any:
+    """Create the runtime's session on exactly this provider."""
+    cuda = provider == CUDA
+    try:
+        session = runtime.InferenceSession(
+            os.fspath(path), options, providers=[(provider, dict(settings))] if settings else [provider]
+        )
+        session.disable_fallback()
+    except Exception as error:
+        raise _load_error(error, path, cuda=cuda) from error
+    if session.get_providers()[0] != provider:
+        raise EnvironmentFault(
+            f"--device {'cuda' if cuda else 'cpu'}: {provider} did not come up; the runtime offers "
+            f"{session.get_providers()[0]} instead. Check the driver and the CUDA libraries (prelunet needs CUDA 13)"
+        )
+    return session
+
+
+class PlainNet:
+    """Any ONNX file on the CPU just as it stands, without our contract: what an adopted net is compared with.
+
+    Raises ContractError with the runtime's words when it cannot be loaded or run, EnvironmentFault when memory lacks.
+    """
+
+    def __init__(self, path: Path) -> None:
+        runtime = import_runtime()
+        self._path = path
+        options = _options(runtime)
+        with self._errors("load"):
+            self._session = runtime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
+
+    def run(self, feeds: Mapping[str, npt.NDArray[Any]], output: str) -> npt.NDArray[Any]:
+        """Return one output for these inputs, by name."""
+        with self._errors("run"):
+            (found,) = self._session.run([output], dict(feeds))
+        result: npt.NDArray[Any] = found
+        return result
+
+    @contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # the runtime's own classes have no common base
+            text = reason_of(error)
+            if lacks_memory(error):
+                raise EnvironmentFault(f"{self._path}: too little memory left to {what} this net ({text})") from error
+            raise ContractError(f"{self._path}: onnxruntime cannot {what} this net ({text})") from error
+
+
+def _load_error(error: Exception, path: Path, *, cuda: bool) -> ContractError | EnvironmentFault:
+    """Say whose fault a failed load is. The runtime's exception classes are named after its status codes."""
+    kind = type(error).__name__
+    faulty = kind in {"InvalidProtobuf", "InvalidGraph", "NoModel", "InvalidArgument", "NotImplemented"}
+    if cuda and not faulty and not lacks_memory(error):
+        return EnvironmentFault(f"--device cuda: {path} could not be loaded on the GPU ({reason_of(error)})")
+    return load_error(error, path, faulty=faulty)
+
+
+def import_runtime() -> ModuleType:
+    """Import onnxruntime, with one clear message for each way in which it can be missing or broken."""
+    installed = _installed_runtimes()
+    if len(installed) > 1:
+        raise EnvironmentFault(
+            f"{' and '.join(installed)} are both installed and overwrite each other's files. "
+            f"Keep one: pip uninstall all of them, then {how_to_install('cpu')} (or gpu)"
+        )
+    # Since 1.31 it keeps a device id and events in the user's home and uploads them, unless this is set before the
+    # import. Who wants that sets the variable to 0.
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise EnvironmentFault(
+            f"onnxruntime cannot be imported ({error}). Bring it: {how_to_install('cpu')} (or gpu, or openvino)"
+        ) from error
+    if not hasattr(onnxruntime, "InferenceSession"):
+        raise EnvironmentFault(
+            "onnxruntime is damaged (two of its distributions overwrote each other). Uninstall all of "
+            f"{', '.join(_RUNTIMES)} and install one"
+        )
+    module: ModuleType = onnxruntime
+    return module
+
+
+def _installed_runtimes() -> list[str]:
+    """Return which of the onnxruntime distributions are installed."""
+    found = []
+    for name in _RUNTIMES:
+        try:
+            importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        found.append(name)
+    return found

@@ -1,0 +1,91 @@
+"""What the placement check loads: models of every kind that `prelunet export` writes, and two graphs with a fault.
+
+Weights do not matter to placement, so they are one number repeated. The trunk has its real widths.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import get_args
+
+import numpy as np
+from onnx import ModelProto, TensorProto, helper
+
+from evaluator.contract import Canvas, ClassEntry, MeanKind, ModelContract, Precision, default_scales
+from export.graph import IR_VERSION, OPSET
+from export.model import build_model
+from training.architectures import architecture, parameter_shapes
+
+CLASSES = 1000
+NARROW = 64  # neurons of fc1 and fc2, which are most of a file and change no more than the size of a product
+WEIGHT = np.float32(0.01)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kind of model file."""
+
+    net: str
+    precision: Precision
+    canvas: Canvas
+    mean_kind: MeanKind
+
+    def __str__(self) -> str:
+        return f"{self.net} {self.precision} {self.canvas}, {self.mean_kind} mean"
+
+
+def variants(nets: str) -> Iterator[Variant]:
+    """Yield what is checked of each net: every precision, canvas and mean."""
+    choices = product(nets, get_args(Precision), get_args(Canvas), get_args(MeanKind))
+    return (Variant(*choice) for choice in choices)
+
+
+def build(variant: Variant, *, whole: bool = False) -> ModelProto:
+    """Build the model of a variant with `export.model.build_model`.
+
+    whole: with all neurons of fc1 and fc2; C then takes 1.3 GB of disk and 6 GB of memory on the way.
+    """
+    net = architecture(variant.net)
+    if not whole:
+        net = replace(net, hidden=NARROW)
+    shapes = parameter_shapes(net, CLASSES)
+    mean = np.zeros(3 if variant.mean_kind == "channel" else (net.crop, net.crop, 3), np.float32)
+    contract = ModelContract(
+        architecture=net.to_json(),
+        classes=tuple(ClassEntry(f"n{index:08}", f"class {index}") for index in range(CLASSES)),
+        mean_kind=variant.mean_kind,
+        trunk=net.layers,
+        window=net.window,
+        spp_levels=net.spp_levels,
+        crop=net.crop,
+        default_scales=default_scales(net.crop),
+        max_side=4096,
+        canvas=variant.canvas,
+        precision=variant.precision,
+        checkpoint_sha256="0" * 64,
+    )
+    return build_model(net, {name: np.broadcast_to(WEIGHT, shapes[name]) for name in shapes}, mean, contract, "0")
+
+
+def without_kernel() -> ModelProto:
+    """Build a graph with a node for which CUDA has no kernel: a session on CUDA alone must refuse it."""
+    images = helper.make_tensor_value_info("images", TensorProto.FLOAT, ["N", 3, "H", "W"])
+    pooled = helper.make_tensor_value_info("pooled", TensorProto.FLOAT, ["N", 3, "P", "Q"])
+    return _model([helper.make_node("LpPool", ["images"], ["pooled"], kernel_shape=[2, 2])], [images], [pooled])
+
+
+def with_copies() -> ModelProto:
+    """Build a graph that CUDA takes whole but must fetch a number for from the GPU: its copies must be counted."""
+    values = helper.make_tensor_value_info("values", TensorProto.INT64, ["N"])
+    ranks = helper.make_tensor_value_info("ranks", TensorProto.INT64, ["M"])
+    constants = [helper.make_tensor(name, TensorProto.INT64, [], [value]) for name, value in (("zero", 0), ("one", 1))]
+    nodes = [
+        helper.make_node("ReduceMax", ["values"], ["largest"], keepdims=0),
+        helper.make_node("Range", ["zero", "largest", "one"], ["ranks"]),
+    ]
+    return _model(nodes, [values], [ranks], constants)
+
+
+def _model(nodes, inputs, outputs, constants=()) -> ModelProto:
+    graph = helper.make_graph(nodes, "control", inputs, outputs, list(constants))
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)

@@ -1,0 +1,101 @@
+"""Load one model file with the project's own CUDA code on the stand-ins of build_stubs.py, and say what became of it.
+
+    LD_LIBRARY_PATH=STUBS PYTHONPATH=ROOT python place.py MODEL FOLDER [--run]
+
+Runs in .venv-gpu, which has onnxruntime-gpu and neither torch nor onnx. Writes FOLDER/final.onnx, the graph as it would
+run, without its weights, and FOLDER/placed.json: either the reason of a refusal, or the provider's options and how many
+nodes each provider got. With --run, batches of several shapes go through the project's binding, and what they ask of
+CUDA is counted; their numbers mean nothing.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+
+from evaluator.contract import contract_from_metadata
+from evaluator.engine.onnx_runtime import OnnxRuntimeModel, load_on_cuda
+from evaluator.errors import PreluNetError
+
+KINDS = ("host to host", "host to device", "device to host", "device to device")
+
+
+class RecordedSession(onnxruntime.InferenceSession):
+    """The runtime's session, which also records where nodes are placed and writes the final graph."""
+
+    folder: Path
+    opened: "RecordedSession"
+
+    def __init__(self, path: str, options: Any, **rest: Any):
+        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+        options.optimized_model_filepath = os.fspath(self.folder / "final.onnx")
+        weights = self.folder / "weights"  # of the final graph: 1.3 GB that nobody reads
+        if not weights.is_symlink():
+            weights.symlink_to(os.devnull)
+        options.add_session_config_entry("session.optimized_model_external_initializers_file_name", weights.name)
+        options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
+        super().__init__(path, options, **rest)
+        RecordedSession.opened = self
+
+    def nodes_by_provider(self) -> dict[str, int]:
+        """Return how many nodes each provider was given, before copies are inserted between them."""
+        found: Counter[str] = Counter()
+        for part in self.get_provider_graph_assignment_info():
+            found[part.ep_name] += len(part.get_nodes())
+        return dict(found)
+
+
+def run_batches(model: OnnxRuntimeModel) -> list[dict[str, Any]]:
+    """Run batches of alternating shapes as `Session.run` does; return shapes, and what was asked of CUDA for each."""
+    contract = contract_from_metadata(model.metadata, "the model")
+    cuda = ctypes.CDLL("libcudart.so.13")
+    copies = (ctypes.c_long * 5).in_dll(cuda, "stub_copies")
+    kernels = ctypes.c_long.in_dll(cuda, "stub_kernels")
+    records = []
+    for count, height, width in ((1, contract.crop, contract.crop), (2, 250, 341), (3, 341, 256), (2, 250, 341)):
+        sizes = np.tile(np.array([height, width]), (count, 1))
+        if contract.canvas == "ragged":
+            sizes[-1] = contract.crop  # one image leaves some of its canvas free
+        staged = model.stage(np.full((count, height, width, 3), 77, np.uint8), sizes)
+        before = [*copies, kernels.value]
+        *small, take_window_scores = model.compute(staged)
+        asked = [after - earlier for after, earlier in zip([*copies, kernels.value], before, strict=True)]
+        outputs = [*small, take_window_scores()]
+        grid = contract.window_grid(height, width)
+        classes = len(contract.classes)
+        expected = [(count, classes), (count, classes), (count, 2), (count, *grid, classes)]
+        assert [value.shape for value in outputs] == expected, f"{[value.shape for value in outputs]} != {expected}"
+        shape = f"{count}x{height}x{width}"
+        records.append({"shape": shape, "kernels": asked[-1], "copies": dict(zip(KINDS, asked[:4], strict=True))})
+    return records
+
+
+def main() -> None:
+    """Place one file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--run", action="store_true")
+    arguments = parser.parse_args()
+    RecordedSession.folder = arguments.folder
+    onnxruntime.InferenceSession = RecordedSession
+    try:
+        model = load_on_cuda(arguments.model)
+    except PreluNetError as error:
+        placed: dict[str, Any] = {"refused": str(error)}
+    else:
+        runs = run_batches(model) if arguments.run else []
+        session = RecordedSession.opened
+        options = session.get_provider_options()["CUDAExecutionProvider"]
+        placed = {"nodes": session.nodes_by_provider(), "options": options, "runs": runs}
+    (arguments.folder / "placed.json").write_text(json.dumps(placed))
+
+
+if __name__ == "__main__":
+    main()

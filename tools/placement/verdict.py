@@ -1,0 +1,58 @@
+"""What the placement check demands of a model's final graph: a pure function of what place.py wrote."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from onnx import GraphProto
+
+CUDA = "CUDAExecutionProvider"
+NHWC = "com.ms.internal.nhwc"  # the domain of kernels that have the channel last
+LAYOUT_BOUND = ("Conv", "MaxPool")
+# What may be transposed: masks, which have one channel, and the mean image, once for each batch.
+CHEAP = re.compile(r".*\.mask(\.fp16)?|mean\.warped")
+OUTPUTS = 4
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found of one file. faults: why it fails, empty where it passes; the rest is for the table."""
+
+    faults: tuple[str, ...]
+    nodes: int = 0
+    convolutions: int = 0
+    transposes: int = 0
+    kernels: int = 0
+    uploads: int = 0
+
+
+def judge(placed: Mapping[str, Any], graph: GraphProto) -> Verdict:
+    """Say whether a file runs wholly on CUDA.
+
+    placed: what place.py wrote of it; graph: the final one. Faults are a node on another provider, a copy between host
+    and GPU, a convolution or pool that has the channel first although the last was asked for, a transposed activation.
+    """
+    if "refused" in placed:
+        return Verdict((f"refused: {placed['refused']}",))
+    faults = [
+        f"{count} nodes on {provider}" for provider, count in placed["nodes"].items() if provider != CUDA and count
+    ]
+    copies = [node for node in graph.node if node.op_type.startswith("Memcpy")]
+    faults += [f"{node.op_type} of {node.input[0]}" for node in copies]
+    bound = [node for node in graph.node if node.op_type in LAYOUT_BOUND]
+    if placed["options"]["prefer_nhwc"] == "1":
+        faults += [f"{node.op_type} {node.name} has the channel first" for node in bound if node.domain != NHWC]
+    transposed = [node.input[0] for node in graph.node if node.op_type == "Transpose"]
+    faults += [f"an activation is transposed: {name}" for name in transposed if not CHEAP.fullmatch(name)]
+    for run in placed["runs"]:
+        if run["copies"]["device to host"] > OUTPUTS:
+            faults.append(f"{run['shape']}: {run['copies']['device to host']} copies to the host for {OUTPUTS} outputs")
+    return Verdict(
+        tuple(faults),
+        nodes=len(graph.node),
+        convolutions=sum(node.op_type == "Conv" for node in bound),
+        transposes=len(transposed),
+        kernels=max((run["kernels"] for run in placed["runs"]), default=0),
+        uploads=max((run["copies"]["host to device"] for run in placed["runs"]), default=0),
+    )
