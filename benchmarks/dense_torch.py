@@ -1,14 +1,14 @@
 """Dense evaluation in torch as fast as we know to write it: what the engine is compared with, on CPUs and GPUs.
 
 The convolutions run once over the whole image; every bin of the pyramid is one stride-1 max pool for all windows, each
-pool made of a smaller one (`export.pyramid`); the bins of each window are gathered, channels last, and meet fc1, fc2 and
-fc3 as three matrix products. The other exact form, dilated convolutions over the pools, was measured on 2 AVX-512 cores
-for model A, float32, two views (milliseconds of pyramid and fc1 alone):
+pool made of a smaller one (`export.pyramid`); the bins of each window are gathered, channels last, and meet fc1, fc2
+and fc3 as three matrix products. Other exact forms were slower: milliseconds of pyramid and fc1 alone, model A, float32,
+two views, torch 2.13 on 2 AVX-512 cores that were not idle (2026-11-20; least of four, channels first and last):
 
     view       gathered, oneDNN's product   dilated convolutions   gathered, 1x1 convolution   gathered, F.linear (MKL)
-    256x341    35 to 44                     180 to 190             180                         81 to 86
-    384x512    253 to 271                   430                    381 to 407                  523 to 542
-    480x640    562 to 606                   740 to 770             657 to 693                  1109 to 1175
+    256x341    35, 44                       183, 192               178, 179                    81, 86
+    384x512    253, 271                     430, 434               381, 407                    523, 542
+    480x640    562, 606                     740, 771               657, 693                    1109, 1176
 
 It is right: `tests/test_benchmarks.py` compares it with `training.dense`, window by window, in float64.
 """

@@ -3,10 +3,11 @@
     python benchmarks/engine.py --output benchmarks/results/engine-cpu.json
 
 Same weights, same pictures, same number of threads; competitors interleaved in one process (interleaved.py), their
-scores compared: whose are wrong stops the benchmark. Who they are and what they run with: competitors.py. For each net,
-first every competitor alone in a process of its own (memory, seconds until it is ready), then all of them protocol by
-protocol. The result is written after each protocol, as JSON and, beside it, as Markdown; a new call starts anew. The
-pictures are made by a formula in sizes of photos, or are those of --data.
+scores compared: whose are wrong stops the benchmark. Who they are and what they run with: competitors.py. For each
+net, first every competitor alone in a process of its own (memory, seconds until it is ready), then all of one precision
+in turn, protocol by protocol, then those of the other. The result is written after each of these steps, as JSON and,
+beside it, as Markdown; a new call starts anew. The pictures are made by a formula in sizes of photos, or are those of
+--data.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from evaluator.engine.session import open_session
 from evaluator.files import write_atomically
 from evaluator.progress import progress
 from evaluator.protocols import Protocol, make_protocol
-from interleaved import Limits, measure, warm_up
+from interleaved import Limits, Reference, Visit, measure, warm_up
 from machine import machine, memory_mb
 from nets import write_files
 from photos import Photo, load_photos
@@ -70,8 +71,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--nets", nargs="+", default=["A", "C"])
     parser.add_argument("--protocols", nargs="+", default=["dense-256", "multi-scale"], help="of kind dense")
     parser.add_argument("--data", type=Path, help="folder of photos, instead of pictures that a formula makes")
-    parser.add_argument("--images", type=int, default=3, help="at least, per net and protocol")
-    parser.add_argument("--seconds", type=float, default=50, help="per net and protocol, in which more images are taken")
+    parser.add_argument("--images", type=int, default=3, help="at least, per net, protocol and precision")
+    parser.add_argument("--seconds", type=float, default=40,
+                        help="per net, protocol and precision, in which more images are taken")  # fmt: skip
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of every competitor")
     parser.add_argument("--only", nargs="+", choices=list(COMPETITORS), metavar="COMPETITOR", default=list(COMPETITORS),
                         help=f"{REFERENCE} always takes part: " + "; ".join(COMPETITORS))  # fmt: skip
@@ -82,30 +84,46 @@ def _options() -> argparse.Namespace:
 def _net(
     options: argparse.Namespace, name: str, case: Case, photos: Sequence[Photo], result: Json, begun: float
 ) -> None:
-    """Measure all competitors on one net, and write the result after each protocol."""
+    """Measure all competitors on one net, and write the result after each protocol.
+
+    One precision after the other: all competitors at once would take 20 GB for model C.
+    """
     chosen = [one for one in COMPETITORS if one in options.only or one == REFERENCE]
     protocols = _protocols(case, options.protocols)
-    net = architecture(name)
     alone = _alone(case, chosen, photos[0], max(scale for protocol in protocols for scale in protocol.scales))
-    opened = _open(case, chosen, alone)
-    warm_up(opened, photos[0], min(protocols, key=lambda protocol: max(protocol.scales)))
-    result["settings"][name] = {one: dict(competitor.settings) for one, competitor in opened.items()}
-    for protocol in protocols:
-        _say(begun, f"{name}, {protocol.name}: {len(opened)} competitors in turn")
-        visits = measure(opened, photos, protocol, net, Limits(options.images, options.seconds))
-        result["results"].append(
-            {
-                "net": name,
-                "protocol": protocol.to_json(),
-                "photos": [visit.photo.to_json() for visit in visits],
-                "gflop": [round(visit.gflop, 1) for visit in visits],
-                "rows": rows_of(visits, alone),
-            }
-        )
-        result["process_memory_mb"][name] = memory_mb(peak=True)
-        result["goals"] = goals_of(result["results"])
-        result["minutes"] = round((time.perf_counter() - begun) / 60, 1)
-        _write(options.output, result)
+    visits: dict[str, list[Visit]] = {protocol.name: [] for protocol in protocols}
+    reference = Reference(COMPETITORS[REFERENCE].open(case).answer)
+    of_net: list[Json] = []
+    result["settings"][name], done = {}, list(result["results"])
+    for precision in ("fp32", "bf16"):
+        _say(begun, f"{name}: opening competitors in {precision}")
+        opened = _open(case, [one for one in chosen if COMPETITORS[one].precision == precision], alone)
+        result["settings"][name] |= {one: dict(competitor.settings) for one, competitor in opened.items()}
+        if not opened:
+            continue
+        warm_up(opened, photos[0], min(protocols, key=lambda protocol: max(protocol.scales)), reference)
+        for protocol in protocols:
+            _say(begun, f"{name}, {protocol.name}, {precision}: {len(opened)} competitors in turn")
+            limits = Limits(options.images, options.seconds)
+            visits[protocol.name] += measure(opened, photos, protocol, architecture(name), limits, reference)
+            of_net = [_result(name, one, visits[one.name], alone) for one in protocols if visits[one.name]]
+            result["process_memory_mb"][name] = memory_mb(peak=True)
+            result["results"] = done + of_net
+            result["goals"] = goals_of(result["results"])
+            result["minutes"] = round((time.perf_counter() - begun) / 60, 1)
+            _write(options.output, result)
+        del opened
+        case.close_sessions()
+        gc.collect()
+
+
+def _result(name: str, protocol: Protocol, visits: Sequence[Visit], alone: Mapping[str, Json]) -> Json:
+    return {
+        "net": name,
+        "protocol": protocol.to_json(),
+        "visits": [visit.to_json() for visit in visits],
+        "rows": rows_of(visits, alone),
+    }
 
 
 def _protocols(case: Case, names: Sequence[str]) -> list[Protocol]:
@@ -113,7 +131,9 @@ def _protocols(case: Case, names: Sequence[str]) -> list[Protocol]:
     protocols = [make_protocol(name, contract) for name in names]
     for protocol in protocols:
         if protocol.kind != "dense":
-            raise SystemExit(f"--protocols {protocol.name}: the competitors evaluate densely, as dense-S or multi-scale")
+            raise SystemExit(
+                f"--protocols {protocol.name}: the competitors evaluate densely, as dense-S or multi-scale"
+            )
     return protocols
 
 
@@ -125,7 +145,9 @@ def _alone(case: Case, names: Sequence[str], photo: Photo, scale: int) -> dict[s
         for name in names:
             sides = map(str, photo.pixels.shape[:2])
             arguments = [str(case.folder), name, str(case.threads), *sides, str(scale)]
-            done = subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                [sys.executable, str(script), *arguments], capture_output=True, text=True, check=False
+            )
             if done.returncode:
                 raise SystemExit(f"{name}: failed alone:\n{done.stderr}")
             found[name] = json.loads(done.stdout.splitlines()[-1])

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from competitors import COMPETITORS
-from interleaved import Visit
+from interleaved import SAMPLED_CROPS, Visit
 
 Row = dict[str, Any]
 Goal = dict[str, Any]
@@ -23,11 +23,14 @@ HEADS = (
     "scores off by",
 )
 NOTES = (
-    "Resizing and mirroring are part of every competitor's time, decoding of none. images/s: images over their seconds. "
-    "x naive, x fastest: times as fast as the naive way and as the fastest competitor of the same precision that is not "
-    "ours, the median over images of the ratio on the same image. GFLOP/s: two per multiply-add of the dense evaluation, "
-    "median over images, then the lowest and the highest. peak MB, ready s: the competitor alone in a new process, "
-    "imports and loading and one image at the largest scale. scores off by: the largest difference from torch eager."
+    "Resizing and mirroring are part of every competitor's time, decoding of none. All of one precision take turns on "
+    "each picture; the other precision follows on the same pictures, since all at once would take 20 GB for model C. "
+    "*images/s*: pictures over their seconds. *x naive*: as many times the naive way's GFLOP/s. *x fastest*: times as "
+    "fast as the fastest competitor of the same precision that is not ours, the median over pictures of the ratio on "
+    "the same one. *GFLOP/s*: two per multiply-add of the dense evaluation, median over pictures, then the lowest and "
+    "the highest. *peak MB*, *ready s*: the competitor alone in a new process; its imports, loading and compiling, then "
+    "one picture at the largest scale. *scores off by*: the largest difference from torch eager. *openvino, our file*: "
+    "bare calls of the runtime, on the compiled model that *ours* uses."
 )
 ENOUGH = 0.95  # of the fastest competitor's speed
 TIMES_NAIVE = 10
@@ -36,13 +39,13 @@ TIMES_NAIVE = 10
 def rows_of(visits: Sequence[Visit], alone: Mapping[str, Mapping[str, Any]]) -> list[Row]:
     """Return a row per competitor, in the order of COMPETITORS.
 
-    alone: by competitor, what `benchmarks/alone.py` says, or {"not_available": why}; who is not in it was left out.
+    alone: by competitor, what `benchmarks/alone.py` says, or {"not_available": why}; who is not in it was not chosen.
     """
-    names = [name for name in COMPETITORS if name in visits[0].seconds]
+    names = {name for visit in visits for name in visit.seconds}
     fastest = {
         precision: min(
             (n for n in names if COMPETITORS[n].precision == precision and not COMPETITORS[n].ours and n != "naive"),
-            key=lambda name: _total(visits, name),
+            key=lambda name: sum(_of(visits, name)),
             default=None,
         )
         for precision in ("fp32", "bf16")
@@ -53,20 +56,18 @@ def rows_of(visits: Sequence[Visit], alone: Mapping[str, Mapping[str, Any]]) -> 
         if name in names:
             row |= _measured(visits, name, fastest[competitor.precision]) | dict(alone.get(name, {}))
         else:
-            row |= dict(alone.get(name, {"not_available": "left out by --only"}))
+            row |= dict(alone.get(name, {"not_available": "not chosen"}))
         rows.append(row)
     return rows
 
 
 def _measured(visits: Sequence[Visit], name: str, fastest: str | None) -> Row:
-    own = [visit for visit in visits if name in visit.seconds]
-    rates = [visit.gflop / visit.seconds[name] for visit in own]
-    deviations = [visit.deviations[name] for visit in own if name in visit.deviations]
+    seconds, rates = _of(visits, name), _rates(visits, name)
+    naive = _rates(visits, "naive")
     row: Row = {
-        "images": len(own),
-        "seconds": [round(visit.seconds[name], 4) for visit in own],
-        "images_per_second": _significant(len(own) / _total(own, name)),
-        "times_naive": _ratio(visits, "naive", name),
+        "images": len(seconds),
+        "images_per_second": _significant(len(seconds) / sum(seconds)),
+        "times_naive": _significant(statistics.median(rates) / statistics.median(naive)) if naive else None,
         "times_fastest": None if fastest is None else _ratio(visits, fastest, name),
         "fastest": fastest,
         "gflop_per_second": {
@@ -74,22 +75,27 @@ def _measured(visits: Sequence[Visit], name: str, fastest: str | None) -> Row:
             "lowest": round(min(rates), 1),
             "highest": round(max(rates), 1),
         },
-        "largest_deviation": max(deviations, default=None),
+        "largest_deviation": max((v.deviations[name] for v in visits if name in v.deviations), default=None),
     }
-    crops = next((visit.crops for visit in own if visit.crops), None)
-    if name == "naive" and crops:
-        row["crops"] = {"of the image": crops[0], "classified": crops[1]}
+    if name == "naive":
+        crops = sum(visit.crops for visit in visits if visit.crops)
+        row["crops"] = {"of the picture": crops, "classified": min(crops, SAMPLED_CROPS)}
     return row
 
 
+def _of(visits: Sequence[Visit], name: str) -> list[float]:
+    return [visit.seconds[name] for visit in visits if name in visit.seconds]
+
+
+def _rates(visits: Sequence[Visit], name: str) -> list[float]:
+    """Return GFLOP/s on each picture."""
+    return [visit.gflop / visit.seconds[name] for visit in visits if name in visit.seconds]
+
+
 def _ratio(visits: Sequence[Visit], other: str, name: str) -> float | None:
-    """Return how many times as fast as another competitor this one is: the median over images that both saw."""
+    """Return how many times as fast as another competitor one is: the median over the visits that both took part in."""
     ratios = [v.seconds[other] / v.seconds[name] for v in visits if other in v.seconds and name in v.seconds]
     return _significant(statistics.median(ratios)) if ratios else None
-
-
-def _total(visits: Sequence[Visit], name: str) -> float:
-    return sum(visit.seconds[name] for visit in visits)
 
 
 def _significant(value: float, digits: int = 4) -> float:
@@ -137,8 +143,10 @@ def tables(result: Mapping[str, Any]) -> str:
 
 
 def _pictures(result: Mapping[str, Any]) -> str:
-    sizes = ", ".join(f"{photo['height']}x{photo['width']}" for photo in result["photos"])
-    return f"{len(result['photos'])} pictures: {sizes}; {statistics.mean(result['gflop']):.0f} GFLOP on average."
+    pictures = {visit["name"]: visit for visit in result["visits"]}.values()
+    sizes = ", ".join(f"{picture['height']}x{picture['width']}" for picture in pictures)
+    gflop = statistics.mean(picture["gflop"] for picture in pictures)
+    return f"{len(pictures)} pictures: {sizes}; {gflop:.0f} GFLOP on average."
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
@@ -173,9 +181,9 @@ def _asides(rows: Sequence[Row]) -> list[str]:
     lines = []
     for row in rows:
         if crops := row.get("crops"):
-            whole = crops["of the image"] == crops["classified"]
+            whole = crops["of the picture"] == crops["classified"]
             how = "all of them" if whole else f"a random sample of {crops['classified']}, and scaled"
-            lines.append(f"- naive: on one picture only, with {crops['of the image']} crops; classified were {how}.")
+            lines.append(f"- naive: on one picture only, with {crops['of the picture']} crops; classified were {how}.")
         if "not_available" in row:
             lines.append(f"- {row['competitor']}: not available: {row['not_available']}")
     return lines

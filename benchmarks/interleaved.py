@@ -3,13 +3,13 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from competitors import COMPETITORS, REFERENCE, TOLERANCES, Answer, Opened
+from competitors import COMPETITORS, REFERENCE, TOLERANCES, Answer, Opened, Scores
 from evaluator.complexity import multiply_adds
 from evaluator.imaging.resize import resized_size
-from evaluator.progress import progress
 from evaluator.protocols import Protocol
 from nets import CLASSES
 from photos import Photo
@@ -20,44 +20,55 @@ SAMPLED_CROPS = 64  # of the naive competitor, in images that have more
 
 @dataclass(frozen=True)
 class Visit:
-    """One image, answered by each competitor once.
+    """One image, answered once by each competitor of a group.
 
     gflop: of its dense evaluation, two per multiply-add; seconds, deviations: by competitor, the latter the largest
-    difference of a score from the reference's; crops: of the naive competitor, (all, classified), where it took part.
+    difference of a score from the reference's; crops: how many the naive competitor has of it, where it took part.
     """
 
     photo: Photo
     gflop: float
     seconds: Mapping[str, float]
     deviations: Mapping[str, float]
-    crops: tuple[int, int] | None
+    crops: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the visit as plain data."""
+        seconds = {name: round(value, 4) for name, value in self.seconds.items()}
+        return {**self.photo.to_json(), "gflop": round(self.gflop, 2), "crops": self.crops, "seconds": seconds}
 
 
-def warm_up(opened: Mapping[str, Opened], photo: Photo, protocol: Protocol) -> None:
-    """Let each competitor answer once, untimed, and stop at wrong scores."""
-    expected = opened[REFERENCE].answer(photo.pixels, protocol)
-    with progress("warming up", len(opened), "competitors") as advance:
-        for name, competitor in opened.items():
-            if competitor.sample is None:
-                check(name, photo, competitor.answer(photo.pixels, protocol), expected)
-            advance(note=name)
+class Reference:
+    """The scores that others are compared with, computed once for each picture and protocol."""
 
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._known: dict[tuple[str, str], Scores] = {}
 
-def measure(
-    opened: Mapping[str, Opened], photos: Sequence[Photo], protocol: Protocol, net: Architecture, limits: "Limits"
-) -> list[Visit]:
-    """Visit photo after photo, at least `limits.images` of them, and more while the time lasts.
+    def scores(self, photo: Photo, protocol: Protocol) -> Scores:
+        """Return the scores of a picture."""
+        key = (photo.name, protocol.name)
+        if key not in self._known:
+            self._known[key] = self._answer(photo.pixels, protocol)
+        return self._known[key]
 
-    At each visit another competitor begins. Raises SystemExit when a competitor's scores are wrong.
-    """
-    visits: list[Visit] = []
-    begun = time.perf_counter()
-    with progress(f"{net.name}, {protocol.name}", limits.images, "images") as advance:
-        while not limits.reached(len(visits), time.perf_counter() - begun):
-            photo = photos[len(visits) % len(photos)]
-            visits.append(_visit(opened, photo, protocol, net, len(visits)))
-            advance()
-    return visits
+    def learn(self, scores: Scores, photo: Photo, protocol: Protocol) -> None:
+        """Keep the scores of a picture, unless they are known."""
+        self._known.setdefault((photo.name, protocol.name), scores)
+
+    def deviation(self, name: str, found: Scores, photo: Photo, protocol: Protocol) -> float:
+        """Return the largest difference of a score; SystemExit beyond the tolerance of the competitor's precision.
+
+        The naive competitor has no tolerance: its crops see other borders. Its net is the reference's own.
+        """
+        deviation = float(np.abs(found - self.scores(photo, protocol)).max())
+        tolerance = TOLERANCES[COMPETITORS[name].precision]
+        if name != "naive" and not deviation <= tolerance:  # NaN too
+            raise SystemExit(
+                f"{name}: wrong scores on {photo.name}: {deviation:.1e} from those of {REFERENCE}, where {tolerance:g} "
+                "is what rounding can explain. Its speed would mean nothing"
+            )
+        return deviation
 
 
 @dataclass(frozen=True)
@@ -72,46 +83,63 @@ class Limits:
         return images >= self.images and seconds * (images + 1) / max(images, 1) > self.seconds
 
 
-def _visit(opened: Mapping[str, Opened], photo: Photo, protocol: Protocol, net: Architecture, number: int) -> Visit:
+def warm_up(opened: Mapping[str, Opened], photo: Photo, protocol: Protocol, reference: Reference) -> None:
+    """Let each competitor answer once, untimed, and stop at wrong scores."""
+    for name, competitor in opened.items():
+        if competitor.sample is None:
+            reference.deviation(name, competitor.answer(photo.pixels, protocol), photo, protocol)
+
+
+def measure(
+    opened: Mapping[str, Opened],
+    photos: Sequence[Photo],
+    protocol: Protocol,
+    net: Architecture,
+    limits: Limits,
+    reference: Reference,
+) -> list[Visit]:
+    """Visit picture after picture; at each visit another competitor begins.
+
+    Raises SystemExit when a competitor's scores are wrong.
+    """
+    visits: list[Visit] = []
+    begun = time.perf_counter()
+    while not limits.reached(len(visits), time.perf_counter() - begun):
+        photo = photos[len(visits) % len(photos)]
+        visit = _visit(opened, photo, protocol, net, len(visits), reference)
+        visits.append(visit)
+        print(f"    {photo.name}: {sum(visit.seconds.values()):.1f} s", flush=True)
+    return visits
+
+
+def _visit(
+    opened: Mapping[str, Opened],
+    photo: Photo,
+    protocol: Protocol,
+    net: Architecture,
+    number: int,
+    reference: Reference,
+) -> Visit:
     seconds: dict[str, float] = {}
-    scores: dict[str, np.ndarray] = {}
+    scores: dict[str, Scores] = {}
     crops = None
     names = list(opened)
-    first = number % len(names)
-    for name in names[first:] + names[:first]:
-        sample = opened[name].sample
-        if sample is None:
-            seconds[name], scores[name] = _timed(opened[name].answer, photo, protocol)
-        elif number == 0:  # too slow for more than one image
+    for name in names[number % len(names) :] + names[: number % len(names)]:
+        competitor = opened[name]
+        if competitor.sample is not None:
+            if number > 0:  # too slow for more than one picture
+                continue
             crops = _crops(photo, protocol, net)
-            if crops <= SAMPLED_CROPS:
-                seconds[name], scores[name] = _timed(opened[name].answer, photo, protocol)
-            else:
-                seconds[name], crops = sample(photo.pixels, protocol, SAMPLED_CROPS)
-    deviations = {name: check(name, photo, found, scores[REFERENCE]) for name, found in scores.items()}
-    known = None if crops is None else (crops, min(crops, SAMPLED_CROPS))
-    return Visit(photo, _gflop(photo, protocol, net), seconds, deviations, known)
-
-
-def _timed(answer: Answer, photo: Photo, protocol: Protocol) -> tuple[float, np.ndarray]:
-    start = time.perf_counter()
-    scores = answer(photo.pixels, protocol)
-    return time.perf_counter() - start, scores
-
-
-def check(name: str, photo: Photo, found: np.ndarray, expected: np.ndarray) -> float:
-    """Return the largest difference of a score; SystemExit beyond the tolerance of the competitor's precision.
-
-    The naive competitor has none: its crops see other borders. Its net is the reference's own.
-    """
-    deviation = float(np.abs(np.asarray(found, np.float64) - expected).max())
-    tolerance = TOLERANCES[COMPETITORS[name].precision]
-    if name != "naive" and not deviation <= tolerance:  # NaN too
-        raise SystemExit(
-            f"{name}: wrong scores on {photo.name}: {deviation:.1e} from those of {REFERENCE}, where {tolerance:g} is "
-            "what rounding can explain. Its speed would mean nothing"
-        )
-    return deviation
+            if crops > SAMPLED_CROPS:
+                seconds[name] = competitor.sample(photo.pixels, protocol, SAMPLED_CROPS)
+                continue
+        start = time.perf_counter()
+        scores[name] = competitor.answer(photo.pixels, protocol)
+        seconds[name] = time.perf_counter() - start
+    if REFERENCE in scores:
+        reference.learn(scores[REFERENCE], photo, protocol)
+    deviations = {name: reference.deviation(name, found, photo, protocol) for name, found in scores.items()}
+    return Visit(photo, _gflop(photo, protocol, net), seconds, deviations, crops)
 
 
 def _sizes(photo: Photo, protocol: Protocol) -> list[tuple[int, int]]:

@@ -27,15 +27,15 @@ def classify_every_crop(net: DenseNet, image: Pixels, protocol: Protocol) -> npt
     return np.mean([scores[owner == index].mean(axis=0) for index in range(len(views))], axis=0)
 
 
-def seconds_of_sample(net: DenseNet, image: Pixels, protocol: Protocol, crops: int) -> tuple[float, int]:
-    """Return what all crops of an image would take, from a random sample of them, and how many there are."""
+def seconds_of_sample(net: DenseNet, image: Pixels, protocol: Protocol, crops: int) -> float:
+    """Return the seconds that all crops of an image would take, from a random sample of `crops` of them."""
     start = time.perf_counter()
     views = make_views(image, protocol)
     corners = _corners(net, views)
     begun = time.perf_counter()
     chosen = np.random.default_rng(0).choice(len(corners), min(crops, len(corners)), replace=False)
     _classify(net, views, [corners[index] for index in sorted(chosen)])
-    return begun - start + (time.perf_counter() - begun) * len(corners) / len(chosen), len(corners)
+    return begun - start + (time.perf_counter() - begun) * len(corners) / len(chosen)
 
 
 def _corners(net: DenseNet, views: Sequence[ViewImage]) -> list[Corner]:

@@ -101,7 +101,7 @@ def range_canvases(contract: ModelContract) -> Iterator[tuple[UInt8Array, npt.ND
         ragged = contract.canvas == "ragged"
         yield pack([image], height + margin, width + margin, fill=255) if ragged else pack([image], height, width)
     if contract.canvas == "ragged":
-        side = 2 * contract.crop + margin
+        side = contract.crop + margin
         yield pack(golden[:1], side, side, fill=255)
 
 

@@ -25,6 +25,7 @@ from evaluator.errors import CheckFailed, UsageError
 from evaluator.imaging.canvas import pack
 from export.exporting import Export, export_checkpoint
 from export.precision import (
+    check_magnitudes,
     measure_magnitudes,
     precision_warnings,
     probe_bytes,
@@ -375,6 +376,13 @@ def test_the_loss_by_rounding_is_that_of_the_whole_tensor() -> None:
         "t": pytest.approx(expected, rel=1e-9),
         "zero": 0.0,
     }
+
+
+@pytest.mark.parametrize("largest", [65505.0, float("inf"), float("nan")])
+def test_a_layer_beyond_half_is_refused_also_where_infinity_has_become_nan(largest: float) -> None:
+    check_magnitudes({"conv1": 65504.0, "conv2": 1.0})
+    with pytest.raises(UsageError, match="conv2 goes beyond 65504"):
+        check_magnitudes({"conv1": 65504.0, "conv2": largest, "conv3": float("nan")})
 
 
 def test_a_layer_near_the_end_of_half_is_told_with_its_number() -> None:

@@ -74,7 +74,13 @@ class FakeRuntime(ModuleType):
     def preload_dlls(self) -> None:
         self.events.append("preload_dlls")
 
-    def InferenceSession(self, path: str, options: SessionOptions, *, providers: list[Any]) -> Any:  # noqa: N802
+    def set_default_logger_severity(self, severity: int) -> None:
+        assert severity == 4
+
+    def InferenceSession(  # noqa: N802
+        self, path: str, options: SessionOptions, *, providers: list[Any], enable_fallback: int
+    ) -> Any:
+        assert enable_fallback == 0, "the runtime would try the CPU and print"
         self.loads.append((options, providers))
         asked = providers[0] if isinstance(providers[0], str) else providers[0][0]
         self.events.append(f"load on {asked}")
@@ -86,13 +92,27 @@ class FakeRuntime(ModuleType):
             for names, shape in zip(self._names, ((*self._sides, 3), (self._classes,)), strict=True)
         )
         return SimpleNamespace(
-            disable_fallback=lambda: self.events.append("disable_fallback"),
             get_providers=lambda: [runs] if runs == CPU else [runs, CPU],
             get_modelmeta=lambda: SimpleNamespace(custom_metadata_map=fake_contract().to_metadata()),
             get_inputs=lambda: inputs,
             get_outputs=lambda: outputs,
             run=lambda names, feeds: [names, feeds, runs, None],
         )
+
+
+class BindingOfNothing:
+    """Where uploads would go; keeps what was uploaded in `staged`."""
+
+    staged: list[tuple[int, ...]] = []  # noqa: RUF012 - emptied by `use`
+
+    def __init__(self, _runtime: Any, _session: Any, gpu: int, classes: int):
+        assert (gpu, classes) == (0, 6)
+
+    def stage(self, images: np.ndarray, _sizes: np.ndarray) -> None:
+        self.staged.append(images.shape)
+
+    def compute(self, _staged: None) -> list[Any]:
+        return [None] * 4
 
 
 def runtime_error(kind: str, text: str = "what the runtime says") -> Exception:
@@ -113,6 +133,8 @@ def use(monkeypatch: pytest.MonkeyPatch):
 
     def put(runtime: FakeRuntime) -> FakeRuntime:
         monkeypatch.setattr(onnx_runtime, "import_runtime", lambda: runtime)
+        monkeypatch.setattr(onnx_runtime, "CudaBinding", BindingOfNothing)
+        BindingOfNothing.staged.clear()
         return runtime
 
     return put
@@ -125,7 +147,7 @@ def test_asked_for_cuda_another_provider_is_an_error_that_names_both_and_never_a
     runtime = use(FakeRuntime(CUDA, comes_up=instead))
     with pytest.raises(EnvironmentFault, match=rf"--device cuda: {CUDA} did not come up.* offers {instead} instead"):
         open_session(model, "cuda")
-    assert runtime.events == ["preload_dlls", f"load on {CUDA}", "disable_fallback"], "the CPU should not be tried"
+    assert runtime.events == ["preload_dlls", f"load on {CUDA}"], "the CPU should not be tried"
 
 
 def test_asked_for_cuda_a_driver_that_fails_is_an_error_with_the_runtimes_words(use, model: Path) -> None:
@@ -179,7 +201,11 @@ def test_where_cuda_comes_up_it_runs_with_our_options(use, model: Path, device: 
     assert all(isinstance(value, str) for value in settings.values()), "the runtime takes text only"
     assert options.entries == {"session.disable_cpu_ep_fallback": "1"}
     assert (options.intra_op_num_threads, options.enable_mem_pattern) == (1, False)
-    assert runtime.events == ["preload_dlls", f"load on {CUDA}", "disable_fallback"]
+    assert runtime.events == ["preload_dlls", f"load on {CUDA}"]
+    largest, smallest = BindingOfNothing.staged
+    assert smallest == (1, 28, 28, 3)
+    assert largest[0] > 1, "a GPU's memory should be taken by a large batch first"
+    assert largest[1:] == (60, 60, 3), "of the largest scale"
 
 
 @pytest.mark.parametrize("threads", [0, 3])
@@ -189,7 +215,7 @@ def test_threads_are_those_of_the_cpu_provider(use, model: Path, threads: int) -
     assert opened.circumstances.provider == CPU
     ((options, providers),) = runtime.loads
     assert (options.intra_op_num_threads, providers) == (threads, [CPU])
-    assert runtime.events == [f"load on {CPU}", "disable_fallback"], "no library of CUDA should be touched"
+    assert runtime.events == [f"load on {CPU}"], "no library of CUDA should be touched"
 
 
 def test_a_served_model_has_the_threads_that_were_asked_for(use, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

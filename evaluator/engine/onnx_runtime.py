@@ -1,6 +1,8 @@
 """Model files in onnxruntime, on the CPU and on CUDA. Only this module imports onnxruntime."""
 
+import contextlib
 import importlib.metadata
+import io
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +43,7 @@ class OnnxRuntimeModel:
         self.scores_shape: Sequence[Any] = session.get_outputs()[0].shape
         self.packages: Mapping[str, str] = {(_installed_runtimes() or ["onnxruntime"])[0]: str(runtime.__version__)}
         self._session = session
-        self._binding = CudaBinding(runtime, session, gpu) if provider == CUDA else None
+        self._binding = CudaBinding(runtime, session, gpu, self.scores_shape[-1]) if provider == CUDA else None
 
     def stage(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> Any:
         """Bring a batch to the device; any thread may, also while another batch is computed."""
@@ -84,13 +86,24 @@ def load_on_cuda(path: Path, *, gpu: int = 0, tf32: bool = False, memory: int | 
     options.intra_op_num_threads = 1
     options.enable_mem_pattern = False  # one plan per shape would be kept for ever
     options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-    if hasattr(runtime, "preload_dlls"):
-        runtime.preload_dlls()
-    session = _session(runtime, path, options, CUDA, cuda_options(gpu, tf32=tf32, memory=memory))
+    missing = _preload(runtime)
+    try:
+        session = _session(runtime, path, options, CUDA, cuda_options(gpu, tf32=tf32, memory=memory))
+    except EnvironmentFault as error:
+        raise EnvironmentFault(f"{error}. {missing}" if missing else str(error)) from error
     return OnnxRuntimeModel(runtime, session, CUDA, gpu)
 
 
+def _preload(runtime: ModuleType) -> str:
+    """Load the CUDA libraries that came with Python packages; return what the runtime says of missing ones."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):  # it prints
+        runtime.preload_dlls()
+    return " ".join(said.getvalue().split())
+
+
 def _options(runtime: ModuleType) -> Any:
+    runtime.set_default_logger_severity(4)  # it warns of itself on stderr
     options = runtime.SessionOptions()
     options.log_severity_level = 4  # the runtime's own lines would only repeat what our error says
     return options
@@ -102,10 +115,13 @@ def _session(
     """Create the runtime's session on exactly this provider."""
     cuda = provider == CUDA
     try:
+        # Without enable_fallback it would print, and report another failure than the first.
         session = runtime.InferenceSession(
-            os.fspath(path), options, providers=[(provider, dict(settings))] if settings else [provider]
+            os.fspath(path),
+            options,
+            providers=[(provider, dict(settings))] if settings else [provider],
+            enable_fallback=0,
         )
-        session.disable_fallback()
     except Exception as error:
         raise _load_error(error, path, cuda=cuda) from error
     if session.get_providers()[0] != provider:

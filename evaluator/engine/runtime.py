@@ -15,6 +15,7 @@ from evaluator.errors import ContractError, EnvironmentFault
 Array = npt.NDArray[Any]
 
 _LONGEST_REASON, _REASON_HEAD = 400, 120  # characters of what the runtime says; the cause stands at its end
+_LACKING = ("bad_alloc", "allocate memory", "smaller than requested")  # the last: the arena's limit on a GPU
 # `/path/file.cc:91 type name(arguments) const`, where parentheses may stand inside of parentheses.
 _SOURCE_PLACE = re.compile(
     r"[\w./+-]*\.(?:cc|h|cpp|hpp|cu|cuh):\d+ "
@@ -72,4 +73,4 @@ def load_error(error: Exception, path: Path, *, faulty: bool) -> ContractError |
 def lacks_memory(error: Exception) -> bool:
     """Say whether a failure is for want of memory."""
     text = str(error)
-    return isinstance(error, MemoryError) or "bad_alloc" in text or "allocate memory" in text
+    return isinstance(error, MemoryError) or any(words in text for words in _LACKING)

@@ -6,6 +6,7 @@ quiet run of something else.
 
 import importlib.metadata
 import logging
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -20,8 +21,8 @@ from evaluator.contract import INPUTS, OUTPUTS, ModelContract, contract_from_met
 from evaluator.engine import onnx_runtime, openvino_runtime
 from evaluator.engine.batching import BatchRules
 from evaluator.engine.memory import cpu_rules, gpu_rules
-from evaluator.engine.runtime import LoadedModel
-from evaluator.errors import ContractError, EnvironmentFault, UsageError
+from evaluator.engine.runtime import LoadedModel, reason_of
+from evaluator.errors import ContractError, EnvironmentFault, PreluNetError, UsageError
 from evaluator.files import sha256_of
 
 Device = Literal["auto", "cpu", "openvino", "cuda"]
@@ -178,8 +179,41 @@ def open_placed(path: Path, placement: Placement) -> Session:
     _check_interface(loaded, contract, path)
     running = _running(device, contract, asked, path)
     circumstances = Circumstances(loaded.provider, running, _versions(loaded.packages))
-    rules = gpu_rules(contract, placement.memory) if device == "cuda" else cpu_rules(contract, placement.memory)
-    return Session(loaded, contract, digest, circumstances, replace(placement, device=device), rules)
+    memory, file_bytes = placement.memory, path.stat().st_size
+    if device == "cuda":
+        rules = gpu_rules(contract, memory, file_bytes=file_bytes, precision=running)
+    else:
+        rules = cpu_rules(
+            contract, memory, file_bytes=file_bytes, runtime="openvino" if device == "openvino" else "cpu"
+        )
+    session = Session(loaded, contract, digest, circumstances, replace(placement, device=device), rules)
+    if device == "cuda":
+        warm(session, path.name)  # loading does not tell whether cuDNN is there
+    return session
+
+
+def warm(session: Session, name: str) -> None:
+    """Run the smallest canvas, on a GPU a batch of the largest before it, so that no image meets the preparations.
+
+    The largest first, because a GPU's memory is taken in regions into which smaller batches then fit.
+    Raises EnvironmentFault when the model loads but does not run; name: of the model, for its text.
+    """
+    contract, rules = session.contract, session.rules
+    batches = [(1, contract.min_side)]
+    if session.circumstances.provider == onnx_runtime.CUDA:
+        side = max(contract.default_scales)
+        windows = math.prod(contract.window_grid(side, side))
+        batches = [(max(1, min(rules.max_pixels // side**2, rules.max_windows // windows)), side), *batches]
+    for rows, side in batches:
+        try:
+            session.run(np.zeros((rows, side, side, 3), np.uint8), np.full((rows, 2), side, np.int64))
+        except PreluNetError:
+            raise
+        except Exception as error:  # the runtime's own classes
+            raise EnvironmentFault(
+                f"model {name} loads but does not run on {session.circumstances.provider} with {rows} canvases of "
+                f"{side}x{side} ({type(error).__name__}: {reason_of(error)}). Try: prelunet verify MODEL.onnx"
+            ) from error
 
 
 def _load(path: Path, placement: Placement) -> tuple[LoadedModel, Device]:

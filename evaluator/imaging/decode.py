@@ -191,8 +191,8 @@ def _webp_canvas(data: bytes) -> tuple[int, int]:
 
 def _scans(data: bytes) -> int:
     """Count the scans of a JPEG up to its end; what follows (some cameras append a film) does not count."""
-    # Nearly all files have few of these bytes, and no walk is needed. Other threads stand still meanwhile, and
-    # bytes.count takes 2.4 times as long (benchmarks/decoding.py).
+    # Nearly all files have few of these bytes, and no walk is needed. Not bytes.count: it takes 0.065 ms for 92 kB, this
+    # 0.027 ms, and other threads stand still meanwhile.
     if next(islice(_SCAN.finditer(data), _MAX_SCANS, None), None) is None:
         return 0
     scans, position = 0, 2

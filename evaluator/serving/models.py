@@ -7,10 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from evaluator.engine.session import Placement, Session, open_placed
-from evaluator.errors import EnvironmentFault, ModelNotFound, PreluNetError, UsageError
+from evaluator.engine.session import Placement, Session, open_placed, warm
+from evaluator.errors import ModelNotFound, UsageError
 from evaluator.imaging.decode import DecodeLimits
 from evaluator.serving.classifier import MAX_WAITING, Classifier
 
@@ -55,20 +53,6 @@ def load_models(files: Iterable[ModelFile], placement: Placement) -> list[tuple[
         warm(session, file.name)
         loaded.append((file, session))
     return loaded
-
-
-def warm(session: Session, name: str) -> None:
-    """Run the smallest canvas once, so that the first caller does not pay for the runtime's preparations."""
-    side = session.contract.min_side
-    try:
-        session.run(np.zeros((1, side, side, 3), np.uint8), np.array([[side, side]], np.int64))
-    except PreluNetError:
-        raise
-    except Exception as error:  # the runtime's own classes, which only the session module may know
-        raise EnvironmentFault(
-            f"model {name} loads but does not run on {session.circumstances.provider} "
-            f"({type(error).__name__}: {' '.join(str(error).split())[:300]}). Try: prelunet verify MODEL.onnx"
-        ) from error
 
 
 class Models:

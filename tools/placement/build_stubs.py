@@ -1,11 +1,13 @@
 """Compile stand-ins for the CUDA libraries, with which ONNX Runtime's CUDA provider loads where there is no GPU.
 
 Which libraries, functions and symbol versions it needs is read from the installed provider itself; what those of
-stubs.c leave open returns 0. Runs in .venv-gpu (pyelftools); needs a C compiler.
+stubs.c leave open returns 0. Runs in .venv-gpu (pyelftools) and calls the C compiler `cc`, or $CC.
 """
 
 import argparse
+import os
 import re
+import shlex
 import subprocess
 from importlib.metadata import distribution
 from pathlib import Path
@@ -64,7 +66,8 @@ def build(library: str, functions: list[str], folder: Path) -> None:
 
 
 def _compile(*arguments: str | Path) -> None:
-    subprocess.run(["cc", "-O1", "-fPIC", "-Wall", "-Wextra", *arguments], check=True)
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    subprocess.run([*compiler, "-O2", "-fPIC", "-Wall", "-Wextra", *arguments], check=True)
 
 
 def main() -> None:

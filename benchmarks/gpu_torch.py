@@ -1,0 +1,196 @@
+"""Part `torch`: the engine beside eager and compiled torch, in half precision with channels last.
+
+`canvas`: one shape again and again, pixels on the GPU already: how good the kernels are. `mixed`: photos of ImageNet's
+sizes at the scales of `multi-scale`, pixels in the host's memory, as somebody would write it in torch: exact shapes, in
+pairs (a view and its mirror image) or in groups of equal shapes; beside it the engine's pipeline with its canvases. The
+second pass counts, in which no shape is new; the first is told too.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from dense_torch import DenseNet
+from gpu_results import Results
+from gpu_rig import MEAN, Rig, check_provider, raw_session
+from gpu_sweep import Bound
+from gpu_throughput import THREADS, Work, resized_noise
+from imagenet_sizes import draw
+
+from evaluator.datasets.sample import Sample
+from evaluator.engine.stages import Stages
+from evaluator.imaging.views import ViewImage
+from evaluator.validation.pipeline import _Pipeline
+
+CANVASES = ((8, 256, 352), (8, 384, 512), (4, 480, 640))
+COMPILED_CANVAS = (8, 384, 512)
+IMAGES = 48
+MOST_PIXELS = 16 * 384 * 512  # of a group of equal shapes
+SLOWEST = 150  # seconds, after which a first pass is given up
+
+Settings = dict[str, Any]
+Scores = Callable[[np.ndarray], np.ndarray]  # uint8 (N, H, W, 3) → float32 (N, K)
+
+
+def plan(rig: Rig) -> list[str]:
+    """Return what would be measured, a line each."""
+    found = [settings for settings, _ in _all_settings(rig)]
+    return [
+        f"{sum(s['what'] == 'canvas' for s in found)} times one canvas: engine, eager, eager with cudnn.benchmark, compiled; "
+        "A and C",
+        f"{sum(s['what'] == 'mixed' for s in found)} times {rig.few(IMAGES, 4)} photos of mixed shapes, multi-scale",
+        "about 7 minutes, most of them for cudnn.benchmark and the compiler",
+    ]
+
+
+def run(rig: Rig, results: Results) -> None:
+    """Measure all cases; where the engine's provider does not come up, torch alone."""
+    engine = True
+    try:
+        check_provider(rig)
+    except SystemExit as reason:
+        engine = False
+        print(f"the engine is left out: {reason}")
+    for settings, seconds in _all_settings(rig):
+        if settings["competitor"] == "engine" and not engine:
+            continue
+        work = _canvas if settings["what"] == "canvas" else _mixed
+        results.measure(settings, partial(_tidied, rig, partial(work, rig, settings)), seconds)
+
+
+def _all_settings(rig: Rig) -> Iterator[tuple[Settings, float]]:
+    """Yield settings and seconds, what takes longest last."""
+    for net in ("C", "A"):
+        for way, competitor in (("pipeline", "engine"), ("pairs", "eager"), ("groups", "eager")):
+            yield {"what": "mixed", "net": net, "competitor": competitor, "way": way}, 30
+        for canvas in CANVASES:
+            for competitor in ("engine", "eager", "eager-benchmark"):
+                yield {"what": "canvas", "net": net, "competitor": competitor, "canvas": list(canvas)}, 20
+    yield {"what": "canvas", "net": "C", "competitor": "compiled", "canvas": list(COMPILED_CANVAS)}, 80
+    yield {"what": "mixed", "net": "C", "competitor": "eager-benchmark", "way": "pairs"}, 150 if rig.on_gpu else 10
+    yield {"what": "mixed", "net": "C", "competitor": "compiled", "way": "pairs"}, 150 if rig.on_gpu else 10
+
+
+def _tidied(rig: Rig, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Work, and leave torch as it was."""
+    try:
+        return work()
+    finally:
+        torch.backends.cudnn.benchmark = False
+        torch._dynamo.reset()
+        if rig.on_gpu:
+            torch.cuda.empty_cache()
+
+
+def _net(rig: Rig, settings: Settings) -> Any:
+    """Return the net of a competitor: uint8 tensor (N, H, W, 3) on the device → scores."""
+    net = DenseNet(rig.torch_net(settings["net"]), MEAN, dtype=torch.float16, channels_last=True).to(rig.device).eval()
+    torch.backends.cudnn.benchmark = settings["competitor"] == "eager-benchmark"
+    if settings["competitor"] != "compiled":
+        return net
+    backend = "inductor" if rig.on_gpu else "eager"  # in a rehearsal nothing is compiled, which would take a minute
+    return torch.compile(net, dynamic=settings["what"] == "mixed", backend=backend)
+
+
+def _canvas(rig: Rig, settings: Settings) -> dict[str, Any]:
+    """Time one shape whose pixels are on the device."""
+    rows, height, width = settings["canvas"]
+    shape = rows, height, width = rig.few(rows), rig.px(height), rig.px(width)
+    images = np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8)
+    begun = time.perf_counter()
+    if settings["competitor"] == "engine":
+        bound = Bound(rig, raw_session(rig, rig.model_file(settings["net"], "fp16")))
+        values = bound.upload(shape)
+        scores = bound.run(values)[0].numpy()
+        timing = rig.timed(lambda: bound.run(values))
+    else:
+        net, pixels = _net(rig, settings), torch.from_numpy(images).to(rig.device)
+        with torch.inference_mode():
+            scores = net(pixels).float().cpu().numpy()
+            timing = rig.timed(lambda: net(pixels))
+    tflops = rig.flop(settings["net"], [(height, width)] * rows) / timing["ms"] / 1e9
+    return {
+        **timing,
+        "images_per_second": 1e3 * rows / timing["ms"],
+        "tflops": tflops,
+        "share_of_peak": rig.share_of_peak(tflops, "fp16"),
+        "off": _off(rig, settings, images, scores),
+        "seconds_in_all": time.perf_counter() - begun,
+        "memory_gb": rig.used_memory_gb(),
+    }
+
+
+def _off(rig: Rig, settings: Settings, images: np.ndarray, scores: np.ndarray) -> float:
+    """Return by how much scores are off from torch in float32, without TF32."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        exact = DenseNet(rig.torch_net(settings["net"]), MEAN).to(rig.device).eval().scores(images)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+    return float(np.abs(exact - scores).max())
+
+
+def _mixed(rig: Rig, settings: Settings) -> dict[str, Any]:
+    """Time two passes over photos of mixed shapes."""
+    sizes = draw(rig.few(IMAGES, 4))
+    work = Work(rig, {**settings, "precision": "fp16", "protocol": "multi-scale", "part": 0}, sizes)
+    views = resized_noise(sizes, work.protocol)
+    if settings["competitor"] == "engine":
+        one_pass = partial(_engine_pass, work, views)
+    else:
+        one_pass = partial(_torch_pass, rig, _net(rig, settings), _batches(views, settings["way"]))
+    took = [one_pass() for _ in range(3)]
+    seconds = min(took[1:])
+    shapes = work.shapes()
+    tflops = rig.flop(settings["net"], shapes) / seconds / 1e12
+    return {
+        "images": len(sizes),
+        "different_shapes": len(set(shapes)),
+        "images_per_second": len(sizes) / seconds,
+        "tflops": tflops,
+        "share_of_peak": rig.share_of_peak(tflops, "fp16"),
+        "first_seconds": took[0],
+        "seconds": seconds,
+    }
+
+
+def _engine_pass(work: Work, views: Sequence[list[ViewImage]]) -> float:
+    """Return the seconds of the pipeline of `validate` on these views."""
+    numbers = [Sample(str(index), 0, 1) for index in range(len(views))]
+    begun = time.perf_counter()
+    line = _Pipeline([work.session], [numbers], lambda sample: views[int(sample.file)], THREADS, Stages())
+    with closing(line):
+        for part in line.finished():
+            assert len(part.results) == sum(map(len, views)), "views are missing"
+    return time.perf_counter() - begun
+
+
+def _batches(views: Sequence[list[ViewImage]], way: str) -> list[np.ndarray]:
+    """Return the views as arrays (N, H, W, 3) of exact shapes: mirrored pairs in order, or all of a shape together."""
+    if way == "pairs":
+        pairs = (of_image[first : first + 2] for of_image in views for first in range(0, len(of_image), 2))
+        return [np.stack([view.image for view in pair]) for pair in pairs]
+    groups: dict[tuple[int, ...], list[np.ndarray]] = {}
+    for view in (view for of_image in views for view in of_image):
+        groups.setdefault(view.image.shape, []).append(view.image)
+    batches = []
+    for (height, width, _), images in groups.items():
+        most = max(1, MOST_PIXELS // (height * width))
+        batches += [np.stack(images[start : start + most]) for start in range(0, len(images), most)]
+    return batches
+
+
+@torch.inference_mode()
+def _torch_pass(rig: Rig, net: Any, batches: Sequence[np.ndarray]) -> float:
+    """Return the seconds in which torch takes the batches from the host and gives their scores back."""
+    begun = time.perf_counter()
+    for index, images in enumerate(batches):
+        net(torch.from_numpy(images).to(rig.device)).cpu()
+        if (spent := time.perf_counter() - begun) > SLOWEST:
+            raise TimeoutError(f"given up after {index + 1} of {len(batches)} batches in {spent:.0f} s")
+    return time.perf_counter() - begun

@@ -1,0 +1,272 @@
+"""Limits on memory: batches and parts that stay within them, what cannot be refused up front, and where limits are."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_protocol_costs import contract_of
+
+from evaluator.contract import ModelContract
+from evaluator.engine.batching import MAX_PIXELS, MAX_WINDOWS, BatchRules, plan_batches
+from evaluator.engine.footprint import batch_bytes, bytes_at, operations_a_pixel, weights_bytes
+from evaluator.engine.memory import (
+    MemoryNeed,
+    cpu_rules,
+    gpu_rules,
+    image_bytes,
+    in_bytes,
+    machine_memory,
+    memory_need,
+    parse_memory,
+    part_within,
+    require_fits,
+    rules_within,
+)
+from evaluator.errors import UsageError
+from evaluator.protocols import Protocol, make_protocol
+from fakes import fake_contract
+
+G = 2**30
+A = contract_of("A")
+CHUNK = 256
+
+
+# Batches.
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(28, 300), st.integers(28, 300)), min_size=1, max_size=40),
+    st.sampled_from([1, 8]),
+    st.sampled_from([2**25, 2**25 + 10**6, 2**26, 2**27]),
+)
+def test_no_batch_of_several_images_takes_more_than_the_budget(
+    shapes: list[tuple[int, int]], step: int, budget: int
+) -> None:
+    contract = fake_contract()
+    rules = rules_within(contract, budget, BatchRules(step, switch_pixels=step - 1))
+    for batch in plan_batches(shapes, contract.window_grid, rules, max_side=contract.max_side).batches:
+        needed = batch_bytes(contract, batch.rows, batch.height, batch.width)
+        assert batch.rows == 1 or needed <= budget
+
+
+def test_a_budget_is_used_up() -> None:
+    rules = rules_within(A, G, BatchRules())
+    assert 0.99 * G < bytes_at(A, rules.max_pixels, rules.max_windows) <= G
+
+
+def test_without_a_limit_or_with_a_large_one_batches_are_the_usual_ones() -> None:
+    assert cpu_rules(A, None) == cpu_rules(A, 64 * G) == BatchRules()
+    most = BatchRules(32, 5000, 7_000_000, 123)
+    assert rules_within(A, 64 * G, most) == most
+
+
+def test_with_less_memory_both_limits_shrink_alike_and_nothing_else_changes() -> None:
+    most = BatchRules(32, 5000, 7_000_000, 123)
+    less = rules_within(A, G, most)
+    assert less == replace(most, max_windows=less.max_windows, max_pixels=less.max_pixels)
+    assert less.max_pixels < most.max_pixels
+    assert less.max_windows / less.max_pixels == pytest.approx(5000 / 7_000_000, rel=1e-3)  # whole numbers
+
+
+def test_with_next_to_no_memory_every_image_is_a_batch() -> None:
+    assert rules_within(A, 0, BatchRules()) == cpu_rules(A, 1) == BatchRules(max_windows=1, max_pixels=1)
+
+
+def test_the_larger_the_file_and_what_the_runtime_keeps_of_it_the_smaller_the_batches() -> None:
+    usual = cpu_rules(A, 2 * G)
+    assert usual == cpu_rules(A, 2 * G, file_bytes=weights_bytes(A)), "a file of unknown size is as its layers say"
+    assert cpu_rules(A, 2 * G, file_bytes=weights_bytes(A) + 10**8).max_pixels < usual.max_pixels
+    assert cpu_rules(A, 3 * G, runtime="openvino").max_pixels < cpu_rules(A, 3 * G).max_pixels
+
+
+# A GPU.
+
+
+def test_gpu_canvases_grow_by_two_cells_of_the_feature_map_and_those_of_exact_files_not_at_all() -> None:
+    assert gpu_rules(A, None).canvas_step == 32
+    exact = gpu_rules(replace(A, canvas="exact"), None)
+    assert exact.canvas_step == 1
+    assert exact.switch_pixels > 0, "equal numbers of rows save changes there too"
+
+
+@pytest.mark.parametrize(("precision", "rate"), [("fp32", 45e12), ("tf32", 200e12), ("fp16", 400e12)])
+def test_a_change_of_canvas_costs_what_is_computed_in_20_milliseconds(precision: str, rate: float) -> None:
+    rules = gpu_rules(A, None, precision=precision)
+    assert rules.switch_pixels * operations_a_pixel(A) == pytest.approx(0.020 * rate, rel=1e-5)  # whole pixels
+    assert (
+        gpu_rules(replace(A, precision="fp16"), None).switch_pixels
+        == gpu_rules(A, None, precision="fp16").switch_pixels
+    )
+
+
+def test_a_net_of_unknown_cost_has_no_blank_canvases() -> None:
+    unknown = replace(A, architecture={"name": "x", "activation": "unknown"}, canvas="exact")
+    assert gpu_rules(unknown, None).switch_pixels == 0
+
+
+def test_gpu_batches_are_larger_than_those_of_a_cpu_and_shrink_with_the_limit() -> None:
+    usual, small = gpu_rules(A, None, precision="fp16"), gpu_rules(A, 3 * G, precision="fp16")
+    assert usual.max_pixels > small.max_pixels > 0
+    assert usual.max_pixels > 4 * MAX_PIXELS
+    assert usual.max_windows > 4 * MAX_WINDOWS
+    assert gpu_rules(A, None, precision="fp32").max_pixels < usual.max_pixels
+    assert gpu_rules(A, 80 * G, precision="fp16") == usual, "more would make nothing faster"
+
+
+# Parts of a chunk.
+
+
+@pytest.mark.parametrize(
+    ("name", "images"), [("center", 256), ("dense-256", 256), ("multi-scale", 64), ("dense-1024", 32)]
+)
+def test_parts_of_a_chunk_without_a_limit_are_what_they_always_were(name: str, images: int) -> None:
+    assert part_within(make_protocol(name, A), 256, None) == images
+
+
+@given(st.integers(1, 2**36), st.sampled_from(["center", "ten-crop", "multi-scale", "spp-net"]), st.integers(1, 999))
+def test_a_part_takes_a_sixteenth_of_the_limit_or_is_one_image(memory: int, name: str, chunk: int) -> None:
+    protocol = make_protocol(name, A)
+    images = part_within(protocol, chunk, memory)
+    assert 1 <= images <= part_within(protocol, chunk, None)
+    assert images == 1 or images * image_bytes(protocol) <= memory / 16
+
+
+def test_the_views_of_the_longest_image_are_counted_once_for_both_mirrors() -> None:
+    assert image_bytes(make_protocol("multi-scale", A)) == 3 * 4 * (256**2 + 384**2 + 480**2)
+    assert image_bytes(make_protocol("ten-crop", A)) == 3 * 10 * 224**2
+
+
+# The whole process.
+
+
+def test_a_process_takes_the_larger_of_loading_and_running() -> None:
+    assert MemoryNeed(base=1, loading=20, weights=12, batch=3, images=4).total == 1 + 20
+    assert MemoryNeed(base=1, loading=20, weights=12, batch=5, images=4).total == 1 + 12 + 5 + 4
+
+
+def test_the_longest_view_is_in_the_need() -> None:
+    need = memory_need(A, make_protocol("dense-1024", A), CHUNK, None)
+    assert need.batch == batch_bytes(A, 1, 1024, 4096) > 6e9
+    assert need.weights == pytest.approx(1.4 * 712e6, rel=1e-3)  # as the file is, without its metadata
+    assert need.loading == pytest.approx(2.2 * 712e6, rel=1e-3)
+
+
+def test_many_small_views_are_in_the_need() -> None:
+    need = memory_need(A, make_protocol("center", A), CHUNK, None)
+    assert need.batch == batch_bytes(A, MAX_PIXELS // 224**2, 224, 224)
+
+
+def test_a_run_within_its_limit_says_what_it_takes() -> None:
+    need = require_fits(A, make_protocol("multi-scale", A), CHUNK, 4 * G)
+    assert need.total <= 4 * G
+    assert re.fullmatch(r"3\.\d\dG \(base 128M, weights 951M, batch 1\.\d\dG, images \d+M; 1\.46G while .*", str(need))
+
+
+def refusal_of(contract: ModelContract, protocol: Protocol, memory: int) -> str:
+    try:
+        need = require_fits(contract, protocol, CHUNK, memory)
+    except UsageError as error:
+        return str(error)
+    assert need.total <= memory
+    return ""
+
+
+@pytest.mark.parametrize("model", ["A", "C"])
+@pytest.mark.parametrize("name", ["center", "dense-256", "multi-scale", "dense-1024"])
+@pytest.mark.parametrize("limit", ["1M", "1G", "2G", "3.5G", "9G"])
+def test_what_a_refusal_says_is_enough_and_not_much_less_is(model: str, name: str, limit: str) -> None:
+    contract, memory = contract_of(model), parse_memory(limit) or 0
+    protocol = make_protocol(name, contract)
+    refusal = refusal_of(contract, protocol, memory)
+    if refusal:
+        found = re.search(r"Give (\S+) or more", refusal)
+        enough = parse_memory(found and found[1]) or 0
+        assert enough > memory
+        assert not refusal_of(contract, protocol, enough)
+        assert refusal_of(contract, protocol, int(0.85 * enough)), "an eighth is what parts grow by"
+
+
+def test_a_view_that_cannot_fit_is_refused_with_its_size_and_what_to_do() -> None:
+    with pytest.raises(UsageError) as refused:
+        require_fits(A, make_protocol("dense-1024", A), CHUNK, 4 * G)
+    text = str(refused.value)
+    assert text.startswith("--memory-limit 4.00G: protocol dense-1024 takes up to ")
+    assert "image of 1:4 has 1024x4096 pixels" in text
+    assert "smaller scales" in text
+
+
+def test_a_model_that_cannot_even_be_loaded_is_refused_as_such() -> None:
+    with pytest.raises(UsageError, match="Loading the model"):
+        require_fits(A, make_protocol("center", A), CHUNK, G)
+
+
+# Amounts.
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("6G", 6 * 2**30),
+        ("500M", 500 * 2**20),
+        ("1.5GiB", 3 * 2**29),
+        ("6GB", 6 * 10**9),
+        ("900MB", 900 * 10**6),
+        ("2T", 2**41),
+        (None, None),
+    ],
+)
+def test_amounts_of_memory_are_read(text: str | None, value: int | None) -> None:
+    assert parse_memory(text) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "6", "G", "6g", "6Gb", "6 G", "-6G", "+6G", "1e3M", "6.G", "0G", "0.0000001M", "9999999T", "6G\n", "٦G"],
+)
+def test_what_is_no_amount_of_memory_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="with its unit"):
+        parse_memory(text)
+
+
+@given(st.integers(2**20, 2**45))
+def test_an_amount_is_told_to_three_digits_and_never_too_low(value: int) -> None:
+    told = parse_memory(in_bytes(value)) or 0
+    assert value <= told <= 1.011 * value  # 1.01 after 1.00…1
+    assert len(in_bytes(value)) <= 5
+
+
+# The machine.
+
+
+def machine(root: Path, groups: str, limits: dict[str, str]) -> int:
+    for path, text in {"proc/self/cgroup": groups, **limits}.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    return machine_memory(root)
+
+
+def test_a_machine_without_control_groups_has_its_physical_memory(tmp_path: Path) -> None:
+    assert machine_memory(tmp_path) == machine_memory(tmp_path / "nothing") > 2**27
+    assert machine(tmp_path, "0::/\n", {"sys/fs/cgroup/memory.max": "max\n"}) == machine_memory(tmp_path / "nothing")
+
+
+def test_the_lowest_limit_of_a_group_and_those_above_it_counts(tmp_path: Path) -> None:
+    limits = {"sys/fs/cgroup/a/memory.max": "7000\n", "sys/fs/cgroup/a/b/memory.max": "9000\n"}
+    assert machine(tmp_path, "0::/a/b\n", limits) == 7000
+    assert machine(tmp_path, "0::/a/b\n", {"sys/fs/cgroup/a/b/memory.max": "5000\n"}) == 5000
+    assert machine(tmp_path, "0::/other\n", {}) > 7000, "another group's limit"
+
+
+def test_the_limit_of_a_container_stands_at_the_root_of_what_it_sees(tmp_path: Path) -> None:
+    assert machine(tmp_path, "0::/../../pod\n", {"sys/fs/cgroup/memory.max": "8000\n"}) == 8000
+
+
+def test_control_groups_of_version_1_are_read(tmp_path: Path) -> None:
+    limits = {"sys/fs/cgroup/memory/x/memory.limit_in_bytes": "6000\n", "sys/fs/cgroup/x/memory.max": "1\n"}
+    assert machine(tmp_path, "8:pids:/x\n4:cpu,memory:/x\n", limits) == 6000
+    no_limit = {"sys/fs/cgroup/memory/x/memory.limit_in_bytes": "9223372036854771712\n"}
+    assert machine(tmp_path, "4:memory:/x\n", no_limit) == machine_memory(tmp_path / "nothing")
