@@ -3,6 +3,7 @@
 # make test          the whole test suite; LARGE=1 adds model C, ARGS='-k oracle' goes to pytest
 # make test-browser  opens the report in Chromium, laptop and phone; `make test` does so too where there is one
 # make check-install  a clean environment without torch and onnx serves, validates, reports
+# make check-placement  without a GPU: every node of the model files is placed on CUDA, without copies inside
 # make lint format proto bench pins clean
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ BIN := .venv/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-browser lint check-install format proto bench pins clean
+.PHONY: demo test test-browser lint check-install check-placement format proto bench pins clean
 
 demo: .venv/with-train
 	PATH="$(CURDIR)/$(BIN):$$PATH" tools/demo.sh $(DATA)
@@ -30,6 +31,9 @@ lint: .venv/with-dev
 check-install: .venv/with-dev
 	tools/check_install.sh $(PYTHON)
 
+check-placement: .venv/with-dev
+	tools/check_placement.sh $(PYTHON) $(ARGS)
+
 format: .venv/with-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -38,7 +42,7 @@ proto: .venv/with-dev
 	PATH="$(CURDIR)/$(BIN):$$PATH" tools/generate_proto.sh
 
 bench: .venv/with-dev
-	$(BIN)/python benchmarks/engine.py
+	$(BIN)/python benchmarks/engine.py --output benchmarks/results/engine-cpu.json
 	$(BIN)/python benchmarks/reporting.py
 
 pins: .venv/with-dev
@@ -52,4 +56,4 @@ pins: .venv/with-dev
 	touch $@
 
 clean:
-	rm -rf .venv demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-gpu demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -26,10 +26,7 @@ def main() -> None:
     try:
         opened = COMPETITORS[name].open(Case(Path(folder), int(threads)))
         ready = time.perf_counter() - BEGUN
-        if opened.sample:
-            opened.sample(image, protocol, 16)  # one batch takes as much memory as many
-        else:
-            opened.answer(image, protocol)
+        opened.answer(image, protocol)
     except NotAvailable as error:
         print(json.dumps({"not_available": str(error)}))
         return

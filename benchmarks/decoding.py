@@ -9,7 +9,7 @@ continued by their mirror images, so that the detail stays as fine as it was.
 The ways differ from ours, `decode_image` and `resize_to_scales`, in one thing each; decoders other than Pillow are
 measured where they are installed (none belongs to this project). Deviations are grey levels of 0-255 after resizing.
 With a model: the largest deviation of a score at the model's own scales, and how many photos get another class.
-Times of one thread are what it computes (time.thread_time), those of two threads what a clock says.
+Times of one thread are what it computes (time.thread_time), those of several (in brackets) what a clock says.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def main() -> None:
             "photos": len(jpegs),
             "kilobytes": round(statistics.mean(map(len, jpegs)) / 1000),
             "stages": _stages(jpegs[0], repeats),
-            "ways": _compare(ways, jpegs, repeats),
+            "ways": _compare(ways, jpegs, repeats, options.threads),
         }
         if options.model:
             for name, effect in _scores(ways, jpegs, options.model).items():
@@ -85,6 +85,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--large-photos", type=int, default=4, help="of 4000x3000")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--large-repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2, help="0 leaves it out, where the machine has other work too")
     parser.add_argument("--output", type=Path, help="JSON file to write; a table is written beside it")
     return parser.parse_args()
 
@@ -173,7 +174,7 @@ def _draft(data: bytes, scales: Sequence[int], gap: int) -> dict[int, Pixels]:
 
 def _reduced(data: bytes, scales: Sequence[int], gap: int) -> dict[int, Pixels]:
     """Let Pillow average blocks of pixels first, to no less than `gap` times the scale."""
-    image = Image.fromarray(decode_rgb(data))
+    image = decode_image(data)
     return {scale: np.array(image.resize(_columns_rows(image, scale), BILINEAR, reducing_gap=gap)) for scale in scales}
 
 
@@ -227,23 +228,24 @@ def _stages(data: bytes, repeats: int) -> dict[str, float]:
     return {name: round(statistics.median(values[1:]), 3) for name, values in taken.items()}
 
 
-def _compare(ways: dict[str, Way], jpegs: Sequence[bytes], repeats: int) -> dict[str, dict[str, Any]]:
-    """Run all ways in turn, alone and in two threads; the first round warms up and gives the pixels to compare."""
+def _compare(ways: dict[str, Way], jpegs: Sequence[bytes], repeats: int, threads: int) -> dict[str, dict[str, Any]]:
+    """Run all ways in turn, in one thread and in several; the comparison of pixels before warms up."""
     rows: dict[str, dict[str, Any]] = {name: _deviation(ways["ours"], way, jpegs) for name, way in ways.items()}
-    with ThreadPoolExecutor(2) as threads:
+    with ThreadPoolExecutor(max(threads, 1)) as pool:
         for protocol, scales in SCALES.items():
             alone: dict[str, list[float]] = {name: [] for name in ways}
-            both: dict[str, list[float]] = {name: [] for name in ways}
+            together: dict[str, list[float]] = {name: [] for name in ways}
             for _ in range(repeats):
                 for name, way in ways.items():
                     run = partial(way, scales=scales)
                     alone[name] += [_milliseconds(partial(run, data)) for data in jpegs]
-                    together = _milliseconds(lambda run=run: list(threads.map(run, jpegs)), time.perf_counter)
-                    both[name].append(together / len(jpegs))
+                    if threads:
+                        all_photos = _milliseconds(lambda run=run: list(pool.map(run, jpegs)), time.perf_counter)
+                        together[name].append(all_photos / len(jpegs))
             for name in ways:
                 rows[name][protocol] = {
                     "ms": round(statistics.median(alone[name]), 3),
-                    "ms_two_threads": round(statistics.median(both[name]), 3),
+                    "ms_in_threads": round(statistics.median(together[name]), 3) if threads else None,
                     "cores": round(NEEDS[protocol] * statistics.median(alone[name]) / 1000, 2),
                 }
     return rows
@@ -301,7 +303,11 @@ def _tell(options: argparse.Namespace, sources: Sequence[Pixels], results: dict[
         return
     result = {
         "date": datetime.now(UTC).date().isoformat(),
-        "command": "python benchmarks/decoding.py" + (" --data DIR" if options.data else ""),
+        "command": "python benchmarks/decoding.py"
+        + (" --data DIR" if options.data else "")
+        + (" --model MODEL" if options.model else ""),
+        "repeats": {"500x375": options.repeats, "4000x3000": options.large_repeats},
+        "threads": options.threads,
         "machine": machine() | {"load_at_the_end": [round(load, 2) for load in os.getloadavg()]},
         "versions": _versions(),
         "sources": {"what": origin, "count": len(sources), "heights": sides[0], "widths": sides[1]},
@@ -318,14 +324,14 @@ def _table(kind: str, result: dict[str, Any]) -> list[str]:
     """Return Markdown: the ways, and the stages of ours."""
     lines = [
         f"{kind}, {result['photos']} photos of {result['kilobytes']} kB on average; milliseconds per photo "
-        "(in brackets: two threads at once)",
+        "(in brackets: in several threads at once, where measured)",
         "",
         "| way | dense-256 | multi-scale | ratio | deviation: largest | mean | share | scores | other class |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     ours = result["ways"]["ours"]["multi-scale"]["ms"]
     for name, row in result["ways"].items():
-        times = [f"{row[p]['ms']:.2f} ({row[p]['ms_two_threads']:.2f})" for p in SCALES]
+        times = [f"{row[p]['ms']:.2f}" + (f" ({t:.2f})" if (t := row[p]["ms_in_threads"]) else "") for p in SCALES]
         cells = [name, *times, f"{row['multi-scale']['ms'] / ours:.2f}", row["largest"], row["mean"], row["share"]]
         lines.append(
             "| " + " | ".join(map(str, [*cells, row.get("scores_off", ""), row.get("other_class", "")])) + " |"

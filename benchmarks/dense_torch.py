@@ -2,8 +2,9 @@
 
 The convolutions run once over the whole image; every bin of the pyramid is one stride-1 max pool for all windows, each
 pool made of a smaller one (`export.pyramid`); the bins of each window are gathered, channels last, and meet fc1, fc2
-and fc3 as three matrix products. Other exact forms were slower: milliseconds of pyramid and fc1 alone, model A, float32,
-two views, torch 2.13 on 2 AVX-512 cores that were not idle (2026-11-20; least of four, channels first and last):
+and fc3 as three matrix products. Other exact forms were slower: milliseconds of pyramid and fc1 alone, model A,
+float32, two views, torch 2.13 on 2 AVX-512 cores that were not idle (2026-11-20; the least of
+four, channels first and last):
 
     view       gathered, oneDNN's product   dilated convolutions   gathered, 1x1 convolution   gathered, F.linear (MKL)
     256x341    35, 44                       183, 192               178, 179                    81, 86

@@ -72,7 +72,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--protocols", nargs="+", default=["dense-256", "multi-scale"], help="of kind dense")
     parser.add_argument("--data", type=Path, help="folder of photos, instead of pictures that a formula makes")
     parser.add_argument("--images", type=int, default=3, help="at least, per net, protocol and precision")
-    parser.add_argument("--seconds", type=float, default=40,
+    parser.add_argument("--seconds", type=float, default=25,
                         help="per net, protocol and precision, in which more images are taken")  # fmt: skip
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of every competitor")
     parser.add_argument("--only", nargs="+", choices=list(COMPETITORS), metavar="COMPETITOR", default=list(COMPETITORS),
@@ -139,20 +139,19 @@ def _protocols(case: Case, names: Sequence[str]) -> list[Protocol]:
 
 def _alone(case: Case, names: Sequence[str], photo: Photo, scale: int) -> dict[str, Json]:
     """Return what each competitor takes alone in a process of its own, by name; see alone.py."""
-    script = Path(__file__).with_name("alone.py")
+    script = str(Path(__file__).with_name("alone.py"))
+    stand_ins = {name: COMPETITORS[name].alone_as or name for name in names}
     found: dict[str, Json] = {}
-    with progress("each alone", len(names), "competitors") as advance:
-        for name in names:
+    with progress("each alone", len(set(stand_ins.values())), "competitors") as advance:
+        for name in dict.fromkeys(stand_ins.values()):
             sides = map(str, photo.pixels.shape[:2])
             arguments = [str(case.folder), name, str(case.threads), *sides, str(scale)]
-            done = subprocess.run(
-                [sys.executable, str(script), *arguments], capture_output=True, text=True, check=False
-            )
+            done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, check=False)
             if done.returncode:
                 raise SystemExit(f"{name}: failed alone:\n{done.stderr}")
             found[name] = json.loads(done.stdout.splitlines()[-1])
             advance(note=name)
-    return found
+    return {name: found[stand_in] for name, stand_in in stand_ins.items()}
 
 
 def _open(case: Case, names: Sequence[str], alone: Mapping[str, Json]) -> dict[str, Opened]:

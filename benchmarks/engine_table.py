@@ -28,7 +28,7 @@ NOTES = (
     "*images/s*: pictures over their seconds. *x naive*: as many times the naive way's GFLOP/s. *x fastest*: times as "
     "fast as the fastest competitor of the same precision that is not ours, the median over pictures of the ratio on "
     "the same one. *GFLOP/s*: two per multiply-add of the dense evaluation, median over pictures, then the lowest and "
-    "the highest. *peak MB*, *ready s*: the competitor alone in a new process; its imports, loading and compiling, then "
+    "the highest. *peak MB*, *ready s*: the competitor alone in a new process; imports, loading and compiling, then "
     "one picture at the largest scale. *scores off by*: the largest difference from torch eager. *openvino, our file*: "
     "bare calls of the runtime, on the compiled model that *ours* uses."
 )
@@ -53,10 +53,11 @@ def rows_of(visits: Sequence[Visit], alone: Mapping[str, Mapping[str, Any]]) -> 
     rows = []
     for name, competitor in COMPETITORS.items():
         row: Row = {"competitor": name, "precision": competitor.precision, "ours": competitor.ours}
+        known = dict(alone.get(name, {"not_available": "not chosen"}))
         if name in names:
-            row |= _measured(visits, name, fastest[competitor.precision]) | dict(alone.get(name, {}))
+            row |= _measured(visits, name, fastest[competitor.precision]) | known
         else:
-            row |= dict(alone.get(name, {"not_available": "not chosen"}))
+            row |= {"not_available": "not measured yet"} | known
         rows.append(row)
     return rows
 

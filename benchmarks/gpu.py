@@ -1,7 +1,8 @@
 """Everything that is to be known of the engine on a GPU, in parts of less than eight minutes each.
 
     python benchmarks/gpu.py --part parity|sweep|throughput|torch|training [--output FILE]
-    python benchmarks/gpu.py --part table          the Markdown table of all results, for docs/gpu.md
+    python benchmarks/gpu.py --part table          the Markdown tables of all results
+    python benchmarks/gpu.py --part table --output docs/gpu.md     the same, written between the marks of that file
     python benchmarks/gpu.py --plan                what each part would measure, and about how long it takes
     python benchmarks/gpu.py --part sweep --device cpu --tiny    a rehearsal in seconds, marked as such in the file
 
@@ -45,9 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _tell_plan(options)
         return 0
     if options.part == "table":
-        from gpu_table import table
+        from gpu_table import table, write_into
 
-        print(table(options.results))
+        if options.output:
+            write_into(options.output, table(options.results))
+        else:
+            print(table(options.results))
         return 0
     return _measure(options, words)
 
@@ -58,7 +62,7 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--plan", action="store_true", help="measure nothing; tell what would be measured")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small nets and pictures, a few repeats: a rehearsal")
-    parser.add_argument("--output", type=Path, help="of this part; default: gpu-PART.json among --results")
+    parser.add_argument("--output", type=Path, help="file of this part; default: gpu-PART.json in --results")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
     parser.add_argument("--files", type=Path, default=Path(tempfile.gettempdir()) / "prelunet-benchmarks",
                         help="where model files are kept between the parts (about 8 GB)")  # fmt: skip
@@ -87,7 +91,7 @@ def _measure(options: argparse.Namespace, words: Sequence[str]) -> int:
     rig = Rig(options.device, options.tiny, options.files)
     _check_torch(rig.device)
     now = circumstances(rig, words)
-    tell(rig, now)
+    tell(now)
     if options.part not in WITHOUT_RUNTIME:
         check_provider(rig)
     now["matmul_tflops"] = rig.measure_peaks()

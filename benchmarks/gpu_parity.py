@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from gpu_results import Results
+from gpu_rig import MEAN, Rig
 
 from evaluator.contract import golden_image
 from evaluator.engine.session import Outputs, Session
 from export.verification import judged_as, rubbish_canvas, tolerance_of
-from gpu_results import Results
-from gpu_rig import MEAN, Rig
 from training.dense import dense_windows
 
 NETS = ("A", "C", "E")
@@ -81,7 +81,10 @@ def _compare(session: Session, images: list[np.ndarray], oracle: Windows) -> dic
         rows["together"] = [_deviation(outputs, row, *windows) for row, windows in enumerate(oracle)]
         result["together_from_alone"] = max(_apart(outputs, row, alone[row]) for row in range(len(images)))
     for case, found in rows.items():
-        result |= {f"{case}_{key}": max(row[key] for row in found) for key in ("scores", "logits", "windows")}
+        # numpy's maximum, since that of Python may pass over NaN
+        result |= {
+            f"{case}_{key}": float(np.max([row[key] for row in found])) for key in ("scores", "logits", "windows")
+        }
         result[f"{case}_other_classes"] = sum(int(row["other_class"]) for row in found)
     tolerance = tolerance_of(judged_as(session))
     result["passed"] = all(
@@ -96,15 +99,14 @@ def _compare(session: Session, images: list[np.ndarray], oracle: Windows) -> dic
 def _deviation(outputs: Outputs, row: int, scores: np.ndarray, logits: np.ndarray) -> dict[str, float]:
     """Compare one image with the oracle: mean scores, mean logits (as a share of the largest), every window's scores.
 
-    Another grid of windows than the oracle's is an infinite deviation, and so is anything but 0 outside of it.
+    Outside of the grid there should be zeros. Raises ValueError for another grid than the oracle's.
     """
     mean_scores, mean_logits = (array.mean(axis=(0, 1)) for array in (scores, logits))
     window_scores = outputs.window_scores[row]
     padded = np.zeros(window_scores.shape)
-    if tuple(outputs.windows[row]) == scores.shape[:2]:
-        padded[: scores.shape[0], : scores.shape[1]] = scores
-    else:
-        padded[:] = np.inf
+    if tuple(outputs.windows[row]) != scores.shape[:2]:
+        raise ValueError(f"a grid of {outputs.windows[row].tolist()} windows where the oracle sees {scores.shape[:2]}")
+    padded[: scores.shape[0], : scores.shape[1]] = scores
     return {
         "scores": float(np.abs(outputs.scores[row] - mean_scores).max()),
         "logits": float(np.abs(outputs.logits[row] - mean_logits).max() / np.abs(mean_logits).max()),

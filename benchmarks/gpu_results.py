@@ -6,6 +6,7 @@ failed, or that was measured under other circumstances, is measured again.
 """
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -118,12 +119,21 @@ class Results:
 def _guarded(work: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
     """Call, and turn what goes wrong into a result: the runtimes' own exceptions have no common base."""
     try:
-        return json.loads(json.dumps(work()))  # as it will be read
+        return _plain(work())
     except Exception as error:
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         if any(sign in text for sign in MEMORY):
             return {"out_of_memory": True}
         return {"error": text[:300] + (f" … {text[-300:]}" if len(text) > 600 else text[300:])}
+
+
+def _plain(value: Any) -> Any:
+    """Return data as it will be read; numbers that JSON does not know as texts, `nan` and `inf`."""
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _short(values: Mapping[str, Any]) -> str:

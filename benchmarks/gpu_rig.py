@@ -5,7 +5,6 @@ project is not installed there.
 """
 
 import hashlib
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -22,6 +21,8 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import onnx
+import PIL
 import torch
 
 from evaluator.complexity import multiply_adds
@@ -42,7 +43,7 @@ CROP = 224  # pixels, of the nets that are measured; all lengths in this benchma
 PEAK_SIDE = 8192  # of the matrices whose product gives the peak
 SMI = "driver_version,clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu,pstate,memory.used"
 
-# Stand-ins for --tiny: a crop of 28 pixels, an eighth of the real one. E keeps its 2x2 convolutions, whose pads alternate.
+# Stand-ins for --tiny: a crop of 28 pixels, an eighth of the real one. E keeps its 2x2 convolutions.
 TINY = architecture("demo")
 TINY_E = Architecture(
     "E",
@@ -112,11 +113,11 @@ class Rig:
             self._drawn = None
             tensors = initial_tensors(self.net(name), self.classes, seed=0)
             rng = np.random.default_rng(1)
-            for key, tensor in tensors.items():
+            for key in tensors:
                 if key.endswith(".bias"):
-                    tensor += rng.normal(0, 0.5, tensor.shape).astype(np.float32)
+                    tensors[key] += rng.normal(0, 0.5, tensors[key].shape).astype(np.float32)
                 elif key.endswith(".slope"):
-                    tensor += rng.uniform(-0.2, 0.2, tensor.shape).astype(np.float32)
+                    tensors[key] += rng.uniform(-0.2, 0.2, tensors[key].shape).astype(np.float32)
             self._drawn = (name, tensors)
         return self._drawn[1]
 
@@ -163,7 +164,7 @@ class Rig:
         return open_session(path, self.device, precision=precision)  # type: ignore[arg-type]
 
     def flop(self, name: str, sizes: Sequence[tuple[int, int]]) -> int:
-        """Return the floating point operations of images of these sizes: two for each multiply-add, padding not counted."""
+        """Return the floating point operations of images of these sizes: two for each multiply-add."""
         net = self.net(name).to_json()
         counts = {size: multiply_adds(net, *size, self.classes) for size in set(sizes)}
         return 2 * sum(counts[size] for size in sizes)
@@ -190,7 +191,8 @@ class Rig:
             call()
             self.wait()
             took.append(1e3 * (time.perf_counter() - start))
-        return {"ms": statistics.median(took), "ms_min": min(took), "ms_max": max(took), "calls": len(took)}
+        spread = {"ms_min": min(took), "ms_mean": statistics.mean(took), "ms_max": max(took)}
+        return {"ms": statistics.median(took), **spread, "calls": len(took)}
 
     def used_memory_gb(self) -> float | None:
         """Return the memory of the GPU that is taken, by whomever."""
@@ -213,7 +215,7 @@ class Rig:
             torch.backends.cuda.matmul.allow_tf32 = tf32
             one, other = (torch.randn(side, side, device=self.device).to(dtype) for _ in range(2))
             timing = self.timed(lambda one=one, other=other: one @ other, seconds=0.5, least=5, warm=5)
-            peaks[name] = round(2 * side**3 / timing["ms"] / 1e9, 2)
+            peaks[name] = float(f"{2 * side**3 / timing['ms'] / 1e9:.4g}")
         torch.backends.cuda.matmul.allow_tf32 = before
         self.peaks = peaks
         return peaks
@@ -297,7 +299,9 @@ def _versions(runtime: ModuleType) -> dict[str, str | None]:
         "cuda": torch.version.cuda,
         "cudnn": str(cudnn) if cudnn else None,
         "onnxruntime": runtime.__version__,
-        **{name: importlib.metadata.version(name) for name in ("onnx", "numpy", "pillow")},
+        "onnx": onnx.__version__,
+        "numpy": np.__version__,
+        "pillow": PIL.__version__,
     }
 
 
@@ -312,11 +316,9 @@ def watch(rig: Rig) -> dict[str, str]:
     return dict(zip(SMI.split(","), (value.strip() for value in line[0].split(",")), strict=False)) if line else {}
 
 
-def tell(rig: Rig, now: Mapping[str, Any]) -> None:
+def tell(now: Mapping[str, Any]) -> None:
     """Print what is measured with, before anything else."""
     print(f"onnxruntime.package_name {now['onnxruntime']['package_name']}, providers {now['onnxruntime']['providers']}")
     print(", ".join(f"{name} {version}" for name, version in now["versions"].items()))
     print(f"{now['gpu'] or now['machine']['cpu']}, {now['first'] or 'no nvidia-smi'}")
-    if rig.peaks:
-        print("matrix product: " + ", ".join(f"{name} {value} TFLOP/s" for name, value in rig.peaks.items()))
     sys.stdout.flush()

@@ -5,27 +5,27 @@ outputs stay there, so that only the graph is timed.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import cycle, islice
-from pathlib import Path
 from typing import Any
-
-import numpy as np
-import onnx
-from onnx import helper, numpy_helper
 
 import gpu_graphs
 import gpu_uploads
+import numpy as np
+from gpu_results import Results
+from gpu_rewrites import with_padded_conv1
+from gpu_rig import Rig, Timing, provider_options, raw_session
+
 from evaluator.contract import INPUTS, OUTPUTS
 from evaluator.engine.onnx_runtime import import_runtime
-from gpu_results import Results
-from gpu_rig import Rig, Timing, provider_options, raw_session
 
 NETS = ("C", "A")  # C first: its goals are the ones that count
 CANVAS = (384, 512)
 BATCH = 8  # images, for options
 # Six shapes of two images each, as mirrored pairs of different photos have them.
 SHAPES = ((256, 352), (352, 256), (256, 384), (384, 512), (512, 384), (384, 576))
-LADDER = (1, 2, 4, 8, 16, 32)
+TURNS = 24  # calls with a change of shape before each; a multiple of the number of shapes
+LADDER = (1, 2, 4, 8, 16, 32, 64)
 LADDER_CANVASES = ((224, 224), (256, 352), (480, 640))
 MOST_PIXELS = 16 * 480 * 640  # of a batch of the ladder
 SEARCHES = ("HEURISTIC", "EXHAUSTIVE", "DEFAULT")
@@ -48,12 +48,14 @@ def plan(rig: Rig) -> list[str]:
 
 def run(rig: Rig, results: Results) -> None:
     """Measure all cases. CUDA graphs come last: what goes wrong in a capture can end the process."""
-    for net in NETS:
+    nets = NETS[: rig.few(len(NETS), 1)]
+    for net in nets:
         for settings, work, seconds in _cases(rig, net):
             results.measure(settings, work, seconds)
-    for net in NETS:
-        for settings, work, seconds in (*gpu_uploads.cases(rig, net), *gpu_graphs.cases(rig, net)):
-            results.measure(settings, work, seconds)
+    for cases in (gpu_uploads.cases, partial(gpu_graphs.cases, split=True), partial(gpu_graphs.cases, split=False)):
+        for net in nets:
+            for settings, work, seconds in cases(rig, net):
+                results.measure(settings, work, seconds)
 
 
 def _cases(rig: Rig, net: str) -> Iterator[Case]:
@@ -150,13 +152,16 @@ def _changes_of_shape(rig: Rig, bound: Bound) -> dict[str, Any]:
     repeated = [rig.timed(lambda values=values: bound.run(values), seconds=0.05)["ms"] for values in batches]
     found: dict[str, Any] = {"repeated_ms": float(np.mean(repeated))}
     for count in (2, len(batches)):
-        turns = rig.few(12, count)
+        turns = rig.few(TURNS, count)
         order = iter(list(islice(cycle(batches[:count]), turns + count)))
         for _ in range(count):
             bound.run(next(order))  # a first round, so that no shape is new
-        timing = rig.timed(lambda order=order: bound.run(next(order)), seconds=0, least=turns, warm=0)
-        found[f"alternating_{count}_ms"] = timing["ms"]
-        found[f"switch_{count}_ms"] = timing["ms"] - float(np.median(repeated[:count]))
+        took = [
+            rig.timed(lambda order=order: bound.run(next(order)), seconds=0, least=1, warm=0)["ms"]
+            for _ in range(turns)
+        ]
+        found[f"alternating_{count}_ms"] = float(np.mean(took))
+        found[f"switch_{count}_ms"] = float(np.mean(took) - np.mean(repeated[:count]))
     return found
 
 
@@ -191,7 +196,7 @@ def _conv1(rig: Rig, net: str, channels: int) -> dict[str, Any]:
     """Time a file whose image and conv1 have been given channels of zeros, as tensor cores like them."""
     path = rig.model_file(net, "fp16")
     if channels > 3:
-        path = _with_padded_conv1(path, channels)
+        path = with_padded_conv1(path, channels)
     bound = Bound(rig, raw_session(rig, path))
     shape = (rig.few(BATCH), rig.px(CANVAS[0]), rig.px(CANVAS[1]))
     scores = bound.run(bound.upload(shape))[0].numpy()
@@ -199,21 +204,3 @@ def _conv1(rig: Rig, net: str, channels: int) -> dict[str, Any]:
     if channels > 3:
         path.unlink()
     return result
-
-
-def _with_padded_conv1(path: Path, channels: int) -> Path:
-    """Write a copy of a file in which zeros are appended to the image's channels and to conv1's weight; exact."""
-    model = onnx.load(str(path))
-    graph = model.graph
-    place, conv = next((index, node) for index, node in enumerate(graph.node) if node.op_type == "Conv")
-    weight = next(tensor for tensor in graph.initializer if tensor.name == conv.input[1])
-    values = numpy_helper.to_array(weight)
-    more = channels - values.shape[1]
-    weight.CopyFrom(numpy_helper.from_array(np.pad(values, ((0, 0), (0, more), (0, 0), (0, 0))), weight.name))
-    pads = numpy_helper.from_array(np.array([0, 0, 0, 0, 0, more, 0, 0], np.int64), "conv1.pads")
-    graph.initializer.append(pads)
-    graph.node.insert(place, helper.make_node("Pad", [conv.input[0], pads.name], ["conv1.padded"], name="conv1.padded"))
-    conv.input[0] = "conv1.padded"
-    new = path.with_name(f"{path.stem}-conv1-{channels}.onnx")
-    onnx.save(model, str(new))
-    return new

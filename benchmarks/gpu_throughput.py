@@ -23,21 +23,24 @@ from gpu_rig import Rig
 from imagenet_sizes import draw
 from PIL import Image
 
+from evaluator.contract import ModelContract
 from evaluator.datasets.sample import Dataset, Sample
+from evaluator.engine.batching import plan_batches
 from evaluator.engine.classify import combine
+from evaluator.engine.memory import gpu_rules, part_within
 from evaluator.engine.session import Session
 from evaluator.engine.stages import Stages
 from evaluator.imaging.resize import resized_size
 from evaluator.imaging.views import ViewImage
 from evaluator.protocols import Protocol, make_protocol
-from evaluator.validation.pipeline import _Pipeline, evaluate_chunks
+from evaluator.validation.pipeline import Pipeline, evaluate_chunks
 from evaluator.validation.run import Batching, describe_dataset, run_info
 
 IMAGES = 1024  # a chunk on a GPU
 IMAGENET = 50_000
 THREADS = 16
 QUALITY = 95  # of the JPEGs; most of ImageNet's are about 100 kB
-PICTURES = 256  # different JPEGs, repeated
+PICTURES = IMAGES  # different JPEGs, repeated
 REPEATS = 3
 SECONDS = 12  # after which no repeat is begun
 
@@ -71,58 +74,85 @@ Size = tuple[int, int]  # height, width
 def plan(rig: Rig) -> list[str]:
     """Return what would be measured, a line each."""
     return [
-        f"{len(VIEWS)} times net x protocol x precision on views in memory, {rig.few(IMAGES, 8)} images each: A, B, C; "
+        f"{len(VIEWS)} times net x protocol x precision on views in memory, {rig.few(IMAGES, 4)} images each: A, B, C; "
         "dense-256, dense-384, multi-scale; fp16, and C multi-scale in tf32 and fp32; parts of other lengths",
         f"{len(JPEGS)} times from JPEGs in memory, with {THREADS} threads",
         "about 6 minutes",
+        *(f"planned: {line}" for net in ("C", "A") for line in _planned(rig, net)),
     ]
+
+
+def _planned(rig: Rig, net: str) -> Iterator[str]:
+    """Tell, for an fp16 file, how a chunk's views would be laid on canvases; it takes no GPU to know that."""
+    contract = rig.contract(net, "fp16")
+    rules, sizes = gpu_rules(contract, None), draw(IMAGES)
+    for name in ("dense-256", "multi-scale"):
+        protocol = protocol_of(rig, name, contract)
+        for part in (part_within(protocol, IMAGES, None), IMAGES):
+            plans = []
+            for start in range(0, IMAGES, part):
+                shapes = view_shapes(sizes[start : start + part], protocol)
+                plans.append(plan_batches(shapes, contract.window_grid, rules, max_side=contract.max_side))
+            padding = 1 - sum(plan.images_pixels for plan in plans) / sum(plan.canvas_pixels for plan in plans)
+            changes = sum(plan.canvases for plan in plans)
+            yield (
+                f"{net} {name}, {IMAGES} images in parts of {part}: {padding:.1%} padding, {changes} changes of shape, "
+                f"{sum(len(plan.batches) for plan in plans)} batches"
+            )
+
+
+def protocol_of(rig: Rig, name: str, contract: ModelContract) -> Protocol:
+    """Return a protocol by its name for nets with a crop of 224."""
+    if name.startswith("dense-"):
+        name = f"dense-{rig.px(int(name.removeprefix('dense-')))}"
+    return make_protocol(name, contract)
+
+
+def view_shapes(sizes: Sequence[Size], protocol: Protocol) -> list[Size]:
+    """Return the size of every view of images of these sizes."""
+    return [resized_size(*size, view.scale, protocol.long_side_cap) for size in sizes for view in protocol.views]
 
 
 def run(rig: Rig, results: Results) -> None:
     """Measure all cases; the one that the goals are about first, without decoding and with it."""
-    for what, (net, precision, protocol, images, part) in _order():
+    for what, (net, precision, protocol, images, part) in _order(rig):
         if precision not in rig.precisions:
             continue
         settings = {"what": what, "net": net, "precision": precision, "protocol": protocol}
-        settings |= {"images": rig.few(images, 8), "part": rig.few(part, 4)}
+        settings |= {"images": rig.few(images, 4), "part": rig.few(part)}
         work = partial(_views if what == "views" else _jpegs, rig, settings)
         results.measure(settings, work, 60 if net == "C" or what == "jpegs" else 35)
 
 
-def _order() -> Iterator[tuple[str, tuple[str, str, str, int, int]]]:
+def _order(rig: Rig) -> Iterator[tuple[str, tuple[str, str, str, int, int]]]:
     yield "views", VIEWS[0]
-    yield from (("jpegs", case) for case in JPEGS)
-    yield from (("views", case) for case in VIEWS[1:])
+    yield from (("jpegs", case) for case in JPEGS[: rig.few(len(JPEGS))])
+    yield from (("views", case) for case in (VIEWS[2:4] if rig.tiny else VIEWS[1:]))
 
 
 class Work:
     """A session, a protocol, and how `validate` would cut the images. sizes: of the images, before resizing."""
 
     def __init__(self, rig: Rig, settings: Settings, sizes: Sequence[Size]) -> None:
-        name: str = settings["protocol"]
-        if name.startswith("dense-"):
-            name = f"dense-{rig.px(int(name.removeprefix('dense-')))}"
         self.rig, self.settings, self.sizes = rig, settings, sizes
         self.memory_before = rig.used_memory_gb()
         self.session: Session = rig.session(settings["net"], settings["precision"])
-        self.protocol: Protocol = make_protocol(name, self.session.contract)
+        self.protocol: Protocol = protocol_of(rig, settings["protocol"], self.session.contract)
+        if not rig.on_gpu:  # a rehearsal should meet the same kinds of canvases
+            self.session.rules = gpu_rules(self.session.contract, None)
         info = run_info(self.session, "model.onnx", describe_dataset(dataset_of(sizes, [b"none"])), self.protocol)
         assert info.batching is not None, "a run that computes says how"
         self.batching: Batching = info.batching
         self.part = settings["part"] or self.batching.part
         self.chunk = max(info.chunk, self.part)
 
-    def shapes(self) -> list[Size]:
-        """Return the size of every view."""
-        cap = self.protocol.long_side_cap
-        return [resized_size(*size, view.scale, cap) for size in self.sizes for view in self.protocol.views]
-
     def result(self, seconds: float, first: float, stages: Stages) -> dict[str, Any]:
         """Tell images per second, shares of the peak, batches, and the time for ImageNet's validation images."""
         tally, images = stages.tally(), len(self.sizes)
-        canvases = [size[1:] for size, count in stages.canvases().items() for _ in range(size[0] * count)]
+        canvases = [(size[1], size[2]) for size, count in stages.canvases().items() for _ in range(size[0] * count)]
         net, precision = self.settings["net"], self.settings["precision"]
-        useful, computed = (self.rig.flop(net, sizes) / seconds / 1e12 for sizes in (self.shapes(), canvases))
+        shapes = view_shapes(self.sizes, self.protocol)
+        useful, computed = (self.rig.flop(net, sizes) / seconds / 1e12 for sizes in (shapes, canvases))
         memory = self.rig.used_memory_gb()
         return {
             "images_per_second": images / seconds,
@@ -141,7 +171,7 @@ class Work:
             "compute_share": tally.seconds["compute"] / seconds,
             "stages": {stage: round(spent, 4) for stage, spent in tally.seconds.items()},
             "memory_gb": None if memory is None else round(memory - (self.memory_before or 0), 2),
-            "part": self.part,
+            "images_of_a_part": self.part,
             "batching": self.batching.to_json(),
             "provider": self.session.circumstances.provider,
         }
@@ -156,8 +186,8 @@ def _views(rig: Rig, settings: Settings) -> dict[str, Any]:
     took: list[float] = []
     while len(took) < rig.few(1 + REPEATS) and (len(took) < 2 or sum(took) < SECONDS):
         stages, begun = Stages(), time.perf_counter()
-        # The pipeline of `validate`, but with views instead of files; hence its private name.
-        with closing(_Pipeline([work.session], parts, lambda sample: views[int(sample.file)], THREADS, stages)) as line:
+        # The pipeline of `validate`, but with views instead of files.
+        with closing(Pipeline([work.session], parts, lambda sample: views[int(sample.file)], THREADS, stages)) as line:
             for part in line.finished():
                 _average(work.protocol, [part.results[index] for index in range(len(part.results))])
         took.append(time.perf_counter() - begun)
@@ -209,12 +239,12 @@ def dataset_of(sizes: Sequence[Size], files: Sequence[bytes]) -> Dataset:
 
 def _jpegs(rig: Rig, settings: Settings) -> dict[str, Any]:
     """Evaluate JPEGs in memory; the different ones once before, so that no shape is new."""
-    different = draw(rig.few(PICTURES, 8))
+    different = draw(rig.few(PICTURES, 3))
     with ThreadPoolExecutor(THREADS) as pool:
         files = list(pool.map(_jpeg, different, range(len(different))))
     work = Work(rig, settings, [different[index % len(different)] for index in range(settings["images"])])
     took = []
-    for count in (len(different), settings["images"]):
+    for count in (len(different), len(work.sizes)):
         dataset = dataset_of(work.sizes[:count], files)
         chunks = [dataset.samples[start : start + work.chunk] for start in range(0, count, work.chunk)]
         stages, begun = Stages(), time.perf_counter()

@@ -24,7 +24,7 @@ NETS = ("A", "C")
 PRECISIONS = ("bf16", "tf32", "fp32")
 BATCHES = (32, 64, 128, 256, 512)
 RATE, MOMENTUM, DECAY = 1e-4, 0.9, 5e-4  # a low rate: the weights are not those of a training
-STEPS, WARM = 6, 3
+STEPS, WARM = 6, 2
 SECONDS = 6  # after which no further step is measured
 
 Settings = Mapping[str, Any]
@@ -33,8 +33,8 @@ Settings = Mapping[str, Any]
 def plan(rig: Rig) -> list[str]:
     """Return what would be measured, a line each."""
     return [
-        f"{len(_all_settings(rig))} kinds of steps: {', '.join(NETS)} x {', '.join(PRECISIONS)} x channels_last or not x "
-        f"batches of {', '.join(map(str, BATCHES))}",
+        f"{len(_all_settings(rig))} kinds of steps: {', '.join(NETS)} x {', '.join(PRECISIONS)} x channels_last or not "
+        f"x batches of {', '.join(map(str, BATCHES))}",
         "about 6 minutes",
     ]
 
@@ -83,7 +83,7 @@ def _measure(rig: Rig, settings: Settings) -> dict[str, Any]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        return loss
+        return loss.detach()
 
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"

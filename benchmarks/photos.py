@@ -33,11 +33,12 @@ def load_photos(folder: Path | None) -> list[Photo]:
         return [Photo(f"made {height}x{width}", golden_image(height, width)) for height, width in SIZES]
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     photos: list[Photo] = []
-    for path in files[:: max(1, len(files) // MOST)]:
+    count = min(MOST, len(files))
+    for path in (files[index * len(files) // count] for index in range(count)):
         try:
             photos.append(Photo(path.name, decode_rgb(path.read_bytes())))
         except ImageError as error:
             print(f"{path.name}: left out, {error}")
     if not photos:
         raise SystemExit(f"--data {folder}: no picture in it")
-    return photos[:MOST]
+    return photos

@@ -54,6 +54,7 @@ VERBS: dict[str, Verb] = {  # in the order of the work
     "submission": Verb("Write or check a file for the ILSVRC server.", "evaluator.verbs.submission:submission"),
     "report": Verb("Write report.json, classes.csv and report.html of a run.", "evaluator.verbs.report:report"),
     "compare": Verb("Tell which of two runs is better, class by class.", "evaluator.verbs.compare:compare"),
+    "bench": Verb("Measure where the time of an evaluation goes.", "evaluator.verbs.bench:bench"),
     "serve": Verb("Serve models over gRPC.", "evaluator.verbs.serve:serve"),
 }
 

@@ -3,12 +3,13 @@
 import os
 import signal
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from evaluator.contract import Canvas
+from evaluator.contract import Canvas, ModelContract
 from evaluator.engine.session import Session, open_session
 from export.exporting import export_checkpoint
 from telling import telling_checkpoint
@@ -36,6 +37,13 @@ def export_telling(
     write_checkpoint(checkpoint_path, checkpoint)
     export_checkpoint(checkpoint_path, path, canvas)
     return Exported(name, checkpoint, checkpoint_path, path, open_session(path, "cpu"))
+
+
+def with_contract(session: Session, contract: ModelContract) -> Session:
+    """Return a session on the same file that states another contract."""
+    other = copy(session)
+    other.contract = contract
+    return other
 
 
 class _Lazy(dict[str, Exported]):

@@ -11,12 +11,13 @@ import pytest
 from onnx import TensorProto, helper
 from PIL import Image
 
+from conftest import with_contract
 from evaluator.cli import run
 from evaluator.client import Client
 from evaluator.contract import golden_image
 from evaluator.engine.classify import classify_images
 from evaluator.engine.onnx_runtime import PlainNet
-from evaluator.engine.session import Session, open_session
+from evaluator.engine.session import open_session
 from evaluator.errors import ContractError, UsageError
 from evaluator.imaging.decode import decode_rgb
 from evaluator.protocols import default_protocol, make_protocol
@@ -190,7 +191,7 @@ def test_golden_scores_are_those_of_the_net_itself_and_verify_compares_them(tmp_
     np.testing.assert_allclose(golden.scores, Plain(path).scores(golden_image(CROP, CROP)), rtol=0, atol=TOLERANCE)
     assert [d.passed for d in verify(session)] == [True]
     swapped = replace(golden, scores=golden.scores[::-1])
-    other = Session(session._session, replace(session.contract, golden=(swapped,)), "", session.circumstances)
+    other = with_contract(session, replace(session.contract, golden=(swapped,)))
     assert [d.passed for d in verify(other)] == [False]
 
 
@@ -199,7 +200,7 @@ def test_half_precision_has_its_own_tolerance_and_it_is_not_boundless(tmp_path: 
     (golden,) = session.contract.golden
     for off, passed in ((5e-3, True), (2e-2, False)):
         contract = replace(session.contract, golden=(replace(golden, scores=tuple(s + off for s in golden.scores)),))
-        assert [d.passed for d in verify(Session(session._session, contract, "", session.circumstances))] == [passed]
+        assert [d.passed for d in verify(with_contract(session, contract))] == [passed]
 
 
 def test_the_file_has_no_trace_of_what_made_the_net_and_the_same_bytes_each_time(tmp_path: Path) -> None:

@@ -393,7 +393,8 @@ def test_a_run_whose_driver_is_killed_at_random_moments_goes_on_and_ends_in_the_
 
 @pytest.fixture
 def job(session: Session, model: Path, dataset: Dataset) -> Job:
-    facts = {"model": {"sha256": session.model_sha256}, **session.circumstances.to_json()}
+    batches = {"batching": session.rules.to_json()}
+    facts = {"model": {"sha256": session.model_sha256}, **session.circumstances.to_json(), **batches}
     image = dataset.samples[3]
     probes = [(image.file, hashlib.sha256(dataset.read(image)).hexdigest())]
     batching = Batching(CHUNK, session.rules)
@@ -420,15 +421,15 @@ def test_two_threads_of_a_worker_run_the_session_one_after_the_other(
     """Each run waits for a second one to come in, in vain."""
     meeting = threading.Barrier(2, timeout=0.3)
     met = []
-    run = session.run
+    compute = session.compute
 
-    def crowded(images: np.ndarray, sizes: np.ndarray) -> Any:
+    def crowded(staged: Any) -> Any:
         with suppress(threading.BrokenBarrierError):
             met.append(meeting.wait())
         meeting.reset()
-        return run(images, sizes)
+        return compute(staged)
 
-    monkeypatch.setattr(session, "run", crowded)
+    monkeypatch.setattr(session, "compute", crowded)
     monkeypatch.setattr("evaluator.validation.cluster.open_placed", lambda *_, **__: session)
     worker = Worker(job)
     assert isinstance(worker.start(), str)

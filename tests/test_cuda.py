@@ -200,9 +200,47 @@ def test_a_batch_that_could_not_be_uploaded_is_an_error_with_cudas_words_and_giv
     broken = FakeCudart(cudaMemcpyAsync=719)
     monkeypatch.setattr(cuda.ctypes, "CDLL", lambda _name: broken)
     binding = bound()
+    kept = []
     for _ in range(2 * SLOTS):
-        with pytest.raises(EnvironmentFault, match=r"cudaMemcpyAsync failed on GPU 1 \(719: words of status 719\)"):
+        with pytest.raises(
+            EnvironmentFault, match=r"cudaMemcpyAsync failed on GPU 1 \(719: words of status 719\)"
+        ) as told:
             binding.stage(*batch(1, 4, 4, seed=0))
+        kept.append(told.value)  # with its traceback, as a Future keeps it
+
+
+def test_a_slot_without_memory_is_tried_anew_with_the_next_batch(library: FakeCudart) -> None:
+    binding = bound()
+    session: Any = binding._session
+    create = session.create_ortvalue_from_shape_and_type
+
+    def full(shape: list[int], *rest: Any) -> Value:
+        if shape[0] > 1000:
+            raise RuntimeError("Available memory of 5 is smaller than requested bytes of 1200")
+        return create(shape, *rest)
+
+    session.create_ortvalue_from_shape_and_type = full
+    small, large = batch(1, 4, 4, seed=1), batch(1, 20, 20, seed=2)
+    binding.compute(binding.stage(*small))
+    for _ in range(2 * SLOTS):
+        with pytest.raises(RuntimeError, match="smaller than requested"):
+            binding.stage(*large)
+        np.testing.assert_array_equal(binding.compute(binding.stage(*small))[3](), small[0])
+
+
+def test_a_batch_whose_computation_fails_gives_its_room_back(library: FakeCudart) -> None:
+    binding = bound()
+    session: Any = binding._session
+
+    def fails(_binding: Binding) -> None:
+        raise RuntimeError("an error of the runtime")
+
+    session.run_with_iobinding = fails
+    staged = []
+    for seed in range(2 * SLOTS):
+        staged.append(binding.stage(*batch(1, 4, 4, seed=seed)))
+        with pytest.raises(RuntimeError, match="an error of the runtime"):
+            binding.compute(staged[-1])
 
 
 def test_a_missing_libcudart_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

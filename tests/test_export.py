@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +10,10 @@ import numpy as np
 import onnx
 import pytest
 
-from conftest import Exported
+from conftest import Exported, with_contract
 from evaluator.cli import run
 from evaluator.contract import ModelContract, contract_from_metadata, golden_image
-from evaluator.engine.session import Session, open_session
+from evaluator.engine.session import open_session
 from evaluator.errors import CheckpointError, ContractError, EnvironmentFault, UsageError
 from export.exporting import export_checkpoint
 from export.verification import verify
@@ -92,13 +91,6 @@ def test_golden_images_are_made_by_the_stated_formula_from_whole_numbers_alone()
         assert image[row, column, channel] == abs(t % 510 - 255)
     assert not np.array_equal(image[:, ::-1], image)
     assert not np.array_equal(image[..., 0], image[..., 1])
-
-
-def with_contract(session: Session, contract: ModelContract) -> Session:
-    """Return a session that says another contract of the same file."""
-    other = copy(session)
-    other.contract = contract
-    return other
 
 
 def test_verify_passes_on_this_machine_and_fails_on_changed_golden_scores(exported: dict[str, Exported]) -> None:

@@ -39,19 +39,20 @@ from telling import asymmetric_mean, noise, telling_checkpoint, without
 from tiny import tiny_checkpoint
 from training.architectures import Activation, Architecture, Conv, architecture, parameter_shapes
 from training.checkpoints import Checkpoint, write_checkpoint
+from training.dense import dense_windows
 from training.network import network_from_checkpoint
 
-# Measured here: at most 1.4e-3 of a score and 9e-4 of the largest logit, by rounded parameters and the few roundings
+# Measured here: scores off by up to 1e-3, logits by 1e-3 of the largest, by rounded parameters and the few roundings
 # between layers that are left. What is wrong in a graph leaves more than 2e-2 of the largest logit.
-SCORE_TOLERANCE = 4e-3
+SCORE_TOLERANCE = 3e-3
 LOGIT_TOLERANCE = 3e-3
 HALF, SINGLE = onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT
 
-ORACLES = {"A": "A", "B": "C", "C": "C", "E": "E", "demo": "demo"}  # B has the layers of C, narrower
+ORACLES = {"A": "A", "B": "C", "E": "E", "demo": "demo"}  # B and C are one net when both are thin
 
 
 def thin(name: str, mean: str = "image", activation: Activation = "prelu") -> Checkpoint:
-    """Make a checkpoint of an architecture with 8 channels everywhere, and logits up to about 10."""
+    """Make a checkpoint of an architecture with 8 channels everywhere, and logits of standard deviation 3."""
     full = architecture(name, activation=activation)
     trunk = tuple(replace(layer, channels=8) if isinstance(layer, Conv) else layer for layer in full.trunk)
     net = replace(full, trunk=trunk, hidden=16)
@@ -59,10 +60,12 @@ def thin(name: str, mean: str = "image", activation: Activation = "prelu") -> Ch
     for key, shape in parameter_shapes(net, 11).items():
         spread = {"weight": np.sqrt(2 / np.prod(shape[1:])), "bias": 1.0, "slope": 0.3}[key.partition(".")[2]]
         tensors[key] = rng.normal(0, spread, shape).astype(np.float32)
-    tensors["fc3.weight"] *= np.float32(0.02)
     classes = telling_checkpoint("demo", classes=11).classes
     values = np.array([123.68, 116.78, 103.94], np.float32) if mean == "channel" else asymmetric_mean(net)
-    return Checkpoint(net, classes, values, tensors)
+    checkpoint = Checkpoint(net, classes, values, tensors)
+    logits = dense_windows(network_from_checkpoint(checkpoint), noise(net.crop, net.crop, seed=1), values)[1]
+    tensors["fc3.weight"] *= np.float32(3 / logits.std())
+    return checkpoint
 
 
 def half_file(
@@ -161,7 +164,7 @@ FORMS = [
     *(("demo", mean, activation, "ragged") for mean in ("channel", "image") for activation in ("prelu", "lrelu")),
     ("demo", "image", "prelu-shared", "exact"),
     ("demo", "channel", "relu", "exact"),
-    *((name, "image", "prelu", "ragged") for name in ("A", "B", "C", "E")),
+    *((name, "image", "prelu", "ragged") for name in ("A", "B", "E")),
     ("E", "channel", "relu", "exact"),
 ]
 
@@ -229,6 +232,18 @@ def test_the_finished_file_holds_no_probe(demo: Callable[..., Path]) -> None:
     model = onnx.load(demo())
     assert [value.name for value in model.graph.output] == ["scores", "logits", "windows", "window_scores"]
     assert not [node for node in model.graph.node if "probe" in str(node)]
+
+
+@pytest.mark.parametrize("activation", ["prelu", "prelu-shared", "relu"])
+def test_every_result_of_half_arithmetic_is_probed(tmp_path: Path, activation: Activation) -> None:
+    checkpoint = tiny_checkpoint(activation)
+    path, _ = half_file(tmp_path, checkpoint)
+    types = types_in(path)
+    kinds = {"Conv", "PRelu", "LeakyRelu", "Relu", "MatMul", "Add"}  # what else is half, only chooses, moves or masks
+    computed = {n.name for n in onnx.load(path).graph.node if n.op_type in kinds and types[n.name] == HALF}
+    probes = onnx.load_from_string(probe_bytes(checkpoint.architecture)).graph.node
+    assert {node.input[0] for node in probes if node.op_type == "Cast"} == computed
+    assert len(computed) == 2 * 2 + 2 * 3 + 2
 
 
 # What does not fit into float16.
@@ -305,6 +320,7 @@ def test_the_magnitudes_told_are_the_largest_numbers_of_each_layer(tmp_path: Pat
     for image in images:
         for layer, largest in largest_in_torch(checkpoint, image).items():
             expected[layer] = max(expected.get(layer, 0), largest)
+    assert {d.precision for d in found.deviations} == {"fp16"}
     assert list(found.magnitudes) == ["conv1", "conv2", "fc1", "fc2", "fc3"]
     for layer, largest in found.magnitudes.items():
         assert largest >= expected[layer] * 0.998  # float16 rounds to 1e-3
@@ -403,6 +419,8 @@ def test_range_images_hold_the_hardest_edges_in_all_channels_and_are_always_the_
     assert {image.shape for image in images} == {(28, 28, 3)}
     assert {int(value) for image in images for value in np.unique(image)} == {0, 255}
     assert len({image.tobytes() for image in images}) == len(images) == 2 + 5 + 5
+    checks = [image for image in images if all(np.array_equal(np.roll(image, 1, axis), 255 - image) for axis in (0, 1))]
+    assert len(checks) == 1  # every pixel unlike its neighbours, above and beside; the coarser ones do not wrap around
     coloured = [image for image in images if (image[..., 0] != image[..., 1]).any()]
     assert len(coloured) == 5
     assert all(np.array_equal(one, other) for one, other in zip(images, range_images(28), strict=True))

@@ -9,7 +9,7 @@ import onnxruntime
 import pytest
 from test_protocol_costs import contract_of
 
-from evaluator.contract import ModelContract
+from evaluator.contract import ModelContract, TrunkLayer
 from evaluator.engine.footprint import (
     COPIES,
     WORKSPACE,
@@ -112,18 +112,46 @@ def test_a_window_of_many_classes_takes_what_its_layers_do() -> None:
     assert window_bytes(contract_of("A", 50_000)) == 8 * 50_000 + 4 * (2 * hidden + 2 * 50_000)
 
 
+def test_a_net_of_few_channels_takes_what_its_front_does() -> None:
+    narrow = replace(
+        contract_of("A", 1),
+        architecture={**architecture("A").to_json(), "trunk": [{"kind": "conv", "channels": 1}], "hidden": 1},
+        trunk=(TrunkLayer(16, 16, 0),),
+        spp_levels=(1,),
+    )
+    # bytes a pixel: as they came and channels first; float32 of three channels as such, mean, centred, masked
+    expected = WORKSPACE + 2 * 5 * 300 * 400 * (2 * 3 + 4 * 3 * 4)
+    assert batch_bytes(narrow, 5, 300, 400) == bytes_at(narrow, 5 * 300 * 400, 5 * 5 * 12) == expected
+
+
+def test_unpadded_layers_are_not_masked_and_grow_with_the_canvas() -> None:
+    layers = [{"kind": "conv", "channels": 64}, {"kind": "conv", "channels": 1}]
+    net = replace(
+        contract_of("A", 1),
+        architecture={**architecture("A").to_json(), "trunk": layers, "hidden": 1},
+        trunk=(TrunkLayer(9, 1, 0), TrunkLayer(1, 1, 0)),
+        spp_levels=(1,),
+        crop=22,
+        default_scales=(22,),
+    )
+    activation = 2 * 64 * 192 * 192  # its input and output; the layer after it has 64 + 1 channels
+    assert batch_bytes(net, 1, 200, 200) == WORKSPACE + 2 * 4 * activation
+    assert bytes_at(net, 200 * 200, 179 * 179) >= batch_bytes(net, 1, 200, 200)
+
+
 def test_rows_of_a_batch_take_the_same_each() -> None:
     one, three = (batch_bytes(contract_of("A"), rows, 256, 341) - WORKSPACE for rows in (1, 3))
     assert three == 3 * one
 
 
 def test_an_exact_file_has_no_masked_copies() -> None:
+    net = replace(contract_of("C"), spp_levels=(1,))  # so that the pools are small
     ragged, exact = (
-        batch_bytes(replace(contract_of("A"), canvas=canvas), 1, 224, 224) - WORKSPACE for canvas in ("ragged", "exact")
+        batch_bytes(replace(net, canvas=canvas), 1, 224, 224) - WORKSPACE for canvas in ("ragged", "exact")
     )
-    # conv2_2: 256 channels on 56x56 cells go in, masked in a ragged file, and out
-    assert ragged == 2 * 4 * 3 * 256 * 56 * 56
-    assert exact == 2 * 4 * max(2 * 256 * 56 * 56, 2 * 96 * 112 * 112)
+    # conv2_2: 384 channels on 56x56 cells go in, masked in a ragged file, and out
+    assert ragged == 2 * 4 * 3 * 384 * 56 * 56
+    assert exact == 2 * 4 * 2 * 384 * 56 * 56
 
 
 @pytest.mark.parametrize("name", ["A", "B", "C", "E", "demo"])
@@ -144,14 +172,14 @@ def test_weights_are_those_of_the_architecture(name: str) -> None:
 
 def test_no_canvas_takes_more_than_its_pixels_and_windows_may() -> None:
     rng = np.random.default_rng(0)
-    for name in ("A", "demo"):
+    for name in ("A", "E", "demo"):
         net = architecture(name)
         contract = replace(contract_of("A"), architecture=net.to_json(), trunk=net.layers, window=net.window,
                            spp_levels=net.spp_levels, crop=net.crop, default_scales=(net.crop,))  # fmt: skip
-        for height, width in rng.integers(net.crop, 4 * net.crop, (60, 2)).tolist():
+        for height, width in rng.integers(net.crop, 8 * net.crop, (60, 2)).tolist():
             rows, columns = contract.window_grid(height, width)
             most = bytes_at(contract, height * width, rows * columns)
-            assert batch_bytes(contract, 1, height, width) <= most <= 1.2 * batch_bytes(contract, 1, height, width)
+            assert batch_bytes(contract, 1, height, width) <= most <= 1.3 * batch_bytes(contract, 1, height, width)
 
 
 def test_an_adopted_net_takes_three_wide_maps() -> None:

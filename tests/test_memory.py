@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_protocol_costs import contract_of
 
@@ -56,6 +56,12 @@ def test_no_batch_of_several_images_takes_more_than_the_budget(
 def test_a_budget_is_used_up() -> None:
     rules = rules_within(A, G, BatchRules())
     assert 0.99 * G < bytes_at(A, rules.max_pixels, rules.max_windows) <= G
+
+
+def test_batches_have_what_program_weights_and_images_leave() -> None:
+    rules = cpu_rules(A, 2 * G)
+    left = 2 * G - 2**27 - 1.4 * weights_bytes(A) - 2 * (2 * G / 16) - 2**27
+    assert 0.99 * left < bytes_at(A, rules.max_pixels, rules.max_windows) <= left
 
 
 def test_without_a_limit_or_with_a_large_one_batches_are_the_usual_ones() -> None:
@@ -127,6 +133,10 @@ def test_parts_of_a_chunk_without_a_limit_are_what_they_always_were(name: str, i
     assert part_within(make_protocol(name, A), 256, None) == images
 
 
+def test_the_parts_of_a_chunk_are_as_equal_as_can_be() -> None:
+    assert part_within(make_protocol("multi-scale", A), 250, None) == 63  # 74 would fit: 63 + 63 + 63 + 61
+
+
 @given(st.integers(1, 2**36), st.sampled_from(["center", "ten-crop", "multi-scale", "spp-net"]), st.integers(1, 999))
 def test_a_part_takes_a_sixteenth_of_the_limit_or_is_one_image(memory: int, name: str, chunk: int) -> None:
     protocol = make_protocol(name, A)
@@ -151,6 +161,7 @@ def test_a_process_takes_the_larger_of_loading_and_running() -> None:
 def test_the_longest_view_is_in_the_need() -> None:
     need = memory_need(A, make_protocol("dense-1024", A), CHUNK, None)
     assert need.batch == batch_bytes(A, 1, 1024, 4096) > 6e9
+    assert memory_need(A, make_protocol("dense-1000", A), CHUNK, None).batch == batch_bytes(A, 1, 1000, 4000)
     assert need.weights == pytest.approx(1.4 * 712e6, rel=1e-3)  # as the file is, without its metadata
     assert need.loading == pytest.approx(2.2 * 712e6, rel=1e-3)
 
@@ -233,6 +244,8 @@ def test_what_is_no_amount_of_memory_is_refused(text: str) -> None:
 
 
 @given(st.integers(2**20, 2**45))
+@example(int(9.995 * G))
+@example(int(99.95 * G))
 def test_an_amount_is_told_to_three_digits_and_never_too_low(value: int) -> None:
     told = parse_memory(in_bytes(value)) or 0
     assert value <= told <= 1.011 * value  # 1.01 after 1.00…1
@@ -262,7 +275,8 @@ def test_the_lowest_limit_of_a_group_and_those_above_it_counts(tmp_path: Path) -
 
 
 def test_the_limit_of_a_container_stands_at_the_root_of_what_it_sees(tmp_path: Path) -> None:
-    assert machine(tmp_path, "0::/../../pod\n", {"sys/fs/cgroup/memory.max": "8000\n"}) == 8000
+    limits = {"sys/fs/cgroup/memory.max": "8000\n", "sys/memory.max": "1\n"}  # the latter is no group's
+    assert machine(tmp_path, "0::/../../pod\n", limits) == 8000
 
 
 def test_control_groups_of_version_1_are_read(tmp_path: Path) -> None:

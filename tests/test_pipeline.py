@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,8 @@ from PIL import Image
 from evaluator.datasets.opening import open_dataset
 from evaluator.datasets.sample import Dataset, Sample
 from evaluator.engine.batching import BatchRules
-from evaluator.engine.classify import classify_images
+from evaluator.engine.classify import Classified, ViewResult, classify_images, combine
+from evaluator.engine.scores import nine_windows
 from evaluator.engine.session import Outputs
 from evaluator.engine.stages import STAGES, Stages
 from evaluator.errors import ContractError, DatasetError, ImageError, UsageError
@@ -32,7 +32,7 @@ from fakes import FakeSession, fake_contract
 
 CLASSES = [entry.wnid for entry in fake_contract().classes]
 CENTER = make_protocol("center", fake_contract())
-MULTI_SCALE = make_protocol("multi-scale", fake_contract())
+TWO_SCALES = make_protocol("dense-29-36", fake_contract())
 IMAGES, BAD = 53, (7, 30, 31, 32, 52)  # damaged: in parts of one to three images whole parts are
 WAIT = 20.0  # seconds, after which a test that waits for another thread has failed
 
@@ -76,29 +76,34 @@ def chunks_of(samples: Sequence[Sample], size: int) -> list[Sequence[Sample]]:
     return [samples[start : start + size] for start in range(0, len(samples), size)]
 
 
+def seen_alone(session: FakeSession, image: np.ndarray, protocol: Protocol) -> Classified:
+    """Classify an image view by view: nothing shares a batch, nothing is packed."""
+    results = []
+    for view in make_views(image, protocol):
+        height, width = view.image.shape[:2]
+        outputs = session.run(np.array(view.image)[None], np.array([[height, width]]))
+        rows, columns = outputs.windows[0].tolist()
+        scores, logits = outputs.scores[0], outputs.logits[0]
+        if view.view.part == "nine":
+            (rows, columns), scores, logits = nine_windows(outputs.window_scores[0])
+        results.append(ViewResult(view.view, height, width, view.capped, (rows, columns), scores, logits))
+    return combine(protocol, results)
+
+
 def one_after_the_other(
-    session: FakeSession, dataset: Dataset, protocol: Protocol, chunk: Sequence[Sample], part: int
+    session: FakeSession, dataset: Dataset, protocol: Protocol, chunk: Sequence[Sample]
 ) -> tuple[list[Prediction], np.ndarray]:
-    """Evaluate a chunk without any thread."""
+    """Evaluate a chunk without any thread or batch."""
     lines, rows = [], []
-    for samples in chunks_of(chunk, part):
-        decoded: list[np.ndarray | ImageError] = []
-        for sample in samples:
-            try:
-                decoded.append(decode_rgb(dataset.read(sample)))
-            except ImageError as error:
-                decoded.append(error)
-        results = iter(
-            classify_images(session, [image for image in decoded if isinstance(image, np.ndarray)], protocol)
-        )
-        for sample, image in zip(samples, decoded, strict=True):
-            if isinstance(image, ImageError):
-                lines.append(Prediction(sample.file, sample.label, refused=str(image)))
-                rows.append(np.full(len(CLASSES), np.nan, np.float32))
-            else:
-                result = next(results)
-                lines.append(prediction_of(sample.file, sample.label, result))
-                rows.append(result.scores)
+    for sample in chunk:
+        try:
+            result = seen_alone(session, decode_rgb(dataset.read(sample)), protocol)
+        except ImageError as error:
+            lines.append(Prediction(sample.file, sample.label, refused=str(error)))
+            rows.append(np.full(len(CLASSES), np.nan, np.float32))
+        else:
+            lines.append(prediction_of(sample.file, sample.label, result))
+            rows.append(result.scores)
     return lines, np.stack(rows)
 
 
@@ -110,7 +115,7 @@ class Irregular(FakeSession):
         return super().compute(staged)
 
 
-SHARED_CANVASES = BatchRules(canvas_step=16, max_windows=300, max_pixels=20_000, switch_pixels=10**6)
+SHARED_CANVASES = BatchRules(canvas_step=16, max_windows=5000, max_pixels=15_000, switch_pixels=20_000)
 
 
 @pytest.mark.parametrize(("chunk", "part"), [(64, 64), (20, 7), (9, 1), (16, 16), (10, 3)])
@@ -121,27 +126,45 @@ def test_lines_and_scores_are_those_of_one_image_after_the_other(
 ) -> None:
     chunks = chunks_of(dataset.samples, chunk)
     fakes = [Irregular(rules=rules) for _ in range(sessions)]
-    found = list(evaluate_chunks(fakes, dataset, MULTI_SCALE, chunks, part, threads))
+    found = list(evaluate_chunks(fakes, dataset, TWO_SCALES, chunks, part, threads))
     assert len(found) == len(chunks)
     for samples, (lines, scores) in zip(chunks, found, strict=True):
-        expected, rows = one_after_the_other(FakeSession(rules=rules), dataset, MULTI_SCALE, samples, part)
+        expected, rows = one_after_the_other(FakeSession(), dataset, TWO_SCALES, samples)
         assert lines == expected
         np.testing.assert_array_equal(scores, rows)
+
+
+@pytest.mark.parametrize("name", ["spp-18", "ten-crop", "center"])
+def test_the_same_holds_for_crops_and_for_nine_windows(dataset: Dataset, name: str) -> None:
+    protocol = make_protocol(name, fake_contract())
+    chunk = dataset.samples[:20]
+    ((lines, scores),) = evaluate_chunks([FakeSession(), FakeSession()], dataset, protocol, [chunk], 6, 2)
+    expected, rows = one_after_the_other(FakeSession(), dataset, protocol, chunk)
+    assert lines == expected
+    np.testing.assert_array_equal(scores, rows)
+
+
+def test_scores_are_those_of_classify_images(dataset: Dataset) -> None:
+    good = [sample for index, sample in enumerate(dataset.samples) if index not in BAD][:12]
+    ((_, scores),) = evaluate_chunks([FakeSession()], dataset, TWO_SCALES, [good], 5, 2)
+    images = [decode_rgb(dataset.read(sample)) for sample in good]
+    together = classify_images(FakeSession(), images, TWO_SCALES)
+    np.testing.assert_array_equal(scores, [result.scores for result in together])
 
 
 def test_blank_rows_are_computed_and_belong_to_no_image(dataset: Dataset) -> None:
     """The test above would say little of shared canvases if there were no blank rows."""
     stages, fake = Stages(), FakeSession(rules=SHARED_CANVASES)
-    ((lines, _),) = evaluate_chunks([fake], dataset, MULTI_SCALE, [dataset.samples], 20, 2, stages=stages)
+    ((lines, _),) = evaluate_chunks([fake], dataset, TWO_SCALES, [dataset.samples], 20, 2, stages=stages)
     rows = sum(shape[0] for shape in fake.calls)
-    assert rows > stages.tally().views == len(MULTI_SCALE.views) * (IMAGES - len(BAD))
+    assert rows > stages.tally().views == len(TWO_SCALES.views) * (IMAGES - len(BAD))
     assert len(lines) == IMAGES
 
 
 def test_no_image_is_read_twice_for_several_scales(dataset: Dataset) -> None:
     reading = Reading(dataset)
     fakes = [FakeSession(), FakeSession()]
-    list(evaluate_chunks(fakes, replace(dataset, reader=reading), MULTI_SCALE, chunks_of(dataset.samples, 20), 7, 3))
+    list(evaluate_chunks(fakes, replace(dataset, reader=reading), TWO_SCALES, chunks_of(dataset.samples, 20), 7, 3))
     assert sorted(reading.seen) == [sample.file for sample in dataset.samples]
 
 
@@ -168,7 +191,7 @@ def test_two_parts_of_pixels_for_each_session_are_in_memory_and_no_more(
 
     monkeypatch.setattr("evaluator.validation.pipeline.make_views", making)
     good = [sample for index, sample in enumerate(dataset.samples) if index not in BAD]
-    list(evaluate_chunks([Slow() for _ in range(sessions)], dataset, MULTI_SCALE, [good], 6, 1))
+    list(evaluate_chunks([Slow() for _ in range(sessions)], dataset, TWO_SCALES, [good], 6, 1))
     assert len(made) == len(good)
     # of the last image's part five are counted; a thread may have dropped its own references a moment later
     assert 6 * (2 * sessions - 1) < max(alive) <= 2 * sessions * 6
@@ -206,7 +229,7 @@ def test_two_batches_are_ready_while_one_is_computed_and_no_more(dataset: Datase
             return super().compute(staged)
 
     session = Watching()
-    list(evaluate_chunks([session], dataset, MULTI_SCALE, [dataset.samples], 7, 2))
+    list(evaluate_chunks([session], dataset, TWO_SCALES, [dataset.samples], 7, 2))
     assert session.staged == session.begun > 20
     assert session.most == 2
 
@@ -259,7 +282,7 @@ def test_each_session_is_computed_on_by_one_thread_of_its_own(dataset: Dataset) 
             return super().compute(staged)
 
     sessions = [Recording(), Recording()]
-    list(evaluate_chunks(sessions, dataset, MULTI_SCALE, [dataset.samples], 5, 2))
+    list(evaluate_chunks(sessions, dataset, TWO_SCALES, [dataset.samples], 5, 2))
     threads = [thread for session in sessions for kind in session.threads.values() for thread in kind]
     assert len(set(threads)) == len(threads) == 4
     assert threading.main_thread() not in threads
@@ -289,11 +312,10 @@ def test_a_session_that_is_busy_gets_no_part_which_another_can_take(dataset: Dat
 
 def until_it_fails(results: Iterator[ChunkResult], error: type[BaseException], match: str) -> int:
     """Return how many chunks were given before the error."""
-    given = 0
+    given: list[ChunkResult] = []
     with pytest.raises(error, match=match):
-        for _ in results:
-            given += 1
-    return given
+        given.extend(results)
+    return len(given)
 
 
 @pytest.mark.parametrize("sessions", [1, 2])
@@ -304,7 +326,7 @@ def test_an_error_of_reading_comes_behind_the_parts_before_it(dataset: Dataset, 
 
     broken = replace(dataset, reader=Reading(dataset, vanished))
     fakes = [Irregular() for _ in range(sessions)]
-    results = evaluate_chunks(fakes, broken, MULTI_SCALE, chunks_of(dataset.samples, 5), 5, 2)
+    results = evaluate_chunks(fakes, broken, TWO_SCALES, chunks_of(dataset.samples, 5), 5, 2)
     assert until_it_fails(results, DatasetError, "planted") == 4
 
 
@@ -327,9 +349,9 @@ def test_an_error_of_the_session_comes_behind_the_parts_before_it(
 
 
 def test_a_view_that_the_session_refuses_is_an_error_and_not_a_hang(dataset: Dataset) -> None:
-    session = FakeSession(fake_contract(max_side=40))
-    results = evaluate_chunks([session], dataset, MULTI_SCALE, [dataset.samples], 8, 2)
-    assert until_it_fails(results, UsageError, "larger than this model's 40 pixels") == 0
+    session = FakeSession(fake_contract(max_side=60, default_scales=(28,)))
+    results = evaluate_chunks([session], dataset, TWO_SCALES, [dataset.samples], 8, 2)
+    assert until_it_fails(results, UsageError, "larger than this model's 60 pixels") == 0
 
 
 def test_the_first_of_several_errors_in_the_order_of_the_images_is_told(dataset: Dataset) -> None:
@@ -361,10 +383,40 @@ def test_scores_that_are_no_numbers_name_the_file(dataset: Dataset) -> None:
     assert until_it_fails(results, ContractError, r"015\.png: .*no numbers") == 1
 
 
+def test_a_session_with_little_room_ends_too_when_all_of_it_is_taken(dataset: Dataset) -> None:
+    """As a GPU, whose `stage` waits until a batch is computed or dropped; here there is room for two."""
+    slots, stuck = threading.Semaphore(2), threading.Event()
+
+    class Staged:
+        def __init__(self, arrays: Any) -> None:
+            self.arrays = arrays
+            self.free = weakref.finalize(self, slots.release)
+
+    class Narrow(FakeSession):
+        def stage(self, images: np.ndarray, sizes: np.ndarray) -> Any:
+            if not slots.acquire(timeout=WAIT):
+                stuck.set()
+            return Staged(super().stage(images, sizes))
+
+        def compute(self, staged: Any) -> Outputs:
+            outputs = super().compute(staged.arrays)
+            staged.free()
+            time.sleep(0.005)  # in which the other thread fills all room
+            return outputs
+
+    for taken in range(4):
+        results = evaluate_chunks([Narrow()], dataset, TWO_SCALES, chunks_of(dataset.samples, 10), 10, 2)
+        for _ in range(taken):
+            next(results)
+        results.close()
+    assert len(list(evaluate_chunks([Narrow()], dataset, TWO_SCALES, chunks_of(dataset.samples, 30), 10, 2))) == 2
+    assert not stuck.is_set()
+
+
 @pytest.mark.parametrize("taken", [0, 1, 3])
 def test_a_generator_that_is_closed_computes_no_more(dataset: Dataset, taken: int) -> None:
     session = FakeSession()
-    results = evaluate_chunks([session], dataset, MULTI_SCALE, chunks_of(dataset.samples, 5), 5, 2)
+    results = evaluate_chunks([session], dataset, TWO_SCALES, chunks_of(dataset.samples, 5), 5, 2)
     for _ in range(taken):
         next(results)
     results.close()
@@ -391,7 +443,7 @@ def test_ctrl_c_ends_everything_though_the_session_and_the_threads_are_busy(data
     another = threading.Thread(target=interrupting)
     another.start()
     with pytest.raises(KeyboardInterrupt):
-        list(evaluate_chunks([session], dataset, MULTI_SCALE, [dataset.samples], 10, 2))
+        list(evaluate_chunks([session], dataset, TWO_SCALES, [dataset.samples], 10, 2))
     another.join()
     assert len(session.calls) == 1
 
@@ -416,9 +468,9 @@ def test_stages_and_counts_tell_what_was_done(dataset: Dataset) -> None:
             return super().compute(staged)
 
     session, stages = Slow(rules=SHARED_CANVASES), Stages()
-    list(evaluate_chunks([session], dataset, MULTI_SCALE, [dataset.samples], 20, 2, stages=stages))
+    list(evaluate_chunks([session], dataset, TWO_SCALES, [dataset.samples], 20, 2, stages=stages))
     tally = stages.tally()
-    assert (tally.images, tally.views) == (IMAGES, len(MULTI_SCALE.views) * (IMAGES - len(BAD)))
+    assert (tally.images, tally.views) == (IMAGES, len(TWO_SCALES.views) * (IMAGES - len(BAD)))
     assert tally.batches == len(session.calls) == sum(stages.canvases().values())
     assert set(stages.canvases()) == {shape[:3] for shape in session.calls}
     assert tally.changes == 1 + sum(a != b for a, b in zip(session.calls, session.calls[1:], strict=False))
@@ -426,7 +478,7 @@ def test_stages_and_counts_tell_what_was_done(dataset: Dataset) -> None:
     pixels = 0
     for index, sample in enumerate(dataset.samples):
         if index not in BAD:
-            views = make_views(decode_rgb(dataset.read(sample)), MULTI_SCALE)
+            views = make_views(decode_rgb(dataset.read(sample)), TWO_SCALES)
             pixels += sum(view.image.shape[0] * view.image.shape[1] for view in views)
     assert tally.view_pixels == pixels == sum(h * w * views for (h, w), views in stages.view_shapes().items())
     assert tally.padding == pytest.approx(1 - pixels / tally.canvas_pixels)

@@ -62,7 +62,7 @@ def test_each_fault_of_a_final_graph_is_told_with_its_place(verdict: ModuleType,
 
 
 def test_channel_first_is_no_fault_where_it_was_asked_for(verdict: ModuleType) -> None:
-    assert verdict.judge(placed(nhwc="0"), graph(node("Conv", "conv1"))).faults == ()
+    assert verdict.judge(placed(nhwc="0"), graph(node("Conv", "conv1"), node("Transpose", "images"))).faults == ()
 
 
 def test_nodes_on_another_provider_are_told(verdict: ModuleType) -> None:

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # A clean environment with the extra `cpu` alone has no torch, no onnx and no ray. It verifies, serves, classifies,
-# validates whole and in shards, merges, compares, combines and reports, and says of the rest which extra brings it.
+# validates whole and in shards, merges, compares, combines and reports, and says of the rest which extra brings it;
+# `openvino` added to it works, too.
 # The models come from .venv, which can export.
 #   tools/check_install.sh [PYTHON]
 set -euo pipefail
@@ -67,6 +68,7 @@ prelunet validate --model net1.onnx --data data --protocol multi-scale --run oth
 prelunet ensemble run other --run both
 test -s compared/compare.html -a -s both/run.json
 lacks_extra train prelunet adopt net0.onnx --classes classes.txt --mean 0.5 --std 0.5 -o adopted.onnx
+lacks_extra openvino prelunet classify "$(find data -name '*.png' | head -n 1)" --model net0.onnx --device openvino
 lacks_extra ray prelunet validate --model net0.onnx --data data --protocol center --run elsewhere --ray local
 prelunet serve --model net=net0.onnx --port 0 >server.log &
 server=$!
@@ -79,4 +81,7 @@ test -s map.png -a -s run/report/report.html
 kill -TERM "$server"
 wait "$server"
 server=
+PIP_CONSTRAINT=$root/constraints.txt pip install --quiet --disable-pip-version-check "$root[openvino]"
+prelunet verify net0.onnx --device openvino
+prelunet classify "$picture" --model net0.onnx --device openvino
 echo "a clean environment works: $(python --version)"

@@ -49,7 +49,7 @@ class Slot:
 
 @dataclass(eq=False)
 class Uploaded:
-    """A batch on the GPU. shape: of its canvases; free: gives the slot back; done anyway when nobody refers to it."""
+    """A batch on the GPU. shape: of its canvases; free: gives the slot back, as the end of the last reference does."""
 
     slot: Slot
     shape: tuple[int, ...]
@@ -80,18 +80,30 @@ class CudaBinding:
         slot = self._slots.get()
         batch = Uploaded(slot, images.shape, sizes)
         batch.free = weakref.finalize(batch, self._slots.put, slot)
-        if slot.pinned.nbytes < images.nbytes:
-            slot.on_gpu = None  # its memory first, so that the new one may take its place
-            slot.on_gpu = self._session.create_ortvalue_from_shape_and_type(
-                [images.nbytes], np.uint8, "cuda", self._gpu
-            )
-            slot.pinned = self._cuda.pinned(images.nbytes)
-        np.copyto(slot.pinned[: images.nbytes].reshape(images.shape), images)
-        self._cuda.upload(slot.pinned[: images.nbytes], slot.on_gpu.data_ptr())
+        try:
+            if slot.pinned.nbytes < images.nbytes:
+                self._grow(slot, images.nbytes)
+            np.copyto(slot.pinned[: images.nbytes].reshape(images.shape), images)
+            self._cuda.upload(slot.pinned[: images.nbytes], slot.on_gpu.data_ptr())
+        except BaseException:
+            batch.free()  # an error that somebody keeps would keep the batch too
+            raise
         return batch
+
+    def _grow(self, slot: Slot, size: int) -> None:
+        """Give a slot so many bytes; when that fails it has none."""
+        slot.pinned, slot.on_gpu = np.empty(0, np.uint8), None  # first, so that the new ones may take their place
+        on_gpu = self._session.create_ortvalue_from_shape_and_type([size], np.uint8, "cuda", self._gpu)
+        slot.pinned, slot.on_gpu = self._cuda.pinned(size), on_gpu
 
     def compute(self, batch: Uploaded) -> list[Any]:
         """Run an uploaded batch; see `LoadedModel.compute`."""
+        try:
+            return self._compute(batch)
+        finally:
+            batch.free()
+
+    def _compute(self, batch: Uploaded) -> list[Any]:
         rows, value = batch.shape[0], self._runtime.OrtValue
         small = [
             np.empty((rows, self._classes), np.float32),
@@ -105,7 +117,6 @@ class CudaBinding:
             binding.bind_ortvalue_output(name, value.ortvalue_from_numpy(array))
         binding.bind_output(OUTPUTS[-1], "cuda", self._gpu)
         self._session.run_with_iobinding(binding)
-        batch.free()
         window_scores = binding.get_outputs()[-1]
         return [*small, window_scores.numpy]
 
@@ -125,12 +136,13 @@ class CudaRuntime:
             raise EnvironmentFault(f"--device cuda: {name} cannot be loaded ({error}). Install CUDA") from error
         self._gpu = gpu
         self._stream = ctypes.c_void_p()
-        self._call("cudaSetDevice", ctypes.c_int(gpu))
+        self._use_gpu()
         self._call("cudaStreamCreateWithFlags", ctypes.byref(self._stream), ctypes.c_uint(_NON_BLOCKING))
 
     def pinned(self, size: int) -> npt.NDArray[np.uint8]:
         """Return so many bytes of page-locked memory; they are freed with the array and all its views."""
         address = ctypes.c_void_p()
+        self._use_gpu()
         self._call("cudaHostAlloc", ctypes.byref(address), ctypes.c_size_t(size), ctypes.c_uint(0))
         buffer = (ctypes.c_uint8 * size).from_address(address.value or 0)
         weakref.finalize(buffer, self._library.cudaFreeHost, address)
@@ -138,7 +150,7 @@ class CudaRuntime:
 
     def upload(self, source: npt.NDArray[np.uint8], target: int) -> None:
         """Copy bytes to an address on the GPU and wait for it, without keeping the interpreter."""
-        self._call("cudaSetDevice", ctypes.c_int(self._gpu))  # a property of the calling thread
+        self._use_gpu()
         self._call(
             "cudaMemcpyAsync",
             ctypes.c_void_p(target),
@@ -148,6 +160,10 @@ class CudaRuntime:
             self._stream,
         )
         self._call("cudaStreamSynchronize", self._stream)
+
+    def _use_gpu(self) -> None:
+        """Choose the GPU, which each calling thread has to do for itself: in others the functions would take GPU 0."""
+        self._call("cudaSetDevice", ctypes.c_int(self._gpu))
 
     def _call(self, function: str, *arguments: Any) -> None:
         status = getattr(self._library, function)(*arguments)

@@ -242,7 +242,7 @@ def in_bytes(value: int) -> str:
     for power, unit in reversed(list(enumerate(_UNITS, 2))):
         if value >= 1024**power or power == 2:
             amount = value / 1024**power
-            digits = 2 if amount < 10 else 1 if amount < 100 else 0
+            digits = 2 if amount <= 9.99 else 1 if amount <= 99.9 else 0
             return f"{ceil(amount * 10**digits) / 10**digits:.{digits}f}{unit}"
     raise AssertionError("there is a unit for everything")
 

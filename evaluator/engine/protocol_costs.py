@@ -97,7 +97,7 @@ def _cost_of(protocol: Protocol, source: str, contract: ModelContract, image: tu
     windows = sum(
         _windows_averaged(view, contract.window_grid(*size)) for view, size in zip(protocol.views, sizes, strict=True)
     )
-    known = [count for size in sizes if (count := _multiply_adds_of_view(contract, *size)) is not None]
+    known = [count for size in sizes if (count := multiply_adds_of_view(contract, *size)) is not None]
     total = sum(known) if known else None  # a file tells of every size or of none
     return ProtocolCost(protocol.name, source, protocol.kind, protocol.scales, len(sizes), windows, total)
 
@@ -114,7 +114,7 @@ def _windows_averaged(view: View, grid: tuple[int, int]) -> int:
     return len(nine_places(rows)) * len(nine_places(columns)) if view.part == "nine" else rows * columns
 
 
-def _multiply_adds_of_view(contract: ModelContract, height: int, width: int) -> int | None:
+def multiply_adds_of_view(contract: ModelContract, height: int, width: int) -> int | None:
     """Return the multiply-adds of one view: from the trunk's data, or as an adopted file states them for its crop."""
     architecture = contract.architecture
     try:

@@ -8,7 +8,8 @@ import importlib.metadata
 import logging
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +22,7 @@ from evaluator.contract import INPUTS, OUTPUTS, ModelContract, contract_from_met
 from evaluator.engine import onnx_runtime, openvino_runtime
 from evaluator.engine.batching import BatchRules
 from evaluator.engine.memory import cpu_rules, gpu_rules
-from evaluator.engine.runtime import LoadedModel, reason_of
+from evaluator.engine.runtime import LoadedModel, lacks_memory, reason_of
 from evaluator.errors import ContractError, EnvironmentFault, PreluNetError, UsageError
 from evaluator.files import sha256_of
 
@@ -129,11 +130,30 @@ class Session:
         fill it.
         """
         check_canvas(self.contract, images, sizes)
-        return self._loaded.stage(images, sizes)
+        with self._memory_errors():
+            return self._loaded.stage(images, sizes)
 
     def compute(self, staged: Any) -> Outputs:
-        """Run canvases that `stage` has brought; only the thread that owns the session may."""
-        return Outputs(*self._loaded.compute(staged))
+        """Run canvases that `stage` has brought; only the thread that owns the session may.
+
+        Raises EnvironmentFault when the device has too little memory.
+        """
+        with self._memory_errors():
+            return Outputs(*self._loaded.compute(staged))
+
+    @contextmanager
+    def _memory_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except PreluNetError:
+            raise
+        except Exception as error:  # the runtime's own classes
+            if not lacks_memory(error):
+                raise
+            raise EnvironmentFault(
+                f"{self.circumstances.provider} has too little memory for a batch ({reason_of(error)}). "
+                "Give less with --memory-limit, or take smaller scales"
+            ) from error
 
 
 def check_canvas(contract: ModelContract, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> None:

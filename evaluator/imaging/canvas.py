@@ -25,5 +25,14 @@ def pack(
     for place, size, image in zip(canvas, sizes, images, strict=False):  # the blank ones are left over
         size[:] = image.shape[:2]
         assert (size <= (height, width)).all(), f"an image of {size} does not fit a canvas of {height}x{width}"
-        place[: image.shape[0], : image.shape[1]] = image
+        _copy(image, place[: image.shape[0], : image.shape[1]])
     return canvas, sizes
+
+
+def _copy(image: UInt8Array, place: UInt8Array) -> None:
+    """Copy an image; a mirrored one channel by channel, because numpy would take single pixels, four times slower."""
+    if image.strides[1] < 0:
+        for channel in range(3):
+            place[..., channel] = image[..., channel]
+    else:
+        place[...] = image

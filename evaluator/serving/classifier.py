@@ -12,7 +12,7 @@ from evaluator.engine.classify import Classified, combine
 from evaluator.engine.overlay import draw_heat_maps, png_bytes
 from evaluator.engine.session import Session
 from evaluator.errors import Overloaded, UsageError
-from evaluator.imaging.decode import DecodeLimits, decode_rgb
+from evaluator.imaging.decode import DecodeLimits, decode_image, decode_rgb
 from evaluator.imaging.resize import resized_size
 from evaluator.imaging.views import ViewImage, make_views
 from evaluator.protocols import Protocol
@@ -94,9 +94,9 @@ class Classifier:
         return await asyncio.to_thread(lambda: tell(combine(protocol, results)))
 
     def _views_of(self, image: bytes, protocol: Protocol) -> list[ViewImage]:
-        pixels = decode_rgb(image, self._limits, apply_exif=protocol.apply_exif)
-        self._check_size(pixels.shape[0], pixels.shape[1], protocol)
-        return make_views(pixels, protocol)
+        decoded = decode_image(image, self._limits, apply_exif=protocol.apply_exif)
+        self._check_size(decoded.height, decoded.width, protocol)
+        return make_views(decoded, protocol)
 
     def _check_size(self, height: int, width: int, protocol: Protocol) -> None:
         """Refuse views that would take gigabytes: more pixels than a batch may have, or than `multi-scale` needs.

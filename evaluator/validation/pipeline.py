@@ -81,7 +81,7 @@ def evaluate_chunks(
     def prepare(sample: Sample) -> Prepared:
         return _prepare(dataset, sample, protocol, stages)
 
-    with closing(_Pipeline(sessions, parts, prepare, threads, stages)) as pipeline:
+    with closing(Pipeline(sessions, parts, prepare, threads, stages)) as pipeline:
         finished = pipeline.finished()
         for chunk in chunks:
             classified: list[Classified | ImageError] = []
@@ -115,12 +115,16 @@ def _prepare(dataset: Dataset, sample: Sample, protocol: Protocol, stages: Stage
 
 
 @dataclass
-class _Part:
-    """Some images on their way. prepared: emptied as soon as they are packed, because it holds the pixels."""
+class Part:
+    """Some images on their way.
+
+    prepared: emptied when they are packed, because it holds the pixels; views: of each image how many, or why it is
+    refused; results: of all views, numbered through; error: why it is not computed.
+    """
 
     number: int
     prepared: list[Future[Prepared]]
-    views: list[int | ImageError] = field(default_factory=list)  # of each image how many, or why it is refused
+    views: list[int | ImageError] = field(default_factory=list)
     results: dict[int, ViewResult] = field(default_factory=dict)
     done: bool = False
     error: BaseException | None = None
@@ -130,7 +134,7 @@ class _Part:
 class _Ready:
     """A batch that a session can compute. last: of its part."""
 
-    part: _Part
+    part: Part
     members: tuple[Member, ...]
     staged: Any
     last: bool
@@ -146,8 +150,11 @@ class _Lane:
     canvas: tuple[int, ...] = ()  # of the last batch that was packed
 
 
-class _Pipeline:
-    """The threads, and what is between them. All that several of them see changes under one lock."""
+class Pipeline:
+    """The threads, and what is between them. All that several of them see changes under one lock.
+
+    prepare: gives the views of a sample, in any thread; else see `evaluate_chunks`.
+    """
 
     def __init__(
         self,
@@ -163,8 +170,8 @@ class _Pipeline:
         self._written = 0  # parts with which the caller has finished
         self._with_pixels = 0  # parts of which not all views are packed
         self._end = len(parts)  # the first part that need not be done: none, or the one that failed
-        self._waiting: deque[_Part] = deque()  # for a session
-        self._in_hand: dict[int, _Part] = {}  # begun and not yet taken by the caller
+        self._waiting: deque[Part] = deque()  # for a session
+        self._in_hand: dict[int, Part] = {}  # begun and not yet taken by the caller
         self._lock = threading.Lock()
         self._parts_changed = threading.Condition(self._lock)
         self._lanes = [_Lane(session, threading.Condition(self._lock)) for session in sessions]
@@ -179,13 +186,15 @@ class _Pipeline:
         """End all threads; an image or a batch that one of them has begun is finished first."""
         with self._lock:
             self._closed = True
+            for lane in self._lanes:
+                lane.ready.clear()  # a session may wait in `stage` until it has room for another batch
             self._tell_all()
         self._pool.shutdown(cancel_futures=True)
         for thread in self._threads:
             if thread.is_alive():
                 thread.join()
 
-    def finished(self) -> Iterator[_Part]:
+    def finished(self) -> Iterator[Part]:
         """Give each part in its order, computed; the part before counts as written when the next is asked for."""
         for thread in self._threads:
             thread.start()
@@ -195,7 +204,7 @@ class _Pipeline:
                 raise part.error
             yield part
 
-    def _wait_for(self, number: int) -> _Part:
+    def _wait_for(self, number: int) -> Part:
         with self._lock:
             self._written = number
             self._begin_parts()
@@ -212,7 +221,7 @@ class _Pipeline:
             and self._with_pixels < PARTS_OF_PIXELS * len(self._lanes)
         ):
             samples = self._parts[self._begun]
-            part = _Part(self._begun, [self._pool.submit(self._prepare, sample) for sample in samples])
+            part = Part(self._begun, [self._pool.submit(self._prepare, sample) for sample in samples])
             self._begun += 1
             self._with_pixels += 1
             self._in_hand[part.number] = part
@@ -233,13 +242,13 @@ class _Pipeline:
             del part  # before this thread waits for the next
         self._put(lane, None)
 
-    def _next_part(self) -> _Part | None:
+    def _next_part(self) -> Part | None:
         """Wait for a part that needs a session; None when there will be no more."""
         with self._lock:
             self._parts_changed.wait_for(lambda: self._closed or self._waiting or self._begun >= self._end)
             return self._waiting.popleft() if self._waiting and not self._closed else None
 
-    def _stage_part(self, lane: _Lane, part: _Part) -> None:
+    def _stage_part(self, lane: _Lane, part: Part) -> None:
         prepared = [future.result() for future in part.prepared]
         part.prepared.clear()  # the futures hold the pixels too
         part.views = [images if isinstance(images, ImageError) else len(images) for images in prepared]
@@ -258,7 +267,7 @@ class _Pipeline:
             self._count(lane, batch, packed)
             self._put(lane, _Ready(part, packed.members, staged, last=number == len(batches)))
 
-    def _room(self, lane: _Lane, part: _Part) -> bool:
+    def _room(self, lane: _Lane, part: Part) -> bool:
         """Wait until a session may have one more batch; False when this part is not wanted any more."""
         with self._lock:
             lane.changed.wait_for(lambda: len(lane.ready) < BATCHES_READY or not self._wanted(part))
@@ -308,15 +317,15 @@ class _Pipeline:
 
     # All of them
 
-    def _wanted(self, part: _Part) -> bool:
+    def _wanted(self, part: Part) -> bool:
         return not self._closed and part.number < self._end
 
-    def _finish(self, part: _Part) -> None:
+    def _finish(self, part: Part) -> None:
         with self._lock:
             part.done = True
             self._parts_changed.notify_all()
 
-    def _fail(self, part: _Part, error: BaseException) -> None:
+    def _fail(self, part: Part, error: BaseException) -> None:
         """Keep an error for the caller, who gets it in the place of the part; no later part is wanted any more."""
         with self._lock:
             part.error = part.error or error
@@ -330,7 +339,7 @@ class _Pipeline:
             condition.notify_all()
 
 
-def _combined(protocol: Protocol, samples: Sequence[Sample], part: _Part) -> list[Classified | ImageError]:
+def _combined(protocol: Protocol, samples: Sequence[Sample], part: Part) -> list[Classified | ImageError]:
     """Average the views of each image of a part."""
     results = iter([part.results[index] for index in range(len(part.results))])
     classified: list[Classified | ImageError] = []

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from evaluator.engine.memory import parse_memory
 from evaluator.engine.session import Placement
 from evaluator.imaging.decode import DecodeLimits
 from evaluator.serving.classifier import MAX_WAITING
@@ -14,7 +13,7 @@ from evaluator.serving.models import parse_models
 from evaluator.serving.server import ServeOptions
 from evaluator.serving.server import serve as serve_until_stopped
 from evaluator.terminal import say
-from evaluator.verbs.options import DeviceOption, MemoryOption, PrecisionOption, ThreadsOption
+from evaluator.verbs.options import DeviceOption, PrecisionOption, ThreadsOption
 
 
 def serve(
@@ -28,7 +27,6 @@ def serve(
     device: DeviceOption = "auto",
     precision: PrecisionOption = None,
     threads: ThreadsOption = 0,
-    memory: MemoryOption = None,
     max_waiting: Annotated[int, typer.Option(min=1, help="Images that may wait for one model; more are refused.")] = (
         MAX_WAITING
     ),
@@ -42,7 +40,7 @@ def serve(
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     limits = DecodeLimits(max_image_bytes, max_image_pixels)
-    placement = Placement(device, precision, threads, memory=parse_memory(memory))
+    placement = Placement(device, precision, threads)
     options = ServeOptions(parse_models(model), host, port, placement, grace, limits, max_waiting)
     unfinished = asyncio.run(serve_until_stopped(options, say))
     say(f"stopped; calls cut off after {grace:g} s: {unfinished}" if unfinished else "stopped; no call was lost")

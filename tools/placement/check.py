@@ -39,9 +39,10 @@ class Placement:
         onnx.save(build(), path)
         final.unlink(missing_ok=True)
         command = [ROOT / ".venv-gpu/bin/python", HERE / "place.py", path, self._folder, *(["--run"] if run else [])]
-        ended = subprocess.run(command, check=False, env=self._environment, timeout=TIME_LIMIT).returncode
-        if ended:
-            return Verdict((f"place.py ended with {ended}",))
+        try:
+            subprocess.run(command, check=True, env=self._environment, timeout=TIME_LIMIT)
+        except subprocess.SubprocessError as error:  # it has said more on stderr
+            return Verdict((f"not placed: {error}",))
         placed = json.loads((self._folder / "placed.json").read_text())
         graph = onnx.load(final, load_external_data=False).graph if final.exists() else onnx.GraphProto()
         return judge(placed, graph)

@@ -13,15 +13,20 @@ import ctypes
 import json
 import os
 from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnxruntime
 
-from evaluator.contract import contract_from_metadata
+from evaluator.contract import ModelContract, contract_from_metadata
 from evaluator.engine.onnx_runtime import OnnxRuntimeModel, load_on_cuda
 from evaluator.errors import PreluNetError
+
+Batch = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 
 KINDS = ("host to host", "host to device", "device to host", "device to device")
 
@@ -51,28 +56,48 @@ class RecordedSession(onnxruntime.InferenceSession):
         return dict(found)
 
 
+def make_batch(contract: ModelContract, count: int, height: int, width: int) -> Batch:
+    """Make a batch of grey canvases; where the model allows it, one image leaves some of its canvas free."""
+    sizes = np.tile(np.array([height, width]), (count, 1))
+    if contract.canvas == "ragged":
+        sizes[-1] = contract.crop
+    return np.full((count, height, width, 3), 77, np.uint8), sizes
+
+
+def check_shapes(contract: ModelContract, batch: Batch, outputs: Sequence[Any]) -> None:
+    """Compare the shapes of all outputs with those of the contract."""
+    *small, take_window_scores = outputs
+    count, height, width = batch[0].shape[:3]
+    classes = len(contract.classes)
+    expected = [(count, classes), (count, classes), (count, 2), (count, *contract.window_grid(height, width), classes)]
+    found = [value.shape for value in (*small, take_window_scores())]
+    assert found == expected, f"{found} for {expected}"
+
+
 def run_batches(model: OnnxRuntimeModel) -> list[dict[str, Any]]:
-    """Run batches of alternating shapes as `Session.run` does; return shapes, and what was asked of CUDA for each."""
+    """Run batches of alternating shapes as `Session` does; return each shape, and what its run asked of CUDA.
+
+    First one by one, which is counted, then with uploads ahead in another thread.
+    """
     contract = contract_from_metadata(model.metadata, "the model")
+    shapes = ((1, contract.crop, contract.crop), (2, 250, 341), (3, 341, 256), (2, 250, 341))
+    batches = [make_batch(contract, *shape) for shape in shapes]
     cuda = ctypes.CDLL("libcudart.so.13")
     copies = (ctypes.c_long * 5).in_dll(cuda, "stub_copies")
     kernels = ctypes.c_long.in_dll(cuda, "stub_kernels")
     records = []
-    for count, height, width in ((1, contract.crop, contract.crop), (2, 250, 341), (3, 341, 256), (2, 250, 341)):
-        sizes = np.tile(np.array([height, width]), (count, 1))
-        if contract.canvas == "ragged":
-            sizes[-1] = contract.crop  # one image leaves some of its canvas free
-        staged = model.stage(np.full((count, height, width, 3), 77, np.uint8), sizes)
+    for batch, shape in zip(batches, shapes, strict=True):
+        staged = model.stage(*batch)
         before = [*copies, kernels.value]
-        *small, take_window_scores = model.compute(staged)
+        outputs = model.compute(staged)
         asked = [after - earlier for after, earlier in zip([*copies, kernels.value], before, strict=True)]
-        outputs = [*small, take_window_scores()]
-        grid = contract.window_grid(height, width)
-        classes = len(contract.classes)
-        expected = [(count, classes), (count, classes), (count, 2), (count, *grid, classes)]
-        assert [value.shape for value in outputs] == expected, f"{[value.shape for value in outputs]} != {expected}"
-        shape = f"{count}x{height}x{width}"
-        records.append({"shape": shape, "kernels": asked[-1], "copies": dict(zip(KINDS, asked[:4], strict=True))})
+        check_shapes(contract, batch, outputs)
+        name = "x".join(map(str, shape))
+        records.append({"shape": name, "kernels": asked[-1], "copies": dict(zip(KINDS, asked[:4], strict=True))})
+    with ThreadPoolExecutor(1) as uploader:
+        uploads = [uploader.submit(model.stage, *batch) for batch in batches * 3]
+        for batch, upload in zip(batches * 3, uploads, strict=True):
+            check_shapes(contract, batch, model.compute(upload.result()))
     return records
 
 

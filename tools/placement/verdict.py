@@ -31,7 +31,8 @@ def judge(placed: Mapping[str, Any], graph: GraphProto) -> Verdict:
     """Say whether a file runs wholly on CUDA.
 
     placed: what place.py wrote of it; graph: the final one. Faults are a node on another provider, a copy between host
-    and GPU, a convolution or pool that has the channel first although the last was asked for, a transposed activation.
+    and GPU, and, where the channel was asked to be last, a convolution or pool that has it first or a transposed
+    activation.
     """
     if "refused" in placed:
         return Verdict((f"refused: {placed['refused']}",))
@@ -40,11 +41,11 @@ def judge(placed: Mapping[str, Any], graph: GraphProto) -> Verdict:
     ]
     copies = [node for node in graph.node if node.op_type.startswith("Memcpy")]
     faults += [f"{node.op_type} of {node.input[0]}" for node in copies]
+    transposed = [node.input[0] for node in graph.node if node.op_type == "Transpose"]
     bound = [node for node in graph.node if node.op_type in LAYOUT_BOUND]
     if placed["options"]["prefer_nhwc"] == "1":
         faults += [f"{node.op_type} {node.name} has the channel first" for node in bound if node.domain != NHWC]
-    transposed = [node.input[0] for node in graph.node if node.op_type == "Transpose"]
-    faults += [f"an activation is transposed: {name}" for name in transposed if not CHEAP.fullmatch(name)]
+        faults += [f"an activation is transposed: {name}" for name in transposed if not CHEAP.fullmatch(name)]
     for run in placed["runs"]:
         if run["copies"]["device to host"] > OUTPUTS:
             faults.append(f"{run['shape']}: {run['copies']['device to host']} copies to the host for {OUTPUTS} outputs")

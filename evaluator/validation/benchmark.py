@@ -1,0 +1,201 @@
+"""What `prelunet bench` measures: the pipeline of `validate` on a dataset's images, stage by stage, and what bounds it.
+
+Nothing is written. A warm-up, which does not count, tells how many images take the time that is asked for.
+"""
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evaluator.contract import ModelContract
+from evaluator.datasets.sample import Dataset, Sample
+from evaluator.engine.classify import Model
+from evaluator.engine.protocol_costs import multiply_adds_of_view
+from evaluator.engine.stages import STAGES, Stage, Stages, Tally
+from evaluator.errors import DatasetError
+from evaluator.progress import progress
+from evaluator.protocols import Protocol
+from evaluator.validation.pipeline import decoding_threads, evaluate_chunks
+
+WARM_UP = 1 / 20  # of the seconds asked for is the least that a pass must take to be believed
+FIRST_PASS = 2  # images for each session
+PARTS = 4  # for each session at least, so that its steps overlap as in a long run
+
+_THREADS_OF: dict[Stage, str] = {
+    "read": "pool", "decode": "pool", "resize": "pool", "pack": "session", "upload": "session", "compute": "session",
+    "wait": "session", "average": "caller", "write": "caller",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What was measured.
+
+    images: refused ones included; seconds: from the first image's bytes to the last one's scores; part: images that
+    were planned together; usual_part: as `validate` would have; sessions, threads: that computed, and that decoded;
+    canvases: different ones; multiply_adds: of all views without their padding, None where the model file does not
+    tell; memory: peak of this process so far, in bytes.
+    """
+
+    images: int
+    refused: int
+    seconds: float
+    part: int
+    usual_part: int
+    sessions: int
+    threads: int
+    tally: Tally
+    canvases: int
+    multiply_adds: int | None
+    memory: int
+
+    @property
+    def images_per_second(self) -> float:
+        """Return the rate."""
+        return self.images / self.seconds
+
+    @property
+    def gflops(self) -> float | None:
+        """Return billions of multiplications and additions each second, those for padding left out."""
+        return None if self.multiply_adds is None else 2 * self.multiply_adds / self.seconds / 1e9
+
+    @property
+    def wall_by_compute(self) -> float:
+        """Return by which factor the whole takes longer than the sessions alone; 1 is the best."""
+        return 1 / self.share("compute")
+
+    def threads_of(self, stage: Stage) -> int:
+        """Return how many threads share a stage."""
+        return {"pool": self.threads, "session": self.sessions, "caller": 1}[_THREADS_OF[stage]]
+
+    def share(self, stage: Stage) -> float:
+        """Return at which part of the time a thread of a stage is busy with it, 0 to 1."""
+        return self.tally.seconds[stage] / (self.threads_of(stage) * self.seconds)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {
+            "images": self.images,
+            "refused": self.refused,
+            "seconds": round(self.seconds, 3),
+            "images_per_second": round(self.images_per_second, 4),
+            "gflops": self.gflops and round(self.gflops, 1),
+            "wall_by_compute": round(self.wall_by_compute, 4),
+            "part": self.part,
+            "usual_part": self.usual_part,
+            "sessions": self.sessions,
+            "stages": [
+                {
+                    "stage": stage,
+                    "threads": self.threads_of(stage),
+                    "seconds": round(self.tally.seconds[stage], 4),
+                    "ms_per_image": round(1000 * self.tally.seconds[stage] / self.images, 3),
+                    "share": round(self.share(stage), 4),
+                }
+                for stage in STAGES
+                if stage != "write"
+            ],
+            "views": self.tally.views,
+            "batches": self.tally.batches,
+            "canvases": self.canvases,
+            "canvas_changes": self.tally.changes,
+            "padding": round(self.tally.padding, 4),
+            "memory_peak": self.memory,
+        }
+
+
+def benchmark(
+    sessions: Sequence[Model],
+    dataset: Dataset,
+    protocol: Protocol,
+    usual_part: int,
+    *,
+    threads: int = 0,
+    images: int | None = None,
+    seconds: float = 60.0,
+    announce: Callable[[str], None] = lambda _message: None,
+) -> Measurement:
+    """Measure the evaluation of a dataset's images, spread evenly over it; labels are not needed.
+
+    usual_part: of a run, see `Batching`; threads: that decode, 0 for one per core; images: how many, None for as many
+    as take about so many seconds, at most all; announce: told in a sentence what is done.
+    Raises DatasetError when there are no images, or none that can be read, else as `evaluate_chunks`.
+    """
+    if not dataset.samples:
+        raise DatasetError(f"{dataset.location}: holds no images, so there is nothing to measure")
+
+    def one_pass(what: str, samples: Sequence[Sample], stages: Stages) -> tuple[float, int, int]:
+        """Evaluate images; returns the seconds, how many were refused, and the images of a part."""
+        part = min(usual_part, -(-len(samples) // (PARTS * len(sessions))))
+        parts = [samples[start : start + part] for start in range(0, len(samples), part)]
+        refused, begun = 0, time.perf_counter()
+        results = evaluate_chunks(sessions, dataset, protocol, parts, part, threads, stages=stages)
+        with closing(results), progress(what, len(samples), "images") as advance:
+            for lines, _ in results:
+                refused += sum(line.refused is not None for line in lines)
+                advance(len(lines))
+            return time.perf_counter() - begun, refused, part
+
+    most = len(dataset.samples) if images is None else min(images, len(dataset.samples))
+    count, took = _warm_up(one_pass, dataset.samples, FIRST_PASS * len(sessions), most, WARM_UP * seconds)
+    if images is None:
+        most = max(1, min(most, round(seconds * count / took)))
+    announce(f"measuring {most:,} of {len(dataset.samples):,} images, about {most * took / count:.0f} s")
+    stages = Stages()
+    took, refused, part = one_pass("measure", _spread(dataset.samples, most), stages)
+    tally = stages.tally()
+    if not tally.batches:
+        raise DatasetError(f"{dataset.location}: none of {most} images can be read, so there is nothing to measure")
+    multiply_adds = _multiply_adds(sessions[0].contract, stages.view_shapes())
+    canvases = len(stages.canvases())
+    return Measurement(
+        most, refused, took, part, usual_part, len(sessions), decoding_threads(threads), tally, canvases,
+        multiply_adds, peak_memory(),
+    )  # fmt: skip
+
+
+def _warm_up(
+    one_pass: Callable[[str, Sequence[Sample], Stages], tuple[float, int, int]],
+    samples: Sequence[Sample],
+    count: int,
+    most: int,
+    enough: float,
+) -> tuple[int, float]:
+    """Evaluate more and more images until they take `enough` seconds; returns the last number and its seconds.
+
+    The first ones twice, because a first call of a session may take far longer than any other.
+    """
+    count = min(count, most)
+    one_pass("warm-up", _spread(samples, count), Stages())
+    while True:
+        took, *_ = one_pass("warm-up", _spread(samples, count), Stages())
+        if took >= enough or count == most:
+            return count, took
+        count = min(2 * count, most)
+
+
+def _spread(samples: Sequence[Sample], count: int) -> list[Sample]:
+    return [samples[number * len(samples) // count] for number in range(count)]
+
+
+def _multiply_adds(contract: ModelContract, shapes: dict[tuple[int, int], int]) -> int | None:
+    counts = [(multiply_adds_of_view(contract, *shape), views) for shape, views in shapes.items()]
+    return sum(each * views for each, views in counts if each is not None) if counts[0][0] is not None else None
+
+
+def peak_memory() -> int:
+    """Return the most bytes that this process has had in memory.
+
+    From the kernel where it tells; `getrusage` begins with the peak of the process that started this one.
+    """
+    status = Path("/proc/self/status")
+    for line in status.read_text().splitlines() if status.exists() else ():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

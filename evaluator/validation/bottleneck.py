@@ -1,0 +1,130 @@
+"""What bounds a measured evaluation, and what to change; each advice only where the numbers give reason."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from evaluator.engine.memory import GPU_SWITCH_SECONDS
+from evaluator.validation.benchmark import Measurement
+from evaluator.validation.pipeline import MAX_THREADS
+
+BUSY = 0.9  # of the time: a session that computes so much bounds the whole
+FEEDS = 0.7  # of the time: a step that is busy so much keeps a session waiting
+MUCH_PADDING, MUCH_CHANGING = 0.15, 0.05  # of all pixels, and of the time
+
+Cause = Literal["compute", "reading", "decoding", "packing", "averaging", "nothing"]
+_WORDS = {
+    "reading": "reading the images",
+    "decoding": "decoding and resizing",
+    "packing": "packing and uploading batches",
+    "averaging": "averaging scores",
+}
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What could be changed.
+
+    device, precision: that ran; file_precision: of the model file; model_threads: that were asked for, 0 for one per
+    core; cores: of this machine; bf16: whether its instructions know bfloat16; limited: whether memory was limited.
+    """
+
+    device: str
+    precision: str
+    file_precision: str
+    model_threads: int
+    cores: int
+    bf16: bool
+    limited: bool
+
+
+def cause_of(measured: Measurement) -> Cause:
+    """Return what bounds the rate."""
+    if measured.share("compute") >= BUSY:
+        return "compute"
+    reading, decoding = measured.share("read"), measured.share("decode") + measured.share("resize")
+    busy: dict[Cause, float] = {
+        "reading" if reading > decoding else "decoding": reading + decoding,  # the same threads do both
+        "packing": measured.share("pack") + measured.share("upload"),
+        "averaging": measured.share("average"),
+    }
+    cause = max(busy, key=lambda one: busy[one])
+    return cause if busy[cause] >= FEEDS else "nothing"
+
+
+def in_words(measured: Measurement) -> str:
+    """Return in one sentence what bounds the rate."""
+    cause, computes, waits = cause_of(measured), measured.share("compute"), measured.share("wait")
+    whose = "the session" if measured.sessions == 1 else f"each of {measured.sessions} sessions"
+    if cause == "compute":
+        return f"bound by compute: {whose} computes {computes:.0%} of the time"
+    if cause == "nothing":
+        return (
+            f"{whose} waits {waits:.0%} of the time, but no step before it is always busy: too few images for the "
+            "steps to overlap"
+        )
+    return f"bound by {_WORDS[cause]}: {whose} waits {waits:.0%} of the time"
+
+
+def advice(measured: Measurement, around: Surroundings) -> list[str]:
+    """Return what to change, the most promising first; nothing where no number gives reason."""
+    cause = cause_of(measured)
+    if cause == "compute":
+        return [*_faster_compute(around), *_less_to_compute(measured, around)]
+    if cause == "decoding":
+        most = min(around.cores, MAX_THREADS)
+        if measured.threads < most:
+            return [f"--threads {most}: {measured.threads} of {around.cores} cores decode"]
+        return [
+            "every core that can decode does: images that are saved nearer to the protocol's scales take less "
+            "(docs/performance.md)"
+        ]
+    if cause == "reading":
+        return ["a faster disk, or images in one archive without compression (.tar) on a disk of this machine"]
+    if cause == "nothing":
+        return ["measure longer: --seconds or --limit, with more images"]
+    return []
+
+
+def _faster_compute(around: Surroundings) -> list[str]:
+    """Return how the same could be computed faster."""
+    if around.device == "cuda":
+        if around.file_precision == "fp32" and around.precision == "fp32":
+            return [
+                "a file of `prelunet export --precision fp16` runs on the tensor cores; this file does with "
+                "--precision tf32, less fast. Look at what it does to the errors with `prelunet compare`"
+            ]
+        return []
+    found = []
+    if 0 < around.model_threads < around.cores:
+        found.append(f"--threads 0 takes all {around.cores} cores; now {around.model_threads} compute")
+    if around.bf16 and around.precision != "bf16":
+        device = "" if around.device == "openvino" else "--device openvino "
+        found.append(
+            f"{device}--precision bf16: this CPU has instructions for it, with which the paper's nets take about half "
+            "of the time. Look at what it does to the errors with `prelunet compare`"
+        )
+    elif around.device == "cpu" and not around.bf16:
+        found.append("--device openvino computes float32 somewhat faster on most CPUs, to the same errors")
+    return found
+
+
+def _less_to_compute(measured: Measurement, around: Surroundings) -> list[str]:
+    """Return how less would be computed."""
+    found = []
+    if measured.tally.padding > MUCH_PADDING and around.limited:
+        found.append(
+            f"{measured.tally.padding:.0%} of the pixels are padding: a larger --memory-limit puts more images of like "
+            "shapes together"
+        )
+    changing = measured.tally.changes * GPU_SWITCH_SECONDS / (measured.sessions * measured.seconds)
+    if around.device == "cuda" and changing > MUCH_CHANGING and around.limited:
+        found.append(f"changes of canvas take about {changing:.0%} of the time: a larger --memory-limit makes fewer")
+    return found
+
+
+def knows_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Say whether this CPU's instructions know bfloat16 (AVX512_BF16 or AMX), as far as the kernel tells."""
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
+    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(flags)

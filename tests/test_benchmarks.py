@@ -1,0 +1,324 @@
+import json
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from PIL import Image
+
+from evaluator.contract import golden_image
+from evaluator.imaging.views import make_views
+from evaluator.protocols import Protocol
+from telling import noise, telling_checkpoint
+from tiny import tiny_checkpoint
+from training.architectures import ACTIVATIONS
+from training.checkpoints import Checkpoint
+from training.dense import dense_windows, subtract_mean
+from training.network import PreluNet, load_tensors, network_from_checkpoint
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import competitors  # noqa: E402
+from competitors import COMPETITORS, REFERENCE, Case, NotAvailable, in_pairs  # noqa: E402
+from dense_torch import DenseNet, export_plain  # noqa: E402
+from engine_table import goals_of, rows_of  # noqa: E402
+from interleaved import Limits, Reference, Visit  # noqa: E402
+from naive import classify_every_crop, seconds_of_sample  # noqa: E402
+from photos import Photo, load_photos  # noqa: E402
+
+PHOTO = Photo("a photo", noise(30, 41, 1))
+PROTOCOL = Protocol("two scales", "dense", (24, 37), mirror=True)
+
+
+def exact_net(checkpoint: Checkpoint) -> PreluNet:
+    """Return the net in float64, in memory of its own."""
+    net = PreluNet(checkpoint.architecture, len(checkpoint.classes))
+    load_tensors(net, checkpoint.tensors)
+    return net.eval().double()
+
+
+def expected_scores(checkpoint: Checkpoint, image: np.ndarray) -> np.ndarray:
+    """Say what window by window gives, float64 (K,)."""
+    return dense_windows(exact_net(checkpoint), image, checkpoint.mean)[0].mean(axis=(0, 1))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_the_dense_torch_net_gives_every_images_scores_window_by_window(activation: str, channels_last: bool) -> None:
+    checkpoint = tiny_checkpoint(activation)
+    mean = checkpoint.mean.astype(np.float64)
+    net = DenseNet(exact_net(checkpoint), mean, dtype=torch.float64, channels_last=channels_last)
+    for height, width in ((24, 24), (24, 37), (45, 31)):
+        images = np.stack([noise(height, width, seed) for seed in (1, 2)])
+        expected = np.stack([expected_scores(checkpoint, image) for image in images])
+        # rtol: float64 sums in another order
+        np.testing.assert_allclose(net.scores(images), expected, rtol=1e-10, err_msg=f"{height}x{width}")
+
+
+def test_the_dense_torch_net_has_the_pyramid_of_models_whose_bins_overlap_and_repeat() -> None:
+    checkpoint = telling_checkpoint("demo", classes=7)
+    net = DenseNet(exact_net(checkpoint), checkpoint.mean.astype(np.float64), dtype=torch.float64)
+    image = noise(43, 60, 4)
+    np.testing.assert_allclose(net.scores(image[None])[0], expected_scores(checkpoint, image), rtol=1e-10)
+
+
+def test_float_pixels_channels_first_give_the_scores_of_bytes() -> None:
+    checkpoint = tiny_checkpoint()
+    net = DenseNet(exact_net(checkpoint), checkpoint.mean, dtype=torch.float64)
+    images = noise(29, 40, 3)[None]
+    with torch.inference_mode():
+        scores = net(torch.from_numpy(images).permute(0, 3, 1, 2).double())
+    np.testing.assert_array_equal(scores.numpy(), net.scores(images))
+
+
+@pytest.mark.parametrize(("settings", "tolerance"), [({"onednn": True}, 1e-5), ({"dtype": torch.bfloat16}, 5e-2)])
+def test_the_fast_forms_of_the_dense_torch_net_are_off_by_rounding_only(settings: dict, tolerance: float) -> None:
+    checkpoint = telling_checkpoint("demo", classes=7)
+    net = DenseNet(network_from_checkpoint(checkpoint), checkpoint.mean, channels_last=True, **settings)
+    image = noise(43, 60, 4)
+    # float32 sums in another order; bfloat16 keeps 8 bits
+    np.testing.assert_allclose(net.scores(image[None])[0], expected_scores(checkpoint, image), atol=tolerance)
+
+
+def test_the_plain_export_takes_batches_and_images_of_any_size(tmp_path: Path) -> None:
+    checkpoint = telling_checkpoint("demo", classes=7)
+    net = DenseNet(network_from_checkpoint(checkpoint), checkpoint.mean)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nobody should have to read them at each run
+        export_plain(net, tmp_path / "plain.onnx")
+    session = onnxruntime.InferenceSession(str(tmp_path / "plain.onnx"), providers=["CPUExecutionProvider"])
+    for count, height, width in ((1, 28, 28), (2, 28, 33), (3, 61, 40)):
+        images = np.stack([noise(height, width, seed) for seed in range(count)])
+        (scores,) = session.run(None, {"images": images.transpose(0, 3, 1, 2).astype(np.float32)})
+        expected = [expected_scores(checkpoint, image) for image in images]
+        np.testing.assert_allclose(scores, expected, atol=1e-5)  # float32
+
+
+def crops_of(checkpoint: Checkpoint, view: np.ndarray) -> np.ndarray:
+    """Cut out a crop for each window: 4 pixels apart, the last ones moved inside."""
+    rows, columns = dense_windows(exact_net(checkpoint), view, checkpoint.mean)[0].shape[:2]
+    tops, lefts = (
+        [min(4 * i, side - 24) for i in range(n)] for n, side in zip((rows, columns), view.shape, strict=False)
+    )
+    return np.stack([view[top : top + 24, left : left + 24] for top in tops for left in lefts])
+
+
+def test_the_naive_way_classifies_each_crop_of_each_view() -> None:
+    checkpoint = tiny_checkpoint()
+    net, plain = DenseNet(network_from_checkpoint(checkpoint), checkpoint.mean), exact_net(checkpoint)
+    per_view = []
+    for view in make_views(PHOTO.pixels, PROTOCOL):
+        crops = torch.from_numpy(crops_of(checkpoint, view.image))
+        with torch.no_grad():
+            scores = plain(subtract_mean(crops, checkpoint.mean.astype(np.float64))).softmax(1)
+        per_view.append(scores.numpy().mean(axis=0))
+    found = classify_every_crop(net, PHOTO.pixels, PROTOCOL)
+    np.testing.assert_allclose(found, np.mean(per_view, axis=0), rtol=1e-4)  # float32
+
+
+def test_the_naive_way_is_the_dense_one_where_an_image_is_one_window() -> None:
+    checkpoint = tiny_checkpoint()
+    net = DenseNet(network_from_checkpoint(checkpoint), checkpoint.mean)
+    protocol, image = Protocol("one", "dense", (24,), mirror=True), noise(24, 24, 5)
+    np.testing.assert_allclose(
+        classify_every_crop(net, image, protocol), in_pairs(net.scores)(image, protocol), atol=1e-6
+    )
+
+
+def test_a_sample_of_crops_tells_the_seconds_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = tiny_checkpoint()
+    net = DenseNet(network_from_checkpoint(checkpoint), checkpoint.mean)
+    clock, classified = [0.0], []
+
+    def scores(images: np.ndarray) -> np.ndarray:
+        clock[0] += 2.0 * len(images)
+        classified.append(len(images))
+        return np.zeros((len(images), 3))
+
+    monkeypatch.setattr(net, "scores", scores)
+    monkeypatch.setattr("naive.time.perf_counter", lambda: clock[0])
+    every = sum(len(crops_of(checkpoint, view.image)) for view in make_views(PHOTO.pixels, PROTOCOL))
+    assert every > 20
+    assert seconds_of_sample(net, PHOTO.pixels, PROTOCOL, 20) == pytest.approx(2.0 * every)
+    assert sum(classified) == 20
+
+
+def test_answers_in_pairs_average_views_then_scales() -> None:
+    batches = []
+
+    def run(images: np.ndarray) -> np.ndarray:
+        batches.append(images)
+        return images.reshape(len(images), -1)[:, :2].astype(np.float32)
+
+    scores = in_pairs(run)(PHOTO.pixels, PROTOCOL)
+    assert [batch.shape for batch in batches] == [(2, 24, 33, 3), (2, 37, 51, 3)]
+    np.testing.assert_array_equal(batches[0][1], batches[0][0][:, ::-1])
+    expected = np.mean([b.reshape(2, -1)[:, :2].astype(np.float64).mean(axis=0) for b in batches], axis=0)
+    np.testing.assert_allclose(scores, expected)
+
+
+@pytest.mark.parametrize(
+    ("precision", "off"), [("ours, cpu", 2e-4), ("ours, openvino bf16", 0.2), ("ours, cpu", np.nan)]
+)
+def test_wrong_scores_stop_the_benchmark(precision: str, off: float) -> None:
+    right = np.array([0.5, 0.3, 0.2])
+    reference = Reference(lambda image, protocol: right)
+    assert reference.deviation(precision, right + 1e-5, PHOTO, PROTOCOL) == pytest.approx(1e-5)
+    with pytest.raises(SystemExit, match=f"{precision}: wrong scores on a photo"):
+        reference.deviation(precision, right + np.array([0, off, 0]), PHOTO, PROTOCOL)
+
+
+def test_the_reference_answers_each_picture_and_protocol_once() -> None:
+    calls = []
+
+    def answer(image: np.ndarray, protocol: Protocol) -> np.ndarray:
+        calls.append(protocol.name)
+        return np.array([float(len(calls))])
+
+    reference = Reference(answer)
+    other = replace(PROTOCOL, name="other")
+    found = [reference.scores(PHOTO, protocol)[0] for protocol in (PROTOCOL, other, PROTOCOL, other)]
+    assert found == [1, 2, 1, 2]
+    reference.learn(np.array([9.0]), Photo("another", PHOTO.pixels), PROTOCOL)
+    assert reference.scores(Photo("another", PHOTO.pixels), PROTOCOL)[0] == 9
+
+
+def test_measuring_goes_on_while_one_more_image_fits_into_the_time() -> None:
+    limits = Limits(images=3, seconds=40)
+    assert not limits.reached(0, 0)
+    assert not limits.reached(2, 100)  # at least three, however long
+    assert limits.reached(3, 100)
+    assert not limits.reached(3, 30)  # a fourth would end at 40
+    assert limits.reached(3, 30.1)
+
+
+def visits() -> list[Visit]:
+    """Make two pictures of 10 and 30 GFLOP, each in two groups."""
+    small, large = replace(PHOTO, name="small"), replace(PHOTO, name="large")
+    fp32 = [
+        {"naive": 20.0, REFERENCE: 2.0, "onnxruntime, plain export": 1.0, "ours, cpu": 0.5},
+        {REFERENCE: 3.0, "onnxruntime, plain export": 4.5, "ours, cpu": 3.0},
+    ]
+    bf16 = [
+        {"torch channels_last bf16": 1.0, "ours, openvino bf16": 0.5},
+        {"torch channels_last bf16": 3.0, "ours, openvino bf16": 4.0},
+    ]
+    return [
+        Visit(photo, gflop, seconds, dict.fromkeys(seconds, 1e-6 * gflop), 70 if "naive" in seconds else None)
+        for group in (fp32, bf16)
+        for photo, gflop, seconds in zip((small, large), (10.0, 30.0), group, strict=True)
+    ]
+
+
+def test_rows_hold_speed_and_ratios_on_the_same_pictures() -> None:
+    rows = {
+        row["competitor"]: row for row in rows_of(visits(), {"ours, cpu": {"peak_memory_mb": 5, "load_seconds": 1}})
+    }
+    assert list(rows) == list(COMPETITORS)
+    ours = rows["ours, cpu"]
+    assert ours["images_per_second"] == pytest.approx(2 / 3.5, rel=1e-3)
+    assert ours["gflop_per_second"] == {"median": 15, "lowest": 10, "highest": 20}
+    assert ours["times_naive"] == pytest.approx(15 / 0.5)  # naive computes 10 GFLOP in 20 s
+    assert ours["fastest"] == REFERENCE == rows[REFERENCE]["fastest"]  # by all its seconds, though not on each picture
+    assert ours["times_fastest"] == pytest.approx((2 / 0.5 + 3 / 3) / 2)
+    assert rows[REFERENCE]["times_fastest"] == 1
+    assert ours["largest_deviation"] == pytest.approx(3e-5)
+    assert ours["peak_memory_mb"] == 5
+    assert rows["ours, openvino bf16"]["fastest"] == "torch channels_last bf16"
+    assert rows["ours, openvino bf16"]["times_naive"] == pytest.approx((20 + 7.5) / 2 / 0.5, rel=1e-3)
+    assert rows["naive"]["crops"] == {"of the picture": 70, "classified": 64}
+    assert rows["torch.compile"]["not_available"] == "not chosen"
+
+
+def test_goals_are_judged_by_the_best_of_ours_in_each_precision() -> None:
+    protocol = {"name": "multi-scale", "scales": [24, 37]}
+    rows = [
+        {"ours": True, "precision": "fp32", "times_fastest": 0.7, "times_naive": 9},
+        {"ours": True, "precision": "fp32", "times_fastest": 0.95, "times_naive": 10},
+        {"ours": True, "precision": "bf16", "times_fastest": 0.94, "times_naive": 30},
+        {"ours": True, "precision": "bf16", "not_available": "no such CPU"},
+        {"ours": False, "precision": "bf16", "times_fastest": 1, "times_naive": 40},
+    ]
+    goals = goals_of([{"net": "A", "protocol": protocol, "rows": rows}])
+    assert [(goal["met"], goal["measured"]) for goal in goals] == [(True, 0.95), (False, 0.94), (True, 10)]
+    one_scale = goals_of([{"net": "A", "protocol": {"name": "dense-24", "scales": [24]}, "rows": rows}])
+    assert [goal["measured"] for goal in one_scale] == [0.95, 0.94]  # ten times naive is for several scales
+
+
+def test_a_compiler_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def no_compiler(net: torch.nn.Module, **settings: object) -> object:
+        def run(images: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("No working C++ compiler found\nwith a long story")
+
+        return run
+
+    checkpoint = tiny_checkpoint()
+    monkeypatch.setattr(torch, "compile", no_compiler)
+    monkeypatch.setattr(Case, "net", DenseNet(network_from_checkpoint(checkpoint), checkpoint.mean))
+    with pytest.raises(NotAvailable, match=r"torch.compile: No working C\+\+ compiler found$"):
+        COMPETITORS["torch.compile"].open(Case(tmp_path, 1))
+
+
+def test_openvino_that_computes_in_another_precision_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    checkpoint = tiny_checkpoint()
+    export_plain(DenseNet(network_from_checkpoint(checkpoint), checkpoint.mean), tmp_path / "plain.onnx")
+    monkeypatch.setattr(competitors, "_convolution_precisions", lambda compiled: {"f32"})
+    with pytest.raises(NotAvailable, match=r"asked for bf16, OpenVINO computes convolutions in \['f32'\]"):
+        COMPETITORS["openvino, plain export, bf16"].open(Case(tmp_path, 1))
+
+
+def test_photos_of_a_folder_are_taken_evenly_and_others_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for index in range(30):
+        Image.fromarray(noise(20, 30 + index, index)).save(tmp_path / f"{index:02}.png")
+    (tmp_path / "0.txt").write_text("no picture")
+    photos = load_photos(tmp_path)
+    assert len(photos) == 11  # of twelve files, and the first is none
+    assert photos[-1].name > "25.png"
+    assert len({photo.pixels.shape for photo in photos}) == len(photos)
+    assert "0.txt: left out" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="no picture in it"):
+        load_photos(tmp_path / "nothing")
+
+
+def test_made_pictures_have_many_shapes_and_the_golden_pixels() -> None:
+    photos = load_photos(None)
+    assert len({photo.pixels.shape for photo in photos}) == len(photos) > 5
+    np.testing.assert_array_equal(photos[1].pixels, golden_image(*photos[1].pixels.shape[:2]))
+
+
+def test_the_engine_benchmark_runs_from_end_to_end(tmp_path: Path) -> None:
+    output = tmp_path / "engine.json"
+    chosen = ["naive", "onnxruntime, plain export", "ours, cpu", "openvino, plain export, bf16"]
+    arguments = ["--nets", "demo", "--protocols", "dense-32", "dense-28-45", "--images", "2", "--seconds", "0"]
+    arguments += ["--threads", "1", "--output", str(output), "--only", *chosen]
+    script = str(BENCHMARKS / "engine.py")
+    done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(output.read_text())
+    assert [(one["net"], one["protocol"]["name"]) for one in result["results"]] == [
+        ("demo", "dense-32"), ("demo", "dense-28-45")
+    ]  # fmt: skip
+    for one in result["results"]:
+        rows = {row["competitor"]: row for row in one["rows"]}
+        assert set(rows) == set(COMPETITORS)
+        there = {name for name, row in rows.items() if "not_available" not in row}
+        assert {"naive", REFERENCE, "onnxruntime, plain export", "ours, cpu"} <= there
+        assert rows["ours, cpu"]["images"] == 2
+        assert rows["ours, cpu"]["largest_deviation"] < 1e-5
+        assert rows["ours, cpu"]["peak_memory_mb"] < rows[REFERENCE]["peak_memory_mb"]  # which needs torch
+        assert rows["torch.compile"]["not_available"] == "not chosen"
+        assert set(result["settings"]["demo"]) == there
+    tables = output.with_suffix(".md").read_text()
+    assert "## demo, dense-28-45" in tables
+    assert "| ours, cpu " in tables
+    assert "- torch.compile: not available: not chosen" in tables
+    assert "ours in fp32 at least 0.95 of the fastest fp32 competitor" in tables
+    assert tables in done.stdout
