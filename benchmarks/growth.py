@@ -252,15 +252,16 @@ def in_turn(
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Call each once untimed, then all in turn, each round beginning with another one.
 
-    Returns seconds of each call, and how far each one's scores are from the first one's. RuntimeError where that is
-    more than rounding explains: its speed would mean nothing.
+    Returns seconds of each call, and how far each one's scores are from the first one's, as a part of the largest of
+    them: an untrained net has only small ones. RuntimeError where that is more than rounding explains.
     """
     scores = {name: answer() for name, answer in answers.items()}
     names = list(answers)
-    deviations = {name: float(np.abs(scores[name] - scores[names[0]]).max()) for name in names}
+    first = scores[names[0]]
+    deviations = {name: float(np.abs(scores[name] - first).max() / first.max()) for name in names}
     for name, deviation in deviations.items():
         if not deviation <= TOLERANCES["bf16" if name.endswith("bf16") else "fp32"]:  # NaN too
-            raise RuntimeError(f"{name}: scores are {deviation:.1e} from those of {names[0]}")
+            raise RuntimeError(f"{name}: scores are off by {deviation:.1e} of the largest that {names[0]} gives")
     taken: dict[str, list[float]] = {name: [] for name in names}
     begun = time.perf_counter()
     for number in range(LEAST_ROUNDS if tiny else MOST_ROUNDS):

@@ -15,8 +15,17 @@ from evaluator.reporting.html import VEGA_LITE
 Json = dict[str, Any]
 Row = dict[str, Any]
 
-# A third colour beside the report's two; the three are apart for colour-blind readers too, and differ in lightness.
-COLOURS = ("var(--accent)", "#c2571a", "#2b2f36")
+ORANGE, DARK = "#c2571a", "#2b2f36"  # beside the report's two; all four differ in lightness too
+COLOURS = {
+    "onnxruntime fp32": "var(--accent)",
+    "OpenVINO fp32": ORANGE,
+    "OpenVINO bf16": DARK,
+    "trunk": "var(--accent)",
+    "head": ORANGE,
+    "measured": "var(--accent)",
+}  # other lines are grey
+DASHED = ("expected at most", "all windows' scores")
+PEAK = "peak of "  # before an engine's name
 WIDTH, HEIGHT = 300, 220
 LABEL_SIZE = 12
 LABEL_ROOM = 15  # pixels between two labels
@@ -99,7 +108,7 @@ def _memory(data: Json) -> list[Json | None]:
 def _classes(data: Json) -> list[Json | None]:
     points = points_of(data, "classes")
     seconds = [_row(point["classes"], statistics.median(point["seconds"]), point["engine"]) for point in points]
-    sizes = [_row(point["classes"], point["peak_mb"] / 1024, f"peak of {point['engine']}") for point in points]
+    sizes = [_row(point["classes"], point["peak_mb"] / 1024, PEAK + point["engine"]) for point in points]
     for point in {point["classes"]: point for point in points}.values():
         sizes += [
             _row(point["classes"], point["file_mb"] / 1024, "model file"),
@@ -139,47 +148,48 @@ def _lines(
     """Return a panel with a line for each series, named at its right end; None without any point."""
     if not rows:
         return None
-    series = _in_order(row["series"] for row in rows)
-    colours = [COLOURS[index % len(COLOURS)] for index in range(len(series))]
-    dashes = [[1, 0] if index < len(COLOURS) else [3, 3] for index in range(len(series))]
     top = 1.05 * max(row["y"] for row in rows)
-    kind = {"type": "log"} if logarithmic else {"zero": True, "nice": False}
-    x = {"field": "x", "type": "quantitative", "title": x_title, "scale": kind}
-    x["axis"] = {"grid": False, "labelFlush": False, **({"format": ",d"} if logarithmic else {"tickCount": 5})}
+    x_axis: Json = {"grid": False, "labelFlush": False, "tickCount": 5}
     if logarithmic:
-        x["axis"]["values"] = sorted({row["x"] for row in rows})
-        x["axis"]["labelOverlap"] = True
+        x_axis |= {"values": sorted({row["x"] for row in rows}), "format": ",d", "labelOverlap": True}
+    x_scale = {"type": "log", "nice": False} if logarithmic else {"zero": True, "nice": False}
+    x = {"field": "x", "type": "quantitative", "title": x_title, "scale": x_scale, "axis": x_axis}
     y = {"type": "quantitative", "title": y_title, "scale": {"domain": [0, top], "nice": True}}
     y["axis"] = {"tickCount": 5, "domain": False}
-    colour = {"field": "series", "type": "nominal", "scale": {"domain": series, "range": colours}, "legend": None}
-    dash = {"field": "series", "type": "nominal", "scale": {"domain": series, "range": dashes}, "legend": None}
+    point = {"x": x, "y": {"field": "y", **y}}
+    dash = {"condition": {"test": f"indexof({list(DASHED)}, datum.series) >= 0", "value": [4, 3]}, "value": [1, 0]}
+    label = {"x": x, "y": {"field": "label_y", **y}, "text": {"field": "series"}}
     return {
         "width": width,
         "height": HEIGHT,
-        "data": {"values": list(rows)},
-        "encoding": {"color": colour},
+        "data": {"values": [{**row, "colour": _colour(row["series"])} for row in rows]},
+        "encoding": {"color": {"field": "colour", "type": "nominal", "scale": None}, "detail": {"field": "series"}},
         "layer": [
+            {"mark": {"type": "line", "strokeWidth": 2}, "encoding": {**point, "strokeDash": dash}},
+            {"mark": {"type": "point", "filled": True, "size": 40, "opacity": 1}, "encoding": point},
             {
-                "mark": {"type": "line", "strokeWidth": 2},
-                "encoding": {"x": x, "y": {"field": "y", **y}, "strokeDash": dash},
-            },
-            {"mark": {"type": "point", "filled": True, "size": 40, "opacity": 1},
-             "encoding": {"x": x, "y": {"field": "y", **y}}},
-            {
-                "data": {"values": _labels(rows, series, top)},
+                "data": {"values": _labels(rows, top)},
                 "mark": {"type": "text", "align": "left", "dx": 8, "fontSize": LABEL_SIZE},
-                "encoding": {"x": x, "y": {"field": "label_y", **y}, "text": {"field": "series"}},
+                "encoding": label,
             },
         ],
-    }  # fmt: skip
+    }
 
 
-def _labels(rows: Sequence[Row], series: Sequence[str], top: float) -> list[Row]:
+def _colour(series: str) -> str:
+    return COLOURS.get(series.removeprefix(PEAK), "var(--second)")
+
+
+def _labels(rows: Sequence[Row], top: float) -> list[Row]:
     """Return the rows that carry the names: the last of each series, as far from each other as text is high."""
+    series = _in_order(row["series"] for row in rows)
     ends = [max((row for row in rows if row["series"] == name), key=lambda row: row["x"]) for name in series]
     places = apart([row["y"] for row in ends], top * LABEL_ROOM / HEIGHT)
     right = max(row["x"] for row in rows)
-    return [{**row, "x": right, "label_y": place} for row, place in zip(ends, places, strict=True)]
+    return [
+        {**row, "x": right, "label_y": place, "colour": _colour(row["series"])}
+        for row, place in zip(ends, places, strict=True)
+    ]
 
 
 def apart(values: Sequence[float], least: float) -> list[float]:
@@ -201,7 +211,7 @@ def apart(values: Sequence[float], least: float) -> list[float]:
 def _in_a_row(panels: Sequence[Json]) -> Json:
     """Return one specification of panels side by side, in the light colours of the report, on white."""
     config = chart_spec([])["config"]
-    title = {"color": "var(--ink)", "fontSize": 13, "fontWeight": "normal", "anchor": "start", "offset": 10}
+    title = {"color": "var(--ink)", "fontSize": 13, "fontWeight": "normal", "anchor": "start", "frame": "group"}
     config = {**config, "background": "white", "title": title}
     return _coloured({"config": config, "hconcat": list(panels), "spacing": 30, "padding": 12})
 

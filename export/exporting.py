@@ -25,7 +25,7 @@ from export.precision import (
     probe_bytes,
     rounding_losses,
 )
-from export.verification import Deviation, deviation, index_in, run_cases, tolerance_of
+from export.verification import Deviation, deviation, index_in, judged_as, run_cases, tolerance_of
 from training.checkpoints import Checkpoint, read_checkpoint
 from training.dense import dense_windows
 from training.inspection import summarise_slopes
@@ -163,7 +163,7 @@ def check_parity(path: Path, windows: list[WindowArrays]) -> list[Deviation]:
     for case, outputs, index in run_cases(session, [golden_image(*size) for size in sizes]):
         row, (scores, logits) = index_in(case, index), windows[index]
         mean_scores, mean_logits = (array.mean(axis=(0, 1)) for array in (scores, logits))
-        precision = session.circumstances.precision
+        precision = judged_as(session)
         whole = deviation(case, sizes[index], outputs, row, mean_scores, mean_logits, precision=precision)
         deviations.append(replace(whole, scores=max(whole.scores, _worst_window(outputs, row, scores))))
     return deviations

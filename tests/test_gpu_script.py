@@ -84,28 +84,46 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _rehearse(bare: Path, folder: Path, part: str) -> "subprocess.CompletedProcess[str]":
-    # -S: no site-packages, so that the project is not installed either; one thread, as the cores are shared
-    command = [sys.executable, "-S", str(ROOT / "benchmarks" / "gpu.py"), "--part", part, "--device", "cpu", "--tiny"]
-    command += ["--results", str(folder), "--files", str(folder / "files")]
-    environment = {**os.environ, "PYTHONPATH": str(bare), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=250, check=False
-    )
+class Rehearsals:
+    """The parts, each run at most once. folder: where their results lie."""
+
+    def __init__(self, bare: Path, folder: Path) -> None:
+        self.folder = folder
+        self._bare = bare
+        self._done: dict[str, subprocess.CompletedProcess[str]] = {}
+
+    def of(self, part: str) -> "subprocess.CompletedProcess[str]":
+        """Run a part as a process, unless it was."""
+        if part not in self._done:
+            # -S: no site-packages, so that the project is not installed either; one thread, as the cores are shared
+            script = str(ROOT / "benchmarks" / "gpu.py")
+            command = [sys.executable, "-S", script, "--part", part, "--device", "cpu", "--tiny"]
+            command += ["--results", str(self.folder), "--files", str(self.folder / "files")]
+            environment = {**os.environ, "PYTHONPATH": str(self._bare), "OMP_NUM_THREADS": "1"}
+            self._done[part] = subprocess.run(
+                command, env=environment, cwd=self.folder, capture_output=True, text=True, timeout=250, check=False
+            )
+        return self._done[part]
+
+    def cases(self, part: str) -> list[dict[str, Any]]:
+        """Return the cases of a part."""
+        self.of(part)
+        found: list[dict[str, Any]] = read_results(self.folder / f"gpu-{part}-tiny.json")["cases"]
+        return found
 
 
 @pytest.fixture(scope="module")
-def rehearsals(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("rehearsals")
+def rehearsals(bare: Path, tmp_path_factory: pytest.TempPathFactory) -> Rehearsals:
+    return Rehearsals(bare, tmp_path_factory.mktemp("rehearsals"))
 
 
 @pytest.mark.parametrize("part", gpu.PARTS)
-def test_a_part_runs_from_a_checkout_with_the_five_packages_alone(bare: Path, rehearsals: Path, part: str) -> None:
-    done = _rehearse(bare, rehearsals, part)
+def test_a_part_runs_from_a_checkout_with_the_five_packages_alone(rehearsals: Rehearsals, part: str) -> None:
+    done = rehearsals.of(part)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     first = done.stdout.splitlines()[0]
     assert first.startswith(f"onnxruntime.package_name {onnxruntime.package_name}, providers [")
-    data = read_results(rehearsals / f"gpu-{part}-tiny.json")
+    data = read_results(rehearsals.folder / f"gpu-{part}-tiny.json")
     (run,) = data["runs"]
     assert (data["part"], run["tiny"], run["device"]) == (part, True, "cpu")
     assert {"torch", "cuda", "cudnn", "onnxruntime", "onnx", "numpy", "python"} <= set(run["versions"])
@@ -113,8 +131,8 @@ def test_a_part_runs_from_a_checkout_with_the_five_packages_alone(bare: Path, re
     assert not [case for case in data["cases"] if "error" in case["result"]]
 
 
-def test_the_rehearsal_of_parity_holds_every_net_to_its_oracle(rehearsals: Path) -> None:
-    cases = read_results(rehearsals / "gpu-parity-tiny.json")["cases"]
+def test_the_rehearsal_of_parity_holds_every_net_to_its_oracle(rehearsals: Rehearsals) -> None:
+    cases = rehearsals.cases("parity")
     kinds = {tuple(case["settings"][key] for key in ("net", "canvas", "precision")) for case in cases}
     assert kinds == {(n, c, p) for n in "ACE" for c in ("ragged", "exact") for p in ("fp16", "fp32")}
     assert all(case["result"]["passed"] for case in cases)
@@ -194,8 +212,8 @@ def test_the_rate_of_a_shape_counts_all_its_images(tmp_path: Path, monkeypatch: 
     assert found["share_of_peak"] == pytest.approx(found["tflops"] / 500, abs=1e-4)  # rounded there
 
 
-def test_the_rehearsal_of_throughput_counts_what_its_views_cost(rehearsals: Path) -> None:
-    cases = read_results(rehearsals / "gpu-throughput-tiny.json")["cases"]
+def test_the_rehearsal_of_throughput_counts_what_its_views_cost(rehearsals: Rehearsals) -> None:
+    cases = rehearsals.cases("throughput")
     assert {case["settings"]["what"] for case in cases} == {"views", "jpegs"}
     chosen = [case for case in cases if case["settings"]["what"] == "views"]
     sizes = imagenet_sizes.draw(4)

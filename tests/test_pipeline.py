@@ -371,6 +371,26 @@ def test_the_first_of_several_errors_in_the_order_of_the_images_is_told(dataset:
     assert until_it_fails(results, DatasetError, "earlier") == 1
 
 
+def test_nothing_behind_an_error_is_computed_any_more_while_the_parts_before_it_are(dataset: Dataset) -> None:
+    gate = threading.Event()
+
+    def failing(file: str) -> None:
+        if file.endswith("003.png"):  # of the second part
+            threading.Timer(0.2, gate.set).start()
+            raise DatasetError("planted")
+
+    class Gated(FakeSession):
+        def compute(self, staged: Any) -> Outputs:
+            assert gate.wait(WAIT)
+            return super().compute(staged)
+
+    sessions = [Gated(), Gated()]
+    broken = replace(dataset, reader=Reading(dataset, failing))
+    results = evaluate_chunks(sessions, broken, CENTER, chunks_of(dataset.samples, 3), 3, 1)
+    assert until_it_fails(results, DatasetError, "planted") == 1
+    assert len(sessions[0].calls) + len(sessions[1].calls) == 1
+
+
 def test_scores_that_are_no_numbers_name_the_file(dataset: Dataset) -> None:
     class Broken(FakeSession):
         def compute(self, staged: Any) -> Outputs:

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 # What a file of a precision can be computed in on a device; the first is the default.
 _PRECISIONS: Mapping[tuple[str, str], tuple[Precision, ...]] = {
     ("cpu", "fp32"): ("fp32",),
-    ("cpu", "fp16"): ("fp16",),  # rounded after every layer, as on a GPU, but slow
+    ("cpu", "fp16"): ("fp32",),  # of rounded weights: this provider drops the casts between layers
     ("openvino", "fp32"): ("fp32", "bf16"),
     ("openvino", "fp16"): ("fp32", "bf16"),
     ("cuda", "fp32"): ("fp32", "tf32"),

@@ -9,23 +9,26 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from evaluator.engine.session import Device, open_session
+from evaluator.engine.session import open_session
 from evaluator.errors import CheckFailed
 from evaluator.terminal import say
+from evaluator.verbs.options import DeviceOption, PrecisionOption, ThreadsOption
 from export.verification import judged_as, tolerance_of
 from export.verification import verify as verify_session
 
 
 def verify(
     model: Annotated[Path, typer.Argument(help="An exported model.")],
-    device: Annotated[Device, typer.Option(help="Where to run; auto: CUDA where it comes up, else CPU.")] = "auto",
+    device: DeviceOption = "auto",
+    precision: PrecisionOption = None,
+    threads: ThreadsOption = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Run a model's golden images on this machine and print the deviation from a float64 oracle.
 
     Exits 6 when a score is off by more than the tolerance.
     """
-    session = open_session(model, device)
+    session = open_session(model, device, precision=precision, threads=threads)
     deviations = verify_session(session)
     passed = all(d.passed for d in deviations)
     if as_json:
