@@ -20,6 +20,7 @@ import importlib.metadata
 import json
 import math
 import platform
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -195,7 +196,7 @@ def _circumstances(words: Sequence[str], options: argparse.Namespace, engines: M
     installed = {found.name: found.version for found in importlib.metadata.distributions()}
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "command": " ".join(["python", "benchmarks/growth.py", *words]),
+        "command": shlex.join(["python", "benchmarks/growth.py", *words]),
         "device": cpu(),
         "tiny": options.tiny,
         "machine": machine(),

@@ -17,10 +17,9 @@ from evaluator.strict import a_list, an_object, one_of, whole
 
 Runtime = Literal["cpu", "openvino", "cuda"]  # cpu: onnxruntime's own
 
-# How much a runtime keeps, in sizes of what the graph needs at once. onnxruntime's first call of a shape and its later
-# ones, by a plan, take memory in two places; OpenVINO lays windows out anew for its products. On CUDA the arena grows
-# by powers of two (not measured here).
-COPIES: Mapping[Runtime, int] = {"cpu": 2, "openvino": 2, "cuda": 2}
+# How much a runtime keeps, in sizes of what the graph needs at once. OpenVINO lays windows out anew for its products,
+# and on CUDA the arena grows by powers of two (not measured here).
+COPIES: Mapping[Runtime, int] = {"cpu": 1, "openvino": 2, "cuda": 2}
 WORKSPACE = 2**25  # bytes, whatever the batch: buffers of the runtime's threads
 # An adopted net says nothing of its layers. VGG-16, the widest of the usual ones, has 64 channels at every pixel of its
 # first layers; of three such maps at once.

@@ -4,24 +4,25 @@ What takes memory, for model A in float32 and one view of 480x1920 pixels as an 
 
     base       Python and its libraries, the runtime                                                0.1 GB
     weights    the file's, as the runtime keeps them; while it loads them, twice the file            1.0 to 1.5 GB
-    batch      maps of the trunk, or every window's pooled features (129 kB each, 1,819 windows)     1.2 GB
+    batch      maps of the trunk, or every window's pooled features (129 kB each, 1,819 windows)     0.6 GB
     images     views of the part of a chunk that is computed, and of the part that is prepared      0.8 GB
 
 Nothing here depends on the number of images. The estimates are upper bounds: docs/performance.md compares them with
 what was measured.
 """
 
+import math
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import ceil
 from pathlib import Path
 
 from evaluator.contract import ModelContract
 from evaluator.engine.batching import MAX_PIXELS, MAX_WINDOWS, MOST, BatchRules
 from evaluator.engine.footprint import WORKSPACE, Runtime, batch_bytes, bytes_at, operations_a_pixel, weights_bytes
 from evaluator.errors import UsageError
+from evaluator.imaging.resize import resized_size
 from evaluator.protocols import Protocol
 
 # Measured on models A and C (712 and 1,323 MB) with onnxruntime 1.31.1 and OpenVINO 2026.4.1, on Linux.
@@ -152,7 +153,7 @@ def memory_need(
     rules = cpu_rules(contract, memory, file_bytes=file_bytes, runtime=runtime)
     return MemoryNeed(
         base=BASE,
-        loading=ceil(LOADING * (file_bytes or weights_bytes(contract))),
+        loading=math.ceil(LOADING * (file_bytes or weights_bytes(contract))),
         weights=_settled(contract, file_bytes, runtime),
         batch=largest_batch_bytes(contract, protocol, rules, runtime),
         images=2 * part_within(protocol, chunk, memory) * image_bytes(protocol) + DECODING,
@@ -217,6 +218,22 @@ def require_fits(
     )
 
 
+def require_room(contract: ModelContract, protocol: Protocol, image: tuple[int, int], available: int) -> None:
+    """Refuse an image of which one view alone takes more than there is.
+
+    image: height and width in pixels; available: bytes, see `machine_memory`. Raises UsageError that says how much.
+    """
+    if protocol.crop is not None:
+        return
+    height, width = resized_size(*image, max(protocol.scales), protocol.long_side_cap)
+    need = batch_bytes(contract, 1, height, width, runtime="openvino")  # the larger of both runtimes
+    if need > available:
+        raise UsageError(
+            f"a view of {height}x{width} pixels takes up to {in_bytes(need)} of memory, and this machine has "
+            f"{in_bytes(available)}. Take a smaller scale"
+        )
+
+
 def parse_memory(text: str | None) -> int | None:
     """Read an amount of memory as bytes: 900M, 6G or 1.5GiB in powers of 1024, 6GB in powers of 1000; None for None.
 
@@ -243,7 +260,7 @@ def in_bytes(value: int) -> str:
         if value >= 1024**power or power == 2:
             amount = value / 1024**power
             digits = 2 if amount <= 9.99 else 1 if amount <= 99.9 else 0
-            return f"{ceil(amount * 10**digits) / 10**digits:.{digits}f}{unit}"
+            return f"{math.ceil(amount * 10**digits) / 10**digits:.{digits}f}{unit}"
     raise AssertionError("there is a unit for everything")
 
 
@@ -287,7 +304,7 @@ def _limit_files(root: Path) -> list[Path]:
 
 def _settled(contract: ModelContract, file_bytes: int, runtime: Runtime) -> int:
     """Return what the weights take once they are loaded."""
-    return ceil(SETTLED[runtime] * (file_bytes or weights_bytes(contract)))
+    return math.ceil(SETTLED[runtime] * (file_bytes or weights_bytes(contract)))
 
 
 def _images_bytes(memory: int) -> int:

@@ -84,7 +84,6 @@ def load_on_cuda(path: Path, *, gpu: int = 0, tf32: bool = False, memory: int | 
         )
     options = _options(runtime)
     options.intra_op_num_threads = 1
-    options.enable_mem_pattern = False  # one plan per shape would be kept for ever
     options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     missing = _preload(runtime)
     try:
@@ -106,6 +105,7 @@ def _options(runtime: ModuleType) -> Any:
     runtime.set_default_logger_severity(4)  # it warns of itself on stderr
     options = runtime.SessionOptions()
     options.log_severity_level = 4  # the runtime's own lines would only repeat what our error says
+    options.enable_mem_pattern = False  # a plan for each shape would be kept for ever, beside the memory of its making
     return options
 
 

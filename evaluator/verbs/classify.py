@@ -12,6 +12,7 @@ import typer
 
 from evaluator.engine.answer import Answer, answer_of, top_asked
 from evaluator.engine.classify import classify_images
+from evaluator.engine.memory import machine_memory, require_room
 from evaluator.engine.overlay import draw_heat_maps, png_bytes
 from evaluator.engine.session import Device, Session, open_session
 from evaluator.errors import ImageError, UsageError
@@ -131,6 +132,7 @@ def _ask_model(session: Session, name: str, protocol: Protocol, top: int, *, hea
 
     def ask(data: bytes) -> Answer:
         image = decode_rgb(data, apply_exif=protocol.apply_exif)
+        require_room(session.contract, protocol, (image.shape[0], image.shape[1]), machine_memory())
         (classified,) = classify_images(session, [image], protocol, keep_windows=heatmap)
         picture = png_bytes(draw_heat_maps(image, classified, session.contract, protocol)) if heatmap else b""
         return answer_of(session, name, protocol, classified, top, picture)
