@@ -74,6 +74,7 @@ class DenseNet(nn.Module):
         logits = self.head(windows.flatten(0, 2)).to(self.mean.dtype)
         return logits.softmax(1).reshape(images.shape[0], -1, logits.shape[1]).mean(1)
 
+    @torch.compiler.disable  # of 63 slices it would make 63 kernels, and minutes of compilation; one copy does it
     def pyramid(self, feature_map: Tensor) -> Tensor:
         """Return every window's bins, (N, rows, columns, bins·C), of a feature map (N, C, h, w)."""
         window = self.architecture.window

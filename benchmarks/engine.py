@@ -14,6 +14,7 @@ import argparse
 import gc
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -47,7 +48,7 @@ def main() -> None:
     photos = load_photos(options.data)
     result: Json = {
         "date": datetime.now(UTC).date().isoformat(),
-        "command": " ".join(["python", "benchmarks/engine.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "benchmarks/engine.py", *sys.argv[1:]]),
         "machine": machine(),
         "threads": options.threads,
         "versions": {"python": sys.version.split()[0], "numpy": np.__version__},

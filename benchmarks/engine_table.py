@@ -147,7 +147,11 @@ def _pictures(result: Mapping[str, Any]) -> str:
     pictures = {visit["name"]: visit for visit in result["visits"]}.values()
     sizes = ", ".join(f"{picture['height']}x{picture['width']}" for picture in pictures)
     gflop = statistics.mean(picture["gflop"] for picture in pictures)
-    return f"{len(pictures)} pictures: {sizes}; {gflop:.0f} GFLOP on average."
+    least, most = (extreme(picture["largest_score"] for picture in pictures) for extreme in (min, max))
+    return (
+        f"{len(pictures)} picture{'s' * (len(pictures) > 1)}: {sizes}; {gflop:.0f} GFLOP on average. "
+        f"The largest score of each: {least:.2f} to {most:.2f}."
+    )
 
 
 def _table(rows: Sequence[Row]) -> list[str]:

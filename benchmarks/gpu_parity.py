@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from gpu_results import Results
-from gpu_rig import MEAN, Rig
 
 from evaluator.contract import golden_image
 from evaluator.engine.session import Outputs, Session
 from export.verification import judged_as, rubbish_canvas, tolerance_of
+from gpu_results import Results
+from gpu_rig import MEAN, Rig
 from training.dense import dense_windows
 
 NETS = ("A", "C", "E")

@@ -9,15 +9,15 @@ from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
+import numpy as np
+
 import gpu_graphs
 import gpu_uploads
-import numpy as np
+from evaluator.contract import INPUTS, OUTPUTS
+from evaluator.engine.onnx_runtime import import_runtime
 from gpu_results import Results
 from gpu_rewrites import with_padded_conv1
 from gpu_rig import Rig, Timing, provider_options, raw_session
-
-from evaluator.contract import INPUTS, OUTPUTS
-from evaluator.engine.onnx_runtime import import_runtime
 
 NETS = ("C", "A")  # C first: its goals are the ones that count
 CANVAS = (384, 512)

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_results import read_results
-
 from evaluator.engine.memory import GPU_RATE, GPU_SWITCH_SECONDS
+from gpu_results import read_results
 
 PARTS = ("parity", "sweep", "throughput", "torch", "training")
 BEGIN, END = "<!-- results of benchmarks/gpu.py -->", "<!-- end of results -->"

@@ -18,9 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gpu_results import Results
-from gpu_rig import Rig
-from imagenet_sizes import draw
 from PIL import Image
 
 from evaluator.contract import ModelContract
@@ -35,6 +32,9 @@ from evaluator.imaging.views import ViewImage
 from evaluator.protocols import Protocol, make_protocol
 from evaluator.validation.pipeline import Pipeline, evaluate_chunks
 from evaluator.validation.run import Batching, describe_dataset, run_info
+from gpu_results import Results
+from gpu_rig import Rig
+from imagenet_sizes import draw
 
 IMAGES = 1024  # a chunk on a GPU
 IMAGENET = 50_000

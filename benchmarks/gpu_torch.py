@@ -14,18 +14,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from dense_torch import DenseNet
-from gpu_results import Results
-from gpu_rig import MEAN, Rig, check_provider, raw_session
-from gpu_sweep import Bound
-from gpu_throughput import THREADS, Work, resized_noise
-from imagenet_sizes import draw
 
+from dense_torch import DenseNet
 from evaluator.datasets.sample import Sample
 from evaluator.engine.stages import Stages
 from evaluator.imaging.views import ViewImage
 from evaluator.protocols import make_protocol
 from evaluator.validation.pipeline import Pipeline
+from gpu_results import Results
+from gpu_rig import MEAN, Rig, check_provider, raw_session
+from gpu_sweep import Bound
+from gpu_throughput import THREADS, Work, resized_noise
+from imagenet_sizes import draw
 
 NETS = ("C", "A")
 CANVASES = ((8, 256, 352), (8, 384, 512), (4, 480, 640))

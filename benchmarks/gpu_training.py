@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from gpu_results import Results
-from gpu_rig import CROP, MEAN, Rig
 
 from evaluator.complexity import multiply_adds
+from gpu_results import Results
+from gpu_rig import CROP, MEAN, Rig
 from training.dense import subtract_mean
 from training.network import parameter_groups
 

@@ -23,19 +23,22 @@ class Visit:
     """One image, answered once by each competitor of a group.
 
     gflop: of its dense evaluation, two per multiply-add; seconds, deviations: by competitor, the latter the largest
-    difference of a score from the reference's; crops: how many the naive competitor has of it, where it took part.
+    difference of a score from the reference's; largest_score: the reference's for it; crops: how many the naive
+    competitor has of it, where it took part.
     """
 
     photo: Photo
     gflop: float
     seconds: Mapping[str, float]
     deviations: Mapping[str, float]
+    largest_score: float
     crops: int | None
 
     def to_json(self) -> dict[str, Any]:
         """Return the visit as plain data."""
         seconds = {name: round(value, 4) for name, value in self.seconds.items()}
-        return {**self.photo.to_json(), "gflop": round(self.gflop, 2), "crops": self.crops, "seconds": seconds}
+        facts = {"gflop": round(self.gflop, 2), "largest_score": round(self.largest_score, 4), "crops": self.crops}
+        return {**self.photo.to_json(), **facts, "seconds": seconds}
 
 
 class Reference:
@@ -139,7 +142,8 @@ def _visit(
     if REFERENCE in scores:
         reference.learn(scores[REFERENCE], photo, protocol)
     deviations = {name: reference.deviation(name, found, photo, protocol) for name, found in scores.items()}
-    return Visit(photo, _gflop(photo, protocol, net), seconds, deviations, crops)
+    largest = float(reference.scores(photo, protocol).max())
+    return Visit(photo, _gflop(photo, protocol, net), seconds, deviations, largest, crops)
 
 
 def _sizes(photo: Photo, protocol: Protocol) -> list[tuple[int, int]]:

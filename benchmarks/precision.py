@@ -96,7 +96,9 @@ def _against(baseline: Run, run: Run) -> dict[str, Any]:
     found = compare_runs(baseline, run)
     scores = [read_rows(one, 0, len(one.predictions)) for one in (baseline, run)]
     deviation = np.nanmax(np.abs(scores[0] - scores[1]), axis=1)
-    answers = [np.array([line.top[0][0] for line in one.predictions if line.refused is None]) for one in (baseline, run)]
+    answers = [
+        np.array([line.top[0][0] for line in one.predictions if line.refused is None]) for one in (baseline, run)
+    ]
     return {
         **_errors(run),
         **{f"{key}_{part}": found[key][part] for key in ("top1", "top5") for part in ("difference", "interval")},

@@ -210,7 +210,7 @@ def visits() -> list[Visit]:
         {"torch channels_last bf16": 3.0, "ours, openvino bf16": 4.0},
     ]
     return [
-        Visit(photo, gflop, seconds, dict.fromkeys(seconds, 1e-6 * gflop), 70 if "naive" in seconds else None)
+        Visit(photo, gflop, seconds, dict.fromkeys(seconds, 1e-6 * gflop), 0.4, 70 if "naive" in seconds else None)
         for group in (fp32, bf16)
         for photo, gflop, seconds in zip((small, large), (10.0, 30.0), group, strict=True)
     ]

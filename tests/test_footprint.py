@@ -7,7 +7,6 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from test_protocol_costs import contract_of
 
 from evaluator.contract import ModelContract, TrunkLayer
 from evaluator.engine.footprint import (
@@ -21,6 +20,7 @@ from evaluator.engine.footprint import (
 )
 from evaluator.errors import ContractError
 from export.exporting import export_checkpoint
+from test_protocol_costs import contract_of
 from tiny import CLASSES, TINY, tiny_checkpoint
 from training.architectures import architecture, parameter_shapes
 from training.checkpoints import write_checkpoint

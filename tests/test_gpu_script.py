@@ -140,24 +140,37 @@ def test_the_rehearsal_of_parity_holds_every_net_to_its_oracle(rehearsals: Rehea
     assert max(together) < 1e-6  # sums of other numbers of zeros
 
 
-@pytest.mark.parametrize("change", ["scores of a window", "mean", "a grid that is smaller"])
-def test_parity_sees_what_is_off(tmp_path: Path, change: str) -> None:
+class Off:
+    """A session whose mean scores are off by that much, while its windows are right."""
+
+    def __init__(self, session: Any, by: float) -> None:
+        self.session, self.by = session, by
+        self.contract, self.circumstances = session.contract, session.circumstances
+
+    def run(self, images: np.ndarray, sizes: np.ndarray) -> Any:
+        outputs = self.session.run(images, sizes)
+        return replace(outputs, scores=outputs.scores + np.float32(self.by))
+
+
+@pytest.mark.parametrize("fault", ["no fault", "two windows swapped", "mean scores", "logits", "another grid"])
+def test_parity_sees_what_is_off(tmp_path: Path, fault: str) -> None:
     rig = Rig("cpu", tiny=True, files=tmp_path)
     images = [golden_image(rig.px(height), rig.px(width)) for height, width in ((231, 301), (256, 341))]
     oracle = gpu_parity._oracle(rig, "E", images)
-    session = rig.session("E", "fp32")
-    assert gpu_parity._compare(session, images, oracle)["passed"]
+    session: Any = rig.session("E", "fp32")
     scores, logits = oracle[1]
-    if change == "scores of a window":
-        scores[-1, -1] = np.roll(scores[-1, -1], 1)
-    elif change == "mean":
-        scores += 1e-3
-    else:
+    if fault == "two windows swapped":
+        scores[0, [0, -1]] = scores[0, [-1, 0]]  # which leaves the mean as it is
+    elif fault == "mean scores":
+        session = Off(session, 1e-4)
+    elif fault == "logits":
+        logits *= 1.001
+    elif fault == "another grid":
         oracle[1] = (scores[:-1], logits[:-1])
         with pytest.raises(ValueError, match="windows where the oracle sees"):
             gpu_parity._compare(session, images, oracle)
         return
-    assert not gpu_parity._compare(session, images, oracle)["passed"]
+    assert gpu_parity._compare(session, images, oracle)["passed"] == (fault == "no fault")
 
 
 def test_rewritten_files_give_the_same_scores(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_protocol_costs import contract_of
 
 from evaluator.contract import ModelContract
 from evaluator.engine.batching import MAX_PIXELS, MAX_WINDOWS, BatchRules, plan_batches
@@ -29,6 +28,7 @@ from evaluator.engine.memory import (
 from evaluator.errors import UsageError
 from evaluator.protocols import Protocol, make_protocol
 from fakes import fake_contract
+from test_protocol_costs import contract_of
 
 G = 2**30
 A = contract_of("A")

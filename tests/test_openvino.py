@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_dense_scores import oracle_of
 
 from conftest import Exported
 from evaluator.engine import openvino_runtime
@@ -15,6 +14,7 @@ from evaluator.engine.session import open_session
 from evaluator.errors import ContractError, EnvironmentFault, UsageError
 from export.verification import rubbish_canvas
 from telling import noise
+from test_dense_scores import oracle_of
 
 pytest.importorskip("openvino")
 

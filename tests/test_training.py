@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from training_folders import RECIPE, make_dataset
 
 from evaluator.errors import EnvironmentFault, Interrupted, RunFolderError, UsageError
 from training.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
@@ -23,6 +22,7 @@ from training.loop import Trainer, train
 from training.network import network_from_checkpoint, tensors_of
 from training.pictures import Pictures, survey
 from training.splits import open_splits
+from training_folders import RECIPE, make_dataset
 
 FILES = ("last.safetensors", "best.safetensors", "training.json")
 

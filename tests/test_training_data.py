@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from training_folders import RECIPE, make_dataset, write_image
 
 from evaluator.datasets.opening import open_dataset
 from evaluator.errors import DatasetError, UsageError
@@ -24,6 +23,7 @@ from training.augmentation import (
 )
 from training.pictures import Pictures, map_ahead, survey
 from training.splits import median_shorter_side, open_splits
+from training_folders import RECIPE, make_dataset, write_image
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from training_folders import RECIPE, make_dataset
 
 from evaluator.errors import RunFolderError
 from evaluator.files import locked_folder
 from training.loop import train
+from training_folders import RECIPE, make_dataset
 
 
 @pytest.fixture(scope="module")

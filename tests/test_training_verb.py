@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from training_folders import RECIPE, make_dataset, write_image
 
 from evaluator.cli import run as run_program
 from evaluator.engine.scores import ranks_of
 from evaluator.errors import DatasetError, RunFolderError, UsageError
 from training.loop import train
 from training.metrics import MetricsLog, errors_of
+from training_folders import RECIPE, make_dataset, write_image
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import onnx
+
 from model_variants import build, variants, with_copies, without_kernel
 from verdict import Verdict, judge
 
