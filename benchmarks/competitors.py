@@ -31,8 +31,9 @@ Pixels = npt.NDArray[np.uint8]
 Scores = npt.NDArray[np.floating[Any]]
 Answer = Callable[[Pixels, Protocol], Scores]
 
-# How far the scores of a right competitor may be from those of torch eager, float32. On model A float32 in another order
-# gave 1e-6 and bf16, which keeps 8 bits, 6e-3; a wrong head is off by about the largest score, which the result tells.
+# How far the scores of a right competitor may be from those of torch eager, float32. On model A float32 in another
+# order gave 1e-6, and bf16, which keeps 8 bits, 6e-3; a wrong head is off by about the largest score, which the result
+# tells.
 TOLERANCES: Mapping[Precision, float] = {"fp32": 1e-4, "bf16": 0.05}
 _HINTS: Mapping[Precision, str] = {"fp32": "f32", "bf16": "bf16"}
 

@@ -24,15 +24,12 @@ import tempfile
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from gpu_results import Results
+from gpu_results import PARTS, Results
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]  # the project is not installed where this runs
+sys.path.insert(0, str(ROOT))  # the project is not installed where this runs
 
-PARTS = ("parity", "sweep", "throughput", "torch", "training")
 WITHOUT_RUNTIME = ("torch", "training")  # what they measure is torch; the engine is only measured beside it
 RESULTS = ROOT / "benchmarks" / "results"
 LIMIT = 450  # seconds
@@ -85,9 +82,9 @@ def _tell_plan(options: argparse.Namespace) -> None:
 
 
 def _measure(options: argparse.Namespace, words: Sequence[str]) -> int:
-    from gpu_results import Results
-    from gpu_rig import Rig, check_provider, circumstances, tell, watch
+    from gpu_rig import Rig, check_provider, circumstances, tell, tell_runtime, watch
 
+    tell_runtime()
     rig = Rig(options.device, options.tiny, options.files)
     _check_torch(rig.device)
     now = circumstances(rig, words)
@@ -112,7 +109,7 @@ def _check_torch(device: str) -> None:
         )
 
 
-def _end(results: "Results", options: argparse.Namespace) -> int:
+def _end(results: Results, options: argparse.Namespace) -> int:
     """Tell goals and what is missing."""
     from gpu_table import goals
 

@@ -74,7 +74,7 @@ def _compare(session: Session, images: list[np.ndarray], oracle: Windows) -> dic
     result: dict[str, Any] = {
         "provider": session.circumstances.provider,
         "computes_in": session.circumstances.precision,
-        "score_spread": float(max(scores.max() for scores, _ in oracle)),
+        "largest_score": float(max(scores.max() for scores, _ in oracle)),
     }
     if session.contract.canvas == "ragged":
         outputs = session.run(*rubbish_canvas(session.contract, images))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+PARTS = ("parity", "sweep", "throughput", "torch", "training")
 FATAL = ("illegal memory access", "unspecified launch failure", "misaligned address", "CUDA failure 7")
 MEMORY = (
     "out of memory",

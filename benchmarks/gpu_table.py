@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from evaluator.engine.memory import GPU_RATE, GPU_SWITCH_SECONDS
-from gpu_results import read_results
+from gpu_results import PARTS, read_results
 
-PARTS = ("parity", "sweep", "throughput", "torch", "training")
 BEGIN, END = "<!-- results of benchmarks/gpu.py -->", "<!-- end of results -->"
 NOT_MEASURED = "not measured"
 SHARE, TIMES, MINUTES = 0.60, 1.3, 8.0  # the goals, for model C at multi-scale

@@ -80,6 +80,18 @@ def test_a_limit_and_the_seconds_bound_the_number_of_images(dataset: Dataset) ->
     assert patient.images == IMAGES
 
 
+def test_the_images_are_spread_evenly_over_the_dataset(dataset: Dataset) -> None:
+    read: list[str] = []
+
+    class Noting:
+        def read(self, file: str) -> bytes:
+            read.append(file)
+            return dataset.reader.read(file)
+
+    benchmark([FakeSession()], replace(dataset, reader=Noting()), TWO_SCALES, 64, threads=1, images=5, seconds=1e-9)
+    assert read[-5:] == ["00.png", "05.png", "10.png", "15.png", "20.png"]
+
+
 def test_the_warm_up_counts_for_nothing_and_every_session_takes_part(dataset: Dataset) -> None:
     sessions = [FakeSession(), FakeSession()]
     measured = benchmark(sessions, dataset, TWO_SCALES, 64, images=IMAGES, seconds=10.0)

@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -85,18 +86,23 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Rehearsals:
-    """The parts, each run at most once. folder: where their results lie."""
+    """The parts, each run at most once, from a copy of the checkout that is not installed anywhere.
+
+    folder: where their results lie; bare: see there.
+    """
 
     def __init__(self, bare: Path, folder: Path) -> None:
         self.folder = folder
-        self._bare = bare
+        self._bare, self._checkout = bare, folder / "checkout"
+        for name in ("evaluator", "export", "training", "benchmarks"):
+            shutil.copytree(ROOT / name, self._checkout / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
         self._done: dict[str, subprocess.CompletedProcess[str]] = {}
 
     def of(self, part: str) -> "subprocess.CompletedProcess[str]":
         """Run a part as a process, unless it was."""
         if part not in self._done:
-            # -S: no site-packages, so that the project is not installed either; one thread, as the cores are shared
-            script = str(ROOT / "benchmarks" / "gpu.py")
+            # -S: no site-packages; one thread, as the cores are shared
+            script = str(self._checkout / "benchmarks" / "gpu.py")
             command = [sys.executable, "-S", script, "--part", part, "--device", "cpu", "--tiny"]
             command += ["--results", str(self.folder), "--files", str(self.folder / "files")]
             environment = {**os.environ, "PYTHONPATH": str(self._bare), "OMP_NUM_THREADS": "1"}
