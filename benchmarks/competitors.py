@@ -174,7 +174,8 @@ def _compiled(case: Case) -> Opened:
             run(np.zeros((2, side + 40, side + 70, 3), np.uint8))
     except RuntimeError as error:  # no C++ compiler, above all
         raise NotAvailable(f"torch.compile: {str(error).strip().splitlines()[0]}") from error
-    return Opened(in_pairs(run), {**_torch_settings(), "dynamic": True, **options})
+    facts = {"dynamic": True, **options, "compiled": "all but the gathering of bins and the three products"}
+    return Opened(in_pairs(run), {**_torch_settings(), **facts})
 
 
 def _channels_last(precision: Precision) -> Callable[[Case], Opened]:

@@ -34,8 +34,8 @@ class DenseNet(nn.Module):
     net: gives the weights; where dtype and layout allow, they are the same memory;
     mean: float (3,), R, G, B, subtracted in float32 (float64 for dtype float64) before pixels become `dtype`;
     dtype: of the arithmetic, except mean, softmax and average; channels_last: layout of the feature maps;
-    onednn: matrix products by oneDNN instead of by MKL, which takes twice as long in
-    float32 on CPUs that are not Intel's; for float32 on a CPU only.
+    onednn: matrix products by oneDNN instead of by MKL, which takes twice as long in float32 on CPUs that are not
+    Intel's; for float32 on a CPU only.
     """
 
     def __init__(

@@ -295,3 +295,12 @@ def test_a_view_that_no_machine_of_that_size_could_hold_is_refused_with_what_it_
     require_room(A, large, (300, 400), 4 * G)
     require_room(A, multi, (100, 900), 4 * G)
     require_room(A, make_protocol("center", A), (100, 900), 1)
+
+
+def test_a_gpu_gets_larger_parts_whatever_its_own_memory_is() -> None:
+    multi = make_protocol("multi-scale", A)
+    assert part_within(multi, 1024, None, gpu=True) == part_within(multi, 1024, 2 * G, gpu=True) == 1024
+    longest = make_protocol("spp-net", A)
+    part = part_within(longest, 1024, None, gpu=True)
+    assert part < 1024
+    assert 3 * 2**30 < part * image_bytes(longest) <= 6 * 2**30

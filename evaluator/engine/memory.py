@@ -30,6 +30,8 @@ LOADING = 2.2  # peak while a file is loaded, in sizes of the file: 2.04 to 2.13
 SETTLED: Mapping[Runtime, float] = {"cpu": 1.4, "openvino": 2.2, "cuda": 2.2}  # afterwards: 1.30 to 1.38, 2.02 to 2.10
 BASE = 2**27  # bytes: 60 to 75 MB of Python and libraries, 46 to 57 MB more when a runtime is there
 PART_BYTES = 3 * 2**27  # of the views of one part, if every image were as elongated as the protocol lets it be
+# Of the host, for a GPU: the 1,024 images of a chunk in one part change its canvases four times less often.
+GPU_PART_BYTES = 6 * 2**30
 PART_SHARE = 16  # a part takes at most this part of a limit
 DECODING = 2**27  # bytes of images while they are decoded: 45 Mpixel; one of the largest that are allowed has 64
 
@@ -117,15 +119,17 @@ def gpu_rules(
     return rules_within(contract, budget, most, 2 if precision == "fp16" else 4, "cuda")
 
 
-def part_within(protocol: Protocol, chunk: int, memory: int | None) -> int:
+def part_within(protocol: Protocol, chunk: int, memory: int | None, *, gpu: bool = False) -> int:
     """Return how many images of a chunk are prepared and computed at a time.
 
-    memory: most bytes of the process, or None.
+    memory: most bytes of the process, or None; with gpu the limit is the GPU's and does not matter here.
 
     A function of the protocol and the limit and of nothing else: in which company an image is computed can move the
     last bit of its scores, so that a chunk must be cut alike wherever and whenever it is evaluated.
     """
-    most = PART_BYTES if memory is None else min(PART_BYTES, memory // PART_SHARE)
+    most = GPU_PART_BYTES if gpu else PART_BYTES
+    if memory is not None and not gpu:
+        most = min(most, memory // PART_SHARE)
     parts = -(-chunk // max(1, most // image_bytes(protocol)))
     return -(-chunk // parts)
 

@@ -11,6 +11,7 @@ from evaluator.datasets.sample import UNLABELLED, Dataset
 from evaluator.engine.batching import BatchRules
 from evaluator.engine.classify import Model
 from evaluator.engine.memory import part_within
+from evaluator.engine.onnx_runtime import CUDA
 from evaluator.errors import RunFolderError, UsageError
 from evaluator.protocols import Protocol, View, protocol_from_json
 from evaluator.strict import a_list, an_object, parse_json, record, whole
@@ -129,9 +130,9 @@ def run_info(
         "architecture": contract.name,
         "activation": fitting(contract.architecture["activation"]),
     }
-    rules = session.rules
-    chunk = CHUNK if rules.canvas_step == 1 else GPU_CHUNK
-    batching = Batching(part_within(protocol, chunk, memory), rules)
+    gpu = session.circumstances.provider == CUDA
+    chunk = GPU_CHUNK if gpu else CHUNK
+    batching = Batching(part_within(protocol, chunk, memory, gpu=gpu), session.rules)
     circumstances = session.circumstances.to_json()
     return RunInfo(model, contract.classes, protocol, dataset, circumstances, batching, chunk, shard)
 
