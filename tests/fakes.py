@@ -12,7 +12,7 @@ from evaluator.contract import ClassEntry, ModelContract, default_scales
 from evaluator.datasets.sample import Dataset, Reader
 from evaluator.engine.batching import BatchRules
 from evaluator.engine.memory import gpu_rules
-from evaluator.engine.session import Circumstances, Outputs, check_canvas
+from evaluator.engine.session import Circumstances, Outputs, Placement, check_canvas
 from evaluator.protocols import Protocol
 from evaluator.validation.run import Run, describe_dataset, run_info
 from evaluator.validation.validate import validate
@@ -59,6 +59,8 @@ class FakeSession:
         self.circumstances = Circumstances(provider, "fp32", {"fake": "1"})
         on_gpu = provider == "CUDAExecutionProvider"
         self.rules = rules or (gpu_rules(self.contract, None) if on_gpu else BatchRules())
+        self.placement = Placement("cuda" if on_gpu else "cpu")
+        self.model_bytes = 0
         self.calls: list[tuple[int, ...]] = []
         self._weights = np.random.default_rng(seed).normal(
             0, 0.1 / self.contract.crop, (len(self.contract.classes), self.contract.crop, self.contract.crop, 3)

@@ -105,7 +105,7 @@ def with_shared_canvases(session: Session) -> Session:
     """Return the same session, treated as on a GPU: views of different shapes share ragged canvases."""
     rules = gpu_rules(session.contract, None)
     return Session(
-        session._loaded, session.contract, session.model_sha256, session.circumstances, session.placement, rules
+        session._loaded, session.contract, session.model_sha256, session.circumstances, session.placement, rules=rules
     )
 
 
@@ -165,7 +165,7 @@ def test_an_adopted_nets_filter_is_used(
 ) -> None:
     session = exported["demo-image"].session
     contract = replace(session.contract, interpolation="bicubic")
-    bicubic = Session(session._loaded, contract, "", session.circumstances, session.placement, session.rules)
+    bicubic = Session(session._loaded, contract, "", session.circumstances, session.placement, rules=session.rules)
     plain = protocol_oracle.resized
     monkeypatch.setattr(
         protocol_oracle, "resized", lambda image, scale: plain(image, scale, filter_=Image.Resampling.BICUBIC)

@@ -98,7 +98,8 @@ class Placement:
 class Session:
     """An exported model, loaded. One thread computes on it at a time.
 
-    placement: what was asked for, with the device that came up; rules: how batches are planned for it.
+    placement: what was asked for, with the device that came up; rules: how batches are planned for it;
+    model_bytes: of the file.
     """
 
     def __init__(
@@ -108,7 +109,9 @@ class Session:
         sha256: str,
         circumstances: Circumstances,
         placement: Placement,
+        *,
         rules: BatchRules,
+        model_bytes: int = 0,
     ):
         self._loaded = loaded
         self.placement = placement
@@ -116,6 +119,7 @@ class Session:
         self.model_sha256 = sha256
         self.circumstances = circumstances
         self.rules = rules
+        self.model_bytes = model_bytes
 
     def run(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> Outputs:
         """Stage and compute N canvases at once; for callers that have nothing else to do meanwhile."""
@@ -206,7 +210,8 @@ def open_placed(path: Path, placement: Placement) -> Session:
         rules = cpu_rules(
             contract, memory, file_bytes=file_bytes, runtime="openvino" if device == "openvino" else "cpu"
         )
-    session = Session(loaded, contract, digest, circumstances, replace(placement, device=device), rules)
+    came_up = replace(placement, device=device)
+    session = Session(loaded, contract, digest, circumstances, came_up, rules=rules, model_bytes=file_bytes)
     if device == "cuda":
         warm(session, path.name)  # loading does not tell whether cuDNN is there
     return session

@@ -9,7 +9,7 @@ import typer
 
 from evaluator.datasets import Dataset, DatasetPlace, open_place
 from evaluator.engine.gpus import open_sessions
-from evaluator.engine.memory import MemoryNeed, in_bytes, memory_need, parse_memory
+from evaluator.engine.memory import MemoryNeed, in_bytes, parse_memory
 from evaluator.engine.session import Placement, Session
 from evaluator.engine.stages import STAGES
 from evaluator.files import write_atomically
@@ -18,6 +18,7 @@ from evaluator.terminal import say
 from evaluator.validation.benchmark import Measurement, benchmark
 from evaluator.validation.bottleneck import Surroundings, advice, in_words, knows_bf16
 from evaluator.validation.run import describe_dataset, run_info
+from evaluator.verbs.memory import foretold
 from evaluator.verbs.options import (
     DeviceOption,
     FlipOption,
@@ -66,28 +67,17 @@ def bench(
     dataset = open_place(DatasetPlace(data, no_labels=True), session.contract.classes)
     info = run_info(session, model.name, describe_dataset(dataset), looks, memory=placement.memory)
     assert info.batching is not None, "a run that computes says how"
+    need = foretold(session, looks, info.chunk)
     measured = benchmark(
         sessions, dataset, looks, info.batching.part,
         threads=threads, images=limit, seconds=seconds, announce=lambda text: say(text, err=True),
     )  # fmt: skip
-    need = _foretold(session, looks, info.chunk, model)
     told = {**_circumstances(session, model, dataset, looks, threads), **measured.to_json()}
     told |= {"memory_foretold": need and need.total, "bound": in_words(measured)}
     told |= {"advice": advice(measured, _surroundings(session))}
     if output is not None:
         write_atomically(output, (json.dumps(told, indent=2) + "\n").encode())
     say(json.dumps(told) if as_json else "\n".join(_lines(measured, need, told)))
-
-
-def _foretold(session: Session, protocol: Protocol, chunk: int, model: Path) -> MemoryNeed | None:
-    """Return what the evaluation should take at most; None on a GPU, of whose memory this process does not know."""
-    runtime, memory = session.placement.device, session.placement.memory
-    if runtime not in {"cpu", "openvino"}:
-        return None
-    size = model.stat().st_size
-    return memory_need(
-        session.contract, protocol, chunk, memory, file_bytes=size, runtime="cpu" if runtime == "cpu" else "openvino"
-    )
 
 
 def _surroundings(session: Session) -> Surroundings:

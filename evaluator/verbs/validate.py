@@ -20,6 +20,7 @@ from evaluator.terminal import say
 from evaluator.validation.cluster import Cluster, on_ray
 from evaluator.validation.run import Run, RunInfo, describe_dataset, run_info
 from evaluator.validation.validate import validate as evaluate_dataset
+from evaluator.verbs.memory import foretold, tell_memory
 from evaluator.verbs.options import (
     AveragingOption,
     DeviceOption,
@@ -115,6 +116,7 @@ def validate(
     dataset = open_place(DatasetPlace(data, labels, no_labels, limit, chosen), entries)
     info = run_info(session, model.name, describe_dataset(dataset), looks, part, memory=placement.memory)
     _tell_dataset(dataset, entries, info)
+    tell_memory(foretold(session, looks, info.chunk))
     elsewhere = on_ray(cluster, session, model, dataset, info, _note) if cluster is not None else None
     finished = evaluate_dataset(
         sessions, dataset, info, run, fresh=fresh, threads=threads, elsewhere=elsewhere, announce=_note
