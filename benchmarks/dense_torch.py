@@ -76,12 +76,20 @@ class DenseNet(nn.Module):
 
     @torch.compiler.disable  # of 63 slices it would make 63 kernels, and minutes of compilation; one copy does it
     def pyramid(self, feature_map: Tensor) -> Tensor:
-        """Return every window's bins, (N, rows, columns, bins·C), of a feature map (N, C, h, w)."""
+        """Return every window's bins, (N, rows, columns, bins·C), of a feature map (N, C, h, w).
+
+        In whichever way is fastest where it runs: torch pools channels last in a fifteenth of the time, and two cells
+        apart in two thirds of what all cells between take; OpenVINO takes 15 times as long for cells apart.
+        """
         window = self.architecture.window
         bins = pyramid_bins(window, self.architecture.spp_levels)
-        pools = {(1, 1): feature_map}
+        pools = {(1, 1): feature_map.contiguous(memory_format=torch.channels_last)}
+        exported = torch.onnx.is_in_onnx_export()
         for step in plan_pools({(b.height, b.width) for b in bins}):
-            pools[step.size] = F.max_pool2d(pools[step.base], step.kernel, stride=1, dilation=step.dilation)
+            kernel, dilation = step.kernel, (1, 1)
+            if not exported:
+                kernel, dilation = tuple(min(2, k) for k in step.kernel), tuple(max(1, k - 1) for k in step.kernel)
+            pools[step.size] = F.max_pool2d(pools[step.base], kernel, stride=1, dilation=dilation)
         last = {size: pool.permute(0, 2, 3, 1) for size, pool in pools.items()}
         parts = []
         for b in bins:

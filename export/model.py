@@ -287,7 +287,6 @@ def _gathered_pyramid(graph: Graph, architecture: Architecture, feature_map: str
             [pools[step.base]],
             f"pool_{height}x{width}",
             kernel_shape=list(step.kernel),
-            dilations=list(step.dilation),
             strides=[1, 1],
         )
     channel_last: dict[tuple[int, int], str] = {}
