@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from evaluator.engine import openvino_runtime
 from evaluator.engine.classify import classify_images
 from evaluator.engine.onnx_runtime import import_runtime
 from evaluator.engine.session import Device, Session, open_session
@@ -31,11 +32,10 @@ Pixels = npt.NDArray[np.uint8]
 Scores = npt.NDArray[np.floating[Any]]
 Answer = Callable[[Pixels, Protocol], Scores]
 
-# How far the scores of a right competitor may be from those of torch eager, float32. On model A float32 in another
-# order gave 1e-6, and bf16, which keeps 8 bits, 6e-3; a wrong head is off by about the largest score, which the result
-# tells.
-TOLERANCES: Mapping[Precision, float] = {"fp32": 1e-4, "bf16": 0.05}
-_HINTS: Mapping[Precision, str] = {"fp32": "f32", "bf16": "bf16"}
+# How far the scores of a right competitor may be from those of torch eager, as a part of the largest one: an untrained
+# net has only small scores. On models A and C float32 in another order gave 1e-5, and bf16, which keeps 8 bits, 4e-2;
+# a wrong head is off by about 1.
+TOLERANCES: Mapping[Precision, float] = {"fp32": 1e-4, "bf16": 0.1}
 
 
 class NotAvailable(Exception):  # noqa: N818 - no error: it becomes a row of the table
@@ -228,14 +228,15 @@ def _openvino(precision: Precision) -> Callable[[Case], Opened]:
         except ImportError as error:
             raise NotAvailable(f"openvino cannot be imported ({error})") from error
         asked = {
-            "INFERENCE_PRECISION_HINT": _HINTS[precision],
+            "INFERENCE_PRECISION_HINT": openvino_runtime.HINTS[precision],
             "PERFORMANCE_HINT": "LATENCY",
             "INFERENCE_NUM_THREADS": case.threads,
         }
         compiled = openvino.Core().compile_model(case.plain, "CPU", asked)
-        runs_in = _convolution_precisions(compiled)
-        if runs_in != {_HINTS[precision]}:
-            raise NotAvailable(f"asked for {precision}, OpenVINO computes convolutions in {sorted(runs_in)} here")
+        try:
+            openvino_runtime.check_precision(compiled, precision)
+        except EnvironmentFault as error:
+            raise NotAvailable(str(error)) from error
         request = compiled.create_infer_request()
 
         def run(images: Pixels) -> Scores:
@@ -247,17 +248,6 @@ def _openvino(precision: Precision) -> Callable[[Case], Opened]:
         return Opened(in_pairs(run), {**facts, **said})
 
     return open_
-
-
-def _convolution_precisions(compiled: Any) -> set[str]:
-    """Return in what the convolutions of a compiled model run, in OpenVINO's words."""
-    facts = [layer.get_rt_info() for layer in compiled.get_runtime_model().get_ordered_ops()]
-    texts = [(_text(fact["layerType"]), _text(fact["runtimePrecision"])) for fact in facts]
-    return {precision for kind, precision in texts if kind == "Convolution"}
-
-
-def _text(value: Any) -> str:
-    return str(getattr(value, "value", value))
 
 
 def _bare(device: Device, precision: Precision) -> Callable[[Case], Opened]:

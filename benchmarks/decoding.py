@@ -14,16 +14,12 @@ Times of one thread are what it computes (time.thread_time), those of several (i
 
 import argparse
 import importlib
-import importlib.metadata
 import io
-import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -39,8 +35,9 @@ from evaluator.imaging.decode import decode_image, decode_rgb, image_size
 from evaluator.imaging.resize import Picture, resize_to_scales, resized_size
 from evaluator.imaging.views import ViewImage
 from evaluator.protocols import make_protocol
-from machine import cpu, machine
+from machine import cpu, header, write_result
 from photos import load_photos
+from tables import markdown
 
 Pixels = np.ndarray
 Way = Callable[[bytes, Sequence[int]], dict[int, Pixels]]  # a JPEG and scales → scale: uint8 (h, w, 3)
@@ -296,62 +293,40 @@ def _tell(options: argparse.Namespace, sources: Sequence[Pixels], results: dict[
     """Print the tables and write both files."""
     sides = [f"{min(values)}-{max(values)}" for values in zip(*(source.shape[:2] for source in sources), strict=True)]
     origin = "real photos" if options.data else "made pictures"
-    table = "\n".join(line for kind in results for line in _table(kind, results[kind]))
+    table = "\n\n".join(_table(kind, result) for kind, result in results.items())
     table = f"{len(sources)} {origin}, heights {sides[0]}, widths {sides[1]}; {cpu()}\n\n{table}"
     print(table)
-    if not options.output:
-        return
+    words = (["--data", "DIR"] if options.data else []) + (["--model", "MODEL"] if options.model else [])
     result = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "command": "python benchmarks/decoding.py"
-        + (" --data DIR" if options.data else "")
-        + (" --model MODEL" if options.model else ""),
+        **header(__file__, words, ("prelunet", "numpy", "pillow", *DECODERS.values())),
+        "load_at_the_end": [round(load, 2) for load in os.getloadavg()],
         "repeats": {"500x375": options.repeats, "4000x3000": options.large_repeats},
         "threads": options.threads,
-        "machine": machine() | {"load_at_the_end": [round(load, 2) for load in os.getloadavg()]},
-        "versions": _versions(),
         "sources": {"what": origin, "count": len(sources), "heights": sides[0], "widths": sides[1]},
         "scales": SCALES,
         "photos_per_second_for_cores": {name: round(rate, 1) for name, rate in NEEDS.items()},
         "results": results,
     }
-    options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    options.output.with_suffix(".md").write_text(table + "\n", encoding="utf-8")
-    print(f"written: {options.output} and the table beside it")
+    write_result(options.output, result, table + "\n")
 
 
-def _table(kind: str, result: dict[str, Any]) -> list[str]:
+def _table(kind: str, result: dict[str, Any]) -> str:
     """Return Markdown: the ways, and the stages of ours."""
-    lines = [
+    title = (
         f"{kind}, {result['photos']} photos of {result['kilobytes']} kB on average; milliseconds per photo "
-        "(in brackets: in several threads at once, where measured)",
-        "",
-        "| way | dense-256 | multi-scale | ratio | deviation: largest | mean | share | scores | other class |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    ours = result["ways"]["ours"]["multi-scale"]["ms"]
+        "(in brackets: in several threads at once, where measured)"
+    )
+    columns = ("way", *SCALES, "ratio", "deviation: largest", "mean", "share", "scores", "other class")
+    ours = result["ways"]["ours"]
+    rows = []
     for name, row in result["ways"].items():
         times = [f"{row[p]['ms']:.2f}" + (f" ({t:.2f})" if (t := row[p]["ms_in_threads"]) else "") for p in SCALES]
-        cells = [name, *times, f"{row['multi-scale']['ms'] / ours:.2f}", row["largest"], row["mean"], row["share"]]
-        lines.append(
-            "| " + " | ".join(map(str, [*cells, row.get("scores_off", ""), row.get("other_class", "")])) + " |"
-        )
-    needs = ", ".join(
-        f"{rate:.0f} photos/s of {name} take {result['ways']['ours'][name]['cores']:.1f} cores"
-        for name, rate in NEEDS.items()
-    )
-    lines += ["", f"Ours: {needs}.", "", "| stage of ours | ms |", "|---|---|"]
-    return [*lines, *(f"| {name} | {value} |" for name, value in result["stages"].items()), ""]
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in ("prelunet", "numpy", "pillow", "simplejpeg", "imagecodecs", "opencv-python-headless"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found | {"python": ".".join(map(str, sys.version_info[:3]))}
+        ratio = row["multi-scale"]["ms"] / ours["multi-scale"]["ms"]
+        deviations = [row[key] for key in ("largest", "mean", "share")]
+        rows.append([name, *times, f"{ratio:.2f}", *deviations, row.get("scores_off"), row.get("other_class")])
+    needs = (f"{rate:.0f} photos/s of {name} take {ours[name]['cores']:.1f} cores" for name, rate in NEEDS.items())
+    stages = markdown(("stage of ours", "ms"), result["stages"].items())
+    return f"{title}\n\n{markdown(columns, rows)}\n\nOurs: {', '.join(needs)}.\n\n{stages}"
 
 
 if __name__ == "__main__":

@@ -12,28 +12,23 @@ beside it, as Markdown; a new call starts anew. The pictures are made by a formu
 
 import argparse
 import gc
-import json
-import os
-import shlex
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from alone import run_alone
 from competitors import COMPETITORS, REFERENCE, Case, NotAvailable, Opened
 from engine_table import goals_of, rows_of, tables
 from evaluator.engine.session import open_session
-from evaluator.files import write_atomically
+from evaluator.machine import cores
 from evaluator.progress import progress
 from evaluator.protocols import Protocol, make_protocol
+from evaluator.validation.benchmark import peak_memory
 from interleaved import Limits, Reference, Visit, measure, warm_up
-from machine import machine, memory_mb
+from machine import header, resident_mb, write_result
 from nets import write_files
 from photos import Photo, load_photos
 from training.architectures import architecture
@@ -47,11 +42,8 @@ def main() -> None:
     begun = time.perf_counter()
     photos = load_photos(options.data)
     result: Json = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "command": shlex.join(["python", "benchmarks/engine.py", *sys.argv[1:]]),
-        "machine": machine(),
+        **header(__file__, sys.argv[1:], ("prelunet", "onnxruntime", "openvino", "torch", "numpy", "pillow")),
         "threads": options.threads,
-        "versions": {"python": sys.version.split()[0], "numpy": np.__version__},
         "settings": {},
         "process_memory_mb": {},
         "results": [],
@@ -72,10 +64,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--nets", nargs="+", default=["A", "C"])
     parser.add_argument("--protocols", nargs="+", default=["dense-256", "multi-scale"], help="of kind dense")
     parser.add_argument("--data", type=Path, help="folder of photos, instead of pictures that a formula makes")
-    parser.add_argument("--images", type=int, default=3, help="at least, per net, protocol and precision")
-    parser.add_argument("--seconds", type=float, default=25,
-                        help="per net, protocol and precision, in which more images are taken")  # fmt: skip
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of every competitor")
+    parser.add_argument("--images", type=int, nargs=2, default=(3, 9), metavar=("LEAST", "MOST"),
+                        help="per net, protocol and precision")  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=40,
+                        help="per net, protocol and precision, for more than the least images")  # fmt: skip
+    parser.add_argument("--threads", type=int, default=cores(), help="of every competitor")
     parser.add_argument("--only", nargs="+", choices=list(COMPETITORS), metavar="COMPETITOR", default=list(COMPETITORS),
                         help=f"{REFERENCE} always takes part: " + "; ".join(COMPETITORS))  # fmt: skip
     parser.add_argument("--output", type=Path, help="JSON file to write; the tables go to the same name with .md")
@@ -105,14 +98,14 @@ def _net(
         warm_up(opened, photos[0], min(protocols, key=lambda protocol: max(protocol.scales)), reference)
         for protocol in protocols:
             _say(begun, f"{name}, {protocol.name}, {precision}: {len(opened)} competitors in turn")
-            limits = Limits(options.images, options.seconds)
+            limits = Limits(*options.images, options.seconds)
             visits[protocol.name] += measure(opened, photos, protocol, architecture(name), limits, reference)
             of_net = [_result(name, one, visits[one.name], alone) for one in protocols if visits[one.name]]
-            result["process_memory_mb"][name] = memory_mb(peak=True)
+            result["process_memory_mb"][name] = round(peak_memory() / 2**20)
             result["results"] = done + of_net
             result["goals"] = goals_of(result["results"])
             result["minutes"] = round((time.perf_counter() - begun) / 60, 1)
-            _write(options.output, result)
+            write_result(options.output, result, tables(result))
         del opened
         case.close_sessions()
         gc.collect()
@@ -140,17 +133,16 @@ def _protocols(case: Case, names: Sequence[str]) -> list[Protocol]:
 
 def _alone(case: Case, names: Sequence[str], photo: Photo, scale: int) -> dict[str, Json]:
     """Return what each competitor takes alone in a process of its own, by name; see alone.py."""
-    script = str(Path(__file__).with_name("alone.py"))
     stand_ins = {name: COMPETITORS[name].alone_as or name for name in names}
+    height, width = photo.pixels.shape[:2]
+    task = {"task": "competitor", "folder": str(case.folder), "threads": case.threads}
     found: dict[str, Json] = {}
     with progress("each alone", len(set(stand_ins.values())), "competitors") as advance:
         for name in dict.fromkeys(stand_ins.values()):
-            sides = map(str, photo.pixels.shape[:2])
-            arguments = [str(case.folder), name, str(case.threads), *sides, str(scale)]
-            done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise SystemExit(f"{name}: failed alone:\n{done.stderr}")
-            found[name] = json.loads(done.stdout.splitlines()[-1])
+            try:
+                found[name] = run_alone({**task, "name": name, "height": height, "width": width, "scale": scale})
+            except RuntimeError as error:
+                raise SystemExit(f"{name}: {error}") from error
             advance(note=name)
     return {name: found[stand_in] for name, stand_in in stand_ins.items()}
 
@@ -165,15 +157,8 @@ def _open(case: Case, names: Sequence[str], alone: Mapping[str, Json]) -> dict[s
                     opened[name] = COMPETITORS[name].open(case)
                 except NotAvailable as error:
                     raise SystemExit(f"{name}: came up alone, but not beside the others: {error}") from error
-            advance(note=f"{name}, {memory_mb(peak=False)} MB")
+            advance(note=f"{name}, {resident_mb()} MB")
     return opened
-
-
-def _write(output: Path | None, result: Json) -> None:
-    if output is None:
-        return
-    for path, text in ((output, json.dumps(result, indent=1) + "\n"), (output.with_suffix(".md"), tables(result))):
-        write_atomically(path, text.encode())
 
 
 def _say(begun: float, text: str) -> None:

@@ -25,11 +25,16 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from gpu_results import PARTS, Results
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the project is not installed where this runs
 
+from gpu_table import PARTS, goals, table, write_into  # noqa: E402
+from results import Results  # noqa: E402
+
+# What a result depends on, besides the versions: all this, and the modules of its part.
+MEASURED = ("evaluator", "export", "training", "benchmarks/rig.py", "benchmarks/nets.py")
+MODULES = {"sweep": ("gpu_graphs", "gpu_rewrites", "gpu_uploads"), "throughput": ("imagenet_sizes",),
+           "torch": ("dense_torch", "gpu_sweep", "gpu_throughput", "imagenet_sizes")}  # fmt: skip
 WITHOUT_RUNTIME = ("torch", "training")  # what they measure is torch; the engine is only measured beside it
 RESULTS = ROOT / "benchmarks" / "results"
 LIMIT = 450  # seconds
@@ -43,8 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _tell_plan(options)
         return 0
     if options.part == "table":
-        from gpu_table import table, write_into
-
         if options.output:
             write_into(options.output, table(options.results))
         else:
@@ -73,7 +76,7 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _tell_plan(options: argparse.Namespace) -> None:
-    from gpu_rig import Rig
+    from rig import Rig
 
     rig = Rig(options.device, options.tiny, options.files)
     for part in PARTS if options.part in {None, "table"} else (options.part,):
@@ -82,12 +85,13 @@ def _tell_plan(options: argparse.Namespace) -> None:
 
 
 def _measure(options: argparse.Namespace, words: Sequence[str]) -> int:
-    from gpu_rig import Rig, check_provider, circumstances, tell, tell_runtime, watch
+    from rig import Rig, check_provider, circumstances, digest_of, tell, tell_runtime, watch
 
     tell_runtime()
     rig = Rig(options.device, options.tiny, options.files)
     _check_torch(rig.device)
-    now = circumstances(rig, words)
+    modules = (f"gpu_{options.part}", *MODULES.get(options.part, ()))
+    now = circumstances(rig, words, digest_of(*MEASURED, *(f"benchmarks/{module}.py" for module in modules)))
     tell(now)
     if options.part not in WITHOUT_RUNTIME:
         check_provider(rig)
@@ -111,8 +115,6 @@ def _check_torch(device: str) -> None:
 
 def _end(results: Results, options: argparse.Namespace) -> int:
     """Tell goals and what is missing."""
-    from gpu_table import goals
-
     print(f"{results.path}: {len(results.data['cases'])} cases, {results.spent:.0f} s")
     for line in goals(results.path.parent, {options.part: results.path}):
         print(line)

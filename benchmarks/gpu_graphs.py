@@ -17,7 +17,7 @@ import numpy as np
 from evaluator.contract import INPUTS, OUTPUTS
 from evaluator.engine.onnx_runtime import import_runtime
 from gpu_rewrites import with_split_concats
-from gpu_rig import Rig, raw_session
+from rig import Rig, raw_session
 
 # Images, height, width. A single crop is where the launches of a hundred kernels cost most.
 SHAPES = ((1, 224, 224), (2, 256, 352), (2, 352, 256), (2, 384, 512), (2, 480, 640))

@@ -3,19 +3,23 @@
 Of each case the newest result counts. What no file holds is told as "not measured".
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from evaluator.engine.memory import GPU_RATE, GPU_SWITCH_SECONDS
-from gpu_results import PARTS, read_results
+from results import read_results
+from tables import markdown
 
+PARTS = ("parity", "sweep", "throughput", "torch", "training")
 BEGIN, END = "<!-- results of benchmarks/gpu.py -->", "<!-- end of results -->"
 NOT_MEASURED = "not measured"
 SHARE, TIMES, MINUTES = 0.60, 1.3, 8.0  # the goals, for model C at multi-scale
+# Eager torch on mixed shapes: all that the engine is compared with. What is too slow to end is measured, too.
+EAGER = {("eager", "pairs"), ("eager", "groups")}
+EAGER_OF = {"C": {*EAGER, ("eager-benchmark", "pairs")}, "A": EAGER}
 
 Case = dict[str, Any]  # settings and result in one, with the run's circumstances under "run"
-Column = tuple[str, Callable[[Case], Any]]
 
 
 def cases(folder: Path, part: str, path: Path | None = None) -> list[Case]:
@@ -63,7 +67,7 @@ def _chosen(found: Sequence[Case], **wanted: Any) -> list[Case]:
 
 
 def _of_c(found: Sequence[Case], what: str) -> Case | None:
-    chosen = _chosen(found, what=what, net="C", precision="fp16", protocol="multi-scale", part=0)
+    chosen = _chosen(found, what=what, net="C", precision="fp16", protocol="multi-scale", together=0)
     return chosen[0] if chosen else None
 
 
@@ -75,10 +79,10 @@ def _share_goal(found: Sequence[Case]) -> str:
 
 
 def _times_goal(found: Sequence[Case], net: str) -> str:
-    mixed = [case for case in _chosen(found, what="mixed", net=net) if "images_per_second" in case]
-    ours = [case["images_per_second"] for case in mixed if case["competitor"] == "engine"]
-    eager = [case["images_per_second"] for case in mixed if case["competitor"].startswith("eager")]
-    times = ours[0] / max(eager) if ours and eager else None
+    mixed = {(case["competitor"], case["way"]): case for case in _chosen(found, what="mixed", net=net)}
+    rates = {kind: case["images_per_second"] for kind, case in mixed.items() if "images_per_second" in case}
+    ours, eager = rates.get(("engine", "pipeline")), [rate for kind, rate in rates.items() if kind in EAGER_OF[net]]
+    times = ours / max(eager) if ours and eager and EAGER_OF[net] <= mixed.keys() else None
     goal = f"{net} on mixed shapes: at least {TIMES} times the best eager torch"
     return _verdict(goal, times, bool(times and times >= TIMES), " times")
 
@@ -92,8 +96,8 @@ def _minutes_goal(found: Sequence[Case]) -> str:
 
 def _constants(found: Sequence[Case]) -> list[str]:
     """Return what `evaluator.engine.memory` assumes of a GPU, and what was measured with the engine's options."""
-    ours = _chosen(found, what="options", net="C", search="HEURISTIC", nhwc=1, fuse_bias=1)
-    ours = [case for case in ours if "tflops" in case]
+    ours = _chosen(found, what="options", net="C", search="HEURISTIC", nhwc=1)
+    ours = [case for case in ours if "tflops" in case and case["fuse_bias"] == (case["precision"] != "fp32")]
     fp16 = _chosen(ours, precision="fp16")
     switch = f"{fp16[0]['switch_6_ms']:.3g} ms" if fp16 else NOT_MEASURED
     rates = {case["precision"]: f"{case['tflops']:.3g}" for case in ours}
@@ -140,165 +144,59 @@ def _circumstances(found: Mapping[str, Sequence[Case]]) -> str:
     return "\n".join(lines) or f"Machine, driver and versions: {NOT_MEASURED}."
 
 
-def _markdown(found: Sequence[Case], what: str, columns: Sequence[Column]) -> str:
+def _markdown(found: Sequence[Case], what: str, columns: Sequence[str]) -> str:
+    """Return a table of the cases of a kind; a column is written `title: key`, or `key`; `%` behind it is a share."""
     rows = [case for case in found if case["what"] == what]
     if not rows:
         return NOT_MEASURED
-    lines = [" | ".join(name for name, _ in columns), " | ".join("---" for _ in columns)]
-    lines += [" | ".join(_cell(read(case)) for _, read in columns) for case in rows]
-    return "\n".join(f"| {line} |" for line in lines)
+    keys = [column.rpartition(": ")[2] for column in columns]
+    titles = [column.rpartition(": ")[0] or key for column, key in zip(columns, keys, strict=True)]
+    return markdown(titles, ([_value(case, key) for key in keys] for case in rows))
 
 
-def _cell(value: Any) -> str:
+def _value(case: Case, key: str) -> Any:
+    value = case.get(key.removesuffix("%"))
     if value is None:
-        return "–"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, list):
-        return "x".join(map(str, value))
-    if not isinstance(value, float):
-        return str(value)
-    if value and not 1e-3 <= abs(value) < 1e6:
-        return f"{value:.1e}"
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def _key(name: str, key: str | None = None) -> Column:
-    def read(case: Case) -> Any:
-        if (value := case.get(key or name)) is not None:
-            return value
         return "out of memory" if case.get("out_of_memory") else "too slow" if case.get("too_slow") else None
-
-    return name, read
-
-
-def _percent(name: str, key: str) -> Column:
-    def read(case: Case) -> str | None:
-        value = case.get(key)
-        return None if value is None else f"{100 * value:.1f} %"
-
-    return name, read
+    return f"{100 * value:.1f} %" if key.endswith("%") else value
 
 
-_NET = (_key("net"), _key("precision"))
-_RATES = (_key("images/s", "images_per_second"), _key("TFLOP/s", "tflops"), _percent("of the peak", "share_of_peak"))
-_TABLES: tuple[tuple[str, str, str, Sequence[Column]], ...] = (
-    (
-        "Deviation from the float64 net",
-        "parity",
-        "parity",
-        (
-            *_NET,
-            _key("canvas"),
-            _key("scores, alone", "alone_scores"),
-            _key("logits, of the largest", "alone_logits"),
-            _key("windows", "alone_windows"),
-            _key("scores, together", "together_scores"),
-            _key("together from alone", "together_from_alone"),
-            _key("within tolerance", "passed"),
-        ),
-    ),
-    (
-        "Options of the provider",
-        "sweep",
-        "options",
-        (
-            *_NET,
-            _key("search"),
-            _key("NHWC", "nhwc"),
-            _key("fused bias", "fuse_bias"),
-            _key("ms", "ms"),
-            *_RATES,
-            _key("two shapes in turn, ms more", "switch_2_ms"),
-            _key("six shapes, ms more", "switch_6_ms"),
-        ),
-    ),
-    (
-        "Batches",
-        "sweep",
-        "batch",
-        (
-            *_NET,
-            _key("height"),
-            _key("width"),
-            _key("best batch", "best_batch"),
-            _key("images/s", "best_images_per_second"),
-            _percent("of the peak", "best_share_of_peak"),
-        ),
-    ),
-    (
-        "Masks",
-        "sweep",
-        "masks",
-        (*_NET, _key("ragged, ms", "ragged_ms"), _key("exact, ms", "exact_ms"), _percent("masks cost", "masks_cost")),
-    ),
-    ("Channels of conv1's input", "sweep", "conv1", (*_NET, _key("channels"), _key("ms", "ms"), *_RATES)),
-    (
-        "Uploads",
-        "sweep",
-        "upload",
-        (
-            *_NET,
-            _key("MB", "megabytes"),
-            _key("pageable, GB/s", "pageable_gb_per_second"),
-            _key("pinned by torch, GB/s", "pinned_by_torch_gb_per_second"),
-            _key("engine, GB/s", "stage_gb_per_second"),
-            _key("in turn, ms", "in_turn_ms"),
-            _key("at once, ms", "at_once_ms"),
-            _percent("hidden", "hidden"),
-        ),
-    ),
-    (
-        "CUDA graphs, one for each canvas (ms of five shapes together)",
-        "sweep",
-        "graphs",
-        (
-            *_NET,
-            _key("Concat of 63 bins", "concat"),
-            _key("plain, repeated", "plain_repeated_ms"),
-            _key("plain, in turn", "plain_alternating_ms"),
-            _key("graphs, repeated", "graphs_repeated_ms"),
-            _key("graphs, in turn", "graphs_alternating_ms"),
-            _key("largest deviation of a replay", "largest_deviation"),
-        ),
-    ),
-    *(
-        (
-            title,
-            "throughput",
-            what,
-            (
-                *_NET,
-                _key("protocol"),
-                _key("images of a part", "images_of_a_part"),
-                *_RATES,
-                _percent("of the peak, with padding", "computed_share_of_peak"),
-                _percent("padding", "padding"),
-                _key("changes of shape", "changes_of_shape"),
-                _percent("computing", "compute_share"),
-                _key("GPU memory, GB", "memory_gb"),
-                _key("50,000 images, minutes", "minutes_for_imagenet"),
-            ),
-        )
-        for title, what in (("Whole protocols, without decoding", "views"), ("Whole protocols, from JPEGs", "jpegs"))
-    ),
-    (
-        "Torch beside the engine, one canvas, fp16",
-        "torch",
-        "canvas",
-        (_key("net"), _key("canvas"), _key("competitor"), _key("ms", "ms"), *_RATES, _key("off", "off")),
-    ),
-    (
-        "Torch beside the engine, mixed shapes from the host's memory, fp16",
-        "torch",
-        "mixed",
-        (_key("net"), _key("competitor"), _key("way"), *_RATES, _key("first pass, s", "first_seconds")),
-    ),
-    (
-        "Training steps",
-        "training",
-        "training",
-        (*_NET, _key("channels last", "channels_last"), _key("batch"), _key("ms", "ms"), *_RATES,
-         _key("GPU memory, GB", "memory_gb")),
-    ),
+_RATES = ("images/s: images_per_second", "TFLOP/s: tflops", "of the peak: share_of_peak%")
+_PROTOCOLS = ("net", "precision", "protocol", "images together: images_together", *_RATES,
+              "of the peak, with padding: computed_share_of_peak%", "padding: padding%",
+              "changes of shape: changes_of_shape", "computing: compute_share%", "GPU memory, GB: memory_gb",
+              "50,000 images, minutes: minutes_for_imagenet")  # fmt: skip
+_TABLES = (
+    ("Deviation from the float64 net", "parity", "parity",
+     ("net", "precision", "canvas", "scores, alone: alone_scores", "logits, of the largest: alone_logits",
+      "windows: alone_windows", "scores, together: together_scores", "together from alone: together_from_alone",
+      "within tolerance: passed")),
+    ("Options of the provider", "sweep", "options",
+     ("net", "precision", "search", "NHWC: nhwc", "fused bias: fuse_bias", "ms", *_RATES,
+      "two shapes in turn, ms more: switch_2_ms", "six shapes, ms more: switch_6_ms")),
+    ("Batches", "sweep", "batch",
+     ("net", "precision", "height", "width", "best batch: best_batch", "images/s: best_images_per_second",
+      "of the peak: best_share_of_peak%")),
+    ("Masks", "sweep", "masks",
+     ("net", "precision", "ragged, ms: ragged_ms", "exact, ms: exact_ms", "masks cost: masks_cost%")),
+    ("Channels of conv1's input", "sweep", "conv1", ("net", "precision", "channels", "ms", *_RATES, "scores off: off")),
+    ("Memory of the GPU by the thread that runs", "sweep", "threads",
+     ("net", "precision", "runs", "same thread, GB more: same_gb", "fresh threads, GB more: fresh_gb",
+      "same, ms: same_ms", "fresh, ms: fresh_ms")),
+    ("Uploads", "sweep", "upload",
+     ("net", "precision", "MB: megabytes", "pageable, GB/s: pageable_gb_per_second",
+      "pinned by torch, GB/s: pinned_by_torch_gb_per_second", "engine, GB/s: stage_gb_per_second",
+      "in turn, ms: in_turn_ms", "at once, ms: at_once_ms", "hidden: hidden%")),
+    ("CUDA graphs, one for each canvas (ms of five shapes together)", "sweep", "graphs",
+     ("net", "precision", "Concat of 63 bins: concat", "plain, repeated: plain_repeated_ms",
+      "plain, in turn: plain_alternating_ms", "graphs, repeated: graphs_repeated_ms",
+      "graphs, in turn: graphs_alternating_ms", "largest deviation of a replay: largest_deviation")),
+    ("Whole protocols, without decoding", "throughput", "views", _PROTOCOLS),
+    ("Whole protocols, from JPEGs", "throughput", "jpegs", _PROTOCOLS),
+    ("Torch beside the engine, one canvas, fp16", "torch", "canvas",
+     ("net", "canvas", "competitor", "ms", *_RATES, "off")),
+    ("Torch beside the engine, mixed shapes from the host's memory, fp16", "torch", "mixed",
+     ("net", "competitor", "way", *_RATES, "first pass, s: first_seconds")),
+    ("Training steps", "training", "training",
+     ("net", "precision", "channels last: channels_last", "batch", "ms", *_RATES, "GPU memory, GB: memory_gb")),
 )  # fmt: skip

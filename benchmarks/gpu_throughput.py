@@ -32,9 +32,9 @@ from evaluator.imaging.views import ViewImage
 from evaluator.protocols import Protocol, make_protocol
 from evaluator.validation.pipeline import Pipeline, evaluate_chunks
 from evaluator.validation.run import Batching, describe_dataset, run_info
-from gpu_results import Results
-from gpu_rig import Rig
 from imagenet_sizes import draw
+from results import Results
+from rig import Rig
 
 IMAGES = 1024  # a chunk on a GPU
 IMAGENET = 50_000
@@ -44,17 +44,15 @@ PICTURES = IMAGES  # different JPEGs, repeated
 REPEATS = 3
 SECONDS = 12  # after which no repeat is begun
 
-# Net, precision, protocol (for a crop of 224), images, images of a part (0: as `validate` cuts them).
+# Net, precision, protocol (for a crop of 224), images, how many of them together (0: as `validate` does).
 VIEWS = (
     ("C", "fp16", "multi-scale", IMAGES, 0),
     ("C", "fp16", "multi-scale", IMAGES, 256),
-    ("C", "fp16", "multi-scale", IMAGES, IMAGES),
     ("A", "fp16", "multi-scale", IMAGES, 0),
     ("B", "fp16", "multi-scale", IMAGES, 0),
     ("C", "fp16", "dense-256", IMAGES, 0),
     ("C", "fp16", "dense-384", IMAGES, 0),
     ("A", "fp16", "dense-256", IMAGES, 0),
-    ("A", "fp16", "dense-256", IMAGES, IMAGES),
     ("A", "fp16", "dense-384", IMAGES, 0),
     ("B", "fp16", "dense-256", IMAGES, 0),
     ("B", "fp16", "dense-384", IMAGES, 0),
@@ -75,7 +73,7 @@ def plan(rig: Rig) -> list[str]:
     """Return what would be measured, a line each."""
     return [
         f"{len(VIEWS)} times net x protocol x precision on views in memory, {rig.few(IMAGES, 4)} images each: A, B, C; "
-        "dense-256, dense-384, multi-scale; fp16, and C multi-scale in tf32 and fp32; parts of other lengths",
+        "dense-256, dense-384, multi-scale; fp16, and C multi-scale in tf32 and fp32; other portions",
         f"{len(JPEGS)} times from JPEGs in memory, with {THREADS} threads",
         "about 6 minutes",
         *(f"planned: {line}" for net in ("C", "A") for line in _planned(rig, net)),
@@ -88,16 +86,16 @@ def _planned(rig: Rig, net: str) -> Iterator[str]:
     rules, sizes = gpu_rules(contract, None), draw(IMAGES)
     for name in ("dense-256", "multi-scale"):
         protocol = protocol_of(rig, name, contract)
-        for part in (part_within(protocol, IMAGES, None), IMAGES):
+        for together in (part_within(protocol, IMAGES, None, gpu=True), 256):
             plans = []
-            for start in range(0, IMAGES, part):
-                shapes = view_shapes(sizes[start : start + part], protocol)
+            for start in range(0, IMAGES, together):
+                shapes = view_shapes(sizes[start : start + together], protocol)
                 plans.append(plan_batches(shapes, contract.window_grid, rules, max_side=contract.max_side))
             padding = 1 - sum(plan.images_pixels for plan in plans) / sum(plan.canvas_pixels for plan in plans)
             changes = sum(plan.canvases for plan in plans)
             yield (
-                f"{net} {name}, {IMAGES} images in parts of {part}: {padding:.1%} padding, {changes} changes of shape, "
-                f"{sum(len(plan.batches) for plan in plans)} batches"
+                f"{net} {name}, {IMAGES} images, {together} together: {padding:.1%} padding, "
+                f"{changes} changes of shape, {sum(len(plan.batches) for plan in plans)} batches"
             )
 
 
@@ -115,11 +113,11 @@ def view_shapes(sizes: Sequence[Size], protocol: Protocol) -> list[Size]:
 
 def run(rig: Rig, results: Results) -> None:
     """Measure all cases; the one that the goals are about first, without decoding and with it."""
-    for what, (net, precision, protocol, images, part) in _order(rig):
+    for what, (net, precision, protocol, images, together) in _order(rig):
         if precision not in rig.precisions:
             continue
         settings = {"what": what, "net": net, "precision": precision, "protocol": protocol}
-        settings |= {"images": rig.few(images, 4), "part": rig.few(part)}
+        settings |= {"images": rig.few(images, 4), "together": rig.few(together)}
         work = partial(_views if what == "views" else _jpegs, rig, settings)
         results.measure(settings, work, 60 if net == "C" or what == "jpegs" else 35)
 
@@ -127,7 +125,7 @@ def run(rig: Rig, results: Results) -> None:
 def _order(rig: Rig) -> Iterator[tuple[str, tuple[str, str, str, int, int]]]:
     yield "views", VIEWS[0]
     yield from (("jpegs", case) for case in JPEGS[: rig.few(len(JPEGS))])
-    yield from (("views", case) for case in (VIEWS[2:4] if rig.tiny else VIEWS[1:]))
+    yield from (("views", case) for case in (VIEWS[1:3] if rig.tiny else VIEWS[1:]))
 
 
 class Work:
@@ -143,8 +141,8 @@ class Work:
         info = run_info(self.session, "model.onnx", describe_dataset(dataset_of(sizes, [b"none"])), self.protocol)
         assert info.batching is not None, "a run that computes says how"
         self.batching: Batching = info.batching
-        self.part = settings["part"] or self.batching.part
-        self.chunk = max(info.chunk, self.part)
+        self.together = settings["together"] or self.batching.images_together
+        self.chunk = max(info.chunk, self.together)
 
     def result(self, seconds: float, first: float, stages: Stages) -> dict[str, Any]:
         """Tell images per second, shares of the peak, batches, and the time for ImageNet's validation images."""
@@ -171,7 +169,7 @@ class Work:
             "compute_share": tally.seconds["compute"] / seconds,
             "stages": {stage: round(spent, 4) for stage, spent in tally.seconds.items()},
             "memory_gb": None if memory is None else round(memory - (self.memory_before or 0), 2),
-            "images_of_a_part": self.part,
+            "images_together": self.together,
             "batching": self.batching.to_json(),
             "provider": self.session.circumstances.provider,
         }
@@ -182,14 +180,14 @@ def _views(rig: Rig, settings: Settings) -> dict[str, Any]:
     work = Work(rig, settings, draw(settings["images"]))
     views = resized_noise(work.sizes, work.protocol)
     numbers = [Sample(str(index), 0, 1) for index in range(len(views))]
-    parts = [numbers[start : start + work.part] for start in range(0, len(numbers), work.part)]
+    portions = [numbers[start : start + work.together] for start in range(0, len(numbers), work.together)]
     took: list[float] = []
     while len(took) < rig.few(1 + REPEATS) and (len(took) < 2 or sum(took) < SECONDS):
         stages, begun = Stages(), time.perf_counter()
         # The pipeline of `validate`, but with views instead of files.
-        with closing(Pipeline([work.session], parts, lambda sample: views[int(sample.file)], THREADS, stages)) as line:
-            for part in line.finished():
-                _average(work.protocol, [part.results[index] for index in range(len(part.results))])
+        with closing(Pipeline([work.session], portions, lambda one: views[int(one.file)], THREADS, stages)) as line:
+            for portion in line.finished():
+                _average(work.protocol, [portion.results[index] for index in range(len(portion.results))])
         took.append(time.perf_counter() - begun)
     return work.result(float(np.median(took[1:])), took[0], stages)
 
@@ -248,7 +246,9 @@ def _jpegs(rig: Rig, settings: Settings) -> dict[str, Any]:
         dataset = dataset_of(work.sizes[:count], files)
         chunks = [dataset.samples[start : start + work.chunk] for start in range(0, count, work.chunk)]
         stages, begun = Stages(), time.perf_counter()
-        evaluated = evaluate_chunks([work.session], dataset, work.protocol, chunks, work.part, THREADS, stages=stages)
+        evaluated = evaluate_chunks(
+            [work.session], dataset, work.protocol, chunks, work.together, THREADS, stages=stages
+        )
         for predictions, _scores in evaluated:
             assert not any(prediction.refused for prediction in predictions), "our own JPEGs were refused"
         took.append(time.perf_counter() - begun)

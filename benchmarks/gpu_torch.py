@@ -1,9 +1,10 @@
 """Part `torch`: the engine beside eager and compiled torch, in half precision with channels last.
 
 `canvas`: one shape again and again, pixels on the GPU already: how good the kernels are. `mixed`: photos of ImageNet's
-sizes at the scales of `multi-scale`, pixels in the host's memory, as somebody would write it in torch: exact shapes, in
-pairs (a view and its mirror image) or in groups of equal shapes; beside it the engine's pipeline with its canvases. The
-second pass counts, in which no shape is new; the first is told too.
+sizes at the scales of `multi-scale`, pixels in the host's memory, as somebody would write it well in torch: exact
+shapes, in pairs (a view and its mirror image) or in groups of equal shapes, uploaded from page-locked memory without
+waiting, and all scores read back once; beside it the engine's pipeline with its canvases. The second pass counts, in
+which no shape is new; the first is told too.
 """
 
 import time
@@ -21,11 +22,12 @@ from evaluator.engine.stages import Stages
 from evaluator.imaging.views import ViewImage
 from evaluator.protocols import make_protocol
 from evaluator.validation.pipeline import Pipeline
-from gpu_results import Results
-from gpu_rig import MEAN, Rig, check_provider, raw_session
 from gpu_sweep import Bound
 from gpu_throughput import THREADS, Work, resized_noise
 from imagenet_sizes import draw
+from nets import MEAN
+from results import Results
+from rig import Rig, check_provider, raw_session
 
 NETS = ("C", "A")
 CANVASES = ((8, 384, 512), (8, 256, 352), (4, 480, 640))  # images, height, width; the first is the one in a rehearsal
@@ -147,7 +149,7 @@ def _mixed(rig: Rig, settings: Settings) -> dict[str, Any]:
     sizes = draw(rig.few(IMAGES))
     views = resized_noise(sizes, make_protocol("multi-scale", rig.contract(settings["net"])))
     if settings["competitor"] == "engine":
-        work = Work(rig, {**settings, "precision": "fp16", "protocol": "multi-scale", "part": 0}, sizes)
+        work = Work(rig, {**settings, "precision": "fp16", "protocol": "multi-scale", "together": 0}, sizes)
         one_pass = partial(_engine_pass, work, views)
     else:
         one_pass = partial(_torch_pass, rig, _net(rig, settings), _batches(views, settings["way"]))
@@ -175,8 +177,8 @@ def _engine_pass(work: Work, views: Sequence[list[ViewImage]]) -> float:
     begun = time.perf_counter()
     line = Pipeline([work.session], [numbers], lambda sample: views[int(sample.file)], THREADS, Stages())
     with closing(line):
-        for part in line.finished():
-            assert len(part.results) == sum(map(len, views)), "views are missing"
+        for portion in line.finished():
+            assert len(portion.results) == sum(map(len, views)), "views are missing"
     return time.perf_counter() - begun
 
 
@@ -198,9 +200,11 @@ def _batches(views: Sequence[list[ViewImage]], way: str) -> list[np.ndarray]:
 @torch.inference_mode()
 def _torch_pass(rig: Rig, net: Any, batches: Sequence[np.ndarray]) -> float:
     """Return the seconds in which torch takes the batches from the host and gives their scores back."""
-    begun = time.perf_counter()
+    begun, scores = time.perf_counter(), []
     for index, images in enumerate(batches):
-        net(torch.from_numpy(images).to(rig.device)).cpu()
+        pixels = torch.from_numpy(images)
+        scores.append(net((pixels.pin_memory() if rig.on_gpu else pixels).to(rig.device, non_blocking=True)))
         if (spent := time.perf_counter() - begun) > SLOWEST:
             raise TooSlow(f"given up after {index + 1} of {len(batches)} batches in {spent:.0f} s")
+    torch.cat(scores).cpu()
     return time.perf_counter() - begun

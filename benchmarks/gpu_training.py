@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from evaluator.complexity import multiply_adds
-from gpu_results import Results
-from gpu_rig import CROP, MEAN, Rig
+from nets import MEAN
+from results import Results
+from rig import CROP, Rig
 from training.dense import subtract_mean
 from training.network import parameter_groups
 

@@ -14,7 +14,7 @@ import torch
 
 from evaluator.engine.onnx_runtime import import_runtime
 from evaluator.engine.session import Session
-from gpu_rig import Rig
+from rig import Rig
 
 SHAPE = (8, 480, 640)  # images, height, width: 7.4 MB
 ROUNDS = 12

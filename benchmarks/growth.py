@@ -1,59 +1,59 @@
 """How cost grows: with the image's area and elongation, with scales and classes, and with the size of the dataset.
 
     python benchmarks/growth.py [--output benchmarks/results/growth.json]     measures what is not in the file yet
-    python benchmarks/growth.py --draw docs/performance      measures nothing: draws the file and prints its Markdown
+    python benchmarks/growth.py --draw docs/performance      measures nothing: draws the file and prints its tables
 
 Model A with random weights and, for the dataset, the demo's net; every engine that the CPU has, in turn. Each point is
-written as soon as it is measured, and the same command goes on where it was stopped (gpu_results.py). Alone on two
-cores all parts take about eight minutes.
+written as soon as it is measured, and the same command goes on where it was stopped (results.py). Alone on two cores
+all parts take about ten minutes.
 
 - area:       one view and its mirror image of a 4:3 photo, from 224 pixels to 1024
 - elongation: shorter side 256, from square to 1:4
 - scales:     1, 2, 3 and 6 of them
-- memory:     the same pairs as in `area`, each point alone in a process, beside what evaluator/engine/memory.py expects
+- memory:     `validate` of photos of 12 million pixels, half of them 1:4, beside what it foretells; each point alone
 - classes:    10 to 21,841 (all of ImageNet), each point alone in a process
 - dataset:    `validate` of 100 to 10,000 small images, each alone; 50,000 too with --most-images 50000
 """
 
 import argparse
-import importlib.metadata
 import json
 import math
-import platform
-import shlex
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
-from competitors import TOLERANCES
+from alone import run_alone
+from competitors import Precision
 from evaluator.contract import golden_image
 from evaluator.engine.classify import classify_images
-from evaluator.engine.session import Device, Placement, Precision, Session, open_placed
+from evaluator.engine.session import Device, Placement, Session, open_placed
 from evaluator.errors import EnvironmentFault
 from evaluator.imaging.resize import resized_size
 from evaluator.protocols import make_protocol
-from gpu_results import Results
-from gpu_rig import Rig
-from growth_plots import draw
-from growth_text import section
-from machine import cpu, machine
+from growth_plots import draw, tables
+from interleaved import deviation, gflop_of, shuffled, timed, windows_of, within
+from machine import cpu, header
+from results import Results
+from rig import Rig, digest_of
 from training.architectures import parameter_shapes
 from training.embedded import embedded_dataset_path
 
 PACKAGES = ("prelunet", "onnxruntime", "onnxruntime-gpu", "openvino", "numpy", "pillow")  # that can change a number
+MEASURED = ("evaluator/engine", "evaluator/imaging", "evaluator/validation", "export",
+            "benchmarks/growth.py", "benchmarks/alone.py")  # fmt: skip
 OUTPUT = Path(__file__).parent / "results" / "growth.json"
 NET = "A"
 PHOTO = (375, 500)  # height and width of about half of ImageNet's photos
 AREA_SCALES = (224, 256, 320, 384, 480, 640, 1024)
-MEMORY_SCALES = (224, 384, 640, 1024)
+LARGE_PHOTOS = ((3000, 4000), (1732, 6928))
+MEMORY_SCALES = ((224, 8), (384, 4), (640, 2))  # and how many of each photo: enough to fill a batch
 ELONGATED_SCALE, ELONGATIONS = 256, (1.0, 1.5, 2.0, 3.0, 4.0)
 SCALES = ((256,), (256, 384), (256, 384, 480), (224, 256, 300, 360, 448, 560))  # multi-scale's, spp-net's
 CLASSES_SCALE, CLASSES = 384, (10, 100, 1_000, 10_000, 21_841)
@@ -143,13 +143,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(words)
     if options.draw:
         data = json.loads(options.output.read_text(encoding="utf-8"))
-        names = draw(data, options.draw)
-        print(section(data, {name: f"{options.draw.name}/{name}.svg" for name in names}))
+        draw(data, options.draw)
+        print(tables(data))
         return 0
     with tempfile.TemporaryDirectory(prefix="prelunet-growth-") as folder:
         engines, found = _engines(Path(folder), options.engines)
         bench = Bench(options.tiny, Path(folder), engines, options.most_images)
-        circumstances = _circumstances(words, options, found)
+        facts = {"device": cpu(), "tiny": options.tiny, "source": digest_of(*MEASURED), "engines": found}
+        circumstances = {**header(__file__, words, PACKAGES), **facts}
         results = Results(options.output, "growth", circumstances, options.limit)
         for part in options.parts:
             print(f"{part} ({results.spent:.0f} s)")
@@ -169,11 +170,11 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES), metavar="ENGINE",
                         help=f"some of: {', '.join(map(repr, ENGINES))}")  # fmt: skip
     parser.add_argument("--output", type=Path, default=OUTPUT, help="JSON file of all parts")
-    parser.add_argument("--draw", type=Path, metavar="DIR", help="draw the file into a folder and print its Markdown")
+    parser.add_argument("--draw", type=Path, metavar="DIR", help="draw the file into a folder and print its tables")
     parser.add_argument("--tiny", action="store_true", help="the demo's net and small pictures: a rehearsal in seconds")
     parser.add_argument("--most-images", type=int, default=IMAGES[-2],
                         help=f"of the largest dataset; {IMAGES[-1]:,} take minutes more")  # fmt: skip
-    parser.add_argument("--limit", type=float, default=600, help="seconds after which no new point is begun")
+    parser.add_argument("--limit", type=float, default=900, help="seconds after which no new point is begun")
     return parser.parse_args(words)
 
 
@@ -190,22 +191,6 @@ def _engines(folder: Path, names: Sequence[str]) -> tuple[list[Engine], Json]:
         else:
             engines.append(engine)
     return engines, found
-
-
-def _circumstances(words: Sequence[str], options: argparse.Namespace, engines: Mapping[str, Any]) -> Json:
-    installed = {found.name: found.version for found in importlib.metadata.distributions()}
-    return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "command": shlex.join(["python", "benchmarks/growth.py", *words]),
-        "device": cpu(),
-        "tiny": options.tiny,
-        "machine": machine(),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: installed[name] for name in PACKAGES if name in installed},
-        },
-        "engines": dict(engines),
-    }
 
 
 def area(bench: Bench) -> Iterator[Point]:
@@ -251,76 +236,92 @@ def _timed(
 def in_turn(
     answers: Mapping[str, Callable[[], np.ndarray]], tiny: bool
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Call each once untimed, then all in turn, each round beginning with another one.
+    """Call each once untimed, then all in turn, each round in another order.
 
-    Returns seconds of each call, and how far each one's scores are from the first one's, as a part of the largest of
-    them: an untrained net has only small ones. RuntimeError where that is more than rounding explains.
+    Returns seconds of each call, and the `deviation` of each one's scores from the first one's. RuntimeError where that
+    is more than rounding explains.
     """
     scores = {name: answer() for name, answer in answers.items()}
-    names = list(answers)
-    first = scores[names[0]]
-    deviations = {name: float(np.abs(scores[name] - first).max() / first.max()) for name in names}
-    for name, deviation in deviations.items():
-        if not deviation <= TOLERANCES["bf16" if name.endswith("bf16") else "fp32"]:  # NaN too
-            raise RuntimeError(f"{name}: scores are off by {deviation:.1e} of the largest that {names[0]} gives")
-    taken: dict[str, list[float]] = {name: [] for name in names}
+    expected = next(iter(scores.values()))
+    deviations = {name: deviation(found, expected) for name, found in scores.items()}
+    for name, off in deviations.items():
+        if not within(off, ENGINES[name].precision):
+            raise RuntimeError(f"{name}: scores are off by {off:.1e} of the largest that {next(iter(scores))} gives")
+    taken: dict[str, list[float]] = {name: [] for name in answers}
     begun = time.perf_counter()
     for number in range(LEAST_ROUNDS if tiny else MOST_ROUNDS):
         if number >= LEAST_ROUNDS and time.perf_counter() - begun > ROUND_SECONDS:
             break
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            start = time.perf_counter()
-            answers[name]()
-            taken[name].append(round(time.perf_counter() - start, 5))
+        for name in shuffled(answers, number):
+            taken[name].append(round(timed(answers[name])[0], 5))
     return taken, deviations
 
 
 def _amount(nets: Nets, sizes: Sequence[tuple[int, int]]) -> Json:
     """Return how much is to be computed for views of these sizes. GFLOP: two for each multiply-add."""
     net = nets.net(NET)
-    sides = [[net.feature_map_side(side) - net.window + 1 for side in size] for size in sizes]
-    windows = sum(rows * columns for rows, columns in sides)
-    shapes = parameter_shapes(net, nets.classes)
+    windows, shapes = windows_of(net, sizes), parameter_shapes(net, nets.classes)
     of_window = sum(math.prod(shapes[f"{layer}.weight"]) for layer in ("fc1", "fc2", "fc3"))
     return {
         "pixels": sum(height * width for height, width in sizes),
         "views": [list(size) for size in sizes],
         "windows": windows,
-        "gflop": round(nets.flop(NET, sizes) / 1e9, 4),
+        "gflop": round(gflop_of(net, sizes, nets.classes), 4),
         "head_gflop": round(2 * windows * of_window / 1e9, 4),
     }
 
 
 def memory(bench: Bench) -> Iterator[Point]:
-    """Each engine alone, on pairs of growing area."""
-    for scale in bench.some(MEMORY_SCALES):
+    """Each engine alone, validating large photos at growing scales."""
+    for scale, each in bench.some(MEMORY_SCALES):
         for engine in bench.engines:
-            yield _alone(bench, engine, {"scale": scale}, scale, calls=1)
+            yield _large_photos(bench, engine, scale, each)
+
+
+def _large_photos(bench: Bench, engine: Engine, scale: int, each: int) -> Point:
+    def work() -> Json:
+        nets = bench.nets()
+        sizes = [(nets.px(height), nets.px(width)) for height, width in LARGE_PHOTOS]
+        task = {"task": "validate", "protocol": f"dense-{nets.px(scale)}", "data": str(photos(bench.folder, sizes))}
+        task |= {"model": str(nets.model_file(NET)), "images": each * len(sizes)}
+        return run_engine_alone(engine, task)
+
+    return Point({"scale": scale, "engine": engine.name}, work, seconds=scale**2 / 5000)
+
+
+def photos(folder: Path, sizes: Sequence[tuple[int, int]]) -> Path:
+    """Return a folder with a JPEG of each size, each a class, which are made unless they are there."""
+    dataset = folder / "photos"
+    for number, (height, width) in enumerate(sizes):
+        file = dataset / f"n{number:08}" / "photo.jpg"
+        if not file.exists():
+            file.parent.mkdir(parents=True)
+            Image.fromarray(golden_image(height, width)).save(file, quality=92)
+    return dataset
 
 
 def classes(bench: Bench) -> Iterator[Point]:
     """Each engine alone, on nets of growing numbers of classes; a file is thrown away before the next is made."""
     for count in bench.some(CLASSES):
         for engine in bench.engines:
-            yield _alone(bench, engine, {"classes": count}, CLASSES_SCALE, classes=count, calls=3)
+            yield _of_classes(bench, engine, count)
         for file in (bench.folder / str(count)).glob("*.onnx"):
             file.unlink()
 
 
-def _alone(bench: Bench, engine: Engine, settings: Json, scale: int, *, calls: int, classes: int = 0) -> Point:
-    """Classify a photo in a process of its own; of the calls the first is not counted where there are more."""
-
+def _of_classes(bench: Bench, engine: Engine, count: int) -> Point:
     def work() -> Json:
-        nets = bench.nets(classes)
-        path = nets.model_file(NET)
+        nets = bench.nets(count)
+        path, scale = nets.model_file(NET), nets.px(CLASSES_SCALE)
         height, width = map(nets.px, PHOTO)
-        size = resized_size(height, width, nets.px(scale))
-        task = {"task": "classify", "protocol": f"dense-{nets.px(scale)}", "height": height, "width": width}
-        found = run_alone(engine, {**task, "model": str(path), "calls": calls})
-        found["seconds"] = found["seconds"][1:] or found["seconds"]
-        return {**found, "file_mb": round(path.stat().st_size / 2**20, 1), **_amount(nets, [size, size])}
+        task = {"task": "classify", "protocol": f"dense-{scale}", "height": height, "width": width, "calls": 3}
+        found = run_engine_alone(engine, {**task, "model": str(path)})
+        size = resized_size(height, width, scale)
+        seconds = found["seconds"][1:]  # the first call is a warm-up
+        file_mb = round(path.stat().st_size / 2**20, 1)
+        return {**found, "seconds": seconds, "file_mb": file_mb, **_amount(nets, [size, size])}
 
-    return Point({**settings, "engine": engine.name}, work)
+    return Point({"classes": count, "engine": engine.name}, work)
 
 
 def dataset(bench: Bench) -> Iterator[Point]:
@@ -335,20 +336,14 @@ def _validation(bench: Bench, engine: Engine, images: int) -> Point:
     def work() -> Json:
         model = str(bench.nets(demo=True).model_file(NET))
         task = {"task": "validate", "protocol": DATASET_PROTOCOL, "data": str(embedded_dataset_path())}
-        return run_alone(engine, {**task, "model": model, "images": images})
+        return run_engine_alone(engine, {**task, "model": model, "images": images})
 
     return Point({"images": images, "engine": engine.name}, work, seconds=5 + images / 300)
 
 
-def run_alone(engine: Engine, task: Mapping[str, Any]) -> Json:
-    """Return what growth_alone.py says of a task; RuntimeError with the end of what it complains of."""
-    task = {**task, "device": engine.device, "precision": engine.precision}
-    script = Path(__file__).with_name("growth_alone.py")
-    done = subprocess.run([sys.executable, str(script), json.dumps(task)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{engine.name} failed alone: {done.stderr.strip()[-500:]}")
-    found: Json = json.loads(done.stdout.splitlines()[-1])
-    return found
+def run_engine_alone(engine: Engine, task: Mapping[str, Any]) -> Json:
+    """Return what alone.py says of a task on an engine."""
+    return run_alone({**task, "device": engine.device, "precision": engine.precision})
 
 
 PARTS: Mapping[str, Callable[[Bench], Iterator[Point]]] = {

@@ -1,9 +1,10 @@
-"""The plots of growth.py as SVG files in the style of the report's charts, on white. Pure functions of its file."""
+"""The plots and tables of growth.py: pure functions of its result file. The plots are SVG, as the report's charts."""
 
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -11,37 +12,12 @@ import vl_convert
 
 from evaluator.reporting.charts import chart_spec
 from evaluator.reporting.html import VEGA_LITE
+from tables import cell, markdown
 
 Json = dict[str, Any]
 Row = dict[str, Any]
 
-ORANGE, DARK = "#c2571a", "#2b2f36"  # beside the report's two; all four differ in lightness too
-COLOURS = {
-    "onnxruntime fp32": "var(--accent)",
-    "OpenVINO fp32": ORANGE,
-    "OpenVINO bf16": DARK,
-    "trunk": "var(--accent)",
-    "head": ORANGE,
-    "measured": "var(--accent)",
-}  # other lines are grey
-DASHED = ("expected at most", "all windows' scores")
-PEAK = "peak of "  # before an engine's name
-WIDTH, HEIGHT = 300, 220
-LABEL_SIZE = 12
-LABEL_ROOM = 15  # pixels between two labels
-
-
-def draw(data: Json, folder: Path) -> list[str]:
-    """Draw every plot for which there are points; returns their names, that of each file without `.svg`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    names = []
-    for name, figure in FIGURES.items():
-        panels = [panel for panel in figure(data) if panel is not None]
-        if panels:
-            svg = vl_convert.vegalite_to_svg(_in_a_row(panels), vl_version=VEGA_LITE)
-            (folder / f"growth-{name}.svg").write_text(svg + "\n", encoding="utf-8")
-            names.append(f"growth-{name}")
-    return names
+COLOURS = ["var(--accent)", "#c2571a", "#2b2f36", "var(--second)"]  # differ in lightness too
 
 
 def points_of(data: Json, part: str) -> list[Row]:
@@ -53,180 +29,168 @@ def points_of(data: Json, part: str) -> list[Row]:
     return list(points.values())
 
 
+def draw(data: Json, folder: Path) -> None:
+    """Draw `growth-NAME.svg` of every plot for which there are points."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, (rows, x, y) in _plots(data).items():
+        if rows:
+            svg = vl_convert.vegalite_to_svg(_lines(rows, x, y), vl_version=VEGA_LITE)
+            (folder / f"growth-{name}.svg").write_text(svg + "\n", encoding="utf-8")
+
+
+def _plots(data: Json) -> dict[str, tuple[list[Row], str, str]]:
+    """Return rows and titles of each plot; x is drawn in logarithms where it spans more than two powers of ten."""
+    seconds = "seconds for a view and its mirror image"
+    area, elongation, memory = (points_of(data, part) for part in ("area", "elongation", "memory"))
+    classes, dataset = points_of(data, "classes"), points_of(data, "dataset")
+    kinds = {"measured": "peak_mb", "foretold at most": "foretold_peak_mb"}
+    return {
+        "area": (
+            [_row(p["pixels"] / 2e6, each, name) for p in area for name, each in medians(p).items()],
+            "pixels of one view (millions)",
+            seconds,
+        ),
+        "elongation": (
+            [_row(p["times"], each, name) for p in elongation for name, each in medians(p).items()],
+            "longer side / shorter side",
+            seconds,
+        ),
+        "memory": (
+            [_row(p["scale"], p[key] / 1024, p["engine"], kind) for p in memory for kind, key in kinds.items()],
+            "scale (shorter side in pixels)",
+            "peak after loading (GB)",
+        ),
+        "classes": ([_row(p["classes"], statistics.median(p["seconds"]), p["engine"]) for p in classes],
+                    "classes", seconds),
+        "dataset": ([_row(p["images"], p["peak_mb"], p["engine"]) for p in dataset],
+                    "images of the dataset", "peak after loading (MB)"),
+    }  # fmt: skip
+
+
 def medians(point: Row) -> dict[str, float]:
     """Return the median of each engine's seconds at a point where engines were measured in turn."""
     return {name: statistics.median(taken) for name, taken in point["seconds"].items()}
 
 
-def _area(data: Json) -> list[Json | None]:
-    points = points_of(data, "area")
-    seconds = [_row(point["pixels"] / 2e6, value, name) for point in points for name, value in medians(point).items()]
-    parts = [
-        _row(point["pixels"] / 2e6, value / 1000, name)
-        for point in points
-        for name, value in (("trunk", point["gflop"] - point["head_gflop"]), ("head", point["head_gflop"]))
-    ]
-    title = "pixels of one view (millions)"
-    return [
-        _lines(seconds, title, "seconds for a view and its mirror image"),
-        _lines(parts, title, "operations of the two (TFLOP)"),
-    ]
+def _row(x: float, y: float, series: str, kind: str = "measured") -> Row:
+    return {"x": x, "y": y, "series": series, "kind": kind}
 
 
-def _protocols(data: Json) -> list[Json | None]:
-    longer = [
-        _row(point["times"], value, name)
-        for point in points_of(data, "elongation")
-        for name, value in medians(point).items()
-    ]
-    more = [
-        _row(len(point["scales"]), value, name)
-        for point in points_of(data, "scales")
-        for name, value in medians(point).items()
-    ]
-    return [
-        _lines(longer, "longer side / shorter side", "seconds for a view and its mirror image"),
-        _lines(more, "scales", "seconds for an image"),
-    ]
-
-
-def _memory(data: Json) -> list[Json | None]:
-    points = points_of(data, "memory")
-    panels = []
-    for engine in _in_order(point["engine"] for point in points):
-        rows = [
-            _row(point["pixels"] / 2e6, point[key] / 1024, kind)
-            for point in points
-            if point["engine"] == engine
-            for kind, key in (("measured", "peak_mb"), ("expected at most", "predicted_peak_mb"))
-        ]
-        panel = _lines(rows, "pixels of one view (millions)", "peak of the process (GB)", width=170)
-        panels.append({"title": engine, **panel} if panel else None)
-    return panels
-
-
-def _classes(data: Json) -> list[Json | None]:
-    points = points_of(data, "classes")
-    seconds = [_row(point["classes"], statistics.median(point["seconds"]), point["engine"]) for point in points]
-    sizes = [_row(point["classes"], point["peak_mb"] / 1024, PEAK + point["engine"]) for point in points]
-    for point in {point["classes"]: point for point in points}.values():
-        sizes += [
-            _row(point["classes"], point["file_mb"] / 1024, "model file"),
-            _row(point["classes"], point["window_scores_mb"] / 1024, "all windows' scores"),
-        ]
-    return [
-        _lines(seconds, "classes", "seconds for a view and its mirror image", logarithmic=True),
-        _lines(sizes, "classes", "size (GB)", logarithmic=True),
-    ]
-
-
-def _dataset(data: Json) -> list[Json | None]:
-    points = points_of(data, "dataset")
-    each = [_row(point["images"], 1000 * point["seconds"] / point["images"], point["engine"]) for point in points]
-    peaks = [_row(point["images"], point["peak_mb"], point["engine"]) for point in points]
-    return [
-        _lines(each, "images of the dataset", "milliseconds for an image", logarithmic=True),
-        _lines(peaks, "images of the dataset", "peak of the process (MB)", logarithmic=True),
-    ]
-
-
-FIGURES = {"area": _area, "protocols": _protocols, "memory": _memory, "classes": _classes, "dataset": _dataset}
-
-
-def _row(x: float, y: float, series: str) -> Row:
-    return {"x": x, "y": y, "series": series}
-
-
-def _in_order(names: Any) -> list[str]:
-    """Return each name once, in the order in which they come."""
-    return list(dict.fromkeys(names))
-
-
-def _lines(
-    rows: Sequence[Row], x_title: str, y_title: str, *, logarithmic: bool = False, width: int = WIDTH
-) -> Json | None:
-    """Return a panel with a line for each series, named at its right end; None without any point."""
-    if not rows:
-        return None
-    top = 1.05 * max(row["y"] for row in rows)
-    x_axis: Json = {"grid": False, "labelFlush": False, "tickCount": 5}
+def _lines(rows: Sequence[Row], x_title: str, y_title: str) -> Json:
+    """Return a specification with a line for each series and kind, in the light colours of the report, on white."""
+    places = sorted({row["x"] for row in rows})
+    logarithmic = places[-1] > 100 * places[0]
+    x = {"field": "x", "type": "quantitative", "title": x_title, "axis": {"grid": False, "format": ",~r"}}
+    x["scale"] = {"type": "log", "nice": False} if logarithmic else {"zero": False, "nice": True}
     if logarithmic:
-        x_axis |= {"values": sorted({row["x"] for row in rows}), "format": ",d", "labelOverlap": True}
-    x_scale = {"type": "log", "nice": False} if logarithmic else {"zero": True, "nice": False}
-    x = {"field": "x", "type": "quantitative", "title": x_title, "scale": x_scale, "axis": x_axis}
-    y = {"type": "quantitative", "title": y_title, "scale": {"domain": [0, top], "nice": True}}
-    y["axis"] = {"tickCount": 5, "domain": False}
-    point = {"x": x, "y": {"field": "y", **y}}
-    dash = {"condition": {"test": f"indexof({list(DASHED)}, datum.series) >= 0", "value": [4, 3]}, "value": [1, 0]}
-    label = {"x": x, "y": {"field": "label_y", **y}, "text": {"field": "series"}}
-    return {
-        "width": width,
-        "height": HEIGHT,
-        "data": {"values": [{**row, "colour": _colour(row["series"])} for row in rows]},
-        "encoding": {"color": {"field": "colour", "type": "nominal", "scale": None}, "detail": {"field": "series"}},
-        "layer": [
-            {"mark": {"type": "line", "strokeWidth": 2}, "encoding": {**point, "strokeDash": dash}},
-            {"mark": {"type": "point", "filled": True, "size": 40, "opacity": 1}, "encoding": point},
-            {
-                "data": {"values": _labels(rows, top)},
-                "mark": {"type": "text", "align": "left", "dx": 8, "fontSize": LABEL_SIZE},
-                "encoding": label,
-            },
-        ],
-    }
-
-
-def _colour(series: str) -> str:
-    return COLOURS.get(series.removeprefix(PEAK), "var(--second)")
-
-
-def _labels(rows: Sequence[Row], top: float) -> list[Row]:
-    """Return the rows that carry the names: the last of each series, as far from each other as text is high."""
-    series = _in_order(row["series"] for row in rows)
-    ends = [max((row for row in rows if row["series"] == name), key=lambda row: row["x"]) for name in series]
-    places = apart([row["y"] for row in ends], top * LABEL_ROOM / HEIGHT)
-    right = max(row["x"] for row in rows)
-    return [
-        {**row, "x": right, "label_y": place, "colour": _colour(row["series"])}
-        for row, place in zip(ends, places, strict=True)
-    ]
-
-
-def apart(values: Sequence[float], least: float) -> list[float]:
-    """Return places for labels at these values, none below 0 and no two nearer than `least`; order is kept.
-
-    Those that are too near to each other are spread around their middle.
-    """
-    groups: list[tuple[list[int], float]] = []  # members from below, place of the lowest
-    for index in sorted(range(len(values)), key=lambda index: values[index]):
-        groups.append(([index], max(0.0, values[index])))
-        while len(groups) > 1 and groups[-1][1] - groups[-2][1] < least * len(groups[-2][0]):
-            members = groups[-2][0] + groups[-1][0]
-            middle = statistics.mean(values[member] for member in members)
-            groups[-2:] = [(members, max(0.0, middle - least * (len(members) - 1) / 2))]
-    places = {member: lowest + least * place for members, lowest in groups for place, member in enumerate(members)}
-    return [places[index] for index in range(len(values))]
-
-
-def _in_a_row(panels: Sequence[Json]) -> Json:
-    """Return one specification of panels side by side, in the light colours of the report, on white."""
-    config = chart_spec([])["config"]
-    title = {"color": "var(--ink)", "fontSize": 13, "fontWeight": "normal", "anchor": "start", "frame": "group"}
-    config = {**config, "background": "white", "title": title}
-    return _coloured({"config": config, "hconcat": list(panels), "spacing": 30, "padding": 12})
+        x["axis"] |= {"values": places, "format": ",d"}
+    series, kinds = (list(dict.fromkeys(row[key] for row in rows)) for key in ("series", "kind"))
+    colour = {"field": "series", "type": "nominal", "scale": {"domain": series, "range": COLOURS[: len(series)]}}
+    dash = {"field": "kind", "type": "nominal", "scale": {"domain": kinds, "range": [[1, 0], [4, 3]]}}
+    dash["legend"] = {"symbolType": "stroke", "symbolStrokeWidth": 2, "symbolSize": 300} if len(kinds) > 1 else None
+    y = {"field": "y", "type": "quantitative", "title": y_title, "scale": {"zero": True}, "axis": {"domain": False}}
+    spec = chart_spec(
+        list(rows),
+        height=240,
+        mark={"type": "line", "strokeWidth": 2, "point": {"size": 40}},
+        encoding={"x": x, "y": y, "color": colour, "strokeDash": dash},
+    )
+    config = {**spec["config"], "background": "white"}
+    return _coloured({**spec, "config": config, "width": 560, "autosize": "pad", "padding": 12})
 
 
 def _coloured(spec: Any) -> Any:
     """Replace CSS variables by the report's light colours: a file of its own has no style sheet."""
-    if isinstance(spec, Mapping):
-        return {key: _coloured(value) for key, value in spec.items()}
-    if isinstance(spec, list | tuple):
-        return [_coloured(value) for value in spec]
-    return re.sub(r"var\((--[a-z-]+)\)", lambda found: _light()[found[1]], spec) if isinstance(spec, str) else spec
-
-
-def _light() -> dict[str, str]:
-    """Return the variables of the first rule of report.css."""
     css = (resources.files("evaluator.reporting") / "report.css").read_text(encoding="utf-8")
-    rule = css[css.index("{") : css.index("}")]
-    return dict(re.findall(r"(--[a-z-]+):\s*([^;]+);", rule))
+    light = dict(re.findall(r"(--[a-z-]+):\s*([^;]+);", css[css.index("{") : css.index("}")]))
+
+    def coloured(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: coloured(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [coloured(one) for one in value]
+        return re.sub(r"var\((--[a-z-]+)\)", lambda found: light[found[1]], value) if isinstance(value, str) else value
+
+    return coloured(spec)
+
+
+def tables(data: Json) -> str:
+    """Return what the numbers were measured with, and a table of each part that was measured, in Markdown."""
+    blocks = [_circumstances(data["runs"][index]) for index in sorted({case["run"] for case in data["cases"]})]
+    for part, columns in _COLUMNS.items():
+        points = sorted(points_of(data, part), key=lambda point: point.get("engine", ""))
+        engines = list(points[0]["seconds"]) if points and "engine" not in points[0] else []
+        header = [*columns, *(f"{engine}: s (GFLOP/s)" for engine in engines)]
+        rows = [
+            [*(read(point) for read in columns.values()), *(_seconds(point, engine) for engine in engines)]
+            for point in points
+        ]
+        blocks.append(f"{part}\n\n{markdown(header, rows)}" if rows else f"{part}: not measured")
+    return "\n\n".join(blocks)
+
+
+def _circumstances(run: Json) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    rehearsal = " **A rehearsal with a tiny net: no number means anything.**" if run["tiny"] else ""
+    missing = "".join(f" {name}: {said}." for name, said in run["engines"].items() if isinstance(said, str))
+    where = f"{run['machine']['cores']} cores of {run['machine']['cpu']}"
+    return f"Measured {run['date']} on {where} with {versions}: `{run['command']}`.{missing}{rehearsal}"
+
+
+def _seconds(point: Row, engine: str) -> str:
+    seconds = medians(point)[engine]
+    return f"{cell(seconds)} ({point['gflop'] / seconds:.0f})"
+
+
+def _view(point: Row) -> str:
+    return cell(point["views"][0])
+
+
+def _share(point: Row) -> str:
+    return f"{100 * point['head_gflop'] / point['gflop']:.0f} %"
+
+
+def _foretold(key: str) -> Callable[[Row], str]:
+    return lambda point: f"{point[f'{key}_mb']:,} / {point[f'foretold_{key}_mb']:,}"
+
+
+_WORK: Mapping[str, Callable[[Row], Any]] = {
+    "view": _view,
+    "windows": lambda point: point["windows"] // 2,
+    "GFLOP": itemgetter("gflop"),
+}
+_COLUMNS: Mapping[str, Mapping[str, Callable[[Row], Any]]] = {
+    "area": {"scale": itemgetter("scale"), **_WORK, "of it head": _share},
+    "elongation": {"long / short": itemgetter("times"), **_WORK},
+    "scales": {
+        "scales": lambda point: ", ".join(map(str, point["scales"])),
+        "views": lambda point: len(point["views"]),
+        "GFLOP": itemgetter("gflop"),
+    },
+    "memory": {
+        "engine": itemgetter("engine"),
+        "scale": itemgetter("scale"),
+        "loading MB, measured / foretold": _foretold("loading"),
+        "loaded": _foretold("settled"),
+        "peak after loading": _foretold("peak"),
+    },
+    "classes": {
+        "engine": itemgetter("engine"),
+        "classes": lambda point: f"{point['classes']:,}",
+        "GFLOP": itemgetter("gflop"),
+        "file MB": itemgetter("file_mb"),
+        "windows' scores MB": itemgetter("window_scores_mb"),
+        "s": lambda point: statistics.median(point["seconds"]),
+        "loading MB": itemgetter("loading_mb"),
+        "peak after loading MB": itemgetter("peak_mb"),
+    },
+    "dataset": {
+        "engine": itemgetter("engine"),
+        "images": lambda point: f"{point['images']:,}",
+        "s": itemgetter("seconds"),
+        "ms per image": lambda point: 1000 * point["seconds"] / point["images"],
+        "peak after loading MB, measured / foretold": _foretold("peak"),
+        "list of samples, bytes per image": itemgetter("list_bytes_an_image"),
+        "written, bytes per image": itemgetter("written_bytes_an_image"),
+    },
+}

@@ -1,13 +1,14 @@
 """Competitors in turn on the same images, in one process: a slow minute of the machine meets all of them."""
 
+import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from competitors import COMPETITORS, REFERENCE, TOLERANCES, Answer, Opened, Scores
+from competitors import COMPETITORS, REFERENCE, TOLERANCES, Answer, Opened, Precision, Scores
 from evaluator.complexity import multiply_adds
 from evaluator.imaging.resize import resized_size
 from evaluator.protocols import Protocol
@@ -15,30 +16,27 @@ from nets import CLASSES
 from photos import Photo
 from training.architectures import Architecture
 
-SAMPLED_CROPS = 64  # of the naive competitor, in images that have more
+SAMPLED_CROPS = 32  # of the naive competitor, in images that have more: two of its batches
 
 
 @dataclass(frozen=True)
 class Visit:
     """One image, answered once by each competitor of a group.
 
-    gflop: of its dense evaluation, two per multiply-add; seconds, deviations: by competitor, the latter the largest
-    difference of a score from the reference's; largest_score: the reference's for it; crops: how many the naive
-    competitor has of it, where it took part.
+    gflop: of its dense evaluation, two per multiply-add; seconds, deviations: by competitor, the latter as `deviation`
+    from the reference's scores; crops: how many the naive competitor has of it, where it took part.
     """
 
     photo: Photo
     gflop: float
     seconds: Mapping[str, float]
     deviations: Mapping[str, float]
-    largest_score: float
     crops: int | None
 
     def to_json(self) -> dict[str, Any]:
         """Return the visit as plain data."""
         seconds = {name: round(value, 4) for name, value in self.seconds.items()}
-        facts = {"gflop": round(self.gflop, 2), "largest_score": round(self.largest_score, 4), "crops": self.crops}
-        return {**self.photo.to_json(), **facts, "seconds": seconds}
+        return {**self.photo.to_json(), "gflop": round(self.gflop, 2), "crops": self.crops, "seconds": seconds}
 
 
 class Reference:
@@ -60,30 +58,48 @@ class Reference:
         self._known.setdefault((photo.name, protocol.name), scores)
 
     def deviation(self, name: str, found: Scores, photo: Photo, protocol: Protocol) -> float:
-        """Return the largest difference of a score; SystemExit beyond the tolerance of the competitor's precision.
+        """Return how far a competitor's scores are off; SystemExit beyond the tolerance of its precision.
 
         The naive competitor has no tolerance: its crops see other borders. Its net is the reference's own.
         """
-        deviation = float(np.abs(found - self.scores(photo, protocol)).max())
-        tolerance = TOLERANCES[COMPETITORS[name].precision]
-        if name != "naive" and not deviation <= tolerance:  # NaN too
+        off = deviation(found, self.scores(photo, protocol))
+        if name != "naive" and not within(off, COMPETITORS[name].precision):
             raise SystemExit(
-                f"{name}: wrong scores on {photo.name}: {deviation:.1e} from those of {REFERENCE}, where {tolerance:g} "
-                "is what rounding can explain. Its speed would mean nothing"
+                f"{name}: wrong scores on {photo.name}: off by {off:.1e} of the largest that {REFERENCE} gives, more "
+                "than rounding can explain. Its speed would mean nothing"
             )
-        return deviation
+        return off
+
+
+def deviation(found: Scores, expected: Scores) -> float:
+    """Return the largest difference of a score, as a part of the largest score expected."""
+    return float(np.abs(found - expected).max() / expected.max())
+
+
+def within(off: float, precision: Precision) -> bool:
+    """Say whether rounding explains a deviation; NaN is never within."""
+    return off <= TOLERANCES[precision]
+
+
+def shuffled(names: Iterable[str], number: int) -> list[str]:
+    """Return the order of round `number`: another one each round, so that nobody always follows the same one."""
+    order = list(names)
+    random.Random(number).shuffle(order)
+    return order
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long to measure. images: at least so many; seconds: begin no further image that would end after them."""
+    """How long to measure. images: at least and at most so many; seconds: begin no image that would end after them."""
 
-    images: int
+    least: int
+    most: int
     seconds: float
 
     def reached(self, images: int, seconds: float) -> bool:
         """Say whether to stop after so many images and seconds."""
-        return images >= self.images and seconds * (images + 1) / max(images, 1) > self.seconds
+        late = seconds * (images + 1) / max(images, 1) > self.seconds
+        return images >= self.most or (images >= self.least and late)
 
 
 def warm_up(opened: Mapping[str, Opened], photo: Photo, protocol: Protocol, reference: Reference) -> None:
@@ -101,7 +117,7 @@ def measure(
     limits: Limits,
     reference: Reference,
 ) -> list[Visit]:
-    """Visit picture after picture; at each visit another competitor begins.
+    """Visit picture after picture, each in an order of its own.
 
     Raises SystemExit when a competitor's scores are wrong.
     """
@@ -109,9 +125,8 @@ def measure(
     begun = time.perf_counter()
     while not limits.reached(len(visits), time.perf_counter() - begun):
         photo = photos[len(visits) % len(photos)]
-        visit = _visit(opened, photo, protocol, net, len(visits), reference)
-        visits.append(visit)
-        print(f"    {photo.name}: {sum(visit.seconds.values()):.1f} s", flush=True)
+        visits.append(_visit(opened, photo, protocol, net, len(visits), reference))
+        print(f"    {photo.name}: {time.perf_counter() - begun:.1f} s since the first", flush=True)
     return visits
 
 
@@ -125,38 +140,38 @@ def _visit(
 ) -> Visit:
     seconds: dict[str, float] = {}
     scores: dict[str, Scores] = {}
+    sizes = [resized_size(*photo.pixels.shape[:2], view.scale, protocol.long_side_cap) for view in protocol.views]
     crops = None
-    names = list(opened)
-    for name in names[number % len(names) :] + names[: number % len(names)]:
+    for name in shuffled(opened, number):
         competitor = opened[name]
         if competitor.sample is not None:
             if number > 0:  # too slow for more than one picture
                 continue
-            crops = _crops(photo, protocol, net)
+            crops = windows_of(net, sizes)
             if crops > SAMPLED_CROPS:
                 seconds[name] = competitor.sample(photo.pixels, protocol, SAMPLED_CROPS)
                 continue
-        start = time.perf_counter()
-        scores[name] = competitor.answer(photo.pixels, protocol)
-        seconds[name] = time.perf_counter() - start
+        seconds[name], scores[name] = timed(lambda answer=competitor.answer: answer(photo.pixels, protocol))
     if REFERENCE in scores:
         reference.learn(scores[REFERENCE], photo, protocol)
     deviations = {name: reference.deviation(name, found, photo, protocol) for name, found in scores.items()}
-    largest = float(reference.scores(photo, protocol).max())
-    return Visit(photo, _gflop(photo, protocol, net), seconds, deviations, largest, crops)
+    return Visit(photo, gflop_of(net, sizes, CLASSES), seconds, deviations, crops)
 
 
-def _sizes(photo: Photo, protocol: Protocol) -> list[tuple[int, int]]:
-    """Return height and width of each view."""
-    sides = photo.pixels.shape[:2]
-    return [resized_size(*sides, view.scale, protocol.long_side_cap) for view in protocol.views]
+def timed(answer: Callable[[], Scores]) -> tuple[float, Scores]:
+    """Return the seconds that an answer takes, and the answer."""
+    start = time.perf_counter()
+    scores = answer()
+    return time.perf_counter() - start, scores
 
 
-def _crops(photo: Photo, protocol: Protocol, net: Architecture) -> int:
-    grids = [[net.feature_map_side(side) - net.window + 1 for side in size] for size in _sizes(photo, protocol)]
+def windows_of(net: Architecture, sizes: Iterable[tuple[int, int]]) -> int:
+    """Return how many windows views of these heights and widths have together."""
+    grids = [[net.feature_map_side(side) - net.window + 1 for side in size] for size in sizes]
     return sum(rows * columns for rows, columns in grids)
 
 
-def _gflop(photo: Photo, protocol: Protocol, net: Architecture) -> float:
+def gflop_of(net: Architecture, sizes: Iterable[tuple[int, int]], classes: int) -> float:
+    """Return the operations of views of these heights and widths, two per multiply-add."""
     data = net.to_json()
-    return sum(2 * multiply_adds(data, *size, CLASSES) for size in _sizes(photo, protocol)) / 1e9
+    return sum(2 * multiply_adds(data, *size, classes) for size in sizes) / 1e9

@@ -1,18 +1,47 @@
-"""What a result file says of the machine that made it."""
+"""What a result file says of itself and of the machine that made it."""
 
+import importlib.metadata
+import json
 import os
 import platform
+import shlex
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from evaluator.files import write_atomically
+from evaluator.machine import cores
+
 _WIDE = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")  # what arithmetic can profit from
+
+
+def header(script: str, words: Sequence[str], packages: Sequence[str]) -> dict[str, Any]:
+    """Return date, command, machine and versions of the packages that can change a number, of those that are there."""
+    installed = {found.name: found.version for found in importlib.metadata.distributions()}
+    versions = {name: installed[name] for name in packages if name in installed}
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": shlex.join(["python", f"benchmarks/{Path(script).name}", *words]),
+        "machine": machine(),
+        "versions": {"python": platform.python_version(), **versions},
+    }
+
+
+def write_result(output: Path | None, result: Mapping[str, Any], tables: str = "") -> None:
+    """Write a result as JSON and, if there are any, its tables beside it in Markdown; nothing without a path."""
+    if output is None:
+        return
+    write_atomically(output, (json.dumps(result, indent=1) + "\n").encode())
+    if tables:
+        write_atomically(output.with_suffix(".md"), tables.encode())
 
 
 def machine() -> dict[str, Any]:
     """Return processor, cores, its wide instructions, memory and platform."""
     return {
         "cpu": cpu(),
-        "cores": os.cpu_count(),
+        "cores": cores(),
         "instructions": [name for name in _WIDE if name in _cpuinfo("flags").split()],
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
         "platform": platform.machine(),
@@ -31,11 +60,7 @@ def _cpuinfo(key: str) -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.split(":")[0].strip() == key), "")
 
 
-def memory_mb(*, peak: bool) -> int:
-    """Return the memory of this process in MB, now or at its peak, from the kernel.
-
-    Not `resource.getrusage`: there a new process starts with the peak of the one that started it.
-    """
-    key = "VmHWM:" if peak else "VmRSS:"
+def resident_mb() -> int:
+    """Return the memory that this process has now, in MB."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(key)) // 1024
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) // 1024

@@ -7,11 +7,9 @@ the baseline; OpenVINO's float32, its bfloat16 where the CPU has it, and a file 
 """
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,8 @@ from evaluator.reporting.compare import compare_runs
 from evaluator.validation.run import Run, describe_dataset, run_info
 from evaluator.validation.stored import read_rows
 from evaluator.validation.validate import validate
-from machine import machine
+from machine import header, write_result
+from tables import markdown
 
 
 def main() -> None:
@@ -39,19 +38,14 @@ def main() -> None:
             for name, other in others
         ]
     result = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "command": "python benchmarks/precision.py " + " ".join(sys.argv[1:]),
-        "machine": machine(),
-        "versions": baseline.info.circumstances["versions"],
+        **header(__file__, sys.argv[1:], ("prelunet", "onnxruntime", "openvino", "numpy", "pillow")),
         "model": dict(baseline.info.model),
         "dataset": dict(baseline.info.dataset),
         "protocol": baseline.info.protocol.to_json(),
         "results": rows,
     }
-    _print(rows)
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        print(f"written: {options.output}")
+    print(_table(rows))
+    write_result(options.output, result)
 
 
 def _options() -> argparse.Namespace:
@@ -108,18 +102,19 @@ def _against(baseline: Run, run: Run) -> dict[str, Any]:
     }
 
 
-def _print(rows: list[dict[str, Any]]) -> None:
-    print(f"{'':18}{'top-1':>8}{'top-5':>8}{'change of top-1 (95 %)':>28}{'scores off by':>16}{'other answers':>15}")
-    for row in rows:
-        if "refused" in row:
-            print(f"{row['run']:18}  {row['refused']}")
-            continue
-        line = f"{row['run']:18}{row['top1_error']:8.2f}{row['top5_error']:8.2f}"
-        if "top1_difference" in row:
-            low, high = row["top1_interval"]
-            change = f"{row['top1_difference']:+.2f} ({low:+.2f} to {high:+.2f})"
-            line += f"{change:>28}{row['score_off_by_at_most']:16.1e}{row['other_first_answers']:15}"
-        print(line)
+def _table(rows: list[dict[str, Any]]) -> str:
+    columns = ("run", "top-1", "top-5", "change of top-1 (95 %)", "scores off by", "other answers")
+    refused = (f"\n{row['run']}: {row['refused']}" for row in rows if "refused" in row)
+    return markdown(columns, map(_cells, rows)) + "".join(refused)
+
+
+def _cells(row: dict[str, Any]) -> list[Any]:
+    errors = [f"{row[key]:.2f}" if key in row else None for key in ("top1_error", "top5_error")]
+    change = None
+    if "top1_difference" in row:
+        low, high = row["top1_interval"]
+        change = f"{row['top1_difference']:+.2f} ({low:+.2f} to {high:+.2f})"
+    return [row["run"], *errors, change, row.get("score_off_by_at_most"), row.get("other_first_answers")]
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from evaluator.engine.onnx_runtime import PlainNet
 from evaluator.engine.runtime import reason_of
 from evaluator.engine.scores import softmax
 from evaluator.engine.session import open_session
+from evaluator.engine.tolerances import Deviation, deviation
 from evaluator.errors import ContractError, EnvironmentFault, UsageError
 from evaluator.files import open_atomically, sha256_of
 from export.adopt_cost import multiply_adds
@@ -25,7 +26,6 @@ from export.adopt_graph import prepare_net, probability_floor, wrap_net
 from export.adopt_net import Interface, find_interface, opset_of, random_operators, read_net, uses_half
 from export.adopt_preprocessing import Layout, Preprocessing
 from export.outputs import check_not_input
-from export.verification import Deviation, deviation
 
 Kind = Literal["auto", "logits", "softmax"]
 Pixels = npt.NDArray[np.uint8]

@@ -5,33 +5,29 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 from onnx import checker
 
-from evaluator.contract import Canvas, GoldenImage, ModelContract, Precision, default_scales, golden_image, golden_sizes
+from evaluator.contract import Canvas, GoldenImage, ModelContract, Precision, golden_image, golden_sizes
 from evaluator.engine.session import Outputs, open_session
+from evaluator.engine.tolerances import Deviation, deviation, tolerance_of
 from evaluator.errors import CheckFailed, CheckpointError, UsageError
 from evaluator.files import open_atomically, sha256_of
-from evaluator.protocols import LONG_SIDE_CAP
-from export.model import build_model
+from export.model import build_model, contract_of
 from export.outputs import check_not_input
 from export.precision import (
     check_magnitudes,
     measure_magnitudes,
     precision_warnings,
-    probe_bytes,
     rounding_losses,
 )
-from export.verification import Deviation, deviation, index_in, judged_as, run_cases, tolerance_of
+from export.verification import index_in, judged_as, run_cases
 from training.checkpoints import Checkpoint, read_checkpoint
 from training.dense import dense_windows
 from training.inspection import summarise_slopes
 from training.network import network_from_checkpoint
-
-MAX_SIDE = 4096  # pixels, or more where `multi-scale` needs it; the graph cuts its masks from a constant of that length
 
 WindowArrays = tuple[npt.NDArray[np.floating], npt.NDArray[np.floating]]
 
@@ -69,9 +65,11 @@ def export_checkpoint(path: Path, output: Path, canvas: Canvas = "ragged", preci
             raise CheckpointError(f"{path}: no model can be made of it: {error}. Rename its classes") from error
         file.write(_model_bytes(checkpoint, contract))
         file.flush()
-        checker.check_model(file.name, full_check=True)
-        magnitudes = _magnitudes(file, checkpoint, contract) if precision == "fp16" else {}
-        deviations = check_parity(Path(file.name), windows)
+        written = Path(file.name)
+        checker.check_model(written, full_check=True)
+        magnitudes = measure_magnitudes(written, checkpoint.architecture, contract) if precision == "fp16" else {}
+        check_magnitudes(magnitudes)
+        deviations = check_parity(written, windows)
         if failed := [d for d in deviations if not d.passed]:
             raise CheckFailed(_parity_message(output, failed, precision))
     return Export(deviations, magnitudes, precision_warnings(losses, magnitudes))
@@ -97,33 +95,26 @@ def _contract(
 ) -> ModelContract:
     """State everything the file must say of itself."""
     architecture = checkpoint.architecture
+    contract = contract_of(
+        architecture,
+        checkpoint.classes,
+        canvas,
+        precision,
+        mean_kind="channel" if checkpoint.mean.ndim == 1 else "image",
+        trained_scales=_trained_scales(checkpoint),
+        checkpoint_sha256=sha256,
+    )
     training = {
         "recipe": checkpoint.recipe,
         "dataset": checkpoint.dataset,
         "metrics": checkpoint.metrics,
         "slopes": summarise_slopes(checkpoint.tensors),
     }
-    scales = default_scales(architecture.crop, _trained_scales(checkpoint))
-    contract = ModelContract(
-        architecture=architecture.to_json(),
-        classes=checkpoint.classes,
-        mean_kind="channel" if checkpoint.mean.ndim == 1 else "image",
-        trunk=architecture.layers,
-        window=architecture.window,
-        spp_levels=architecture.spp_levels,
-        crop=architecture.crop,
-        default_scales=scales,
-        max_side=max(MAX_SIDE, LONG_SIDE_CAP * max(scales)),
-        canvas=canvas,
-        precision=precision,
-        checkpoint_sha256=sha256,
-        training=training,
-    )
     golden = [
         GoldenImage(height, width, *(tuple(array.mean(axis=(0, 1)).tolist()) for array in arrays))
         for (height, width), arrays in zip(golden_sizes(architecture.crop), windows, strict=True)
     ]
-    return replace(contract, golden=tuple(golden))
+    return replace(contract, training=training, golden=tuple(golden))
 
 
 def _trained_scales(checkpoint: Checkpoint) -> tuple[int, int] | None:
@@ -138,18 +129,6 @@ def _model_bytes(checkpoint: Checkpoint, contract: ModelContract) -> bytes:
     model = build_model(checkpoint.architecture, checkpoint.tensors, checkpoint.mean, contract, version)
     data: bytes = model.SerializeToString(deterministic=True)
     return data
-
-
-def _magnitudes(file: BinaryIO, checkpoint: Checkpoint, contract: ModelContract) -> Mapping[str, float]:
-    """Measure the file with probes appended, which are cut off again; UsageError when float16 does not hold the net."""
-    end = file.tell()
-    file.write(probe_bytes(checkpoint.architecture))
-    file.flush()
-    magnitudes = measure_magnitudes(Path(file.name), checkpoint.architecture, contract)
-    file.truncate(end)
-    file.seek(end)
-    check_magnitudes(magnitudes)
-    return magnitudes
 
 
 def check_parity(path: Path, windows: list[WindowArrays]) -> list[Deviation]:

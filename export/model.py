@@ -13,18 +13,21 @@ up to the first mask stays float32 (a canvas is subtracted from, and its rubbish
 softmax, masks of windows and averages: a sum of hundreds of halves would lose what they agree on.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 
-from evaluator.contract import ModelContract
+from evaluator.contract import Canvas, ClassEntry, MeanKind, ModelContract, Precision, default_scales
+from evaluator.protocols import LONG_SIDE_CAP
 from export.graph import Graph
 from export.precision import round_to_half
 from export.pyramid import plan_pools, pyramid_bins
 from training.architectures import LRELU_SLOPE, Activation, Architecture, Conv, Pool
+
+MAX_SIDE = 4096  # pixels, or more where `multi-scale` needs it; the graph cuts its masks from a constant of that length
 
 FloatArray = npt.NDArray[np.float32]
 Parameters = npt.NDArray[np.floating]  # float32, or float16 as `round_to_half` gives them
@@ -49,6 +52,38 @@ class Valid:
     def columns(self) -> str:
         """Return the name of the vector of valid columns."""
         return f"{self.layer}.valid_columns"
+
+
+def contract_of(
+    architecture: Architecture,
+    classes: Sequence[ClassEntry],
+    canvas: Canvas = "ragged",
+    precision: Precision = "fp32",
+    *,
+    mean_kind: MeanKind = "channel",
+    trained_scales: tuple[int, int] | None = None,
+    checkpoint_sha256: str,
+) -> ModelContract:
+    """State what the model file of a net must say of itself; whoever trained it adds `training` and golden images.
+
+    trained_scales: shorter sides between which it was trained, where that is known.
+    Raises ValueError for classes that a contract does not allow.
+    """
+    scales = default_scales(architecture.crop, trained_scales)
+    return ModelContract(
+        architecture=architecture.to_json(),
+        classes=tuple(classes),
+        mean_kind=mean_kind,
+        trunk=architecture.layers,
+        window=architecture.window,
+        spp_levels=architecture.spp_levels,
+        crop=architecture.crop,
+        default_scales=scales,
+        max_side=max(MAX_SIDE, LONG_SIDE_CAP * max(scales)),
+        canvas=canvas,
+        precision=precision,
+        checkpoint_sha256=checkpoint_sha256,
+    )
 
 
 def build_model(

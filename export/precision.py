@@ -6,12 +6,15 @@ scores nor a CPU tell: NaN does not survive every runtime's max pooling, and onn
 in float32, leaves out roundings between layers, and with them what overflows there.
 """
 
+import tempfile
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from onnx import TensorProto, helper
+import onnx
+from onnx import ModelProto, TensorProto, helper
 
 from evaluator.contract import ModelContract, golden_image, golden_sizes
 from evaluator.engine.onnx_runtime import PlainNet
@@ -105,25 +108,20 @@ def range_canvases(contract: ModelContract) -> Iterator[tuple[UInt8Array, npt.ND
         yield pack(golden[:1], side, side, fill=255)
 
 
-def probe_bytes(architecture: Architecture) -> bytes:
-    """Return what makes a half file measure itself when it is appended to the file's bytes: the output `magnitudes`.
+def add_probes(model: ModelProto, architecture: Architecture) -> None:
+    """Let a half model measure itself: it gets the output `magnitudes`, float32 (tensors, 1, 1, 1), as `_probed` lists.
 
-    Protobuf reads two messages in a row as one, repeated fields one behind the other: these nodes come behind the
-    file's own. `magnitudes` is float32 (layers' tensors, 1, 1, 1), in the order of `_probed`.
+    Behind each tensor between the layers stands what takes its largest |number|; nothing else changes.
     """
-    nodes, largest = [], []
-    for tensors in _probed(architecture).values():
-        for name in tensors:
-            single, size = f"probe.{name}.single", f"probe.{name}.size"
-            nodes.append(helper.make_node("Cast", [name], [single], to=TensorProto.FLOAT))
-            nodes.append(helper.make_node("Abs", [single], [size]))
-            nodes.append(helper.make_node("ReduceMax", [size], [f"probe.{name}.largest"]))
-            largest.append(f"probe.{name}.largest")
-    nodes.append(helper.make_node("Concat", largest, ["magnitudes"], axis=0))
-    output = helper.make_tensor_value_info("magnitudes", TensorProto.FLOAT, [len(largest), 1, 1, 1])
-    graph = helper.make_graph(nodes, "prelunet", [], [output])
-    probes: bytes = helper.make_model_gen_version(graph, opset_imports=[]).SerializeToString()
-    return probes
+    graph, largest = model.graph, []
+    for name in chain.from_iterable(_probed(architecture).values()):
+        single, size, most = (f"probe.{name}.{what}" for what in ("single", "size", "largest"))
+        graph.node.append(helper.make_node("Cast", [name], [single], to=TensorProto.FLOAT))
+        graph.node.append(helper.make_node("Abs", [single], [size]))
+        graph.node.append(helper.make_node("ReduceMax", [size], [most]))
+        largest.append(most)
+    graph.node.append(helper.make_node("Concat", largest, ["magnitudes"], axis=0))
+    graph.output.append(helper.make_tensor_value_info("magnitudes", TensorProto.FLOAT, [len(largest), 1, 1, 1]))
 
 
 def _probed(architecture: Architecture) -> dict[str, list[str]]:
@@ -135,11 +133,15 @@ def _probed(architecture: Architecture) -> dict[str, list[str]]:
 
 
 def measure_magnitudes(path: Path, architecture: Architecture, contract: ModelContract) -> dict[str, float]:
-    """Run a file that `probe_bytes` was appended to; return layer → its largest |number| over `range_canvases`.
+    """Run a half file with probes; return layer → its largest |number| over `range_canvases`.
 
-    Infinite, or NaN, where float16 overflowed on the way.
+    Infinite, or NaN, where float16 overflowed on the way. What runs is a copy that lies beside the file meanwhile.
     """
-    net = PlainNet(path)
+    model = onnx.load(path)
+    add_probes(model, architecture)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".probed-", suffix=".onnx") as file:
+        onnx.save(model, file.name)
+        net = PlainNet(Path(file.name))
     found = [
         net.run({"images": images, "sizes": sizes}, "magnitudes").reshape(-1)
         for images, sizes in range_canvases(contract)

@@ -23,9 +23,9 @@ class Bin:
 class PoolStep:
     """A stride-1 max pool of `size` made from the pool of size `base`; (1, 1) is the feature map itself.
 
-    A pool of b cells, pooled once more with k − b + 1 cells, covers k. Two cells k − b apart would do too, and with fewer
-    reads; but that dilation has fast code in no runtime but onnxruntime: OpenVINO took 50 ms for what takes 3 without it
-    (model A's pyramid, two views of 480x640, 2 cores), and CUDA leaves cuDNN for it.
+    A pool of b cells, pooled once more with k − b + 1 cells, covers k. Two cells k − b apart would do too, and with
+    fewer reads; but that dilation has fast code in few runtimes: OpenVINO took 50 ms for what takes 3 without it (model
+    A's pyramid, two views of 480x640, 2 cores), and onnxruntime's CUDA provider leaves cuDNN for it.
     """
 
     size: tuple[int, int]

@@ -78,7 +78,7 @@ def write_run(
     """Write run.json, predictions.jsonl (in the order of its files) and, with `data`, a log that names its place."""
     folder.mkdir(parents=True, exist_ok=True)
     run = {
-        "version": 2,
+        "version": 3,
         "model": {"file": "c.onnx", "sha256": "3f9c" + "0" * 60, "architecture": "C", "activation": "prelu"},
         "classes": list(classes),
         "protocol": MULTI_SCALE,
@@ -91,7 +91,7 @@ def write_run(
         },
         "circumstances": {"provider": "CPUExecutionProvider", "precision": "fp32", "versions": {"numpy": "2.4.6"}},
         "batching": {
-            "part": 64,
+            "images_together": 64,
             "canvas_step": 1,
             "max_windows": 2048,
             "max_pixels": 2097152,

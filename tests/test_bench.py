@@ -1,11 +1,14 @@
 """`prelunet bench`: the counts are those of the images, the arithmetic is right, and advice follows the numbers."""
 
 import json
+import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,14 +19,13 @@ from evaluator.cli import run
 from evaluator.complexity import multiply_adds
 from evaluator.datasets.opening import open_place
 from evaluator.datasets.sample import Dataset, DatasetPlace
-from evaluator.engine.gpus import open_sessions
-from evaluator.engine.session import Placement
+from evaluator.engine.session import Outputs, Placement
 from evaluator.engine.stages import STAGES, Tally
-from evaluator.errors import DatasetError, EnvironmentFault, UsageError
+from evaluator.errors import DatasetError
 from evaluator.imaging.decode import decode_rgb
 from evaluator.imaging.views import make_views
 from evaluator.protocols import make_protocol
-from evaluator.validation.benchmark import Measurement, benchmark
+from evaluator.validation.benchmark import Alone, Measurement, benchmark, computed_alone
 from evaluator.validation.bottleneck import Surroundings, advice, cause_of, in_words, knows_bf16
 from fakes import FakeSession, fake_contract
 
@@ -62,17 +64,14 @@ def test_all_images_are_counted_once_and_so_is_what_they_cost(dataset: Dataset) 
     assert measured.multiply_adds == sum(multiply_adds(architecture, *view.image.shape[:2], 6) for view in views)
     assert measured.tally.padding == 0
     assert len({view.image.shape for view in views}) <= measured.canvases <= measured.tally.batches
-    assert (measured.part, measured.usual_part, measured.threads) == (
-        7,
-        64,
-        2,
-    )  # four parts, as far as there are images
+    # four portions, as far as there are images
+    assert (measured.images_together, measured.usually_together, measured.threads) == (7, 64, 2)
 
 
 def test_a_limit_and_the_seconds_bound_the_number_of_images(dataset: Dataset) -> None:
     said: list[str] = []
     few = benchmark([FakeSession()], dataset, TWO_SCALES, 2, images=6, seconds=0.1, announce=said.append)
-    assert (few.images, few.tally.images, few.part) == (6, 6, 2)
+    assert (few.images, few.tally.images, few.images_together) == (6, 6, 2)
     assert said[0].startswith("measuring 6 of 25 images")
     hurried = benchmark([FakeSession()], dataset, TWO_SCALES, 64, seconds=1e-9)
     assert hurried.images == 1
@@ -89,7 +88,56 @@ def test_the_images_are_spread_evenly_over_the_dataset(dataset: Dataset) -> None
             return dataset.reader.read(file)
 
     benchmark([FakeSession()], replace(dataset, reader=Noting()), TWO_SCALES, 64, threads=1, images=5, seconds=1e-9)
-    assert read[-5:] == ["00.png", "05.png", "10.png", "15.png", "20.png"]
+    assert read[-10:-5] == ["00.png", "05.png", "10.png", "15.png", "20.png"]
+
+
+def test_afterwards_the_same_batches_are_computed_alone_and_nothing_else_at_the_same_time(dataset: Dataset) -> None:
+    class Watching(FakeSession):
+        def __init__(self) -> None:
+            super().__init__()
+            self.threads: list[threading.Thread] = []
+            self.others: list[list[str]] = []
+
+        def compute(self, staged: Any) -> Outputs:
+            self.threads.append(threading.current_thread())
+            self.others.append([thread.name for thread in threading.enumerate() if "-0" in thread.name])
+            return super().compute(staged)
+
+    session = Watching()
+    measured = benchmark([session], dataset, TWO_SCALES, 64, threads=2, images=IMAGES, seconds=1e-9)
+    batches = measured.tally.batches
+    assert measured.alone.batches == batches
+    assert measured.alone.canvas_pixels == measured.tally.canvas_pixels
+    assert sorted(session.calls[-batches:]) == sorted(session.calls[-2 * batches : -batches])
+    assert set(session.threads[-batches:]) == {threading.main_thread()}
+    assert all(others == [] for others in session.others[-batches:]), "the pipeline's threads still run"
+    assert threading.main_thread() not in session.threads[:-batches]
+
+
+@pytest.mark.parametrize(("enough", "portions"), [(0.1, [0]), (1.0, [0]), (1.1, [0, 5]), (4.0, [0, 5, 2, 7]), (99, 8)])
+def test_computing_alone_ends_when_there_is_enough_of_it_and_is_spread_over_all(
+    dataset: Dataset, enough: float, portions: list[int] | int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight portions of an image each, of which a session computes two scales in half a second each."""
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+    read: list[str] = []
+
+    class Noting:
+        def read(self, file: str) -> bytes:
+            read.append(file)
+            return dataset.reader.read(file)
+
+    class Clocked(FakeSession):
+        def compute(self, staged: Any) -> Outputs:
+            clock.now += 0.5
+            return super().compute(staged)
+
+    monkeypatch.setattr("evaluator.validation.benchmark.time", clock)
+    monkeypatch.setattr("evaluator.validation.benchmark.ALONE", enough)
+    images = [[sample] for sample in dataset.samples[:8]]
+    alone = computed_alone(Clocked(), replace(dataset, reader=Noting()), TWO_SCALES, images, 2)
+    assert alone.seconds == len(read) == alone.batches / 2
+    assert (len(read) if isinstance(portions, int) else [int(file[:2]) for file in read]) == portions
 
 
 def test_the_warm_up_counts_for_nothing_and_every_session_takes_part(dataset: Dataset) -> None:
@@ -128,20 +176,30 @@ print(before, peak_memory())
     assert 0.9 * 2**27 < after - before < 1.5 * 2**27  # other memory may have come or gone
 
 
-def measurement(sessions: int = 1, threads: int = 2, seconds: float = 10.0, **spent: Any) -> Measurement:
-    """Return a measurement of 40 images. spent: seconds at stages; what is not one changes the tally."""
+def measurement(
+    sessions: int = 1, threads: int = 2, seconds: float = 10.0, alone: float | None = None, **spent: Any
+) -> Measurement:
+    """Return a measurement of 40 images.
+
+    alone: seconds in which a session would compute everything, None for those that it did; spent: seconds at stages;
+    what is not one changes the tally.
+    """
     stages = {stage: spent.pop(stage, 0.0) for stage in STAGES}
     counts = {"images": 40, "views": 80, "batches": 20, "changes": 4, "view_pixels": 90, "canvas_pixels": 100}
     tally = Tally(stages, **{**counts, **spent})
-    return Measurement(40, 0, seconds, 10, 64, sessions, threads, tally, 3, 5_000_000_000, 2**30)
+    # Alone a session computed half of the pixels.
+    alone = Alone((stages["compute"] if alone is None else alone) / 2, 10, tally.canvas_pixels // 2)
+    return Measurement(40, 0, seconds, 10, 64, sessions, threads, tally, 3, 5_000_000_000, 2**30, alone)
 
 
 def test_rates_and_shares_are_of_the_threads_that_do_it() -> None:
-    measured = measurement(sessions=2, threads=4, compute=16.0, decode=10.0, average=1.0, wait=3.0)
+    measured = measurement(sessions=2, threads=4, compute=16.0, decode=10.0, average=1.0, wait=3.0, alone=12.8)
     assert measured.images_per_second == 4.0
     assert measured.gflops == 1.0
     assert (measured.share("compute"), measured.share("decode"), measured.share("average")) == (0.8, 0.25, 0.1)
-    assert measured.wall_by_compute == 1.25
+    assert measured.pure_compute == 12.8
+    assert measured.wall_by_compute == pytest.approx(20 / 12.8)
+    assert measured.slowed == pytest.approx(1.25)
     told = {stage["stage"]: stage for stage in measured.to_json()["stages"]}
     assert told["decode"] == {"stage": "decode", "threads": 4, "seconds": 10.0, "ms_per_image": 250.0, "share": 0.25}
     assert told["wait"]["threads"] == 2
@@ -151,13 +209,20 @@ def test_rates_and_shares_are_of_the_threads_that_do_it() -> None:
 @pytest.mark.parametrize(
     ("spent", "cause", "words"),
     [
-        ({"compute": 9.7, "wait": 0.2, "decode": 19.0}, "compute", "bound by compute: the session computes 97% of"),
+        ({"compute": 9.7, "wait": 0.2, "decode": 19.0}, "compute", "the session alone would take 97% of the time"),
+        ({"compute": 9.5, "wait": 0.5, "alone": 9.1, "decode": 6.0}, "compute", "alone would take 91% of the time"),
+        ({"compute": 9.5, "wait": 0.5, "alone": 7.6, "decode": 6.0, "pack": 5.0}, "sharing",
+         "computes 95% of the time, 1.25 times as long as alone; decoding and resizing takes"),
+        ({"compute": 9.5, "alone": 5.0, "read": 9.0, "decode": 1.0, "pack": 0.9, "upload": 0.2}, "sharing",
+         "1.90 times as long as alone; packing"),
         ({"compute": 5.5, "wait": 4.0, "decode": 12.0, "resize": 6.0, "read": 1.0}, "decoding",
          "bound by decoding and resizing: the session waits 40% of the time"),
         ({"compute": 5.5, "wait": 4.0, "decode": 2.0, "read": 16.0}, "reading", "bound by reading the images"),
         ({"compute": 5.5, "wait": 4.0, "pack": 5.0, "upload": 4.0, "decode": 1.0}, "packing", "bound by packing"),
         ({"compute": 5.5, "wait": 4.0, "average": 9.5}, "averaging", "bound by averaging"),
         ({"compute": 5.5, "wait": 4.0, "decode": 12.0}, "nothing", "too few images"),
+        ({"compute": 8.0, "wait": 1.4, "alone": 6.7, "decode": 8.0}, "nothing", "too few images"),
+        ({"compute": 8.0, "wait": 1.4, "alone": 6.5, "decode": 8.0}, "sharing", "1.23 times as long as alone"),
     ],
 )  # fmt: skip
 def test_what_bounds_the_rate_is_what_is_busy_while_the_session_waits(
@@ -184,13 +249,13 @@ def test_advice_for_a_cpu_that_computes_all_the_time_follows_its_instructions_an
     assert threads.startswith("--threads 0 takes all 8 cores; now 3")
 
 
-def test_advice_for_a_gpu_that_computes_all_the_time_is_half_precision_and_larger_parts_where_they_can_be_had() -> None:
+def test_advice_for_a_gpu_that_computes_is_half_precision_and_larger_portions_if_they_can_be_had() -> None:
     (half,) = advice(measurement(**COMPUTING), ON_A_GPU)
     assert "--precision fp16" in half
     half_already = replace(ON_A_GPU, precision="fp16", file_precision="fp16")
     assert advice(measurement(**COMPUTING), half_already) == []
     padded = measurement(**COMPUTING, view_pixels=70, changes=40)
-    assert advice(padded, half_already) == [], "without a limit there is no larger part to be had"
+    assert advice(padded, half_already) == [], "without a limit there is no larger portion to be had"
     padding, changes = advice(padded, replace(half_already, limited=True))
     assert padding.startswith("30% of the pixels are padding")
     assert changes.startswith("changes of canvas take about 8% of the time")
@@ -202,6 +267,12 @@ def test_advice_for_a_session_that_waits_is_about_what_it_waits_for() -> None:
     assert more == "--threads 8: 2 of 8 cores decode"
     (smaller,) = advice(measurement(threads=8, compute=5.0, wait=5.0, decode=79.0), ON_A_CPU)
     assert "nearer to the protocol's scales" in smaller
+    sharing = {"compute": 9.9, "alone": 8.0, "decode": 6.0}
+    smaller, openvino = advice(measurement(**sharing), ON_A_CPU)
+    assert smaller.startswith("images that are saved nearer to the protocol's scales take less")
+    assert openvino.startswith("--device openvino")
+    (openvino,) = advice(measurement(**{**sharing, "average": 6.1}), ON_A_CPU)
+    assert openvino.startswith("--device openvino")
     (disk,) = advice(measurement(compute=5.0, wait=5.0, read=20.0), ON_A_CPU)
     assert "faster disk" in disk
     (longer,) = advice(measurement(compute=5.0, wait=5.0), ON_A_CPU)
@@ -219,53 +290,13 @@ def test_bfloat16_is_read_from_the_kernels_list_of_instructions(flags: str, know
     assert not knows_bf16(tmp_path / "absent")
 
 
-# A session on each of several GPUs
+# prelunet bench
 
 
 class Opened(FakeSession):
     def __init__(self, placement: Placement) -> None:
         super().__init__()
         self.placement = placement
-
-
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Give a machine with so many GPUs."""
-
-    def having(count: int) -> None:
-        def opening(_path: Path, placement: Placement) -> Opened:
-            device = placement.device if placement.device != "auto" else ("cuda" if count else "cpu")
-            return Opened(replace(placement, device=device))
-
-        monkeypatch.setattr("evaluator.engine.gpus.open_placed", opening)
-        monkeypatch.setattr("evaluator.engine.gpus.visible_gpus", lambda: count)
-
-    return having
-
-
-@pytest.mark.parametrize(("asked", "opened"), [(1, [0]), (3, [0, 1, 2]), (0, [0, 1, 2, 3])])
-def test_a_session_is_opened_on_each_gpu(gpus: Callable[[int], None], asked: int, opened: list[int]) -> None:
-    gpus(4)
-    for device in ("auto", "cuda"):
-        sessions = open_sessions(Path("m.onnx"), Placement(device, "tf32"), asked)
-        assert [session.placement for session in sessions] == [Placement("cuda", "tf32", gpu=gpu) for gpu in opened]
-
-
-def test_more_gpus_than_there_are_and_gpus_on_a_cpu_are_refused(gpus: Callable[[int], None]) -> None:
-    gpus(2)
-    with pytest.raises(EnvironmentFault, match=r"--gpus 3: 2 are visible here"):
-        open_sessions(Path("m.onnx"), Placement("cuda"), 3)
-    for device in ("cpu", "openvino"):
-        with pytest.raises(UsageError, match=rf"--gpus 2: --device {device} has no GPUs"):
-            open_sessions(Path("m.onnx"), Placement(device), 2)
-    gpus(0)
-    with pytest.raises(EnvironmentFault, match=r"--gpus 0: CUDA did not come up"):
-        open_sessions(Path("m.onnx"), Placement("auto"), 0)
-    (only,) = open_sessions(Path("m.onnx"), Placement("auto"), 1)
-    assert only.placement.device == "cpu"  # type: ignore[attr-defined]
-
-
-# prelunet bench
 
 
 @pytest.fixture
@@ -292,9 +323,10 @@ def test_the_table_has_every_stage_and_says_what_was_measured(
     assert lines[0].split() == ["stage", "threads", "seconds", "ms/image", "share", "of", "time"]
     assert [line.split()[0] for line in lines[1:9]] == [stage for stage in STAGES if stage != "write"]
     assert lines[1].split()[1] == "2"
-    assert "25 images, 1 of them refused, 96 views, dense-29-36, in parts of 7 (of 64 in a run)" in told.out
-    for said in ("images/s", "GFLOP/s", "wall time / compute time", "padding 0.0%", "at its peak, foretold at most"):
+    assert "25 images, 1 of them refused, 96 views, dense-29-36, in portions of 7 (of 64 in a run)" in told.out
+    for said in ("images/s", "GFLOP/s", "padding 0.0%", "at its peak, foretold at most"):
         assert said in told.out
+    assert re.search(r"wall time / time of computing alone \d+\.\d+ \((\d+) of \1 batches again\)", told.out)
     assert "measuring 25 of 25 images" in told.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.onnx"], "nothing is written unless asked for"
 

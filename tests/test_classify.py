@@ -5,6 +5,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,8 @@ from evaluator.cli import run
 from evaluator.engine.classify import classify_images, combine, run_views
 from evaluator.engine.session import Outputs
 from evaluator.errors import ContractError
-from evaluator.imaging.views import make_views
-from evaluator.protocols import View, make_protocol
+from evaluator.imaging.views import ViewImage, make_views
+from evaluator.protocols import Protocol, View, make_protocol
 from fakes import FakeSession, fake_contract
 
 RNG = np.random.default_rng(8)
@@ -212,6 +213,21 @@ def test_an_image_can_come_through_stdin(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(Path("good.png").read_bytes())))
     assert run(["classify", "-", "--model", "m.onnx"]) == 0
     assert capsys.readouterr().out == from_file.replace("good.png", "-")
+
+
+def test_an_image_is_resized_as_it_was_decoded_and_not_copied_whole(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way through an array takes half of the memory of a large photo once more."""
+    given: list[bool] = []
+
+    def noting(image: Any, protocol: Protocol) -> list[ViewImage]:
+        given.append(isinstance(image, Image.Image))
+        return make_views(image, protocol)
+
+    monkeypatch.setattr("evaluator.engine.classify.make_views", noting)
+    assert run(["classify", "good.png", "other.png", "--model", "m.onnx"]) == 0
+    assert given == [True, True]
 
 
 def test_a_heat_map_is_a_png_beside_the_answer(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
+from evaluator.engine.batching import BatchRules
 from evaluator.engine.classify import run_views
 from evaluator.imaging.views import ViewImage
 from evaluator.protocols import View
@@ -14,8 +15,8 @@ from fakes import FakeSession
 class GatedSession(FakeSession):
     """A fake whose every run waits until the gate is open, and which fails on canvases of a given width."""
 
-    def __init__(self, fails_at_width: int | None = None) -> None:
-        super().__init__()
+    def __init__(self, fails_at_width: int | None = None, rules: BatchRules | None = None) -> None:
+        super().__init__(rules=rules)
         self.gate = threading.Event()
         self.entered = threading.Event()
         self._fails_at_width = fails_at_width
@@ -74,6 +75,26 @@ def test_a_request_that_comes_while_a_batch_runs_joins_the_next_one(gated) -> No
     for future in (first, second, late):
         future.result(30)
     assert session.calls[1:] == [(2, 32, 41, 3), (1, 28, 28, 3)]  # the longest waiting view's shape goes first
+
+
+def test_a_batch_runs_on_the_canvas_that_was_planned_for_it_among_all_that_waits() -> None:
+    """Eight small views wait before eight large ones: planned anew alone they would get a smaller canvas.
+
+    That would cost a GPU new plans twice.
+    """
+    rules = BatchRules(canvas_step=4, max_windows=1000, max_pixels=8 * 48 * 64, switch_pixels=10**6)
+    session = GatedSession(rules=rules)
+    compute = ComputeThread(session, "planned")
+    occupied = occupy(session, compute)
+    shapes = [*[(32, 41)] * 8, *[(48, 61)] * 8]
+    futures = [compute.submit([view(*shape, seed)]) for seed, shape in enumerate(shapes)]
+    session.gate.set()
+    found = [future.result(30)[0] for future in (occupied, *futures)][1:]
+    compute.close()
+    assert session.calls == [(1, 28, 28, 3), (8, 48, 64, 3), (8, 48, 64, 3)]
+    for seed, (shape, result) in enumerate(zip(shapes, found, strict=True)):
+        (alone,) = run_views(FakeSession(), [view(*shape, seed)])
+        np.testing.assert_array_equal(result.scores, alone.scores)
 
 
 def test_a_failing_batch_fails_the_requests_in_it_and_no_others() -> None:

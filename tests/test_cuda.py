@@ -5,6 +5,7 @@ That the real runtime takes these calls is shown by the placement check (docs/gp
 
 import ctypes
 import gc
+import signal
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -14,19 +15,25 @@ import pytest
 
 from evaluator.contract import OUTPUTS
 from evaluator.engine import cuda
-from evaluator.engine.cuda import SLOTS, CudaBinding, cuda_options
+from evaluator.engine.cuda import ARENA_STEP, SLOTS, CudaBinding, CudaRuntime, cuda_options
 from evaluator.errors import EnvironmentFault
 
 CLASSES = 6
 
 
 class FakeCudart:
-    """libcudart whose GPU is the host. fails: function → status. live: page-locked bytes that are not freed yet."""
+    """libcudart whose GPU is the host. fails: function → status.
+
+    live, on_gpu: memory that is not freed yet, page-locked and of the GPU; free: bytes that the GPU says are free;
+    room: the most that one of its allocations may have.
+    """
 
     def __init__(self, **fails: int):
         self._fails = fails
         self.live: dict[int, Any] = {}
+        self.on_gpu: dict[int, Any] = {}
         self.devices: list[int] = []
+        self.free = self.room = 2**40
         self.cudaGetErrorString = lambda status: b"words of status %d" % status
 
     def __getattr__(self, name: str) -> Any:
@@ -39,17 +46,38 @@ class FakeCudart:
         return 0
 
     def do_cudaHostAlloc(self, address: Any, size: ctypes.c_size_t, flags: ctypes.c_uint) -> int:  # noqa: N802
-        memory = (ctypes.c_uint8 * size.value)()
-        address._obj.value = ctypes.addressof(memory)
-        self.live[address._obj.value] = memory
-        return 0
+        return self._allocate(self.live, address, size)
 
     def do_cudaFreeHost(self, address: ctypes.c_void_p) -> int:  # noqa: N802
         del self.live[address.value or 0]
         return 0
 
+    def do_cudaMalloc(self, address: Any, size: ctypes.c_size_t) -> int:  # noqa: N802
+        assert self.devices[-1] == 1, "the GPU should have been chosen before"
+        return 2 if size.value > self.room else self._allocate(self.on_gpu, address, size)
+
+    def do_cudaFree(self, address: ctypes.c_void_p) -> int:  # noqa: N802
+        del self.on_gpu[address.value or 0]
+        return 0
+
+    def _allocate(self, where: dict[int, Any], address: Any, size: ctypes.c_size_t) -> int:
+        memory = (ctypes.c_uint8 * size.value)(*[99] * size.value)
+        address._obj.value = ctypes.addressof(memory)
+        where[address._obj.value] = memory
+        return 0
+
+    def do_cudaMemGetInfo(self, free: Any, total: Any) -> int:  # noqa: N802
+        free._obj.value, total._obj.value = self.free, 2**50
+        return 0
+
+    def do_cudaGetDeviceProperties(self, properties: Any, gpu: ctypes.c_int) -> int:  # noqa: N802
+        ctypes.memmove(properties, b"Card %d\0rest" % gpu.value, 12)
+        return 0
+
     def do_cudaMemcpyAsync(self, target: Any, source: Any, size: Any, kind: Any, stream: Any) -> int:  # noqa: N802
         assert kind.value == 1, "host to device"
+        there = self.on_gpu[target.value]
+        assert size.value <= len(there), "the copy should stay within its memory"
         ctypes.memmove(target, source, size)
         return 0
 
@@ -99,16 +127,18 @@ class Binding:
 
 
 class RuntimeSession:
-    """A session whose scores tell which pixels it was given."""
+    """A session whose scores tell which pixels it was given. runs: how many; threads: that ran it."""
 
-    def create_ortvalue_from_shape_and_type(self, shape: list[int], kind: Any, device: str, gpu: int) -> Value:
-        assert (device, gpu) == ("cuda", 1)
-        return Value(np.full(shape, 99, kind))
+    def __init__(self) -> None:
+        self.runs = 0
+        self.threads: set[threading.Thread] = set()
 
     def io_binding(self) -> Binding:
         return Binding()
 
     def run_with_iobinding(self, binding: Binding) -> None:
+        self.runs += 1
+        self.threads.add(threading.current_thread())
         images, sizes = binding.inputs["images"], binding.inputs["sizes"]
         assert list(binding.outputs) == list(OUTPUTS)
         sums = images.reshape(len(images), -1).astype(np.float64).sum(axis=1)
@@ -126,7 +156,8 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FakeCudart:
 
 
 def bound() -> CudaBinding:
-    return CudaBinding(SimpleNamespace(OrtValue=Value, cuda_version="13.0"), RuntimeSession(), 1, CLASSES)  # type: ignore[arg-type]
+    runtime: Any = SimpleNamespace(OrtValue=Value, cuda_version="13.0")
+    return CudaBinding(runtime, RuntimeSession(), CudaRuntime(runtime, 1), CLASSES)
 
 
 def batch(rows: int, height: int, width: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -188,10 +219,66 @@ def test_page_locked_memory_is_used_again_and_freed_in_the_end(library: FakeCuda
     binding = bound()
     for seed in range(4 * SLOTS):
         binding.compute(binding.stage(*batch(2, 4, 6, seed=seed)))
-    assert len(library.live) <= SLOTS
+    assert 0 < len(library.live) <= SLOTS
+    assert len(library.on_gpu) == len(library.live)
     del binding
     gc.collect()
-    assert library.live == {}
+    assert library.live == library.on_gpu == {}
+
+
+def test_a_slot_grows_by_powers_of_two_so_that_it_seldom_does(library: FakeCudart) -> None:
+    binding = bound()
+    sizes = set()
+    for width in range(3, 300):
+        binding.compute(binding.stage(*batch(1, 3, width, seed=width)))
+        sizes |= {len(memory) for memory in (*library.on_gpu.values(), *library.live.values())}
+    assert sizes <= {2**power for power in range(5, 13)}
+    assert 3 * 3 * 299 <= max(sizes) < 2 * 3 * 3 * 299
+
+
+def test_one_thread_computes_whoever_calls(library: FakeCudart) -> None:
+    """onnxruntime issue 29351: run from fresh threads, the arena of a session grows and grows."""
+    binding = bound()
+    session: Any = binding._session
+    for seed in range(3):
+        caller = threading.Thread(target=binding.compute, args=(binding.stage(*batch(1, 4, 4, seed=seed)),))
+        caller.start()
+        caller.join(30)
+    del caller
+    binding.compute(binding.stage(*batch(1, 4, 4, seed=3)))
+    (thread,) = session.threads
+    assert session.runs == 4
+    assert thread is not threading.current_thread()
+    assert thread.is_alive()
+    del binding
+    gc.collect()
+    thread.join(30)
+    assert not thread.is_alive(), "it should end with the binding"
+
+
+def test_a_batch_keeps_its_room_until_the_gpu_is_done_though_its_caller_is_interrupted(library: FakeCudart) -> None:
+    binding = bound()
+    session: Any = binding._session
+    entered, gate, run = threading.Event(), threading.Event(), session.run_with_iobinding
+
+    def slowly(one: Binding) -> None:
+        entered.set()
+        assert gate.wait(30)
+        run(one)
+
+    def interrupt() -> None:
+        entered.wait(30)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    session.run_with_iobinding = slowly
+    staged = binding.stage(*batch(1, 4, 4, seed=1))
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        binding.compute(staged)
+    assert binding._slots.qsize() == SLOTS - 1, "the GPU still reads the batch"
+    gate.set()
+    binding._worker.submit(lambda: None).result(30)  # behind the batch
+    assert binding._slots.qsize() == SLOTS
 
 
 def test_a_batch_that_could_not_be_uploaded_is_an_error_with_cudas_words_and_gives_its_room_back(
@@ -211,20 +298,13 @@ def test_a_batch_that_could_not_be_uploaded_is_an_error_with_cudas_words_and_giv
 
 def test_a_slot_without_memory_is_tried_anew_with_the_next_batch(library: FakeCudart) -> None:
     binding = bound()
-    session: Any = binding._session
-    create = session.create_ortvalue_from_shape_and_type
-
-    def full(shape: list[int], *rest: Any) -> Value:
-        if shape[0] > 1000:
-            raise RuntimeError("Available memory of 5 is smaller than requested bytes of 1200")
-        return create(shape, *rest)
-
-    session.create_ortvalue_from_shape_and_type = full
+    library.room = 1000
     small, large = batch(1, 4, 4, seed=1), batch(1, 20, 20, seed=2)
     binding.compute(binding.stage(*small))
     for _ in range(2 * SLOTS):
-        with pytest.raises(RuntimeError, match="smaller than requested"):
+        with pytest.raises(EnvironmentFault, match=r"cudaMalloc failed on GPU 1 \(2: ") as told:
             binding.stage(*large)
+        del told
         np.testing.assert_array_equal(binding.compute(binding.stage(*small))[3](), small[0])
 
 
@@ -253,7 +333,32 @@ def test_a_missing_libcudart_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch
 
 
 def test_options_are_text_and_hold_the_gpu_the_precision_and_the_limit() -> None:
-    plain, limited = cuda_options(), cuda_options(2, tf32=True, memory=5_000_000_000)
+    plain, limited = cuda_options(), cuda_options(2, precision="tf32", memory=5_000_000_000)
     assert all(isinstance(value, str) for value in limited.values()), "the runtime takes nothing else"
     assert (plain["device_id"], plain["use_tf32"], "gpu_mem_limit" in plain) == ("0", "0", False)
     assert (limited["device_id"], limited["use_tf32"], limited["gpu_mem_limit"]) == ("2", "1", "5000000000")
+
+
+def test_the_reference_precision_fuses_no_bias_because_the_provider_would_retry_such_a_plan_in_tf32() -> None:
+    fused = {precision: cuda_options(precision=precision)["fuse_conv_bias"] for precision in ("fp32", "tf32", "fp16")}
+    assert fused == {"fp32": "0", "tf32": "1", "fp16": "1"}
+
+
+def test_the_arena_may_have_four_fifths_of_what_is_free_in_steps_or_less_where_less_is_asked(
+    library: FakeCudart,
+) -> None:
+    runtime: Any = SimpleNamespace(cuda_version="13.0")
+    cuda = CudaRuntime(runtime, 1)
+    library.free = 10 * ARENA_STEP + 12345
+    assert cuda.arena_bytes() == 8 * ARENA_STEP
+    library.free = 10 * ARENA_STEP - 12345
+    assert cuda.arena_bytes() == 7 * ARENA_STEP
+    assert cuda.arena_bytes(most=3_000_000) == 3_000_000
+    assert cuda.arena_bytes(most=2**40) == 7 * ARENA_STEP, "more than there is helps nobody"
+    library.free = 1000
+    assert cuda.arena_bytes() == 800
+
+
+def test_a_gpu_is_called_by_its_name(library: FakeCudart) -> None:
+    runtime: Any = SimpleNamespace(cuda_version="13.0")
+    assert CudaRuntime(runtime, 1).name() == "Card 1"

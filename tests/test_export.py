@@ -1,6 +1,7 @@
 """The model file as a file: what it says of itself, same bytes, no traces, clear refusals."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -107,12 +108,18 @@ def test_the_verb_verify_exits_6_when_a_score_is_off(
     exported: dict[str, Exported], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["verify", str(exported["demo-image"].path), "--device", "cpu", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["passed"] is True
+    told = json.loads(capsys.readouterr().out)
+    assert told["passed"] is True
+    assert told["tolerance"] == {"scores": 1e-5, "logits": 1e-4}
+    assert run(["verify", str(exported["demo-image"].path), "--device", "cpu"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.search(r"verified on CPUExecutionProvider, fp32 \(.*\): off by no more than 1e-05 \(scores\)", last)
     wrong = with_metadata(
         exported, tmp_path, golden=lambda golden: [{**g, "scores": g["scores"][::-1]} for g in golden]
     )
     assert run(["verify", str(wrong), "--device", "cpu"]) == 6
-    assert "golden images are off" in capsys.readouterr().err
+    assert "CPUExecutionProvider, fp32 (" in (told := capsys.readouterr().err)
+    assert "golden images are off by more than 1e-05 (scores) or 0.0001 of the largest (logits)" in told
 
 
 def test_a_file_without_golden_images_cannot_be_verified_and_says_how_to_get_them(

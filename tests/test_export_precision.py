@@ -1,7 +1,7 @@
 """Model files in half precision: what is float16 in them and what is not, whose scores they give, what is refused.
 
 onnxruntime's CPU provider computes these files in float32 and leaves out most roundings between layers; what a GPU's
-rounding after every operation costs is in the reasons for the tolerances (`export.verification.TOLERANCES`).
+rounding after every operation costs is in the reasons for the tolerances (`evaluator.engine.tolerances.TOLERANCES`).
 """
 
 import json
@@ -21,20 +21,21 @@ from evaluator.cli import run
 from evaluator.contract import Canvas, Precision
 from evaluator.engine.onnx_runtime import PlainNet
 from evaluator.engine.session import Session, open_session
+from evaluator.engine.tolerances import Deviation, tolerance_of
 from evaluator.errors import CheckFailed, UsageError
 from evaluator.imaging.canvas import pack
 from export.exporting import Export, export_checkpoint
 from export.precision import (
+    add_probes,
     check_magnitudes,
     measure_magnitudes,
     precision_warnings,
-    probe_bytes,
     range_canvases,
     range_images,
     round_to_half,
     rounding_losses,
 )
-from export.verification import Deviation, judged_as, rubbish_canvas, tolerance_of, verify
+from export.verification import judged_as, rubbish_canvas, verify
 from telling import asymmetric_mean, noise, telling_checkpoint, without
 from tiny import tiny_checkpoint
 from training.architectures import Activation, Architecture, Conv, architecture, parameter_shapes
@@ -241,8 +242,12 @@ def test_every_result_of_half_arithmetic_is_probed(tmp_path: Path, activation: A
     types = types_in(path)
     kinds = {"Conv", "PRelu", "LeakyRelu", "Relu", "MatMul", "Add"}  # what else is half, only chooses, moves or masks
     computed = {n.name for n in onnx.load(path).graph.node if n.op_type in kinds and types[n.name] == HALF}
-    probes = onnx.load_from_string(probe_bytes(checkpoint.architecture)).graph.node
-    assert {node.input[0] for node in probes if node.op_type == "Cast"} == computed
+    model = onnx.load(path)
+    add_probes(model, checkpoint.architecture)
+    probed = {
+        node.input[0] for node in model.graph.node if node.output[0].startswith("probe") and node.op_type == "Cast"
+    }
+    assert probed == computed
     assert len(computed) == 2 * 2 + 2 * 3 + 2
 
 
@@ -535,13 +540,13 @@ def test_a_single_file_tells_nothing_of_half(tmp_path: Path, capsys: pytest.Capt
     assert not (tmp_path / "n.onnx").exists()
 
 
-def test_probes_measure_a_file_without_changing_what_it_says(demo: Callable[..., Path], tmp_path: Path) -> None:
-    probed, net = tmp_path / "probed.onnx", architecture("demo")
-    probed.write_bytes(demo().read_bytes() + probe_bytes(net))
+def test_probes_measure_a_model_without_changing_what_it_says(demo: Callable[..., Path], tmp_path: Path) -> None:
+    model, net = onnx.load(demo()), architecture("demo")
+    add_probes(model, net)
+    onnx.save(model, tmp_path / "probed.onnx")
     image, sizes = noise(30, 41, seed=3)[None], np.array([[30, 41]])
-    scores = PlainNet(probed).run({"images": image, "sizes": sizes}, "scores")
+    scores = PlainNet(tmp_path / "probed.onnx").run({"images": image, "sizes": sizes}, "scores")
     np.testing.assert_allclose(scores, session_on(demo()).run(image, sizes).scores, rtol=0, atol=SCORE_TOLERANCE)
-    assert list(measure_magnitudes(probed, net, session_on(demo()).contract)) == [
-        *(conv.name for conv in net.convs),
-        *("fc1", "fc2", "fc3"),
-    ]
+    measured = measure_magnitudes(demo(), net, session_on(demo()).contract)
+    assert list(measured) == [*(conv.name for conv in net.convs), "fc1", "fc2", "fc3"]
+    assert not list(demo().parent.glob(".probed*"))

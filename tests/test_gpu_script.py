@@ -6,10 +6,11 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import onnx
@@ -21,7 +22,9 @@ from packaging.requirements import Requirement
 from evaluator.complexity import multiply_adds
 from evaluator.contract import golden_image
 from evaluator.engine import session as session_module
+from evaluator.engine.memory import part_within
 from evaluator.imaging.resize import resized_size
+from evaluator.protocols import make_protocol
 from training.architectures import architecture
 
 ROOT = Path(__file__).parent.parent
@@ -31,10 +34,11 @@ import gpu  # noqa: E402
 import gpu_parity  # noqa: E402
 import gpu_sweep  # noqa: E402
 import imagenet_sizes  # noqa: E402
-from gpu_results import Results, read_results  # noqa: E402
 from gpu_rewrites import with_padded_conv1, with_split_concats  # noqa: E402
-from gpu_rig import MEAN, Rig, check_provider, raw_session  # noqa: E402
 from gpu_table import BEGIN, END, NOT_MEASURED, goals, table, write_into  # noqa: E402
+from nets import MEAN  # noqa: E402
+from results import Results, read_results  # noqa: E402
+from rig import Rig, check_provider, digest_of, raw_session  # noqa: E402
 
 PACKAGES = ("torch", "onnx", "onnxruntime", "numpy", "pillow")  # of the machine with the GPU, and what they need
 NOW: dict[str, Any] = {
@@ -201,7 +205,7 @@ class Plans:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.shape = 0.0, (0, 0, 0)
-        monkeypatch.setattr("gpu_rig.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("rig.time.perf_counter", lambda: self.now)
 
     def upload(self, shape: tuple[int, int, int], seed: int = 0) -> tuple[int, int, int]:
         return shape
@@ -220,6 +224,53 @@ def test_the_cost_of_a_change_of_shape_is_what_alternating_adds(
     assert found["switch_2_ms"] == pytest.approx(16)
     assert found["switch_6_ms"] == pytest.approx(16)
     assert found["alternating_2_ms"] == pytest.approx(np.mean(heights[:2]) + 16)
+
+
+class ByThread:
+    """A stand-in for a session that keeps 2 GB for each thread that ever ran it."""
+
+    threads: ClassVar[set[int]] = set()
+
+    def __init__(self, *_: Any) -> None:
+        self.threads.clear()
+
+    def upload(self, shape: tuple[int, int, int]) -> None:
+        self.live: list[threading.Thread] = []
+
+    def run(self, values: None) -> None:
+        self.live.append(threading.current_thread())  # which keeps its name for itself
+        self.threads.update(map(id, self.live))
+
+
+def test_memory_that_each_thread_takes_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu_sweep.Bound", ByThread)
+    monkeypatch.setattr("gpu_sweep.raw_session", lambda *_: None)
+    monkeypatch.setattr("rig.Rig.model_file", lambda *_: None)
+    monkeypatch.setattr("rig.Rig.used_memory_gb", lambda _: 2.0 * len(ByThread.threads))
+    found = gpu_sweep._threads(Rig("cpu", tiny=False, files=tmp_path), "A")
+    assert (found["runs"], found["same_gb"], found["fresh_gb"]) == (8, 0, 16)
+
+
+def test_the_rehearsal_of_the_sweep_widens_conv1_without_another_score(rehearsals: Rehearsals) -> None:
+    off = [case["result"]["off"] for case in rehearsals.cases("sweep") if case["settings"]["what"] == "conv1"]
+    assert len(off) == 3
+    assert max(off) < 1e-3  # float16 sums in another order
+
+
+def test_time_for_the_oracle_is_asked_for_once_a_net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu_parity._oracle", lambda *_: [])
+    monkeypatch.setattr("gpu_parity._compare", lambda *_: {})
+    monkeypatch.setattr("rig.Rig.session", lambda *_: None)
+    asked: dict[str, list[float]] = {}
+
+    class Asked:
+        def measure(self, settings: dict[str, str], work: Any, seconds: float) -> None:
+            asked.setdefault(settings["net"], []).append(seconds)
+            work()
+
+    gpu_parity.run(Rig("cpu", tiny=True, files=tmp_path), Asked())  # type: ignore[arg-type]
+    longer = gpu_parity.CASE_SECONDS + gpu_parity.ORACLE_SECONDS
+    assert asked == {net: [longer, *[gpu_parity.CASE_SECONDS] * 3] for net in "ACE"}
 
 
 def test_the_rate_of_a_shape_counts_all_its_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,6 +323,9 @@ def test_the_plan_tells_of_every_part_and_measures_nothing(tmp_path: Path, capsy
     told = capsys.readouterr().out
     assert [line for line in told.splitlines() if line[0] != " "] == [f"{part}:" for part in gpu.PARTS]
     assert told.count("minute") >= len(gpu.PARTS)
+    contract = Rig("cpu", tiny=False, files=tmp_path).contract("C", "fp16")
+    together = part_within(make_protocol("multi-scale", contract), 1024, None, gpu=True)
+    assert f"C multi-scale, 1024 images, {together} together" in told
     assert not list(tmp_path.iterdir())
 
 
@@ -279,7 +333,7 @@ def _results(tmp_path: Path, limit: float = 100, **changes: Any) -> Results:
     return Results(tmp_path / "gpu-sweep.json", "sweep", {**NOW, **changes}, limit)
 
 
-def test_a_case_is_measured_once_for_its_versions(tmp_path: Path) -> None:
+def test_a_case_is_measured_once_for_its_versions_and_code(tmp_path: Path) -> None:
     calls: list[int] = []
 
     def work() -> dict[str, Any]:
@@ -290,9 +344,27 @@ def test_a_case_is_measured_once_for_its_versions(tmp_path: Path) -> None:
         assert _results(tmp_path).measure({"net": "A", "canvas": (1, 2)}, work, 1) == {"ms": 1}
     assert _results(tmp_path, versions={"torch": "3"}).measure({"net": "A", "canvas": (1, 2)}, work, 1) == {"ms": 2}
     assert _results(tmp_path).measure({"net": "C", "canvas": (1, 2)}, work, 1) == {"ms": 3}
+    assert _results(tmp_path, source="other").measure({"net": "C", "canvas": (1, 2)}, work, 1) == {"ms": 4}
     data = read_results(tmp_path / "gpu-sweep.json")
-    assert [case["result"]["ms"] for case in data["cases"]] == [1, 2, 3]
-    assert [case["run"] for case in data["cases"]] == [0, 1, 2]
+    assert [case["result"]["ms"] for case in data["cases"]] == [1, 2, 3, 4]
+    assert [case["run"] for case in data["cases"]] == [0, 1, 2, 3]
+
+
+def test_the_digest_of_the_code_is_that_of_what_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rig.ROOT", tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "one.py").write_text("1")
+    (tmp_path / "two.py").write_text("2")
+    found = []
+    for changed in ("folder/notes.md", "folder/one.py", "two.py"):
+        (tmp_path / changed).write_text("changed")
+        digest_of.cache_clear()
+        found.append(digest_of("folder", "two.py"))
+    digest_of.cache_clear()
+    assert len(set(found)) == 3, "what is no code does not count, all else does"
+    (tmp_path / "folder" / "notes.md").unlink()
+    assert digest_of("folder", "two.py") == found[2]
+    digest_of.cache_clear()
 
 
 def test_what_was_measured_before_a_crash_is_in_the_file(tmp_path: Path) -> None:
@@ -349,7 +421,7 @@ def _write(folder: Path, part: str, *cases: tuple[dict[str, Any], dict[str, Any]
         results.measure(settings, lambda result=result: result, 1)
 
 
-C = {"net": "C", "precision": "fp16", "protocol": "multi-scale", "images": 1024, "part": 0}
+C = {"net": "C", "precision": "fp16", "protocol": "multi-scale", "images": 1024, "together": 0}
 MIXED = {"what": "mixed", "net": "C"}
 
 
@@ -369,7 +441,7 @@ def test_goals_are_judged_at_their_limits(
     _write(
         tmp_path,
         "throughput",
-        ({"what": "views", **C, "part": 256}, {"share_of_peak": 0.01, "minutes_for_imagenet": 100.0}),
+        ({"what": "views", **C, "together": 256}, {"share_of_peak": 0.01, "minutes_for_imagenet": 100.0}),
         ({"what": "views", **C}, {"share_of_peak": share, "minutes_for_imagenet": 1.0}),
         ({"what": "jpegs", **C}, {"share_of_peak": 0.9, "minutes_for_imagenet": minutes}),
     )
@@ -392,6 +464,24 @@ def test_goals_are_judged_at_their_limits(
     judged = [line for line in lines if NOT_MEASURED not in line]
     assert len(judged) == 4
     assert all(f": {verdict} (" in line for line in judged)
+
+
+@pytest.mark.parametrize("missing", [("eager", "pairs"), ("eager", "groups"), ("eager-benchmark", "pairs"), None])
+def test_no_goal_is_met_while_a_way_of_eager_torch_is_left_out(tmp_path: Path, missing: tuple[str, str] | None) -> None:
+    ways = {
+        ("engine", "pipeline"): 13.0,
+        ("eager", "pairs"): 9.0,
+        ("eager", "groups"): 9.0,
+        ("eager-benchmark", "pairs"): 9.0,
+    }
+    found = [
+        ({**MIXED, "competitor": competitor, "way": way}, {"images_per_second": rate})
+        for (competitor, way), rate in ways.items()
+        if (competitor, way) != missing
+    ]
+    _write(tmp_path, "torch", *found)
+    (line,) = [line for line in goals(tmp_path) if line.startswith("C on mixed shapes")]
+    assert (NOT_MEASURED in line) == (missing is not None)
 
 
 def test_the_newest_result_counts(tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
-"""Limits on memory: batches and parts that stay within them, what cannot be refused up front, and where limits are."""
+"""Limits on main memory: batches and portions that stay within them, and what is refused up front."""
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
@@ -10,14 +9,14 @@ from hypothesis import strategies as st
 
 from evaluator.contract import ModelContract
 from evaluator.engine.batching import MAX_PIXELS, MAX_WINDOWS, BatchRules, plan_batches
-from evaluator.engine.footprint import batch_bytes, bytes_at, operations_a_pixel, weights_bytes
+from evaluator.engine.footprint import WORKSPACE, batch_bytes, bytes_at, operations_a_pixel, weights_bytes
 from evaluator.engine.memory import (
     MemoryNeed,
+    Running,
     cpu_rules,
     gpu_rules,
     image_bytes,
     in_bytes,
-    machine_memory,
     memory_need,
     parse_memory,
     part_within,
@@ -59,10 +58,13 @@ def test_a_budget_is_used_up() -> None:
     assert 0.99 * G < 2 * bytes_at(A, rules.max_pixels, rules.max_windows) <= G
 
 
-def test_batches_have_what_program_weights_and_images_leave() -> None:
-    rules = cpu_rules(A, 2 * G)
-    left = 2 * G - 2**27 - 1.4 * weights_bytes(A) - 2 * (2 * G / 16) - 2**27
-    assert 0.99 * left < bytes_at(A, rules.max_pixels, rules.max_windows) <= left
+def test_batches_have_what_everything_else_leaves() -> None:
+    rules = cpu_rules(A, 3 * G, runtime="openvino")
+    others = 2**27 + 2.3 * weights_bytes(A) + 2 * (3 * G / 16) + 5 * 2**26  # base, weights, two portions, decoding
+    others += 8 * 6 * 1000 * 4 * 64 + 4 * 1000 * 3 * 64 + 512 * 50_000  # results of four portions, and the list
+    packed = 4 * 3 * rules.max_pixels
+    left = 3 * G - others - packed
+    assert 0.99 * left < bytes_at(A, rules.max_pixels, rules.max_windows, runtime="openvino") <= left
 
 
 def test_without_a_limit_or_with_a_large_one_batches_are_the_usual_ones() -> None:
@@ -154,9 +156,15 @@ def test_the_views_of_the_longest_image_are_counted_once_for_both_mirrors() -> N
 # The whole process.
 
 
+def need_of(loading: int, batch: int) -> MemoryNeed:
+    return MemoryNeed(
+        base=1, loading=loading, weights=2, batch=batch, packed=8, images=16, decoding=32, results=64, listed=128
+    )
+
+
 def test_a_process_takes_the_larger_of_loading_and_running() -> None:
-    assert MemoryNeed(base=1, loading=20, weights=12, batch=3, images=4).total == 1 + 20
-    assert MemoryNeed(base=1, loading=20, weights=12, batch=5, images=4).total == 1 + 12 + 5 + 4
+    assert need_of(loading=1000, batch=4).total == 1 + 1000
+    assert need_of(loading=200, batch=4).total == 255
 
 
 def test_the_longest_view_is_in_the_need() -> None:
@@ -175,7 +183,87 @@ def test_many_small_views_are_in_the_need() -> None:
 def test_a_run_within_its_limit_says_what_it_takes() -> None:
     need = require_fits(A, make_protocol("multi-scale", A), CHUNK, 4 * G)
     assert need.total <= 4 * G
-    assert re.fullmatch(r"2\.\d\dG \(base 128M, weights 951M, batch \d+M, images \d+M; 1\.46G while .*", str(need))
+    told = (
+        r"2\.\d\dG \(base 128M, weights 951M, batches \d+M, images \d+M, decoding 320M, results \S+M; 1\.46G while .*"
+    )
+    assert re.fullmatch(told, str(need))
+
+
+OPENVINO = Running("openvino")
+
+
+def test_what_a_runtime_keeps_of_the_weights_depends_on_what_it_computes_in_too() -> None:
+    protocol, size = make_protocol("center", A), weights_bytes(A)
+    fp32, bf16 = (memory_need(A, protocol, 64, None, replace(OPENVINO, precision=name)) for name in ("fp32", "bf16"))
+    assert fp32.weights == pytest.approx(2.3 * size, abs=1)
+    assert bf16.weights == pytest.approx(2.2 * size, abs=1)
+    assert bf16.batch < fp32.batch
+    assert cpu_rules(A, 3 * G, runtime="openvino", precision="bf16").max_pixels > (
+        cpu_rules(A, 3 * G, runtime="openvino").max_pixels
+    )
+
+
+def test_a_cpu_keeps_the_weights_of_a_float16_file_in_float32() -> None:
+    protocol, half = make_protocol("center", A), replace(A, precision="fp16")
+    whole, halved = (memory_need(net, protocol, 64, None) for net in (A, half))
+    assert halved.weights == whole.weights
+    assert halved.loading == pytest.approx(2.6 / 2.2 * whole.loading, rel=1e-6)
+    of_file = memory_need(half, protocol, 64, None, Running(file_bytes=weights_bytes(half)))
+    assert of_file == halved, "a file of unknown size is as its layers say"
+
+
+def test_the_pixels_of_batches_that_wait_are_in_the_need() -> None:
+    assert memory_need(A, make_protocol("center", A), 64, None).packed == 4 * 3 * MAX_PIXELS
+    assert memory_need(A, make_protocol("dense-1024", A), 64, None).packed == 4 * 3 * 1024 * 4096
+
+
+def test_the_scores_of_three_portions_and_a_chunk_are_in_the_need() -> None:
+    many = contract_of("A", 22_000)
+    protocol = make_protocol("multi-scale", many)
+    portion = part_within(protocol, 64, None)
+    views = 6 * 2 * 22_000 * 4  # scores and logits of each
+    scores = 3 * 64 * 22_000 * 4  # of images: averaged, as rows, being written
+    assert memory_need(many, protocol, 64, None).results == views * (3 * portion + 64) + scores
+
+
+def test_every_image_of_the_dataset_and_every_file_in_a_reader_is_in_the_need() -> None:
+    protocol = make_protocol("center", A)
+    none = memory_need(A, protocol, 64, None)
+    some = memory_need(A, protocol, 64, None, Running(images=1000, encoded=10**6))
+    assert some.listed - none.listed == 512 * 1000
+    assert some.decoding - none.decoding == 10**6
+
+
+def test_each_pipeline_of_a_worker_has_portions_and_results_of_its_own() -> None:
+    protocol = make_protocol("multi-scale", A)
+    one, two = (memory_need(A, protocol, 64, None, Running(pipelines=count)) for count in (1, 2))
+    assert (two.images, two.packed, two.results) == (2 * one.images, 2 * one.packed, 2 * one.results)
+    assert (two.weights, two.batch, two.decoding) == (one.weights, one.batch, one.decoding)
+
+
+def on_gpus(sessions: int) -> Running:
+    return Running("cuda", "fp16", gpu_rules=gpu_rules(A, None, precision="fp16"), sessions=sessions)
+
+
+def test_beside_gpus_there_are_portions_and_packed_batches_for_each_but_no_maps() -> None:
+    protocol = make_protocol("multi-scale", A)
+    one, three = (memory_need(A, protocol, 1024, None, on_gpus(count)) for count in (1, 3))
+    assert (three.images, three.packed, three.results) == (3 * one.images, 3 * one.packed, 3 * one.results)
+    assert three.weights == 3 * one.weights
+    assert three.loading == one.loading + 2 * one.weights, "one after the other"
+    assert one.batch == WORKSPACE
+    assert one.decoding == G, "sixteen threads may decode 12 Mpixel at once"
+    half = replace(A, precision="fp16")
+    assert memory_need(half, protocol, 1024, None, on_gpus(1)).weights == pytest.approx(one.weights / 2)
+    assert one.images == 2 * part_within(protocol, 1024, None, gpu=True) * image_bytes(protocol)
+
+
+def test_a_limit_on_main_memory_makes_the_portions_for_a_gpu_smaller_or_is_refused() -> None:
+    protocol = make_protocol("multi-scale", A)
+    need = require_fits(A, protocol, 1024, 8 * G, on_gpus(1))
+    assert need.total <= 8 * G < memory_need(A, protocol, 1024, None, on_gpus(1)).total
+    with pytest.raises(UsageError, match=r"Give \S+G or more$"):
+        require_fits(A, protocol, 1024, 2 * G, on_gpus(1))
 
 
 def refusal_of(contract: ModelContract, protocol: Protocol, memory: int) -> str:
@@ -253,40 +341,6 @@ def test_an_amount_is_told_to_three_digits_and_never_too_low(value: int) -> None
     assert len(in_bytes(value)) <= 5
 
 
-# The machine.
-
-
-def machine(root: Path, groups: str, limits: dict[str, str]) -> int:
-    for path, text in {"proc/self/cgroup": groups, **limits}.items():
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_text(text)
-    return machine_memory(root)
-
-
-def test_a_machine_without_control_groups_has_its_physical_memory(tmp_path: Path) -> None:
-    assert machine_memory(tmp_path) == machine_memory(tmp_path / "nothing") > 2**27
-    assert machine(tmp_path, "0::/\n", {"sys/fs/cgroup/memory.max": "max\n"}) == machine_memory(tmp_path / "nothing")
-
-
-def test_the_lowest_limit_of_a_group_and_those_above_it_counts(tmp_path: Path) -> None:
-    limits = {"sys/fs/cgroup/a/memory.max": "7000\n", "sys/fs/cgroup/a/b/memory.max": "9000\n"}
-    assert machine(tmp_path, "0::/a/b\n", limits) == 7000
-    assert machine(tmp_path, "0::/a/b\n", {"sys/fs/cgroup/a/b/memory.max": "5000\n"}) == 5000
-    assert machine(tmp_path, "0::/other\n", {}) > 7000, "another group's limit"
-
-
-def test_the_limit_of_a_container_stands_at_the_root_of_what_it_sees(tmp_path: Path) -> None:
-    limits = {"sys/fs/cgroup/memory.max": "8000\n", "sys/memory.max": "1\n"}  # the latter is no group's
-    assert machine(tmp_path, "0::/../../pod\n", limits) == 8000
-
-
-def test_control_groups_of_version_1_are_read(tmp_path: Path) -> None:
-    limits = {"sys/fs/cgroup/memory/x/memory.limit_in_bytes": "6000\n", "sys/fs/cgroup/x/memory.max": "1\n"}
-    assert machine(tmp_path, "8:pids:/x\n4:cpu,memory:/x\n", limits) == 6000
-    no_limit = {"sys/fs/cgroup/memory/x/memory.limit_in_bytes": "9223372036854771712\n"}
-    assert machine(tmp_path, "4:memory:/x\n", no_limit) == machine_memory(tmp_path / "nothing")
-
-
 def test_a_view_that_no_machine_of_that_size_could_hold_is_refused_with_what_it_takes() -> None:
     large, multi = make_protocol("dense-1024", A), make_protocol("multi-scale", A)
     with pytest.raises(UsageError, match=r"a view of 1024x4096 pixels takes up to 7\.\d\dG .*this machine has 4\.00G"):
@@ -297,9 +351,10 @@ def test_a_view_that_no_machine_of_that_size_could_hold_is_refused_with_what_it_
     require_room(A, make_protocol("center", A), (100, 900), 1)
 
 
-def test_a_gpu_gets_larger_parts_whatever_its_own_memory_is() -> None:
+def test_a_gpu_gets_larger_portions_unless_the_limit_on_main_memory_is_low() -> None:
     multi = make_protocol("multi-scale", A)
-    assert part_within(multi, 1024, None, gpu=True) == part_within(multi, 1024, 2 * G, gpu=True) == 1024
+    assert part_within(multi, 1024, None, gpu=True) == part_within(multi, 1024, 128 * G, gpu=True) == 1024
+    assert 0.9 * 8 * G / 16 < part_within(multi, 1024, 8 * G, gpu=True) * image_bytes(multi) <= 8 * G / 16
     longest = make_protocol("spp-net", A)
     part = part_within(longest, 1024, None, gpu=True)
     assert part < 1024

@@ -2,7 +2,8 @@
 
 import pytest
 
-from evaluator.engine.memory import memory_need
+from evaluator.datasets.sample import Sample
+from evaluator.engine.memory import Running, memory_need
 from evaluator.engine.session import Placement
 from evaluator.errors import UsageError
 from evaluator.protocols import make_protocol
@@ -19,7 +20,10 @@ def test_a_run_within_its_limit_is_told_with_what_it_takes(capsys: pytest.Captur
     tell_memory(need)
     said = capsys.readouterr()
     assert said.out == "", "the answer's channel stays free"
-    assert said.err == f"memory: at most {need}\n"
+    assert said.err.splitlines()[0] == f"memory: at most {need}"
+    assert "takes more than 320M to decode" in said.err.splitlines()[1]
+    tell_memory(need, gpu=True)
+    assert "takes more than 1.00G to decode" in capsys.readouterr().err
 
 
 def test_a_limit_below_what_a_run_takes_is_refused_before_it_begins() -> None:
@@ -34,7 +38,6 @@ def test_a_machine_with_less_than_that_is_warned_of(
 ) -> None:
     session = FakeSession()
     need = foretold(session, make_protocol("multi-scale", session.contract), 64)  # type: ignore[arg-type]
-    assert need is not None
     monkeypatch.setattr(memory_module, "machine_memory", lambda: need.total - 1)
     tell_memory(need)
     assert "warning: this machine has" in capsys.readouterr().err
@@ -43,9 +46,23 @@ def test_a_machine_with_less_than_that_is_warned_of(
     assert "warning" not in capsys.readouterr().err
 
 
-def test_of_a_gpu_nothing_is_foretold(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_samples_and_the_largest_file_are_counted() -> None:
+    session = FakeSession()
+    session.placement = Placement("cpu", threads=3)
+    protocol = make_protocol("multi-scale", session.contract)
+    samples = [Sample("a.png", 0, 100), Sample("b.png", 1, 7000), Sample("c.png", 2, 10)]
+    one, two = (foretold(session, protocol, 64, samples, pipelines=count) for count in (1, 2))  # type: ignore[arg-type]
+    assert one == memory_need(session.contract, protocol, 64, None, Running(images=3, encoded=3 * 7000))
+    assert two == memory_need(session.contract, protocol, 64, None, Running(pipelines=2, images=3, encoded=6 * 7000))
+
+
+def test_beside_gpus_main_memory_is_foretold_and_limited_too() -> None:
     session = FakeSession(provider="CUDAExecutionProvider")
-    need = foretold(session, make_protocol("multi-scale", session.contract), 64)  # type: ignore[arg-type]
-    tell_memory(need)
-    assert need is None
-    assert capsys.readouterr().err == ""
+    protocol = make_protocol("multi-scale", session.contract)
+    need = foretold(session, protocol, 1024, sessions=2)  # type: ignore[arg-type]
+    assert need == memory_need(
+        session.contract, protocol, 1024, None, Running("cuda", "fp32", 0, session.rules, sessions=2)
+    )
+    session.placement = Placement("cuda", memory=2**30)
+    with pytest.raises(UsageError, match=r"--memory-limit 1\.00G: protocol multi-scale takes up to"):
+        foretold(session, protocol, 1024)  # type: ignore[arg-type]

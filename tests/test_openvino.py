@@ -95,17 +95,25 @@ class Compiled:
 
 @pytest.mark.parametrize(
     ("asked", "runs"),
-    [("bf16", ["f32", "f32"]), ("fp32", ["bf16", "bf16"]), ("fp32", ["f32", "bf16"]), ("bf16", ["f16", "f32"])],
+    [
+        ("bf16", ["f32", "f32"]),
+        ("bf16", ["f32", "bf16"]),  # one layer that was left out is one too many
+        ("bf16", ["bf16", "f32"]),
+        ("bf16", ["f16", "f32"]),
+        ("fp32", ["bf16", "bf16"]),
+        ("fp32", ["f32", "bf16"]),
+    ],
 )
 def test_another_precision_than_was_asked_for_is_an_error_that_names_both(asked: Any, runs: list[str]) -> None:
     compiled = Compiled(("Convolution", runs[0]), ("FullyConnected", runs[1]), ("Softmax", "f32"), ("Pooling", "bf16"))
     with pytest.raises(EnvironmentFault, match=rf"--precision {asked}: .*computes in {', '.join(sorted(set(runs)))} "):
-        openvino_runtime._check_precision(compiled, asked)
+        openvino_runtime.check_precision(compiled, asked)
 
 
 def test_layers_without_arithmetic_do_not_decide_the_precision() -> None:
-    openvino_runtime._check_precision(Compiled(("Convolution", "bf16"), ("Softmax", "f32")), "bf16")
-    openvino_runtime._check_precision(Compiled(("Convolution", "f32"), ("Reorder", "bf16")), "fp32")
+    mean_image = ("MatMul", "f32"), ("MatMul", "bf16")
+    openvino_runtime.check_precision(Compiled(*mean_image, ("Convolution", "bf16"), ("Softmax", "f32")), "bf16")
+    openvino_runtime.check_precision(Compiled(("Convolution", "f32"), ("Reorder", "bf16")), "fp32")
 
 
 def test_a_missing_openvino_is_told_with_the_extra_that_brings_it(

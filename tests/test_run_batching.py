@@ -23,13 +23,13 @@ def test_a_run_on_a_gpu_has_larger_chunks_and_its_rules_survive_the_file() -> No
     assert (cpu.chunk, gpu.chunk) == (64, 1024)
 
 
-def test_a_memory_limit_makes_the_parts_smaller_on_a_cpu() -> None:
+def test_a_memory_limit_makes_the_portions_smaller_on_a_cpu() -> None:
     session = FakeSession(fake_contract(max_side=4096))
     protocol = make_protocol("dense-1000", session.contract)
     free, limited = (run_info(session, "m.onnx", DATASET, protocol, memory=memory) for memory in (None, 3 * 2**29))
     assert free.batching is not None
     assert limited.batching is not None
-    assert 1 < limited.batching.part < free.batching.part
+    assert 1 < limited.batching.images_together < free.batching.images_together
 
 
 @pytest.mark.parametrize(
@@ -37,13 +37,13 @@ def test_a_memory_limit_makes_the_parts_smaller_on_a_cpu() -> None:
     [
         [],
         {},
-        {"part": 4},
-        {"part": 0, **BatchRules().to_json()},
-        {"part": "4", **BatchRules().to_json()},
-        {"part": 4, **BatchRules().to_json(), "rows": 3},
-        {"part": 4, **BatchRules().to_json(), "canvas_step": 0},
+        {"images_together": 4},
+        {"images_together": 0, **BatchRules().to_json()},
+        {"images_together": "4", **BatchRules().to_json()},
+        {"images_together": 4, **BatchRules().to_json(), "rows": 3},
+        {"images_together": 4, **BatchRules().to_json(), "canvas_step": 0},
     ],
 )
 def test_batching_that_cannot_be_is_refused(data: Any) -> None:
-    with pytest.raises(ValueError, match=r"batching|part|rules|canvas_step"):
+    with pytest.raises(ValueError, match=r"batching|images_together|rules|canvas_step"):
         batching_from_json(data)

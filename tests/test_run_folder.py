@@ -341,11 +341,27 @@ def test_a_damaged_line_is_named(folder: Path) -> None:
         read_run(folder)
 
 
+def test_a_run_of_the_version_before_is_refused_as_such_and_not_as_damaged(folder: Path) -> None:
+    """Version 2 had another key for the images that were computed together, and before that none at all."""
+    write(folder)
+    data = json.loads((folder / "run.json").read_text())
+    rules = {key: value for key, value in data["batching"].items() if key != "images_together"}
+    before = {**data, "version": 2, "batching": {"part": 4, **rules}}
+    first = {key: value for key, value in before.items() if key != "batching"}
+    for old in (before, first):
+        (folder / "run.json").write_text(json.dumps(old))
+        for attempt in (read_run, write):
+            with pytest.raises(RunFolderError, match=r"version 2, but .* reads version 3\. Do the run anew") as caught:
+                attempt(folder)
+            assert "damaged" not in str(caught.value)
+    assert write(folder, fresh=True) == 0
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda data: {**data, "version": 3}, "version 3.*Install a newer prelunet"),
-        (lambda data: {**data, "version": 1}, "version 1.*anew with --fresh"),
+        (lambda data: {**data, "version": 4}, "version 4.*Install a newer prelunet"),
+        (lambda data: {**data, "version": 2}, "version 2.*anew with --fresh"),
         (lambda data: {key: data[key] for key in data if key != "dataset"}, "damaged.*dataset"),
         (lambda data: {**data, "protocol": {**data["protocol"], "unknown": 1}}, "damaged.*unknown"),
     ],

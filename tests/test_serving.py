@@ -24,7 +24,8 @@ from evaluator.cli import run
 from evaluator.engine import classify, overlay
 from evaluator.engine.classify import classify_images
 from evaluator.engine.overlay import draw_heat_maps
-from evaluator.errors import ContractError, EnvironmentFault, UsageError
+from evaluator.engine.session import Placement
+from evaluator.errors import EnvironmentFault, UsageError
 from evaluator.imaging import views
 from evaluator.imaging.decode import decode_rgb
 from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
@@ -296,42 +297,24 @@ def test_a_stopped_server_leaves_no_thread_of_its_models(monkeypatch) -> None:
     assert [thread.name for thread in started if thread.is_alive()] == []
 
 
-class LoadsButDoesNotRun(FakeSession):
-    """A model that the runtime takes and cannot run."""
+def test_a_model_that_does_not_run_is_refused_before_the_server_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`open_placed` runs each model; see test_session.py."""
+    asked = []
 
-    def __init__(self, error: Exception) -> None:
-        super().__init__(provider="CUDAExecutionProvider")
-        self._error = error
-
-    def run(self, images, sizes):
-        raise self._error
-
-
-@pytest.mark.parametrize(
-    ("error", "refusal", "text"),
-    [
-        (
-            RuntimeError("out of\nmemory"),
-            EnvironmentFault,
-            r"model b loads .* on CUDA.* \(RuntimeError: out of memory\)",
-        ),
-        (ContractError("our own words"), ContractError, "^our own words$"),
-    ],
-    ids=["a fault of the runtime", "one of ours"],
-)
-def test_a_model_that_does_not_run_is_refused_before_the_server_answers(
-    monkeypatch, error: Exception, refusal: type[Exception], text: str
-) -> None:
-    first, broken = FakeSession(), LoadsButDoesNotRun(error)
-    monkeypatch.setattr(models, "open_placed", lambda path, *_, **__: broken if path.name == "b.onnx" else first)
+    def opening(path: Path, _placement: Placement, *, for_many: bool) -> FakeSession:
+        asked.append((path.name, for_many))
+        if path.name == "b.onnx":
+            raise EnvironmentFault("model b.onnx loads but does not run")
+        return FakeSession()
 
     def announce(line: str) -> None:
         raise AssertionError(f"this should not have been said: {line}")
 
+    monkeypatch.setattr(models, "open_placed", opening)
     options = ServeOptions(parse_models(["a=a.onnx", "b=b.onnx"]), port=0)
-    with pytest.raises(refusal, match=text):
+    with pytest.raises(EnvironmentFault, match=r"^model b\.onnx loads but does not run$"):
         asyncio.run(serve(options, announce))
-    assert first.calls == [(1, 28, 28, 3)], "the first model should have run once, on the smallest canvas"
+    assert asked == [("a.onnx", True), ("b.onnx", True)], "each should run once while it is loaded"
 
 
 def test_an_expired_call_is_not_computed(monkeypatch) -> None:

@@ -7,18 +7,21 @@ import hashlib
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 from conftest import Exported
-from evaluator.contract import INPUTS, OUTPUTS
+from evaluator.contract import INPUTS, OUTPUTS, GoldenImage, ModelContract, golden_image
 from evaluator.engine import onnx_runtime
-from evaluator.engine.runtime import reason_of
-from evaluator.engine.session import Device, Placement, open_session
+from evaluator.engine.memory import gpu_rules
+from evaluator.engine.runtime import lacks_memory, reason_of
+from evaluator.engine.session import Device, Placement, Precision, open_placed, open_session
 from evaluator.errors import ContractError, EnvironmentFault, UsageError
 from evaluator.serving.models import ModelFile, load_models
 from fakes import fake_contract
@@ -57,6 +60,7 @@ class FakeRuntime(ModuleType):
         outputs: tuple[str, ...] = OUTPUTS,
         classes: int = 6,
         sides: tuple[str | int, str | int] = ("H", "W"),
+        contract: ModelContract | None = None,
     ) -> None:
         super().__init__("onnxruntime")
         self._offers = [*offers, CPU]
@@ -65,11 +69,19 @@ class FakeRuntime(ModuleType):
         self._names = inputs, outputs
         self._classes = classes
         self._sides = sides
+        self._contract = contract or fake_contract()
         self.loads: list[tuple[SessionOptions, list[Any]]] = []
         self.events: list[str] = []
 
     def get_available_providers(self) -> list[str]:
         return self._offers
+
+    def _run(self, provider: str) -> Any:
+        def run(names: Any, feeds: Any) -> list[Any]:
+            self.events.append("run")
+            return [names, feeds, provider, None]
+
+        return run
 
     def preload_dlls(self) -> None:
         self.events.append("preload_dlls")
@@ -93,26 +105,55 @@ class FakeRuntime(ModuleType):
         )
         return SimpleNamespace(
             get_providers=lambda: [runs] if runs == CPU else [runs, CPU],
-            get_modelmeta=lambda: SimpleNamespace(custom_metadata_map=fake_contract().to_metadata()),
+            get_modelmeta=lambda: SimpleNamespace(custom_metadata_map=self._contract.to_metadata()),
             get_inputs=lambda: inputs,
             get_outputs=lambda: outputs,
-            run=lambda names, feeds: [names, feeds, runs, None],
+            run=self._run(runs),
         )
 
 
-class BindingOfNothing:
-    """Where uploads would go; keeps what was uploaded in `staged`."""
+GIB = 2**30
+
+
+class FakeCard:
+    """What stands for libcudart: a GPU on which 10 GiB are free for the arena."""
+
+    def __init__(self, _runtime: Any, gpu: int):
+        self.gpu = gpu
+
+    def name(self) -> str:
+        return f"Card {self.gpu}"
+
+    def arena_bytes(self, most: int | None) -> int:
+        return min(most or 2**60, 10 * GIB)
+
+
+class FakeBinding:
+    """Where uploads would go.
+
+    Keeps the shapes of what was uploaded in `staged`, and the images of the last one in `images`; `computes` is what
+    computes them: their shape → scores and logits, or an error.
+    """
 
     staged: list[tuple[int, ...]] = []  # noqa: RUF012 - emptied by `use`
+    images: Any = None
+    computes: Any = None
 
-    def __init__(self, _runtime: Any, _session: Any, gpu: int, classes: int):
-        assert (gpu, classes) == (0, 6)
+    def __init__(self, _runtime: Any, _session: Any, card: FakeCard, classes: int):
+        assert isinstance(card, FakeCard)
+        assert classes == 6
 
-    def stage(self, images: np.ndarray, _sizes: np.ndarray) -> None:
+    def stage(self, images: np.ndarray, _sizes: np.ndarray) -> tuple[int, ...]:
         self.staged.append(images.shape)
+        FakeBinding.images = images
+        return images.shape
 
-    def compute(self, _staged: None) -> list[Any]:
-        return [None] * 4
+    def compute(self, staged: tuple[int, ...]) -> list[Any]:
+        return [*FakeBinding.computes(staged), None, None]
+
+
+def nothing(_shape: tuple[int, ...]) -> tuple[None, None]:
+    return None, None
 
 
 def runtime_error(kind: str, text: str = "what the runtime says") -> Exception:
@@ -133,8 +174,10 @@ def use(monkeypatch: pytest.MonkeyPatch):
 
     def put(runtime: FakeRuntime) -> FakeRuntime:
         monkeypatch.setattr(onnx_runtime, "import_runtime", lambda: runtime)
-        monkeypatch.setattr(onnx_runtime, "CudaBinding", BindingOfNothing)
-        BindingOfNothing.staged.clear()
+        monkeypatch.setattr(onnx_runtime, "CudaRuntime", FakeCard)
+        monkeypatch.setattr(onnx_runtime, "CudaBinding", FakeBinding)
+        FakeBinding.staged.clear()
+        FakeBinding.computes = staticmethod(nothing)
         return runtime
 
     return put
@@ -202,10 +245,168 @@ def test_where_cuda_comes_up_it_runs_with_our_options(use, model: Path, device: 
     assert options.entries == {"session.disable_cpu_ep_fallback": "1"}
     assert (options.intra_op_num_threads, options.enable_mem_pattern) == (1, False)
     assert runtime.events == ["preload_dlls", f"load on {CUDA}"]
-    largest, smallest = BindingOfNothing.staged
+    assert settings["gpu_mem_limit"] == str(10 * GIB), "no more than is free"
+    assert FakeBinding.staged == [(1, 28, 28, 3)]
+    assert opened.circumstances.versions["gpu"] == "Card 0"
+
+
+def test_for_many_images_the_largest_batch_is_run_once_after_the_smallest(use, model: Path) -> None:
+    use(FakeRuntime(CUDA))
+    open_placed(model, Placement("cuda"), for_many=True)
+    smallest, largest = FakeBinding.staged
     assert smallest == (1, 28, 28, 3)
-    assert largest[0] > 1, "a GPU's memory should be taken by a large batch first"
+    assert largest[0] > 1
     assert largest[1:] == (60, 60, 3), "of the largest scale"
+
+
+@pytest.mark.parametrize("asked", [None, 3 * GIB, 40 * GIB])
+def test_a_limit_of_the_gpu_and_what_is_free_there_bound_the_arena_and_its_batches(
+    use, model: Path, monkeypatch: pytest.MonkeyPatch, asked: int | None
+) -> None:
+    for free in (2 * GIB, 10 * GIB):
+        monkeypatch.setattr(FakeCard, "arena_bytes", lambda _, most, free=free: min(most or 2**60, free))
+        runtime = use(FakeRuntime(CUDA))
+        opened = open_placed(model, Placement("cuda", memory=2**20, gpu_memory=asked))
+        arena = min(asked or 2**60, free)
+        ((_, ((_, settings),)),) = runtime.loads
+        assert settings["gpu_mem_limit"] == str(arena)
+        assert opened.rules == gpu_rules(fake_contract(), arena, file_bytes=9)
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_what_does_not_run_on_the_gpu_is_an_error_there_and_runs_on_the_cpu_where_any_device_will_do(
+    use, model: Path, caplog: pytest.LogCaptureFixture, many: bool
+) -> None:
+    def computes(shape: tuple[int, ...]) -> tuple[None, None]:
+        if shape[0] > 1 or not many:
+            raise runtime_error("NotImplemented", "cuDNN is unavailable")
+        return nothing(shape)
+
+    runtime = use(FakeRuntime(CUDA))
+    FakeBinding.computes = staticmethod(computes)
+    with pytest.raises(EnvironmentFault, match=r"model\.onnx loads but does not run on CUDA.*cuDNN is unavailable"):
+        open_placed(model, Placement("cuda"), for_many=many)
+    opened = open_placed(model, Placement("auto"), for_many=many)
+    assert opened.circumstances.provider == CPU
+    assert opened.placement.device == "cpu"
+    assert "running on the CPU, because CUDA did not come up: model model.onnx loads but does not run" in caplog.text
+    assert runtime.events.count(f"load on {CUDA}") == 2
+    assert runtime.events.count(f"load on {CPU}") == 1
+
+
+def golden_contract(**changes: Any) -> ModelContract:
+    """Return a contract with the golden answers of a linear function of the pixels."""
+    scores, logits = golden_answer()
+    return fake_contract(golden=(GoldenImage(30, 41, tuple(scores), tuple(logits)),), **changes)
+
+
+def golden_answer() -> tuple[np.ndarray, np.ndarray]:
+    logits = np.array([-8.0, 0.5, 4.0, -1.0, 2.0, 3.5]) * (1 + golden_image(30, 41).mean() / 255)
+    powers = np.exp(logits)
+    return powers / powers.sum(), logits
+
+
+@pytest.mark.parametrize(
+    ("off", "refused"),
+    [
+        ((0, 0), False),
+        ((9e-6, 0), False),
+        ((1.2e-5, 0), True),
+        ((0, 9e-5), False),
+        ((0, 1.2e-4), True),
+        ((np.nan, 0), True),
+    ],
+)
+@pytest.mark.parametrize("precision", [None, "fp32", "tf32"])
+def test_a_gpu_that_rounds_more_than_float32_is_refused_unless_that_was_asked_for(
+    use, model: Path, precision: Precision | None, off: tuple[float, float], refused: bool, caplog
+) -> None:
+    def computes(shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        scores, logits = golden_answer()
+        one = np.zeros((shape[0], 6))
+        one[0, 1] = 1
+        return scores + off[0] * one, logits + off[1] * abs(logits).max() * one
+
+    use(FakeRuntime(CUDA, contract=golden_contract()))
+    FakeBinding.computes = staticmethod(computes)
+    placement = Placement("cuda", precision)
+    if refused and precision != "tf32":
+        with pytest.raises(EnvironmentFault, match=r"in fp32 the scores of model\.onnx for its golden image are off"):
+            open_placed(model, placement)
+        assert open_placed(model, replace(placement, device="auto")).circumstances.provider == CPU
+        assert "does not compute in float32" in caplog.text
+        return
+    open_placed(model, placement)
+    if precision != "tf32":
+        np.testing.assert_array_equal(FakeBinding.images, golden_image(30, 41)[None])
+
+
+def test_a_file_without_golden_images_is_opened_with_the_warning_that_float32_is_not_checked(
+    use, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    use(FakeRuntime(CUDA))
+    open_session(model, "cuda")
+    assert caplog.text.count("model.onnx carries no golden images, so float32 is not checked") == 1
+    open_session(model, "cuda", precision="tf32")
+    open_session(model, "cpu")
+    assert caplog.text.count("golden images") == 1
+
+
+def test_only_a_gpu_has_to_prove_that_it_computes_in_float32(use, model: Path) -> None:
+    runtime = use(FakeRuntime(contract=golden_contract()))
+    open_placed(model, Placement("cpu"), for_many=True)
+    assert runtime.events == [f"load on {CPU}", "run"]
+
+
+@pytest.mark.parametrize(
+    ("file", "precision", "fused"), [("fp32", None, "0"), ("fp32", "tf32", "1"), ("fp16", None, "1")]
+)
+def test_biases_are_fused_where_float32_is_not_promised(
+    use, tmp_path: Path, file: Any, precision: Precision | None, fused: str
+) -> None:
+    contract = fake_contract(precision=file)
+    path = tmp_path / "model.onnx"
+    written = onnx.ModelProto()
+    onnx.helper.set_model_props(written, contract.to_metadata())
+    path.write_bytes(written.SerializeToString())
+    runtime = use(FakeRuntime(CUDA, contract=contract))
+    open_session(path, "cuda", precision=precision)
+    ((_, ((_, settings),)),) = runtime.loads
+    assert (settings["fuse_conv_bias"], settings["use_tf32"]) == (fused, str(int(precision == "tf32")))
+
+
+@pytest.mark.parametrize(
+    ("device", "option"), [("cpu", " --memory-limit of validate and bench"), ("cuda", " --gpu-memory-limit of")]
+)
+def test_a_batch_without_memory_is_the_machines_fault_and_names_the_limit_that_would_help(
+    use, model: Path, device: Device, option: str
+) -> None:
+    use(FakeRuntime(CUDA))
+    opened = open_session(model, device)
+
+    def fails(*_: Any) -> None:
+        raise runtime_error("Fail", "CUDA failure 2: out of memory")
+
+    opened._loaded.compute = fails  # type: ignore[method-assign]
+    with pytest.raises(EnvironmentFault, match=rf"too little memory for a batch \(CUDA failure 2.*{option}"):
+        opened.run(canvas(), sizes())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "std::bad_alloc",
+        "Failed to allocate memory for requested buffer of size 5",
+        "Available memory of 5 is smaller than requested bytes of 12",
+        "CUDA failure 2: out of memory ; GPU=0",
+        "CUDNN_STATUS_ALLOC_FAILED",
+        "CUBLAS failure 3: CUBLAS_STATUS_ALLOC_FAILED",
+    ],
+)
+def test_the_ways_in_which_runtimes_say_that_memory_lacks_are_known(text: str) -> None:
+    assert lacks_memory(RuntimeError(f"[E] {text}"))
+    assert lacks_memory(MemoryError())
+    assert not lacks_memory(RuntimeError("an illegal memory access was encountered"))
 
 
 @pytest.mark.parametrize("threads", [0, 3])
@@ -222,6 +423,7 @@ def test_a_served_model_has_the_threads_that_were_asked_for(use, model: Path, mo
     runtime = use(FakeRuntime())
     ((file, opened),) = load_models([ModelFile("x", model)], Placement("cpu", threads=3))
     assert (file.name, opened.circumstances.provider) == ("x", CPU)
+    assert runtime.events == [f"load on {CPU}", "run"], "it should have run once before it counts as loaded"
     assert runtime.loads[0][0].intra_op_num_threads == 3
 
 
@@ -286,6 +488,16 @@ def test_a_machine_with_too_little_memory_is_not_the_files_fault(use, model: Pat
     use(FakeRuntime(fails={CPU: error}))
     with pytest.raises(EnvironmentFault, match="too little memory left to load it"):
         open_session(model, "cpu")
+
+
+def test_a_gpu_with_too_little_memory_for_the_weights_is_the_machines_fault_which_auto_survives(
+    use, model: Path
+) -> None:
+    full = runtime_error("Fail", "Available memory of 0 is smaller than requested bytes of 2048")
+    use(FakeRuntime(CUDA, fails={CUDA: full}))
+    with pytest.raises(EnvironmentFault, match=r"could not be loaded on the GPU: too little memory .*requested bytes"):
+        open_session(model, "cuda")
+    assert open_session(model, "auto").circumstances.provider == CPU
 
 
 def test_a_file_with_other_classes_than_its_graph_is_refused(use, model: Path) -> None:

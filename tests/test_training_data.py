@@ -12,6 +12,7 @@ from PIL import Image
 from evaluator.datasets.opening import open_dataset
 from evaluator.errors import DatasetError, UsageError
 from evaluator.imaging.decode import decode_rgb
+from evaluator.imaging.resize import Picture, resize_shorter_side
 from training.augmentation import (
     epoch_order,
     evaluation_batches,
@@ -145,7 +146,7 @@ def test_evaluation_shows_every_image_once_in_dataset_order_at_its_centre(folder
     labels = np.concatenate([batch.labels for batch in batches])
     assert [len(batch.labels) for batch in batches] == [4, 4, 1]
     assert labels.tolist() == [sample.label for sample in pictures.samples]
-    np.testing.assert_array_equal(images[3], _slow_central_view(pictures.rgb(3), scale=14, crop=12))
+    np.testing.assert_array_equal(images[3], _slow_central_view(np.array(pictures.picture(3)), scale=14, crop=12))
 
 
 def _slow_central_view(image: np.ndarray, scale: int, crop: int) -> np.ndarray:
@@ -179,13 +180,33 @@ def test_items_are_worked_on_ahead_but_never_all_at_once() -> None:
 def test_decoded_images_are_kept_up_to_the_bound_and_no_further(folder: Path) -> None:
     dataset = open_splits(folder).train
     pictures = Pictures(dataset, {}, memory=5000)
-    first = [pictures.rgb(index) for index in range(len(pictures))]
-    again = [pictures.rgb(index) for index in range(len(pictures))]
+    first = [pictures.picture(index) for index in range(len(pictures))]
+    again = [pictures.picture(index) for index in range(len(pictures))]
     kept = [one for one, other in zip(first, again, strict=True) if one is other]
     assert 0 < len(kept) < len(first)
-    assert sum(image.nbytes for image in kept) <= 5000
+    assert sum(np.asarray(image).nbytes for image in kept) <= 5000
     for one, other in zip(first, again, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_an_image_that_is_not_kept_is_never_copied_whole_into_an_array(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pillow resizes its own image: the way through an array takes half of the memory of a large photo once more."""
+    given: list[bool] = []
+
+    def noting(image: Picture, scale: int, cap: int = 4) -> tuple[np.ndarray, bool]:
+        given.append(isinstance(image, Image.Image))
+        return resize_shorter_side(image, scale, cap)
+
+    for module in ("pictures", "augmentation"):
+        monkeypatch.setattr(f"training.{module}.resize_shorter_side", noting)
+    dataset = open_splits(folder).train
+    survey(dataset, "train/", scale=14, crop=12)
+    pictures = Pictures(dataset, {}, memory=0)
+    list(evaluation_batches(pictures, RECIPE, size=4, workers=2))
+    make_batch(pictures, RECIPE, 0)
+    assert given == [True] * (2 * len(dataset.samples) + RECIPE.batch)
 
 
 # The survey
@@ -237,7 +258,7 @@ def test_an_image_that_breaks_after_the_survey_is_an_error_that_names_it(tmp_pat
     broken = root / "train/big-cat/000.png"
     broken.write_bytes(b"?" * broken.stat().st_size)
     with pytest.raises(DatasetError, match=r"big-cat/000\.png: could be read when the training began"):
-        pictures.rgb(0)
+        pictures.picture(0)
 
 
 # Splits

@@ -168,16 +168,16 @@ def test_a_chunk_is_prepared_in_parts_that_fit_into_memory_even_if_all_images_ar
     views = make_views(np.zeros((100, 400, 3), np.uint8), protocol)
     kept = {id(view.image if view.image.base is None else view.image.base): view.image.nbytes for view in views}
     assert images * sum(kept.values()) <= 3 * 2**27
-    assert images == CHUNK or 2 * images * sum(kept.values()) > 3 * 2**27, "the parts are needlessly small"
+    assert images == CHUNK or 2 * images * sum(kept.values()) > 3 * 2**27, "the portions are needlessly small"
 
 
 def test_a_chunk_in_parts_gives_the_same_lines_and_scores(
     dataset: Dataset, tmp_path: Path, undisturbed: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("evaluator.engine.memory.PART_BYTES", 10 * 3 * 28 * 28)  # of crops of 28: 7 parts, of 10
+    monkeypatch.setattr("evaluator.engine.memory.PART_BYTES", 10 * 3 * 28 * 28)  # of crops of 28: 7 portions, of 10
     found = validated(FakeSession(), dataset, CENTER, tmp_path)
     assert found.info.batching is not None
-    assert found.info.batching.part == 10
+    assert found.info.batching.images_together == 10
     for name in ("predictions.jsonl", "scores.f32.npy"):
         assert (tmp_path / name).read_bytes() == undisturbed[name]
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from evaluator.imaging.resize import resize_shorter_side
+from evaluator.imaging.resize import Picture, resize_shorter_side
 from training.pictures import TRAINING_CAP, WORKERS, Pictures, UInt8Array, map_ahead
 from training.recipe import Recipe
 
@@ -31,7 +31,7 @@ def random_stream(seed: int, stream: int, first: int, second: int = 0) -> np.ran
     return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, stream, first, second))))
 
 
-def training_view(image: UInt8Array, recipe: Recipe, epoch: int, index: int) -> UInt8Array:
+def training_view(image: Picture, recipe: Recipe, epoch: int, index: int) -> UInt8Array:
     """Return what the net sees of image `index` in an epoch: uint8 (crop, crop, 3).
 
     A scale of the recipe's range, any crop of the resized image, mirrored in half of the cases.
@@ -61,7 +61,7 @@ def places_of_step(recipe: Recipe, step: int, images: int) -> list[tuple[int, in
 def make_batch(pictures: Pictures, recipe: Recipe, step: int) -> Batch:
     """Return the batch of a step, counted from 0."""
     places = places_of_step(recipe, step, len(pictures))
-    views = [training_view(pictures.rgb(index), recipe, epoch, index) for epoch, index in places]
+    views = [training_view(pictures.picture(index), recipe, epoch, index) for epoch, index in places]
     labels = [pictures.samples[index].label for _, index in places]
     return Batch(np.stack(views), np.array(labels, dtype=np.int64))
 

@@ -3,7 +3,6 @@
 What is kept changes no result, only the time.
 """
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,9 +14,10 @@ import numpy.typing as npt
 
 from evaluator.datasets.sample import Dataset, Sample
 from evaluator.errors import DatasetError, ImageError
-from evaluator.imaging.decode import decode_rgb
-from evaluator.imaging.resize import resize_shorter_side
+from evaluator.imaging.decode import decode_image
+from evaluator.imaging.resize import Picture, resize_shorter_side
 from evaluator.imaging.views import center_crop
+from evaluator.machine import cores
 from evaluator.progress import progress
 
 UInt8Array = npt.NDArray[np.uint8]
@@ -27,7 +27,7 @@ Answer = TypeVar("Answer")
 
 MEMORY = 2**30  # bytes of decoded images that are kept: 5,000 of 256x256; all of ImageNet would be 250 GB
 MAX_REFUSED = 0.1  # part of a split; beyond it the dataset, not a few files, is broken
-WORKERS = max(1, min(8, (os.cpu_count() or 1) - 1))  # threads beside the one that trains
+WORKERS = max(1, min(8, cores() - 1))  # threads beside the one that trains
 
 # Evaluation cuts a long side at 4 shorter ones, because whole images cost memory. A training view is one crop, so all
 # of the image may take part; this bound only keeps an image of 1x20000 from filling the memory.
@@ -47,24 +47,29 @@ class Pictures:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def rgb(self, index: int) -> UInt8Array:
-        """Return image `index`, uint8 (H, W, 3); DatasetError when it has become unreadable since the survey."""
+    def picture(self, index: int) -> Picture:
+        """Return image `index`, to be resized: uint8 (H, W, 3) where it is kept, else as Pillow has decoded it.
+
+        Raises DatasetError when it has become unreadable since the survey.
+        """
         kept = self._kept.get(index)
         if kept is not None:
             return kept
         sample = self.samples[index]
         try:
-            image = decode_rgb(self.dataset.read(sample))
+            image = decode_image(self.dataset.read(sample))
         except ImageError as error:
             raise DatasetError(f"{sample.file}: could be read when the training began, but now: {error}") from error
-        if image.nbytes <= self._room:  # two threads may both pass here: the bound is soft by a few images
-            self._room -= image.nbytes
-            self._kept[index] = image
-        return image
+        size = 3 * image.width * image.height
+        if size > self._room:
+            return image
+        self._room -= size  # two threads may both pass here: the bound is soft by a few images
+        self._kept[index] = kept = np.array(image)
+        return kept
 
     def central_view(self, index: int, scale: int, crop: int) -> UInt8Array:
         """Return the view of the `center` protocol, uint8 (crop, crop, 3): resized to a scale, central crop."""
-        return center_crop(resize_shorter_side(self.rgb(index), scale)[0], crop)
+        return _central_view(self.picture(index), scale, crop)
 
 
 @dataclass(frozen=True)
@@ -87,10 +92,10 @@ def survey(dataset: Dataset, what: str, *, scale: int, crop: int, workers: int =
 
     def look(sample: Sample) -> UInt8Array | str:
         try:
-            image = decode_rgb(dataset.read(sample))
+            image = decode_image(dataset.read(sample))
         except ImageError as error:
             return str(error)
-        return center_crop(resize_shorter_side(image, scale)[0], crop)
+        return _central_view(image, scale, crop)
 
     with progress(f"reading {what}", len(samples), "images") as advance:
         for sample, found in zip(samples, map_ahead(look, samples, workers), strict=True):
@@ -101,6 +106,10 @@ def survey(dataset: Dataset, what: str, *, scale: int, crop: int, workers: int =
             advance()
     _check_refused(dataset, what, refused)
     return Survey(refused, (total / (len(samples) - len(refused))).astype(np.float32))
+
+
+def _central_view(image: Picture, scale: int, crop: int) -> UInt8Array:
+    return center_crop(resize_shorter_side(image, scale)[0], crop)
 
 
 def _check_refused(dataset: Dataset, what: str, refused: Mapping[str, str]) -> None:

@@ -1,14 +1,15 @@
 """The path of one image from pixels to its five best classes; server, `classify` and `validate` share it.
 
-    1  decode_rgb               bytes → uint8 (H, W, 3)                          any thread
+    1  decode_image             bytes → Pillow's RGB image                       any thread
     2, 3  make_views            resized to each scale, plain and mirrored        any thread
     4  plan_views, pack_batch   views of all waiting images on few canvases      any thread
     5  Session.run              (N, H, W, 3), sizes → scores, logits             the one thread that owns the session
     6  combine                  mirrored pair → scale → image                    any thread
     7  top_k                    ties to the lower index                          any thread
 
-`run_views` is steps 4 and 5; `classify_images` is steps 2 to 6, for callers without threads; `validation.pipeline`
-does all steps at once, for images without end. docs/path-of-an-image.md tells the same with an example.
+`run_views` is steps 4 and 5, `run_batch` those of one planned batch; `classify_images` is steps 2 to 6, for callers
+without threads; `validation.pipeline` does all steps at once, for images without end. docs/path-of-an-image.md tells
+the same with an example.
 """
 
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ from evaluator.engine.scores import (
 )
 from evaluator.engine.session import Circumstances, Outputs
 from evaluator.imaging.canvas import pack
+from evaluator.imaging.resize import Picture
 from evaluator.imaging.views import ViewImage, make_views
 from evaluator.protocols import Averaging, Protocol, View
 
@@ -118,9 +120,9 @@ class Classified:
 
 
 def classify_images(
-    session: Model, images: Sequence[Pixels], protocol: Protocol, *, keep_windows: bool = False
+    session: Model, images: Sequence[Picture], protocol: Protocol, *, keep_windows: bool = False
 ) -> list[Classified]:
-    """Classify decoded images, uint8 (H, W, 3) each; their views share batches.
+    """Classify decoded images, uint8 (H, W, 3) or Pillow's own in RGB; their views share batches.
 
     keep_windows: keep each view's window scores, which a heat map needs (0.5 to 2 MB a view at 1000 classes).
     Raises ContractError when the model gives NaN.
@@ -138,10 +140,20 @@ def run_views(session: Model, views: Sequence[ViewImage], *, keep_windows: bool 
     """
     results: dict[int, ViewResult] = {}
     for batch in plan_views(session, views).batches:
-        packed = pack_batch(batch, views)
-        outputs = session.run(packed.images, packed.sizes)
-        results.update(results_of(packed.members, outputs, keep_windows=keep_windows))
+        results.update(run_batch(session, batch, views, keep_windows=keep_windows))
     return [results[index] for index in range(len(views))]
+
+
+def run_batch(
+    session: Model, batch: Batch, views: Sequence[ViewImage], *, keep_windows: bool = False
+) -> dict[int, ViewResult]:
+    """Run one batch of the planned views; returns the result of each of its views under its index.
+
+    Only the thread that owns the session may call this.
+    """
+    packed = pack_batch(batch, views)
+    outputs = session.run(packed.images, packed.sizes)
+    return results_of(packed.members, outputs, keep_windows=keep_windows)
 
 
 def plan_views(session: Model, views: Sequence[ViewImage]) -> Plan:

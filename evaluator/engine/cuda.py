@@ -7,9 +7,10 @@ import ctypes
 import queue
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,34 +18,48 @@ import numpy.typing as npt
 from evaluator.contract import OUTPUTS
 from evaluator.errors import EnvironmentFault
 
+GpuPrecision = Literal["fp32", "tf32", "fp16"]
+
 SLOTS = 3  # batches on the GPU: one is computed, one waits for that, one is being uploaded
+ARENA_SHARE = 0.8  # of the memory that is free; the rest is for batches, what cuDNN and the driver keep, and others
+ARENA_STEP = 2**29  # bytes: a little more or less in others' hands changes no batches, and so no results
 
 _HOST_TO_DEVICE, _NON_BLOCKING = 1, 1  # cudaMemcpyHostToDevice, cudaStreamNonBlocking
+_PROPERTIES, _NAME = 4096, 256  # bytes: more than struct cudaDeviceProp has, and of the name with which it begins
 
 
-def cuda_options(gpu: int = 0, *, tf32: bool = False, memory: int | None = None) -> dict[str, str]:
+def cuda_options(gpu: int = 0, *, precision: GpuPrecision = "fp16", memory: int | None = None) -> dict[str, str]:
     """Return the options of the CUDA provider; it takes text only.
 
-    gpu: which one, from 0; memory: most bytes of its arena, besides what cuDNN and the driver take.
+    gpu: which one, from 0; precision: what is computed in; memory: most bytes of its arena, besides what cuDNN and the
+    driver take.
     """
     options = {
         "device_id": str(gpu),
         # The other searches rebuild every convolution's plan for 100-300 ms at each change of shape.
         "cudnn_conv_algo_search": "HEURISTIC",
         "prefer_nhwc": "1",  # the layout of the tensor cores
-        "fuse_conv_bias": "1",  # in NHWC only
-        "use_tf32": str(int(tf32)),
+        # In NHWC only. Where cuDNN has no fused plan the provider tries again with TF32, so not for the reference.
+        "fuse_conv_bias": str(int(precision != "fp32")),
+        "use_tf32": str(int(precision == "tf32")),
         "arena_extend_strategy": "kNextPowerOfTwo",  # exact regions would never be merged, and shapes vary
     }
     return options if memory is None else {**options, "gpu_mem_limit": str(memory)}
 
 
 @dataclass(eq=False)
-class Slot:
-    """Memory for one batch of canvases: page-locked on the host, and its copy on the GPU. Grows, and is used again."""
+class GpuMemory:
+    """Bytes on a GPU. address: of the first."""
 
-    pinned: npt.NDArray[np.uint8]
-    on_gpu: Any = None  # an OrtValue of as many bytes
+    address: int = 0  # of none
+
+
+@dataclass(eq=False)
+class Slot:
+    """Memory for one batch of canvases: page-locked on the host, and as much on the GPU. Grows, and is used again."""
+
+    pinned: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
+    on_gpu: GpuMemory = field(default_factory=GpuMemory)
 
 
 @dataclass(eq=False)
@@ -60,20 +75,25 @@ class Uploaded:
 class CudaBinding:
     """Inputs and outputs of a session that live on the GPU.
 
-    A batch is uploaded by `stage` in one thread, on a stream of its own, while `compute` runs another in the thread
-    that owns the session. The small outputs are written straight into numpy's memory; window scores, 2 MB a view, stay
-    on the GPU until somebody asks for them.
+    A batch is uploaded by `stage` in one thread, on a stream of its own, while `compute` runs another. The small
+    outputs are written straight into numpy's memory; window scores, 2 MB a view, stay on the GPU until somebody asks
+    for them.
+
+    Whoever calls, one thread of the binding's own computes: run from ever new threads, a session's arena grows and
+    grows (onnxruntime issue 29351). Batches lie beside the arena: what it hands out while a run is queued may still be
+    written by that run (issue 32342).
     """
 
-    def __init__(self, runtime: ModuleType, session: Any, gpu: int, classes: int):
+    def __init__(self, runtime: ModuleType, session: Any, cuda: "CudaRuntime", classes: int):
         self._runtime = runtime
         self._session = session
-        self._gpu = gpu
+        self._cuda = cuda
         self._classes = classes
-        self._cuda = CudaRuntime(runtime, gpu)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"cuda-{cuda.gpu}")
+        self._worker.submit(int).result()  # starts the thread: Ctrl-C while the first batch does so could leave two
         self._slots: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for _ in range(SLOTS):
-            self._slots.put(Slot(np.empty(0, np.uint8)))
+            self._slots.put(Slot())
 
     def stage(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> Uploaded:
         """Upload a batch; returns when it is on the GPU. Waits while SLOTS batches are there."""
@@ -84,45 +104,50 @@ class CudaBinding:
             if slot.pinned.nbytes < images.nbytes:
                 self._grow(slot, images.nbytes)
             np.copyto(slot.pinned[: images.nbytes].reshape(images.shape), images)
-            self._cuda.upload(slot.pinned[: images.nbytes], slot.on_gpu.data_ptr())
+            self._cuda.upload(slot.pinned[: images.nbytes], slot.on_gpu)
         except BaseException:
             batch.free()  # an error that somebody keeps would keep the batch too
             raise
         return batch
 
     def _grow(self, slot: Slot, size: int) -> None:
-        """Give a slot so many bytes; when that fails it has none."""
-        slot.pinned, slot.on_gpu = np.empty(0, np.uint8), None  # first, so that the new ones may take their place
-        on_gpu = self._session.create_ortvalue_from_shape_and_type([size], np.uint8, "cuda", self._gpu)
+        """Give a slot the next power of two of bytes, so that it seldom grows; when that fails it has none."""
+        size = 1 << (size - 1).bit_length()
+        # First, so that the new ones may take their place.
+        slot.pinned, slot.on_gpu = np.empty(0, np.uint8), GpuMemory()
+        on_gpu = self._cuda.on_gpu(size)
         slot.pinned, slot.on_gpu = self._cuda.pinned(size), on_gpu
 
     def compute(self, batch: Uploaded) -> list[Any]:
-        """Run an uploaded batch; see `LoadedModel.compute`."""
-        try:
-            return self._compute(batch)
-        finally:
-            batch.free()
+        """Run an uploaded batch; see `LoadedModel.compute`. Any thread may call, one at a time is served."""
+        return self._worker.submit(self._compute, batch).result()
 
     def _compute(self, batch: Uploaded) -> list[Any]:
-        rows, value = batch.shape[0], self._runtime.OrtValue
+        try:
+            return self._run(batch)
+        finally:
+            batch.free()  # here, because a caller who is interrupted leaves while the GPU still reads the batch
+
+    def _run(self, batch: Uploaded) -> list[Any]:
+        rows, value, gpu = batch.shape[0], self._runtime.OrtValue, self._cuda.gpu
         small = [
             np.empty((rows, self._classes), np.float32),
             np.empty((rows, self._classes), np.float32),
             np.empty((rows, 2), np.int64),
         ]
         binding = self._session.io_binding()  # anew, because outputs stay bound to the run before
-        binding.bind_input("images", "cuda", self._gpu, np.uint8, batch.shape, batch.slot.on_gpu.data_ptr())
+        binding.bind_input("images", "cuda", gpu, np.uint8, batch.shape, batch.slot.on_gpu.address)
         binding.bind_cpu_input("sizes", batch.sizes)
         for name, array in zip(OUTPUTS, small, strict=False):
             binding.bind_ortvalue_output(name, value.ortvalue_from_numpy(array))
-        binding.bind_output(OUTPUTS[-1], "cuda", self._gpu)
+        binding.bind_output(OUTPUTS[-1], "cuda", gpu)
         self._session.run_with_iobinding(binding)
         window_scores = binding.get_outputs()[-1]
         return [*small, window_scores.numpy]
 
 
 class CudaRuntime:
-    """The few functions of libcudart that onnxruntime's Python interface lacks: page-locked memory and a stream.
+    """The few functions of libcudart that onnxruntime's Python interface lacks: memory, a stream, and what a GPU has.
 
     Its own uploads copy from pageable memory, in the default stream, and keep the interpreter meanwhile.
     Raises EnvironmentFault when the library is missing or a call fails.
@@ -131,13 +156,40 @@ class CudaRuntime:
     def __init__(self, runtime: ModuleType, gpu: int):
         name = f"libcudart.so.{str(runtime.cuda_version).partition('.')[0]}"
         try:
-            self._library = ctypes.CDLL(name)  # onnxruntime has loaded it
+            self._library = ctypes.CDLL(name)  # onnxruntime takes the same
         except OSError as error:
             raise EnvironmentFault(f"--device cuda: {name} cannot be loaded ({error}). Install CUDA") from error
-        self._gpu = gpu
+        self.gpu = gpu
         self._stream = ctypes.c_void_p()
         self._use_gpu()
         self._call("cudaStreamCreateWithFlags", ctypes.byref(self._stream), ctypes.c_uint(_NON_BLOCKING))
+
+    def name(self) -> str:
+        """Return what the GPU is called."""
+        properties = ctypes.create_string_buffer(_PROPERTIES)
+        self._call("cudaGetDeviceProperties", properties, ctypes.c_int(self.gpu))
+        return properties.raw[:_NAME].split(b"\0")[0].decode("ascii", errors="replace")
+
+    def arena_bytes(self, most: int | None = None) -> int:
+        """Return how many bytes the runtime's arena may have: a share of what is free now, or `most` if that is less.
+
+        The share is rounded down to whole ARENA_STEPs, unless it is less than one.
+        """
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self._use_gpu()
+        self._call("cudaMemGetInfo", ctypes.byref(free), ctypes.byref(total))
+        share = int(ARENA_SHARE * free.value)
+        share = share // ARENA_STEP * ARENA_STEP or share
+        return share if most is None else min(most, share)
+
+    def on_gpu(self, size: int) -> GpuMemory:
+        """Return so many bytes on the GPU; they are freed with the object."""
+        address = ctypes.c_void_p()
+        self._use_gpu()
+        self._call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(size))
+        memory = GpuMemory(address.value or 0)
+        weakref.finalize(memory, self._library.cudaFree, address)
+        return memory
 
     def pinned(self, size: int) -> npt.NDArray[np.uint8]:
         """Return so many bytes of page-locked memory; they are freed with the array and all its views."""
@@ -148,12 +200,12 @@ class CudaRuntime:
         weakref.finalize(buffer, self._library.cudaFreeHost, address)
         return np.frombuffer(memoryview(buffer), np.uint8)
 
-    def upload(self, source: npt.NDArray[np.uint8], target: int) -> None:
-        """Copy bytes to an address on the GPU and wait for it, without keeping the interpreter."""
+    def upload(self, source: npt.NDArray[np.uint8], target: GpuMemory) -> None:
+        """Copy bytes to the GPU and wait for it, without keeping the interpreter."""
         self._use_gpu()
         self._call(
             "cudaMemcpyAsync",
-            ctypes.c_void_p(target),
+            ctypes.c_void_p(target.address),
             ctypes.c_void_p(source.ctypes.data),
             ctypes.c_size_t(source.nbytes),
             ctypes.c_int(_HOST_TO_DEVICE),
@@ -163,7 +215,7 @@ class CudaRuntime:
 
     def _use_gpu(self) -> None:
         """Choose the GPU, which each calling thread has to do for itself: in others the functions would take GPU 0."""
-        self._call("cudaSetDevice", ctypes.c_int(self._gpu))
+        self._call("cudaSetDevice", ctypes.c_int(self.gpu))
 
     def _call(self, function: str, *arguments: Any) -> None:
         status = getattr(self._library, function)(*arguments)
@@ -171,4 +223,4 @@ class CudaRuntime:
             describe = self._library.cudaGetErrorString
             describe.restype = ctypes.c_char_p
             words = (describe(status) or b"").decode(errors="replace")
-            raise EnvironmentFault(f"--device cuda: {function} failed on GPU {self._gpu} ({status}: {words})")
+            raise EnvironmentFault(f"--device cuda: {function} failed on GPU {self.gpu} ({status}: {words})")

@@ -4,6 +4,7 @@ import ctypes
 from dataclasses import replace
 from pathlib import Path
 
+from evaluator.differences import differences, shown
 from evaluator.engine.session import Placement, Session, open_placed
 from evaluator.errors import EnvironmentFault, UsageError
 
@@ -12,14 +13,15 @@ _ON_A_CPU = "There one session uses all cores: leave --gpus out, and see --threa
 
 
 def open_sessions(path: Path, placement: Placement, gpus: int = 1) -> list[Session]:
-    """Load a model file once for each GPU.
+    """Load a model file once for each GPU, to evaluate many images; one after the other, as loading takes most memory.
 
     gpus: how many, from the placement's on; 0 for all that are visible. 1 is any device, GPU or not.
-    Raises UsageError when several are asked for on a CPU, EnvironmentFault when there are fewer, else as `open_placed`.
+    Raises UsageError when several are asked for on a CPU, EnvironmentFault when there are fewer or when they are not
+    alike, else as `open_placed`.
     """
     if gpus != 1 and placement.device in {"cpu", "openvino"}:
         raise UsageError(f"--gpus {gpus}: --device {placement.device} has no GPUs. {_ON_A_CPU}")
-    first = open_placed(path, placement)
+    first = open_placed(path, placement, for_many=True)
     if gpus == 1:
         return [first]
     if first.placement.device != "cuda":
@@ -30,8 +32,24 @@ def open_sessions(path: Path, placement: Placement, gpus: int = 1) -> list[Sessi
             f"--gpus {gpus}: {visible_gpus()} are visible here (CUDA_VISIBLE_DEVICES can hide some). Ask for fewer, or "
             "for all of them with --gpus 0"
         )
-    others = (replace(placement, device="cuda", gpu=gpu) for gpu in range(placement.gpu + 1, last))
-    return [first, *(open_placed(path, other) for other in others)]
+    sessions = [first]
+    for gpu in range(placement.gpu + 1, last):
+        where = replace(first.placement, gpu=gpu)
+        sessions.append(open_placed(path, where, for_many=True, digest=first.model_sha256))
+        _check_alike(first, sessions[-1])
+    return sessions
+
+
+def _check_alike(first: Session, other: Session) -> None:
+    """Refuse cards of two kinds, or with different room: a run states one kind and one way of batching."""
+    places = f"GPU {first.placement.gpu}", f"GPU {other.placement.gpu}"
+    facts = [{**each.circumstances.to_json(), "batching": each.rules.to_json()} for each in (first, other)]
+    if found := differences(*facts, places=places):
+        raise EnvironmentFault(
+            f"--gpus: {' and '.join(places)} would not compute alike:\n{shown(found)}\n"
+            "Choose equal ones with CUDA_VISIBLE_DEVICES. Where one has less free memory, end what takes it, or give "
+            "all of them less with --gpu-memory-limit"
+        )
 
 
 def visible_gpus() -> int:

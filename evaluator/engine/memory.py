@@ -1,46 +1,65 @@
-"""How much memory a run takes, told from the model file's metadata alone, and batches that stay within a limit.
+"""How much main memory a run takes, told from the model file's metadata alone, and batches that stay within a limit.
 
 What takes memory, for model A in float32 and one view of 480x1920 pixels as an example:
 
     base       Python and its libraries, the runtime                                                0.1 GB
     weights    the file's, as the runtime keeps them; while it loads them, twice the file            1.0 to 1.5 GB
     batch      maps of the trunk, or every window's pooled features (129 kB each, 1,819 windows)     0.6 GB
-    images     views of the part of a chunk that is computed, and of the part that is prepared      0.8 GB
+    packed     the pixels of batches that are computed or wait for it                               25 MB
+    images     views of the portion of a chunk that is computed, and of the one that is prepared     0.8 GB
+    decoding   pixels as they were before they were resized (`evaluator.imaging.room`)               0.3 GB
+    results    scores of views until they are averaged and written                                  15 MB
+    list       the images' names and labels, and in the end the lines of the run                     0.5 kB an image
 
-Nothing here depends on the number of images. The estimates are upper bounds: docs/performance.md compares them with
-what was measured.
+Only the last depends on the number of images. The estimates are upper bounds, but for one thing: an image that alone
+takes more than the room for decoding is decoded all the same, by itself (`LARGEST_DECODING`). docs/performance.md
+compares them with what was measured.
 """
 
 import math
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from evaluator.contract import ModelContract
 from evaluator.engine.batching import MAX_PIXELS, MAX_WINDOWS, MOST, BatchRules
 from evaluator.engine.footprint import WORKSPACE, Runtime, batch_bytes, bytes_at, operations_a_pixel, weights_bytes
 from evaluator.errors import UsageError
 from evaluator.imaging.resize import resized_size
+from evaluator.imaging.room import GPU_ROOM, ROOM
 from evaluator.protocols import Protocol
 
-# Measured on models A and C (712 and 1,323 MB) with onnxruntime 1.31.1 and OpenVINO 2026.4.1, on Linux.
-LOADING = 2.2  # peak while a file is loaded, in sizes of the file: 2.04 to 2.13
-SETTLED: Mapping[Runtime, float] = {"cpu": 1.4, "openvino": 2.2, "cuda": 2.2}  # afterwards: 1.30 to 1.38, 2.02 to 2.10
+# Measured on models A and C (712 and 1,323 MB) and on A in float16, with onnxruntime 1.31.1 and OpenVINO 2026.4.1, on
+# Linux; in sizes of the weights in float32, which is what these runtimes turn those of a float16 file into.
+LOADING: Mapping[str, float] = {"fp32": 2.2, "fp16": 2.6}  # peak, by the file's precision: 1.94 to 2.13, 1.96 to 2.43
+# After the first call, at which OpenVINO lays its weights out anew: 1.09 to 1.38, 2.06 to 2.27, 1.93 to 2.03.
+SETTLED: Mapping[tuple[Runtime, str], float] = {
+    ("cpu", "fp32"): 1.4,
+    ("openvino", "fp32"): 2.3,
+    ("openvino", "bf16"): 2.2,
+}
 BASE = 2**27  # bytes: 60 to 75 MB of Python and libraries, 46 to 57 MB more when a runtime is there
-PART_BYTES = 3 * 2**27  # of the views of one part, if every image were as elongated as the protocol lets it be
-# Of the host, for a GPU: the 1,024 images of a chunk in one part change its canvases four times less often.
+PART_BYTES = 3 * 2**27  # of the views of one portion, if every image were as elongated as the protocol lets it be
+# For a GPU: the 1,024 images of a chunk in one portion change its canvases four times less often.
 GPU_PART_BYTES = 6 * 2**30
-PART_SHARE = 16  # a part takes at most this part of a limit
-DECODING = 2**27  # bytes of images while they are decoded: 45 Mpixel; one of the largest that are allowed has 64
+PART_SHARE = 16  # a portion takes at most this part of a limit
+PACKED = 4  # batches whose pixels are kept: one is computed, two are ready, one is being packed
+RESULTS = 3  # portions whose results are kept until they are averaged
+LISTED = 512  # bytes an image: 280 in the dataset's list and 130 in the lines of the run, with names of 40 characters
+# Images of a dataset and of a chunk, for which rules leave room before either is known.
+LISTED_USUALLY, CHUNK_USUALLY = 50_000, 64
 
 # Assumptions about a GPU, not measured here.
+GPU_BASE = 2**31  # bytes of main memory: the libraries of CUDA and cuDNN
+GPU_SETTLED = 2.2  # what the weights take there, in sizes of the file
+GPU_HOST_SETTLED = 1.1  # and in main memory once they are on the GPU
+GPU_PACKED = 8  # of batches in main memory: three page-locked, of up to twice the size, and two that are packed
 GPU_BATCH_BYTES = 6 * 2**30  # of a batch unless a limit is lower: some 10 Mpixel of net C, far more than fill a GPU
 GPU_SWITCH_SECONDS = 0.020  # in which the CUDA provider rebuilds the plans of about 20 convolutions
 GPU_RATE: Mapping[str, float] = {"fp16": 400e12, "tf32": 200e12, "fp32": 45e12}  # operations per second of a whole net
 GPU_CANVAS_CELLS = 2  # a canvas grows in cells of the feature map: 32 px for A, B, C; 256, 384 and 480 need no rounding
 
+_VALUE_BYTES: Mapping[str, int] = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # of a number in a map
 MOST_MEMORY = 2**60
 _UNITS = "MGT"
 _AMOUNT = re.compile(r"(?P<number>\d{1,15}(?:\.\d{1,6})?)(?P<unit>[MGT])(?:iB|(?P<decimal>B))?", re.ASCII)
@@ -48,38 +67,76 @@ _AMOUNT = re.compile(r"(?P<number>\d{1,15}(?:\.\d{1,6})?)(?P<unit>[MGT])(?:iB|(?
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes that a process takes at most.
+    """Bytes of main memory that a process takes at most; what each is, see above.
 
-    loading: while the file is loaded, when there are no batches and images yet; weights: afterwards.
+    loading: while the file is loaded, when there are no batches and images yet.
     """
 
     base: int
     loading: int
     weights: int
     batch: int
+    packed: int
     images: int
+    decoding: int
+    results: int
+    listed: int
 
     @property
     def total(self) -> int:
         """Return the most that is taken at any time."""
-        return self.base + max(self.loading, self.weights + self.batch + self.images)
+        running = self.weights + self.batch + self.packed + self.images + self.decoding + self.results + self.listed
+        return self.base + max(self.loading, running)
 
     def __str__(self) -> str:
-        parts = {key: in_bytes(getattr(self, key)) for key in ("base", "weights", "batch", "images")}
-        listed = ", ".join(f"{key} {text}" for key, text in parts.items())
+        parts = {
+            "base": self.base,
+            "weights": self.weights,
+            "batches": self.batch + self.packed,
+            "images": self.images,
+            "decoding": self.decoding,
+            "results": self.results + self.listed,
+        }
+        listed = ", ".join(f"{key} {in_bytes(value)}" for key, value in parts.items())
         return f"{in_bytes(self.total)} ({listed}; {in_bytes(self.loading)} while loading the weights)"
 
 
+@dataclass(frozen=True)
+class Running:
+    """How a model is run in one process, and on how much.
+
+    precision: what is computed in; file_bytes: of the model file, 0 for what its architecture tells; gpu_rules: of the
+    sessions on GPUs, which do not depend on main memory; sessions: how many; pipelines: that each of them serves;
+    images: in the dataset; encoded: bytes of all files that are read at a time.
+    """
+
+    runtime: Runtime = "cpu"
+    precision: str = "fp32"
+    file_bytes: int = 0
+    gpu_rules: BatchRules | None = None
+    sessions: int = 1
+    pipelines: int = 1
+    images: int = 0
+    encoded: int = 0
+
+
 def rules_within(
-    contract: ModelContract, budget: int, most: BatchRules, value_bytes: int = 4, runtime: Runtime = "cpu"
+    contract: ModelContract,
+    budget: int,
+    most: BatchRules,
+    value_bytes: int = 4,
+    runtime: Runtime = "cpu",
+    *,
+    packed: int = 0,
 ) -> BatchRules:
     """Return rules whose batches take no more than `budget` bytes.
 
-    most: rules for when memory is no matter, of which both limits shrink alike. An image that alone exceeds them is a
+    most: rules for when memory is no matter, of which both limits shrink alike; packed: how many batches of pixels come
+    on top, besides what is being computed. An image that alone exceeds them is a
     batch all the same: see `require_fits`.
     """
     needed = bytes_at(contract, most.max_pixels, most.max_windows, value_bytes, runtime)
-    share = (budget - WORKSPACE) / (needed - WORKSPACE)
+    share = (budget - WORKSPACE) / (needed - WORKSPACE + packed * 3 * most.max_pixels)
     if share >= 1:
         return most
     windows, pixels = (max(1, int(share * limit)) for limit in (most.max_windows, most.max_pixels))
@@ -87,17 +144,23 @@ def rules_within(
 
 
 def cpu_rules(
-    contract: ModelContract, memory: int | None, *, file_bytes: int = 0, runtime: Runtime = "cpu"
+    contract: ModelContract,
+    memory: int | None,
+    *,
+    file_bytes: int = 0,
+    runtime: Runtime = "cpu",
+    precision: str = "fp32",
 ) -> BatchRules:
     """Return the rules of a CPU: those that are usual, or smaller ones.
 
     memory: most bytes of the process, or None; file_bytes: of the model file, 0 for what its architecture tells;
-    runtime: `cpu` (onnxruntime) or `openvino`.
+    runtime: `cpu` (onnxruntime) or `openvino`; precision: what is computed in.
     """
     if memory is None:
         return BatchRules()
-    budget = memory - BASE - _settled(contract, file_bytes, runtime) - _images_bytes(memory)
-    return rules_within(contract, budget, BatchRules(), runtime=runtime)
+    settled = math.ceil(SETTLED[runtime, precision] * _weights_there(contract, file_bytes, runtime))
+    budget = memory - BASE - settled - _beside_batches(contract, memory)
+    return rules_within(contract, budget, BatchRules(), _VALUE_BYTES[precision], runtime, packed=PACKED)
 
 
 def gpu_rules(
@@ -114,21 +177,21 @@ def gpu_rules(
     switch = int(GPU_SWITCH_SECONDS * GPU_RATE[precision] / operations_a_pixel(contract))
     budget = GPU_BATCH_BYTES
     if memory is not None:
-        budget = min(budget, memory - _settled(contract, file_bytes, "cuda"))
+        budget = min(budget, memory - math.ceil(GPU_SETTLED * (file_bytes or weights_bytes(contract))))
     most = BatchRules(step, 16 * MAX_WINDOWS, 16 * MAX_PIXELS, min(switch, MOST))
-    return rules_within(contract, budget, most, 2 if precision == "fp16" else 4, "cuda")
+    return rules_within(contract, budget, most, _VALUE_BYTES[precision], "cuda")
 
 
 def part_within(protocol: Protocol, chunk: int, memory: int | None, *, gpu: bool = False) -> int:
     """Return how many images of a chunk are prepared and computed at a time.
 
-    memory: most bytes of the process, or None; with gpu the limit is the GPU's and does not matter here.
+    memory: most bytes of main memory of the process, or None; gpu: whether a GPU computes.
 
     A function of the protocol and the limit and of nothing else: in which company an image is computed can move the
     last bit of its scores, so that a chunk must be cut alike wherever and whenever it is evaluated.
     """
     most = GPU_PART_BYTES if gpu else PART_BYTES
-    if memory is not None and not gpu:
+    if memory is not None:
         most = min(most, memory // PART_SHARE)
     parts = -(-chunk // max(1, most // image_bytes(protocol)))
     return -(-chunk // parts)
@@ -142,30 +205,38 @@ def image_bytes(protocol: Protocol) -> int:
 
 
 def memory_need(
-    contract: ModelContract,
-    protocol: Protocol,
-    chunk: int,
-    memory: int | None,
-    *,
-    file_bytes: int = 0,
-    runtime: Runtime = "cpu",
+    contract: ModelContract, protocol: Protocol, chunk: int, memory: int | None, running: Running = Running()
 ) -> MemoryNeed:
-    """Return what evaluating chunks of images takes at most, on a CPU. Their number does not matter.
+    """Return what evaluating chunks of images takes of the main memory at most.
 
-    memory: the limit for which batches and parts are planned, or None; file_bytes, runtime: see `cpu_rules`.
+    memory: the limit for which batches and portions are planned, or None.
     """
-    rules = cpu_rules(contract, memory, file_bytes=file_bytes, runtime=runtime)
+    gpu, runtime, precision = running.runtime == "cuda", running.runtime, running.precision
+    file_bytes, streams = running.file_bytes, running.sessions * running.pipelines
+    weights = _weights_there(contract, file_bytes, runtime)
+    settled = math.ceil((GPU_HOST_SETTLED if gpu else SETTLED[runtime, precision]) * weights)
+    rules = running.gpu_rules or cpu_rules(
+        contract, memory, file_bytes=file_bytes, runtime=runtime, precision=precision
+    )
+    largest_view = max(height * width for height, width in _view_sizes(contract, protocol))
+    portion = part_within(protocol, chunk, memory, gpu=gpu)
     return MemoryNeed(
-        base=BASE,
-        loading=math.ceil(LOADING * (file_bytes or weights_bytes(contract))),
-        weights=_settled(contract, file_bytes, runtime),
-        batch=largest_batch_bytes(contract, protocol, rules, runtime),
-        images=2 * part_within(protocol, chunk, memory) * image_bytes(protocol) + DECODING,
+        base=GPU_BASE if gpu else BASE,
+        loading=math.ceil(LOADING[contract.precision] * weights) + (running.sessions - 1) * settled,
+        weights=running.sessions * settled,
+        batch=WORKSPACE if gpu else largest_batch_bytes(contract, protocol, rules, runtime, precision),
+        packed=streams * (GPU_PACKED if gpu else PACKED) * 3 * max(rules.max_pixels, largest_view),
+        images=streams * 2 * portion * image_bytes(protocol),
+        decoding=(GPU_ROOM if gpu else ROOM) + running.encoded,
+        results=_results_bytes(len(protocol.views), len(contract.classes), portion, chunk, streams),
+        listed=LISTED * running.images,
     )
 
 
-def largest_batch_bytes(contract: ModelContract, protocol: Protocol, rules: BatchRules, runtime: Runtime) -> int:
-    """Return what the largest batch of a protocol's views takes in float32, up to the longest image that is not capped.
+def largest_batch_bytes(
+    contract: ModelContract, protocol: Protocol, rules: BatchRules, runtime: Runtime, precision: str = "fp32"
+) -> int:
+    """Return what the largest batch of a protocol's views takes, up to the longest image that is not capped.
 
     Lengths are tried in steps of a cell of the feature map.
     """
@@ -173,7 +244,7 @@ def largest_batch_bytes(contract: ModelContract, protocol: Protocol, rules: Batc
     for height, width in _view_sizes(contract, protocol):
         rows, columns = contract.window_grid(height, width)
         limits = rules.max_windows // max(1, rows * columns), rules.max_pixels // (height * width)
-        found = max(found, batch_bytes(contract, max(1, min(limits)), height, width, runtime=runtime))
+        found = max(found, batch_bytes(contract, max(1, min(limits)), height, width, _VALUE_BYTES[precision], runtime))
     return found
 
 
@@ -190,27 +261,21 @@ def _view_sizes(contract: ModelContract, protocol: Protocol) -> list[tuple[int, 
 
 
 def require_fits(
-    contract: ModelContract,
-    protocol: Protocol,
-    chunk: int,
-    memory: int,
-    *,
-    file_bytes: int = 0,
-    runtime: Runtime = "cpu",
+    contract: ModelContract, protocol: Protocol, chunk: int, memory: int, running: Running = Running()
 ) -> MemoryNeed:
     """Return what a run takes within a limit (see `memory_need`), if that can be kept.
 
     Raises UsageError that says how much is needed, for what, and what to change.
     """
-    need = enough = memory_need(contract, protocol, chunk, memory, file_bytes=file_bytes, runtime=runtime)
+    need = enough = memory_need(contract, protocol, chunk, memory, running)
     if need.total <= memory:
         return need
     given = memory
-    while enough.total > given:  # a larger limit lets parts grow by an eighth of it, so this ends
+    while enough.total > given:  # a larger limit lets portions grow by an eighth of it, so this ends
         given = enough.total
-        enough = memory_need(contract, protocol, chunk, given, file_bytes=file_bytes, runtime=runtime)
+        enough = memory_need(contract, protocol, chunk, given, running)
     loading = need.total == need.base + need.loading
-    if loading or protocol.crop is not None:
+    if loading or protocol.crop is not None or running.runtime == "cuda":
         why, mend = "Loading the model takes the most of it. " if loading else "", ""
     else:
         scale, longest = max(protocol.scales), protocol.long_side_cap
@@ -225,7 +290,7 @@ def require_fits(
 def require_room(contract: ModelContract, protocol: Protocol, image: tuple[int, int], available: int) -> None:
     """Refuse an image of which one view alone takes more than there is.
 
-    image: height and width in pixels; available: bytes, see `machine_memory`. Raises UsageError that says how much.
+    image: height and width in pixels; available: bytes, see `evaluator.machine`. Raises UsageError that says how much.
     """
     if protocol.crop is not None:
         return
@@ -238,10 +303,11 @@ def require_room(contract: ModelContract, protocol: Protocol, image: tuple[int, 
         )
 
 
-def parse_memory(text: str | None) -> int | None:
+def parse_memory(text: str | None, option: str = "--memory-limit") -> int | None:
     """Read an amount of memory as bytes: 900M, 6G or 1.5GiB in powers of 1024, 6GB in powers of 1000; None for None.
 
     Raises UsageError for anything else, so that 6 or 6Gb is not taken for something that was not meant.
+    option: for its text.
     """
     if text is None:
         return None
@@ -252,7 +318,7 @@ def parse_memory(text: str | None) -> int | None:
         value = int(float(found["number"]) * (1000 if found["decimal"] else 1024) ** power)
     if not found or not 1 <= value <= MOST_MEMORY:
         raise UsageError(
-            f"--memory-limit {text}: not an amount of memory. Write it with its unit: 900M, 6G or 1.5GiB in powers of "
+            f"{option} {text}: not an amount of memory. Write it with its unit: 900M, 6G or 1.5GiB in powers of "
             "1024, 6GB in powers of 1000"
         )
     return value
@@ -268,49 +334,19 @@ def in_bytes(value: int) -> str:
     raise AssertionError("there is a unit for everything")
 
 
-def machine_memory(root: Path = Path("/")) -> int:
-    """Return the bytes that this process can have: the machine's, or the limit of its control group when lower.
-
-    root: where /proc and /sys are found. Groups of version 1 and 2 are read, and those above them, whose limits hold
-    too; as seen in a container, the group's own folder may be the root of the tree.
-    """
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [physical]
-    for file in _limit_files(root):
-        try:
-            text = file.read_text().strip()
-        except OSError:
-            continue
-        if text.isdecimal():  # else `max`: none
-            limits.append(int(text))
-    return min(limits)
+def _weights_there(contract: ModelContract, file_bytes: int, runtime: Runtime) -> int:
+    """Return what the weights would take once: in float32 on a CPU, as the file has them on a GPU."""
+    twice = contract.precision == "fp16" and runtime != "cuda"
+    return (2 if twice else 1) * (file_bytes or weights_bytes(contract))
 
 
-def _limit_files(root: Path) -> list[Path]:
-    """Return the files that can hold this process's limits."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    files = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, name = root / "sys/fs/cgroup", "memory.max"
-        elif "memory" in controllers.split(","):
-            base, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
-        else:
-            continue
-        parts = [part for part in path.split("/") if part not in {"", ".."}]
-        files += [base.joinpath(*parts[:depth], name) for depth in range(len(parts) + 1)]
-    return files
+def _results_bytes(views: int, classes: int, portion: int, chunk: int, streams: int = 1) -> int:
+    """Return what scores take: of each view with its logits until it is averaged, then of each image until written."""
+    return streams * 4 * classes * (2 * views * (RESULTS * portion + chunk) + RESULTS * chunk)
 
 
-def _settled(contract: ModelContract, file_bytes: int, runtime: Runtime) -> int:
-    """Return what the weights take once they are loaded."""
-    return math.ceil(SETTLED[runtime] * (file_bytes or weights_bytes(contract)))
-
-
-def _images_bytes(memory: int) -> int:
-    """Return what two parts of images and those in the decoders take within a limit."""
-    return 2 * min(PART_BYTES, memory // PART_SHARE) + DECODING
+def _beside_batches(contract: ModelContract, memory: int) -> int:
+    """Return what everything but batches takes beside the weights within a limit, for the usual views and images."""
+    views = 2 * len(contract.default_scales)
+    results = _results_bytes(views, len(contract.classes), CHUNK_USUALLY, CHUNK_USUALLY)
+    return 2 * min(PART_BYTES, memory // PART_SHARE) + ROOM + results + LISTED * LISTED_USUALLY

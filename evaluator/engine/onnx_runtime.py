@@ -3,7 +3,6 @@
 import contextlib
 import importlib.metadata
 import io
-import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,14 +13,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from evaluator.contract import OUTPUTS
-from evaluator.engine.cuda import CudaBinding, cuda_options
+from evaluator.contract import OUTPUTS, PREFIX
+from evaluator.engine.cuda import CudaBinding, CudaRuntime, GpuPrecision, cuda_options
+from evaluator.engine.model_metadata import read_metadata
 from evaluator.engine.runtime import Array, lacks_memory, load_error, reason_of
 from evaluator.errors import ContractError, EnvironmentFault, how_to_install
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
-
-log = logging.getLogger(__name__)
 
 _RUNTIMES = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino")  # three distributions, one import package
 
@@ -30,10 +28,11 @@ class OnnxRuntimeModel:
     """A model file, loaded on one provider and no other.
 
     metadata: of the file; inputs, outputs: their names; image_shape, scores_shape: as the graph states them, numbers
-    where it fixes a length; packages: name → version of what can change a score.
+    where it fixes a length; packages: name → version of what can change a score, on CUDA with the GPU's name.
+    cuda: of its GPU, where the provider is CUDA.
     """
 
-    def __init__(self, runtime: ModuleType, session: Any, provider: str, gpu: int):
+    def __init__(self, runtime: ModuleType, session: Any, provider: str, cuda: CudaRuntime | None = None):
         self.provider: str = provider
         self.precision: str | None = None  # the file's own, or what `load` was told
         self.metadata: Mapping[str, str] = session.get_modelmeta().custom_metadata_map
@@ -41,9 +40,12 @@ class OnnxRuntimeModel:
         self.outputs: tuple[str, ...] = tuple(value.name for value in session.get_outputs())
         self.image_shape: Sequence[Any] = session.get_inputs()[0].shape
         self.scores_shape: Sequence[Any] = session.get_outputs()[0].shape
-        self.packages: Mapping[str, str] = {(_installed_runtimes() or ["onnxruntime"])[0]: str(runtime.__version__)}
+        package = (_installed_runtimes() or ["onnxruntime"])[0]
+        self.packages: Mapping[str, str] = {
+            package: str(runtime.__version__), **({"gpu": cuda.name()} if cuda else {})
+        }  # fmt: skip
         self._session = session
-        self._binding = CudaBinding(runtime, session, gpu, self.scores_shape[-1]) if provider == CUDA else None
+        self._binding = CudaBinding(runtime, session, cuda, self.scores_shape[-1]) if cuda else None
 
     def stage(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> Any:
         """Bring a batch to the device; any thread may, also while another batch is computed."""
@@ -67,13 +69,16 @@ def load_on_cpu(path: Path, *, threads: int = 0) -> OnnxRuntimeModel:
     runtime = import_runtime()
     options = _options(runtime)
     options.intra_op_num_threads = threads
-    return OnnxRuntimeModel(runtime, _session(runtime, path, options, CPU), CPU, 0)
+    return OnnxRuntimeModel(runtime, _session(runtime, path, options, CPU), CPU)
 
 
-def load_on_cuda(path: Path, *, gpu: int = 0, tf32: bool = False, memory: int | None = None) -> OnnxRuntimeModel:
+def load_on_cuda(
+    path: Path, *, gpu: int = 0, tf32: bool = False, memory: int | None = None
+) -> tuple[OnnxRuntimeModel, int]:
     """Load a model file on the CUDA provider of one GPU; it runs wholly there or not at all.
 
-    tf32: let float32 convolutions and products round their inputs to TF32; memory: most bytes of the provider's arena.
+    tf32: let float32 convolutions and products round their inputs to TF32; memory: most bytes of the provider's arena,
+    which is also bounded by what is free on the GPU. Returns the bound too.
     Raises EnvironmentFault when CUDA does not come up, else as `open_session` does.
     """
     runtime = import_runtime()
@@ -87,10 +92,18 @@ def load_on_cuda(path: Path, *, gpu: int = 0, tf32: bool = False, memory: int | 
     options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     missing = _preload(runtime)
     try:
-        session = _session(runtime, path, options, CUDA, cuda_options(gpu, tf32=tf32, memory=memory))
+        cuda = CudaRuntime(runtime, gpu)
+        arena = cuda.arena_bytes(memory)
+        settings = cuda_options(gpu, precision="tf32" if tf32 else _file_precision(path), memory=arena)
+        session = _session(runtime, path, options, CUDA, settings)
+        return OnnxRuntimeModel(runtime, session, CUDA, cuda), arena
     except EnvironmentFault as error:
         raise EnvironmentFault(f"{error}. {missing}" if missing else str(error)) from error
-    return OnnxRuntimeModel(runtime, session, CUDA, gpu)
+
+
+def _file_precision(path: Path) -> GpuPrecision:
+    """Return what our model files say that they hold; fp32, which takes most care, where a file says nothing of it."""
+    return "fp16" if read_metadata(path).get(f"{PREFIX}precision") == '"fp16"' else "fp32"
 
 
 def _preload(runtime: ModuleType) -> str:
@@ -167,8 +180,9 @@ def _load_error(error: Exception, path: Path, *, cuda: bool) -> ContractError | 
     """Say whose fault a failed load is. The runtime's exception classes are named after its status codes."""
     kind = type(error).__name__
     faulty = kind in {"InvalidProtobuf", "InvalidGraph", "NoModel", "InvalidArgument", "NotImplemented"}
-    if cuda and not faulty and not lacks_memory(error):
-        return EnvironmentFault(f"--device cuda: {path} could not be loaded on the GPU ({reason_of(error)})")
+    if cuda and not faulty:
+        cause = ": too little memory is left there, or allowed" if lacks_memory(error) else ""
+        return EnvironmentFault(f"--device cuda: {path} could not be loaded on the GPU{cause} ({reason_of(error)})")
     return load_error(error, path, faulty=faulty)
 
 

@@ -15,7 +15,15 @@ from evaluator.errors import ContractError, EnvironmentFault
 Array = npt.NDArray[Any]
 
 _LONGEST_REASON, _REASON_HEAD = 400, 120  # characters of what the runtime says; the cause stands at its end
-_LACKING = ("bad_alloc", "allocate memory", "smaller than requested")  # the last: the arena's limit on a GPU
+# How runtimes say that memory lacks: on the host, on a GPU within the arena's limit, and in CUDA and its libraries.
+_LACKING = (
+    "bad_alloc",
+    "allocate memory",
+    "smaller than requested",
+    "out of memory",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 # `/path/file.cc:91 type name(arguments) const`, where parentheses may stand inside of parentheses.
 _SOURCE_PLACE = re.compile(
     r"[\w./+-]*\.(?:cc|h|cpp|hpp|cu|cuh):\d+ "

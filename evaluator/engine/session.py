@@ -6,7 +6,6 @@ quiet run of something else.
 
 import importlib.metadata
 import logging
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,9 +20,11 @@ import numpy.typing as npt
 from evaluator.contract import INPUTS, OUTPUTS, ModelContract, contract_from_metadata, how_to_write
 from evaluator.engine import onnx_runtime, openvino_runtime
 from evaluator.engine.batching import BatchRules
+from evaluator.engine.footprint import Runtime
 from evaluator.engine.memory import cpu_rules, gpu_rules
 from evaluator.engine.runtime import LoadedModel, lacks_memory, reason_of
-from evaluator.errors import ContractError, EnvironmentFault, PreluNetError, UsageError
+from evaluator.engine.trial import check_it_runs, run_largest
+from evaluator.errors import ContractError, EnvironmentFault, UsageError
 from evaluator.files import sha256_of
 
 Device = Literal["auto", "cpu", "openvino", "cuda"]
@@ -85,7 +86,8 @@ class Placement:
 
     device: `cpu` (onnxruntime), `openvino` (the CPU too), `cuda`, or `auto` (CUDA where it comes up, else `cpu`).
     precision: what it computes in; None is the file's own. threads: on a CPU; 0 is one per core. gpu: which, from 0.
-    memory: most bytes, see `evaluator.engine.memory`; None is what is fastest.
+    memory: most bytes of main memory that the process takes, see `evaluator.engine.memory`; None is what is fastest.
+    gpu_memory: most bytes of the runtime's arena on each GPU; None is what is fastest, as far as they are free.
     """
 
     device: Device = "auto"
@@ -93,6 +95,7 @@ class Placement:
     threads: int = 0
     gpu: int = 0
     memory: int | None = None
+    gpu_memory: int | None = None
 
 
 class Session:
@@ -149,14 +152,13 @@ class Session:
     def _memory_errors(self) -> Iterator[None]:
         try:
             yield
-        except PreluNetError:
-            raise
-        except Exception as error:  # the runtime's own classes
+        except Exception as error:  # the runtime's own classes, and ours for calls of CUDA
             if not lacks_memory(error):
                 raise
+            option = "--gpu-memory-limit" if self.placement.device == "cuda" else "--memory-limit"
             raise EnvironmentFault(
                 f"{self.circumstances.provider} has too little memory for a batch ({reason_of(error)}). "
-                "Give less with --memory-limit, or take smaller scales"
+                f"Take smaller scales, end other programs, or make batches smaller: {option} of validate and bench"
             ) from error
 
 
@@ -187,74 +189,62 @@ def open_session(
     return open_placed(path, Placement(device, precision, threads))
 
 
-def open_placed(path: Path, placement: Placement) -> Session:
+def open_placed(path: Path, placement: Placement, *, for_many: bool = False, digest: str | None = None) -> Session:
     """Load a model file where it is asked for; its `circumstances` say what came up.
+
+    On a GPU it runs once before it counts as loaded, in float32 with its scores compared; where it does not run, `auto`
+    goes on to the CPU with a warning. for_many: many images will follow, so that the largest batch is run too;
+    digest: SHA-256 of the file, where the caller knows it.
 
     Raises ContractError when the file is not ours or too new, EnvironmentFault when the device does not come up or
     cannot compute in that precision, UsageError when the file cannot be read or no such device or precision exists.
     """
-    asked = placement.precision
-    for what, value, known in (("device", placement.device, Device), ("precision", asked or "fp32", Precision)):
+    for what, value, known in (
+        ("device", placement.device, Device), ("precision", placement.precision or "fp32", Precision)
+    ):  # fmt: skip
         if value not in get_args(known):
             raise UsageError(f"no {what} '{value}'. There are: {', '.join(get_args(known))}")
-    digest = sha256_of(path)
-    loaded, device = _load(path, placement)
+    digest = digest or sha256_of(path)
+    if placement.device != "auto":
+        return _open(path, placement, digest, for_many=for_many)
+    if onnx_runtime.knows_cuda():
+        try:
+            return _open(path, replace(placement, device="cuda"), digest, for_many=for_many)
+        except EnvironmentFault as error:
+            log.warning("device auto: running on the CPU, because CUDA did not come up: %s", error)
+    return _open(path, replace(placement, device="cpu"), digest, for_many=for_many)
+
+
+def _open(path: Path, placement: Placement, digest: str, *, for_many: bool) -> Session:
+    """Load a model file on this very device and see that it runs there."""
+    device, file_bytes = placement.device, path.stat().st_size
+    loaded, arena = _load(path, placement)
     contract = contract_from_metadata(loaded.metadata, str(path))
     _check_interface(loaded, contract, path)
-    running = _running(device, contract, asked, path)
+    running = _running(device, contract, placement.precision, path)
     circumstances = Circumstances(loaded.provider, running, _versions(loaded.packages))
-    memory, file_bytes = placement.memory, path.stat().st_size
     if device == "cuda":
-        rules = gpu_rules(contract, memory, file_bytes=file_bytes, precision=running)
+        rules = gpu_rules(contract, arena, file_bytes=file_bytes, precision=running)
     else:
-        rules = cpu_rules(
-            contract, memory, file_bytes=file_bytes, runtime="openvino" if device == "openvino" else "cpu"
-        )
-    came_up = replace(placement, device=device)
-    session = Session(loaded, contract, digest, circumstances, came_up, rules=rules, model_bytes=file_bytes)
-    if device == "cuda":
-        warm(session, path.name)  # loading does not tell whether cuDNN is there
+        runtime: Runtime = "openvino" if device == "openvino" else "cpu"
+        rules = cpu_rules(contract, placement.memory, file_bytes=file_bytes, runtime=runtime, precision=running)
+    session = Session(loaded, contract, digest, circumstances, placement, rules=rules, model_bytes=file_bytes)
+    if device == "cuda" or for_many:
+        check_it_runs(session, path.name)  # on a GPU, loading does not even tell whether cuDNN is there
+    if device == "cuda" and for_many:
+        run_largest(session, path.name)
     return session
 
 
-def warm(session: Session, name: str) -> None:
-    """Run the smallest canvas, on a GPU a batch of the largest before it, so that no image meets the preparations.
-
-    The largest first, because a GPU's memory is taken in regions into which smaller batches then fit.
-    Raises EnvironmentFault when the model loads but does not run; name: of the model, for its text.
-    """
-    contract, rules = session.contract, session.rules
-    batches = [(1, contract.min_side)]
-    if session.circumstances.provider == onnx_runtime.CUDA:
-        side = max(contract.default_scales)
-        windows = math.prod(contract.window_grid(side, side))
-        batches = [(max(1, min(rules.max_pixels // side**2, rules.max_windows // windows)), side), *batches]
-    for rows, side in batches:
-        try:
-            session.run(np.zeros((rows, side, side, 3), np.uint8), np.full((rows, 2), side, np.int64))
-        except PreluNetError:
-            raise
-        except Exception as error:  # the runtime's own classes
-            raise EnvironmentFault(
-                f"model {name} loads but does not run on {session.circumstances.provider} with {rows} canvases of "
-                f"{side}x{side} ({type(error).__name__}: {reason_of(error)}). Try: prelunet verify MODEL.onnx"
-            ) from error
-
-
-def _load(path: Path, placement: Placement) -> tuple[LoadedModel, Device]:
-    """Load the file where it is asked for; returns where it is."""
-    device, precision, threads = placement.device, placement.precision, placement.threads
-    if device == "openvino":
-        return openvino_runtime.load(path, "bf16" if precision == "bf16" else "fp32", threads=threads), device
-    if device == "cuda" or (device == "auto" and onnx_runtime.knows_cuda()):
-        try:
-            tf32 = precision == "tf32"
-            return onnx_runtime.load_on_cuda(path, gpu=placement.gpu, tf32=tf32, memory=placement.memory), "cuda"
-        except EnvironmentFault as error:
-            if device == "cuda":
-                raise
-            log.warning("device auto: running on the CPU, because CUDA did not come up: %s", error)
-    return onnx_runtime.load_on_cpu(path, threads=threads), "cpu"
+def _load(path: Path, placement: Placement) -> tuple[LoadedModel, int | None]:
+    """Load the file on this very device; returns on a GPU how many bytes its arena may have."""
+    precision, threads = placement.precision, placement.threads
+    if placement.device == "cuda":
+        tf32 = precision == "tf32"
+        return onnx_runtime.load_on_cuda(path, gpu=placement.gpu, tf32=tf32, memory=placement.gpu_memory)
+    if placement.device == "openvino":
+        return openvino_runtime.load(path, "bf16" if precision == "bf16" else "fp32", threads=threads), None
+    return onnx_runtime.load_on_cpu(path, threads=threads), None
 
 
 def _running(device: Device, contract: ModelContract, asked: Precision | None, path: Path) -> Precision:

@@ -8,7 +8,7 @@ is changed after import, so any number of threads may decode.
 import io
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -86,6 +86,10 @@ class DecodeLimits:
             )
 
 
+_MOST_BYTES_A_PIXEL = 28 + 4  # WebP with transparency, and a copy that is rotated; see `decoding_bytes`
+LARGEST_DECODING = _MOST_BYTES_A_PIXEL * DecodeLimits.max_pixels  # bytes
+
+
 def decode_rgb(data: bytes, limits: DecodeLimits = DecodeLimits(), *, apply_exif: bool = False) -> UInt8Array:
     """Decode an image file to uint8 (H, W, 3), RGB, 0-255.
 
@@ -96,21 +100,31 @@ def decode_rgb(data: bytes, limits: DecodeLimits = DecodeLimits(), *, apply_exif
     Raises ImageError for bytes that are no image of `FORMATS`, are truncated or damaged, or exceed the limits.
     """
     with _image_errors(limits):
-        return np.array(_decoded(data, limits, apply_exif=apply_exif))
+        return np.array(_decoded(_open(data, limits), apply_exif=apply_exif))
 
 
-def decode_image(data: bytes, limits: DecodeLimits = DecodeLimits(), *, apply_exif: bool = False) -> Image.Image:
+def decode_image(
+    data: bytes,
+    limits: DecodeLimits = DecodeLimits(),
+    *,
+    apply_exif: bool = False,
+    admit: Callable[[int], None] = lambda _bytes: None,
+) -> Image.Image:
     """Decode as `decode_rgb` does, to Pillow's own RGB image.
+
+    admit: told after the header, before any pixel, how many bytes decoding and resizing will take at most; it may wait
+    (`evaluator.imaging.room`).
 
     For callers who resize next: the way through an array copies all pixels twice, which takes two fifths of the time
     of a 12-Mpixel photo at one scale (benchmarks/decoding.py) and half of its memory.
     """
     with _image_errors(limits):
-        return _decoded(data, limits, apply_exif=apply_exif)
+        image = _open(data, limits)
+        admit(decoding_bytes(image, apply_exif=apply_exif))
+        return _decoded(image, apply_exif=apply_exif)
 
 
-def _decoded(data: bytes, limits: DecodeLimits, *, apply_exif: bool) -> Image.Image:
-    image = _open(data, limits)
+def _decoded(image: ImageFile.ImageFile, *, apply_exif: bool) -> Image.Image:
     image.load()
     rgb = _to_rgb(image)
     if apply_exif:
@@ -118,6 +132,24 @@ def _decoded(data: bytes, limits: DecodeLimits, *, apply_exif: bool) -> Image.Im
         if orientation in _UPRIGHT:
             rgb = rgb.transpose(_UPRIGHT[orientation])
     return rgb
+
+
+def decoding_bytes(image: Image.Image, *, apply_exif: bool = False) -> int:
+    """Return what an image takes at most until it is RGB of its full size and resized; its pixels are not decoded yet.
+
+    Measured with Pillow 13.0 on 12 Mpixel of each kind: the decoder's own buffers, and the copies that the way to RGB
+    takes.
+    """
+    plain = image.mode in {"RGB", "L"}
+    if image.format in {"JPEG", "MPO"}:
+        each = 12 if image.info.get("progressive") else 5 if plain else 9  # 12: the coefficients of all scans
+    elif image.format == "WEBP":
+        each = 19 if plain else 28
+    elif plain:
+        each = 5 if image.format in {"PNG", "BMP"} else 11  # TIFF: a strip may be the whole image
+    else:
+        each = 18
+    return (each + 4 * apply_exif) * image.width * image.height
 
 
 def image_size(data: bytes, limits: DecodeLimits = DecodeLimits()) -> tuple[int, int]:

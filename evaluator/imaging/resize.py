@@ -36,13 +36,14 @@ def _uncapped_size(height: int, width: int, scale: int) -> tuple[int, int]:
 
 
 def resize_shorter_side(
-    image: UInt8Array, scale: int, cap: int = LONG_SIDE_CAP, interpolation: Interpolation = "bilinear"
+    image: Picture, scale: int, cap: int = LONG_SIDE_CAP, interpolation: Interpolation = "bilinear"
 ) -> tuple[UInt8Array, bool]:
     """Resize an image so that its shorter side has `scale` pixels.
 
-    image: uint8 (H, W, 3), any sides from 1 on. Returns uint8 (h, w, 3) and whether it was capped: of a long side
-    beyond cap·scale only the centre of cap·scale pixels is kept, from floor((long − cap·scale)/2) on, and only that
-    part is ever computed (a 1x20000 image at scale 256 would otherwise become 256x5120000).
+    image: uint8 (H, W, 3) or an RGB image of Pillow, any sides from 1 on. Returns uint8 (h, w, 3) and whether it was
+    capped: of a long side beyond cap·scale only the centre of cap·scale pixels is kept, from
+    floor((long − cap·scale)/2) on, and only that part is ever computed (a 1x20000 image at scale 256 would otherwise
+    become 256x5120000).
     """
     return resize_to_scales(image, (scale,), cap, interpolation)[scale]
 

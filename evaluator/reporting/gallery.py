@@ -6,7 +6,6 @@ All pictures together keep to a budget of bytes, which the classes share by taki
 
 import base64
 import io
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from evaluator.datasets import DatasetPlace, open_place
 from evaluator.datasets.sample import Dataset, Sample
 from evaluator.errors import DatasetError, PreluNetError, RunFolderError
 from evaluator.imaging.decode import decode_rgb
+from evaluator.machine import cores
 from evaluator.validation.predictions import Prediction
 from evaluator.validation.run import Run
 from evaluator.validation.run_log import find_dataset
@@ -170,7 +170,7 @@ def _with_pictures(gallery: Gallery, dataset: Dataset, run: Run) -> Gallery:
             )
     rest = [file for file in wanted if file not in shown]
     exif = run.info.protocol.apply_exif
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(cores()) as pool:
         pictures = _pictures(pool, dataset, [samples[file] for file in shown], THUMBNAIL, apply_exif=exif)
         mistakes = tuple(replace(m, thumbnail=p) for m, p in zip(gallery.mistakes, pictures, strict=True))
         left = BUDGET - sum(len(mistake.thumbnail or "") for mistake in mistakes)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from evaluator.engine.classify import Model, ViewResult, plan_views, run_views
+from evaluator.engine.classify import Model, ViewResult, plan_views, run_batch
 from evaluator.imaging.views import ViewImage
 
 
@@ -95,20 +95,21 @@ class ComputeThread:
         return True
 
     def _run_first_batch(self, waiting: list[_Waiting]) -> list[_Waiting]:
-        """Run the batch of the view that has waited longest; returns the views that are not in it."""
-        chosen = set(self._first_batch(waiting))
-        members = [waiter for index, waiter in enumerate(waiting) if index in chosen]
+        """Run the batch of the view that has waited longest; returns the views that are not in it.
+
+        All that waits is planned, and the first batch is run as it was planned: its views alone might be given another
+        canvas, for which a GPU would have to prepare itself anew.
+        """
+        views = [waiter.view for waiter in waiting]
+        batch = plan_views(self._session, views).batches[0]
+        members = [waiting[index] for index in batch.indices]
         keep_windows = any(member.request.keep_windows for member in members)
         try:
-            results = run_views(self._session, [member.view for member in members], keep_windows=keep_windows)
+            results = run_batch(self._session, batch, views, keep_windows=keep_windows)
         except Exception as error:
             for member in members:
                 member.request.fail(error)
         else:
-            for member, result in zip(members, results, strict=True):
-                member.request.finish(member.index, result)
-        return [waiter for index, waiter in enumerate(waiting) if index not in chosen]
-
-    def _first_batch(self, waiting: list[_Waiting]) -> tuple[int, ...]:
-        """Plan all that waits and return the places of the first batch's views."""
-        return plan_views(self._session, [waiter.view for waiter in waiting]).batches[0].indices
+            for index, result in results.items():
+                waiting[index].request.finish(waiting[index].index, result)
+        return [waiter for index, waiter in enumerate(waiting) if index not in batch.indices]

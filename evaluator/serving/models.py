@@ -1,15 +1,15 @@
 """The models of a server: names, sessions, and that each has run once before anybody is told that it is ready."""
 
-import os
 import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from evaluator.engine.session import Placement, Session, open_placed, warm
+from evaluator.engine.session import Placement, Session, open_placed
 from evaluator.errors import ModelNotFound, UsageError
 from evaluator.imaging.decode import DecodeLimits
+from evaluator.machine import cores
 from evaluator.serving.classifier import MAX_WAITING, Classifier
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -43,16 +43,8 @@ def parse_models(options: Sequence[str]) -> tuple[ModelFile, ...]:
 
 
 def load_models(files: Iterable[ModelFile], placement: Placement) -> list[tuple[ModelFile, Session]]:
-    """Load each model and run it once; all or none.
-
-    Raises what `open_placed` raises, and EnvironmentFault for a model that does not run here.
-    """
-    loaded = []
-    for file in files:
-        session = open_placed(file.path, placement)
-        warm(session, file.name)
-        loaded.append((file, session))
-    return loaded
+    """Load each model and run it once; all or none. Raises what `open_placed` raises."""
+    return [(file, open_placed(file.path, placement, for_many=True)) for file in files]
 
 
 class Models:
@@ -61,7 +53,7 @@ class Models:
     def __init__(
         self, loaded: Iterable[tuple[ModelFile, Session]], limits: DecodeLimits, max_waiting: int = MAX_WAITING
     ) -> None:
-        self._decoders = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="decode")
+        self._decoders = ThreadPoolExecutor(cores(), thread_name_prefix="decode")
         self._by_name = {
             file.name: Classifier(file.name, file.path.name, session, self._decoders, limits, max_waiting)
             for file, session in loaded

@@ -1,12 +1,14 @@
 """What `prelunet bench` measures: the pipeline of `validate` on a dataset's images, stage by stage, and what bounds it.
 
-Nothing is written. A warm-up, which does not count, tells how many images take the time that is asked for.
+Nothing is written. A warm-up, which does not count, tells how many images take the time that is asked for. Afterwards
+the session computes the same batches alone: in the pipeline, whatever takes cores from it makes its own time longer.
 """
 
 import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +16,19 @@ from typing import Any
 
 from evaluator.contract import ModelContract
 from evaluator.datasets.sample import Dataset, Sample
-from evaluator.engine.classify import Model
+from evaluator.engine.classify import Model, pack_batch, plan_views
 from evaluator.engine.protocol_costs import multiply_adds_of_view
 from evaluator.engine.stages import STAGES, Stage, Stages, Tally
-from evaluator.errors import DatasetError
+from evaluator.errors import DatasetError, ImageError
 from evaluator.progress import progress
 from evaluator.protocols import Protocol
-from evaluator.validation.pipeline import decoding_threads, evaluate_chunks
+from evaluator.validation.pipeline import Prepared, decoding_threads, evaluate_chunks, prepare
 
 WARM_UP = 1 / 20  # of the seconds asked for is the least that a pass must take to be believed
 FIRST_PASS = 2  # images for each session
-PARTS = 4  # for each session at least, so that its steps overlap as in a long run
+PORTIONS = 4  # for each session at least, so that its steps overlap as in a long run
+ALONE = 10.0  # seconds of computing alone are enough, where the batches of a pass take longer
+_GOLDEN = (5**0.5 - 1) / 2
 
 _THREADS_OF: dict[Stage, str] = {
     "read": "pool", "decode": "pool", "resize": "pool", "pack": "session", "upload": "session", "compute": "session",
@@ -33,26 +37,39 @@ _THREADS_OF: dict[Stage, str] = {
 
 
 @dataclass(frozen=True)
+class Alone:
+    """Batches of a pass that a session computed again, with nothing else running.
+
+    seconds: of `Session.compute`; batches: how many; canvas_pixels: theirs, blank canvases included.
+    """
+
+    seconds: float
+    batches: int
+    canvas_pixels: int
+
+
+@dataclass(frozen=True)
 class Measurement:
     """What was measured.
 
-    images: refused ones included; seconds: from the first image's bytes to the last one's scores; part: images that
-    were planned together; usual_part: as `validate` would have; sessions, threads: that computed, and that decoded;
+    images: refused ones included; seconds: from the first image's bytes to the last one's scores; images_together: of
+    a portion; usually_together: as `validate` would have; sessions, threads: that computed, and that decoded;
     canvases: different ones; multiply_adds: of all views without their padding, None where the model file does not
-    tell; memory: peak of this process so far, in bytes.
+    tell; memory: peak of this process so far, in bytes; alone: what computing takes without the rest.
     """
 
     images: int
     refused: int
     seconds: float
-    part: int
-    usual_part: int
+    images_together: int
+    usually_together: int
     sessions: int
     threads: int
     tally: Tally
     canvases: int
     multiply_adds: int | None
     memory: int
+    alone: Alone
 
     @property
     def images_per_second(self) -> float:
@@ -65,9 +82,22 @@ class Measurement:
         return None if self.multiply_adds is None else 2 * self.multiply_adds / self.seconds / 1e9
 
     @property
+    def pure_compute(self) -> float:
+        """Return in how many seconds one session would compute all batches with nothing else running.
+
+        From those that it did compute so, by their pixels.
+        """
+        return self.alone.seconds * self.tally.canvas_pixels / self.alone.canvas_pixels
+
+    @property
     def wall_by_compute(self) -> float:
         """Return by which factor the whole takes longer than the sessions alone; 1 is the best."""
-        return 1 / self.share("compute")
+        return self.seconds * self.sessions / self.pure_compute
+
+    @property
+    def slowed(self) -> float:
+        """Return by which factor a session computes longer while everything else runs; 1 where nothing disturbs it."""
+        return self.tally.seconds["compute"] / self.pure_compute
 
     def threads_of(self, stage: Stage) -> int:
         """Return how many threads share a stage."""
@@ -86,8 +116,10 @@ class Measurement:
             "images_per_second": round(self.images_per_second, 4),
             "gflops": self.gflops and round(self.gflops, 1),
             "wall_by_compute": round(self.wall_by_compute, 4),
-            "part": self.part,
-            "usual_part": self.usual_part,
+            "slowed": round(self.slowed, 4),
+            "alone": {"batches": self.alone.batches, "seconds": round(self.alone.seconds, 4)},
+            "images_together": self.images_together,
+            "usually_together": self.usually_together,
             "sessions": self.sessions,
             "stages": [
                 {
@@ -113,7 +145,7 @@ def benchmark(
     sessions: Sequence[Model],
     dataset: Dataset,
     protocol: Protocol,
-    usual_part: int,
+    usually_together: int,
     *,
     threads: int = 0,
     images: int | None = None,
@@ -122,58 +154,89 @@ def benchmark(
 ) -> Measurement:
     """Measure the evaluation of a dataset's images, spread evenly over it; labels are not needed.
 
-    usual_part: of a run, see `Batching`; threads: that decode, 0 for one per core; images: how many, None for as many
-    as take about so many seconds, at most all; announce: told in a sentence what is done.
+    usually_together: images of a portion in a run, see `Batching`; threads: that decode, 0 for one per core; images:
+    how many, None for as many as take about so many seconds, at most all; announce: told in a sentence what is done.
     Raises DatasetError when there are no images, or none that can be read, else as `evaluate_chunks`.
     """
     if not dataset.samples:
         raise DatasetError(f"{dataset.location}: holds no images, so there is nothing to measure")
 
-    def one_pass(what: str, samples: Sequence[Sample], stages: Stages) -> tuple[float, int, int]:
-        """Evaluate images; returns the seconds, how many were refused, and the images of a part."""
-        part = min(usual_part, -(-len(samples) // (PARTS * len(sessions))))
-        parts = [samples[start : start + part] for start in range(0, len(samples), part)]
+    def one_pass(what: str, portions: Sequence[Sequence[Sample]], stages: Stages) -> tuple[float, int]:
+        """Evaluate images; returns the seconds, and how many were refused."""
         refused, begun = 0, time.perf_counter()
-        results = evaluate_chunks(sessions, dataset, protocol, parts, part, threads, stages=stages)
-        with closing(results), progress(what, len(samples), "images") as advance:
+        results = evaluate_chunks(sessions, dataset, protocol, portions, len(portions[0]), threads, stages=stages)
+        with closing(results), progress(what, sum(map(len, portions)), "images") as advance:
             for lines, _ in results:
                 refused += sum(line.refused is not None for line in lines)
                 advance(len(lines))
-            return time.perf_counter() - begun, refused, part
+            return time.perf_counter() - begun, refused
+
+    def portions_of(count: int) -> list[list[Sample]]:
+        return _portions(_spread(dataset.samples, count), usually_together, PORTIONS * len(sessions))
 
     most = len(dataset.samples) if images is None else min(images, len(dataset.samples))
-    count, took = _warm_up(one_pass, dataset.samples, FIRST_PASS * len(sessions), most, WARM_UP * seconds)
+    count, took = _warm_up(
+        lambda count: one_pass("warm-up", portions_of(count), Stages())[0],
+        FIRST_PASS * len(sessions), most, WARM_UP * seconds,
+    )  # fmt: skip
     if images is None:
         most = max(1, min(most, round(seconds * count / took)))
-    announce(f"measuring {most:,} of {len(dataset.samples):,} images, about {most * took / count:.0f} s")
-    stages = Stages()
-    took, refused, part = one_pass("measure", _spread(dataset.samples, most), stages)
-    tally = stages.tally()
+    announce(
+        f"measuring {most:,} of {len(dataset.samples):,} images, about {most * took / count:.0f} s; then computing the "
+        f"same batches alone, up to about {ALONE:.0f} s of them"
+    )
+    stages, portions = Stages(), portions_of(most)
+    took, refused = one_pass("measure", portions, stages)
+    tally, memory = stages.tally(), peak_memory()
     if not tally.batches:
         raise DatasetError(f"{dataset.location}: none of {most} images can be read, so there is nothing to measure")
     multiply_adds = _multiply_adds(sessions[0].contract, stages.view_shapes())
-    canvases = len(stages.canvases())
+    alone = computed_alone(sessions[0], dataset, protocol, portions, decoding_threads(threads))
     return Measurement(
-        most, refused, took, part, usual_part, len(sessions), decoding_threads(threads), tally, canvases,
-        multiply_adds, peak_memory(),
+        most, refused, took, len(portions[0]), usually_together, len(sessions), decoding_threads(threads), tally,
+        len(stages.canvases()), multiply_adds, memory, alone,
     )  # fmt: skip
 
 
-def _warm_up(
-    one_pass: Callable[[str, Sequence[Sample], Stages], tuple[float, int, int]],
-    samples: Sequence[Sample],
-    count: int,
-    most: int,
-    enough: float,
-) -> tuple[int, float]:
+def computed_alone(
+    session: Model, dataset: Dataset, protocol: Protocol, portions: Sequence[Sequence[Sample]], threads: int
+) -> Alone:
+    """Compute the batches of a pass again, of one portion after the other, each when it is prepared and packed.
+
+    Ends with the portion with which ALONE seconds are reached, in an order of which every beginning is spread over all.
+    """
+    found, idle = Alone(0.0, 0, 0), Stages()
+    order = sorted(range(len(portions)), key=lambda number: number * _GOLDEN % 1)
+    with ThreadPoolExecutor(threads) as pool, progress("compute alone", len(portions), "portions") as advance:
+        for number in order:
+            prepared: list[Prepared] = list(
+                pool.map(lambda sample: prepare(dataset, sample, protocol, idle), portions[number])
+            )
+            views = [view for images in prepared if not isinstance(images, ImageError) for view in images]
+            for batch in plan_views(session, views).batches:
+                packed = pack_batch(batch, views)
+                staged = session.stage(packed.images, packed.sizes)
+                begun = time.perf_counter()
+                session.compute(staged)
+                took = time.perf_counter() - begun
+                pixels = batch.rows * batch.height * batch.width
+                found = Alone(found.seconds + took, found.batches + 1, found.canvas_pixels + pixels)
+            advance()
+            if found.seconds >= ALONE:
+                break
+    return found
+
+
+def _warm_up(one_pass: Callable[[int], float], count: int, most: int, enough: float) -> tuple[int, float]:
     """Evaluate more and more images until they take `enough` seconds; returns the last number and its seconds.
 
-    The first ones twice, because a first call of a session may take far longer than any other.
+    one_pass: evaluates so many and tells the seconds. The first ones twice, because a first call of a session may take
+    far longer than any other.
     """
     count = min(count, most)
-    one_pass("warm-up", _spread(samples, count), Stages())
+    one_pass(count)
     while True:
-        took, *_ = one_pass("warm-up", _spread(samples, count), Stages())
+        took = one_pass(count)
         if took >= enough or count == most:
             return count, took
         count = min(2 * count, most)
@@ -181,6 +244,12 @@ def _warm_up(
 
 def _spread(samples: Sequence[Sample], count: int) -> list[Sample]:
     return [samples[number * len(samples) // count] for number in range(count)]
+
+
+def _portions(samples: list[Sample], most: int, enough: int) -> list[list[Sample]]:
+    """Cut images into portions of `most`, or of fewer where there would not be enough portions."""
+    size = min(most, -(-len(samples) // enough))
+    return [samples[start : start + size] for start in range(0, len(samples), size)]
 
 
 def _multiply_adds(contract: ModelContract, shapes: dict[tuple[int, int], int]) -> int | None:

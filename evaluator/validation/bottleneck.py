@@ -8,17 +8,18 @@ from evaluator.engine.memory import GPU_SWITCH_SECONDS
 from evaluator.validation.benchmark import Measurement
 from evaluator.validation.pipeline import MAX_THREADS
 
-BUSY = 0.9  # of the time: a session that computes so much bounds the whole
+BUSY = 0.9  # of the time: a session that needs so much of it, or is kept at it so long, bounds the whole
 FEEDS = 0.7  # of the time: a step that is busy so much keeps a session waiting
 MUCH_PADDING, MUCH_CHANGING = 0.15, 0.05  # of all pixels, and of the time
 
-Cause = Literal["compute", "reading", "decoding", "packing", "averaging", "nothing"]
+Cause = Literal["compute", "sharing", "reading", "decoding", "packing", "averaging", "nothing"]
 _WORDS = {
     "reading": "reading the images",
     "decoding": "decoding and resizing",
     "packing": "packing and uploading batches",
     "averaging": "averaging scores",
 }
+_LESS_DECODING = "images that are saved nearer to the protocol's scales take less to decode (docs/performance.md)"
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Surroundings:
     """What could be changed.
 
     device, precision: that ran; file_precision: of the model file; model_threads: that were asked for, 0 for one per
-    core; cores: of this machine; bf16: whether its instructions know bfloat16; limited: whether memory was limited.
+    core; cores: of this machine; bf16: whether its instructions know bfloat16; limited: whether memory of what
+    computes was limited.
     """
 
     device: str
@@ -39,9 +41,11 @@ class Surroundings:
 
 
 def cause_of(measured: Measurement) -> Cause:
-    """Return what bounds the rate."""
-    if measured.share("compute") >= BUSY:
+    """Return what bounds the rate; `sharing`: the session computes far longer than it would alone."""
+    if measured.wall_by_compute <= 1 / BUSY:
         return "compute"
+    if measured.share("compute") >= BUSY:
+        return "sharing"
     reading, decoding = measured.share("read"), measured.share("decode") + measured.share("resize")
     busy: dict[Cause, float] = {
         "reading" if reading > decoding else "decoding": reading + decoding,  # the same threads do both
@@ -49,7 +53,10 @@ def cause_of(measured: Measurement) -> Cause:
         "averaging": measured.share("average"),
     }
     cause = max(busy, key=lambda one: busy[one])
-    return cause if busy[cause] >= FEEDS else "nothing"
+    if busy[cause] >= FEEDS:
+        return cause
+    slowed = measured.share("compute") - 1 / measured.wall_by_compute
+    return "sharing" if slowed > measured.share("wait") else "nothing"
 
 
 def in_words(measured: Measurement) -> str:
@@ -57,7 +64,13 @@ def in_words(measured: Measurement) -> str:
     cause, computes, waits = cause_of(measured), measured.share("compute"), measured.share("wait")
     whose = "the session" if measured.sessions == 1 else f"each of {measured.sessions} sessions"
     if cause == "compute":
-        return f"bound by compute: {whose} computes {computes:.0%} of the time"
+        return f"bound by compute: {whose} alone would take {1 / measured.wall_by_compute:.0%} of the time"
+    if cause == "sharing":
+        return (
+            f"bound by compute that shares its cores: {whose} computes {computes:.0%} of the time, "
+            f"{measured.slowed:.2f} times as long as alone; "
+            f"{_WORDS[_most_of_the_rest(measured)]} takes the most beside it"
+        )
     if cause == "nothing":
         return (
             f"{whose} waits {waits:.0%} of the time, but no step before it is always busy: too few images for the "
@@ -66,19 +79,28 @@ def in_words(measured: Measurement) -> str:
     return f"bound by {_WORDS[cause]}: {whose} waits {waits:.0%} of the time"
 
 
+def _most_of_the_rest(measured: Measurement) -> Cause:
+    """Return what takes the most of the cores besides computing; reading, which waits for the disk, takes few."""
+    seconds = measured.tally.seconds
+    taken: dict[Cause, float] = {
+        "decoding": seconds["decode"] + seconds["resize"],
+        "packing": seconds["pack"] + seconds["upload"],
+        "averaging": seconds["average"],
+    }
+    return max(taken, key=lambda one: taken[one])
+
+
 def advice(measured: Measurement, around: Surroundings) -> list[str]:
     """Return what to change, the most promising first; nothing where no number gives reason."""
     cause = cause_of(measured)
-    if cause == "compute":
-        return [*_faster_compute(around), *_less_to_compute(measured, around)]
+    if cause in {"compute", "sharing"}:
+        less = cause == "sharing" and _most_of_the_rest(measured) == "decoding"
+        return [*([_LESS_DECODING] * less), *_faster_compute(around), *_less_to_compute(measured, around)]
     if cause == "decoding":
         most = min(around.cores, MAX_THREADS)
         if measured.threads < most:
             return [f"--threads {most}: {measured.threads} of {around.cores} cores decode"]
-        return [
-            "every core that can decode does: images that are saved nearer to the protocol's scales take less "
-            "(docs/performance.md)"
-        ]
+        return [f"every core that can decode does: {_LESS_DECODING}"]
     if cause == "reading":
         return ["a faster disk, or images in one archive without compression (.tar) on a disk of this machine"]
     if cause == "nothing":
@@ -111,15 +133,15 @@ def _faster_compute(around: Surroundings) -> list[str]:
 
 def _less_to_compute(measured: Measurement, around: Surroundings) -> list[str]:
     """Return how less would be computed."""
-    found = []
+    found, option = [], "--gpu-memory-limit" if around.device == "cuda" else "--memory-limit"
     if measured.tally.padding > MUCH_PADDING and around.limited:
         found.append(
-            f"{measured.tally.padding:.0%} of the pixels are padding: a larger --memory-limit puts more images of like "
+            f"{measured.tally.padding:.0%} of the pixels are padding: a larger {option} puts more images of like "
             "shapes together"
         )
     changing = measured.tally.changes * GPU_SWITCH_SECONDS / (measured.sessions * measured.seconds)
     if around.device == "cuda" and changing > MUCH_CHANGING and around.limited:
-        found.append(f"changes of canvas take about {changing:.0%} of the time: a larger --memory-limit makes fewer")
+        found.append(f"changes of canvas take about {changing:.0%} of the time: a larger {option} makes fewer")
     return found
 
 

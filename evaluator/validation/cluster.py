@@ -156,7 +156,7 @@ class Worker:
         try:
             if job.folder.is_dir():
                 os.chdir(job.folder)
-            session = open_placed(job.model, job.placement)
+            session = open_placed(job.model, job.placement, for_many=True)
             found = differences(job.facts, _facts(session), places=("where the run was started", "here"))
             if found:
                 raise EnvironmentFault(f"not the same:\n{shown(found)}")
@@ -173,8 +173,8 @@ class Worker:
         assert self._session is not None, "a worker is given chunks when it has started"
         job = self._job
         try:
-            part, threads = job.batching.part, job.placement.threads
-            (result,) = evaluate_chunks([self._session], job.dataset, job.protocol, [chunk], part, threads)
+            size, threads = job.batching.images_together, job.placement.threads
+            (result,) = evaluate_chunks([self._session], job.dataset, job.protocol, [chunk], size, threads)
         except PreluNetError as error:
             return type(error)(f"worker on {socket.gethostname()}: {error}")
         return result

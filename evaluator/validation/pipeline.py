@@ -1,19 +1,20 @@
 """Images from a dataset through sessions to scores, every step at the same time.
 
+A chunk is cut into portions: images that are prepared, planned and computed together.
+
     read, decode, resize     threads of a pool     an image at a time
-    plan, pack, upload       one thread a session  a part at a time: its batches are planned from its images alone
+    plan, pack, upload       one thread a session  a portion at a time: its batches are planned from its images alone
     compute                  one thread a session  a batch at a time; no other thread touches the session
-    average                  the caller            a part at a time, in their order
+    average                  the caller            a portion at a time, in their order
 
-What is in memory, whatever the dataset's size. For each session: the views of two parts (one is packed and computed
-while the next is decoded), three batches (one is computed, two are ready), and the results of a third part, which the
-caller averages and writes. A part goes to the session that is free first.
+What is in memory, whatever the dataset's size. For each session: the views of two portions (one is packed and computed
+while the next is decoded), three batches (one is computed, two are ready), and the results of a third portion, which
+the caller averages and writes. A portion goes to the session that is free first.
 
-An error belongs to its part: the parts before it are finished and handed over, the caller gets the error in its place,
-and what comes later is left.
+An error belongs to its portion: those before it are finished and handed over, the caller gets the error in its place,
+and what comes later is left. An error of a thread that has no portion in hand goes to the caller at once.
 """
 
-import os
 import threading
 import time
 from collections import deque
@@ -40,16 +41,19 @@ from evaluator.engine.classify import (
     plan_views,
     results_of,
 )
+from evaluator.engine.onnx_runtime import CUDA
 from evaluator.engine.stages import Stages
 from evaluator.errors import ContractError, ImageError
-from evaluator.imaging.decode import decode_rgb
+from evaluator.imaging.decode import decode_image
+from evaluator.imaging.room import DecodingRoom, decoding_room
 from evaluator.imaging.views import ViewImage, make_views
+from evaluator.machine import cores
 from evaluator.protocols import Protocol
 from evaluator.validation.predictions import Prediction, prediction_of
 
 MAX_THREADS = 16  # beyond, the threads wait for the interpreter more than they decode
-PARTS_OF_PIXELS = 2  # for each session: one is packed and computed, one is decoded
-PARTS_BEGUN = 3  # for each session, until they are averaged and written
+PORTIONS_OF_PIXELS = 2  # for each session: one is packed and computed, one is decoded
+PORTIONS_BEGUN = 3  # for each session, until they are averaged and written
 BATCHES_READY = 2  # for each session, besides the one that is computed
 
 Prepared = list[ViewImage] | ImageError  # one image, ready for the session or refused
@@ -68,7 +72,7 @@ def evaluate_chunks(
 ) -> Generator[ChunkResult, None, None]:
     """Evaluate chunks of a dataset, in their order.
 
-    sessions: of one model, which share the work; size: images of a part; threads: that decode and resize, 0 for one
+    sessions: of one model, which share the work; size: images of a portion; threads: that decode and resize, 0 for one
     per core; stages: told where the time goes.
 
     Yields the lines of each chunk and its rows of scores, float32 (images, classes), NaN where refused. Nothing of it
@@ -76,19 +80,20 @@ def evaluate_chunks(
     Raises ContractError that names the file when the model gives NaN, and what any of the threads raises.
     """
     stages = stages or Stages()
-    parts = [chunk[start : start + size] for chunk in chunks for start in range(0, len(chunk), size)]
+    portions = [chunk[start : start + size] for chunk in chunks for start in range(0, len(chunk), size)]
+    room = decoding_room(gpu=sessions[0].circumstances.provider == CUDA)
 
-    def prepare(sample: Sample) -> Prepared:
-        return _prepare(dataset, sample, protocol, stages)
+    def prepared(sample: Sample) -> Prepared:
+        return prepare(dataset, sample, protocol, stages, room)
 
-    with closing(Pipeline(sessions, parts, prepare, threads, stages)) as pipeline:
+    with closing(Pipeline(sessions, portions, prepared, threads, stages)) as pipeline:
         finished = pipeline.finished()
         for chunk in chunks:
             classified: list[Classified | ImageError] = []
             for start in range(0, len(chunk), size):
-                part = next(finished)
+                portion = next(finished)
                 with stages.timed("average"):
-                    classified += _combined(protocol, chunk[start : start + size], part)
+                    classified += _combined(protocol, chunk[start : start + size], portion)
             with stages.timed("average"):
                 result = _to_write(chunk, classified, len(sessions[0].contract.classes))
             yield result
@@ -96,18 +101,23 @@ def evaluate_chunks(
 
 def decoding_threads(threads: int) -> int:
     """Return how many threads decode and resize; threads: asked for, 0 for one per core."""
-    return min(threads or os.cpu_count() or 1, MAX_THREADS)
+    return min(threads or cores(), MAX_THREADS)
 
 
-def _prepare(dataset: Dataset, sample: Sample, protocol: Protocol, stages: Stages) -> Prepared:
-    """Read, decode and resize one image; runs in a thread."""
+def prepare(
+    dataset: Dataset, sample: Sample, protocol: Protocol, stages: Stages, room: DecodingRoom | None = None
+) -> Prepared:
+    """Read, decode and resize one image; any thread may. room: for its decoded pixels, None for that beside a CPU."""
     try:
         with stages.timed("read"):
             data = dataset.read(sample)
-        with stages.timed("decode"):
-            image = decode_rgb(data, apply_exif=protocol.apply_exif)
-        with stages.timed("resize"):
-            return make_views(image, protocol)
+        with (room or decoding_room(gpu=False)).place() as admit:
+            with stages.timed("decode"):
+                image = decode_image(data, apply_exif=protocol.apply_exif, admit=admit)
+            with stages.timed("resize"):
+                views = make_views(image, protocol)
+            del image  # before its room is given back
+        return views
     except ImageError as error:
         return error
     finally:
@@ -115,7 +125,7 @@ def _prepare(dataset: Dataset, sample: Sample, protocol: Protocol, stages: Stage
 
 
 @dataclass
-class Part:
+class Portion:
     """Some images on their way.
 
     prepared: emptied when they are packed, because it holds the pixels; views: of each image how many, or why it is
@@ -123,7 +133,7 @@ class Part:
     """
 
     number: int
-    prepared: list[Future[Prepared]]
+    prepared: list[Future[Prepared]] = field(default_factory=list)
     views: list[int | ImageError] = field(default_factory=list)
     results: dict[int, ViewResult] = field(default_factory=dict)
     done: bool = False
@@ -132,9 +142,9 @@ class Part:
 
 @dataclass(frozen=True)
 class _Ready:
-    """A batch that a session can compute. last: of its part."""
+    """A batch that a session can compute. last: of its portion."""
 
-    part: Part
+    portion: Portion
     members: tuple[Member, ...]
     staged: Any
     last: bool
@@ -159,27 +169,28 @@ class Pipeline:
     def __init__(
         self,
         sessions: Sequence[Model],
-        parts: Sequence[Sequence[Sample]],
+        portions: Sequence[Sequence[Sample]],
         prepare: Callable[[Sample], Prepared],
         threads: int,
         stages: Stages,
     ):
-        self._parts, self._prepare, self._stages = parts, prepare, stages
+        self._portions, self._prepare, self._stages = portions, prepare, stages
         self._closed = False
-        self._begun = 0  # parts
-        self._written = 0  # parts with which the caller has finished
-        self._with_pixels = 0  # parts of which not all views are packed
-        self._end = len(parts)  # the first part that need not be done: none, or the one that failed
-        self._waiting: deque[Part] = deque()  # for a session
-        self._in_hand: dict[int, Part] = {}  # begun and not yet taken by the caller
+        self._begun = 0  # portions
+        self._written = 0  # portions with which the caller has finished
+        self._with_pixels = 0  # portions of which not all views are packed
+        self._end = len(portions)  # the first portion that need not be done: none, or the one that failed
+        self._broken: BaseException | None = None  # why one of the threads is gone
+        self._waiting: deque[Portion] = deque()  # for a session
+        self._in_hand: dict[int, Portion] = {}  # begun and not yet taken by the caller
         self._lock = threading.Lock()
-        self._parts_changed = threading.Condition(self._lock)
+        self._portions_changed = threading.Condition(self._lock)
         self._lanes = [_Lane(session, threading.Condition(self._lock)) for session in sessions]
         self._pool = ThreadPoolExecutor(decoding_threads(threads), thread_name_prefix="decode")
         self._threads = [
-            threading.Thread(target=work, args=(lane,), name=f"{name}-{number}")
+            threading.Thread(target=self._guarded, args=(work, lane), name=f"{name}-{number}")
             for number, lane in enumerate(self._lanes)
-            for name, work in (("stage", self._stage_parts), ("compute", self._compute_batches))
+            for name, work in (("stage", self._stage_portions), ("compute", self._compute_batches))
         ]
 
     def close(self) -> None:
@@ -194,84 +205,99 @@ class Pipeline:
             if thread.is_alive():
                 thread.join()
 
-    def finished(self) -> Iterator[Part]:
-        """Give each part in its order, computed; the part before counts as written when the next is asked for."""
+    def finished(self) -> Iterator[Portion]:
+        """Give each portion in its order, computed; the one before counts as written when the next is asked for."""
         for thread in self._threads:
             thread.start()
-        for number in range(len(self._parts)):
-            part = self._wait_for(number)
-            if part.error is not None:
-                raise part.error
-            yield part
+        for number in range(len(self._portions)):
+            portion = self._wait_for(number)
+            if portion.error is not None:
+                raise portion.error
+            yield portion
 
-    def _wait_for(self, number: int) -> Part:
+    def _wait_for(self, number: int) -> Portion:
         with self._lock:
             self._written = number
-            self._begin_parts()
-            part = self._in_hand.pop(number)
-            self._parts_changed.wait_for(lambda: part.done)
-        return part
+            self._begin_portions()
+            self._portions_changed.wait_for(lambda: self._broken or self._in_hand[number].done)
+            if self._broken is not None:
+                raise self._broken
+            return self._in_hand.pop(number)
 
-    def _begin_parts(self) -> None:
+    def _begin_portions(self) -> None:
         """Hand images to the pool as far as memory allows; called under the lock."""
         while (
             not self._closed
             and self._begun < self._end
-            and self._begun < self._written + PARTS_BEGUN * len(self._lanes)
-            and self._with_pixels < PARTS_OF_PIXELS * len(self._lanes)
+            and self._begun < self._written + PORTIONS_BEGUN * len(self._lanes)
+            and self._with_pixels < PORTIONS_OF_PIXELS * len(self._lanes)
         ):
-            samples = self._parts[self._begun]
-            part = Part(self._begun, [self._pool.submit(self._prepare, sample) for sample in samples])
+            portion = self._in_hand[self._begun] = Portion(self._begun)
             self._begun += 1
+            try:
+                samples = self._portions[portion.number]
+                portion.prepared += [self._pool.submit(self._prepare, sample) for sample in samples]
+            except Exception as error:  # "can't start new thread"
+                self._give_up(portion, error)
+                return
             self._with_pixels += 1
-            self._in_hand[part.number] = part
-            self._waiting.append(part)
-            self._parts_changed.notify_all()
+            self._waiting.append(portion)
+            self._portions_changed.notify_all()
+
+    def _guarded(self, work: Callable[[_Lane], None], lane: _Lane) -> None:
+        """Run the work of a thread; when it fails the caller is told, who would wait for ever otherwise."""
+        try:
+            work(lane)
+        except BaseException as error:  # the caller's to handle, whatever it is
+            with self._lock:
+                self._broken = error
+                self._end = 0
+                self._tell_all()
 
     # The thread that packs for a session
 
-    def _stage_parts(self, lane: _Lane) -> None:
-        while (part := self._next_part()) is not None:
+    def _stage_portions(self, lane: _Lane) -> None:
+        while (portion := self._next_portion()) is not None:
             try:
-                self._stage_part(lane, part)
+                self._stage_portion(lane, portion)
             except BaseException as error:  # the caller's to handle, whatever it is
-                self._fail(part, error)
+                self._fail(portion, error)
             with self._lock:
                 self._with_pixels -= 1
-                self._begin_parts()
-            del part  # before this thread waits for the next
+                self._begin_portions()
+            del portion  # before this thread waits for the next
         self._put(lane, None)
 
-    def _next_part(self) -> Part | None:
-        """Wait for a part that needs a session; None when there will be no more."""
+    def _next_portion(self) -> Portion | None:
+        """Wait for a portion that needs a session; None when there will be no more."""
         with self._lock:
-            self._parts_changed.wait_for(lambda: self._closed or self._waiting or self._begun >= self._end)
+            self._portions_changed.wait_for(lambda: self._closed or self._waiting or self._begun >= self._end)
             return self._waiting.popleft() if self._waiting and not self._closed else None
 
-    def _stage_part(self, lane: _Lane, part: Part) -> None:
-        prepared = [future.result() for future in part.prepared]
-        part.prepared.clear()  # the futures hold the pixels too
-        part.views = [images if isinstance(images, ImageError) else len(images) for images in prepared]
+    def _stage_portion(self, lane: _Lane, portion: Portion) -> None:
+        prepared = [future.result() for future in portion.prepared]
+        portion.prepared.clear()  # the futures hold the pixels too
+        portion.views = [images if isinstance(images, ImageError) else len(images) for images in prepared]
         views = [view for images in prepared if not isinstance(images, ImageError) for view in images]
         with self._stages.timed("pack"):
             batches = plan_views(lane.session, views).batches
         if not batches:
-            self._finish(part)
+            self._finish(portion)
         for number, batch in enumerate(batches, start=1):
-            if not self._room(lane, part):
+            if not self._room(lane, portion):
                 return
             with self._stages.timed("pack"):
                 packed = pack_batch(batch, views)
             with self._stages.timed("upload"):
                 staged = lane.session.stage(packed.images, packed.sizes)
             self._count(lane, batch, packed)
-            self._put(lane, _Ready(part, packed.members, staged, last=number == len(batches)))
+            self._put(lane, _Ready(portion, packed.members, staged, last=number == len(batches)))
 
-    def _room(self, lane: _Lane, part: Part) -> bool:
-        """Wait until a session may have one more batch; False when this part is not wanted any more."""
+    def _room(self, lane: _Lane, portion: Portion) -> bool:
+        """Wait until a session may have one more batch; False when this portion is not wanted any more."""
         with self._lock:
-            lane.changed.wait_for(lambda: len(lane.ready) < BATCHES_READY or not self._wanted(part))
-            return self._wanted(part)
+            lane.changed.wait_for(lambda: len(lane.ready) < BATCHES_READY or not self._wanted(portion))
+            return self._wanted(portion)
 
     def _count(self, lane: _Lane, batch: Batch, packed: PackedBatch) -> None:
         canvas = (batch.rows, batch.height, batch.width)
@@ -288,7 +314,7 @@ class Pipeline:
 
     def _compute_batches(self, lane: _Lane) -> None:
         while (ready := self._next_batch(lane)) is not None:
-            if self._wanted(ready.part):
+            if self._wanted(ready.portion):
                 self._compute_batch(lane, ready)
             del ready  # before this thread waits for the next
 
@@ -297,12 +323,12 @@ class Pipeline:
             with self._stages.timed("compute"):
                 outputs = lane.session.compute(ready.staged)
             with self._stages.timed("average"):
-                ready.part.results.update(results_of(ready.members, outputs))
+                ready.portion.results.update(results_of(ready.members, outputs))
         except BaseException as error:  # the caller's to handle, whatever it is
-            self._fail(ready.part, error)
+            self._fail(ready.portion, error)
         else:
             if ready.last:
-                self._finish(ready.part)
+                self._finish(ready.portion)
 
     def _next_batch(self, lane: _Lane) -> _Ready | None:
         """Wait for a batch; None when there will be no more."""
@@ -317,33 +343,39 @@ class Pipeline:
 
     # All of them
 
-    def _wanted(self, part: Part) -> bool:
-        return not self._closed and part.number < self._end
+    def _wanted(self, portion: Portion) -> bool:
+        return not self._closed and portion.number < self._end
 
-    def _finish(self, part: Part) -> None:
+    def _finish(self, portion: Portion) -> None:
         with self._lock:
-            part.done = True
-            self._parts_changed.notify_all()
+            portion.done = True
+            self._portions_changed.notify_all()
 
-    def _fail(self, part: Part, error: BaseException) -> None:
-        """Keep an error for the caller, who gets it in the place of the part; no later part is wanted any more."""
+    def _fail(self, portion: Portion, error: BaseException) -> None:
         with self._lock:
-            part.error = part.error or error
-            part.done = True
-            self._end = min(self._end, part.number)
-            self._tell_all()
+            self._give_up(portion, error)
+
+    def _give_up(self, portion: Portion, error: BaseException) -> None:
+        """Keep an error for the caller, who gets it in the place of the portion; called under the lock.
+
+        No later portion is wanted any more.
+        """
+        portion.error = portion.error or error
+        portion.done = True
+        self._end = min(self._end, portion.number)
+        self._tell_all()
 
     def _tell_all(self) -> None:
         """Wake whoever waits for anything; called under the lock."""
-        for condition in (self._parts_changed, *(lane.changed for lane in self._lanes)):
+        for condition in (self._portions_changed, *(lane.changed for lane in self._lanes)):
             condition.notify_all()
 
 
-def _combined(protocol: Protocol, samples: Sequence[Sample], part: Part) -> list[Classified | ImageError]:
-    """Average the views of each image of a part."""
-    results = iter([part.results[index] for index in range(len(part.results))])
+def _combined(protocol: Protocol, samples: Sequence[Sample], portion: Portion) -> list[Classified | ImageError]:
+    """Average the views of each image of a portion."""
+    results = iter([portion.results[index] for index in range(len(portion.results))])
     classified: list[Classified | ImageError] = []
-    for sample, views in zip(samples, part.views, strict=True):
+    for sample, views in zip(samples, portion.views, strict=True):
         if isinstance(views, ImageError):
             classified.append(views)
             continue

@@ -28,7 +28,7 @@ from evaluator.validation.described import (
 )
 from evaluator.validation.predictions import Prediction, read_predictions
 
-RUN_VERSION = 2
+RUN_VERSION = 3
 CHUNK = 64  # images: the unit of writing, resuming and sharding
 GPU_CHUNK = 1024  # enough of each canvas to make up for the changes between them
 RUN_FILE, PREDICTIONS_FILE, SCORES_FILE = "run.json", "predictions.jsonl", "scores.f32.npy"
@@ -38,15 +38,16 @@ RUN_FILE, PREDICTIONS_FILE, SCORES_FILE = "run.json", "predictions.jsonl", "scor
 class Batching:
     """Which images were computed together: in other company the last bits of a score may differ.
 
-    part: images of a chunk that are prepared and computed at a time; rules: by which their batches were planned.
+    images_together: of a chunk, in a portion that is prepared and computed at a time; rules: by which the batches of
+    each portion were planned.
     """
 
-    part: int
+    images_together: int
     rules: BatchRules
 
     def to_json(self) -> dict[str, int]:
         """Return it as plain data."""
-        return {"part": self.part, **self.rules.to_json()}
+        return {"images_together": self.images_together, **self.rules.to_json()}
 
 
 def batching_from_json(data: Any) -> Batching | None:
@@ -54,7 +55,8 @@ def batching_from_json(data: Any) -> Batching | None:
     if data is None:
         return None
     rules = dict(an_object(data, "batching"))
-    return Batching(whole(rules.pop("part", None), "part", 1), BatchRules.from_json(rules))
+    images_together = whole(rules.pop("images_together", None), "images_together", 1)
+    return Batching(images_together, BatchRules.from_json(rules))
 
 
 @dataclass(frozen=True)
@@ -120,8 +122,8 @@ def run_info(
 ) -> RunInfo:
     """Describe a run of this session.
 
-    model_file: last path component; dataset: as `describe_dataset` tells it; memory: most bytes of decoded images,
-    None for what is usual.
+    model_file: last path component; dataset: as `describe_dataset` tells it; memory: most bytes of
+    the process (`part_within`), None for what is usual.
     """
     contract: ModelContract = session.contract
     model = {

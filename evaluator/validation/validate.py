@@ -1,7 +1,7 @@
 """Evaluate a model on a labelled dataset, chunk by chunk, into a run folder that can be resumed.
 
-A chunk is evaluated in parts, so small that their views fit into memory whatever the images are. While one part is
-written, `pipeline` computes the next and decodes the one after it.
+A chunk is evaluated in portions, so small that their views fit into memory whatever the images are. While one portion
+is written, `pipeline` computes the next and decodes the one after it.
 """
 
 import time
@@ -53,7 +53,7 @@ def validate(
 
     def here(chunks: Sequence[Sequence[Sample]]) -> Generator[ChunkResult, None, None]:
         assert info.batching is not None, "a run that computes says how"
-        size = info.batching.part
+        size = info.batching.images_together
         return evaluate_chunks(sessions, dataset, info.protocol, chunks, size, threads, stages=stages)
 
     stages = Stages()

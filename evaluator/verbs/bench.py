@@ -1,7 +1,6 @@
 """`prelunet bench`: where the time of an evaluation goes, and what to change."""
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +12,7 @@ from evaluator.engine.memory import MemoryNeed, in_bytes, parse_memory
 from evaluator.engine.session import Placement, Session
 from evaluator.engine.stages import STAGES
 from evaluator.files import write_atomically
+from evaluator.machine import cores
 from evaluator.protocols import Protocol
 from evaluator.terminal import say
 from evaluator.validation.benchmark import Measurement, benchmark
@@ -22,6 +22,7 @@ from evaluator.verbs.memory import foretold
 from evaluator.verbs.options import (
     DeviceOption,
     FlipOption,
+    GpuMemoryOption,
     GpusOption,
     MemoryOption,
     PrecisionOption,
@@ -49,6 +50,7 @@ def bench(
     ] = 0,
     gpus: GpusOption = 1,
     memory: MemoryOption = None,
+    gpu_memory: GpuMemoryOption = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="So many images, spread evenly over all, however long they take.")
     ] = None,
@@ -59,7 +61,8 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure where the time of `prelunet validate` goes with these options, and say what to change."""
-    placement = Placement(device, precision, threads, memory=parse_memory(memory))
+    limits = parse_memory(memory), parse_memory(gpu_memory, "--gpu-memory-limit")
+    placement = Placement(device, precision, threads, memory=limits[0], gpu_memory=limits[1])
     sessions = open_sessions(model, placement, gpus)
     session = sessions[0]
     looks = protocol_asked(protocol, session.contract, scales=scales, flip=flip)
@@ -67,13 +70,13 @@ def bench(
     dataset = open_place(DatasetPlace(data, no_labels=True), session.contract.classes)
     info = run_info(session, model.name, describe_dataset(dataset), looks, memory=placement.memory)
     assert info.batching is not None, "a run that computes says how"
-    need = foretold(session, looks, info.chunk)
+    need = foretold(session, looks, info.chunk, dataset.samples, sessions=len(sessions))
     measured = benchmark(
-        sessions, dataset, looks, info.batching.part,
+        sessions, dataset, looks, info.batching.images_together,
         threads=threads, images=limit, seconds=seconds, announce=lambda text: say(text, err=True),
     )  # fmt: skip
     told = {**_circumstances(session, model, dataset, looks, threads), **measured.to_json()}
-    told |= {"memory_foretold": need and need.total, "bound": in_words(measured)}
+    told |= {"memory_foretold": need.total, "bound": in_words(measured)}
     told |= {"advice": advice(measured, _surroundings(session))}
     if output is not None:
         write_atomically(output, (json.dumps(told, indent=2) + "\n").encode())
@@ -87,9 +90,9 @@ def _surroundings(session: Session) -> Surroundings:
         precision=session.circumstances.precision,
         file_precision=session.contract.precision,
         model_threads=placement.threads,
-        cores=os.cpu_count() or 1,
+        cores=cores(),
         bf16=knows_bf16(),
-        limited=placement.memory is not None,
+        limited=(placement.gpu_memory if placement.device == "cuda" else placement.memory) is not None,
     )
 
 
@@ -100,27 +103,28 @@ def _circumstances(session: Session, model: Path, dataset: Dataset, protocol: Pr
         "dataset": {"name": dataset.location.name, "images": len(dataset.samples)},
         "protocol": protocol.to_json(),
         "circumstances": session.circumstances.to_json(),
-        "cores": os.cpu_count(),
+        "cores": cores(),
         "threads": threads,
     }
 
 
-def _lines(measured: Measurement, need: MemoryNeed | None, told: dict[str, Any]) -> list[str]:
+def _lines(measured: Measurement, need: MemoryNeed, told: dict[str, Any]) -> list[str]:
     """Return the table and what it means."""
-    tally, usual = measured.tally, measured.usual_part
-    part = f"in parts of {measured.part}" + (f" (of {usual} in a run)" if measured.part < usual else "")
+    tally, together, usual = measured.tally, measured.images_together, measured.usually_together
+    portions = f"in portions of {together}" + (f" (of {usual} in a run)" if together < usual else "")
     refused = f", {measured.refused:,} of them refused" if measured.refused else ""
     speed = "" if measured.gflops is None else f", {measured.gflops:,.0f} GFLOP/s without padding"
-    foretold = "" if need is None else f", foretold at most {in_bytes(need.total)}"
     return [
         *_table(measured),
         "",
-        f"{measured.images:,} images{refused}, {tally.views:,} views, {told['protocol']['name']}, {part}",
+        f"{measured.images:,} images{refused}, {tally.views:,} views, {told['protocol']['name']}, {portions}",
         f"{measured.seconds:.1f} s: {measured.images_per_second:.3g} images/s{speed}",
-        f"wall time / compute time {measured.wall_by_compute:.3f}",
+        f"wall time / time of computing alone {measured.wall_by_compute:.3f} ({measured.alone.batches:,} of "
+        f"{tally.batches:,} batches again); with all else at the same time computing takes {measured.slowed:.2f} times "
+        "as long",
         f"padding {tally.padding:.1%}; {tally.batches:,} batches of {measured.canvases:,} canvases, changed "
         f"{tally.changes:,} times",
-        f"memory of this process {in_bytes(measured.memory)} at its peak{foretold}",
+        f"memory of this process {in_bytes(measured.memory)} at its peak, foretold at most {in_bytes(need.total)}",
         "",
         told["bound"],
         *(f"- {text}" for text in told["advice"]),

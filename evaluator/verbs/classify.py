@@ -8,16 +8,18 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
 
 from evaluator.engine.answer import Answer, answer_of, top_asked
 from evaluator.engine.classify import classify_images
-from evaluator.engine.memory import machine_memory, require_room
+from evaluator.engine.memory import require_room
 from evaluator.engine.overlay import draw_heat_maps, png_bytes
 from evaluator.engine.session import Device, Session, open_session
 from evaluator.errors import ImageError, UsageError
 from evaluator.files import write_atomically
-from evaluator.imaging.decode import DecodeLimits, decode_rgb
+from evaluator.imaging.decode import DecodeLimits, decode_image
+from evaluator.machine import machine_memory
 from evaluator.protocols import Protocol
 from evaluator.terminal import say
 from evaluator.verbs.options import PrecisionOption, ProtocolOption, protocol_asked
@@ -131,10 +133,12 @@ def _ask_model(session: Session, name: str, protocol: Protocol, top: int, *, hea
     """Answer with a session of our own."""
 
     def ask(data: bytes) -> Answer:
-        image = decode_rgb(data, apply_exif=protocol.apply_exif)
-        require_room(session.contract, protocol, (image.shape[0], image.shape[1]), machine_memory())
+        image = decode_image(data, apply_exif=protocol.apply_exif)
+        require_room(session.contract, protocol, (image.height, image.width), machine_memory())
         (classified,) = classify_images(session, [image], protocol, keep_windows=heatmap)
-        picture = png_bytes(draw_heat_maps(image, classified, session.contract, protocol)) if heatmap else b""
+        picture = b""
+        if heatmap:
+            picture = png_bytes(draw_heat_maps(np.array(image), classified, session.contract, protocol))
         return answer_of(session, name, protocol, classified, top, picture)
 
     return ask

@@ -1,32 +1,61 @@
-"""What verbs say of the memory that a run takes."""
+"""What verbs say of the main memory that a run takes."""
 
+from collections.abc import Sequence
+
+from evaluator.datasets.sample import Sample
 from evaluator.engine.footprint import Runtime
-from evaluator.engine.memory import MemoryNeed, in_bytes, machine_memory, memory_need, require_fits
+from evaluator.engine.memory import MemoryNeed, Running, in_bytes, memory_need, require_fits
 from evaluator.engine.session import Session
+from evaluator.imaging.decode import LARGEST_DECODING
+from evaluator.imaging.room import decoding_room
+from evaluator.machine import machine_memory
 from evaluator.protocols import Protocol
 from evaluator.terminal import say
+from evaluator.validation.pipeline import decoding_threads
 
 
-def foretold(session: Session, protocol: Protocol, chunk: int) -> MemoryNeed | None:
-    """Return what a run takes at most, in chunks of so many images; None on a GPU, of whose memory nothing is known.
+def foretold(
+    session: Session,
+    protocol: Protocol,
+    chunk: int,
+    samples: Sequence[Sample] = (),
+    *,
+    sessions: int = 1,
+    pipelines: int = 1,
+) -> MemoryNeed:
+    """Return what a run takes of the main memory at most, in chunks of so many images.
 
+    samples: all that the dataset lists; sessions: like this one in the process; pipelines: that each of them serves.
     Raises UsageError when that is more than `--memory-limit`.
     """
-    contract, (device, limit) = session.contract, (session.placement.device, session.placement.memory)
-    if device == "cuda":
-        return None
-    size = session.model_bytes
-    runtime: Runtime = "openvino" if device == "openvino" else "cpu"
-    if limit is not None:
-        return require_fits(contract, protocol, chunk, limit, file_bytes=size, runtime=runtime)
-    return memory_need(contract, protocol, chunk, None, file_bytes=size, runtime=runtime)
+    contract, placement = session.contract, session.placement
+    on_gpu = placement.device == "cuda"
+    runtime: Runtime = "cuda" if on_gpu else "openvino" if placement.device == "openvino" else "cpu"
+    readers = pipelines * decoding_threads(placement.threads)
+    running = Running(
+        runtime,
+        session.circumstances.precision,
+        session.model_bytes,
+        session.rules if on_gpu else None,
+        sessions=sessions,
+        pipelines=pipelines,
+        images=len(samples),
+        encoded=readers * max((sample.size for sample in samples), default=0),
+    )
+    if placement.memory is None:
+        return memory_need(contract, protocol, chunk, None, running)
+    return require_fits(contract, protocol, chunk, placement.memory, running)
 
 
-def tell_memory(need: MemoryNeed | None) -> None:
+def tell_memory(need: MemoryNeed, *, gpu: bool = False) -> None:
     """Say what is needed at most, with a warning where the machine has less."""
-    if need is None:
-        return
+    room = decoding_room(gpu=gpu).size
     say(f"memory: at most {need}", err=True)
+    say(
+        f"memory: an image that alone takes more than {in_bytes(room)} to decode (docs/performance.md) is decoded by "
+        f"itself and takes up to {in_bytes(LARGEST_DECODING - room)} more",
+        err=True,
+    )
     if need.total > (there := machine_memory()):
         say(
             f"warning: this machine has {in_bytes(there)}. If images are as elongated as the protocol lets them be, "

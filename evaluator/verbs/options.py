@@ -54,7 +54,15 @@ MemoryOption = Annotated[
     str | None,
     typer.Option(
         "--memory-limit",
-        help="Most memory, as 4G or 900M: of this process, or with cuda of the GPU. Default: what is fastest.",
+        help="Most main memory that this process takes, as 4G or 900M. Default: what is fastest.",
+        metavar="SIZE",
+    ),
+]
+GpuMemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu-memory-limit",
+        help="With cuda: most memory of weights and batches on each GPU, as 6G. Default: what is fastest and free.",
         metavar="SIZE",
     ),
 ]

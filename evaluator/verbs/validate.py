@@ -17,7 +17,7 @@ from evaluator.errors import UsageError
 from evaluator.reporting.report import Report, build_report, error_with_interval
 from evaluator.reporting.statistics import TOPS
 from evaluator.terminal import say
-from evaluator.validation.cluster import Cluster, on_ray
+from evaluator.validation.cluster import IN_HAND, Cluster, on_ray
 from evaluator.validation.run import Run, RunInfo, describe_dataset, run_info
 from evaluator.validation.validate import validate as evaluate_dataset
 from evaluator.verbs.memory import foretold, tell_memory
@@ -25,6 +25,7 @@ from evaluator.verbs.options import (
     AveragingOption,
     DeviceOption,
     FlipOption,
+    GpuMemoryOption,
     GpusOption,
     MemoryOption,
     PrecisionOption,
@@ -92,6 +93,7 @@ def validate(
         int, typer.Option(min=0, max=100_000, help="Workers on the cluster; 0 is as many as it has room for.")
     ] = 0,
     memory: MemoryOption = None,
+    gpu_memory: GpuMemoryOption = None,
     exif: Annotated[bool, typer.Option("--exif", help="Obey the cameras' notes on rotation.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete the run that lies there and start anew.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
@@ -103,7 +105,8 @@ def validate(
         raise UsageError("--gpus with --ray: each worker of the cluster has a GPU of its own; see --ray-workers")
     cluster = Cluster(ray, ray_workers, threads) if ray is not None else None
     part = _shard(shard) if shard is not None else None
-    placement = Placement(device, precision, threads, memory=parse_memory(memory))
+    limits = parse_memory(memory), parse_memory(gpu_memory, "--gpu-memory-limit")
+    placement = Placement(device, precision, threads, memory=limits[0], gpu_memory=limits[1])
     sessions = open_sessions(model, placement, gpus)
     session = sessions[0]
     entries = session.contract.classes
@@ -116,7 +119,9 @@ def validate(
     dataset = open_place(DatasetPlace(data, labels, no_labels, limit, chosen), entries)
     info = run_info(session, model.name, describe_dataset(dataset), looks, part, memory=placement.memory)
     _tell_dataset(dataset, entries, info)
-    tell_memory(foretold(session, looks, info.chunk))
+    pipelines = IN_HAND if cluster is not None else 1
+    need = foretold(session, looks, info.chunk, dataset.samples, sessions=len(sessions), pipelines=pipelines)
+    tell_memory(need, gpu=session.placement.device == "cuda")
     elsewhere = on_ray(cluster, session, model, dataset, info, _note) if cluster is not None else None
     finished = evaluate_dataset(
         sessions, dataset, info, run, fresh=fresh, threads=threads, elsewhere=elsewhere, announce=_note

@@ -10,10 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from evaluator.engine.session import open_session
+from evaluator.engine.tolerances import tolerance_of
 from evaluator.errors import CheckFailed
 from evaluator.terminal import say
 from evaluator.verbs.options import DeviceOption, PrecisionOption, ThreadsOption
-from export.verification import judged_as, tolerance_of
+from export.verification import judged_as
 from export.verification import verify as verify_session
 
 
@@ -30,11 +31,11 @@ def verify(
     """
     session = open_session(model, device, precision=precision, threads=threads)
     deviations = verify_session(session)
-    passed = all(d.passed for d in deviations)
+    passed, tolerance = all(d.passed for d in deviations), tolerance_of(judged_as(session))
     if as_json:
         rows = [{**asdict(d), "passed": d.passed} for d in deviations]
         report = {"model": session.model_sha256, "circumstances": session.circumstances.to_json(), "passed": passed}
-        say(json.dumps({**report, "deviations": rows}))
+        say(json.dumps({**report, "tolerance": asdict(tolerance), "deviations": rows}))
     else:
         table = Table(
             "image", "run", "scores off by", "logits off by (of largest)", "", title=str(session.circumstances)
@@ -43,12 +44,11 @@ def verify(
             verdict = "ok" if d.passed else "WRONG"
             table.add_row(f"{d.height}x{d.width}", d.case, f"{d.scores:.1e}", f"{d.logits:.1e}", verdict)
         Console().print(table)
+    bounds = f"{tolerance.scores:g} (scores) or {tolerance.logits:g} of the largest (logits)"
     if not passed:
-        tolerance = tolerance_of(judged_as(session))
         raise CheckFailed(
-            f"{model}: on {session.circumstances.provider} the golden images are off by more than "
-            f"{tolerance.scores:g} (scores) or {tolerance.logits:g} (logits). Do not trust this device or runtime "
-            "version with this model"
+            f"{model}: on {session.circumstances} the golden images are off by more than {bounds}. Do not trust this "
+            "device or runtime version with this model"
         )
     if not as_json:
-        say(f"{model}: verified on {session.circumstances.provider}")
+        say(f"{model}: verified on {session.circumstances}: off by no more than {bounds}")

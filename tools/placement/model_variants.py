@@ -11,9 +11,9 @@ from typing import get_args
 import numpy as np
 from onnx import ModelProto, TensorProto, helper
 
-from evaluator.contract import Canvas, ClassEntry, MeanKind, ModelContract, Precision, default_scales
+from evaluator.contract import Canvas, ClassEntry, MeanKind, Precision
 from export.graph import IR_VERSION, OPSET
-from export.model import build_model
+from export.model import build_model, contract_of
 from training.architectures import architecture, parameter_shapes
 
 CLASSES = 1000
@@ -50,19 +50,9 @@ def build(variant: Variant, *, whole: bool = False) -> ModelProto:
         net = replace(net, hidden=NARROW)
     shapes = parameter_shapes(net, CLASSES)
     mean = np.zeros(3 if variant.mean_kind == "channel" else (net.crop, net.crop, 3), np.float32)
-    contract = ModelContract(
-        architecture=net.to_json(),
-        classes=tuple(ClassEntry(f"n{index:08}", f"class {index}") for index in range(CLASSES)),
-        mean_kind=variant.mean_kind,
-        trunk=net.layers,
-        window=net.window,
-        spp_levels=net.spp_levels,
-        crop=net.crop,
-        default_scales=default_scales(net.crop),
-        max_side=4096,
-        canvas=variant.canvas,
-        precision=variant.precision,
-        checkpoint_sha256="0" * 64,
+    classes = [ClassEntry(f"n{index:08}", f"class {index}") for index in range(CLASSES)]
+    contract = contract_of(
+        net, classes, variant.canvas, variant.precision, mean_kind=variant.mean_kind, checkpoint_sha256="0" * 64
     )
     return build_model(net, {name: np.broadcast_to(WEIGHT, shapes[name]) for name in shapes}, mean, contract, "0")
 

@@ -111,7 +111,7 @@ def main() -> None:
     RecordedSession.folder = arguments.folder
     onnxruntime.InferenceSession = RecordedSession
     try:
-        model = load_on_cuda(arguments.model)
+        model, _ = load_on_cuda(arguments.model)
     except PreluNetError as error:
         placed: dict[str, Any] = {"refused": str(error)}
     else:

@@ -1,8 +1,8 @@
-"""Results of a part of `gpu.py`: each case is written as soon as it is measured, and is not measured twice.
+"""Results of a long benchmark: each case is written as soon as it is measured, and is not measured twice.
 
 The file: {"part", "runs": [circumstances of each call], "cases": [{"run", "settings", "seconds", "result"}]}. A case is
-known by its settings and by what could change its result: device, tiny or not, and versions of all packages. One that
-failed, or that was measured under other circumstances, is measured again.
+known by its settings and by what could change its result: device, tiny or not, versions of all packages, and a digest
+of the code that is measured. One that failed, or that was measured under other circumstances, is measured again.
 """
 
 import json
@@ -14,16 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-PARTS = ("parity", "sweep", "throughput", "torch", "training")
+from evaluator.engine.runtime import lacks_memory
+
 FATAL = ("illegal memory access", "unspecified launch failure", "misaligned address", "CUDA failure 7")
-MEMORY = (
-    "out of memory",
-    "Failed to allocate memory",
-    "smaller than requested",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "bad_alloc",
-)
-IDENTITY = ("device", "tiny", "gpu", "versions")
+IDENTITY = ("device", "tiny", "gpu", "versions", "source")
 
 
 def read_results(path: Path) -> dict[str, Any]:
@@ -66,9 +60,7 @@ class Results:
     def find(self, settings: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the result of a case that was measured under these circumstances, or None."""
         for case in self.data["cases"]:
-            run = self.data["runs"][case["run"]]
-            same = all(run.get(key) == self.circumstances.get(key) for key in IDENTITY)
-            if case["settings"] == settings and same and "error" not in case["result"]:
+            if case["settings"] == settings and self._ours(case) and "error" not in case["result"]:
                 return dict(case["result"])
         return None
 
@@ -122,9 +114,9 @@ def _guarded(work: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
     try:
         return _plain(work())
     except Exception as error:
-        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        if any(sign in text for sign in MEMORY):
+        if lacks_memory(error):
             return {"out_of_memory": True}
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         return {"error": text[:300] + (f" … {text[-300:]}" if len(text) > 600 else text[300:])}
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,21 +25,22 @@ import PIL
 import torch
 
 from evaluator.complexity import multiply_adds
-from evaluator.contract import ClassEntry, ModelContract, default_scales
+from evaluator.contract import Canvas, ModelContract, Precision
 from evaluator.engine.cuda import cuda_options
 from evaluator.engine.onnx_runtime import CPU, CUDA, import_runtime
 from evaluator.engine.session import Session, open_session
 from evaluator.errors import EnvironmentFault
-from export.model import build_model
+from export.model import build_model, contract_of
 from machine import machine
+from nets import MEAN, class_entries, telling_tensors
 from training.architectures import Architecture, Conv, Pool, architecture
-from training.initialization import CHANNEL_MEAN, initial_tensors
 from training.network import PreluNet, load_tensors
 
 ROOT = Path(__file__).parents[1]
-MEAN = np.array(CHANNEL_MEAN, np.float32)
 CROP = 224  # pixels, of the nets that are measured; all lengths in this benchmark are told for it
-SHARPER = 3  # times fc3's weights: the largest of A's 1000 scores is then 0.03 instead of 0.005
+# What a model file depends on.
+MAKE_FILES = ("export", "evaluator/contract.py", "training/architectures.py", "training/initialization.py",
+              "benchmarks/nets.py")  # fmt: skip
 PEAK_SIDE = 8192  # of the matrices whose product gives the peak
 SMI = "driver_version,clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu,pstate,memory.used"
 
@@ -105,21 +106,10 @@ class Rig:
         return TINY_E if name == "E" else TINY
 
     def tensors(self, name: str) -> Mapping[str, np.ndarray]:
-        """Return weights as before training, but with biases, different slopes and scores that differ by more.
-
-        Without these a mistake could hide: all scores would be about the same. The last net's are kept (C: 1.3 GB).
-        """
+        """Return the weights of `nets.telling_tensors`; the last net's are kept (C: 1.3 GB)."""
         if self._drawn is None or self._drawn[0] != name:
             self._drawn = None
-            tensors = initial_tensors(self.net(name), self.classes, seed=0)
-            rng = np.random.default_rng(1)
-            for key in tensors:
-                if key.endswith(".bias"):
-                    tensors[key] += rng.normal(0, 0.5, tensors[key].shape).astype(np.float32)
-                elif key.endswith(".slope"):
-                    tensors[key] += rng.uniform(-0.2, 0.2, tensors[key].shape).astype(np.float32)
-            tensors["fc3.weight"] *= np.float32(SHARPER)
-            self._drawn = (name, tensors)
+            self._drawn = (name, telling_tensors(self.net(name), self.classes))
         return self._drawn[1]
 
     def torch_net(self, name: str, dropout: float = 0.5) -> PreluNet:
@@ -128,38 +118,26 @@ class Rig:
         load_tensors(net, self.tensors(name))
         return net.to(self.device).eval()
 
-    def contract(self, name: str, precision: str = "fp32", canvas: str = "ragged") -> ModelContract:
+    def contract(self, name: str, precision: str = "fp32", canvas: Canvas = "ragged") -> ModelContract:
         """Return what a model file of a net states; precision: `fp32` (also for tf32) or `fp16`."""
-        net = self.net(name)
-        return ModelContract(
-            architecture=net.to_json(),
-            classes=tuple(ClassEntry(f"n{index:08}", f"class {index}") for index in range(self.classes)),
-            mean_kind="channel",
-            trunk=net.layers,
-            window=net.window,
-            spp_levels=net.spp_levels,
-            crop=net.crop,
-            default_scales=default_scales(net.crop),
-            max_side=4096,
-            canvas=canvas,  # type: ignore[arg-type]
-            precision="fp16" if precision == "fp16" else "fp32",
-            checkpoint_sha256=hashlib.sha256(f"benchmark {name}".encode()).hexdigest(),
-        )
+        classes = class_entries(self.classes)
+        half: Precision = "fp16" if precision == "fp16" else "fp32"
+        return contract_of(self.net(name), classes, canvas, half, checkpoint_sha256="0" * 64)
 
-    def model_file(self, name: str, precision: str = "fp32", canvas: str = "ragged") -> Path:
+    def model_file(self, name: str, precision: str = "fp32", canvas: Canvas = "ragged") -> Path:
         """Return the path of a net's model file, which is written unless it is there."""
         contract = self.contract(name, precision, canvas)
-        kind = "tiny-" if self.tiny else ""
-        path = self.files / f"{kind}{name}-{contract.precision}-{canvas}-{self.source}.onnx"
+        kind, source = "tiny-" if self.tiny else "", digest_of(*MAKE_FILES)
+        path = self.files / f"{kind}{name}-{contract.precision}-{canvas}-{source}.onnx"
         if not path.exists():
-            model = build_model(self.net(name), self.tensors(name), MEAN, contract, self.source)
+            model = build_model(self.net(name), self.tensors(name), MEAN, contract, source)
             self.files.mkdir(parents=True, exist_ok=True)
             new = path.with_suffix(".new")
             new.write_bytes(model.SerializeToString(deterministic=True))
             new.replace(path)
         return path
 
-    def session(self, name: str, precision: str = "fp32", canvas: str = "ragged") -> Session:
+    def session(self, name: str, precision: str = "fp32", canvas: Canvas = "ragged") -> Session:
         """Open a net as the rest of the program does."""
         asked = precision if self.on_gpu else None  # a CPU computes a file in one precision only
         return open_session(self.model_file(name, precision, canvas), self.device, precision=asked)  # type: ignore[arg-type]
@@ -221,14 +199,15 @@ class Rig:
         self.peaks = peaks
         return peaks
 
-    @cached_property
-    def source(self) -> str:
-        """Return a digest of the code that makes the model files and runs them."""
-        digest = hashlib.sha256()
-        for folder in ("evaluator", "export", "training", "benchmarks"):
-            for file in sorted((ROOT / folder).rglob("*.py")):
-                digest.update(file.read_bytes())
-        return digest.hexdigest()[:12]
+
+@cache
+def digest_of(*paths: str) -> str:
+    """Return a digest of files, and of all Python files of folders, of this checkout."""
+    digest = hashlib.sha256()
+    for path in paths:
+        for file in sorted((ROOT / path).rglob("*.py")) if (ROOT / path).is_dir() else [ROOT / path]:
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def check_provider(rig: Rig) -> None:
@@ -269,8 +248,8 @@ def provider_options(rig: Rig, session: Any) -> dict[str, str]:
     return dict(session.get_provider_options()[CUDA if rig.on_gpu else CPU])
 
 
-def circumstances(rig: Rig, command: Sequence[str]) -> dict[str, Any]:
-    """Return everything that a number of this benchmark depends on."""
+def circumstances(rig: Rig, command: Sequence[str], source: str) -> dict[str, Any]:
+    """Return everything that a number of this benchmark depends on; source: digest of the code that measures."""
     runtime = import_runtime()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -287,7 +266,7 @@ def circumstances(rig: Rig, command: Sequence[str]) -> dict[str, Any]:
             "providers": runtime.get_available_providers(),
         },
         "provider_options": cuda_options() if rig.on_gpu else {},
-        "source": rig.source,
+        "source": source,
         "first": watch(rig),
     }
 

@@ -1,0 +1,58 @@
+"""The metadata of an ONNX file without a runtime: what has to be known before a session is made.
+
+The file is one protobuf message, `ModelProto` of onnx.proto: fields, each a tag and a value. All but the metadata are
+passed over, the graph with its weights in one step.
+"""
+
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import BinaryIO
+
+_METADATA, _KEY, _VALUE = 14, 1, 2  # ModelProto.metadata_props, and the fields of each: StringStringEntryProto
+_VARINT, _EIGHT, _LENGTH, _FOUR = 0, 1, 2, 5  # how a field is written
+_LONGEST_VARINT = 10  # bytes
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """Return the metadata of a model file; what no ONNX file has is {}, because a runtime will say what is wrong."""
+    try:
+        with path.open("rb") as file:
+            entries = [dict(_fields(BytesIO(entry), {_KEY, _VALUE})) for _, entry in _fields(file, {_METADATA})]
+        return {entry.get(_KEY, b"").decode(): entry.get(_VALUE, b"").decode() for entry in entries}
+    except ValueError:
+        return {}
+
+
+def _fields(file: BinaryIO, wanted: set[int]) -> Iterator[tuple[int, bytes]]:
+    """Yield number and bytes of the wanted fields of a message; raises ValueError when it is none."""
+    size = file.seek(0, 2)
+    file.seek(0)
+    while file.tell() < size:
+        tag = _varint(file)
+        number, kind = tag >> 3, tag & 7
+        if kind == _VARINT:
+            _varint(file)
+            continue
+        if kind not in {_EIGHT, _LENGTH, _FOUR}:
+            raise ValueError(f"a field of kind {kind}")
+        length = _varint(file) if kind == _LENGTH else {_EIGHT: 8, _FOUR: 4}[kind]
+        if length > size - file.tell():
+            raise ValueError("a field that leaves the message")
+        if kind == _LENGTH and number in wanted:
+            yield number, file.read(length)
+        else:
+            file.seek(length, 1)
+
+
+def _varint(file: BinaryIO) -> int:
+    """Read a number: seven bits a byte, the lowest first, as long as the eighth is set."""
+    value = 0
+    for place in range(_LONGEST_VARINT):
+        byte = file.read(1)
+        if not byte:
+            raise ValueError("a number without an end")
+        value |= (byte[0] & 127) << (7 * place)
+        if byte[0] < 128:
+            return value
+    raise ValueError("a number of more than 64 bits")
