@@ -1,5 +1,6 @@
 """OpenVINO as the device: the same scores as the oracle in float32, and bfloat16 only where it really runs."""
 
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -159,3 +160,21 @@ def test_a_precision_that_a_device_does_not_have_is_refused_with_what_has_it(
 def test_a_precision_that_does_not_exist_is_refused_with_the_list(exported: dict[str, Exported]) -> None:
     with pytest.raises(UsageError, match=r"no precision 'f32'\. There are: fp32, tf32, bf16, fp16"):
         open_session(exported["demo-image"].path, "openvino", precision="f32")  # type: ignore[arg-type]
+
+
+def test_ctrl_c_is_an_interrupt_also_when_a_session_was_freed_in_another_thread(exported: dict[str, Exported]) -> None:
+    code = (
+        "import os, signal, threading, time\n"
+        "from pathlib import Path\n"
+        "from evaluator.engine.session import open_session\n"
+        f"kept = [open_session(Path({str(exported['demo-image'].path)!r}), 'openvino')]\n"
+        "freeing = threading.Thread(target=kept.clear)\n"
+        "freeing.start(); freeing.join()\n"
+        "try:\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(30)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr

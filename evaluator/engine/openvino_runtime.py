@@ -9,6 +9,7 @@ further off than with a channel mean: the convolution behind it rounds what it g
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -60,7 +61,7 @@ def load(path: Path, precision: CpuPrecision = "fp32", *, threads: int = 0) -> O
     when the file is no model.
     """
     runtime = _import()
-    core = runtime.Core()
+    core = _core()
     settings: dict[str, Any] = {"INFERENCE_PRECISION_HINT": HINTS[precision], "PERFORMANCE_HINT": "LATENCY"}
     if threads:
         settings["INFERENCE_NUM_THREADS"] = threads
@@ -72,6 +73,16 @@ def load(path: Path, precision: CpuPrecision = "fp32", *, threads: int = 0) -> O
         raise load_error(error, path, faulty="read_model" in str(error) or "onnx" in str(error)) from error
     check_precision(compiled, precision)
     return OpenVinoModel(runtime, model, compiled, precision)
+
+
+@cache
+def _core() -> Any:
+    """Return OpenVINO's core, which is never freed.
+
+    Its CPU plugin gives the thread that makes it another stack for signal handlers. Freed in a second thread, as a
+    garbage collector may, it would take that memory back, and the next Ctrl-C would end in a segmentation fault.
+    """
+    return _import().Core()
 
 
 def _import() -> ModuleType:
