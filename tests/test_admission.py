@@ -105,7 +105,7 @@ def test_an_error_outside_of_the_session_fails_what_waits_and_the_thread_lives_o
         def no_memory(*_arguments, **_options):
             raise MemoryError("planted")
 
-        patch.setattr(evaluator.serving.compute, "plan_batches", no_memory)
+        patch.setattr(evaluator.serving.compute, "plan_views", no_memory)
         with pytest.raises(MemoryError, match="planted"):
             compute.submit([view]).result(30)
     assert len(compute.submit([view]).result(30)) == 1
