@@ -173,6 +173,17 @@ def test_classify_prints_names_and_scores_of_the_best_classes(files: Path, capsy
     assert f"{score:.2%}" in lines[0]
 
 
+@pytest.mark.parametrize(("provider", "code"), [("CPUExecutionProvider", 2), ("CUDAExecutionProvider", 0)])
+def test_a_view_that_does_not_fit_into_this_machine_is_refused_unless_a_gpu_has_to_hold_it(
+    files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, provider: str, code: int
+) -> None:
+    session = FakeSession(provider=provider)
+    monkeypatch.setattr("evaluator.verbs.classify.open_session", lambda _path, _device, **_: session)
+    monkeypatch.setattr("evaluator.verbs.classify.machine_memory", lambda: 2**20)
+    assert run(["classify", "good.png", "--model", "m.onnx"]) == code
+    assert ("this machine has 1.00M" in capsys.readouterr().err) == (code == 2)
+
+
 def test_classify_json_holds_the_scores_the_protocol_and_the_circumstances(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -134,7 +134,8 @@ def _ask_model(session: Session, name: str, protocol: Protocol, top: int, *, hea
 
     def ask(data: bytes) -> Answer:
         image = decode_image(data, apply_exif=protocol.apply_exif)
-        require_room(session.contract, protocol, (image.height, image.width), machine_memory())
+        if session.placement.device != "cuda":  # how much a GPU has, its runtime tells
+            require_room(session.contract, protocol, (image.height, image.width), machine_memory())
         (classified,) = classify_images(session, [image], protocol, keep_windows=heatmap)
         picture = b""
         if heatmap:
