@@ -24,7 +24,7 @@ from evaluator.contract import ModelContract
 from evaluator.datasets.sample import Dataset, Sample
 from evaluator.engine.batching import plan_batches
 from evaluator.engine.classify import combine
-from evaluator.engine.memory import gpu_rules, part_within
+from evaluator.engine.memory import gpu_rules, portion_within
 from evaluator.engine.session import Session
 from evaluator.engine.stages import Stages
 from evaluator.imaging.resize import resized_size
@@ -86,7 +86,7 @@ def _planned(rig: Rig, net: str) -> Iterator[str]:
     rules, sizes = gpu_rules(contract, None), draw(IMAGES)
     for name in ("dense-256", "multi-scale"):
         protocol = protocol_of(rig, name, contract)
-        for together in (part_within(protocol, IMAGES, None, gpu=True), 256):
+        for together in (portion_within(protocol, IMAGES, None, gpu=True), 256):
             plans = []
             for start in range(0, IMAGES, together):
                 shapes = view_shapes(sizes[start : start + together], protocol)

@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 from evaluator.complexity import multiply_adds
 from evaluator.contract import golden_image
 from evaluator.engine import session as session_module
-from evaluator.engine.memory import part_within
+from evaluator.engine.memory import portion_within
 from evaluator.imaging.resize import resized_size
 from evaluator.protocols import make_protocol
 from training.architectures import architecture
@@ -324,7 +324,7 @@ def test_the_plan_tells_of_every_part_and_measures_nothing(tmp_path: Path, capsy
     assert [line for line in told.splitlines() if line[0] != " "] == [f"{part}:" for part in gpu.PARTS]
     assert told.count("minute") >= len(gpu.PARTS)
     contract = Rig("cpu", tiny=False, files=tmp_path).contract("C", "fp16")
-    together = part_within(make_protocol("multi-scale", contract), 1024, None, gpu=True)
+    together = portion_within(make_protocol("multi-scale", contract), 1024, None, gpu=True)
     assert f"C multi-scale, 1024 images, {together} together" in told
     assert not list(tmp_path.iterdir())
 

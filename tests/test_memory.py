@@ -19,7 +19,7 @@ from evaluator.engine.memory import (
     in_bytes,
     memory_need,
     parse_memory,
-    part_within,
+    portion_within,
     require_fits,
     require_room,
     rules_within,
@@ -133,18 +133,18 @@ def test_gpu_batches_are_larger_than_those_of_a_cpu_and_shrink_with_the_limit() 
     ("name", "images"), [("center", 256), ("dense-256", 256), ("multi-scale", 64), ("dense-1024", 32)]
 )
 def test_parts_of_a_chunk_without_a_limit_are_what_they_always_were(name: str, images: int) -> None:
-    assert part_within(make_protocol(name, A), 256, None) == images
+    assert portion_within(make_protocol(name, A), 256, None) == images
 
 
 def test_the_parts_of_a_chunk_are_as_equal_as_can_be() -> None:
-    assert part_within(make_protocol("multi-scale", A), 250, None) == 63  # 74 would fit: 63 + 63 + 63 + 61
+    assert portion_within(make_protocol("multi-scale", A), 250, None) == 63  # 74 would fit: 63 + 63 + 63 + 61
 
 
 @given(st.integers(1, 2**36), st.sampled_from(["center", "ten-crop", "multi-scale", "spp-net"]), st.integers(1, 999))
 def test_a_part_takes_a_sixteenth_of_the_limit_or_is_one_image(memory: int, name: str, chunk: int) -> None:
     protocol = make_protocol(name, A)
-    images = part_within(protocol, chunk, memory)
-    assert 1 <= images <= part_within(protocol, chunk, None)
+    images = portion_within(protocol, chunk, memory)
+    assert 1 <= images <= portion_within(protocol, chunk, None)
     assert images == 1 or images * image_bytes(protocol) <= memory / 16
 
 
@@ -220,7 +220,7 @@ def test_the_pixels_of_batches_that_wait_are_in_the_need() -> None:
 def test_the_scores_of_three_portions_and_a_chunk_are_in_the_need() -> None:
     many = contract_of("A", 22_000)
     protocol = make_protocol("multi-scale", many)
-    portion = part_within(protocol, 64, None)
+    portion = portion_within(protocol, 64, None)
     views = 6 * 2 * 22_000 * 4  # scores and logits of each
     scores = 3 * 64 * 22_000 * 4  # of images: averaged, as rows, being written
     assert memory_need(many, protocol, 64, None).results == views * (3 * portion + 64) + scores
@@ -255,7 +255,7 @@ def test_beside_gpus_there_are_portions_and_packed_batches_for_each_but_no_maps(
     assert one.decoding == G, "sixteen threads may decode 12 Mpixel at once"
     half = replace(A, precision="fp16")
     assert memory_need(half, protocol, 1024, None, on_gpus(1)).weights == pytest.approx(one.weights / 2)
-    assert one.images == 2 * part_within(protocol, 1024, None, gpu=True) * image_bytes(protocol)
+    assert one.images == 2 * portion_within(protocol, 1024, None, gpu=True) * image_bytes(protocol)
 
 
 def test_a_limit_on_main_memory_makes_the_portions_for_a_gpu_smaller_or_is_refused() -> None:
@@ -353,9 +353,9 @@ def test_a_view_that_no_machine_of_that_size_could_hold_is_refused_with_what_it_
 
 def test_a_gpu_gets_larger_portions_unless_the_limit_on_main_memory_is_low() -> None:
     multi = make_protocol("multi-scale", A)
-    assert part_within(multi, 1024, None, gpu=True) == part_within(multi, 1024, 128 * G, gpu=True) == 1024
-    assert 0.9 * 8 * G / 16 < part_within(multi, 1024, 8 * G, gpu=True) * image_bytes(multi) <= 8 * G / 16
+    assert portion_within(multi, 1024, None, gpu=True) == portion_within(multi, 1024, 128 * G, gpu=True) == 1024
+    assert 0.9 * 8 * G / 16 < portion_within(multi, 1024, 8 * G, gpu=True) * image_bytes(multi) <= 8 * G / 16
     longest = make_protocol("spp-net", A)
-    part = part_within(longest, 1024, None, gpu=True)
+    part = portion_within(longest, 1024, None, gpu=True)
     assert part < 1024
     assert 3 * 2**30 < part * image_bytes(longest) <= 6 * 2**30

@@ -18,7 +18,7 @@ from evaluator.cli import run
 from evaluator.datasets.opening import open_dataset
 from evaluator.datasets.sample import Dataset
 from evaluator.engine.classify import classify_images
-from evaluator.engine.memory import part_within
+from evaluator.engine.memory import portion_within
 from evaluator.engine.session import Outputs
 from evaluator.errors import ContractError, DatasetError, EnvironmentFault, Interrupted, RunFolderError
 from evaluator.imaging.decode import decode_rgb
@@ -164,7 +164,7 @@ def test_a_chunk_is_prepared_in_parts_that_fit_into_memory_even_if_all_images_ar
 ) -> None:
     contract = fake_contract(crop=224, window=56, default_scales=(256, 384, 480), max_side=8000)
     protocol = make_protocol(name, contract)
-    assert part_within(protocol, CHUNK, None) == images
+    assert portion_within(protocol, CHUNK, None) == images
     views = make_views(np.zeros((100, 400, 3), np.uint8), protocol)
     kept = {id(view.image if view.image.base is None else view.image.base): view.image.nbytes for view in views}
     assert images * sum(kept.values()) <= 3 * 2**27
@@ -174,7 +174,7 @@ def test_a_chunk_is_prepared_in_parts_that_fit_into_memory_even_if_all_images_ar
 def test_a_chunk_in_parts_gives_the_same_lines_and_scores(
     dataset: Dataset, tmp_path: Path, undisturbed: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("evaluator.engine.memory.PART_BYTES", 10 * 3 * 28 * 28)  # of crops of 28: 7 portions, of 10
+    monkeypatch.setattr("evaluator.engine.memory.PORTION_BYTES", 10 * 3 * 28 * 28)  # of crops of 28: 7 portions, of 10
     found = validated(FakeSession(), dataset, CENTER, tmp_path)
     assert found.info.batching is not None
     assert found.info.batching.images_together == 10

@@ -39,10 +39,10 @@ SETTLED: Mapping[tuple[Runtime, str], float] = {
     ("openvino", "bf16"): 2.2,
 }
 BASE = 2**27  # bytes: 60 to 75 MB of Python and libraries, 46 to 57 MB more when a runtime is there
-PART_BYTES = 3 * 2**27  # of the views of one portion, if every image were as elongated as the protocol lets it be
+PORTION_BYTES = 3 * 2**27  # of the views of one portion, if every image were as elongated as the protocol lets it be
 # For a GPU: the 1,024 images of a chunk in one portion change its canvases four times less often.
-GPU_PART_BYTES = 6 * 2**30
-PART_SHARE = 16  # a portion takes at most this part of a limit
+GPU_PORTION_BYTES = 6 * 2**30
+PORTION_SHARE = 16  # a portion takes at most a sixteenth of a limit
 PACKED = 4  # batches whose pixels are kept: one is computed, two are ready, one is being packed
 RESULTS = 3  # portions whose results are kept until they are averaged
 LISTED = 512  # bytes an image: 280 in the dataset's list and 130 in the lines of the run, with names of 40 characters
@@ -132,8 +132,8 @@ def rules_within(
     """Return rules whose batches take no more than `budget` bytes.
 
     most: rules for when memory is no matter, of which both limits shrink alike; packed: how many batches of pixels come
-    on top, besides what is being computed. An image that alone exceeds them is a
-    batch all the same: see `require_fits`.
+    on top, besides what is being computed. An image that alone exceeds them is a batch all the same, see
+    `require_fits`.
     """
     needed = bytes_at(contract, most.max_pixels, most.max_windows, value_bytes, runtime)
     share = (budget - WORKSPACE) / (needed - WORKSPACE + packed * 3 * most.max_pixels)
@@ -182,19 +182,19 @@ def gpu_rules(
     return rules_within(contract, budget, most, _VALUE_BYTES[precision], "cuda")
 
 
-def part_within(protocol: Protocol, chunk: int, memory: int | None, *, gpu: bool = False) -> int:
-    """Return how many images of a chunk are prepared and computed at a time.
+def portion_within(protocol: Protocol, chunk: int, memory: int | None, *, gpu: bool = False) -> int:
+    """Return how many images of a chunk are prepared and computed at a time: a portion of it.
 
     memory: most bytes of main memory of the process, or None; gpu: whether a GPU computes.
 
     A function of the protocol and the limit and of nothing else: in which company an image is computed can move the
     last bit of its scores, so that a chunk must be cut alike wherever and whenever it is evaluated.
     """
-    most = GPU_PART_BYTES if gpu else PART_BYTES
+    most = GPU_PORTION_BYTES if gpu else PORTION_BYTES
     if memory is not None:
-        most = min(most, memory // PART_SHARE)
-    parts = -(-chunk // max(1, most // image_bytes(protocol)))
-    return -(-chunk // parts)
+        most = min(most, memory // PORTION_SHARE)
+    portions = -(-chunk // max(1, most // image_bytes(protocol)))
+    return -(-chunk // portions)
 
 
 def image_bytes(protocol: Protocol) -> int:
@@ -219,7 +219,7 @@ def memory_need(
         contract, memory, file_bytes=file_bytes, runtime=runtime, precision=precision
     )
     largest_view = max(height * width for height, width in _view_sizes(contract, protocol))
-    portion = part_within(protocol, chunk, memory, gpu=gpu)
+    portion = portion_within(protocol, chunk, memory, gpu=gpu)
     return MemoryNeed(
         base=GPU_BASE if gpu else BASE,
         loading=math.ceil(LOADING[contract.precision] * weights) + (running.sessions - 1) * settled,
@@ -349,4 +349,4 @@ def _beside_batches(contract: ModelContract, memory: int) -> int:
     """Return what everything but batches takes beside the weights within a limit, for the usual views and images."""
     views = 2 * len(contract.default_scales)
     results = _results_bytes(views, len(contract.classes), CHUNK_USUALLY, CHUNK_USUALLY)
-    return 2 * min(PART_BYTES, memory // PART_SHARE) + ROOM + results + LISTED * LISTED_USUALLY
+    return 2 * min(PORTION_BYTES, memory // PORTION_SHARE) + ROOM + results + LISTED * LISTED_USUALLY

@@ -10,7 +10,7 @@ from evaluator.contract import ClassEntry, ModelContract
 from evaluator.datasets.sample import UNLABELLED, Dataset
 from evaluator.engine.batching import BatchRules
 from evaluator.engine.classify import Model
-from evaluator.engine.memory import part_within
+from evaluator.engine.memory import portion_within
 from evaluator.engine.onnx_runtime import CUDA
 from evaluator.errors import RunFolderError, UsageError
 from evaluator.protocols import Protocol, View, protocol_from_json
@@ -123,7 +123,7 @@ def run_info(
     """Describe a run of this session.
 
     model_file: last path component; dataset: as `describe_dataset` tells it; memory: most bytes of
-    the process (`part_within`), None for what is usual.
+    the process (`portion_within`), None for what is usual.
     """
     contract: ModelContract = session.contract
     model = {
@@ -134,7 +134,7 @@ def run_info(
     }
     gpu = session.circumstances.provider == CUDA
     chunk = GPU_CHUNK if gpu else CHUNK
-    batching = Batching(part_within(protocol, chunk, memory, gpu=gpu), session.rules)
+    batching = Batching(portion_within(protocol, chunk, memory, gpu=gpu), session.rules)
     circumstances = session.circumstances.to_json()
     return RunInfo(model, contract.classes, protocol, dataset, circumstances, batching, chunk, shard)
 

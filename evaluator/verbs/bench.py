@@ -8,8 +8,8 @@ import typer
 
 from evaluator.datasets import Dataset, DatasetPlace, open_place
 from evaluator.engine.gpus import open_sessions
-from evaluator.engine.memory import MemoryNeed, in_bytes, parse_memory
-from evaluator.engine.session import Placement, Session
+from evaluator.engine.memory import MemoryNeed, in_bytes
+from evaluator.engine.session import Session
 from evaluator.engine.stages import STAGES
 from evaluator.files import write_atomically
 from evaluator.machine import cores
@@ -25,9 +25,11 @@ from evaluator.verbs.options import (
     GpuMemoryOption,
     GpusOption,
     MemoryOption,
+    ModelOption,
     PrecisionOption,
     ProtocolOption,
     ScalesOption,
+    placement_asked,
     protocol_asked,
 )
 
@@ -36,7 +38,7 @@ HEADERS = ("stage", "threads", "seconds", "ms/image", "share of time")
 
 def bench(
     *,
-    model: Annotated[Path, typer.Option(help="Model file, as `prelunet export` wrote it.")],
+    model: ModelOption,
     data: Annotated[
         Path, typer.Option(help="Folder, .tar, .tar.gz or .zip of images; labels are not needed (docs/datasets.md).")
     ],
@@ -61,8 +63,7 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure where the time of `prelunet validate` goes with these options, and say what to change."""
-    limits = parse_memory(memory), parse_memory(gpu_memory, "--gpu-memory-limit")
-    placement = Placement(device, precision, threads, memory=limits[0], gpu_memory=limits[1])
+    placement = placement_asked(device, precision, threads, memory, gpu_memory)
     sessions = open_sessions(model, placement, gpus)
     session = sessions[0]
     looks = protocol_asked(protocol, session.contract, scales=scales, flip=flip)

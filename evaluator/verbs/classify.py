@@ -22,7 +22,7 @@ from evaluator.imaging.decode import DecodeLimits, decode_image
 from evaluator.machine import machine_memory
 from evaluator.protocols import Protocol
 from evaluator.terminal import say
-from evaluator.verbs.options import PrecisionOption, ProtocolOption, protocol_asked
+from evaluator.verbs.options import MaybeModelOption, PrecisionOption, ProtocolOption, protocol_asked
 
 DEFAULT_TIMEOUT = 60.0  # seconds
 
@@ -32,7 +32,7 @@ Ask = Callable[[bytes], Answer]  # of an encoded image
 def classify(
     *,
     images: Annotated[list[str], typer.Argument(help="Image files; - reads one from stdin.", metavar="IMAGE...")],
-    model: Annotated[Path | None, typer.Option(help="Model file, as `prelunet export` wrote it.")] = None,
+    model: MaybeModelOption = None,
     server: Annotated[str | None, typer.Option(help="HOST:PORT of a running `prelunet serve`.")] = None,
     name: Annotated[str | None, typer.Option(help="Which of the server's models; needed if it has several.")] = None,
     protocol: ProtocolOption = None,

@@ -1,14 +1,20 @@
 """Options that several verbs share."""
 
 import re
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from evaluator.contract import ModelContract
-from evaluator.engine.session import Device, Precision
+from evaluator.engine.memory import parse_memory
+from evaluator.engine.session import Device, Placement, Precision
 from evaluator.errors import UsageError
 from evaluator.protocols import Averaging, Changes, Protocol, Weights, default_protocol, make_protocol
+
+_MODEL_HELP = "Model file, as `prelunet export` wrote it."
+ModelOption = Annotated[Path, typer.Option("--model", help=_MODEL_HELP)]
+MaybeModelOption = Annotated[Path | None, typer.Option("--model", help=_MODEL_HELP)]
 
 ProtocolOption = Annotated[
     str | None,
@@ -66,6 +72,14 @@ GpuMemoryOption = Annotated[
         metavar="SIZE",
     ),
 ]
+
+
+def placement_asked(
+    device: Device, precision: Precision | None, threads: int, memory: str | None, gpu_memory: str | None
+) -> Placement:
+    """Build the placement that the options ask for; UsageError for an amount of memory that is none."""
+    main, gpu = parse_memory(memory), parse_memory(gpu_memory, "--gpu-memory-limit")
+    return Placement(device, precision, threads, memory=main, gpu_memory=gpu)
 
 
 def protocol_asked(

@@ -11,8 +11,6 @@ from evaluator.contract import ClassEntry
 from evaluator.datasets import Dataset, DatasetPlace, classes_asked, open_place
 from evaluator.datasets.sample import UNLABELLED
 from evaluator.engine.gpus import open_sessions
-from evaluator.engine.memory import parse_memory
-from evaluator.engine.session import Placement
 from evaluator.errors import UsageError
 from evaluator.reporting.report import Report, build_report, error_with_interval
 from evaluator.reporting.statistics import TOPS
@@ -28,10 +26,12 @@ from evaluator.verbs.options import (
     GpuMemoryOption,
     GpusOption,
     MemoryOption,
+    ModelOption,
     PrecisionOption,
     ProtocolOption,
     ScalesOption,
     WeightsOption,
+    placement_asked,
     protocol_asked,
 )
 
@@ -41,7 +41,7 @@ NUMBERS = ("images", "evaluated", "refused", "top1_error", "top1_interval", "top
 
 def validate(
     *,
-    model: Annotated[Path, typer.Option(help="Model file, as `prelunet export` wrote it.")],
+    model: ModelOption,
     data: Annotated[
         Path,
         typer.Option(
@@ -105,8 +105,7 @@ def validate(
         raise UsageError("--gpus with --ray: each worker of the cluster has a GPU of its own; see --ray-workers")
     cluster = Cluster(ray, ray_workers, threads) if ray is not None else None
     part = _shard(shard) if shard is not None else None
-    limits = parse_memory(memory), parse_memory(gpu_memory, "--gpu-memory-limit")
-    placement = Placement(device, precision, threads, memory=limits[0], gpu_memory=limits[1])
+    placement = placement_asked(device, precision, threads, memory, gpu_memory)
     sessions = open_sessions(model, placement, gpus)
     session = sessions[0]
     entries = session.contract.classes
