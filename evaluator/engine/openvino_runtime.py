@@ -26,7 +26,7 @@ CpuPrecision = Literal["fp32", "bf16"]
 
 HINTS: Mapping[CpuPrecision, str] = {"fp32": "f32", "bf16": "bf16"}
 # By itself OpenVINO keeps the code that it made for up to 5,000 shapes of each kind of layer: about 1 MB a shape, in
-# all 1.8 GB for 2,000 small images. Making it anew takes 0.6 ms a batch of the demo; 1 % of model A at its smallest view.
+# all 1.8 GB for 2,000 small images. Making it anew takes 0.6 ms a batch of the demo; 1 % of model A on small views.
 _NO_CACHE: Mapping[str, str] = {"CPU_RUNTIME_CACHE_CAPACITY": "0"}
 # The layers whose precision is the model's; a MatMul that is no FullyConnected belongs to a mean image.
 _ARITHMETIC = ("Convolution", "FullyConnected")
