@@ -23,17 +23,20 @@ from alone import run_alone
 from competitors import COMPETITORS, REFERENCE, Case, NotAvailable, Opened
 from engine_table import goals_of, rows_of, tables
 from evaluator.engine.session import open_session
+from evaluator.files import sha256_of
 from evaluator.machine import cores
 from evaluator.progress import progress
 from evaluator.protocols import Protocol, make_protocol
 from evaluator.validation.benchmark import peak_memory
 from interleaved import Limits, Reference, Visit, measure, warm_up
-from machine import header, resident_mb, write_result
+from machine import digest_of, header, resident_mb, write_result
 from nets import write_files
 from photos import Photo, load_photos
 from training.architectures import architecture
 
 Json = dict[str, Any]
+
+MEASURED = ("evaluator/engine", "evaluator/imaging", "export", "benchmarks")  # code that can change a number
 
 
 def main() -> None:
@@ -43,6 +46,8 @@ def main() -> None:
     photos = load_photos(options.data)
     result: Json = {
         **header(__file__, sys.argv[1:], ("prelunet", "onnxruntime", "openvino", "torch", "numpy", "pillow")),
+        "source": digest_of(*MEASURED),
+        "files": {},
         "threads": options.threads,
         "settings": {},
         "process_memory_mb": {},
@@ -53,6 +58,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="prelunet-bench-") as folder:
             _say(begun, f"{name}: making its files")
             write_files(name, Path(folder))
+            result["files"][name] = sha256_of(Path(folder) / "ours.onnx")
             _net(options, name, Case(Path(folder), options.threads), photos, result, begun)
         gc.collect()
     _say(begun, "done")

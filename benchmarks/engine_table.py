@@ -17,15 +17,17 @@ HEADER = (
     *("peak MB", "ready s", "scores off by"),
 )
 NOTES = (
-    "Resizing and mirroring are part of every competitor's time, decoding of none. All of one precision take turns on "
-    "each picture, in an order that is shuffled for each; the other precision follows on the same pictures, since all "
-    "at once would take 20 GB for model C. *images/s*: pictures over their seconds. *x naive*: as many times the naive "
-    "way's GFLOP/s. *x fastest*: times as fast as the fastest competitor of the same precision that is not ours: the "
-    "median over pictures of the ratio on the same one, ± its standard error. *GFLOP/s*: two per multiply-add of the "
-    "dense evaluation, median over pictures, then the lowest and the highest. *peak MB*, *ready s*: the competitor "
-    "alone in a new process; imports, loading and compiling, then one picture at the largest scale. *scores off by*: "
-    "the largest difference from torch eager, as a part of the largest score. *openvino, our file*: bare calls of the "
-    "runtime, on the compiled model that *ours* uses: how far these two are apart is what planning costs, and noise."
+    "Pictures are those named, of a formula in the sizes of photos unless --data gave some: what they show does not "
+    "change the speed. Resizing and mirroring are part of every competitor's time, decoding of none. All of one "
+    "precision take turns on each picture, in an order that is shuffled for each; the other precision follows on the "
+    "same pictures, since all at once would take 20 GB for model C. *images/s*: pictures over their seconds. *x "
+    "naive*: as many times the naive way's GFLOP/s. *x fastest*: times as fast as the fastest competitor of the same "
+    "precision that is not ours: the median over pictures of the ratio on the same one, ± its standard error. "
+    "*GFLOP/s*: two per multiply-add of the dense evaluation, median over pictures, then the lowest and the highest. "
+    "*peak MB*, *ready s*: the competitor alone in a new process; imports, loading and compiling, then one picture at"
+    " the largest scale. *scores off by*: the largest difference from torch eager, as a part of the largest score. "
+    "*openvino, our file*: bare calls of the runtime, on the compiled model that *ours* uses: how far these two are "
+    "apart is what planning costs, and noise."
 )
 ENOUGH = 0.95  # of the fastest competitor's speed
 TIMES_NAIVE = 10

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the project is not installed where this runs
 
 from gpu_table import PARTS, goals, table, write_into  # noqa: E402
-from results import Results  # noqa: E402
+from results import Results, read_results  # noqa: E402
 
 # What a result depends on, besides the versions: all this, and the modules of its part.
 MEASURED = ("evaluator", "export", "training", "benchmarks/rig.py", "benchmarks/nets.py")
@@ -85,11 +85,14 @@ def _tell_plan(options: argparse.Namespace) -> None:
 
 
 def _measure(options: argparse.Namespace, words: Sequence[str]) -> int:
-    from rig import Rig, check_provider, circumstances, digest_of, tell, tell_runtime, watch
+    from machine import digest_of
+    from rig import Rig, check_provider, circumstances, tell, tell_runtime, watch
 
     tell_runtime()
     rig = Rig(options.device, options.tiny, options.files)
     _check_torch(rig.device)
+    output = options.output or options.results / f"gpu-{options.part}{'-tiny' if options.tiny else ''}.json"
+    read_results(output)  # if it is damaged, better now than when the first case has been measured
     modules = (f"gpu_{options.part}", *MODULES.get(options.part, ()))
     now = circumstances(rig, words, digest_of(*MEASURED, *(f"benchmarks/{module}.py" for module in modules)))
     tell(now)
@@ -97,7 +100,6 @@ def _measure(options: argparse.Namespace, words: Sequence[str]) -> int:
         check_provider(rig)
     now["matmul_tflops"] = rig.measure_peaks()
     print("matrix products of torch, TFLOP/s: " + ", ".join(f"{name} {rate}" for name, rate in rig.peaks.items()))
-    output = options.output or options.results / f"gpu-{options.part}{'-tiny' if options.tiny else ''}.json"
     results = Results(output, options.part, now, options.limit, lambda: watch(rig))
     import_module(f"gpu_{options.part}").run(rig, results)
     return _end(results, options)
@@ -106,10 +108,19 @@ def _measure(options: argparse.Namespace, words: Sequence[str]) -> int:
 def _check_torch(device: str) -> None:
     import torch
 
+    from evaluator.engine.onnx_runtime import import_runtime
+
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit(
             f"--device cuda did not come up: torch {torch.__version__} finds no GPU. "
             "A rehearsal without one: --device cpu --tiny"
+        )
+    major = str(torch.version.cuda).partition(".")[0]
+    theirs = str(getattr(import_runtime(), "cuda_version", "")).partition(".")[0]
+    if device == "cuda" and theirs and major != theirs:
+        raise SystemExit(
+            f"torch is for CUDA {major} and onnxruntime for CUDA {theirs}: in one process one of them would get the "
+            "other's cuDNN. Install both for the same"
         )
 
 

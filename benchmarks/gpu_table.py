@@ -23,13 +23,12 @@ Case = dict[str, Any]  # settings and result in one, with the run's circumstance
 
 
 def cases(folder: Path, part: str, path: Path | None = None) -> list[Case]:
-    """Return the newest result of each case of a part that did not fail."""
+    """Return the newest result of each case of a part; none of a case that failed when it was measured last."""
     data = read_results(path or folder / f"gpu-{part}.json")
     newest: dict[str, Case] = {}
     for case in sorted(data["cases"], key=lambda case: case["run"]):
-        if "error" not in case["result"]:
-            newest[str(case["settings"])] = {**case["result"], **case["settings"], "run": data["runs"][case["run"]]}
-    return list(newest.values())
+        newest[str(case["settings"])] = {**case["result"], **case["settings"], "run": data["runs"][case["run"]]}
+    return [case for case in newest.values() if "error" not in case]
 
 
 def goals(folder: Path, given: Mapping[str, Path] | None = None) -> list[str]:

@@ -39,9 +39,9 @@ from evaluator.imaging.resize import resized_size
 from evaluator.protocols import make_protocol
 from growth_plots import draw, tables
 from interleaved import deviation, gflop_of, shuffled, timed, windows_of, within
-from machine import cpu, header
+from machine import cpu, digest_of, header
 from results import Results
-from rig import Rig, digest_of
+from rig import Rig
 from training.architectures import parameter_shapes
 from training.embedded import embedded_dataset_path
 

@@ -1,5 +1,6 @@
 """What a result file says of itself and of the machine that made it."""
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -7,12 +8,14 @@ import platform
 import shlex
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from evaluator.files import write_atomically
-from evaluator.machine import cores
+from evaluator.machine import cores, cpu_fact
 
+ROOT = Path(__file__).parent.parent
 _WIDE = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")  # what arithmetic can profit from
 
 
@@ -42,7 +45,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": cpu(),
         "cores": cores(),
-        "instructions": [name for name in _WIDE if name in _cpuinfo("flags").split()],
+        "instructions": [name for name in _WIDE if name in cpu_fact("flags").split()],
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
         "platform": platform.machine(),
     }
@@ -50,14 +53,17 @@ def machine() -> dict[str, Any]:
 
 def cpu() -> str:
     """Return the processor's name as the kernel gives it."""
-    return _cpuinfo("model name") or platform.processor()
+    return cpu_fact("model name") or platform.processor()
 
 
-def _cpuinfo(key: str) -> str:
-    """Return the first value of a key in the kernel's list of processors, or nothing."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.split(":")[0].strip() == key), "")
+@cache
+def digest_of(*paths: str) -> str:
+    """Return a digest of files, and of all Python files of folders, of this checkout."""
+    digest = hashlib.sha256()
+    for path in paths:
+        for file in sorted((ROOT / path).rglob("*.py")) if (ROOT / path).is_dir() else [ROOT / path]:
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def resident_mb() -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluator.engine.runtime import lacks_memory
+from evaluator.files import write_atomically
 
 FATAL = ("illegal memory access", "unspecified launch failure", "misaligned address", "CUDA failure 7")
 IDENTITY = ("device", "tiny", "gpu", "versions", "source")
@@ -24,7 +25,13 @@ def read_results(path: Path) -> dict[str, Any]:
     """Return the contents of a result file; an empty one where there is none."""
     if not path.exists():
         return {"part": None, "runs": [], "cases": []}
-    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        known = isinstance(data["cases"], list) and isinstance(data["runs"], list) and "part" in data
+    except (ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"{path}: no result file ({type(error).__name__}: {error}). Move it away") from error
+    if not known:
+        raise SystemExit(f"{path}: no result file. Move it away")
     return data
 
 
@@ -47,6 +54,9 @@ class Results:
     def __post_init__(self) -> None:
         self.begun = time.monotonic()
         self.data = read_results(self.path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(self.path.parent, os.W_OK):
+            raise SystemExit(f"{self.path.parent}: cannot be written. Choose another --output")
         if self.data["part"] not in {None, self.part}:
             raise SystemExit(f"{self.path} holds results of part {self.data['part']}; give another --output")
         self.data["part"] = self.part
@@ -99,10 +109,7 @@ class Results:
         kept = [case for case in self.data["cases"] if not (case["settings"] == settings and self._ours(case))]
         kept.append({"run": self._run, "settings": settings, "seconds": round(seconds, 1), "result": result})
         self.data["cases"] = kept
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        new = self.path.with_suffix(".new")
-        new.write_text(json.dumps(self.data, indent=1) + "\n", encoding="utf-8")
-        os.replace(new, self.path)  # noqa: PTH105 - whole or not at all
+        write_atomically(self.path, (json.dumps(self.data, indent=1) + "\n").encode())
 
     def _ours(self, case: Mapping[str, Any]) -> bool:
         run = self.data["runs"][case["run"]]

@@ -4,7 +4,6 @@ Imports torch, onnx, onnxruntime, numpy and Pillow and nothing else: the machine
 project is not installed there.
 """
 
-import hashlib
 import os
 import platform
 import shutil
@@ -14,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,15 +26,14 @@ from evaluator.complexity import multiply_adds
 from evaluator.contract import Canvas, ModelContract, Precision
 from evaluator.engine.cuda import cuda_options
 from evaluator.engine.onnx_runtime import CPU, CUDA, import_runtime
-from evaluator.engine.session import Session, open_session
+from evaluator.engine.session import Placement, Session, open_placed
 from evaluator.errors import EnvironmentFault
 from export.model import build_model, contract_of
-from machine import machine
+from machine import digest_of, machine
 from nets import MEAN, class_entries, telling_tensors
 from training.architectures import Architecture, Conv, Pool, architecture
 from training.network import PreluNet, load_tensors
 
-ROOT = Path(__file__).parents[1]
 CROP = 224  # pixels, of the nets that are measured; all lengths in this benchmark are told for it
 # What a model file depends on.
 MAKE_FILES = ("export", "evaluator/contract.py", "training/architectures.py", "training/initialization.py",
@@ -138,9 +135,11 @@ class Rig:
         return path
 
     def session(self, name: str, precision: str = "fp32", canvas: Canvas = "ragged") -> Session:
-        """Open a net as the rest of the program does."""
+        """Open a net as `validate` does."""
         asked = precision if self.on_gpu else None  # a CPU computes a file in one precision only
-        return open_session(self.model_file(name, precision, canvas), self.device, precision=asked)  # type: ignore[arg-type]
+        return open_placed(
+            self.model_file(name, precision, canvas), Placement(self.device, asked), for_many=self.on_gpu
+        )
 
     def flop(self, name: str, sizes: Sequence[tuple[int, int]]) -> int:
         """Return the floating point operations of images of these sizes: two for each multiply-add."""
@@ -197,17 +196,9 @@ class Rig:
             peaks[name] = float(f"{2 * side**3 / timing['ms'] / 1e9:.4g}")
         torch.backends.cuda.matmul.allow_tf32 = before
         self.peaks = peaks
+        if self.on_gpu:
+            torch.cuda.empty_cache()  # else its matrices would count as memory of what comes next
         return peaks
-
-
-@cache
-def digest_of(*paths: str) -> str:
-    """Return a digest of files, and of all Python files of folders, of this checkout."""
-    digest = hashlib.sha256()
-    for path in paths:
-        for file in sorted((ROOT / path).rglob("*.py")) if (ROOT / path).is_dir() else [ROOT / path]:
-            digest.update(file.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def check_provider(rig: Rig) -> None:
@@ -291,7 +282,10 @@ def watch(rig: Rig) -> dict[str, str]:
     if not rig.on_gpu or program is None:
         return {}
     command = [program, f"--query-gpu={SMI}", "--format=csv,noheader"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):  # what was measured is worth more than the clocks
+        return {}
     line = found.stdout.strip().splitlines()[:1]
     return dict(zip(SMI.split(","), (value.strip() for value in line[0].split(",")), strict=False)) if line else {}
 

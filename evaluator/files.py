@@ -40,11 +40,7 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
 
     The same promises and errors as `write_atomically`; for data that should not be in memory twice.
     """
-    target = Path(os.path.realpath(path))  # through a link, as a plain open would write; resolve() fails on a loop
-    if not target.parent.is_dir():
-        raise UsageError(f"{path}: the folder {target.parent} does not exist. Create it, or choose another path")
-    if target.exists() and not target.is_file():  # a rename would replace a folder or a device such as /dev/null
-        raise UsageError(f"{path}: not a regular file, so it cannot be replaced. Choose another path")
+    target = require_writable(path)
     # Not tempfile: it creates files that only their owner may read, whatever the umask says.
     temporary = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}.tmp")
     try:
@@ -60,6 +56,19 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
         if isinstance(error, OSError) and error.filename in {None, os.fspath(temporary)}:
             raise from_os_error(OSError(error.errno, error.strerror, os.fspath(path))) from error
         raise
+
+
+def require_writable(path: Path) -> Path:
+    """Return the file that a path leads to; UsageError when it can be told already that it cannot be written.
+
+    For what takes long before it writes.
+    """
+    target = Path(os.path.realpath(path))  # through a link, as a plain open would write; resolve() fails on a loop
+    if not target.parent.is_dir():
+        raise UsageError(f"{path}: the folder {target.parent} does not exist. Create it, or choose another path")
+    if target.exists() and not target.is_file():  # a rename would replace a folder or a device such as /dev/null
+        raise UsageError(f"{path}: not a regular file, so it cannot be replaced. Choose another path")
+    return target
 
 
 def make_folder(folder: Path, option: str) -> None:

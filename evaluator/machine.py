@@ -39,6 +39,12 @@ def cores(root: Path = _ROOT) -> int:
     return max(1, min(limits))
 
 
+def cpu_fact(key: str, root: Path = _ROOT) -> str:
+    """Return what the kernel says of the first processor under a key, as `model name` or `flags`; or nothing."""
+    lines = (line.partition(":") for line in _text(root / "proc/cpuinfo").splitlines())
+    return next((value.strip() for name, _, value in lines if name.strip() == key), "")
+
+
 def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
     """Yield the folders that can hold this process's limits, each with the version of control groups that it is of."""
     for line in _text(root / "proc/self/cgroup").splitlines():

@@ -30,7 +30,7 @@ def progress(what: str, total: int, unit: str, *, done: int = 0) -> Iterator[Adv
     done: units that an earlier, interrupted call finished; they do not count for the rate, which is that of the last
     minute.
     """
-    reporter = _bar if sys.stderr.isatty() else _plain
+    reporter = _bar if sys.stderr is not None and sys.stderr.isatty() else _plain
     with reporter(printable(what), total, unit, done) as advance:
         yield advance
 

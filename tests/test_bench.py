@@ -100,9 +100,10 @@ def test_afterwards_the_same_batches_are_computed_alone_and_nothing_else_at_the_
 
         def compute(self, staged: Any) -> Outputs:
             self.threads.append(threading.current_thread())
-            self.others.append([thread.name for thread in threading.enumerate() if "-0" in thread.name])
+            self.others.append([one.name for one in threading.enumerate() if "-0" in one.name and one not in before])
             return super().compute(staged)
 
+    before = threading.enumerate()  # of other tests
     session = Watching()
     measured = benchmark([session], dataset, TWO_SCALES, 64, threads=2, images=IMAGES, seconds=1e-9)
     batches = measured.tally.batches
@@ -232,6 +233,24 @@ def test_what_bounds_the_rate_is_what_is_busy_while_the_session_waits(
     assert words in in_words(measurement(**spent))
 
 
+@pytest.mark.parametrize(
+    ("spent", "cause", "words"),
+    [
+        ({"compute": 9.9, "alone": 10.6}, "disturbed", "0.93 times as long as the same alone"),
+        ({"compute": 9.9, "alone": 7.0, "decode": 0.2, "resize": 0.1}, "disturbed", "1.41 times"),
+        ({"compute": 9.9, "alone": 10.4}, "compute", "the session alone would take 104%"),
+        ({"compute": 9.9, "alone": 7.0, "decode": 1.0}, "sharing", "decoding"),
+        ({"compute": 0.9, "alone": 0.9, "seconds": 0.99}, "short", "too short to judge: 0.99 s"),
+    ],
+)
+def test_what_others_or_a_short_time_spoiled_is_not_judged(spent: dict[str, float], cause: str, words: str) -> None:
+    assert cause_of(measurement(**spent)) == cause
+    assert words in in_words(measurement(**spent))
+    if cause in {"disturbed", "short"}:
+        (again,) = advice(measurement(**spent), ON_A_CPU)
+        assert again.startswith("measure")
+
+
 ON_A_CPU = Surroundings("cpu", "fp32", "fp32", model_threads=0, cores=8, bf16=False, limited=False)
 ON_A_GPU = replace(ON_A_CPU, device="cuda", cores=16)
 COMPUTING = {"compute": 9.9}
@@ -284,9 +303,11 @@ def test_advice_for_a_session_that_waits_is_about_what_it_waits_for() -> None:
     ("flags", "known"), [("fpu avx2 avx512_bf16", True), ("fpu amx_bf16", True), ("fpu avx512f", False), ("", False)]
 )
 def test_bfloat16_is_read_from_the_kernels_list_of_instructions(flags: str, known: bool, tmp_path: Path) -> None:
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text(f"processor\t: 0\nmodel name\t: avx512_bf16 is no flag here\nflags\t\t: {flags}\n")
-    assert knows_bf16(cpuinfo) == known
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text(
+        f"processor\t: 0\nmodel name\t: avx512_bf16 is no flag here\nflags\t\t: {flags}\n\nflags\t\t: amx_bf16\n"
+    )
+    assert knows_bf16(tmp_path) == known
     assert not knows_bf16(tmp_path / "absent")
 
 
@@ -351,6 +372,37 @@ def test_a_folder_without_images_exits_2(
     (tmp_path / "empty").mkdir()
     assert command(images=tmp_path / "empty") == 2
     assert "empty" in capsys.readouterr().err
+
+
+def test_of_a_folder_with_train_and_val_it_takes_val_as_validate_does(
+    command: Callable[..., int], data: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for name in ("train", "val"):
+        (tmp_path / "root" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "root" / name).symlink_to(data)
+    assert command("--limit", "5", images=tmp_path / "root") == 0
+    assert "measuring 5 of 25 images" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("output", ["missing/bench.json", "."])
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    command: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path, output: str
+) -> None:
+    assert command("--limit", "5", "-o", str(tmp_path / output)) == 2
+    said = capsys.readouterr()
+    assert "choose another path" in said.err.lower()
+    assert (said.out, "measuring" in said.err) == ("", False)
+
+
+def test_interrupted_it_says_that_nothing_is_kept(
+    command: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("evaluator.verbs.bench.benchmark", interrupt)
+    assert command("--limit", "5") == 4
+    assert "nothing is kept" in capsys.readouterr().err
 
 
 def test_several_gpus_on_a_cpu_exit_2(data: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,8 +23,6 @@ from training.dense import dense_windows, subtract_mean
 from training.network import PreluNet, load_tensors, network_from_checkpoint
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
 from competitors import COMPETITORS, REFERENCE, Case, NotAvailable, Opened, in_pairs  # noqa: E402
 from dense_torch import DenseNet, export_plain  # noqa: E402
 from engine_table import goals_of, rows_of  # noqa: E402

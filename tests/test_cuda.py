@@ -211,6 +211,7 @@ def test_no_more_than_three_batches_are_on_the_gpu_and_the_next_waits_for_one_to
 def test_a_batch_that_is_never_computed_gives_its_room_back(library: FakeCudart) -> None:
     binding = bound()
     for seed in range(3 * SLOTS):
+        assert binding._slots.qsize() == SLOTS, "the next would wait for ever"
         binding.stage(*batch(1, 4, 4, seed=seed))
         gc.collect()
 
@@ -256,10 +257,18 @@ def test_one_thread_computes_whoever_calls(library: FakeCudart) -> None:
     assert not thread.is_alive(), "it should end with the binding"
 
 
-def test_a_batch_keeps_its_room_until_the_gpu_is_done_though_its_caller_is_interrupted(library: FakeCudart) -> None:
+def test_a_batch_keeps_its_room_until_the_gpu_is_done_though_its_caller_is_interrupted(
+    library: FakeCudart,
+) -> None:
     binding = bound()
     session: Any = binding._session
     entered, gate, run = threading.Event(), threading.Event(), session.run_with_iobinding
+    interrupted = threading.Event()
+
+    def once(*_: Any) -> None:
+        if not interrupted.is_set():
+            interrupted.set()
+            raise KeyboardInterrupt
 
     def slowly(one: Binding) -> None:
         entered.set()
@@ -268,13 +277,19 @@ def test_a_batch_keeps_its_room_until_the_gpu_is_done_though_its_caller_is_inter
 
     def interrupt() -> None:
         entered.wait(30)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        while not interrupted.wait(0.05):  # one that comes just before the main thread waits would not wake it
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     session.run_with_iobinding = slowly
     staged = binding.stage(*batch(1, 4, 4, seed=1))
-    threading.Thread(target=interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        binding.compute(staged)
+    before, interrupter = signal.signal(signal.SIGINT, once), threading.Thread(target=interrupt)
+    interrupter.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            binding.compute(staged)
+    finally:
+        interrupter.join(30)
+        signal.signal(signal.SIGINT, before)
     assert binding._slots.qsize() == SLOTS - 1, "the GPU still reads the batch"
     gate.set()
     binding._worker.submit(lambda: None).result(30)  # behind the batch
@@ -362,3 +377,10 @@ def test_the_arena_may_have_four_fifths_of_what_is_free_in_steps_or_less_where_l
 def test_a_gpu_is_called_by_its_name(library: FakeCudart) -> None:
     runtime: Any = SimpleNamespace(cuda_version="13.0")
     assert CudaRuntime(runtime, 1).name() == "Card 1"
+
+
+def test_a_batch_of_a_power_of_two_of_bytes_fills_its_slot(library: FakeCudart) -> None:
+    binding = bound()
+    for _ in range(2 * SLOTS):  # 256 bytes; no image has four channels, but memory does not care
+        binding.compute(binding.stage(np.zeros((1, 8, 8, 4), np.uint8), np.array([[8, 8]])))
+    assert {len(memory) for memory in library.on_gpu.values()} == {256}

@@ -28,8 +28,6 @@ from evaluator.protocols import make_protocol
 from training.architectures import architecture
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
 import gpu  # noqa: E402
 import gpu_parity  # noqa: E402
 import gpu_sweep  # noqa: E402
@@ -350,8 +348,15 @@ def test_a_case_is_measured_once_for_its_versions_and_code(tmp_path: Path) -> No
     assert [case["run"] for case in data["cases"]] == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("held", ["", "{", "{}", "[]", '{"part": "sweep", "runs": 1, "cases": []}', "\x00"])
+def test_a_damaged_result_file_is_named_before_anything_is_measured(tmp_path: Path, held: str) -> None:
+    (tmp_path / "gpu-sweep.json").write_text(held)
+    with pytest.raises(SystemExit, match=r"gpu-sweep\.json: no result file.*Move it away"):
+        _results(tmp_path)
+
+
 def test_the_digest_of_the_code_is_that_of_what_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rig.ROOT", tmp_path)
+    monkeypatch.setattr("machine.ROOT", tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "one.py").write_text("1")
     (tmp_path / "two.py").write_text("2")

@@ -1,6 +1,5 @@
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ from evaluator.datasets import Dataset, Sample
 from evaluator.errors import EnvironmentFault
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
 import growth  # noqa: E402
 from alone import repeated, run_alone  # noqa: E402
 from growth import ENGINES, in_turn  # noqa: E402

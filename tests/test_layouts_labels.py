@@ -341,6 +341,9 @@ def test_a_folder_without_images_and_unlabelled_sets_side_by_side_are_refused(tm
     with pytest.raises(DatasetError, match="which images should be taken without labels, those in test or val"):
         opened(tmp_path / "data", no_labels=True)
     assert [s.file for s in opened(tmp_path / "data" / "test", no_labels=True).samples] == ["b.png"]
+    archive = write_zip(tmp_path / "both.zip", {"val/a.png": b"a", "test/b.png": b"b"})
+    with pytest.raises(DatasetError, match=rf"Unpack it, and give the folder itself, as --data {tmp_path / 'val'}$"):
+        opened(archive, no_labels=True)
 
 
 # Class folders

@@ -325,7 +325,7 @@ def test_amounts_of_memory_are_read(text: str | None, value: int | None) -> None
 
 @pytest.mark.parametrize(
     "text",
-    ["", "6", "G", "6g", "6Gb", "6 G", "-6G", "+6G", "1e3M", "6.G", "0G", "0.0000001M", "9999999T", "6G\n", "٦G"],
+    ["", "6", "G", "6gb", "6Gb", "6 G", "-6G", "+6G", "1e3M", "6.G", "0G", "0.0000001M", "9999999T", "6G\n", "٦G"],
 )
 def test_what_is_no_amount_of_memory_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="with its unit"):

@@ -2,9 +2,11 @@
 
 import pytest
 
+from conftest import Exported
 from evaluator.datasets.sample import Sample
+from evaluator.engine import onnx_runtime
 from evaluator.engine.memory import Running, memory_need
-from evaluator.engine.session import Placement
+from evaluator.engine.session import Placement, open_placed
 from evaluator.errors import UsageError
 from evaluator.protocols import make_protocol
 from evaluator.verbs import memory as memory_module
@@ -31,6 +33,15 @@ def test_a_limit_below_what_a_run_takes_is_refused_before_it_begins() -> None:
     session.placement = Placement("cpu", memory=100 * 2**20)
     with pytest.raises(UsageError, match=r"--memory-limit 100M: protocol multi-scale takes up to"):
         foretold(session, make_protocol("multi-scale", session.contract), 64)  # type: ignore[arg-type]
+
+
+def test_a_limit_below_what_loading_takes_is_refused_before_the_file_is_loaded(
+    exported: dict[str, Exported], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = exported["demo-channel"].path
+    monkeypatch.setattr(onnx_runtime, "load_on_cpu", None)  # a call of it would be another error
+    with pytest.raises(UsageError, match=r"--memory-limit 128M: loading the model alone takes up to 13\dM"):
+        open_placed(path, Placement("cpu", memory=2**27))
 
 
 def test_a_machine_with_less_than_that_is_warned_of(

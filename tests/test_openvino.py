@@ -173,8 +173,8 @@ def test_what_is_no_model_is_the_files_fault(tmp_path: Path, exported: dict[str,
         ("cpu", "bf16", "bf16 needs --device openvino"),
         ("cpu", "tf32", "tf32 needs --device cuda"),
         ("openvino", "tf32", "tf32 needs --device cuda"),
-        ("cpu", "fp16", "export the file anew with --precision fp16"),
-        ("openvino", "fp16", "export the file anew with --precision fp16"),
+        ("cpu", "fp16", "fp16 needs --device cuda and another file: prelunet export --precision fp16"),
+        ("openvino", "fp16", "fp16 needs --device cuda and another file: prelunet export --precision fp16"),
     ],
 )
 def test_a_precision_that_a_device_does_not_have_is_refused_with_what_has_it(

@@ -191,23 +191,23 @@ def test_three_portions_for_each_session_are_begun_before_the_first_of_them_is_w
 
 def test_two_batches_are_ready_while_one_is_computed_and_no_more(dataset: Dataset) -> None:
     class Watching(FakeSession):
-        staged = begun = 0
-        most = 0
+        staged = finished = most = 0
 
         def stage(self, images: np.ndarray, sizes: np.ndarray) -> Any:
             self.staged += 1
-            self.most = max(self.most, self.staged - self.begun)
+            self.most = max(self.most, self.staged - self.finished)
             return super().stage(images, sizes)
 
         def compute(self, staged: Any) -> Outputs:
-            self.begun += 1
             time.sleep(0.005)
-            return super().compute(staged)
+            outputs = super().compute(staged)
+            self.finished += 1
+            return outputs
 
     session = Watching()
     list(evaluate_chunks([session], dataset, TWO_SCALES, [dataset.samples], 7, 2))
-    assert session.staged == session.begun > 20
-    assert session.most == 2
+    assert session.staged == session.finished > 20
+    assert session.most == 2 + 1
 
 
 # At the same time

@@ -34,6 +34,12 @@ def open_place(place: DatasetPlace, classes: Sequence[ClassEntry]) -> Dataset:
     return select(dataset, limit=place.limit, classes=place.classes)
 
 
+def open_images(path: Path, classes: Sequence[ClassEntry]) -> Dataset:
+    """Open images whose labels do not matter; of several sets `val`, as with labels. Raises as `open_dataset` does."""
+    wnids, names = [entry.wnid for entry in classes], [entry.name for entry in classes]
+    return open_dataset(path, split="val", class_names=wnids, names=names, no_labels=True, any_set=False)
+
+
 def open_dataset(
     path: Path,
     *,
@@ -42,6 +48,7 @@ def open_dataset(
     names: Sequence[str] = (),
     labels: Path | None = None,
     no_labels: bool = False,
+    any_set: bool = True,
 ) -> Dataset:
     """Open a folder, a .tar, .tar.gz or .zip of images, in any of the layouts of docs/datasets.md.
 
@@ -49,7 +56,7 @@ def open_dataset(
     class_names: the model's wnids, whose places are the labels; None (for a training set) takes class folders in
     sorted order and no other layout. names: of the model's classes, for people, in the same order.
     labels: list of labels or devkit, None to look in and beside the dataset where they are needed; no_labels: take the
-    images without labels, as a test set.
+    images without labels, as a test set; any_set: which set those are has to be clear, else it is the split.
     Samples are all files with an image's suffix, at any depth, sorted by name. Hidden files, `__MACOSX` and other
     files are left out.
     Raises UsageError when there is nothing at `path` or `labels`; DatasetError when something cannot be read, the
@@ -63,7 +70,7 @@ def open_dataset(
     else:
         classes = tuple(class_names)
         model = ClassList(classes, tuple(names))
-        inside = _enter(source, path, split, model, no_labels=no_labels)
+        inside = _enter(source, path, split, model, any_set=no_labels and any_set)
         found = find_layout(images_in(source, path, inside), split, model, labels, no_labels=no_labels)
     return Dataset(
         path,
@@ -104,17 +111,21 @@ def _unpacking(source: Source, path: Path) -> list[str]:
     ]
 
 
-def _enter(source: Source, path: Path, split: str, classes: ClassList, *, no_labels: bool) -> str:
-    """Return the folder that holds the images of the split, to be labelled as the classes of a model."""
+def _enter(source: Source, path: Path, split: str, classes: ClassList, *, any_set: bool) -> str:
+    """Return the folder that holds the images of the split, to be labelled as the classes of a model.
+
+    any_set: of whichever set there is, if it is the only one.
+    """
     inside = _lone_folder(source, path, classes)
     below = source.folders(inside)
     sets = [name for name in below if name in _SETS and not classes.knows(name)]  # CIFAR-100 has a class of trains
-    if no_labels and len(sets) > 1:
+    if any_set and len(sets) > 1:
+        first = "" if isinstance(source, FolderSource) else "Unpack it, and give"
         raise DatasetError(
             f"{place_of(path, inside)}: which images should be taken without labels, those in {' or '.join(sets)}? "
-            f"Give the folder itself, as --data {path / inside / sets[-1]}"
+            f"{first or 'Give'} the folder itself, as --data {(path if not first else path.parent) / inside / sets[-1]}"
         )
-    asked = sets[0] if no_labels and sets else split
+    asked = sets[0] if any_set and sets else split
     if asked in sets:
         return join(inside, asked)
     if sets:

@@ -90,7 +90,9 @@ class CudaBinding:
         self._cuda = cuda
         self._classes = classes
         self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"cuda-{cuda.gpu}")
-        self._worker.submit(int).result()  # starts the thread: Ctrl-C while the first batch does so could leave two
+        self._worker.submit(
+            cuda.use
+        ).result()  # starts the thread: Ctrl-C while the first batch does so could leave two
         self._slots: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for _ in range(SLOTS):
             self._slots.put(Slot())
@@ -161,7 +163,7 @@ class CudaRuntime:
             raise EnvironmentFault(f"--device cuda: {name} cannot be loaded ({error}). Install CUDA") from error
         self.gpu = gpu
         self._stream = ctypes.c_void_p()
-        self._use_gpu()
+        self.use()
         self._call("cudaStreamCreateWithFlags", ctypes.byref(self._stream), ctypes.c_uint(_NON_BLOCKING))
 
     def name(self) -> str:
@@ -176,7 +178,7 @@ class CudaRuntime:
         The share is rounded down to whole ARENA_STEPs, unless it is less than one.
         """
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        self._use_gpu()
+        self.use()
         self._call("cudaMemGetInfo", ctypes.byref(free), ctypes.byref(total))
         share = int(ARENA_SHARE * free.value)
         share = share // ARENA_STEP * ARENA_STEP or share
@@ -185,7 +187,7 @@ class CudaRuntime:
     def on_gpu(self, size: int) -> GpuMemory:
         """Return so many bytes on the GPU; they are freed with the object."""
         address = ctypes.c_void_p()
-        self._use_gpu()
+        self.use()
         self._call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(size))
         memory = GpuMemory(address.value or 0)
         weakref.finalize(memory, self._library.cudaFree, address)
@@ -194,7 +196,7 @@ class CudaRuntime:
     def pinned(self, size: int) -> npt.NDArray[np.uint8]:
         """Return so many bytes of page-locked memory; they are freed with the array and all its views."""
         address = ctypes.c_void_p()
-        self._use_gpu()
+        self.use()
         self._call("cudaHostAlloc", ctypes.byref(address), ctypes.c_size_t(size), ctypes.c_uint(0))
         buffer = (ctypes.c_uint8 * size).from_address(address.value or 0)
         weakref.finalize(buffer, self._library.cudaFreeHost, address)
@@ -202,7 +204,7 @@ class CudaRuntime:
 
     def upload(self, source: npt.NDArray[np.uint8], target: GpuMemory) -> None:
         """Copy bytes to the GPU and wait for it, without keeping the interpreter."""
-        self._use_gpu()
+        self.use()
         self._call(
             "cudaMemcpyAsync",
             ctypes.c_void_p(target.address),
@@ -213,7 +215,7 @@ class CudaRuntime:
         )
         self._call("cudaStreamSynchronize", self._stream)
 
-    def _use_gpu(self) -> None:
+    def use(self) -> None:
         """Choose the GPU, which each calling thread has to do for itself: in others the functions would take GPU 0."""
         self._call("cudaSetDevice", ctypes.c_int(self.gpu))
 

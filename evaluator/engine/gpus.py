@@ -21,23 +21,30 @@ def open_sessions(path: Path, placement: Placement, gpus: int = 1) -> list[Sessi
     """
     if gpus != 1 and placement.device in {"cpu", "openvino"}:
         raise UsageError(f"--gpus {gpus}: --device {placement.device} has no GPUs. {_ON_A_CPU}")
+    if placement.device == "cuda" and gpus:
+        _require_visible(gpus, placement.gpu)  # before anything is loaded
     first = open_placed(path, placement, for_many=True)
     if gpus == 1:
         return [first]
     if first.placement.device != "cuda":
         raise EnvironmentFault(f"--gpus {gpus}: CUDA did not come up, and this would run on the CPU. {_ON_A_CPU}")
-    last = visible_gpus() if gpus == 0 else placement.gpu + gpus
-    if last > visible_gpus():
-        raise EnvironmentFault(
-            f"--gpus {gpus}: {visible_gpus()} are visible here (CUDA_VISIBLE_DEVICES can hide some). Ask for fewer, or "
-            "for all of them with --gpus 0"
-        )
+    _require_visible(gpus, placement.gpu)
+    last = placement.gpu + gpus if gpus else visible_gpus()
     sessions = [first]
     for gpu in range(placement.gpu + 1, last):
         where = replace(first.placement, gpu=gpu)
         sessions.append(open_placed(path, where, for_many=True, digest=first.model_sha256))
         _check_alike(first, sessions[-1])
     return sessions
+
+
+def _require_visible(gpus: int, first: int) -> None:
+    """Refuse to use more GPUs than there are, from the first on; 1 is left to the runtime, which says what it lacks."""
+    if gpus > 1 and first + gpus > visible_gpus():
+        raise EnvironmentFault(
+            f"--gpus {gpus}: {visible_gpus()} are visible here (CUDA_VISIBLE_DEVICES can hide some). Ask for fewer, or "
+            "for all of them with --gpus 0"
+        )
 
 
 def _check_alike(first: Session, other: Session) -> None:

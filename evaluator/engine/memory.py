@@ -62,7 +62,7 @@ GPU_CANVAS_CELLS = 2  # a canvas grows in cells of the feature map: 32 px for A,
 _VALUE_BYTES: Mapping[str, int] = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # of a number in a map
 MOST_MEMORY = 2**60
 _UNITS = "MGT"
-_AMOUNT = re.compile(r"(?P<number>\d{1,15}(?:\.\d{1,6})?)(?P<unit>[MGT])(?:iB|(?P<decimal>B))?", re.ASCII)
+_AMOUNT = re.compile(r"(?P<number>\d{1,15}(?:\.\d{1,6})?)(?P<unit>[MGTmgt])(?:iB|(?P<decimal>B))?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def portion_within(protocol: Protocol, chunk: int, memory: int | None, *, gpu: b
 
     memory: most bytes of main memory of the process, or None; gpu: whether a GPU computes.
 
-    A function of the protocol and the limit and of nothing else: in which company an image is computed can move the
+    A function of what is named here and of nothing else: in which company an image is computed can move the
     last bit of its scores, so that a chunk must be cut alike wherever and whenever it is evaluated.
     """
     most = GPU_PORTION_BYTES if gpu else PORTION_BYTES
@@ -260,6 +260,19 @@ def _view_sizes(contract: ModelContract, protocol: Protocol) -> list[tuple[int, 
     ]
 
 
+def require_loading(file_bytes: int, precision: str, memory: int, runtime: Runtime = "cpu") -> None:
+    """Refuse a model file of which loading alone takes more than a limit, before it is loaded.
+
+    precision: that the file holds; memory: bytes. Raises UsageError that says how much is needed.
+    """
+    base = GPU_BASE if runtime == "cuda" else BASE
+    need = base + math.ceil(LOADING[precision] * _in_memory(file_bytes, precision, runtime))
+    if need > memory:
+        raise UsageError(
+            f"--memory-limit {in_bytes(memory)}: loading the model alone takes up to {in_bytes(need)}. Give more"
+        )
+
+
 def require_fits(
     contract: ModelContract, protocol: Protocol, chunk: int, memory: int, running: Running = Running()
 ) -> MemoryNeed:
@@ -275,7 +288,8 @@ def require_fits(
         given = enough.total
         enough = memory_need(contract, protocol, chunk, given, running)
     loading = need.total == need.base + need.loading
-    if loading or protocol.crop is not None or running.runtime == "cuda":
+    of_views = need.batch + need.packed + need.images > need.total // 2
+    if loading or not of_views or protocol.crop is not None or running.runtime == "cuda":
         why, mend = "Loading the model takes the most of it. " if loading else "", ""
     else:
         scale, longest = max(protocol.scales), protocol.long_side_cap
@@ -314,7 +328,7 @@ def parse_memory(text: str | None, option: str = "--memory-limit") -> int | None
     found = _AMOUNT.fullmatch(text)
     value = 0
     if found:
-        power = _UNITS.index(found["unit"]) + 2
+        power = _UNITS.index(found["unit"].upper()) + 2
         value = int(float(found["number"]) * (1000 if found["decimal"] else 1024) ** power)
     if not found or not 1 <= value <= MOST_MEMORY:
         raise UsageError(
@@ -335,9 +349,13 @@ def in_bytes(value: int) -> str:
 
 
 def _weights_there(contract: ModelContract, file_bytes: int, runtime: Runtime) -> int:
-    """Return what the weights would take once: in float32 on a CPU, as the file has them on a GPU."""
-    twice = contract.precision == "fp16" and runtime != "cuda"
-    return (2 if twice else 1) * (file_bytes or weights_bytes(contract))
+    """Return what the weights would take once; file_bytes: 0 for what the architecture tells."""
+    return _in_memory(file_bytes or weights_bytes(contract), contract.precision, runtime)
+
+
+def _in_memory(file_bytes: int, precision: str, runtime: Runtime) -> int:
+    """Return what a file's weights take once: in float32 on a CPU, as the file has them on a GPU."""
+    return (2 if precision == "fp16" and runtime != "cuda" else 1) * file_bytes
 
 
 def _results_bytes(views: int, classes: int, portion: int, chunk: int, streams: int = 1) -> int:

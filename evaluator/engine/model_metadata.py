@@ -9,6 +9,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
+from evaluator.contract import PREFIX
+
 _METADATA, _KEY, _VALUE = 14, 1, 2  # ModelProto.metadata_props, and the fields of each: StringStringEntryProto
 _VARINT, _EIGHT, _LENGTH, _FOUR = 0, 1, 2, 5  # how a field is written
 _LONGEST_VARINT = 10  # bytes
@@ -22,6 +24,11 @@ def read_metadata(path: Path) -> dict[str, str]:
         return {entry.get(_KEY, b"").decode(): entry.get(_VALUE, b"").decode() for entry in entries}
     except ValueError:
         return {}
+
+
+def stated_precision(path: Path) -> str | None:
+    """Return what a model file of ours says that it holds, `fp32` or `fp16`; None where it says nothing of it."""
+    return {'"fp32"': "fp32", '"fp16"': "fp16"}.get(read_metadata(path).get(f"{PREFIX}precision", ""))
 
 
 def _fields(file: BinaryIO, wanted: set[int]) -> Iterator[tuple[int, bytes]]:

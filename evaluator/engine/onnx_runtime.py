@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from evaluator.contract import OUTPUTS, PREFIX
+from evaluator.contract import OUTPUTS
 from evaluator.engine.cuda import CudaBinding, CudaRuntime, GpuPrecision, cuda_options
-from evaluator.engine.model_metadata import read_metadata
+from evaluator.engine.model_metadata import stated_precision
 from evaluator.engine.runtime import Array, lacks_memory, load_error, reason_of
 from evaluator.errors import ContractError, EnvironmentFault, how_to_install
 
@@ -34,7 +34,6 @@ class OnnxRuntimeModel:
 
     def __init__(self, runtime: ModuleType, session: Any, provider: str, cuda: CudaRuntime | None = None):
         self.provider: str = provider
-        self.precision: str | None = None  # the file's own, or what `load` was told
         self.metadata: Mapping[str, str] = session.get_modelmeta().custom_metadata_map
         self.inputs: tuple[str, ...] = tuple(value.name for value in session.get_inputs())
         self.outputs: tuple[str, ...] = tuple(value.name for value in session.get_outputs())
@@ -61,7 +60,9 @@ class OnnxRuntimeModel:
 
 def knows_cuda() -> bool:
     """Say whether this onnxruntime was built with CUDA; whether a GPU is there, only loading tells."""
-    return CUDA in import_runtime().get_available_providers()
+    runtime = import_runtime()
+    _preload(runtime)  # which may bring the provider, where it comes as a plugin
+    return CUDA in runtime.get_available_providers()
 
 
 def load_on_cpu(path: Path, *, threads: int = 0) -> OnnxRuntimeModel:
@@ -82,6 +83,7 @@ def load_on_cuda(
     Raises EnvironmentFault when CUDA does not come up, else as `open_session` does.
     """
     runtime = import_runtime()
+    missing = _preload(runtime)
     if CUDA not in runtime.get_available_providers():
         raise EnvironmentFault(
             f"--device cuda: this environment has an onnxruntime that knows no CUDA. "
@@ -90,20 +92,16 @@ def load_on_cuda(
     options = _options(runtime)
     options.intra_op_num_threads = 1
     options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-    missing = _preload(runtime)
     try:
         cuda = CudaRuntime(runtime, gpu)
         arena = cuda.arena_bytes(memory)
-        settings = cuda_options(gpu, precision="tf32" if tf32 else _file_precision(path), memory=arena)
+        # fp32, which takes most care, where a file says nothing of it
+        precision: GpuPrecision = "tf32" if tf32 else "fp16" if stated_precision(path) == "fp16" else "fp32"
+        settings = cuda_options(gpu, precision=precision, memory=arena)
         session = _session(runtime, path, options, CUDA, settings)
         return OnnxRuntimeModel(runtime, session, CUDA, cuda), arena
     except EnvironmentFault as error:
         raise EnvironmentFault(f"{error}. {missing}" if missing else str(error)) from error
-
-
-def _file_precision(path: Path) -> GpuPrecision:
-    """Return what our model files say that they hold; fp32, which takes most care, where a file says nothing of it."""
-    return "fp16" if read_metadata(path).get(f"{PREFIX}precision") == '"fp16"' else "fp32"
 
 
 def _preload(runtime: ModuleType) -> str:

@@ -35,9 +35,8 @@ _ARITHMETIC = ("Convolution", "FullyConnected")
 class OpenVinoModel:
     """A model file, compiled for this CPU; see `LoadedModel`."""
 
-    def __init__(self, runtime: ModuleType, model: Any, compiled: Any, precision: CpuPrecision):
+    def __init__(self, runtime: ModuleType, model: Any, compiled: Any):
         self.provider: str = PROVIDER
-        self.precision: str | None = precision
         self.metadata: Mapping[str, str] = _metadata(model)
         self.inputs: tuple[str, ...] = tuple(value.get_any_name() for value in model.inputs)
         self.outputs: tuple[str, ...] = tuple(value.get_any_name() for value in model.outputs)
@@ -79,7 +78,7 @@ def load(path: Path, precision: CpuPrecision = "fp32", *, threads: int = 0) -> O
     except RuntimeError as error:
         raise load_error(error, path, faulty="read_model" in str(error) or "onnx" in str(error)) from error
     check_precision(compiled, precision)
-    return OpenVinoModel(runtime, model, compiled, precision)
+    return OpenVinoModel(runtime, model, compiled)
 
 
 @cache

@@ -19,11 +19,14 @@ _LONGEST_REASON, _REASON_HEAD = 400, 120  # characters of what the runtime says;
 _LACKING = (
     "bad_alloc",
     "allocate memory",
+    "can't alloc",
+    "Resource temporarily unavailable",  # of threads that would need a stack
     "smaller than requested",
     "out of memory",
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
+_FAILED_TO_ALLOCATE = re.compile(r"[Ff]ailed to allocate \d+ bytes")
 # `/path/file.cc:91 type name(arguments) const`, where parentheses may stand inside of parentheses.
 _SOURCE_PLACE = re.compile(
     r"[\w./+-]*\.(?:cc|h|cpp|hpp|cu|cuh):\d+ "
@@ -34,13 +37,12 @@ _SOURCE_PLACE = re.compile(
 class LoadedModel(Interface):
     """A model file in a runtime.
 
-    provider: what runs it; precision: what it computes in, None for the file's own; metadata: of the file;
+    provider: what runs it; metadata: of the file;
     inputs, outputs: names; image_shape, scores_shape: of the first of each, numbers where the graph fixes a length;
     packages: name → version of what can change a score.
     """
 
     provider: str
-    precision: str | None
     metadata: Mapping[str, str]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -68,17 +70,21 @@ def reason_of(error: Exception) -> str:
 def load_error(error: Exception, path: Path, *, faulty: bool) -> ContractError | EnvironmentFault:
     """Say whose fault a failed load is; faulty: the runtime says that the file is no good model."""
     text = reason_of(error)
+    if lacks_memory(error):
+        return EnvironmentFault(f"{path}: this machine has too little memory left to load it ({text})")
     if faulty:
         return ContractError(
             f"{path}: not an ONNX model that can be loaded ({text}). "
             "Write one with: prelunet export CHECKPOINT -o FILE (from a classifier of another origin: prelunet adopt)"
         )
-    if lacks_memory(error):
-        return EnvironmentFault(f"{path}: this machine has too little memory left to load it ({text})")
     return ContractError(f"{path}: could not be loaded ({type(error).__name__}: {text}). {how_to_write(str(path))}")
 
 
 def lacks_memory(error: Exception) -> bool:
     """Say whether a failure is for want of memory."""
     text = str(error)
-    return isinstance(error, MemoryError) or any(words in text for words in _LACKING)
+    return (
+        isinstance(error, MemoryError)
+        or any(words in text for words in _LACKING)
+        or _FAILED_TO_ALLOCATE.search(text) is not None
+    )

@@ -21,7 +21,8 @@ from evaluator.contract import INPUTS, OUTPUTS, ModelContract, contract_from_met
 from evaluator.engine import onnx_runtime, openvino_runtime
 from evaluator.engine.batching import BatchRules
 from evaluator.engine.footprint import Runtime
-from evaluator.engine.memory import cpu_rules, gpu_rules
+from evaluator.engine.memory import cpu_rules, gpu_rules, require_loading
+from evaluator.engine.model_metadata import stated_precision
 from evaluator.engine.runtime import LoadedModel, lacks_memory, reason_of
 from evaluator.engine.trial import check_it_runs, run_largest
 from evaluator.errors import ContractError, EnvironmentFault, UsageError
@@ -70,6 +71,11 @@ class Circumstances:
     provider: str
     precision: str
     versions: Mapping[str, str]
+
+    @property
+    def on_gpu(self) -> bool:
+        """Say whether a GPU computes."""
+        return self.provider == onnx_runtime.CUDA
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for run.json and the wire."""
@@ -218,15 +224,21 @@ def open_placed(path: Path, placement: Placement, *, for_many: bool = False, dig
 def _open(path: Path, placement: Placement, digest: str, *, for_many: bool) -> Session:
     """Load a model file on this very device and see that it runs there."""
     device, file_bytes = placement.device, path.stat().st_size
+    if device != "cuda" and placement.gpu_memory is not None:
+        raise UsageError(f"--gpu-memory-limit: the model runs on a CPU (--device {device}). See --memory-limit")
+    runtime: Runtime = "openvino" if device == "openvino" else "cuda" if device == "cuda" else "cpu"
+    if stated := stated_precision(path):  # then what cannot be is told before a gigabyte is loaded
+        _running(device, stated, placement.precision, path)
+        if placement.memory is not None:
+            require_loading(file_bytes, stated, placement.memory, runtime)
     loaded, arena = _load(path, placement)
     contract = contract_from_metadata(loaded.metadata, str(path))
     _check_interface(loaded, contract, path)
-    running = _running(device, contract, placement.precision, path)
+    running = _running(device, contract.precision, placement.precision, path)
     circumstances = Circumstances(loaded.provider, running, _versions(loaded.packages))
     if device == "cuda":
         rules = gpu_rules(contract, arena, file_bytes=file_bytes, precision=running)
     else:
-        runtime: Runtime = "openvino" if device == "openvino" else "cpu"
         rules = cpu_rules(contract, placement.memory, file_bytes=file_bytes, runtime=runtime, precision=running)
     session = Session(loaded, contract, digest, circumstances, placement, rules=rules, model_bytes=file_bytes)
     if device == "cuda" or for_many:
@@ -247,15 +259,17 @@ def _load(path: Path, placement: Placement) -> tuple[LoadedModel, int | None]:
     return onnx_runtime.load_on_cpu(path, threads=threads), None
 
 
-def _running(device: Device, contract: ModelContract, asked: Precision | None, path: Path) -> Precision:
-    """Return what the model computes in; UsageError when that is not what was asked for."""
-    possible = _PRECISIONS[device, contract.precision]
+def _running(device: Device, held: str, asked: Precision | None, path: Path) -> Precision:
+    """Return what the model computes in; UsageError when that is not what was asked for. held: what the file holds."""
+    possible = _PRECISIONS[device, held]
     if asked is not None and asked not in possible:
         others = [f"--device {other}" for (other, file), known in _PRECISIONS.items()
-                  if file == contract.precision and asked in known]  # fmt: skip
-        mend = f"{asked} needs {' or '.join(others)}" if others else f"export the file anew with --precision {asked}"
+                  if file == held and asked in known]  # fmt: skip
+        needed = " or ".join(others) or "--device cuda and another file"
+        export = "" if others else f": prelunet export --precision {'fp16' if asked == 'fp16' else 'fp32'}"
+        mend = f"{asked} needs {needed}{export}"
         raise UsageError(
-            f"--precision {asked}: {path} holds {contract.precision}, which --device {device} computes in "
+            f"--precision {asked}: {path} holds {held}, which --device {device} computes in "
             f"{' or '.join(possible)}. {mend}"
         )
     return asked or possible[0]

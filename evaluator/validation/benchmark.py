@@ -24,7 +24,7 @@ from evaluator.progress import progress
 from evaluator.protocols import Protocol
 from evaluator.validation.pipeline import Prepared, decoding_threads, evaluate_chunks, prepare
 
-WARM_UP = 1 / 20  # of the seconds asked for is the least that a pass must take to be believed
+BELIEVED_SHARE = 1 / 20  # of the seconds asked for is the least that a pass must take to be believed
 FIRST_PASS = 2  # images for each session
 PORTIONS = 4  # for each session at least, so that its steps overlap as in a long run
 ALONE = 10.0  # seconds of computing alone are enough, where the batches of a pass take longer
@@ -177,7 +177,7 @@ def benchmark(
     most = len(dataset.samples) if images is None else min(images, len(dataset.samples))
     count, took = _warm_up(
         lambda count: one_pass("warm-up", portions_of(count), Stages())[0],
-        FIRST_PASS * len(sessions), most, WARM_UP * seconds,
+        FIRST_PASS * len(sessions), most, BELIEVED_SHARE * seconds,
     )  # fmt: skip
     if images is None:
         most = max(1, min(most, round(seconds * count / took)))
@@ -204,6 +204,7 @@ def computed_alone(
     """Compute the batches of a pass again, of one portion after the other, each when it is prepared and packed.
 
     Ends with the portion with which ALONE seconds are reached, in an order of which every beginning is spread over all.
+    Raises DatasetError when no image can be read any more.
     """
     found, idle = Alone(0.0, 0, 0), Stages()
     order = sorted(range(len(portions)), key=lambda number: number * _GOLDEN % 1)
@@ -224,6 +225,10 @@ def computed_alone(
             advance()
             if found.seconds >= ALONE:
                 break
+    if not found.batches:
+        raise DatasetError(
+            f"{dataset.location}: no image can be read any more. Do not change them while they are measured"
+        )
     return found
 
 

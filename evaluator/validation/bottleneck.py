@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from evaluator.engine.memory import GPU_SWITCH_SECONDS
+from evaluator.machine import cpu_fact
 from evaluator.validation.benchmark import Measurement
 from evaluator.validation.pipeline import MAX_THREADS
 
@@ -12,12 +13,22 @@ BUSY = 0.9  # of the time: a session that needs so much of it, or is kept at it 
 FEEDS = 0.7  # of the time: a step that is busy so much keeps a session waiting
 MUCH_PADDING, MUCH_CHANGING = 0.15, 0.05  # of all pixels, and of the time
 
-Cause = Literal["compute", "sharing", "reading", "decoding", "packing", "averaging", "nothing"]
+TOO_SHORT = 1.0  # seconds, in which steps hardly begin to overlap
+TOLERANCE = 1.05  # times as long as the whole may computing alone take, and still be believed
+
+Cause = Literal["short", "disturbed", "compute", "sharing", "reading", "decoding", "packing", "averaging", "nothing"]
 _WORDS = {
     "reading": "reading the images",
     "decoding": "decoding and resizing",
     "packing": "packing and uploading batches",
     "averaging": "averaging scores",
+}
+_LONGER = ["measure longer: --seconds or --limit, with more images"]
+_ALWAYS = {
+    "reading": ["a faster disk, or images in one archive without compression (.tar) on a disk of this machine"],
+    "disturbed": ["measure again when the machine is idle"],
+    "short": _LONGER,
+    "nothing": _LONGER,
 }
 _LESS_DECODING = "images that are saved nearer to the protocol's scales take less to decode (docs/performance.md)"
 
@@ -41,7 +52,15 @@ class Surroundings:
 
 
 def cause_of(measured: Measurement) -> Cause:
-    """Return what bounds the rate; `sharing`: the session computes far longer than it would alone."""
+    """Return what bounds the rate.
+
+    `sharing`: the session computes far longer than it would alone, and the other steps take enough of the cores to
+    explain that; `disturbed`: they do not, or computing alone took longer than the whole, so other programs were there.
+    """
+    if measured.seconds < TOO_SHORT:
+        return "short"
+    if measured.wall_by_compute < 1 / TOLERANCE or _unexplained(measured):
+        return "disturbed"
     if measured.wall_by_compute <= 1 / BUSY:
         return "compute"
     if measured.share("compute") >= BUSY:
@@ -59,9 +78,23 @@ def cause_of(measured: Measurement) -> Cause:
     return "sharing" if slowed > measured.share("wait") else "nothing"
 
 
+def _unexplained(measured: Measurement) -> bool:
+    """Say whether computing took longer than alone by more than the other steps can have taken of the cores."""
+    seconds = measured.tally.seconds
+    others = sum(seconds[stage] for stage in ("decode", "resize", "pack", "upload", "average"))
+    return seconds["compute"] - measured.pure_compute > 2 * others + (1 - BUSY) * measured.seconds
+
+
 def in_words(measured: Measurement) -> str:
     """Return in one sentence what bounds the rate."""
     cause, computes, waits = cause_of(measured), measured.share("compute"), measured.share("wait")
+    if cause == "short":
+        return f"too short to judge: {measured.seconds:.2f} s of measuring"
+    if cause == "disturbed":
+        return (
+            "disturbed: other programs used this machine's cores, so that what bounds the rate cannot be told "
+            f"(computing took {measured.slowed:.2f} times as long as the same alone)"
+        )
     whose = "the session" if measured.sessions == 1 else f"each of {measured.sessions} sessions"
     if cause == "compute":
         return f"bound by compute: {whose} alone would take {1 / measured.wall_by_compute:.0%} of the time"
@@ -101,11 +134,7 @@ def advice(measured: Measurement, around: Surroundings) -> list[str]:
         if measured.threads < most:
             return [f"--threads {most}: {measured.threads} of {around.cores} cores decode"]
         return [f"every core that can decode does: {_LESS_DECODING}"]
-    if cause == "reading":
-        return ["a faster disk, or images in one archive without compression (.tar) on a disk of this machine"]
-    if cause == "nothing":
-        return ["measure longer: --seconds or --limit, with more images"]
-    return []
+    return _ALWAYS.get(cause, [])
 
 
 def _faster_compute(around: Surroundings) -> list[str]:
@@ -145,8 +174,9 @@ def _less_to_compute(measured: Measurement, around: Surroundings) -> list[str]:
     return found
 
 
-def knows_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Say whether this CPU's instructions know bfloat16 (AVX512_BF16 or AMX), as far as the kernel tells."""
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
-    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(flags)
+def knows_bf16(root: Path = Path("/")) -> bool:
+    """Say whether this CPU's instructions know bfloat16 (AVX512_BF16 or AMX), as far as the kernel tells.
+
+    root: where /proc is found.
+    """
+    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(cpu_fact("flags", root).split())

@@ -92,7 +92,7 @@ def on_ray(
     """
 
     def evaluate(chunks: Sequence[Sequence[Sample]]) -> Generator[ChunkResult, None, None]:
-        gpu = session.circumstances.provider.startswith("CUDA")
+        gpu = session.circumstances.on_gpu
         with connected(cluster.address, announce) as ray:
             cpus, most = room([node["Resources"] for node in ray.nodes() if node["Alive"]], cluster.cpus, gpu=gpu)
             count = min(cluster.workers or most, len(chunks))

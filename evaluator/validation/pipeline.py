@@ -41,7 +41,6 @@ from evaluator.engine.classify import (
     plan_views,
     results_of,
 )
-from evaluator.engine.onnx_runtime import CUDA
 from evaluator.engine.stages import Stages
 from evaluator.errors import ContractError, ImageError
 from evaluator.imaging.decode import decode_image
@@ -81,7 +80,7 @@ def evaluate_chunks(
     """
     stages = stages or Stages()
     portions = [chunk[start : start + size] for chunk in chunks for start in range(0, len(chunk), size)]
-    room = decoding_room(gpu=sessions[0].circumstances.provider == CUDA)
+    room = decoding_room(gpu=sessions[0].circumstances.on_gpu)
 
     def prepared(sample: Sample) -> Prepared:
         return prepare(dataset, sample, protocol, stages, room)

@@ -11,7 +11,6 @@ from evaluator.datasets.sample import UNLABELLED, Dataset
 from evaluator.engine.batching import BatchRules
 from evaluator.engine.classify import Model
 from evaluator.engine.memory import portion_within
-from evaluator.engine.onnx_runtime import CUDA
 from evaluator.errors import RunFolderError, UsageError
 from evaluator.protocols import Protocol, View, protocol_from_json
 from evaluator.strict import a_list, an_object, parse_json, record, whole
@@ -132,7 +131,7 @@ def run_info(
         "architecture": contract.name,
         "activation": fitting(contract.architecture["activation"]),
     }
-    gpu = session.circumstances.provider == CUDA
+    gpu = session.circumstances.on_gpu
     chunk = GPU_CHUNK if gpu else CHUNK
     batching = Batching(portion_within(protocol, chunk, memory, gpu=gpu), session.rules)
     circumstances = session.circumstances.to_json()

@@ -6,12 +6,13 @@ from typing import Annotated, Any
 
 import typer
 
-from evaluator.datasets import Dataset, DatasetPlace, open_place
+from evaluator.datasets import Dataset, open_images
 from evaluator.engine.gpus import open_sessions
 from evaluator.engine.memory import MemoryNeed, in_bytes
 from evaluator.engine.session import Session
 from evaluator.engine.stages import STAGES
-from evaluator.files import write_atomically
+from evaluator.errors import Interrupted
+from evaluator.files import require_writable, write_atomically
 from evaluator.machine import cores
 from evaluator.protocols import Protocol
 from evaluator.terminal import say
@@ -63,25 +64,30 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure where the time of `prelunet validate` goes with these options, and say what to change."""
+    if output is not None:
+        require_writable(output)
     placement = placement_asked(device, precision, threads, memory, gpu_memory)
     sessions = open_sessions(model, placement, gpus)
     session = sessions[0]
     looks = protocol_asked(protocol, session.contract, scales=scales, flip=flip)
     say(f"{model.name}: {session.contract.name} on {session.circumstances}", err=True)
-    dataset = open_place(DatasetPlace(data, no_labels=True), session.contract.classes)
+    dataset = open_images(data, session.contract.classes)
     info = run_info(session, model.name, describe_dataset(dataset), looks, memory=placement.memory)
     assert info.batching is not None, "a run that computes says how"
     need = foretold(session, looks, info.chunk, dataset.samples, sessions=len(sessions))
-    measured = benchmark(
-        sessions, dataset, looks, info.batching.images_together,
-        threads=threads, images=limit, seconds=seconds, announce=lambda text: say(text, err=True),
-    )  # fmt: skip
+    try:
+        measured = benchmark(
+            sessions, dataset, looks, info.batching.images_together,
+            threads=threads, images=limit, seconds=seconds, announce=lambda text: say(text, err=True),
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted; nothing was measured to its end, and nothing is kept") from None
     told = {**_circumstances(session, model, dataset, looks, threads), **measured.to_json()}
     told |= {"memory_foretold": need.total, "bound": in_words(measured)}
     told |= {"advice": advice(measured, _surroundings(session))}
+    say(json.dumps(told) if as_json else "\n".join(_lines(measured, need, told)))
     if output is not None:
         write_atomically(output, (json.dumps(told, indent=2) + "\n").encode())
-    say(json.dumps(told) if as_json else "\n".join(_lines(measured, need, told)))
 
 
 def _surroundings(session: Session) -> Surroundings:

@@ -10,7 +10,7 @@ from evaluator.errors import CheckFailed, UsageError
 from evaluator.reporting.compare import METRICS, Comparison, judgement, shown_p
 from evaluator.reporting.compare_page import protocol_remark
 from evaluator.reporting.compare_write import WrittenComparison, write_comparison
-from evaluator.reporting.report import describe_protocol
+from evaluator.reporting.report import describe_protocol, short_provider
 from evaluator.reporting.text import json_bytes, signed
 from evaluator.terminal import say
 
@@ -115,7 +115,12 @@ def _run(comparison: Comparison, side: str, name: str) -> str:
     )
     protocol = run["protocol"]
     looked_at = f"{protocol['name']} ({describe_protocol(protocol)})"
-    return f"{name}: {run['model']['file']} ({run['model']['architecture']}), {looked_at}  {errors}".rstrip()
+    on = {}
+    for key in ("a", "b"):
+        circumstances = comparison[key]["circumstances"]
+        on[key] = f"{short_provider(circumstances)} {circumstances['precision']}"
+    where = f", {on[side]}" if on["a"] != on["b"] else ""
+    return f"{name}: {run['model']['file']} ({run['model']['architecture']}), {looked_at}{where}  {errors}".rstrip()
 
 
 def _metric(comparison: Comparison, key: str) -> list[str]:

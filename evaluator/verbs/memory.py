@@ -29,7 +29,7 @@ def foretold(
     Raises UsageError when that is more than `--memory-limit`.
     """
     contract, placement = session.contract, session.placement
-    on_gpu = placement.device == "cuda"
+    on_gpu = session.circumstances.on_gpu
     runtime: Runtime = "cuda" if on_gpu else "openvino" if placement.device == "openvino" else "cpu"
     readers = pipelines * decoding_threads(placement.threads)
     running = Running(

@@ -48,8 +48,8 @@ DeviceOption = Annotated[
 PrecisionOption = Annotated[
     Precision | None,
     typer.Option(
-        help="What is computed in: bf16 (openvino), tf32 (cuda) or fp32, or fp16 for a file exported in it. Default: "
-        "the file's own."
+        help="What is computed in: bf16 (openvino), tf32 (cuda) or fp32, or fp16 (cuda) for a file exported in it. "
+        "Default: the file's own where the device has it, else fp32."
     ),
 ]
 GpusOption = Annotated[
@@ -60,7 +60,8 @@ MemoryOption = Annotated[
     str | None,
     typer.Option(
         "--memory-limit",
-        help="Most main memory that this process takes, as 4G or 900M. Default: what is fastest.",
+        help="Most main memory that this process takes, one very large image apart, as 4G or 900M. Default: what is "
+        "fastest.",
         metavar="SIZE",
     ),
 ]

@@ -120,7 +120,7 @@ def validate(
     _tell_dataset(dataset, entries, info)
     pipelines = IN_HAND if cluster is not None else 1
     need = foretold(session, looks, info.chunk, dataset.samples, sessions=len(sessions), pipelines=pipelines)
-    tell_memory(need, gpu=session.placement.device == "cuda")
+    tell_memory(need, gpu=session.circumstances.on_gpu)
     elsewhere = on_ray(cluster, session, model, dataset, info, _note) if cluster is not None else None
     finished = evaluate_dataset(
         sessions, dataset, info, run, fresh=fresh, threads=threads, elsewhere=elsewhere, announce=_note
