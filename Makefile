@@ -8,10 +8,11 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+BUF_VERSION := 1.75.0
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-browser lint check-install check-placement format proto bench pins clean
+.PHONY: demo test test-browser lint lint-proto check-install check-placement format proto bench pins clean
 
 demo: .venv/with-train
 	PATH="$(CURDIR)/$(BIN):$$PATH" tools/demo.sh $(DATA)
@@ -27,6 +28,13 @@ lint: .venv/with-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# buf's rules over proto/; the first time npm brings buf into .buf.
+lint-proto: .buf/node_modules/.bin/buf
+	.buf/node_modules/.bin/buf lint proto
+
+.buf/node_modules/.bin/buf:
+	npm install --prefix .buf --no-save --no-package-lock --silent @bufbuild/buf@$(BUF_VERSION)
 
 check-install: .venv/with-dev
 	tools/check_install.sh $(PYTHON)
@@ -56,4 +64,4 @@ pins: .venv/with-dev
 	touch $@
 
 clean:
-	rm -rf .venv .venv-gpu demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-gpu .buf demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evaluator.engine.runtime import lacks_memory
+from evaluator.engine.runtime import is_lost, lacks_memory
 from evaluator.files import write_atomically
 
-FATAL = ("illegal memory access", "unspecified launch failure", "misaligned address", "CUDA failure 7")
 IDENTITY = ("device", "tiny", "gpu", "versions", "source")
 
 
@@ -97,7 +96,7 @@ class Results:
         print(f"  {took:7.1f} s {_short(settings)}: {_short(result)}", flush=True)
         if "error" in result:
             self.failed.append(settings)
-            if any(text in result["error"] for text in FATAL):
+            if is_lost(result["error"]):
                 raise SystemExit("CUDA gives nothing but errors after this one: call the same part again to go on")
         return result
 

@@ -33,10 +33,15 @@ from evaluator.terminal import printable
 
 @dataclass(frozen=True)
 class Verb:
-    """A verb before it is imported. target: `module:function`, or empty for one found by its entry point."""
+    """A verb before it is imported.
+
+    target: `module:function`, or empty for one found by its entry point; configured: its options may stand in the
+    environment and in a file too.
+    """
 
     help: str
     target: str = ""
+    configured: bool = False
 
 
 VERBS: dict[str, Verb] = {  # in the order of the work
@@ -55,7 +60,8 @@ VERBS: dict[str, Verb] = {  # in the order of the work
     "report": Verb("Write report.json, classes.csv and report.html of a run.", "evaluator.verbs.report:report"),
     "compare": Verb("Tell which of two runs is better, class by class.", "evaluator.verbs.compare:compare"),
     "bench": Verb("Measure where the time of an evaluation goes.", "evaluator.verbs.bench:bench"),
-    "serve": Verb("Serve models over gRPC.", "evaluator.verbs.serve:serve"),
+    "serve": Verb("Serve models over gRPC.", "evaluator.verbs.serve:serve", configured=True),
+    "doctor": Verb("Say what this machine can run, and what to mend.", "evaluator.verbs.doctor:doctor"),
 }
 
 
@@ -94,8 +100,17 @@ def _load(name: str) -> Any:
     """Import a verb and turn its function into a command."""
     function = _function_of(name)
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command(name, help=function.__doc__)(function)
+    app.command(name, cls=_class_of(VERBS[name]), help=function.__doc__)(function)
     return build_command(app)
+
+
+def _class_of(verb: Verb) -> type[typer.core.TyperCommand] | None:
+    """Return what parses a verb's options, None for the usual."""
+    if not verb.configured:
+        return None
+    from evaluator.verbs.settings import Configured
+
+    return Configured
 
 
 def _function_of(name: str) -> Callable[..., Any]:

@@ -10,7 +10,10 @@
     ├── CheckpointError       the same for a checkpoint
     ├── Interrupted           stopped by a signal; the same command resumes
     ├── EnvironmentFault      device, disk, port, server or an extra that is missing
+    │   ├── OutOfMemory       a device that has too little of it for a batch
+    │   └── DeviceLost        a device that gives nothing but errors until the process is started anew
     ├── Overloaded            try later
+    ├── DeadlinePassed        the time that the caller gave is over
     └── CheckFailed           a check that was asked for did not pass
 
 Libraries raise; only the command line prints and exits, only the server sets a status.
@@ -60,8 +63,27 @@ class EnvironmentFault(PreluNetError):  # noqa: N818
     """The machine lacks something: device, disk space, a free port, a server, an installed extra."""
 
 
+class OutOfMemory(EnvironmentFault):
+    """A device has too little memory for a batch; a smaller one may fit."""
+
+
+class DeviceLost(EnvironmentFault):
+    """A device gives nothing but errors until the process is started anew."""
+
+
 class Overloaded(PreluNetError):  # noqa: N818
-    """The server has as much waiting as it accepts; the same call may succeed later."""
+    """The server has as much waiting as it accepts; the same call may succeed later.
+
+    retry_after: seconds after which it probably will, None where nobody can tell.
+    """
+
+    def __init__(self, text: str, retry_after: float | None = None) -> None:
+        super().__init__(text)
+        self.retry_after = retry_after
+
+
+class DeadlinePassed(PreluNetError):  # noqa: N818
+    """The time that the caller gave is over, or too short for what was asked."""
 
 
 class CheckFailed(PreluNetError):  # noqa: N818
@@ -88,7 +110,10 @@ OUTCOMES: dict[type[PreluNetError], Outcome] = {
     CheckpointError: Outcome(3, "FAILED_PRECONDITION"),
     Interrupted: Outcome(4, "CANCELLED"),
     EnvironmentFault: Outcome(5, "UNAVAILABLE"),
+    OutOfMemory: Outcome(5, "RESOURCE_EXHAUSTED"),
+    DeviceLost: Outcome(5, "UNAVAILABLE"),
     Overloaded: Outcome(5, "RESOURCE_EXHAUSTED"),
+    DeadlinePassed: Outcome(5, "DEADLINE_EXCEEDED"),
     CheckFailed: Outcome(6, "DATA_LOSS"),
 }
 

@@ -4,7 +4,7 @@ A protocol is frozen data that is stored in every run. Sources: PReLU-nets, sect
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -19,6 +19,8 @@ Weights = Literal["scale", "view"]
 
 LONG_SIDE_CAP = 4  # shorter sides; of a longer image the centre is kept, so that no panorama can fill the memory
 MOST_CROPS_A_SIDE = 16  # in a scale that is cropped; beyond, a crop shows next to nothing of a huge resized image
+
+_LONGEST_NAME = 16 + 6 * MOST_SCALES  # characters: a kind, and every scale with five digits
 
 PARTS: Mapping[Kind, tuple[Part, ...]] = {
     "dense": ("whole",),
@@ -69,8 +71,7 @@ class Protocol:
     apply_exif: bool = False  # whether a camera's note on rotation is obeyed; ImageNet's evaluations do not
 
     def __post_init__(self) -> None:
-        if len(self.scales) > MOST_SCALES:
-            raise UsageError(f"a protocol of {len(self.scales)} scales: give at most {MOST_SCALES}")
+        _check_number(self.scales)
         if not self.scales or len(set(self.scales)) != len(self.scales) or min(self.scales) < 1:
             raise UsageError(f"protocol {self.name}: scales must be different positive numbers, not {self.scales}")
         if (self.kind in {"center", "ten-crop"}) != (self.crop is not None):
@@ -87,6 +88,11 @@ class Protocol:
     def to_json(self) -> dict[str, Any]:
         """Return the protocol as plain data for run.json and the wire."""
         return {**asdict(self), "scales": list(self.scales)}
+
+
+def _check_number(scales: Sequence[int]) -> None:
+    if len(scales) > MOST_SCALES:
+        raise UsageError(f"a protocol of {len(scales)} scales: give at most {MOST_SCALES}")
 
 
 def protocol_from_json(data: Any) -> Protocol:
@@ -151,8 +157,11 @@ def make_protocol(name: str, contract: ModelContract, changes: Changes | None = 
     or a view that the model cannot do.
     """
     changes = changes or Changes()
+    if len(name) > _LONGEST_NAME:
+        raise UsageError(f"a protocol's name of {len(name)} characters: it has at most {_LONGEST_NAME}")
     kind, scales = _kind_and_scales(name, contract)
     if changes.scales is not None:
+        _check_number(changes.scales)  # before a name is made of them
         if _NAME_WITH_SCALES.fullmatch(name):
             raise UsageError(f"protocol {name} names its scales already; other ones contradict it. Give one of the two")
         scales, name = changes.scales, "-".join(map(str, (kind, *changes.scales)))

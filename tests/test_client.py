@@ -1,20 +1,30 @@
+import gc
 import socket
-from collections.abc import Iterator
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent import futures
-from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import grpc
 import pytest
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.rpc.error_details_pb2 import ErrorInfo
+from google.rpc.status_pb2 import Status
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from evaluator.client import Client
+from client_harness import QUICK, Growth, Plain, Scripted, served
+from evaluator.client import Client, Retries
 from evaluator.datasets.sample import Dataset, Sample
 from evaluator.engine.classify import classify_images
 from evaluator.engine.scores import shortest
 from evaluator.errors import (
     OUTCOMES,
     DatasetError,
+    DeadlinePassed,
     EnvironmentFault,
     ImageError,
     Interrupted,
@@ -26,21 +36,17 @@ from evaluator.errors import (
 )
 from evaluator.imaging.decode import decode_rgb
 from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from evaluator.protocols import make_protocol
+from evaluator.protocols import Changes, make_protocol
 from evaluator.serving.status import MAX_MESSAGE, status_of
 from fakes import FakeSession
 from serving_harness import png, running_server
 
 
-@contextmanager
-def served(servicer: pb_grpc.PreluNetServiceServicer) -> Iterator[str]:
-    """Serve with gRPC's plain server; gives its address."""
-    server = grpc.server(futures.ThreadPoolExecutor(2))
-    pb_grpc.add_PreluNetServiceServicer_to_server(servicer, server)
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    server.start()
-    yield address
-    server.stop(None)
+def packed(detail: ErrorInfo) -> AnyMessage:
+    """Return a detail of a status as it travels."""
+    wrapped = AnyMessage()
+    wrapped.Pack(detail)
+    return wrapped
 
 
 class InMemory:
@@ -81,6 +87,32 @@ def test_the_client_gives_the_answer_of_the_model_file_to_the_last_digit(client:
     assert [(v.scale, v.mirrored, (v.windows["rows"], v.windows["columns"])) for v in answer.views] == [
         (v.view.scale, v.view.mirrored, v.windows) for v in alone.views
     ]
+
+
+def test_scales_and_mirroring_of_the_caller_s_own_replace_those_of_the_protocol(client: Client) -> None:
+    data, contract = png(40, 57, seed=1), FakeSession().contract
+    answer = client.classify(data, scales=[31, 44], mirror=False)
+    assert answer.protocol == make_protocol("multi-scale", contract, Changes(scales=(31, 44), mirror=False)).to_json()
+    assert [(view.scale, view.mirrored) for view in answer.views] == [(31, False), (44, False)]
+    assert answer == client.classify(data, scales=(31, 44), mirror=False)
+    assert client.classify(data, mirror=True).views[1].mirrored
+
+
+def test_the_answer_says_where_the_server_s_time_went(client: Client) -> None:
+    timings = client.classify(png(40, 57)).timings
+    assert timings.batches >= 1
+    assert 0 < timings.decode_seconds + timings.compute_seconds <= timings.total_seconds
+
+
+def test_many_images_get_the_answers_that_they_get_alone(client: Client) -> None:
+    images = {f"{n}.png": png(40, 41 + n, seed=n) for n in range(40)}
+    images["bad.png"] = b"text"
+    results = dict(client.classify_many(images.items(), protocol="center", top_k=3))
+    bad = results.pop("bad.png")
+    assert type(bad) is ImageError
+    assert results == {
+        name: client.classify(images[name], protocol="center", top_k=3) for name in images if name != "bad.png"
+    }
 
 
 def test_one_client_serves_several_threads(client: Client) -> None:
@@ -141,6 +173,39 @@ def test_a_sample_that_cannot_be_sent_is_named_and_the_next_call_works(
     assert client.evaluate(dataset({"a": png(40, 57)}))["evaluated"] == 1
 
 
+def test_ready_is_what_the_server_s_health_says() -> None:
+    status = health.HealthServicer()
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    health_pb2_grpc.add_HealthServicer_to_server(status, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    with Client(address) as client:
+        for said, expected in [("SERVING", True), ("NOT_SERVING", False), ("UNKNOWN", False), ("SERVING", True)]:
+            status.set("", health_pb2.HealthCheckResponse.ServingStatus.Value(said))
+            assert client.ready() is expected
+        server.stop(None).wait()
+        assert client.ready() is False
+
+
+def test_a_prelunet_server_is_ready(client: Client) -> None:
+    assert client.ready()
+
+
+def test_ready_is_false_where_nothing_answers_in_time_and_an_error_where_another_server_does() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, Client(f"127.0.0.1:{silent.getsockname()[1]}") as client:
+        assert client.ready(timeout=0.2) is False
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        with Client(f"127.0.0.1:{free.getsockname()[1]}") as client:
+            assert client.ready() is False
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    with Client(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}") as client:
+        server.start()
+        with pytest.raises(EnvironmentFault, match="answers there, but not prelunet's"):
+            client.ready()
+    server.stop(None).wait()
+
+
 def test_where_nothing_listens_the_error_names_the_address_and_the_verb() -> None:
     with socket.socket() as free:  # bound, but nobody accepts
         free.bind(("127.0.0.1", 0))
@@ -151,12 +216,12 @@ def test_where_nothing_listens_the_error_names_the_address_and_the_verb() -> Non
             client.evaluate(dataset({"a": png(40, 57)}))
 
 
-def test_a_server_that_does_not_answer_is_an_environment_fault_after_the_timeout() -> None:
+def test_a_server_that_does_not_answer_is_a_deadline_passed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with (
             Client(address, timeout=0.2) as client,
-            pytest.raises(EnvironmentFault, match=f"{address}: no answer in time"),
+            pytest.raises(DeadlinePassed, match=f"{address}: no answer in time"),
         ):
             client.models()
 
@@ -213,3 +278,98 @@ def assert_comes_back(error: Exception, kind: type[PreluNetError]) -> PreluNetEr
         client.classify(b"")
     assert type(caught.value) is kind
     return caught.value
+
+
+def test_the_request_id_of_the_caller_is_sent_and_told_in_its_errors() -> None:
+    server = Scripted(ImageError("no image"), Overloaded("full", 7), ZeroDivisionError(), None)
+    with served(server) as address, Client(address, retries=Retries.none()) as client:
+        for kind, text in [(ImageError, "no image"), (Overloaded, "full"), (PreluNetError, "id 0123456789ab")]:
+            with pytest.raises(kind, match=rf"{text} \(request id photo:7_.-\)$") as caught:
+                client.classify(b"cat", request_id="photo:7_.-")
+            assert type(caught.value) is kind
+            assert getattr(caught.value, "retry_after", 7) == 7
+        client.models(request_id="x" * 128)
+        client.classify(b"cat")
+    assert [seen.metadata.get("x-request-id") for seen in server.seen] == ["photo:7_.-"] * 3 + ["x" * 128] * 3 + [None]
+
+
+@pytest.mark.parametrize("wrong", ["", "x" * 129, "a b", "a\nb", "é", "a/b"])
+def test_a_request_id_that_a_server_would_not_take_is_refused(wrong: str) -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(UsageError, match="request_id is"):
+        client.classify(b"cat", request_id=wrong)
+
+
+@pytest.mark.parametrize(
+    "details",
+    [
+        b"\xff\xff no message",
+        Status(code=3, message="another code").SerializeToString(),
+        Status(code=14, message="another text").SerializeToString(),
+        Status(
+            code=14, message="bare", details=[AnyMessage(type_url="x/google.rpc.ErrorInfo", value=b"\xff")]
+        ).SerializeToString(),
+        Status(
+            code=14, message="bare", details=[packed(ErrorInfo(reason="IMAGE_ERROR", domain="another"))]
+        ).SerializeToString(),
+    ],
+)
+def test_details_of_a_status_that_are_not_ours_are_left_alone(details: bytes) -> None:
+    def fail(request, context):
+        context.set_trailing_metadata([("grpc-status-details-bin", details)])
+        context.abort(grpc.StatusCode.UNAVAILABLE, "bare")
+
+    with (
+        served(Scripted(fail)) as address,
+        Client(address, retries=Retries.none()) as client,
+        pytest.raises(EnvironmentFault, match=f"{address}: .*bare") as caught,
+    ):
+        client.classify(b"cat")
+    assert type(caught.value) is EnvironmentFault
+
+
+def test_the_client_takes_nothing_from_the_server_but_statuses_and_messages() -> None:
+    program = "import evaluator.client, sys; print(*sorted(n for n in sys.modules if n.startswith('evaluator.serv')))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["evaluator.serving", "evaluator.serving.status", "evaluator.serving.wire"]
+
+
+def test_an_error_that_was_handled_keeps_nothing_alive() -> None:
+    with served(Scripted(*[ImageError("no image")] * 2)) as address, Client(address) as client:
+        gc.collect()
+        gc.disable()
+        try:
+            for ask in (lambda: client.classify(b"cat"), lambda: list(client.classify_many([b"cat"]))):
+                with pytest.raises(ImageError) as caught:
+                    ask()
+                seen = weakref.ref(caught.value)
+                caught = None
+                assert seen() is None, "error, traceback and the request's image would live until the next collection"
+        finally:
+            gc.enable()
+
+
+def test_a_client_that_makes_thousands_of_calls_does_not_grow() -> None:
+    """The control keeps every answer, as a client would that leaks."""
+    kept = []
+    with served(Plain()) as address, Client(address, retries=replace(QUICK, answers_per_retry=1)) as client:
+
+        def one() -> object:
+            try:
+                return client.classify(b"cat")
+            except ImageError:
+                return None
+
+        def many() -> None:
+            list(client.classify_many([b"cat"] * 20))
+
+        assert growth(one, 2000) < 200  # one block for ten calls
+        assert growth(many, 100) < 200
+        assert growth(lambda: kept.append(one()), 300) > 1500, "a leak would not be seen"
+
+
+def growth(call: Callable[[], object], times: int) -> int:
+    """Return the blocks of memory that so many calls leave behind."""
+    growth = Growth()
+    for _ in growth.calls(times):
+        call()
+    return growth.blocks

@@ -8,13 +8,14 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
+from google.protobuf.json_format import ParseDict
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from PIL import Image
@@ -22,21 +23,27 @@ from PIL import Image
 from conftest import Exported
 from evaluator.cli import run
 from evaluator.engine import classify, overlay
+from evaluator.engine.answer import Timings, answer_of
 from evaluator.engine.classify import classify_images
 from evaluator.engine.overlay import draw_heat_maps
 from evaluator.engine.session import Placement
 from evaluator.errors import EnvironmentFault, UsageError
 from evaluator.imaging import views
 from evaluator.imaging.decode import decode_rgb
+from evaluator.pb.inference import inference_pb2 as inference_pb
+from evaluator.pb.inference import inference_pb2_grpc as inference_grpc
 from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from evaluator.protocols import make_protocol
+from evaluator.protocols import Changes, make_protocol
 from evaluator.serving import evaluation, messages, models
-from evaluator.serving.compute import ComputeThread
-from evaluator.serving.models import ModelFile, parse_models
-from evaluator.serving.server import SERVICE, ServeOptions, Server, serve
+from evaluator.serving.files import ModelFile, parse_models
+from evaluator.serving.options import Limits, ServeOptions
+from evaluator.serving.run import serve
+from evaluator.serving.server import Server
+from evaluator.serving.service import SERVICE
+from evaluator.serving.wire import answer_from_message
 from fakes import FakeSession, fake_contract
-from serving_harness import png, running_server
+from serving_harness import Gated, eventually, png, running_server
 
 HOSTILE = sorted((Path(__file__).parent / "data" / "hostile").iterdir())
 assert HOSTILE, "tests/data/hostile is empty"
@@ -63,6 +70,11 @@ def failure(call, *arguments) -> tuple[grpc.StatusCode, str]:
     with pytest.raises(grpc.RpcError) as caught:
         call(*arguments, timeout=30)
     return caught.value.code(), caught.value.details()
+
+
+def without_timings(response: pb.ClassifyResponse) -> pb.ClassifyResponse:
+    response.ClearField("timings")
+    return response
 
 
 @pytest.mark.parametrize(
@@ -96,6 +108,50 @@ def test_the_answer_is_that_of_the_model_file(stub, model: str, protocol: str) -
     )
 
 
+@pytest.mark.parametrize(
+    ("changes", "scales", "mirror"),
+    [
+        ({"scales": [33, 45]}, (33, 45), True),
+        ({"mirror": False}, (32, 48, 60), False),
+        ({"scales": [41], "mirror": False}, (41,), False),
+        ({"protocol": "spp-18", "scales": [41], "mirror": True}, (41,), True),
+        ({"protocol": "dense-37", "mirror": True}, (37,), True),
+    ],
+)
+def test_scales_and_mirroring_may_be_the_callers_own(stub, changes: dict, scales: tuple, mirror: bool) -> None:
+    session, data = FakeSession(), png(40, 57, seed=1)
+    own = Changes(tuple(changes.get("scales", ())) or None, changes.get("mirror"))
+    protocol = make_protocol(changes.get("protocol", "multi-scale"), session.contract, own)
+    (alone,) = classify_images(session, [decode_rgb(data)], protocol)
+    answer = stub.Classify(request(image=data, **changes))
+    assert (tuple(answer.protocol.scales), answer.protocol.mirror) == (scales, mirror)
+    assert {view.scale for view in answer.views} == set(scales)
+    assert {view.mirrored for view in answer.views} == ({False, True} if mirror else {False})
+    best = alone.top(5)
+    assert [p.class_index for p in answer.predictions] == [index for index, _ in best]
+    np.testing.assert_allclose([p.score for p in answer.predictions], [score for _, score in best], rtol=1e-6)
+
+
+def test_timings_tell_where_the_time_went_and_their_parts_are_within_the_total(stub) -> None:
+    timings = stub.Classify(request(protocol="dense-37")).timings
+    parts = (timings.queue_seconds, timings.decode_seconds, timings.compute_seconds)
+    assert all(part > 0 for part in parts)
+    assert sum(parts) <= timings.total_seconds < 60
+    assert timings.batches == 1
+
+
+def test_the_message_of_an_answer_is_its_json_with_every_field_and_digit() -> None:
+    session = FakeSession(fake_contract(classes=1000))
+    for name, timings in (("multi-scale", None), ("ten-crop", Timings(0.1, 1 / 3, 1e-9, 2.5, 7))):
+        protocol = make_protocol(name, session.contract)
+        (classified,) = classify_images(session, [decode_rgb(png(40, 57))], protocol)
+        answer = replace(answer_of(session, "fake", protocol, classified, 1000, b"a picture"), timings=timings)
+        message = messages.classify_response(answer)
+        assert message == ParseDict({**answer.to_json()}, pb.ClassifyResponse(heatmap=b"a picture"))
+        back = answer_from_message(pb.ClassifyResponse.FromString(message.SerializeToString()))
+        assert (back, back.timings, back.heatmap) == (answer, timings, b"a picture")
+
+
 @pytest.mark.parametrize("name", ["ten-crop", "spp-18", "multi-scale"])
 def test_the_verb_prints_the_same_through_a_server_as_with_the_model_file(
     exported: dict[str, Exported], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
@@ -110,6 +166,7 @@ def test_the_verb_prints_the_same_through_a_server_as_with_the_model_file(
             assert run(asked) == 0
             printed.append(json.loads(capsys.readouterr().out))
             drawn.append(heatmap.read_bytes())
+    assert printed[1].pop("timings")["batches"] >= 1
     assert printed[0] == printed[1]
     assert printed[0]["protocol"]["name"] == name
     assert drawn[0] == drawn[1]
@@ -133,9 +190,9 @@ def test_an_elongated_image_is_marked_as_capped(stub) -> None:
 def test_concurrent_calls_for_two_models_all_get_their_own_answers(stub) -> None:
     images = [png(30 + 3 * n, 61 - 2 * n, seed=n) for n in range(12)]
     requests = [request(image=image, model=("six", "three")[n % 2]) for n, image in enumerate(images)]
-    alone = [stub.Classify(each) for each in requests]
+    alone = [without_timings(stub.Classify(each)) for each in requests]
     with ThreadPoolExecutor(12) as pool:
-        assert list(pool.map(stub.Classify, requests)) == alone
+        assert list(map(without_timings, pool.map(stub.Classify, requests))) == alone
     assert len({answer.predictions[0].score for answer in alone}) == 12
 
 
@@ -156,10 +213,18 @@ def test_a_hostile_image_gets_an_answer_or_invalid_argument_and_the_next_call_wo
         ({"model": ""}, "NOT_FOUND", "several models are served, so a name is needed. There are: six, three"),
         ({"protocol": "twelve-crop"}, "INVALID_ARGUMENT", "There are: center, ten-crop, multi-scale"),
         ({"protocol": "dense-27"}, "INVALID_ARGUMENT", "scales from 28"),
+        ({"scales": [27]}, "INVALID_ARGUMENT", "scales"),
+        ({"scales": [0]}, "INVALID_ARGUMENT", "scales"),
+        ({"scales": [2**32 - 1]}, "INVALID_ARGUMENT", "scales"),
+        ({"scales": [40, 40]}, "INVALID_ARGUMENT", "40"),
+        ({"scales": list(range(28, 61))}, "INVALID_ARGUMENT", "at most 32"),
+        ({"scales": [40], "protocol": "dense-37"}, "INVALID_ARGUMENT", "dense-37"),
         ({"protocol": "dense-99999"}, "INVALID_ARGUMENT", "to 256"),
         ({"protocol": "center-99999"}, "INVALID_ARGUMENT", "from scales of 28 to 448"),
         ({"protocol": "dense" + "".join(f"-{s}" for s in range(28, 61))}, "INVALID_ARGUMENT", "at most 32"),
-        ({"protocol": "\0" * 100_000}, "INVALID_ARGUMENT", "no protocol"),
+        ({"protocol": "\0" * 200}, "INVALID_ARGUMENT", "no protocol"),
+        ({"protocol": "\0" * 100_000}, "INVALID_ARGUMENT", "a protocol's name of 100000 characters"),
+        ({"scales": range(1, 100_000)}, "INVALID_ARGUMENT", "a protocol of 33 scales: give at most 32"),
         ({"top_k": 0}, "INVALID_ARGUMENT", "top_k is 0, but this model can tell 1 to 6"),
         ({"top_k": -1}, "INVALID_ARGUMENT", "top_k is -1"),
         ({"top_k": 7}, "INVALID_ARGUMENT", "1 to 6"),
@@ -196,6 +261,28 @@ def test_a_message_beyond_the_limit_is_refused_and_the_next_call_works(stub) -> 
     assert stub.Classify(request()).predictions
 
 
+def test_a_server_with_as_many_calls_as_it_takes_refuses_more_and_still_says_that_it_lives() -> None:
+    session = Gated()
+    with (
+        running_server(server_limits=Limits(max_calls=2), fake=session) as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        stub, inference = pb_grpc.PreluNetServiceStub(channel), inference_grpc.GRPCInferenceServiceStub(channel)
+        calls = [stub.Classify.future(pb.ClassifyRequest(image=png(40, 57), protocol="center")) for _ in range(2)]
+        eventually(lambda: server.metric("prelunet_calls_now") == 2)
+        for method, asked in [(stub.Classify, pb.ClassifyRequest()), (stub.ListModels, pb.ListModelsRequest())]:
+            status, details = failure(method, asked)
+            assert (status.name, details) == ("RESOURCE_EXHAUSTED", "2 calls are in flight already. Try again later")
+        assert inference.ServerLive(inference_pb.ServerLiveRequest()).live
+        assert inference.ServerReady(inference_pb.ServerReadyRequest()).ready
+        assert inference.ModelReady(inference_pb.ModelReadyRequest(name="fake")).ready
+        assert health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest()).status == 1
+        session.gate.set()
+        assert all(call.result(30).predictions for call in calls)
+        eventually(lambda: server.metric("prelunet_calls_now") == 0)
+        assert stub.ListModels(pb.ListModelsRequest()).models
+
+
 def test_models_are_listed_and_described(stub) -> None:
     listed = stub.ListModels(pb.ListModelsRequest()).models
     assert [(model.name, model.sha256) for model in listed] == [
@@ -221,7 +308,13 @@ def test_reflection_names_the_services_and_describes_ours(channel) -> None:
     reflected = ProtoReflectionDescriptorDatabase(channel)
     assert {SERVICE, "grpc.health.v1.Health"} <= set(reflected.get_services())
     (service,) = reflected.FindFileContainingSymbol(SERVICE).service
-    assert {method.name for method in service.method} == {"Classify", "Evaluate", "ListModels", "GetModel"}
+    assert {method.name for method in service.method} == {
+        "Classify",
+        "ClassifyStream",
+        "Evaluate",
+        "ListModels",
+        "GetModel",
+    }
 
 
 class BrokenSession(FakeSession):
@@ -265,7 +358,7 @@ def test_nothing_long_runs_on_the_event_loops_own_thread(monkeypatch) -> None:
     for owner, name in [
         (Image, "open"),  # Pillow's own: decoding
         (views, "resize_to_scales"),
-        (session, "run"),
+        (session, "compute"),
         (classify, "average_views"),
         (overlay, "heat_maps"),
         (evaluation, "build_report"),
@@ -277,11 +370,11 @@ def test_nothing_long_runs_on_the_event_loops_own_thread(monkeypatch) -> None:
     with running_server(six=session) as server, grpc.insecure_channel(server.address) as channel:
         stub = pb_grpc.PreluNetServiceStub(channel)
         assert stub.Classify(pb.ClassifyRequest(image=data, heatmap=True)).heatmap
-        report = stub.Evaluate(iter([start, *(pb.EvaluateRequest(image=image) for image in labelled)])).report
-    assert report.evaluated == 3
+        *_, last = stub.Evaluate(iter([start, *(pb.EvaluateRequest(image=image) for image in labelled)]))
+    assert last.report.evaluated == 3
     assert len(threads) == 7
     assert [name for name, seen in threads.items() if server.loop_thread in seen] == []
-    assert len(threads["run"]) == 1, "a session belongs to one thread"
+    assert len(threads["compute"]) == 1, "a session belongs to one thread"
 
 
 def test_a_stopped_server_leaves_no_thread_of_its_models(monkeypatch) -> None:
@@ -293,7 +386,7 @@ def test_a_stopped_server_leaves_no_thread_of_its_models(monkeypatch) -> None:
         with grpc.insecure_channel(server.address) as channel:
             assert pb_grpc.PreluNetServiceStub(channel).Classify(request()).predictions
         started = of_models() - before
-        assert {"compute-six", "compute-three"} < {thread.name for thread in started}
+        assert {thread.name.partition("-")[0] for thread in started} == {"compute", "decode"}
     assert [thread.name for thread in started if thread.is_alive()] == []
 
 
@@ -317,32 +410,17 @@ def test_a_model_that_does_not_run_is_refused_before_the_server_answers(monkeypa
     assert asked == [("a.onnx", True), ("b.onnx", True)], "each should run once while it is loaded"
 
 
-def test_an_expired_call_is_not_computed(monkeypatch) -> None:
-    session = FakeSession()
-    gate, entered, run, submit = threading.Event(), threading.Event(), session.run, ComputeThread.submit
-    submitted = []
-
-    def gated_run(images, sizes):
-        entered.set()
-        assert gate.wait(30)
-        return run(images, sizes)
-
-    def recording_submit(compute, views, **options):
-        submitted.append(submit(compute, views, **options))
-        return submitted[-1]
-
-    session.run = gated_run
-    monkeypatch.setattr(ComputeThread, "submit", recording_submit)
+def test_an_expired_call_is_not_computed() -> None:
+    session = Gated()
     with running_server(gated=session) as server, grpc.insecure_channel(server.address) as channel:
         stub = pb_grpc.PreluNetServiceStub(channel)
         first = stub.Classify.future(pb.ClassifyRequest(image=png(40, 57), protocol="center"))
-        assert entered.wait(30)
+        assert session.entered.wait(30)
         with pytest.raises(grpc.RpcError) as expired:
             stub.Classify(pb.ClassifyRequest(image=png(40, 57), protocol="dense-41"), timeout=0.5)
         assert expired.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-        with pytest.raises(CancelledError):
-            submitted[1].result(30)  # the server has noticed
-        gate.set()
+        eventually(lambda: server.metric("prelunet_waiting_images", model="gated") == 1)  # the server has noticed
+        session.gate.set()
         assert first.result(30).predictions
         assert stub.Classify(pb.ClassifyRequest(image=png(40, 57), protocol="dense-43")).predictions
     assert {shape[1] for shape in session.calls} == {28, 43}, "41, the expired call's scale, should not be computed"
@@ -393,3 +471,11 @@ def test_committed_messages_are_those_of_the_proto_file(tmp_path: Path) -> None:
     for path in made:
         committed = root / path.relative_to(tmp_path)
         assert committed.read_text() == path.read_text(), f"{committed} is stale: run tools/generate_proto.sh"
+
+
+def test_every_method_message_and_field_of_our_proto_is_commented() -> None:
+    lines = (Path(__file__).parent.parent / "proto" / "prelunet" / "v1" / "prelunet.proto").read_text().splitlines()
+    defined = re.compile(r"\s*(message|service|rpc|oneof|(optional |repeated )?[\w.<>, ]+ \w+ = \d+;)")
+    found = [number for number, line in enumerate(lines) if defined.match(line)]
+    assert len(found) > 200
+    assert [lines[number] for number in found if not re.match(r"\s*// \S", lines[number - 1])] == []

@@ -1,8 +1,14 @@
+"""`prelunet serve` as a process: what it says, what ends it, and with which exit code."""
+
+import json
 import queue
 import re
 import signal
 import subprocess
 import sys
+import threading
+import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,12 +18,31 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from evaluator.client import Client
-from evaluator.errors import EnvironmentFault, ImageError
+from evaluator.errors import DeviceLost, EnvironmentFault, ImageError
 from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from evaluator.serving.drain import TOGETHER
 from serving_harness import png
 
 PRELUNET = [sys.executable, "-c", "from evaluator.cli import main; main()"]
+LOSING = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from evaluator.cli import main
+from evaluator.errors import DeviceLost
+from evaluator.serving import models
+from fakes import FakeSession
+
+class Losing(FakeSession):
+    def compute(self, staged):
+        if staged[0].shape[2] == 99:
+            raise DeviceLost("the GPU of /secret/place is gone")
+        return super().compute(staged)
+
+models.open_placed = lambda *_, **__: Losing()
+main()
+"""  # a program whose device is lost at an image of width 99
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +51,16 @@ def model(exported) -> Path:
 
 
 @contextmanager
-def serving(model: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+def serving(
+    model: Path, *options: str, program: list[str] = PRELUNET
+) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
     """Run `prelunet serve` on a free port; gives the process, the start line and the address."""
-    command = [*PRELUNET, "serve", "--model", f"telling={model}", "--device", "cpu", "--port", "0", *options]
+    command = [*program, "serve", "--model", f"telling={model}", "--device", "cpu", "--port", "0", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
-        address = re.search(r"127\.0\.0\.1:\d+", line)
+        address = re.search(r"\d+\.\d+\.\d+\.\d+:\d+", line)
         assert address is not None, f"{line}{process.communicate(timeout=30)}"
         yield process, line, address[0]
     finally:
@@ -58,16 +85,16 @@ class Sender:
         self._queue.put(None)
 
 
-def begin_evaluation(channel: grpc.Channel, sender: Sender) -> grpc.Future:
+def begin_evaluation(channel: grpc.Channel, sender: Sender) -> grpc.Call:
     """Begin an evaluation and return when it has reached the server."""
     stub = pb_grpc.PreluNetServiceStub(channel)
-    call = stub.Evaluate.future(iter(sender), timeout=60)
+    call = stub.Evaluate(iter(sender), timeout=60)
     stub.Classify(pb.ClassifyRequest(image=png(40, 57)))  # on the same connection, so that it comes after
     return call
 
 
 def test_the_start_line_says_address_models_provider_precision_and_versions(model: Path) -> None:
-    with serving(model, "--model", f"second={model}") as (process, line, address):
+    with serving(model, "--model", f"second={model}", "--lame-duck", "0") as (process, line, address):
         for part in (r"telling \(demo, 23 classes", r"second \(", "CPUExecutionProvider", "fp32", "onnxruntime \\d"):
             assert re.search(part, line), line
         with Client(address) as client:
@@ -77,27 +104,128 @@ def test_the_start_line_says_address_models_provider_precision_and_versions(mode
         assert process.wait(20) == 0
 
 
-def test_sigterm_finishes_what_is_in_flight_refuses_new_calls_and_exits_0(model: Path) -> None:
-    with serving(model) as (process, _, address), grpc.insecure_channel(address) as channel:
+class Load:
+    """Threads that call a server one call after the other. answers: that came; failures: of those that did not."""
+
+    def __init__(self, address: str, threads: int) -> None:
+        self.answers: list[int] = []
+        self.failures: list[Exception] = []
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(address, n)) for n in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, address: str, number: int) -> None:
+        with Client(address) as client:
+            while not self._stop.is_set():
+                try:
+                    client.classify(png(40 + number, 57), protocol="center")
+                    self.answers.append(number)
+                except Exception as error:
+                    self.failures.append(error)
+                    return
+
+    def go_on(self, calls: int) -> None:
+        """Return when so many more answers have come, or a failure."""
+        wanted = len(self.answers) + calls
+        while len(self.answers) < wanted and not self.failures:
+            threading.Event().wait(0.01)
+
+    def until_it_fails(self) -> None:
+        """Raise what fails first."""
+        for thread in self._threads:
+            thread.join()
+        raise self.failures[0]
+
+    def end(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+
+def test_sigterm_under_load_loses_no_call_neither_before_nor_in_the_window_nor_in_flight_after_it(model: Path) -> None:
+    with serving(model, "--lame-duck", "60") as (process, _, address), grpc.insecure_channel(address) as channel:
         sender, watched = Sender(), health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
-        assert next(watched).status == health_pb2.HealthCheckResponse.SERVING
+        assert next(watched).status == SERVING
+        load = Load(address, threads=4)
+        load.go_on(20)
+        process.send_signal(signal.SIGTERM)
+        assert next(watched).status == NOT_SERVING
+        load.go_on(20)  # in the window
         in_flight = begin_evaluation(channel, sender)
         sender.image("a")
-        process.send_signal(signal.SIGTERM)
-        assert next(watched).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        with Client(address) as client, pytest.raises(EnvironmentFault):
-            client.classify(png(40, 57))
+        load.end()
+        assert load.failures == []
+        time.sleep(2 * TOGETHER)
+        process.send_signal(signal.SIGTERM)  # enough of the window
+        with pytest.raises(EnvironmentFault):
+            Load(address, threads=1).until_it_fails()
         sender.image("b")
         sender.end()
-        assert in_flight.result().report.evaluated == 2
+        assert [*in_flight][-1].report.evaluated == 2
         output, log = process.communicate(timeout=20)  # the health stream, still open, does not hold it up
         assert process.returncode == 0, log
         assert "no call was lost" in output
         assert "Traceback" not in log
 
 
+def test_a_lost_device_exits_5_after_the_calls_were_told(model: Path) -> None:
+    losing = [sys.executable, "-c", LOSING]
+    with serving(model, program=losing) as (process, _, address), Client(address) as client:
+        assert client.classify(png(40, 57)).predictions
+        with pytest.raises((DeviceLost, EnvironmentFault)) as told:
+            client.classify(png(40, 99), protocol="dense-40")
+        assert "secret" not in str(told.value)
+        output, log = process.communicate(timeout=30)
+        assert process.returncode == 5, log
+        assert "prelunet: the GPU of /secret/place is gone" in log.splitlines()[-1]
+        assert output == ""
+
+
+def test_metrics_are_told_on_their_port_until_the_end(model: Path) -> None:
+    with (
+        serving(model, "--metrics-port", "0", "--lame-duck", "0") as (process, line, address),
+        Client(address) as client,
+    ):
+        client.classify(png(40, 57))
+        place = re.search(r"metrics on (127\.0\.0\.1:\d+)", line)
+        assert place is not None, line
+        with urllib.request.urlopen(f"http://{place[1]}/metrics", timeout=20) as answer:
+            text = answer.read().decode()
+        for part in (r'prelunet_model_info\{.*model="telling".*\} 1', "process_resident_memory_bytes"):
+            assert re.search(part, text), text
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+
+
+def test_log_lines_are_json_where_that_is_asked_for(model: Path) -> None:
+    with serving(model, "--log-format", "json", "--lame-duck", "0", "--host", "0.0.0.0") as (process, _, _):
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=20)
+    lines = [json.loads(line) for line in log.splitlines()]
+    told = " ".join(line["message"] for line in lines)
+    for part in ("listening on 0.0.0.0 without TLS", "loading model telling, 1 of 1", "memory: at most", "SIGTERM"):
+        assert part in told
+    by_message = {line["message"]: line for line in lines}
+    ready = by_message["ready"]
+    assert (ready["model"], ready["architecture"], ready["provider"]) == ("telling", "demo", "CPUExecutionProvider")
+    assert by_message["serving"]["memory"] > 2**28
+    assert lines[-1]["message"] == "stopped"
+    assert lines[-1]["unfinished"] == 0
+
+
+def test_more_memory_than_the_limit_is_refused_before_anybody_is_served(model: Path) -> None:
+    result = run("--model", f"x={model}", "--port", "0", "--device", "cpu", "--memory-limit", "200M")
+    assert result.returncode == 2
+    assert re.search(r"--memory-limit 200M: serving takes up to \S+ .*--queue-bytes", result.stderr)
+    assert result.stdout == ""
+
+
 def test_a_call_that_does_not_end_is_cut_off_after_the_grace_period(model: Path) -> None:
-    with serving(model, "--grace", "0.3") as (process, _, address), grpc.insecure_channel(address) as channel:
+    with (
+        serving(model, "--grace", "0.3", "--lame-duck", "0") as (process, _, address),
+        grpc.insecure_channel(address) as channel,
+    ):
         sender = Sender()
         in_flight = begin_evaluation(channel, sender)
         process.send_signal(signal.SIGTERM)
@@ -141,6 +269,6 @@ def test_the_limits_of_images_and_of_waiting_are_those_of_the_options(model: Pat
             client.classify(image + b"\0", protocol="center")
         with pytest.raises(ImageError, match="58x40 pixels are more than the limit of 2280"):
             client.classify(png(40, 58)[: len(image)], protocol="center")
-    result = run("--model", f"x={model}", "--max-waiting", "0")
+    result = run("--model", f"x={model}", "--queue-views", "0")
     assert result.returncode == 2
-    assert "--max-waiting" in result.stderr
+    assert "--queue-views" in result.stderr

@@ -1,9 +1,12 @@
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import jsonschema
@@ -21,14 +24,18 @@ from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from evaluator.protocols import make_protocol
 from evaluator.reporting.report import build_report
 from evaluator.reporting.text import json_bytes
+from evaluator.serving import evaluation
 from evaluator.serving.classifier import Classifier
-from evaluator.serving.evaluation import IN_FLIGHT, LabelledImage, evaluate
-from evaluator.serving.messages import report_message
+from evaluator.serving.evaluation import IN_FLIGHT, LabelledImage, Progress, evaluate
+from evaluator.serving.files import ModelFile
+from evaluator.serving.messages import progress_message, report_message
+from evaluator.serving.models import Models
+from evaluator.serving.options import QueueOptions
 from evaluator.serving.wire import report_from_message
 from evaluator.validation.predictions import prediction_of
 from evaluator.validation.run import Run, run_info
 from fakes import FakeSession, fake_contract, validated
-from serving_harness import png, running_server
+from serving_harness import Gated, eventually, png, running_server
 
 SCHEMA = json.loads((Path(__file__).parent.parent / "docs" / "report.schema.json").read_text())
 
@@ -71,12 +78,20 @@ def test_images_may_come_in_any_order_and_with_either_kind_of_label() -> None:
     by_wnid = [pb.LabelledImage(file=i.file, data=i.data, wnid=f"n{i.label:08}") for i in reversed(images)]
     with running_server(fake=session) as server, grpc.insecure_channel(server.address) as channel:
         stub = pb_grpc.PreluNetServiceStub(channel)
-        answers = [stub.Evaluate(stream(*some)).report for some in (images, by_wnid)]
+        answers = [report_of(stub.Evaluate(stream(*some))) for some in (images, by_wnid)]
     assert answers[0] == answers[1]
     assert (answers[0].images, answers[0].dataset.name) == (9, "flowers")
 
 
-def stream(*images: pb.LabelledImage, **start: str) -> list[pb.EvaluateRequest]:
+def report_of(responses: Iterator[pb.EvaluateResponse]) -> pb.Report:
+    """Return the report, which comes last."""
+    *progress, last = responses
+    assert all(response.WhichOneof("message") == "progress" for response in progress)
+    assert last.WhichOneof("message") == "report"
+    return last.report
+
+
+def stream(*images: pb.LabelledImage, **start: str) -> Iterator[pb.EvaluateRequest]:
     start_message = pb.EvaluateStart(**{"protocol": "center", "dataset": "/data/flowers", **start})
     return iter([pb.EvaluateRequest(start=start_message), *(pb.EvaluateRequest(image=image) for image in images)])
 
@@ -111,14 +126,14 @@ def stub():
 )
 def test_a_bad_evaluation_says_what_is_wrong_and_the_next_one_works(stub, requests, code: str, text: str) -> None:
     with pytest.raises(grpc.RpcError, match=text) as caught:
-        stub.Evaluate(iter(requests), timeout=30)
+        report_of(stub.Evaluate(iter(requests), timeout=30))
     assert caught.value.code().name == code
-    assert stub.Evaluate(stream(GOOD)).report.evaluated == 1
+    assert report_of(stub.Evaluate(stream(GOOD))).evaluated == 1
 
 
 def test_refused_images_are_counted_with_their_reasons_and_an_evaluation_of_nothing_else_has_no_error(stub) -> None:
     bad = [pb.LabelledImage(file=name, data=data, label=2) for name, data in (("b", b""), ("a", b"text"))]
-    report = report_from_message(stub.Evaluate(stream(*bad)).report)
+    report = report_from_message(report_of(stub.Evaluate(stream(*bad))))
     assert (report["images"], report["evaluated"], report["refused"]) == (2, 0, 2)
     assert [(each["file"], each["reason"][:8]) for each in report["refusals"]] == [("a", "no image"), ("b", "no image")]
     assert (report["top1_error"], report["top1_interval"]) == (None, [0, 100])
@@ -128,50 +143,192 @@ def test_refused_images_are_counted_with_their_reasons_and_an_evaluation_of_noth
 
 def test_two_evaluations_at_once_do_not_mix(stub) -> None:
     streams = [[pb.LabelledImage(file=f"{n}", data=png(40, 50 + n, n), label=m) for n in range(20)] for m in (1, 4)]
-    alone = [stub.Evaluate(stream(*images)).report for images in streams]
+    alone = [report_of(stub.Evaluate(stream(*images))) for images in streams]
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(lambda images: stub.Evaluate(stream(*images)).report, streams)) == alone
+        assert list(pool.map(lambda images: report_of(stub.Evaluate(stream(*images))), streams)) == alone
     assert alone[0].classes[1].images == alone[1].classes[4].images == 20
 
 
-def test_the_server_reads_no_faster_than_it_classifies() -> None:
+@contextmanager
+def classifier_of(session: FakeSession, queue: QueueOptions = QueueOptions()) -> Iterator[Classifier]:
+    """Give the classifier of a session, without a server around it."""
+    models = Models([(ModelFile("fake", Path("fake.onnx")), session)], DecodeLimits(), queue)
+    yield models.get("fake")
+    models.close()
+
+
+def labelled(count: int) -> list[LabelledImage]:
+    return [LabelledImage(f"{n:04}", png(28, 28 + n, seed=n), 1) for n in range(count)]
+
+
+async def one_by_one(images: Iterable[LabelledImage]) -> AsyncIterator[LabelledImage]:
+    for image in images:
+        yield image
+
+
+def test_the_server_reads_no_faster_than_it_classifies(monkeypatch: pytest.MonkeyPatch) -> None:
     pulled, answered, most_ahead = 0, 0, 0
 
-    async def images() -> AsyncIterator[LabelledImage]:
+    def pulling() -> Iterator[LabelledImage]:
         nonlocal pulled, most_ahead
-        for number in range(5 * IN_FLIGHT):
+        for image in labelled(5 * IN_FLIGHT):
             pulled += 1
             most_ahead = max(most_ahead, pulled - answered)
-            yield LabelledImage(f"{number:04}", png(28, 28 + number, seed=number), 1)
+            yield image
 
-    class CountingClassifier(Classifier):
-        async def classify(self, *arguments):
+    with classifier_of(FakeSession()) as classifier:
+        classify = classifier.classify
+
+        async def counted(*arguments, **options):
             nonlocal answered
-            answer = await super().classify(*arguments)
+            answer = await classify(*arguments, **options)
             answered += 1
             return answer
 
-    session = FakeSession()
-    with ThreadPoolExecutor(2) as decoders:
-        classifier = CountingClassifier("fake", "fake.onnx", session, decoders, DecodeLimits())
-        protocol = make_protocol("dense-28", session.contract)
-        report = asyncio.run(evaluate(classifier, protocol, "many", images()))
-        classifier.close()
+        monkeypatch.setattr(classifier, "classify", counted)
+        protocol = make_protocol("dense-28", classifier.session.contract)
+        report = asyncio.run(evaluate(classifier, protocol, "many", one_by_one(pulling())))
     assert report["evaluated"] == 5 * IN_FLIGHT
-    assert IN_FLIGHT // 2 < most_ahead <= IN_FLIGHT + 1  # one has been pulled and waits for its turn
+    assert IN_FLIGHT // 2 < most_ahead <= IN_FLIGHT
 
 
 def test_an_error_of_the_client_s_iterator_ends_the_evaluation() -> None:
-    async def images() -> AsyncIterator[LabelledImage]:
-        yield LabelledImage("a", png(28, 30), 1)
+    def failing() -> Iterator[LabelledImage]:
+        yield from labelled(1)
         raise DatasetError("b: the label is missing")
 
-    with ThreadPoolExecutor(1) as decoders:
-        session = FakeSession()
-        classifier = Classifier("fake", "fake.onnx", session, decoders, DecodeLimits())
+    with classifier_of(FakeSession()) as classifier:
+        protocol = make_protocol("center", classifier.session.contract)
         with pytest.raises(DatasetError, match="b: the label is missing"):
-            asyncio.run(evaluate(classifier, make_protocol("center", session.contract), "few", images()))
-        classifier.close()
+            asyncio.run(evaluate(classifier, protocol, "few", one_by_one(failing())))
+
+
+def evaluated(images: list[LabelledImage], told: list[Progress]) -> dict:
+    """Evaluate images without a server; `told` gets what a client would be told on the way."""
+
+    async def tell(progress: Progress) -> None:
+        told.append(progress)
+
+    with classifier_of(FakeSession()) as classifier:
+        protocol = make_protocol("center", classifier.session.contract)
+        return asyncio.run(evaluate(classifier, protocol, "many", one_by_one(images), tell))
+
+
+def test_progress_counts_what_the_report_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "PROGRESS", 0)
+    told: list[Progress] = []
+    report = evaluated([LabelledImage("x", b"no image", 1), *labelled(23), LabelledImage("y", b"", 2)], told)
+    assert [progress.images for progress in told] == list(range(1, 26))
+    assert [progress.refused for progress in told] == sorted(progress.refused for progress in told)
+    assert all(0 <= before.seconds <= after.seconds for before, after in pairwise(told))
+    last = told[-1]
+    assert (last.images, last.refused) == (report["images"], report["refused"]) == (25, 2)
+    assert round(last.top1_error, 4) == report["top1_error"]
+    assert 0 < last.top1_error < 100
+
+
+def test_progress_has_no_error_before_an_image_was_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "PROGRESS", 0)
+    told: list[Progress] = []
+    evaluated([LabelledImage("x", b"no image", 1)], told)
+    assert [(progress.images, progress.refused, progress.top1_error) for progress in told] == [(1, 1, None)]
+    message = progress_message(told[0])
+    assert (message.images, message.refused, message.HasField("top1_error")) == (1, 1, False)
+
+
+def test_progress_is_told_at_most_once_a_second_and_a_short_evaluation_tells_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = count(step=0.3)  # seconds; each look at the clock is 0.3 s later than the last
+    monkeypatch.setattr(evaluation, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    told: list[Progress] = []
+    evaluated(labelled(20), told)
+    assert [progress.images for progress in told] == [4, 8, 12, 16, 20]
+    clock = count(step=0.04)
+    told.clear()
+    evaluated(labelled(20), told)
+    assert told == []
+
+
+def test_a_client_that_reads_no_progress_holds_up_one_image_and_not_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(evaluation, "PROGRESS", 0)
+    answered, told, read = 0, [], asyncio.Event()
+
+    async def tell(progress: Progress) -> None:
+        told.append(progress)
+        await read.wait()
+
+    with classifier_of(FakeSession()) as classifier:
+        classify = classifier.classify
+
+        async def counted(*arguments, **options):
+            nonlocal answered
+            answer = await classify(*arguments, **options)
+            answered += 1
+            if answered == 3 * IN_FLIGHT:
+                assert len(told) == 1
+                read.set()
+            return answer
+
+        monkeypatch.setattr(classifier, "classify", counted)
+        protocol = make_protocol("center", classifier.session.contract)
+        report = asyncio.run(evaluate(classifier, protocol, "many", one_by_one(labelled(3 * IN_FLIGHT)), tell))
+    assert report["evaluated"] == 3 * IN_FLIGHT
+
+
+def test_a_client_gets_progress_on_the_way_and_the_report_at_the_end(stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "PROGRESS", 0)
+    images = [pb.LabelledImage(file=f"{n}", data=png(40, 50 + n, n), label=1) for n in range(20)]
+    responses = list(stub.Evaluate(stream(*images)))
+    assert [response.WhichOneof("message") for response in responses][-2:] == ["progress", "report"]
+    assert responses[-1].report.images == 20
+    assert 1 <= len(responses) - 1 <= 20
+    assert all(response.progress.seconds > 0 for response in responses[:-1])
+
+
+def test_an_evaluation_waits_at_the_door_where_a_call_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "_AT_THE_DOOR", 0.001)
+    images = [pb.LabelledImage(file=f"{n}", data=png(40, 50 + n, n), label=1) for n in range(40)]
+    session = Gated()
+    with (
+        running_server(queue=QueueOptions(max_views=3), fake=session) as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        stub = pb_grpc.PreluNetServiceStub(channel)
+        responses = stub.Evaluate(stream(*images))
+        eventually(lambda: server.metric("prelunet_refusals_total", model="fake", reason="views") > 0)
+        assert server.metric("prelunet_waiting_views", model="fake") == 3
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.Classify(pb.ClassifyRequest(image=images[0].data, protocol="center"))
+        assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        session.gate.set()
+        assert report_of(responses).evaluated == 40
+
+
+def test_an_evaluation_that_its_client_leaves_is_not_computed() -> None:
+    session = Gated()
+    images = [pb.LabelledImage(file=f"{n}", data=png(40, 57, n), label=1) for n in range(5)]
+    with running_server(fake=session) as server, grpc.insecure_channel(server.address) as channel:
+        stub = pb_grpc.PreluNetServiceStub(channel)
+        first = stub.Classify.future(pb.ClassifyRequest(image=images[0].data, protocol="dense-29"))
+        assert session.entered.wait(30)
+        responses = stub.Evaluate(stream(*images, protocol="dense-41"))
+        eventually(lambda: server.metric("prelunet_waiting_images", model="fake") == 6)
+        responses.cancel()
+        eventually(lambda: server.metric("prelunet_waiting_images", model="fake") == 1)
+        session.gate.set()
+        assert first.result(30).predictions
+        assert stub.Classify(pb.ClassifyRequest(image=images[0].data, protocol="dense-43")).predictions
+    assert {shape[1] for shape in session.calls} == {29, 43}, "41, the evaluation's scale, should not be computed"
+
+
+def test_an_evaluation_with_a_message_above_the_limit_fails_instead_of_reporting_on_the_rest(stub) -> None:
+    huge = pb.LabelledImage(file="b", data=bytes(65 * 2**20), label=1)
+    with pytest.raises(grpc.RpcError, match="larger than max") as caught:
+        list(stub.Evaluate(stream(GOOD, huge), timeout=60))
+    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def test_the_message_has_the_fields_of_the_published_schema_in_their_order() -> None:

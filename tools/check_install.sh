@@ -70,7 +70,7 @@ test -s compared/compare.html -a -s both/run.json
 lacks_extra train prelunet adopt net0.onnx --classes classes.txt --mean 0.5 --std 0.5 -o adopted.onnx
 lacks_extra openvino prelunet classify "$(find data -name '*.png' | head -n 1)" --model net0.onnx --device openvino
 lacks_extra ray prelunet validate --model net0.onnx --data data --protocol center --run elsewhere --ray local
-prelunet serve --model net=net0.onnx --port 0 >server.log &
+prelunet serve --model net=net0.onnx --port 0 --lame-duck 0 >server.log &
 server=$!
 for _ in $(seq 100); do grep -q 'serving on' server.log && break || sleep 0.1; done
 address=$(grep -o '127\.0\.0\.1:[0-9]*' server.log | head -n 1)

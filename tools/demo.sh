@@ -44,8 +44,8 @@ step "4. Certify the file on this machine with its golden images"
 say prelunet verify "$out/model.onnx"
 
 step "5. Serve it over gRPC"
-echo "\$ prelunet serve --model demo=$out/model.onnx --port 0 &"
-prelunet serve --model "demo=$out/model.onnx" --port 0 >"$out/server.log" 2>&1 &
+echo "\$ prelunet serve --model demo=$out/model.onnx --port 0 --lame-duck 0 &"
+prelunet serve --model "demo=$out/model.onnx" --port 0 --lame-duck 0 >"$out/server.log" 2>&1 &
 server=$!
 trap 'kill -TERM $server 2>/dev/null || true' EXIT
 address=

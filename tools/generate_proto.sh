@@ -6,4 +6,4 @@ cd "$(dirname "$0")/.."
 exec "${PYTHON:-python}" -m grpc_tools.protoc \
   --proto_path=evaluator/pb=proto \
   --python_out=. --pyi_out=. --grpc_python_out=. \
-  evaluator/pb/prelunet/v1/prelunet.proto
+  evaluator/pb/prelunet/v1/prelunet.proto evaluator/pb/inference/inference.proto

@@ -5,7 +5,7 @@ same field names.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from evaluator.engine.classify import Classified, Model
@@ -37,12 +37,28 @@ class ViewSeen:
 
 
 @dataclass(frozen=True)
+class Timings:
+    """Where a server's time for one image went, in seconds.
+
+    queue: waiting for a thread that decodes, then for the device; decode: with resizing; compute: the whole duration of
+    each batch that held a view of it; total: from arrival to answer; batches: that held a view of it.
+    """
+
+    queue_seconds: float
+    decode_seconds: float
+    compute_seconds: float
+    total_seconds: float
+    batches: int
+
+
+@dataclass(frozen=True)
 class Answer:
     """What is told of one image.
 
     predictions: best first; model: `name` and `sha256` of what answered; protocol: `Protocol.to_json()`;
     capped: a long side was cut to its centre; circumstances: provider, precision, versions;
-    heatmap: a PNG file, empty unless asked for.
+    heatmap: a PNG file, empty unless asked for; timings: of a server's answer. Answers that differ in nothing else are
+    equal.
     """
 
     predictions: tuple[ClassScore, ...]
@@ -52,11 +68,14 @@ class Answer:
     capped: bool
     circumstances: Mapping[str, Any]
     heatmap: bytes = b""
+    timings: Timings | None = field(default=None, compare=False)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the answer as plain data, without the heat map."""
+        """Return the answer as plain data, without the heat map; with timings where there are any."""
         plain = asdict(self)
         del plain["heatmap"]
+        if self.timings is None:
+            del plain["timings"]
         return plain
 
 
@@ -64,7 +83,8 @@ def answer_from_json(data: Mapping[str, Any], heatmap: bytes = b"") -> Answer:
     """Read what `Answer.to_json` wrote."""
     predictions = tuple(ClassScore(**entry) for entry in data["predictions"])
     views = tuple(ViewSeen(**view) for view in data["views"])
-    return Answer(**{**data, "predictions": predictions, "views": views, "heatmap": heatmap})
+    timings = Timings(**data["timings"]) if data.get("timings") is not None else None
+    return Answer(**{**data, "predictions": predictions, "views": views, "heatmap": heatmap, "timings": timings})
 
 
 def top_asked(asked: int | None, classes: int) -> int:

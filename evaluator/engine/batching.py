@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from evaluator.engine.ladder import Ladder
 from evaluator.strict import record, whole
 
 # The two large things in memory, for the largest net (C: 896 channels, 63 bins; conv1 gives 96 channels at stride 2):
@@ -106,19 +107,23 @@ def plan_batches(
     rules: BatchRules,
     *,
     max_side: int,
+    ladder: Ladder | None = None,
 ) -> Plan:
     """Plan batches so that each image is in exactly one.
 
     shapes: (height, width) of each image in pixels, none beyond max_side;
     windows_of: (height, width) of a canvas → its grid of windows, each side by itself (`ModelContract.window_grid`);
-    max_side: the largest canvas side that the model takes; no side is rounded up beyond it.
+    max_side: the largest canvas side that the model takes; no side is rounded up beyond it;
+    ladder: the canvases and rows to keep to, for images that fit.
     An image that alone exceeds the rules' limits gets batches of its own shape, one image each. The first batch holds
     the first image, batches of one canvas follow each other, and images are in their order within a canvas; which
     images share a canvas does not depend on their order.
     """
     step = rules.canvas_step
     canonical = [(_round_up(height, step, max_side), _round_up(width, step, max_side)) for height, width in shapes]
-    costs = _Costs(rules, windows_of, {side for shape in canonical for side in shape})
+    if ladder is not None:
+        canonical = [ladder.canvas(*shape) or shape for shape in canonical]
+    costs = _Costs(rules, windows_of, {side for shape in canonical for side in shape}, ladder)
     canvas_of = _shared_canvases(Counter(canonical), costs) if step > 1 and rules.switch_pixels else {}
     members: dict[tuple[int, int], list[int]] = {}
     for index, shape in enumerate(canonical):
@@ -126,13 +131,26 @@ def plan_batches(
     batches = [
         batch
         for (height, width), indices in members.items()
-        for batch in _cut(indices, height, width, int(costs.most_rows(height, width)), rules.switch_pixels)
+        for batch in _batches_of(indices, height, width, costs, rules.switch_pixels, ladder)
     ]
     return Plan(tuple(batches), sum(height * width for height, width in shapes))
 
 
 def _round_up(side: int, step: int, largest: int) -> int:
     return min(-(-side // step) * step, max(side, largest))
+
+
+def _batches_of(
+    indices: list[int], height: int, width: int, costs: "_Costs", switch_pixels: int, ladder: Ladder | None
+) -> Iterator[Batch]:
+    """Yield the batches of one canvas; on a ladder each has the rows of a rung."""
+    most = int(costs.most_rows(height, width))
+    if ladder is None or (height, width) != ladder.canvas(height, width):
+        yield from _cut(indices, height, width, most, switch_pixels)
+        return
+    for start in range(0, len(indices), ladder.rows_below(most)):
+        batch = tuple(indices[start : start + ladder.rows_below(most)])
+        yield Batch(batch, height, width, ladder.rows_above(len(batch)))
 
 
 def _cut(indices: list[int], height: int, width: int, most: int, switch_pixels: int) -> Iterator[Batch]:
@@ -154,8 +172,15 @@ def _cut(indices: list[int], height: int, width: int, most: int, switch_pixels: 
 class _Costs:
     """What canvases cost, in pixels; for numbers and for arrays of them alike."""
 
-    def __init__(self, rules: BatchRules, windows_of: Callable[[int, int], tuple[int, int]], sides: set[int]) -> None:
+    def __init__(
+        self,
+        rules: BatchRules,
+        windows_of: Callable[[int, int], tuple[int, int]],
+        sides: set[int],
+        ladder: Ladder | None = None,
+    ) -> None:
         self._rules = rules
+        self._widest_short = ladder.widest_short if ladder is not None else MOST
         self._windows = np.zeros(max(sides, default=0) + 1, np.int64)  # by the canvas's side
         for side in sides:
             self._windows[side] = max(0, windows_of(side, side)[0])
@@ -168,7 +193,8 @@ class _Costs:
     def of(self, images: Any, height: Any, width: Any, shapes: Any) -> Any:
         """Return the cost of that many images on canvases of a size, cut as `_cut` does.
 
-        shapes: how many different ones they have. One canvas beyond the limits is for images of that very shape only.
+        shapes: how many different ones they have. A canvas beyond the limits, or off the ladder, is for images of
+        that very shape only.
         """
         area, switch = np.maximum(1, height * width), self._rules.switch_pixels
         count = -(-images // self.most_rows(height, width))
@@ -177,6 +203,7 @@ class _Costs:
         too_large = (area > self._rules.max_pixels) | (
             self._windows[height] * self._windows[width] > self._rules.max_windows
         )
+        too_large |= np.minimum(height, width) > self._widest_short
         return np.where(too_large & (shapes > 1), _NEVER, cost)
 
     def of_all(self, groups: Iterable[Sequence["_Shape"]]) -> int:

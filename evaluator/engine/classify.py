@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from evaluator.contract import ModelContract
 from evaluator.engine.batching import Batch, BatchRules, Plan, plan_batches
+from evaluator.engine.ladder import Ladder
 from evaluator.engine.scores import (
     average_views,
     check_finite,
@@ -156,10 +157,11 @@ def run_batch(
     return results_of(packed.members, outputs, keep_windows=keep_windows)
 
 
-def plan_views(session: Model, views: Sequence[ViewImage]) -> Plan:
-    """Plan the batches of views by the session's rules."""
+def plan_views(session: Model, views: Sequence[ViewImage], ladder: Ladder | None = None) -> Plan:
+    """Plan the batches of views by the session's rules; ladder: the canvases and rows to keep to, if there is one."""
+    contract = session.contract
     shapes = [(view.image.shape[0], view.image.shape[1]) for view in views]
-    return plan_batches(shapes, session.contract.window_grid, session.rules, max_side=session.contract.max_side)
+    return plan_batches(shapes, contract.window_grid, session.rules, max_side=contract.max_side, ladder=ladder)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,19 @@ _LACKING = (
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
+# How CUDA says that its context is gone: every later call of this process fails with the same words.
+_LOST = (
+    "illegal memory access",
+    "unspecified launch failure",
+    "misaligned address",
+    "illegal instruction",
+    "device-side assert",
+    "uncorrectable ECC error",
+    "hardware stack error",
+    "GPU is lost",
+    "CUDA failure 7",  # 700 to 799: 700 illegal address, 719 launch failure, …
+)
+_CUDA_700 = re.compile(r"\(7\d\d: ")  # the same, as `evaluator.engine.cuda` tells it
 _FAILED_TO_ALLOCATE = re.compile(r"[Ff]ailed to allocate \d+ bytes")
 # `/path/file.cc:91 type name(arguments) const`, where parentheses may stand inside of parentheses.
 _SOURCE_PLACE = re.compile(
@@ -88,3 +101,9 @@ def lacks_memory(error: Exception) -> bool:
         or any(words in text for words in _LACKING)
         or _FAILED_TO_ALLOCATE.search(text) is not None
     )
+
+
+def is_lost(error: Exception | str) -> bool:
+    """Say whether a failure, or its text, means that the device gives this process only errors from now on."""
+    text = str(error)
+    return any(words in text for words in _LOST) or _CUDA_700.search(text) is not None

@@ -23,9 +23,9 @@ from evaluator.engine.batching import BatchRules
 from evaluator.engine.footprint import Runtime
 from evaluator.engine.memory import cpu_rules, gpu_rules, require_loading
 from evaluator.engine.model_metadata import stated_precision
-from evaluator.engine.runtime import LoadedModel, lacks_memory, reason_of
+from evaluator.engine.runtime import LoadedModel, is_lost, lacks_memory, reason_of
 from evaluator.engine.trial import check_it_runs, run_largest
-from evaluator.errors import ContractError, EnvironmentFault, UsageError
+from evaluator.errors import ContractError, DeviceLost, EnvironmentFault, OutOfMemory, UsageError
 from evaluator.files import sha256_of
 
 Device = Literal["auto", "cpu", "openvino", "cuda"]
@@ -143,26 +143,38 @@ class Session:
         fill it.
         """
         check_canvas(self.contract, images, sizes)
-        with self._memory_errors():
+        with self._device_errors():
             return self._loaded.stage(images, sizes)
 
     def compute(self, staged: Any) -> Outputs:
         """Run canvases that `stage` has brought; only the thread that owns the session may.
 
-        Raises EnvironmentFault when the device has too little memory.
+        Raises OutOfMemory when the device has too little memory, DeviceLost when it is gone for this process.
         """
-        with self._memory_errors():
-            return Outputs(*self._loaded.compute(staged))
+        with self._device_errors():
+            scores, logits, windows, take = self._loaded.compute(staged)
+
+        def taken() -> FloatArray:
+            with self._device_errors():  # what is brought later can fail as well
+                found: FloatArray = take()
+            return found
+
+        return Outputs(scores, logits, windows, taken)
 
     @contextmanager
-    def _memory_errors(self) -> Iterator[None]:
+    def _device_errors(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # the runtime's own classes, and ours for calls of CUDA
+            if is_lost(error):
+                raise DeviceLost(
+                    f"{self.circumstances.provider} gives nothing but errors from now on ({reason_of(error)}). "
+                    "Start the program again; if it comes back, look at the device: nvidia-smi, dmesg"
+                ) from error
             if not lacks_memory(error):
                 raise
             option = "--gpu-memory-limit" if self.placement.device == "cuda" else "--memory-limit"
-            raise EnvironmentFault(
+            raise OutOfMemory(
                 f"{self.circumstances.provider} has too little memory for a batch ({reason_of(error)}). "
                 f"Take smaller scales, end other programs, or make batches smaller: {option} of validate and bench"
             ) from error

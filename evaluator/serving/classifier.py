@@ -1,34 +1,39 @@
 """One served model: encoded bytes in, an answer out, with no arithmetic on the event loop."""
 
 import asyncio
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TypeVar
 
-from evaluator.engine.answer import Answer, answer_of
+import numpy as np
+
+from evaluator.engine.answer import Answer, Timings, answer_of
 from evaluator.engine.batching import MAX_PIXELS
 from evaluator.engine.classify import Classified, combine
 from evaluator.engine.overlay import draw_heat_maps, png_bytes
 from evaluator.engine.session import Session
-from evaluator.errors import Overloaded, UsageError
-from evaluator.imaging.decode import DecodeLimits, decode_image, decode_rgb
+from evaluator.errors import UsageError
+from evaluator.imaging.decode import DecodeLimits, decode_image
 from evaluator.imaging.resize import resized_size
+from evaluator.imaging.room import decoding_room
 from evaluator.imaging.views import ViewImage, make_views
 from evaluator.protocols import Protocol
-from evaluator.serving.compute import ComputeThread
+from evaluator.serving.caller import Caller
+from evaluator.serving.device import ServedDevice
+from evaluator.serving.door import Door
+from evaluator.serving.metrics import ModelMetrics
+from evaluator.serving.options import QueueOptions
+from evaluator.serving.request import Lane, Request
 
 Result = TypeVar("Result")
 
-MAX_WAITING = 128  # images: at `multi-scale` of model A about 0.5 GB of views, and minutes of work for a CPU
-MAX_WAITING_BYTES = 2**28  # of encoded images, beside the one that is let in whatever its size
-
 
 class Classifier:
-    """A session behind its compute thread, and the threads that decode for it.
+    """A session on a device, which may have others too.
 
-    name: under which it is served; file: last part of the model file's path; decoders: threads shared by all models;
-    limits: what an image may be; max_waiting: calls that may wait for an answer.
+    name: under which it is served; file: last part of the model file's path; limits: what an image may be;
+    queue: how much may wait; metrics: told what happens.
     """
 
     def __init__(
@@ -36,67 +41,92 @@ class Classifier:
         name: str,
         file: str,
         session: Session,
-        decoders: ThreadPoolExecutor,
-        limits: DecodeLimits,
-        max_waiting: int = MAX_WAITING,
+        device: ServedDevice,
+        *,
+        metrics: ModelMetrics,
+        limits: DecodeLimits = DecodeLimits(),
+        queue: QueueOptions = QueueOptions(),
     ) -> None:
         self.name = name
         self.file = file
         self.session = session
-        self._decoders = decoders
+        self._waiting = device.waiting
         self._limits = limits
-        self._max_waiting = max_waiting
-        self._waiting = 0
-        self._waiting_bytes = 0
-        self._compute = ComputeThread(session, name)
+        self._door = Door(name, queue, metrics)
+        self._room = decoding_room(gpu=session.circumstances.on_gpu)
+        self._lane = Lane(name, session, metrics, self._views_of)
 
-    @contextmanager
-    def admitted(self, size: int) -> Iterator[None]:
-        """Count an image of `size` bytes among those that wait while the block runs.
+    def admitted(self, size: int, views: int) -> AbstractContextManager[None]:
+        """Count an image of `size` bytes and so many views among those that wait while the block runs.
 
-        Raises Overloaded when enough images, or enough bytes, wait already.
+        Raises Overloaded, which says when to try again, when enough views, or enough bytes, wait already.
         """
-        if self._waiting >= self._max_waiting or (self._waiting and self._waiting_bytes + size > MAX_WAITING_BYTES):
-            raise Overloaded(
-                f"{self._waiting} images of {self._waiting_bytes} bytes wait for model '{self.name}' already. "
-                "Try again later"
-            )
-        self._waiting += 1
-        self._waiting_bytes += size
-        try:
-            yield
-        finally:
-            self._waiting -= 1
-            self._waiting_bytes -= size
+        return self._door.admitted(size, views)
 
-    async def answer(self, image: bytes, protocol: Protocol, top: int, *, heatmap: bool) -> Answer:
+    async def answer(
+        self, image: bytes, protocol: Protocol, top: int, *, heatmap: bool, caller: Caller = Caller()
+    ) -> Answer:
         """Classify one encoded image and tell its best classes; see `classify` for the errors."""
 
         def tell(classified: Classified) -> Answer:
             picture = self._heat_maps(image, protocol, classified) if heatmap else b""
             return answer_of(self.session, self.name, protocol, classified, top, picture)
 
-        return await self.classify(image, protocol, tell, keep_windows=heatmap)
+        answer, timings = await self._answered(image, protocol, tell, keep_windows=heatmap, caller=caller)
+        return replace(answer, timings=timings)
 
     async def classify(
-        self, image: bytes, protocol: Protocol, tell: Callable[[Classified], Result], *, keep_windows: bool = False
+        self,
+        image: bytes,
+        protocol: Protocol,
+        tell: Callable[[Classified], Result],
+        *,
+        keep_windows: bool = False,
+        caller: Caller = Caller(),
     ) -> Result:
         """Classify one encoded image; `tell` makes of the result what the caller needs, in a thread.
 
         keep_windows: with the window scores that heat maps need.
         Raises ImageError for bytes that are no image, UsageError for a view that is too large, ContractError when the
-        model gives NaN. Cancelling drops what has not begun.
+        model gives NaN, DeadlinePassed as soon as the caller's time is over or too short, OutOfMemory when the device
+        has too little memory for one of its views, DeviceLost when it gives nothing but errors, and Interrupted after
+        `close`. Cancelling drops what has not begun.
         """
+        result, _ = await self._answered(image, protocol, tell, keep_windows=keep_windows, caller=caller)
+        return result
+
+    async def _answered(
+        self,
+        image: bytes,
+        protocol: Protocol,
+        tell: Callable[[Classified], Result],
+        *,
+        keep_windows: bool,
+        caller: Caller,
+    ) -> tuple[Result, Timings]:
+        caller.require_time()
         loop = asyncio.get_running_loop()
-        views = await loop.run_in_executor(self._decoders, self._views_of, image, protocol)
-        results = await asyncio.wrap_future(self._compute.submit(views, keep_windows=keep_windows))
-        # Not in the decoders' threads: an image that is done should not wait behind others that have just come.
-        return await asyncio.to_thread(lambda: tell(combine(protocol, results)))
+        reply: asyncio.Future[tuple[Result, Timings]] = loop.create_future()
+        request = Request(
+            self._lane, image, protocol, caller, lambda results: tell(combine(protocol, results)), reply, keep_windows
+        )
+        self._waiting.add(request)
+        # The clock of asyncio's own loops is that of deadlines: time.monotonic().
+        timer = None if caller.deadline is None else loop.call_at(caller.deadline, self._waiting.expire, request)
+        try:
+            return await reply
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self._waiting.leave(request)
 
     def _views_of(self, image: bytes, protocol: Protocol) -> list[ViewImage]:
-        decoded = decode_image(image, self._limits, apply_exif=protocol.apply_exif)
-        self._check_size(decoded.height, decoded.width, protocol)
-        return make_views(decoded, protocol)
+        with self._room.place() as admit:
+            decoded = decode_image(image, self._limits, apply_exif=protocol.apply_exif, admit=admit)
+            self._check_size(decoded.height, decoded.width, protocol)
+            views = make_views(decoded, protocol)
+            del decoded  # before its room is given back
+        return views
 
     def _check_size(self, height: int, width: int, protocol: Protocol) -> None:
         """Refuse views that would take gigabytes: more pixels than a batch may have, or than `multi-scale` needs.
@@ -122,9 +152,12 @@ class Classifier:
 
         It is decoded again: kept from the first time, the pixels of every image that waits would fill the memory.
         """
-        pixels = decode_rgb(image, self._limits, apply_exif=protocol.apply_exif)
+        with self._room.place() as admit:
+            decoded = decode_image(image, self._limits, apply_exif=protocol.apply_exif, admit=admit)
+            pixels = np.array(decoded)
+            del decoded
         return png_bytes(draw_heat_maps(pixels, classified, self.session.contract, protocol))
 
     def close(self) -> None:
-        """Finish what waits and end the compute thread."""
-        self._compute.close()
+        """Let nothing more in, and finish what waits; the device lives on for its other models."""
+        self._waiting.close_lane(self._lane)

@@ -1,115 +1,282 @@
-"""The one thread that owns a session, and the views of all requests that wait for it.
+"""The one thread that computes for all models of a device, batch by batch.
 
-The thread takes everything that waits, plans batches of it as `engine.batching` does everywhere, runs the first and
-looks again, so that what came meanwhile can share the next. The first batch always holds the view that has waited
-longest: nothing starves.
+It takes the model whose turn it is, plans batches of that model's views as `engine.batching` does everywhere, runs the
+one that holds the first view in fair order and looks again, so that what came meanwhile can share the next. Beside a
+GPU a second thread packs and uploads a batch while another is computed, if it is full: nothing that comes later could
+have joined it.
+
+A batch that fails is run again in halves, down to single views: one bad image, or too little memory for all of them
+together, fails nobody else. A device that fails whatever it is given is lost.
 """
 
-import queue
+import logging
 import threading
-from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from evaluator.engine.classify import Model, ViewResult, plan_views, run_batch
-from evaluator.imaging.views import ViewImage
+import numpy as np
 
+from evaluator.engine.batching import Batch, Plan
+from evaluator.engine.classify import PackedBatch, ViewResult, pack_batch, plan_views, results_of
+from evaluator.errors import ContractError, DeviceLost, OutOfMemory, UsageError
+from evaluator.serving.request import Lane, ReadyView, Request
+from evaluator.serving.waiting import Waiting
 
-@dataclass
-class _Request:
-    """The views of one image, and the future of their results."""
+_SHORTER = 2  # times less time than its batch is expected to take: such a view is not run
 
-    results: list[ViewResult | None]
-    keep_windows: bool
-    future: Future[list[ViewResult]] = field(default_factory=Future)
-
-    def finish(self, index: int, result: ViewResult) -> None:
-        """Keep the result of one view, and answer when it was the last."""
-        self.results[index] = result
-        results = [kept for kept in self.results if kept is not None]
-        if len(results) == len(self.results) and self.future.set_running_or_notify_cancel():
-            self.future.set_result(results)
-
-    def fail(self, error: Exception) -> None:
-        """Answer with an error, once."""
-        if not self.future.done() and self.future.set_running_or_notify_cancel():
-            self.future.set_exception(error)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Waiting:
-    """One view in the queue, and its place in its request."""
+class _Formed:
+    """A batch whose views wait no more. packed, staged: None where that is still to be done."""
 
-    request: _Request
-    index: int
-    view: ViewImage
+    lane: Lane
+    views: Sequence[ReadyView]
+    batch: Batch
+    packed: PackedBatch | None = None
+    staged: Any = None
 
 
 class ComputeThread:
-    """Runs views on a session that nobody else may run."""
+    """Runs what waits for a device, on sessions that nobody else may run.
 
-    def __init__(self, session: Model, name: str) -> None:
-        self._session = session
-        self._incoming: queue.SimpleQueue[list[_Waiting] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=f"compute-{name}", daemon=True)
-        self._thread.start()
+    answer: told the requests of which all views are computed; on_lost: told once, when the device is lost;
+    ahead: pack and stage full batches while others are computed.
+    """
 
-    def submit(self, views: Sequence[ViewImage], *, keep_windows: bool = False) -> Future[list[ViewResult]]:
-        """Queue the views of one image; the future gives their results in the same order. Safe in any thread.
+    def __init__(
+        self,
+        waiting: Waiting,
+        answer: Callable[[list[Request]], object],
+        on_lost: Callable[[DeviceLost], object],
+        device: str,
+        *,
+        ahead: bool,
+    ) -> None:
+        self._waiting = waiting
+        self._answer = answer
+        self._on_lost = on_lost
+        self._forming = threading.Lock()  # of batches: in one thread at a time
+        self._staged: _Formed | None = None
+        work = [(f"compute-{device}", self._compute), (f"stage-{device}", self._stage)]
+        self._threads = [
+            threading.Thread(target=target, name=name, daemon=True) for name, target in work[: 2 if ahead else 1]
+        ]
+        for thread in self._threads:
+            thread.start()
 
-        keep_windows: with each view's window scores, which a heat map needs.
-        Cancelling the future drops those of its views that still wait. When a batch fails, the requests that had views
-        in it get its error, and no others.
+    def join(self) -> None:
+        """Wait until the threads have ended, after `Waiting.close`."""
+        for thread in self._threads:
+            thread.join()
+
+    # Forming batches
+
+    def _next_batch(self) -> _Formed | None:
+        """Take the batch that was staged, or wait for views and form one; None when there will be no more."""
+        with self._forming:
+            formed, self._staged = self._staged, None
+            while formed is None:
+                views = self._waiting.next_views()
+                if views is None:
+                    return None
+                formed = self._formed(views)
+            return formed
+
+    def _formed(self, views: Sequence[ReadyView], *, full: bool = False) -> _Formed | None:
+        """Plan views and take those that share a batch with the first; full: only where no more could share it.
+
+        None where there is no such batch, or one of the views waits no more.
         """
-        request = _Request([None] * len(views), keep_windows)
-        self._incoming.put([_Waiting(request, index, view) for index, view in enumerate(views)])
-        return request.future
+        try:
+            return self._form(views, full=full)
+        except Exception as error:  # a thread that died here would leave every later call waiting for ever
+            lane = views[0].request.lane
+            self._waiting.fail(
+                views[0].request, _out_of_memory(lane, error) if isinstance(error, MemoryError) else error
+            )
+            return None
 
-    def close(self) -> None:
-        """Finish what waits and end the thread."""
-        self._incoming.put(None)
-        self._thread.join()
+    def _form(self, views: Sequence[ReadyView], *, full: bool) -> _Formed | None:
+        lane = views[0].request.lane
+        plan = _plan(lane, views)
+        batch = plan.batches[0]
+        chosen = [views[index] for index in batch.indices]
+        if full and not _is_full(plan, lane):
+            return None
+        if hopeless := _hopeless(lane, batch, chosen):
+            lane.speed.doubted()
+            self._waiting.give_up(hopeless)
+            return None
+        return _Formed(lane, chosen, _renumbered(batch)) if self._waiting.take(chosen) else None
 
-    def _work(self) -> None:
-        waiting: list[_Waiting] = []
-        open_ = True
-        while open_ or waiting:
-            open_ = self._take_incoming(waiting) and open_
-            waiting = [view for view in waiting if not view.request.future.done()]  # cancelled, or failed in a batch
-            if not waiting:
-                continue
+    def _stage(self) -> None:
+        while (views := self._waiting.next_full()) is not None:
+            with self._forming:
+                if self._staged is None and (formed := self._formed(views, full=True)) is not None:
+                    self._staged = self._on_device(formed)
+                    del formed  # its pixels, before this thread waits for the next
+            del views
+
+    def _on_device(self, formed: _Formed) -> _Formed:
+        """Pack and stage a batch; where that fails it is left to the thread that computes, which handles failures."""
+        try:
+            packed = pack_batch(formed.batch, [view.view for view in formed.views])
+            return replace(formed, packed=packed, staged=formed.lane.session.stage(packed.images, packed.sizes))
+        except Exception as error:
+            log.warning("a batch could not be staged ahead: %s", error)
+            return formed
+
+    # Computing them
+
+    def _compute(self) -> None:
+        while (formed := self._next_batch()) is not None:
             try:
-                waiting = self._run_first_batch(waiting)
-            except Exception as error:  # a thread that died here would leave every later call waiting for ever
-                for view in waiting:
-                    view.request.fail(error)
-                waiting = []
+                self._run(formed)
+            except Exception as error:  # as above; the session's own are handled where it is called
+                for view in formed.views:
+                    self._waiting.fail(view.request, error)
+            del formed  # its pixels, before this thread waits for the next
 
-    def _take_incoming(self, waiting: list[_Waiting]) -> bool:
-        """Move all that came into `waiting`; sleep when there is nothing at all. Returns False once closed."""
-        while not waiting or not self._incoming.empty():
-            views = self._incoming.get()
-            if views is None:
-                return False
-            waiting.extend(views)
+    def _run(self, formed: _Formed) -> None:
+        """Run a batch without the views that nobody waits for any more, and hand over what is complete with it."""
+        lane, views, packed, staged = formed.lane, formed.views, formed.packed, formed.staged
+        try:
+            while True:
+                wanted, begun = self._waiting.begin(views)
+                if not wanted:
+                    return
+                if packed is not None and len(wanted) == len(views):
+                    break
+                views, staged = wanted, None
+                packed = pack_batch(_of(formed.batch, len(wanted), lane), [view.view for view in wanted])
+            self._count(lane, views, packed)
+            session = lane.session
+            outputs = session.run(packed.images, packed.sizes) if staged is None else session.compute(staged)
+            keep_windows = any(view.request.keep_windows for view in views)
+            results = results_of(packed.members, outputs, keep_windows=keep_windows)  # may bring more from the device
+        except Exception as error:
+            del packed, staged  # the memory, before less is tried
+            self._failed(lane, views, error)
+        else:
+            self._computed(lane, views, packed, results, begun)
+
+    def _count(self, lane: Lane, views: Sequence[ReadyView], packed: PackedBatch) -> None:
+        rows, height, width, _ = packed.images.shape
+        canvas = rows, height, width
+        pixels = sum(view.pixels for view in views)
+        lane.metrics.batch(len(views), pixels, rows * height * width, changed=canvas != lane.canvas)
+        lane.canvas = canvas
+
+    def _computed(
+        self,
+        lane: Lane,
+        views: Sequence[ReadyView],
+        packed: PackedBatch,
+        results: Mapping[int, ViewResult],
+        begun: float,
+    ) -> None:
+        """Keep the results of a batch."""
+        now = time.monotonic()
+        lane.speed.measured(packed.images[..., 0].size, now - begun)
+        lane.metrics.batch_done(now - begun)
+        if late := sum(view.request.ended_before(begun) for view in views):
+            lane.metrics.late_views.inc(late)
+        for place, view in enumerate(views):
+            view.request.results[view.index] = results[place]
+            view.request.missing -= 1
+        complete = []
+        for request in {view.request: None for view in views}:  # each once, in their order
+            request.computed = now
+            request.compute_seconds += now - begun
+            request.batches += 1
+            if not request.missing:
+                complete.append(request)
+        if complete:
+            self._answer(complete)
+
+    # Failures
+
+    def _failed(self, lane: Lane, views: Sequence[ReadyView], error: Exception) -> None:
+        """Run a failed batch again in halves; of a single view, fail its request."""
+        memory = isinstance(error, OutOfMemory | MemoryError)
+        lost = isinstance(error, DeviceLost)
+        lane.metrics.batch_failed("lost" if lost else "memory" if memory else "error")
+        lane.canvas = None
+        if isinstance(error, DeviceLost):
+            self._lose(error, views)
+        elif len(views) > 1:
+            log.warning("a batch of %d views of model '%s' failed and is split: %s", len(views), lane.name, error)
+            for half in (views[: len(views) // 2], views[len(views) // 2 :]):
+                for batch in _plan(lane, half).batches:
+                    self._run(_Formed(lane, [half[index] for index in batch.indices], _renumbered(batch)))
+        elif memory:
+            self._waiting.fail(views[0].request, _out_of_memory(lane, error))
+        elif isinstance(error, UsageError | ContractError) or self._runs_at_all(lane):
+            self._waiting.fail(views[0].request, error)
+        else:
+            self._lose(_lost(lane, error), views)
+
+    def _runs_at_all(self, lane: Lane) -> bool:
+        """Say whether the model still runs, on the smallest black canvas."""
+        side = lane.session.contract.min_side
+        try:
+            lane.session.run(np.zeros((1, side, side, 3), np.uint8), np.array([[side, side]], np.int64))
+        except Exception as error:
+            log.error("model '%s' does not even run on a black canvas: %s", lane.name, error)
+            return False
         return True
 
-    def _run_first_batch(self, waiting: list[_Waiting]) -> list[_Waiting]:
-        """Run the batch of the view that has waited longest; returns the views that are not in it.
+    def _lose(self, error: DeviceLost, views: Sequence[ReadyView]) -> None:
+        if self._waiting.lose(error, views):
+            self._on_lost(error)
 
-        All that waits is planned, and the first batch is run as it was planned: its views alone might be given another
-        canvas, for which a GPU would have to prepare itself anew.
-        """
-        views = [waiter.view for waiter in waiting]
-        batch = plan_views(self._session, views).batches[0]
-        members = [waiting[index] for index in batch.indices]
-        keep_windows = any(member.request.keep_windows for member in members)
-        try:
-            results = run_batch(self._session, batch, views, keep_windows=keep_windows)
-        except Exception as error:
-            for member in members:
-                member.request.fail(error)
-        else:
-            for index, result in results.items():
-                waiting[index].request.finish(waiting[index].index, result)
-        return [waiter for index, waiter in enumerate(waiting) if index not in batch.indices]
+
+def _plan(lane: Lane, views: Sequence[ReadyView]) -> Plan:
+    return plan_views(lane.session, [view.view for view in views], lane.ladder)
+
+
+def _is_full(plan: Plan, lane: Lane) -> bool:
+    """Say whether no other view could join the first batch of a plan."""
+    first, *others = plan.batches
+    another = bool(others) and (others[0].height, others[0].width) == (first.height, first.width)
+    return another or len(first.indices) >= lane.rows(first.height, first.width)
+
+
+def _hopeless(lane: Lane, batch: Batch, views: Sequence[ReadyView]) -> list[Request]:
+    """Return the requests that have far less time than their batch will take."""
+    least = lane.speed.expected(batch.rows * batch.height * batch.width) / _SHORTER
+    remaining = {view.request: view.request.caller.remaining() for view in views} if least else {}
+    return [request for request, seconds in remaining.items() if seconds is not None and seconds < least]
+
+
+def _renumbered(batch: Batch) -> Batch:
+    """Return a batch whose views are numbered by themselves."""
+    return replace(batch, indices=tuple(range(len(batch.indices))))
+
+
+def _of(batch: Batch, views: int, lane: Lane) -> Batch:
+    """Return a batch with the first so many views; where a change of shape costs something it keeps its rows."""
+    rows = batch.rows if lane.session.rules.switch_pixels else views
+    return replace(batch, indices=tuple(range(views)), rows=rows)
+
+
+def _out_of_memory(lane: Lane, error: Exception) -> OutOfMemory:
+    """Return the error of a view for which memory lacks, on the device or here."""
+    if isinstance(error, OutOfMemory):
+        return error
+    lacking = OutOfMemory(f"too little main memory for a view of model '{lane.name}'. Take smaller scales")
+    lacking.__cause__ = error
+    return lacking
+
+
+def _lost(lane: Lane, error: Exception) -> DeviceLost:
+    lost = DeviceLost(
+        f"{lane.session.circumstances.provider} fails whatever it is given ({type(error).__name__}: {error}). "
+        "Start the program again; if it comes back, look at the device"
+    )
+    lost.__cause__ = error
+    return lost

@@ -1,108 +1,233 @@
-"""Errors become a status in one place, and calls in flight are counted, so that stopping can wait for them."""
+"""What every call goes through: counted and bounded, named by an id, its errors made a status, its end logged."""
 
 import asyncio
-import logging
-import secrets
+import inspect
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
+from google.protobuf import descriptor_pool
 from google.protobuf.message import DecodeError
 
-from evaluator.errors import UsageError
-from evaluator.serving.status import may_be_told, status_of
+from evaluator.errors import Overloaded, UsageError
+from evaluator.serving.calls import REQUEST_ID, Call, request_id_from, set_current
+from evaluator.serving.logs import incident_of, log_call
+from evaluator.serving.metrics import Metrics
+from evaluator.serving.options import Limits
+from evaluator.serving.status import reason_for, status_of
 
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+MaybeHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
-log = logging.getLogger(__name__)
+OURS = ("/prelunet.v1.", "/inference.")  # beginnings of the methods that are ours
+# What asks whether the server lives and is ready: who got no answer because it is busy might have it killed.
+PROBES = tuple(f"/inference.GRPCInferenceService/{name}" for name in ("ServerLive", "ServerReady", "ModelReady"))
+_TRY_AGAIN = 1.0  # seconds, for a call that is one too many; how long the others take, nobody knows
+# By how much a client's time is over before the server's clock says so: a call takes a moment on its way, and gRPC
+# sends a timeout rounded up, by 1 % at most.
+_CLOCKS_APART, _ROUNDED = 0.05, 0.01  # seconds, share
 
 
 class Calls:
-    """The calls in flight."""
+    """The calls in flight, of all clients: counted, bounded, and told to metrics and log when they end.
 
-    def __init__(self) -> None:
+    most: so many may be in flight; metrics: of the server.
+    """
+
+    def __init__(self, most: int = Limits.max_calls, metrics: Metrics | None = None) -> None:
         self.count = 0
-        self._none = asyncio.Event()
-        self._none.set()
+        self._most = most
+        self._metrics = metrics or Metrics()
 
-    def begin(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Count a call until gRPC is done with it, which is after its answer has been sent."""
-        self.count += 1
-        self._none.clear()
-        context.add_done_callback(self._end)  # type: ignore[arg-type]  # any function will do; the stubs forgot
+    def begin(self, call: Call, *, always: bool = False) -> bool:
+        """Say whether a call may go on; it is in flight until gRPC is done with it, after its answer has been sent.
 
-    def _end(self, _context: object) -> None:
-        self.count -= 1
-        if self.count == 0:
-            self._none.set()
+        always: it may. Called in the task that gRPC runs it in, before its first message is read.
+        """
+        admitted = always or self.count < self._most
+        if admitted:
+            self.count += 1
+            self._metrics.calls_now.inc()
+        else:
+            self._metrics.refusals.labels("", "calls").inc()
+        task = asyncio.current_task()
+        assert task is not None, "gRPC runs each call in a task"
+        task.add_done_callback(lambda _: self._end(call, admitted=admitted))
+        return admitted
 
-    async def wait_for_none(self) -> None:
-        """Return once no call is in flight."""
-        await self._none.wait()
+    def _end(self, call: Call, *, admitted: bool) -> None:
+        if admitted:
+            self.count -= 1
+            self._metrics.calls_now.dec()
+        call.status = call.status or "CANCELLED"  # its message never came, or was too large for gRPC
+        seconds = time.monotonic() - call.begun
+        # A method of no proto file gets no label: its name is the caller's, who could think of more and more.
+        method = call.method if _is_known(call.method) else "unknown"
+        self._metrics.calls.labels(method, call.status).inc()
+        self._metrics.call_seconds.labels(method).observe(seconds)
+        log_call(call, seconds)
+
+    def overload(self) -> Overloaded:
+        """Return the error of a call that is one too many."""
+        return Overloaded(f"{self._most} calls are in flight already. Try again later", _TRY_AGAIN)
+
+
+def _is_known(method: str) -> bool:
+    """Say whether a proto file that is loaded has a method of this name."""
+    try:
+        found = descriptor_pool.Default().FindMethodByName(method.replace("/", "."))  # type: ignore[no-untyped-call]
+    except KeyError:
+        return False
+    return method == f"{found.containing_service.full_name}/{found.name}"
 
 
 class ErrorsToStatus(grpc.aio.ServerInterceptor):
-    """Gives every call that answers once (all of ours; the library's streams pass) a status by the error table."""
+    """Gives every call a status by the error table; those of health and reflection are not counted."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[MaybeHandler]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler:
+    ) -> MaybeHandler:
         """Wrap the method that is called."""
         handler = await continuation(handler_call_details)
-        if handler is None or handler.response_streaming:
-            return handler
-        method = handler_call_details.method
-        codec = (_lenient(handler.request_deserializer), handler.response_serializer)
-        if handler.request_streaming:
-            return grpc.stream_unary_rpc_method_handler(self._wrapped(handler.stream_unary, method), *codec)
-        return grpc.unary_unary_rpc_method_handler(self._wrapped(handler.unary_unary, method), *codec)
-
-    def _wrapped(self, behaviour: Any, method: str) -> Callable[..., Awaitable[Any]]:
-        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            self._calls.begin(context)
-            try:
-                checked = _decoded(request) if not hasattr(request, "__aiter__") else _all_decoded(request)
-                return await behaviour(checked, context)
-            except grpc.aio.AbortError:  # a status is set already
-                raise
-            except Exception as error:
-                incident = secrets.token_hex(6)
-                if not may_be_told(error):
-                    log.error("%s failed, id %s", method, incident, exc_info=error)
-                status = status_of(error, incident)
-                await context.abort(status.code, status.details, status.trailing_metadata)
-
-        return call
+        path = handler_call_details.method
+        call = Call(path.removeprefix("/"), request_id_from(handler_call_details.invocation_metadata or ()))
+        set_current(call)
+        counted = handler is None or path.startswith(OURS)
+        if counted and not self._calls.begin(call, always=path in PROBES):
+            return _refusing(call, self._calls.overload())
+        if handler is None:
+            call.status = "UNIMPLEMENTED"  # as gRPC says now
+            return None
+        return _Watched(handler, call).handler()
 
 
-class _Undecodable:
-    """Stands for bytes that are no message, so that a handler of ours, not gRPC's UNKNOWN, answers them."""
+def _refusing(call: Call, error: Exception) -> Handler:
+    """Return a handler that refuses a call before any message of it is read; a stream can answer any kind of call."""
+
+    async def refuse(_requests: AsyncIterator[bytes], context: Context) -> None:
+        async with _status_in(call, context):
+            raise error
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-def _lenient(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
-    """Let a deserializer return `_Undecodable` instead of raising where nobody could give it a status."""
+_KINDS = {  # by whether requests, and whether responses, are streams
+    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
+    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
+    (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
+    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
+}
 
-    def lenient(data: bytes) -> Any:
+
+class _Watched:
+    """A method of one call: messages are decoded where a bad one gets a status of ours, errors become a status."""
+
+    def __init__(self, handler: Any, call: Call) -> None:
+        kind, self._make = _KINDS[handler.request_streaming, handler.response_streaming]
+        self._method = getattr(handler, kind)
+        self._handler = handler
+        self._call = call
+
+    def handler(self) -> Handler:
+        """Return the handler that gRPC runs instead; it is given the bytes of messages."""
+        run: Any = self._stream if self._handler.response_streaming else self._single
+        handler: Handler = self._make(run, None, self._handler.response_serializer)
+        return handler
+
+    async def _single(self, received: Any, context: Context) -> Any:
+        async with _status_in(self._call, context):
+            answer = await self._method(self._given(received), context)
+            await self._send_request_id(context)  # not earlier: gRPC tries no call again from then on
+            return answer
+
+    async def _stream(self, received: Any, context: Context) -> None:
+        async with _status_in(self._call, context):
+            answers = self._method(self._given(received), context)
+            if not inspect.isasyncgen(answers):  # a method that sends its answers itself
+                await self._send_request_id(context)
+                await answers
+                return
+            told = False
+            async with aclosing(answers):
+                async for answer in answers:
+                    if not told:
+                        await self._send_request_id(context)
+                        told = True
+                    await context.write(answer)
+
+    def _given(self, received: Any) -> Any:
+        """Return what a method is given: a message, or all that come."""
+        return _Decoding(received, self._decoded) if self._handler.request_streaming else self._decoded(received)
+
+    def _decoded(self, data: bytes) -> Any:
+        self._call.bytes += len(data)
         try:
-            return data if deserialize is None else deserialize(data)
+            return data if self._handler.request_deserializer is None else self._handler.request_deserializer(data)
         except DecodeError:
-            return _Undecodable()
+            raise UsageError(
+                "the bytes of the request are no message of this method; use the proto file of this server and send "
+                "messages uncompressed"
+            ) from None
 
-    return lenient
-
-
-def _decoded(request: Any) -> Any:
-    if isinstance(request, _Undecodable):
-        raise UsageError("the bytes of the request are no message of this method; use the proto file of this server")
-    return request
+    async def _send_request_id(self, context: Context) -> None:
+        await context.send_initial_metadata(((REQUEST_ID, self._call.request_id),))
 
 
-async def _all_decoded(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    async for request in requests:
-        yield _decoded(request)
+class _Decoding:
+    """The messages of a stream, decoded."""
+
+    def __init__(self, requests: AsyncIterator[bytes], decode: Callable[[bytes], Any]) -> None:
+        self._requests = requests
+        self._decode = decode
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        return self._decode(await anext(self._requests))
+
+
+@asynccontextmanager
+async def _status_in(call: Call, context: Context) -> AsyncIterator[None]:
+    """End a call with the status of its error, and note in `call` which it was."""
+    call.peer = context.peer()
+    try:
+        yield
+        call.status = context.code().name if context.code() else "OK"
+    except grpc.aio.AbortError:  # a status is set already
+        call.status = context.code().name
+        raise
+    except asyncio.CancelledError:
+        call.status = _status_of_one_gone(call, context)
+        raise
+    except Exception as error:
+        if _is_of_one_gone(error):
+            call.status = _status_of_one_gone(call, context)
+            raise asyncio.CancelledError from None
+        status = status_of(error, incident_of(error))
+        call.status, call.reason, call.error = status.code.name, reason_for(error), status.details
+        try:
+            await context.abort(status.code, status.details, (*status.trailing_metadata, (REQUEST_ID, call.request_id)))
+        except grpc.aio.InternalError:
+            raise asyncio.CancelledError from None
+
+
+def _is_of_one_gone(error: Exception) -> bool:
+    """Say whether an error only tells that nothing can be sent any more; gRPC's UsageError is a mistake of ours."""
+    return isinstance(error, grpc.aio.BaseError) and not isinstance(error, grpc.aio.UsageError)
+
+
+def _status_of_one_gone(call: Call, context: Context) -> str:
+    """Return the status of a call whose caller waits no longer: given up, or out of time."""
+    remaining = context.time_remaining()
+    apart = _CLOCKS_APART + _ROUNDED * (time.monotonic() - call.begun)
+    return "DEADLINE_EXCEEDED" if remaining is not None and remaining <= apart else "CANCELLED"

@@ -4,15 +4,16 @@ from pathlib import PurePosixPath
 
 from google.protobuf.json_format import ParseDict
 
-from evaluator.contract import ModelContract
+from evaluator.contract import MOST_SCALES, ModelContract
 from evaluator.engine.answer import Answer, top_asked
 from evaluator.engine.session import Circumstances
-from evaluator.errors import DatasetError, UsageError
+from evaluator.errors import DatasetError, Overloaded, UsageError
 from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from evaluator.protocols import Changes, Protocol, default_protocol, make_protocol
 from evaluator.reporting.report import Report
 from evaluator.serving.classifier import Classifier
-from evaluator.serving.evaluation import LabelledImage
+from evaluator.serving.evaluation import LabelledImage, Progress
+from evaluator.serving.status import code_of, reason_for, text_of
 from evaluator.serving.wire import with_lists
 
 MAX_FILE_NAME = 1024  # characters
@@ -20,8 +21,12 @@ MAX_FILE_NAME = 1024  # characters
 
 def protocol_asked(request: pb.ClassifyRequest | pb.EvaluateStart, contract: ModelContract) -> Protocol:
     """Return the protocol that is asked for, of no name the default; UsageError for one that there is not."""
-    name = request.protocol or default_protocol(contract)
-    return make_protocol(name, contract, Changes(apply_exif=request.apply_exif))
+    changes = Changes(
+        scales=tuple(request.scales[: MOST_SCALES + 1]) or None,  # one too many is refused like millions of them
+        mirror=request.mirror if request.HasField("mirror") else None,
+        apply_exif=request.apply_exif,
+    )
+    return make_protocol(request.protocol or default_protocol(contract), contract, changes)
 
 
 def top_k_asked(request: pb.ClassifyRequest, contract: ModelContract) -> int:
@@ -30,10 +35,35 @@ def top_k_asked(request: pb.ClassifyRequest, contract: ModelContract) -> int:
 
 
 def classify_response(answer: Answer) -> pb.ClassifyResponse:
-    """Return the answer for one image as its twin on the wire."""
-    response: pb.ClassifyResponse = ParseDict(answer.to_json(), pb.ClassifyResponse())
-    response.heatmap = answer.heatmap
-    return response
+    """Return the answer for one image as its twin on the wire.
+
+    Field by field: by way of JSON an answer of 1000 classes takes 20 ms.
+    """
+    return pb.ClassifyResponse(
+        predictions=[pb.Prediction(**vars(prediction)) for prediction in answer.predictions],
+        model=pb.ModelIdentity(**answer.model),
+        protocol=pb.Protocol(**answer.protocol),
+        views=[pb.View(**vars(view)) for view in answer.views],
+        capped=answer.capped,
+        circumstances=pb.Circumstances(**answer.circumstances),
+        heatmap=answer.heatmap,
+        timings=None if answer.timings is None else pb.Timings(**vars(answer.timings)),
+    )
+
+
+def call_error(error: BaseException, incident: str) -> pb.CallError:
+    """Return an error as an answer of a stream: the same as its status would say; incident: as for `status_of`."""
+    return pb.CallError(
+        code=code_of(error).value[0],
+        reason=reason_for(error),
+        message=text_of(error, incident),
+        retry_after_seconds=error.retry_after if isinstance(error, Overloaded) else None,
+    )
+
+
+def progress_message(progress: Progress) -> pb.EvaluateProgress:
+    """Return how far an evaluation is."""
+    return pb.EvaluateProgress(**vars(progress))
 
 
 def model_identity(classifier: Classifier) -> pb.ModelIdentity:

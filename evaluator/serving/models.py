@@ -1,63 +1,69 @@
 """The models of a server: names, sessions, and that each has run once before anybody is told that it is ready."""
 
-import re
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
+import logging
+import time
+from collections.abc import Callable, Iterable
 
 from evaluator.engine.session import Placement, Session, open_placed
-from evaluator.errors import ModelNotFound, UsageError
+from evaluator.engine.warm_up import ladder_of, rules_to_serve, warm_up
+from evaluator.errors import DeviceLost, ModelNotFound
 from evaluator.imaging.decode import DecodeLimits
-from evaluator.machine import cores
-from evaluator.serving.classifier import MAX_WAITING, Classifier
+from evaluator.serving.classifier import Classifier
+from evaluator.serving.device import ServedDevice, device_of
+from evaluator.serving.files import ModelFile
+from evaluator.serving.metrics import Metrics
+from evaluator.serving.options import QueueOptions
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-
-
-@dataclass(frozen=True)
-class ModelFile:
-    """One model to serve: the name by which callers ask for it, and its file."""
-
-    name: str
-    path: Path
+log = logging.getLogger(__name__)
 
 
-def parse_models(options: Sequence[str]) -> tuple[ModelFile, ...]:
-    """Read `NAME=MODEL.onnx` options; raises UsageError for one that is none, and for a name given twice."""
-    files = []
-    for option in options:
-        name, separator, path = option.partition("=")
-        if not separator or not path or not _NAME.fullmatch(name):
-            raise UsageError(
-                f"--model {option}: give a name and a file, as in --model flowers=flowers.onnx. "
-                "A name has up to 100 letters, digits, '.', '_' or '-' and begins with a letter or digit"
-            )
-        files.append(ModelFile(name, Path(path)))
-    names = [file.name for file in files]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UsageError(f"--model {twice}=…: the name is given twice; each model needs its own")
-    if not files:
-        raise UsageError("no model to serve; name at least one: --model NAME=MODEL.onnx")
-    return tuple(files)
+def _ignore(_: DeviceLost) -> None:
+    """Do nothing; a server stops instead."""
 
 
 def load_models(files: Iterable[ModelFile], placement: Placement) -> list[tuple[ModelFile, Session]]:
-    """Load each model and run it once; all or none. Raises what `open_placed` raises."""
-    return [(file, open_placed(file.path, placement, for_many=True)) for file in files]
+    """Load each model and run it once, on a GPU with every batch that can come; all or none.
+
+    Raises what `open_placed` raises.
+    """
+    return [(file, _loaded(file, placement)) for file in files]
+
+
+def _loaded(file: ModelFile, placement: Placement) -> Session:
+    session = open_placed(file.path, placement, for_many=True)
+    if (ladder := ladder_of(session)) is not None:
+        session.rules = rules_to_serve(session.rules)
+        begun = time.monotonic()
+        rungs = warm_up(session, ladder, lambda _done, _all: None)
+        log.info("model %s: %d batches ran once in %.0f s", file.name, rungs, time.monotonic() - begun)
+    return session
 
 
 class Models:
-    """What is served, by name, in the order given. Owns the threads that decode for all of it."""
+    """What is served, by name, in the order given. Owns the threads that decode and compute for all of it.
+
+    on_lost: called once, in any thread, when a device gives nothing but errors from now on; calls fail until then.
+    """
 
     def __init__(
-        self, loaded: Iterable[tuple[ModelFile, Session]], limits: DecodeLimits, max_waiting: int = MAX_WAITING
+        self,
+        loaded: Iterable[tuple[ModelFile, Session]],
+        limits: DecodeLimits,
+        queue: QueueOptions = QueueOptions(),
+        metrics: Metrics | None = None,
+        on_lost: Callable[[DeviceLost], None] = _ignore,
     ) -> None:
-        self._decoders = ThreadPoolExecutor(cores(), thread_name_prefix="decode")
-        self._by_name = {
-            file.name: Classifier(file.name, file.path.name, session, self._decoders, limits, max_waiting)
-            for file, session in loaded
-        }
+        self.metrics = metrics or Metrics()
+        self._devices: dict[str, ServedDevice] = {}
+        self._by_name: dict[str, Classifier] = {}
+        for file, session in loaded:
+            name = device_of(session.placement)
+            device = self._devices.get(name) or ServedDevice(name, queue, on_lost)
+            self._devices[name] = device
+            told = self.metrics.of_model(file.name, session)
+            self._by_name[file.name] = Classifier(
+                file.name, file.path.name, session, device, metrics=told, limits=limits, queue=queue
+            )
 
     def get(self, name: str) -> Classifier:
         """Return the model of that name; of no name the only one. Raises ModelNotFound that lists what there is."""
@@ -74,6 +80,7 @@ class Models:
 
     def close(self) -> None:
         """Finish what waits and end all threads."""
-        self._decoders.shutdown()
         for classifier in self._by_name.values():
             classifier.close()
+        for device in self._devices.values():
+            device.close()

@@ -1,111 +1,55 @@
-"""The gRPC server: our service, grpc.health.v1 and reflection on one port.
+"""The gRPC server: our services, grpc.health.v1 and reflection on one port.
 
-The servicer only translates: no arithmetic, no numpy, no error handling (one interceptor does that), and nothing long
+The servicers only translate: no arithmetic, no numpy, no error handling (one interceptor does that), and nothing long
 on the event loop's own thread.
 """
 
 import asyncio
-import signal
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from typing import Any, TypeAlias, cast
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from evaluator.engine.session import Placement
 from evaluator.errors import EnvironmentFault
-from evaluator.imaging.decode import DecodeLimits
-from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from evaluator.serving import messages
-from evaluator.serving.classifier import MAX_WAITING
-from evaluator.serving.evaluation import LabelledImage, evaluate
-from evaluator.serving.interceptor import Calls, ErrorsToStatus
-from evaluator.serving.models import ModelFile, Models, load_models
-from evaluator.serving.status import MAX_MESSAGE
-
-SERVICE = pb.DESCRIPTOR.services_by_name["PreluNetService"].full_name
+from evaluator.serving import inference
+from evaluator.serving.health import Health
+from evaluator.serving.interceptor import OURS, Calls, ErrorsToStatus
+from evaluator.serving.metrics import Metrics
+from evaluator.serving.models import Models
+from evaluator.serving.options import Limits
+from evaluator.serving.service import SERVICE, PreluNetServicer
+from evaluator.serving.transport import channel_options, join
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
-
-@dataclass(frozen=True)
-class ServeOptions:
-    """How to serve. port: 0 takes a free one; grace: seconds."""
-
-    models: tuple[ModelFile, ...]
-    host: str = "127.0.0.1"
-    port: int = 50051
-    placement: Placement = field(default_factory=Placement)
-    grace: float = 30.0  # what calls in flight have after a signal
-    limits: DecodeLimits = field(default_factory=DecodeLimits)
-    max_waiting: int = MAX_WAITING  # images of one model
-
-
-class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
-    """Translates calls of proto/prelunet/v1."""
-
-    def __init__(self, models: Models) -> None:
-        self._models = models
-
-    async def Classify(self, request: pb.ClassifyRequest, context: Context) -> pb.ClassifyResponse:  # noqa: ARG002, N802
-        """Classify one image."""
-        classifier = self._models.get(request.model)
-        protocol = messages.protocol_asked(request, classifier.session.contract)
-        top_k = messages.top_k_asked(request, classifier.session.contract)
-        with classifier.admitted(len(request.image)):
-            answer = await classifier.answer(request.image, protocol, top_k, heatmap=request.heatmap)
-        return await asyncio.to_thread(messages.classify_response, answer)  # 20 ms where 1000 classes are told
-
-    async def Evaluate(  # noqa: N802
-        self,
-        request_iterator: AsyncIterator[pb.EvaluateRequest],
-        context: Context,  # noqa: ARG002
-    ) -> pb.EvaluateResponse:
-        """Evaluate a streamed dataset."""
-        start = messages.start_of(await anext(request_iterator, None))
-        classifier = self._models.get(start.model)
-        contract = classifier.session.contract
-        protocol = messages.protocol_asked(start, contract)
-
-        async def images() -> AsyncIterator[LabelledImage]:
-            async for request in request_iterator:
-                yield messages.image_of(request, contract)
-
-        report = await evaluate(classifier, protocol, start.dataset, images())
-        return pb.EvaluateResponse(report=await asyncio.to_thread(messages.report_message, report))
-
-    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:  # noqa: ARG002, N802
-        """Name the models."""
-        return pb.ListModelsResponse(models=map(messages.model_identity, self._models.all()))
-
-    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:  # noqa: ARG002, N802
-        """Describe one model."""
-        return pb.GetModelResponse(model=messages.model_message(self._models.get(request.name)))
+SERVICES = (SERVICE, inference.SERVICE)  # whose health is told by name
+_FOR_EVER = 1e6  # seconds: somebody else looks at the clock
+_GLANCE = 0.02  # seconds between two looks at the calls in flight
+# Seconds for connections to end once no call is left. Clients that are there take as long as a packet; gRPC would wait
+# 20 s for one that is gone, and for as long as it likes for one that keeps a stream of reflection open.
+FAREWELL = 2.0
 
 
 class Server:
     """A server on its port; made and used inside one running event loop."""
 
-    def __init__(self, host: str, port: int, limits: DecodeLimits | None = None) -> None:
+    def __init__(self, host: str, port: int, limits: Limits = Limits(), metrics: Metrics | None = None) -> None:
         """Take the port, so that a port in use is told before models are loaded for minutes.
 
-        limits: of images; a message may hold twice as much, so that one slightly too large is refused in our words.
-
-        Raises EnvironmentFault when it cannot be had.
+        limits: of what clients may do; metrics: of the server. Raises EnvironmentFault when the port cannot be had.
         """
-        self._calls = Calls()
-        self._health = health.aio.HealthServicer()
-        self._models: Models | None = None
+        self._calls = Calls(limits.max_calls, metrics)
+        self._health = Health(SERVICES)
+        self._services = _Services()
+        self._opened = False
         self._server = grpc.aio.server(
+            handlers=[self._services],
             interceptors=[ErrorsToStatus(self._calls)],
-            options=[
-                ("grpc.so_reuseport", 0),  # else a second server started by mistake would share the calls silently
-                ("grpc.max_receive_message_length", max(MAX_MESSAGE, 2 * (limits or DecodeLimits()).max_bytes)),
-            ],
+            options=channel_options(limits),
         )
         self._host = host
         self._port = self._bind(port)
@@ -113,10 +57,20 @@ class Server:
     @property
     def address(self) -> str:
         """Return host:port as clients write it."""
-        return _join(self._host, self._port)
+        return join(self._host, self._port)
+
+    @property
+    def serving(self) -> bool:
+        """Return whether new work is taken, as health says."""
+        return self._health.serving
+
+    @property
+    def calls(self) -> int:
+        """Return how many calls are in flight."""
+        return self._calls.count
 
     def _bind(self, port: int) -> int:
-        wanted = _join(self._host, port)
+        wanted = join(self._host, port)
         try:
             bound = self._server.add_insecure_port(wanted)
         except RuntimeError as error:  # all that gRPC says; the reason goes to its own log
@@ -126,61 +80,78 @@ class Server:
             ) from error
         return bound
 
-    async def start(self, models: Models) -> None:
-        """Answer calls; health says SERVING for the whole server and for our service."""
-        self._models = models
-        pb_grpc.add_PreluNetServiceServicer_to_server(PreluNetServicer(models), self._server)
+    async def open(self) -> None:
+        """Answer on the port while models are loaded: health says NOT_SERVING, calls of ours get UNAVAILABLE."""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
-        await self._health.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
+        reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        self._opened = True
         await self._server.start()
 
-    async def stop(self, grace: float) -> int:
-        """Refuse new calls, let those in flight finish within `grace` seconds; returns how many did not."""
-        await self._health.enter_graceful_shutdown()
-        stopping = asyncio.create_task(self._server.stop(grace))
-        idle = asyncio.create_task(self._calls.wait_for_none())
-        await asyncio.wait({stopping, idle}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
-        unfinished = self._calls.count
+    async def start(self, models: Models) -> None:
+        """Answer calls; health says SERVING for the whole server and for each of our services."""
+        if not self._opened:
+            await self.open()
+        pb_grpc.add_PreluNetServiceServicer_to_server(PreluNetServicer(models), self._services)
+        inference.add_to_server(cast(grpc.aio.Server, self._services), models, lambda: self.serving)
+        self._services.ready = True
+        self._health.tell(serving=True)
+
+    def tell_stopping(self) -> None:
+        """Let health say NOT_SERVING; calls still work."""
+        self._health.tell(serving=False)
+
+    async def stop(self, grace: float, hurry: Awaitable[object] | None = None) -> int:
+        """Close the port, let calls in flight finish within `grace` seconds; returns how many of ours did not.
+
+        hurry: when it is done they are cut off at once.
+        """
+        self.tell_stopping()
+        self._health.close()
+        stopping = asyncio.ensure_future(self._server.stop(_FOR_EVER))
+        idle = asyncio.ensure_future(self._idle())
+        waited: set[asyncio.Future[Any]] = {stopping, idle}
+        if hurry is not None:
+            waited.add(asyncio.ensure_future(hurry))
+        await asyncio.wait(waited, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
         idle.cancel()
+        unfinished = 0 if stopping.done() else self.calls
         if not stopping.done():
-            await self._server.stop(None)  # streams that never end, such as health's Watch, are not waited for
+            await self._server.stop(None)
         await stopping
-        if self._models is not None:
-            await asyncio.to_thread(self._models.close)
         return unfinished
 
-
-def _join(host: str, port: int) -> str:
-    """Return host:port; an IPv6 address needs brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-async def serve(options: ServeOptions, announce: Callable[[str], None]) -> int:
-    """Serve until SIGTERM or SIGINT, then finish what is in flight; returns how many calls the grace period cut off.
-
-    announce: told once, when every model is loaded and calls are answered, what is served where.
-    Raises EnvironmentFault when the port or the device cannot be had, ContractError for a file that is no model.
-    """
-    stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
-    server = Server(options.host, options.port, options.limits)
-    loading = asyncio.to_thread(load_models, options.models, options.placement)
-    models = Models(await loading, options.limits, options.max_waiting)
-    await server.start(models)
-    announce(_start_line(server.address, models))
-    await stopped.wait()  # a signal that came while models were loading counts too
-    return await server.stop(options.grace)
+    async def _idle(self) -> None:
+        """Return when no call of ours is in flight, and clients have had time to read the last answers."""
+        while self.calls:
+            await asyncio.sleep(_GLANCE)
+        await asyncio.sleep(FAREWELL)
 
 
-def _start_line(address: str, models: Models) -> str:
-    """Say where, what, on which provider, in which precision and with which versions."""
-    served = models.all()
-    names = ", ".join(
-        f"{model.name} ({model.session.contract.name}, {len(model.session.contract.classes)} classes, "
-        f"sha256 {model.session.model_sha256[:12]}, {model.session.circumstances.precision})"
-        for model in served
-    )
-    return f"serving on {address}: {names} | {served[0].session.circumstances} grpcio {grpc.__version__}"
+class _Services(grpc.GenericRpcHandler):
+    """Our services, which come once models are loaded; until then their calls are told to try again."""
+
+    def __init__(self) -> None:
+        self.ready = False
+        self._handlers: list[grpc.GenericRpcHandler] = []
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        """Take a service, as the server itself would; gRPC's generated code calls this."""
+        self._handlers.extend(handlers)
+
+    def add_registered_method_handlers(self, _service: str, _handlers: Any) -> None:
+        """Do nothing, as grpc.aio's own server."""
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any] | None":
+        """Return what answers a method, None for one that is not ours."""
+        if not self.ready:
+            return _LOADING if handler_call_details.method.startswith(OURS) else None
+        found = (handler.service(handler_call_details) for handler in self._handlers)
+        return next((method for method in found if method is not None), None)
+
+
+async def _loading(_requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
+    await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is loading its models; try again later")
+    yield  # type: ignore[unreachable]  # it makes this a stream, which can answer any kind of call
+
+
+_LOADING: "grpc.RpcMethodHandler[Any, Any]" = grpc.stream_stream_rpc_method_handler(_loading)

@@ -1,7 +1,8 @@
 """Errors on the wire: ours to a gRPC status and back to the same class.
 
 A status carries a google.rpc.ErrorInfo (domain "prelunet", reason as "IMAGE_ERROR"), because several errors share a
-status code and a client should not have to read messages. Server and client share this module, so that the way there
+status code and a client should not have to read messages; where it is known when to try again, a google.rpc.RetryInfo
+too. Server and client share this module, so that the way there
 and the way back cannot differ.
 """
 
@@ -9,13 +10,16 @@ import re
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
-from google.rpc.error_details_pb2 import ErrorInfo
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError, Message
+from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
 from evaluator.errors import (
     OUTCOMES,
     DatasetError,
+    DeadlinePassed,
     EnvironmentFault,
     ImageError,
     Interrupted,
@@ -28,10 +32,10 @@ from evaluator.errors import (
 
 DOMAIN = "prelunet"
 MAX_MESSAGE = 64 * 2**20  # bytes; twice the largest image, so that one slightly too large gets our message, not gRPC's
-_MAX_TEXT = 600  # characters: texts quote the caller, and a status travels twice in trailers of less than 8 KiB
+_MAX_TEXT = 1200  # bytes: texts quote the caller, and a status travels twice in trailers of less than 8 KiB
 
 # Whose text is about what the caller sent. The others may name files of the server, so their text stays in its log.
-_TOLD_TO_CALLERS = (UsageError, ImageError, DatasetError, ModelNotFound, Overloaded)
+_TOLD_TO_CALLERS = (UsageError, ImageError, DatasetError, ModelNotFound, Overloaded, DeadlinePassed)
 
 
 def _reason(kind: type[PreluNetError]) -> str:
@@ -47,18 +51,37 @@ def may_be_told(error: BaseException) -> bool:
     return isinstance(error, _TOLD_TO_CALLERS)
 
 
+def text_of(error: BaseException, incident: str) -> str:
+    """Return what a caller may read of an error; incident: as for `status_of`."""
+    if may_be_told(error):
+        return str(error).encode(errors="replace")[:_MAX_TEXT].decode(errors="ignore")
+    name = outcome_of(error).grpc_status
+    return f"{_WITHOUT_DETAILS.get(name, 'an error of the server')}; its log has the details under id {incident}"
+
+
+def reason_for(error: BaseException) -> str:
+    """Return the machine-readable name of an error's row in the table, as "IMAGE_ERROR"; empty for our mistakes."""
+    return _reason(_table_row(error)) if isinstance(error, PreluNetError) else ""
+
+
+def code_of(error: BaseException) -> grpc.StatusCode:
+    """Return the gRPC status code of an error."""
+    code: grpc.StatusCode = getattr(grpc.StatusCode, outcome_of(error).grpc_status)
+    return code
+
+
 def status_of(error: BaseException, incident: str) -> grpc.Status:
     """Return the gRPC status of an error.
 
     incident: the id under which the log holds an error whose text is not for callers.
     """
-    name = outcome_of(error).grpc_status
-    text = str(error)[:_MAX_TEXT]
-    if not may_be_told(error):
-        text = f"{_WITHOUT_DETAILS.get(name, 'an error of the server')}; its log has the details under id {incident}"
-    status = Status(code=getattr(grpc.StatusCode, name).value[0], message=text)
-    if isinstance(error, PreluNetError):
-        status.details.append(_packed(ErrorInfo(reason=_reason(_table_row(error)), domain=DOMAIN)))
+    status = Status(code=code_of(error).value[0], message=text_of(error, incident))
+    if reason := reason_for(error):
+        status.details.append(_packed(ErrorInfo(reason=reason, domain=DOMAIN)))
+    if isinstance(error, Overloaded) and error.retry_after is not None:
+        wait = Duration()
+        wait.FromMilliseconds(round(1000 * error.retry_after))
+        status.details.append(_packed(RetryInfo(retry_delay=wait)))
     told: grpc.Status = rpc_status.to_status(status)
     return told
 
@@ -66,6 +89,7 @@ def status_of(error: BaseException, incident: str) -> grpc.Status:
 _WITHOUT_DETAILS = {
     "FAILED_PRECONDITION": "the served model file is at fault",
     "UNAVAILABLE": "the server's machine is at fault",
+    "RESOURCE_EXHAUSTED": "the device has too little memory for a view of this image; ask for smaller scales",
     "CANCELLED": "the server stopped before the answer",
 }
 
@@ -75,17 +99,17 @@ def _table_row(error: PreluNetError) -> type[PreluNetError]:
     return next((kind for kind in type(error).__mro__ if kind in OUTCOMES), PreluNetError)
 
 
-def _packed(info: ErrorInfo) -> AnyMessage:
+def _packed(detail: Message) -> AnyMessage:
     packed = AnyMessage()
-    packed.Pack(info)
+    packed.Pack(detail)
     return packed
 
 
 def error_from(call: grpc.RpcError, address: str) -> PreluNetError:
     """Return our error for a failed call. address: the server's, named where the text alone would not help."""
     code, text = call.code(), call.details() or ""
-    if kind := _kind_told_by(call):
-        return kind(text)
+    if (told := error_named(*_told_by(call), text)) is not None:
+        return told
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text:  # gRPC's own words
         return ImageError(f"{address}: the message is above the server's limit ({text}). Send a smaller image")
     if code in _CLIENT_SIDE:
@@ -100,7 +124,7 @@ _CLIENT_SIDE: dict[grpc.StatusCode, tuple[type[PreluNetError], str]] = {
         EnvironmentFault,
         "no server answers there; start one with `prelunet serve --model NAME=MODEL.onnx`",
     ),
-    grpc.StatusCode.DEADLINE_EXCEEDED: (EnvironmentFault, "no answer in time; give it more time (--timeout)"),
+    grpc.StatusCode.DEADLINE_EXCEEDED: (DeadlinePassed, "no answer in time; give it more time (--timeout)"),
     grpc.StatusCode.UNIMPLEMENTED: (EnvironmentFault, "a gRPC server answers there, but not prelunet's"),
     grpc.StatusCode.CANCELLED: (Interrupted, "the call was cancelled"),
     grpc.StatusCode.UNKNOWN: (EnvironmentFault, "no answer of prelunet's; is it an address like 127.0.0.1:50051?"),
@@ -108,11 +132,24 @@ _CLIENT_SIDE: dict[grpc.StatusCode, tuple[type[PreluNetError], str]] = {
 }
 
 
-def _kind_told_by(call: grpc.RpcError) -> type[PreluNetError] | None:
-    """Return the class that the status itself names, or None when it is no status of ours."""
-    status = rpc_status.from_call(call)
-    for detail in status.details if status else ():
-        info = ErrorInfo()
-        if detail.Unpack(info) and info.domain == DOMAIN:
-            return _KINDS.get(info.reason)
-    return None
+def error_named(reason: str, retry_after: float | None, text: str) -> PreluNetError | None:
+    """Return our error of that machine-readable name (see `reason_for`); None where no row of the table has it."""
+    kind = _KINDS.get(reason)
+    if kind is Overloaded:
+        return Overloaded(text, retry_after)
+    return None if kind is None else kind(text)
+
+
+def _told_by(call: grpc.RpcError) -> tuple[str, float | None]:
+    """Return the reason that the status itself names, "" when it is no status of ours; and when to try again."""
+    reason, retry_after, info, retry = "", None, ErrorInfo(), RetryInfo()
+    try:
+        status = rpc_status.from_call(call)
+        for detail in status.details if status else ():
+            if detail.Unpack(info) and info.domain == DOMAIN:
+                reason = info.reason
+            elif detail.Unpack(retry):
+                retry_after = retry.retry_delay.ToMilliseconds() / 1000
+    except (ValueError, DecodeError):  # details that are none, or contradict the status: somebody else's
+        return "", None
+    return reason, retry_after

@@ -2,45 +2,165 @@
 
 import asyncio
 import logging
-from typing import Annotated
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
 
-from evaluator.engine.session import Placement
+from evaluator.errors import outcome_of
 from evaluator.imaging.decode import DecodeLimits
-from evaluator.serving.classifier import MAX_WAITING
-from evaluator.serving.models import parse_models
-from evaluator.serving.server import ServeOptions
-from evaluator.serving.server import serve as serve_until_stopped
+from evaluator.serving.files import parse_models
+from evaluator.serving.logs import set_up
+from evaluator.serving.options import Limits, QueueOptions, ServeOptions
+from evaluator.serving.run import serve as serve_until_stopped
 from evaluator.terminal import say
-from evaluator.verbs.options import DeviceOption, PrecisionOption, ThreadsOption
+from evaluator.verbs.options import (
+    DeviceOption,
+    GpuMemoryOption,
+    MemoryOption,
+    PrecisionOption,
+    ThreadsOption,
+    placement_asked,
+)
+from evaluator.verbs.settings import read_config
+from evaluator.verbs.settings import show_config as as_config
+
+_DAY = 86_400.0  # seconds
 
 
 def serve(
+    context: typer.Context,
     model: Annotated[
         list[str], typer.Option(metavar="NAME=MODEL.onnx", help="A model and the name it is served under; repeatable.")
     ],
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 is every one of this machine.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 50051,
+    ] = ServeOptions.host,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+    ] = ServeOptions.port,
     device: DeviceOption = "auto",
     precision: PrecisionOption = None,
     threads: ThreadsOption = 0,
-    max_waiting: Annotated[int, typer.Option(min=1, help="Images that may wait for one model; more are refused.")] = (
-        MAX_WAITING
-    ),
-    max_image_bytes: Annotated[int, typer.Option(min=1, help="Largest encoded image.")] = DecodeLimits.max_bytes,
-    max_image_pixels: Annotated[int, typer.Option(min=1, help="Largest decoded image.")] = DecodeLimits.max_pixels,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds that calls in flight have after SIGTERM.")] = 30.0,
+    memory_limit: MemoryOption = None,
+    gpu_memory_limit: GpuMemoryOption = None,
+    queue_views: Annotated[
+        int, typer.Option(min=1, help="Views of images without an answer, for each model; more are refused.")
+    ] = QueueOptions.max_views,
+    queue_bytes: Annotated[
+        int, typer.Option(min=1, help="Bytes of such images as they came, for each model; more are refused.")
+    ] = QueueOptions.max_bytes,
+    batch_wait: Annotated[
+        float,
+        typer.Option(min=0, max=1000, help="Milliseconds for which a view may wait for others that are being decoded."),
+    ] = 1000 * QueueOptions.batch_wait,
+    max_image_bytes: Annotated[
+        int, typer.Option(min=1, max=2**29, help="Largest encoded image, in bytes.")
+    ] = DecodeLimits.max_bytes,
+    max_image_pixels: Annotated[
+        int, typer.Option(min=1, help="Largest decoded image, in pixels: height times width.")
+    ] = DecodeLimits.max_pixels,
+    max_calls: Annotated[
+        int, typer.Option(min=1, help="Calls in flight, of all clients; more are refused.")
+    ] = Limits.max_calls,
+    max_connections: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Open connections; more are closed at once.")
+    ] = Limits.max_connections,
+    max_streams: Annotated[
+        int, typer.Option(min=1, max=100_000, help="Calls in flight on one connection; a client keeps more back.")
+    ] = Limits.max_streams,
+    handshake_timeout: Annotated[
+        float, typer.Option(min=0.1, max=3600, help="Seconds in which a connection has to begin to speak HTTP/2.")
+    ] = Limits.handshake_timeout,
+    keepalive: Annotated[
+        float, typer.Option(min=1, max=_DAY, help="Seconds of silence until a client is asked whether it is there.")
+    ] = Limits.keepalive,
+    max_connection_age: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            max=_DAY,
+            help="Seconds until a client has to connect anew, so that balancers of connections can move it. Default: "
+            "never.",
+        ),
+    ] = None,
+    lame_duck: Annotated[
+        float,
+        typer.Option(min=0, max=3600, help="Seconds after SIGTERM in which new calls still work; health says no."),
+    ] = ServeOptions.lame_duck,
+    grace: Annotated[
+        float, typer.Option(min=0, max=_DAY, help="Seconds after that which calls in flight have.")
+    ] = ServeOptions.grace,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="Port of Prometheus' metrics over HTTP, on --host; 0 takes a free one. Default: none.",
+        ),
+    ] = None,
+    log_format: Annotated[Literal["text", "json"], typer.Option(help="How log lines are written to stderr.")] = "text",
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], typer.Option(help="From which level on lines are written.")
+    ] = "info",
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            is_eager=True, callback=read_config, metavar="FILE", help="TOML file of options, as `max-calls = 100`."
+        ),
+    ] = None,
+    show_config: Annotated[
+        bool, typer.Option("--show-config", help="Print the options as such a file and end.")
+    ] = False,
 ) -> None:
     """Serve models over gRPC until SIGTERM or Ctrl-C.
 
-    The first line of output says the address, the models and what runs them; calls are answered from then on.
+    The first line of output says the address, the models and what runs them; calls are answered from then on. An
+    option that is not given is taken from the environment, then from the file of --config (docs/serving.md).
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    limits = DecodeLimits(max_image_bytes, max_image_pixels)
-    placement = Placement(device, precision, threads)
-    options = ServeOptions(parse_models(model), host, port, placement, grace, limits, max_waiting)
-    unfinished = asyncio.run(serve_until_stopped(options, say))
-    say(f"stopped; calls cut off after {grace:g} s: {unfinished}" if unfinished else "stopped; no call was lost")
+    del config  # its callback has done the work
+    options = ServeOptions(
+        models=parse_models(model),
+        host=host,
+        port=port,
+        placement=placement_asked(device, precision, threads, memory_limit, gpu_memory_limit),
+        queue=QueueOptions(max_views=queue_views, max_bytes=queue_bytes, batch_wait=batch_wait / 1000),
+        limits=Limits(
+            image=DecodeLimits(max_image_bytes, max_image_pixels),
+            max_calls=max_calls,
+            max_connections=max_connections,
+            max_streams=max_streams,
+            handshake_timeout=handshake_timeout,
+            keepalive=keepalive,
+            max_connection_age=max_connection_age,
+        ),
+        lame_duck=lame_duck,
+        grace=grace,
+        metrics_port=metrics_port,
+    )
+    if show_config:
+        say(as_config(context))
+        return
+    set_up(log_format, log_level.upper())
+    _serve(options)
+
+
+def _serve(options: ServeOptions) -> None:
+    try:
+        ended = asyncio.run(serve_until_stopped(options, say))
+    finally:
+        logging.shutdown()  # a thread writes the log; all of it should stand before the last words
+    if ended.unfinished:
+        say(f"stopped; calls cut off after {options.grace:g} s: {ended.unfinished}")
+    elif ended.lost is None:
+        say("stopped; no call was lost")
+    if ended.stuck:  # a thread that hangs in the device would be waited for, for ever
+        code = outcome_of(ended.lost).exit_code if ended.lost is not None else 0
+        say(f"prelunet: {ended.lost or 'a model did not stop computing; it is left behind'}", err=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    if ended.lost is not None:
+        raise ended.lost

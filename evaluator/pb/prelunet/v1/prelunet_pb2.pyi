@@ -7,23 +7,27 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ClassifyRequest(_message.Message):
-    __slots__ = ("image", "model", "protocol", "top_k", "heatmap", "apply_exif")
+    __slots__ = ("image", "model", "protocol", "top_k", "heatmap", "apply_exif", "scales", "mirror")
     IMAGE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     HEATMAP_FIELD_NUMBER: _ClassVar[int]
     APPLY_EXIF_FIELD_NUMBER: _ClassVar[int]
+    SCALES_FIELD_NUMBER: _ClassVar[int]
+    MIRROR_FIELD_NUMBER: _ClassVar[int]
     image: bytes
     model: str
     protocol: str
     top_k: int
     heatmap: bool
     apply_exif: bool
-    def __init__(self, image: _Optional[bytes] = ..., model: _Optional[str] = ..., protocol: _Optional[str] = ..., top_k: _Optional[int] = ..., heatmap: _Optional[bool] = ..., apply_exif: _Optional[bool] = ...) -> None: ...
+    scales: _containers.RepeatedScalarFieldContainer[int]
+    mirror: bool
+    def __init__(self, image: _Optional[bytes] = ..., model: _Optional[str] = ..., protocol: _Optional[str] = ..., top_k: _Optional[int] = ..., heatmap: _Optional[bool] = ..., apply_exif: _Optional[bool] = ..., scales: _Optional[_Iterable[int]] = ..., mirror: _Optional[bool] = ...) -> None: ...
 
 class ClassifyResponse(_message.Message):
-    __slots__ = ("predictions", "model", "protocol", "views", "capped", "circumstances", "heatmap")
+    __slots__ = ("predictions", "model", "protocol", "views", "capped", "circumstances", "heatmap", "timings")
     PREDICTIONS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +35,7 @@ class ClassifyResponse(_message.Message):
     CAPPED_FIELD_NUMBER: _ClassVar[int]
     CIRCUMSTANCES_FIELD_NUMBER: _ClassVar[int]
     HEATMAP_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
     predictions: _containers.RepeatedCompositeFieldContainer[Prediction]
     model: ModelIdentity
     protocol: Protocol
@@ -38,7 +43,52 @@ class ClassifyResponse(_message.Message):
     capped: bool
     circumstances: Circumstances
     heatmap: bytes
-    def __init__(self, predictions: _Optional[_Iterable[_Union[Prediction, _Mapping]]] = ..., model: _Optional[_Union[ModelIdentity, _Mapping]] = ..., protocol: _Optional[_Union[Protocol, _Mapping]] = ..., views: _Optional[_Iterable[_Union[View, _Mapping]]] = ..., capped: _Optional[bool] = ..., circumstances: _Optional[_Union[Circumstances, _Mapping]] = ..., heatmap: _Optional[bytes] = ...) -> None: ...
+    timings: Timings
+    def __init__(self, predictions: _Optional[_Iterable[_Union[Prediction, _Mapping]]] = ..., model: _Optional[_Union[ModelIdentity, _Mapping]] = ..., protocol: _Optional[_Union[Protocol, _Mapping]] = ..., views: _Optional[_Iterable[_Union[View, _Mapping]]] = ..., capped: _Optional[bool] = ..., circumstances: _Optional[_Union[Circumstances, _Mapping]] = ..., heatmap: _Optional[bytes] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
+
+class Timings(_message.Message):
+    __slots__ = ("queue_seconds", "decode_seconds", "compute_seconds", "total_seconds", "batches")
+    QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
+    queue_seconds: float
+    decode_seconds: float
+    compute_seconds: float
+    total_seconds: float
+    batches: int
+    def __init__(self, queue_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., batches: _Optional[int] = ...) -> None: ...
+
+class ClassifyStreamRequest(_message.Message):
+    __slots__ = ("id", "request")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    request: ClassifyRequest
+    def __init__(self, id: _Optional[str] = ..., request: _Optional[_Union[ClassifyRequest, _Mapping]] = ...) -> None: ...
+
+class ClassifyStreamResponse(_message.Message):
+    __slots__ = ("id", "response", "error")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    response: ClassifyResponse
+    error: CallError
+    def __init__(self, id: _Optional[str] = ..., response: _Optional[_Union[ClassifyResponse, _Mapping]] = ..., error: _Optional[_Union[CallError, _Mapping]] = ...) -> None: ...
+
+class CallError(_message.Message):
+    __slots__ = ("code", "reason", "message", "retry_after_seconds")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    reason: str
+    message: str
+    retry_after_seconds: float
+    def __init__(self, code: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_seconds: _Optional[float] = ...) -> None: ...
 
 class Prediction(_message.Message):
     __slots__ = ("class_index", "wnid", "name", "score")
@@ -130,16 +180,20 @@ class EvaluateRequest(_message.Message):
     def __init__(self, start: _Optional[_Union[EvaluateStart, _Mapping]] = ..., image: _Optional[_Union[LabelledImage, _Mapping]] = ...) -> None: ...
 
 class EvaluateStart(_message.Message):
-    __slots__ = ("model", "protocol", "dataset", "apply_exif")
+    __slots__ = ("model", "protocol", "dataset", "apply_exif", "scales", "mirror")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     DATASET_FIELD_NUMBER: _ClassVar[int]
     APPLY_EXIF_FIELD_NUMBER: _ClassVar[int]
+    SCALES_FIELD_NUMBER: _ClassVar[int]
+    MIRROR_FIELD_NUMBER: _ClassVar[int]
     model: str
     protocol: str
     dataset: str
     apply_exif: bool
-    def __init__(self, model: _Optional[str] = ..., protocol: _Optional[str] = ..., dataset: _Optional[str] = ..., apply_exif: _Optional[bool] = ...) -> None: ...
+    scales: _containers.RepeatedScalarFieldContainer[int]
+    mirror: bool
+    def __init__(self, model: _Optional[str] = ..., protocol: _Optional[str] = ..., dataset: _Optional[str] = ..., apply_exif: _Optional[bool] = ..., scales: _Optional[_Iterable[int]] = ..., mirror: _Optional[bool] = ...) -> None: ...
 
 class LabelledImage(_message.Message):
     __slots__ = ("file", "data", "label", "wnid")
@@ -154,10 +208,24 @@ class LabelledImage(_message.Message):
     def __init__(self, file: _Optional[str] = ..., data: _Optional[bytes] = ..., label: _Optional[int] = ..., wnid: _Optional[str] = ...) -> None: ...
 
 class EvaluateResponse(_message.Message):
-    __slots__ = ("report",)
+    __slots__ = ("report", "progress")
     REPORT_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     report: Report
-    def __init__(self, report: _Optional[_Union[Report, _Mapping]] = ...) -> None: ...
+    progress: EvaluateProgress
+    def __init__(self, report: _Optional[_Union[Report, _Mapping]] = ..., progress: _Optional[_Union[EvaluateProgress, _Mapping]] = ...) -> None: ...
+
+class EvaluateProgress(_message.Message):
+    __slots__ = ("images", "refused", "top1_error", "seconds")
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    TOP1_ERROR_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    images: int
+    refused: int
+    top1_error: float
+    seconds: float
+    def __init__(self, images: _Optional[int] = ..., refused: _Optional[int] = ..., top1_error: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()

@@ -40,7 +40,12 @@ class PreluNetServiceStub:
                 request_serializer=evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ClassifyRequest.SerializeToString,
                 response_deserializer=evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ClassifyResponse.FromString,
                 _registered_method=True)
-        self.Evaluate = channel.stream_unary(
+        self.ClassifyStream = channel.stream_stream(
+                '/prelunet.v1.PreluNetService/ClassifyStream',
+                request_serializer=evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ClassifyStreamRequest.SerializeToString,
+                response_deserializer=evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ClassifyStreamResponse.FromString,
+                _registered_method=True)
+        self.Evaluate = channel.stream_stream(
                 '/prelunet.v1.PreluNetService/Evaluate',
                 request_serializer=evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.EvaluateRequest.SerializeToString,
                 response_deserializer=evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.EvaluateResponse.FromString,
@@ -68,10 +73,22 @@ class PreluNetServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ClassifyStream(self, request_iterator, context):
+        """Classifies many images in one call. Answers come as they are ready, in any order, each with the id of its request; an
+        image that fails has an error of its own and the stream goes on. The server reads no further while 32 requests of a
+        stream are unanswered, so that a caller can send without counting; it should read answers while it sends. The deadline
+        of the call is that of each image.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Evaluate(self, request_iterator, context):
         """Evaluates a labelled dataset: the client sends `start` once, then its images in any order, and gets the report that
         `prelunet validate` and `prelunet report` give for the same images. Images are classified as they come and are not
-        kept; the server reads no faster than it classifies. An image that is refused is counted, not an error.
+        kept; the server reads no faster than it classifies, and where a `Classify` would be told to try again later, an image
+        waits. An image that is refused is counted, not an error. While it goes on, the server sends `progress` at most once a
+        second, and none where it takes less; the last message is `report`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -99,7 +116,12 @@ def add_PreluNetServiceServicer_to_server(servicer, server):
                     request_deserializer=evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ClassifyRequest.FromString,
                     response_serializer=evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ClassifyResponse.SerializeToString,
             ),
-            'Evaluate': grpc.stream_unary_rpc_method_handler(
+            'ClassifyStream': grpc.stream_stream_rpc_method_handler(
+                    servicer.ClassifyStream,
+                    request_deserializer=evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ClassifyStreamRequest.FromString,
+                    response_serializer=evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ClassifyStreamResponse.SerializeToString,
+            ),
+            'Evaluate': grpc.stream_stream_rpc_method_handler(
                     servicer.Evaluate,
                     request_deserializer=evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.EvaluateRequest.FromString,
                     response_serializer=evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.EvaluateResponse.SerializeToString,
@@ -154,6 +176,33 @@ class PreluNetService:
             _registered_method=True)
 
     @staticmethod
+    def ClassifyStream(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/prelunet.v1.PreluNetService/ClassifyStream',
+            evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ClassifyStreamRequest.SerializeToString,
+            evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ClassifyStreamResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Evaluate(request_iterator,
             target,
             options=(),
@@ -164,7 +213,7 @@ class PreluNetService:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.stream_unary(
+        return grpc.experimental.stream_stream(
             request_iterator,
             target,
             '/prelunet.v1.PreluNetService/Evaluate',

@@ -1,0 +1,15 @@
+"""Ask a prelunet server. The same errors as with a model file at hand; `evaluator.protocols` tells what a protocol is.
+
+with Client("127.0.0.1:50051") as client:
+    answer = client.classify(Path("cat.jpg").read_bytes())
+    print(answer.predictions[0].name)
+
+docs/client.md shows the rest: asyncio, many images, evaluations, deadlines and retries.
+"""
+
+from evaluator.client.aio import AsyncClient
+from evaluator.client.results import Progress, ServedModel
+from evaluator.client.retries import Retries
+from evaluator.client.sync import Client
+
+__all__ = ["AsyncClient", "Client", "Progress", "Retries", "ServedModel"]

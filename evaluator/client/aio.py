@@ -1,0 +1,260 @@
+"""The client of asyncio."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Self
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2_grpc
+
+from evaluator.client.aio_streams import AsyncExchange, LabelledImages, StreamEnd
+from evaluator.client.calls import RETRIES, Call, Terms, Timeout
+from evaluator.client.connection import CHANNEL_OPTIONS
+from evaluator.client.many import AHEAD, Many, Told
+from evaluator.client.requests import classify_request, evaluate_start
+from evaluator.client.results import HEALTH, Evaluation, Progress, ServedModel, is_serving, not_there, served_model
+from evaluator.client.retries import Retries
+from evaluator.datasets.sample import Dataset
+from evaluator.engine.answer import Answer
+from evaluator.errors import Interrupted, PreluNetError, UsageError
+from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from evaluator.serving.wire import answer_from_message
+
+_FEW = 50  # predictions; an answer that tells 1000 classes takes 20 ms to read, too long for an event loop
+
+
+class AsyncClient:
+    """`Client` for asyncio: the same methods, arguments, results and errors; use it in an `async with` block.
+
+    It belongs to the event loop that runs the block. A task that is cancelled cancels its call on the server too.
+    """
+
+    def __init__(self, address: str, *, timeout: float | None = 60.0, retries: Retries = RETRIES) -> None:
+        self._terms = Terms(address, timeout, retries)
+        self._terms.closed = True  # until the block begins: gRPC's channel needs the loop that runs
+        self._channel: grpc.aio.Channel | None = None
+
+    @property
+    def address(self) -> str:
+        """Return the server's address."""
+        return self._terms.address
+
+    async def __aenter__(self) -> Self:
+        if self._channel is not None:
+            raise UsageError("an AsyncClient serves one `async with` block; make another one")
+        self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        self._stub: Any = pb_grpc.PreluNetServiceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._terms.closed = False
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection; calls in flight end with Interrupted."""
+        self._terms.closed = True
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def classify(  # noqa: PLR0913 - one argument per option
+        self,
+        image: bytes,
+        *,
+        model: str | None = None,
+        protocol: str = "",
+        scales: Sequence[int] | None = None,
+        mirror: bool | None = None,
+        top_k: int | None = None,
+        heatmap: bool = False,
+        apply_exif: bool = False,
+        timeout: Timeout = "client",
+        request_id: str | None = None,
+    ) -> Answer:
+        """Classify one encoded image, as `Client.classify`."""
+        request = classify_request(
+            image,
+            model=model,
+            protocol=protocol,
+            scales=scales,
+            mirror=mirror,
+            top_k=top_k,
+            heatmap=heatmap,
+            apply_exif=apply_exif,
+        )
+        call = Call(self._terms, self._terms.deadline(timeout), request_id)
+        return await _answer_from(await self._answer("Classify", request, call))
+
+    def classify_many(  # noqa: PLR0913 - one argument per option
+        self,
+        images: AsyncIterable[Any] | Iterable[Any],
+        *,
+        model: str | None = None,
+        protocol: str = "",
+        scales: Sequence[int] | None = None,
+        mirror: bool | None = None,
+        top_k: int | None = None,
+        heatmap: bool = False,
+        apply_exif: bool = False,
+        ahead: int = AHEAD,
+        timeout: float | None = None,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[tuple[Any, Answer | PreluNetError], None]:
+        """Classify many encoded images over one stream, as `Client.classify_many`.
+
+        images: what is asked with `async for`; or with `for`, then in a thread, since it may read files.
+        """
+        request = partial(
+            classify_request,
+            model=model,
+            protocol=protocol,
+            scales=scales,
+            mirror=mirror,
+            top_k=top_k,
+            heatmap=heatmap,
+            apply_exif=apply_exif,
+        )
+        return self._stream(Many(self._terms, request, self._terms.deadline(timeout), request_id, ahead), images)
+
+    async def _stream(
+        self, many: Many, images: AsyncIterable[Any] | Iterable[Any]
+    ) -> AsyncGenerator[tuple[Any, Answer | PreluNetError], None]:
+        """Give the answers; a stream is open while there is something to send or to wait for."""
+        exchange = AsyncExchange(many)
+        taking = asyncio.create_task(exchange.take(images))
+        try:
+            while await exchange.wait_for_work():
+                if results := exchange.take_results():
+                    for told in results:
+                        yield await _told(told)
+                    continue
+                requests, options = exchange.open_stream(), many.call.begin()
+                stream = self._stub.ClassifyStream(requests, **options)
+                end = StreamEnd(stream)
+                try:
+                    async for response in stream:
+                        for told in exchange.answered(_readable(response, many.call)):
+                            yield await _told(told)
+                    exchange.ended()
+                except grpc.RpcError as failed:
+                    if (status := await end.status(failed)) is None:
+                        exchange.ended()
+                    else:
+                        exchange.broke(status)
+                except asyncio.CancelledError:
+                    self._raise_unless_cancelled()
+                    raise
+                finally:
+                    stream.cancel()
+            many.raise_error()
+        finally:
+            exchange.close_stream()
+            taking.cancel()
+            await asyncio.wait({taking})  # so that the caller's iterable is left before this is
+
+    async def evaluate(  # noqa: PLR0913 - one argument per option
+        self,
+        dataset: Dataset,
+        *,
+        model: str | None = None,
+        protocol: str = "",
+        scales: Sequence[int] | None = None,
+        mirror: bool | None = None,
+        apply_exif: bool = False,
+        progress: Callable[[Progress], object] | None = None,
+        timeout: float | None = None,
+        request_id: str | None = None,
+    ) -> dict[str, Any]:
+        """Send a labelled dataset and return its report, as `Client.evaluate`; images are read in a thread."""
+        call = Call(self._terms, self._terms.deadline(timeout), request_id)
+        start = evaluate_start(
+            dataset, model=model, protocol=protocol, scales=scales, mirror=mirror, apply_exif=apply_exif
+        )
+        while True:
+            options = call.begin()
+            requests, evaluation = LabelledImages(dataset, start), Evaluation(call, progress)
+            stream = self._stub.Evaluate(requests.messages(), **options)
+            end = StreamEnd(stream)
+            try:
+                async for response in stream:
+                    evaluation.read(_readable(response, call))
+                status = None
+            except grpc.RpcError as failed:
+                status = await end.status(failed)
+            except asyncio.CancelledError:
+                self._raise_unless_cancelled()
+                raise
+            finally:
+                stream.cancel()
+            requests.raise_own_error()  # if there is one, what the server says of the rest does not matter
+            if status is None:
+                return await asyncio.to_thread(evaluation.report)  # 1000 classes take a while
+            await asyncio.sleep(call.pause_after(status, repeatable=not requests.begun))
+
+    async def models(self, *, timeout: Timeout = "client", request_id: str | None = None) -> list[ServedModel]:
+        """Return what is served, in the server's order."""
+        deadline = self._terms.deadline(timeout)
+
+        async def ask(method: str, request: object) -> Any:
+            return await self._answer(method, request, Call(self._terms, deadline, request_id))
+
+        listed = (await ask("ListModels", pb.ListModelsRequest())).models
+        asked = (pb.GetModelRequest(name=model.name) for model in listed)
+        return [served_model((await ask("GetModel", request)).model) for request in asked]
+
+    async def ready(self, *, timeout: Timeout = "client") -> bool:
+        """Whether the server takes calls: False where it says that it does not, or nothing answers in time."""
+        call = Call(self._terms, self._terms.deadline(timeout), None)
+        options = call.begin()
+        try:
+            return is_serving(await self._health.Check(HEALTH, **options))
+        except grpc.RpcError as failed:
+            if not_there(failed):
+                return False
+            raise call.failure_of(failed).error from failed
+        except asyncio.CancelledError:
+            self._raise_unless_cancelled()
+            raise
+
+    async def _answer(self, method: str, request: object, call: Call) -> Any:
+        """Make a call of one request and one answer."""
+        while True:
+            options = call.begin()  # first: without a block there is no stub
+            try:
+                response = await getattr(self._stub, method)(request, **options)
+            except grpc.RpcError as failed:
+                pause = call.pause_after(failed)
+            except asyncio.CancelledError:
+                self._raise_unless_cancelled()
+                raise
+            else:
+                call.answered()
+                return _readable(response, call)
+            await asyncio.sleep(pause)
+
+    def _raise_unless_cancelled(self) -> None:
+        """Raise Interrupted where gRPC says "cancelled" though nobody cancels the task: the client is closed."""
+        task = asyncio.current_task()
+        if task is not None and not task.cancelling():
+            raise Interrupted(f"{self.address}: the call was cancelled before the answer came")
+
+
+def _readable(response: Any, call: Call) -> Any:
+    """Return a message, which is None where grpc.aio could not read the bytes; the other gRPC makes an error of it."""
+    if response is None:
+        raise call.broken("what answers there sends no messages of this service")
+    return response
+
+
+async def _answer_from(message: pb.ClassifyResponse) -> Answer:
+    if len(message.predictions) > _FEW:
+        return await asyncio.to_thread(answer_from_message, message)
+    return answer_from_message(message)
+
+
+async def _told(told: Told) -> tuple[Any, Answer | PreluNetError]:
+    key, result = told
+    return key, await _answer_from(result) if isinstance(result, pb.ClassifyResponse) else result

@@ -1,0 +1,53 @@
+"""What a server does on a GPU before it says that it is ready: every batch that can come has run once."""
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from evaluator.engine.batching import BatchRules
+from evaluator.engine.ladder import Ladder, ladder_for
+from evaluator.engine.session import Session
+
+# Of a batch of a server, in pixels: four times what a plan costs to change (model C in fp16), and some 50 ms that
+# whoever comes next has to wait. Assumed, not measured here.
+MOST_PIXELS = 2**23
+
+log = logging.getLogger(__name__)
+
+
+def ladder_of(session: Session) -> Ladder | None:
+    """Return the ladder to which batches of a server keep; None where shapes cost nothing, as on a CPU.
+
+    Files for exact canvases have none either: their images fill their canvas, whatever its size.
+    """
+    contract, step = session.contract, session.rules.canvas_step
+    return ladder_for(contract.crop, contract.default_scales, step, contract.max_side) if step > 1 else None
+
+
+def rules_to_serve(rules: BatchRules) -> BatchRules:
+    """Return the rules of a server's batches: smaller ones on a GPU, for the sake of who waits behind them."""
+    if rules.canvas_step == 1 or rules.max_pixels <= MOST_PIXELS:
+        return rules
+    share = MOST_PIXELS / rules.max_pixels
+    return replace(rules, max_pixels=MOST_PIXELS, max_windows=max(1, int(share * rules.max_windows)))
+
+
+def warm_up(session: Session, ladder: Ladder, told: Callable[[int, int], None]) -> int:
+    """Run every rung once, those of most pixels first, so that memory is taken in regions into which the others fit.
+
+    told: called with how many have run, and of how many. Returns how many they are. Raises what `Session.run` does.
+    """
+    rules, contract = session.rules, session.contract
+
+    def most_rows(height: int, width: int) -> int:
+        windows = math.prod(contract.window_grid(height, width))
+        return max(1, min(rules.max_windows // max(1, windows), rules.max_pixels // (height * width)))
+
+    rungs = ladder.rungs(most_rows)
+    for done, (rows, height, width) in enumerate(rungs, 1):
+        session.run(np.zeros((rows, height, width, 3), np.uint8), np.full((rows, 2), (height, width), np.int64))
+        told(done, len(rungs))
+    return len(rungs)

@@ -1,0 +1,61 @@
+"""The call that runs: what is noted of it for its log line, and the id under which callers and log lines know it."""
+
+import re
+import secrets
+import time
+from collections.abc import Iterable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+REQUEST_ID = "x-request-id"  # metadata key, there and back
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # nothing that could mean something to a log or a terminal
+
+
+@dataclass
+class Call:
+    """One call of a method, filled while it runs.
+
+    method: as "prelunet.v1.PreluNetService/Classify"; begun: on the clock of time.monotonic(); peer: gRPC's name of the
+    connection; status: name of its gRPC status, empty until it has one; reason, error: what the caller was told of an
+    error; models: that were asked; views: of its images; bytes: of its messages.
+    """
+
+    method: str
+    request_id: str
+    begun: float = field(default_factory=time.monotonic)
+    peer: str = ""
+    status: str = ""
+    reason: str = ""
+    error: str = ""
+    models: set[str] = field(default_factory=set)
+    views: int = 0
+    bytes: int = 0
+
+
+_current: ContextVar[Call | None] = ContextVar("call", default=None)
+
+
+def set_current(call: Call) -> None:
+    """Make `call` the one that runs in this task, in the tasks that it starts and in their threads."""
+    _current.set(call)
+
+
+def current() -> Call | None:
+    """Return the call that runs, None outside of any."""
+    return _current.get()
+
+
+def note(model: str, views: int) -> None:
+    """Note for the log line of the call that runs, if one does, that so many views of a model are asked."""
+    call = current()
+    if call is not None:
+        call.models.add(model)
+        call.views += views
+
+
+def request_id_from(metadata: Iterable[tuple[str, str | bytes]]) -> str:
+    """Return the id that a caller gave in the metadata, or a new one where that is none that we take."""
+    given = next((value for key, value in metadata if key == REQUEST_ID), "")
+    if isinstance(given, str) and _REQUEST_ID.fullmatch(given):
+        return given
+    return secrets.token_hex(8)

@@ -1,0 +1,86 @@
+"""Prometheus' metrics over HTTP: `GET /metrics` and nothing else.
+
+Answered by the event loop, with one bound on everything a client may send and on how long it may take: the servers of
+the standard library and of prometheus-client wait for a slow client line by line, and for any number of them.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from evaluator.errors import EnvironmentFault
+from evaluator.serving.transport import join
+
+MAX_REQUEST = 8192  # bytes of request line and headers
+MAX_CONNECTIONS = 16  # at once; Prometheus needs one
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+PATIENCE = 10.0  # seconds for a request to come and its answer to be taken
+
+
+class Exposition:
+    """The HTTP port of the metrics.
+
+    text: what they are at the moment, called in a thread; patience: seconds for one client.
+    """
+
+    def __init__(self, text: Callable[[], bytes], *, patience: float = PATIENCE) -> None:
+        self._text = text
+        self._patience = patience
+        self._server: asyncio.Server | None = None
+        self._clients: set[asyncio.StreamWriter] = set()
+        self.address = ""
+
+    async def open(self, host: str, port: int) -> None:
+        """Take the port; 0 is a free one. Raises EnvironmentFault when it cannot be had."""
+        try:
+            self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_REQUEST)
+        except OSError as error:
+            raise EnvironmentFault(
+                f"cannot listen on {join(host, port)} for metrics ({error.strerror or error}). "
+                "Choose another --metrics-port (0 takes a free one), or stop the other program"
+            ) from error
+        self.address = join(host, self._server.sockets[0].getsockname()[1])
+
+    async def close(self) -> None:
+        """Give the port back and cut off who is still there."""
+        if self._server is None:
+            return
+        self._server.close()
+        for client in self._clients:
+            client.transport.abort()
+        while self._clients:
+            await asyncio.sleep(0)
+
+    @property
+    def connections(self) -> int:
+        """Return how many are open."""
+        return len(self._clients)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one request and close the connection, whatever comes."""
+        if self.connections >= MAX_CONNECTIONS:
+            writer.transport.abort()
+            return
+        self._clients.add(writer)
+        try:
+            async with asyncio.timeout(self._patience):
+                writer.write(await self._answer(await reader.readuntil(b"\r\n\r\n")))
+                await writer.drain()
+        except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
+            writer.transport.abort()  # no request in time, or none at all: nobody there to be told
+        finally:
+            self._clients.remove(writer)
+            writer.close()
+
+    async def _answer(self, request: bytes) -> bytes:
+        method, _, rest = request.partition(b"\r\n")[0].partition(b" ")
+        path = rest.partition(b" ")[0].partition(b"?")[0]
+        if path != b"/metrics":
+            return _response("404 Not Found", b"there is only /metrics\n")
+        if method != b"GET":
+            return _response("405 Method Not Allowed", b"only GET\n", "Allow: GET")
+        return _response("200 OK", await asyncio.to_thread(self._text), f"Content-Type: {CONTENT_TYPE}")
+
+
+def _response(status: str, body: bytes, header: str = "Content-Type: text/plain") -> bytes:
+    lines = (f"HTTP/1.1 {status}", header, f"Content-Length: {len(body)}", "Connection: close", "", "")
+    return "\r\n".join(lines).encode() + body

@@ -1,0 +1,59 @@
+"""How much main memory a server takes at most, told before it answers."""
+
+from collections.abc import Sequence
+
+from evaluator.engine.footprint import Runtime
+from evaluator.engine.memory import MemoryNeed, Running, image_bytes, in_bytes, memory_need
+from evaluator.engine.session import Session
+from evaluator.errors import UsageError
+from evaluator.machine import cores
+from evaluator.protocols import default_protocol, make_protocol
+from evaluator.serving.options import ServeOptions
+
+# Times that an encoded image lies in memory while it waits: as gRPC received it, as bytes, in its message, and taken
+# out of that. Measured: 3.8.
+_COPIES = 4
+
+
+def memory_of_serving(sessions: Sequence[Session], options: ServeOptions) -> MemoryNeed:
+    """Return what a server of these models takes of the main memory at most, at each model's default protocol.
+
+    Beside what validation takes (`evaluator.engine.memory`): a full queue of encoded images for each model, the views
+    that are decoded ahead, and those that are being made. Not counted: messages that are still arriving, heat maps.
+    Raises UsageError when that is more than `--memory-limit`.
+    """
+    needs = [_of_one(session) for session in sessions]
+    protocols = [make_protocol(default_protocol(session.contract), session.contract) for session in sessions]
+    queue = options.queue
+    before, loading = 0, 0
+    for need in needs:  # one after the other
+        loading = max(loading, before + need.loading)
+        before += need.weights
+    total = MemoryNeed(
+        base=max(need.base for need in needs),
+        loading=loading,
+        weights=before,
+        batch=sum(need.batch for need in needs),
+        packed=sum(need.packed for need in needs),
+        images=_COPIES * len(needs) * queue.max_bytes + queue.ready_bytes + cores() * max(map(image_bytes, protocols)),
+        decoding=max(need.decoding for need in needs),
+        results=sum(8 * queue.max_views * len(session.contract.classes) for session in sessions),
+        listed=0,
+    )
+    limit = options.placement.memory
+    if limit is not None and total.total > limit:
+        raise UsageError(
+            f"--memory-limit {in_bytes(limit)}: serving takes up to {total}. Give {in_bytes(total.total)} or more, or "
+            "a smaller --queue-bytes, or fewer models"
+        )
+    return total
+
+
+def _of_one(session: Session) -> MemoryNeed:
+    """Return what one model takes; of its parts those of weights, batches and decoding are used."""
+    contract, placement = session.contract, session.placement
+    on_gpu = placement.device == "cuda"
+    runtime: Runtime = "cuda" if on_gpu else "openvino" if placement.device == "openvino" else "cpu"
+    running = Running(runtime, session.circumstances.precision, session.model_bytes, session.rules if on_gpu else None)
+    protocol = make_protocol(default_protocol(contract), contract)
+    return memory_need(contract, protocol, 1, placement.memory, running)

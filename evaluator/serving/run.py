@@ -1,0 +1,138 @@
+"""One server from start to end: take the ports, load the models, answer, stop."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+
+import grpc
+from prometheus_client import ProcessCollector
+
+from evaluator.engine.memory import in_bytes
+from evaluator.engine.session import Session
+from evaluator.machine import machine_memory
+from evaluator.serving.drain import Ended, Events, until_ended
+from evaluator.serving.exposition import Exposition
+from evaluator.serving.files import ModelFile
+from evaluator.serving.foretold import memory_of_serving
+from evaluator.serving.metrics import Metrics
+from evaluator.serving.models import Models, load_models
+from evaluator.serving.options import ServeOptions
+from evaluator.serving.server import Server
+from evaluator.serving.transport import allow_open_files, is_loopback
+
+log = logging.getLogger(__name__)
+
+
+async def serve(options: ServeOptions, announce: Callable[[str], None]) -> Ended:
+    """Serve until SIGTERM or SIGINT, or until a device is lost, then finish what is in flight.
+
+    announce: told once, when every model is loaded and calls are answered, what is served where.
+    Raises EnvironmentFault when the port or the device cannot be had, ContractError for a file that is no model,
+    UsageError when what is asked for takes more memory than it may.
+    """
+    events, metrics = Events(), Metrics()
+    events.listen()
+    ProcessCollector(registry=metrics.registry)  # memory, processor time and open files of this process
+    server, exposition = Server(options.host, options.port, options.limits, metrics), Exposition(metrics.text)
+    _warn(options)
+    try:
+        if options.metrics_port is not None:
+            await exposition.open(options.host, options.metrics_port)
+            log.info("metrics on http://%s/metrics", exposition.address)
+        await server.open()
+        loaded = await _load(options, events)
+        if loaded is None:
+            return Ended()
+        memory = _foretell([session for _, session in loaded], options)
+        models = Models(loaded, options.limits.image, options.queue, metrics, events.tell)
+        await server.start(models)
+        _log_start(server.address, exposition.address, models, memory)
+        announce(_start_line(server.address, exposition.address, models, memory))
+        ended = await until_ended(server, models, events, lame_duck=options.lame_duck, grace=options.grace)
+        _log("stopped", {"unfinished": ended.unfinished, "lost": ended.lost is not None})
+        return ended
+    finally:
+        await server.stop(0)
+        await exposition.close()
+
+
+async def _load(options: ServeOptions, events: Events) -> list[tuple[ModelFile, Session]] | None:
+    """Load the models one by one; None when the server was asked to stop meanwhile.
+
+    On a GPU every canvas of the ladder runs once here, before anybody is told that the server is ready.
+    """
+    loaded: list[tuple[ModelFile, Session]] = []
+    for number, file in enumerate(options.models, 1):
+        if events.came:
+            break
+        log.info("loading model %s, %d of %d", file.name, number, len(options.models))
+        loaded += await asyncio.to_thread(load_models, [file], options.placement)
+    if events.came:
+        log.info("stopped while models were loaded")
+        return None
+    return loaded
+
+
+def _warn(options: ServeOptions) -> None:
+    """Say what an engineer would want to know before others find out."""
+    if not is_loopback(options.host):
+        log.warning(
+            "listening on %s without TLS and without asking who calls: whoever reaches this port can use it and read "
+            "along. Keep it behind something that asks",
+            options.host,
+        )
+    wanted = options.limits.max_connections
+    if (there := allow_open_files(wanted)) < wanted:
+        log.warning(
+            "this process may open files for about %d connections only, not for %d: raise the limit (ulimit -Hn) or "
+            "give --max-connections",
+            max(0, there), wanted,
+        )  # fmt: skip
+
+
+def _foretell(sessions: list[Session], options: ServeOptions) -> int:
+    """Tell how many bytes of main memory serving takes at most; UsageError when that is more than it may."""
+    need = memory_of_serving(sessions, options)
+    log.info("memory: at most %s", need)
+    if need.total > (there := machine_memory()):
+        log.warning(
+            "this machine has %s. If the queues are full of the largest images that is too little: give "
+            "--memory-limit, or a smaller --queue-bytes",
+            in_bytes(there),
+        )
+    return need.total
+
+
+def _log(message: str, fields: Mapping[str, object]) -> None:
+    """Write a log line whose fields a program can read."""
+    log.info(message, extra={"fields": fields})
+
+
+def _log_start(address: str, metrics: str, models: Models, memory: int) -> None:
+    """Log what the start line says: a line for each model, and one for the server."""
+    for model in models.all():
+        circumstances = model.session.circumstances
+        fields = {
+            "model": model.name,
+            "sha256": model.session.model_sha256,
+            "architecture": model.session.contract.name,
+            "classes": len(model.session.contract.classes),
+            "provider": circumstances.provider,
+            "precision": circumstances.precision,
+            "versions": ", ".join(f"{name} {version}" for name, version in circumstances.versions.items()),
+        }
+        _log("ready", fields)
+    _log("serving", {"address": address, "metrics": metrics, "memory": memory, "grpcio": grpc.__version__})
+
+
+def _start_line(address: str, metrics: str, models: Models, memory: int) -> str:
+    """Say where, what, on which provider, in which precision and with which versions."""
+    served = models.all()
+    names = ", ".join(
+        f"{model.name} ({model.session.contract.name}, {len(model.session.contract.classes)} classes, "
+        f"sha256 {model.session.model_sha256[:12]}, {model.session.circumstances.precision})"
+        for model in served
+    )
+    told = [f"serving on {address}: {names}", f"{served[0].session.circumstances} grpcio {grpc.__version__}"]
+    told += [f"memory at most {in_bytes(memory)}"]
+    return " | ".join([*told, f"metrics on {metrics}"] if metrics else told)

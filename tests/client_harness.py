@@ -1,0 +1,273 @@
+"""For the tests of the clients: a server that does what its script says, and both clients behind one interface."""
+
+import asyncio
+import gc
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent import futures
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2_grpc
+
+from evaluator.client import AsyncClient, Client, Retries
+from evaluator.errors import ImageError, Overloaded
+from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from evaluator.serving.status import code_of, reason_for, status_of
+
+QUICK = Retries(first=0.001, most=0.001)
+AT_ONCE = Overloaded("too much to do", retry_after=0.001)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One attempt as the server saw it. when: on the clock of time.monotonic(); remaining: seconds to the deadline."""
+
+    method: str
+    when: float
+    remaining: float
+    metadata: dict[str, str]
+
+
+class Scripted(pb_grpc.PreluNetServiceServicer):
+    """Does with each call what the next step of its script says; calls beyond it are answered well.
+
+    A step is an error of ours, a bare status code, a function of (request, context) or None for a good answer. The
+    answer names the image's bytes, so that a test can tell which one it belongs to.
+    """
+
+    def __init__(self, *script: Any) -> None:
+        self.script = deque(script)
+        self.seen: list[Seen] = []
+
+    def _step(self, method: str, context: grpc.ServicerContext) -> Any:
+        metadata = {str(key): str(value) for key, value in context.invocation_metadata()}
+        self.seen.append(Seen(method, time.monotonic(), context.time_remaining(), metadata))
+        step = self.script.popleft() if self.script else None
+        if isinstance(step, Exception):
+            context.abort_with_status(status_of(step, "0123456789ab"))
+        if isinstance(step, grpc.StatusCode):
+            context.abort(step, "bare")
+        return step
+
+    def Classify(self, request, context):  # noqa: N802
+        step = self._step("Classify", context)
+        return answer_to(request) if step is None else step(request, context)
+
+    def ClassifyStream(self, request_iterator, context):  # noqa: N802
+        step = self._step("ClassifyStream", context)
+        yield from (answers_to if step is None else step)(request_iterator, context)
+
+    def Evaluate(self, request_iterator, context):  # noqa: N802
+        step = self._step("Evaluate", context)
+        yield from step(request_iterator, context)
+
+    def ListModels(self, request, context):  # noqa: N802
+        self._step("ListModels", context)
+        return pb.ListModelsResponse(models=[pb.ModelIdentity(name=name) for name in ("six", "three")])
+
+    def GetModel(self, request, context):  # noqa: N802
+        self._step("GetModel", context)
+        return pb.GetModelResponse(model=pb.Model(name=request.name, default_scales=[32, 48]))
+
+
+def answer_to(request: pb.ClassifyRequest) -> pb.ClassifyResponse:
+    """Return an answer that names the image."""
+    return pb.ClassifyResponse(
+        predictions=[pb.Prediction(class_index=3, wnid="n3", name=request.image.decode(), score=0.5)],
+        timings=pb.Timings(queue_seconds=0.25, decode_seconds=0.5, compute_seconds=1, total_seconds=2, batches=3),
+    )
+
+
+def good(request: pb.ClassifyStreamRequest) -> pb.ClassifyStreamResponse:
+    """Return a good answer to one image of a stream."""
+    return pb.ClassifyStreamResponse(id=request.id, response=answer_to(request.request))
+
+
+def bad(request: pb.ClassifyStreamRequest, error: Exception) -> pb.ClassifyStreamResponse:
+    """Return an error as the answer to one image of a stream."""
+    told = pb.CallError(
+        code=code_of(error).value[0],
+        reason=reason_for(error),
+        message=str(error),
+        retry_after_seconds=getattr(error, "retry_after", None),
+    )
+    return pb.ClassifyStreamResponse(id=request.id, error=told)
+
+
+def answers_to(requests: Iterable[pb.ClassifyStreamRequest], _: Any) -> Iterator[pb.ClassifyStreamResponse]:
+    """Answer every image of a stream well."""
+    yield from map(good, requests)
+
+
+def text_of(answer: Any) -> str:
+    """Return which image an answer belongs to."""
+    return answer.predictions[0].name
+
+
+class Plain(pb_grpc.PreluNetServiceServicer):
+    """Answers, refuses and breaks in turns, and remembers nothing."""
+
+    turns = 0
+
+    def Classify(self, request, context):  # noqa: N802
+        self.turns += 1
+        if self.turns % 4 == 1:
+            context.abort_with_status(status_of(ImageError("no image"), ""))
+        if self.turns % 4 == 2:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+        return answer_to(request)
+
+    def ClassifyStream(self, request_iterator, context):  # noqa: N802
+        return answers_to(request_iterator, context)
+
+
+class Growth:
+    """Counts the blocks of Python's memory that calls leave behind; an answer that is kept has about ten."""
+
+    blocks = 0
+
+    def calls(self, times: int) -> Iterator[None]:
+        """Ask for so many calls, after some in which libraries set up what they keep for good."""
+        yield from [None] * 300
+        gc.collect()
+        before = sys.getallocatedblocks()
+        yield from [None] * times
+        gc.collect()
+        self.blocks = sys.getallocatedblocks() - before
+
+
+@contextmanager
+def served(servicer: pb_grpc.PreluNetServiceServicer, port: int = 0) -> Iterator[str]:
+    """Serve with gRPC's plain server; gives its address."""
+    pool = futures.ThreadPoolExecutor(8)
+    server = grpc.server(pool)
+    pb_grpc.add_PreluNetServiceServicer_to_server(servicer, server)
+    health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
+    address = f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
+    server.start()
+    try:
+        yield address
+    finally:
+        server.stop(None).wait()
+        pool.shutdown()
+
+
+class AsyncInThread:
+    """`AsyncClient` with the interface of `Client`: its event loop runs in a thread of its own."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        try:
+            self.client = AsyncClient(*arguments, **options)
+            self._run(self.client.__aenter__())
+        except BaseException:
+            self._stop()
+            raise
+
+    def _run(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
+
+    def _stop(self) -> None:
+        self._run(self._loop.shutdown_asyncgens())
+        self._run(self._loop.shutdown_default_executor())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> "AsyncInThread":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._run(self.client.close())
+        self._stop()
+
+    def classify(self, *arguments: Any, **options: Any) -> Any:
+        return self._run(self.client.classify(*arguments, **options))
+
+    def evaluate(self, *arguments: Any, **options: Any) -> Any:
+        return self._run(self.client.evaluate(*arguments, **options))
+
+    def models(self, **options: Any) -> Any:
+        return self._run(self.client.models(**options))
+
+    def ready(self, **options: Any) -> Any:
+        return self._run(self.client.ready(**options))
+
+    def classify_many(self, *arguments: Any, **options: Any) -> Iterator[Any]:
+        return self._each(self.client.classify_many(*arguments, **options))
+
+    def _each(self, results: Any) -> Iterator[Any]:
+        async def after() -> Any:
+            return await anext(results, None)
+
+        try:
+            while (result := self._run(after())) is not None:
+                yield result
+        finally:
+            self._run(results.aclose())
+
+
+BOTH = [Client, AsyncInThread]
+
+
+class Relay:
+    """A way to a server whose connections can be cut, or left open with nothing moving on them any more."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._connections: list[tuple[socket.socket, socket.socket, threading.Event]] = []
+
+    def __enter__(self) -> "Relay":
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listening.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        self.cut()
+
+    def _accept(self) -> None:
+        host, _, port = self._target.rpartition(":")
+        while True:
+            try:
+                near, _ = self._listening.accept()
+            except OSError:  # closed
+                return
+            far, moving = socket.create_connection((host, int(port))), threading.Event()
+            moving.set()
+            self._connections.append((near, far, moving))
+            for pair in ((near, far), (far, near)):
+                threading.Thread(target=self._copy, args=(*pair, moving), daemon=True).start()
+
+    @staticmethod
+    def _copy(source: socket.socket, target: socket.socket, moving: threading.Event) -> None:
+        with suppress(OSError):  # cut
+            while (data := source.recv(65536)) and moving.wait():
+                target.sendall(data)
+
+    def freeze(self) -> None:
+        """Let nothing more through on the connections there are; new ones work."""
+        for _, _, moving in self._connections:
+            moving.clear()
+
+    def cut(self) -> None:
+        """Break every connection."""
+        connections, self._connections = self._connections, []
+        for near, far, moving in connections:
+            for each in (near, far):
+                with suppress(OSError):  # where the other side was quicker
+                    each.shutdown(socket.SHUT_RDWR)
+                each.close()
+            moving.set()

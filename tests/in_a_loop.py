@@ -1,0 +1,40 @@
+"""For tests that live in an event loop, with gRPC's asynchronous client."""
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+
+def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Let pytest run an asynchronous test."""
+
+    def run(**fixtures: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(**fixtures), 60))
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    run.__signature__ = inspect.signature(test)  # type: ignore[attr-defined]  # from which pytest tells the fixtures
+    return run
+
+
+def new_channel(address: str) -> grpc.aio.Channel:
+    """Return a channel with a connection of its own."""
+    return grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+
+
+async def refused(call: Awaitable[Any]) -> grpc.aio.AioRpcError:
+    """Return the error with which a call should end."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that nobody tells."""
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.005)

@@ -1,0 +1,209 @@
+from collections import Counter
+from collections.abc import Iterator
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evaluator.serving.fairness import FairQueue
+
+
+class Oracle:
+    """The same rule over plain lists: forgets nobody while anything waits, and looks at everything each time."""
+
+    def __init__(self) -> None:
+        self.items: list[tuple[str, str, str, int]] = []  # name, model, client, cost
+        self.starts: dict[tuple[str, ...], float] = {}  # of models, and of clients of models
+        self.clocks: dict[tuple[str, ...], float] = {}
+        self.came: dict[tuple[str, ...], int] = {}
+        self.numbers = count()
+
+    def _members(self, group: tuple[str, ...]) -> set[tuple[str, ...]]:
+        depth = len(group) + 1
+        places = [(model, client) for _, model, client, _ in self.items]
+        return {place[:depth] for place in places if place[: len(group)] == group}
+
+    def put(self, name: str, model: str, client: str, cost: int) -> None:
+        for group, member in (((), (model,)), ((model,), (model, client))):
+            if member not in self._members(group):
+                self.starts[member] = max(self.clocks.get(group, 0.0), self.starts.get(member, 0.0))
+                self.came[member] = next(self.numbers)
+        self.items.append((name, model, client, cost))
+
+    def first(self) -> str:
+        group: tuple[str, ...] = ()
+        while len(group) < 2:
+            group = min(self._members(group), key=lambda member: (self.starts[member], self.came[member]))
+        return next(name for name, *place, _ in self.items if tuple(place) == group)
+
+    def take(self, name: str) -> None:
+        _, model, client, cost = next(item for item in self.items if item[0] == name)
+        for group, member in (((), (model,)), ((model,), (model, client))):
+            clock, others = self.clocks.get(group, 0.0), len(self._members(group))
+            self.clocks[group] = max(self.starts[member], clock + cost / (others + 1))
+            self.starts[member] += cost
+        self.withdraw(name)
+
+    def withdraw(self, name: str) -> None:
+        (item,) = (item for item in self.items if item[0] == name)
+        self.items.remove(item)
+        for group in ((), (item[1],)):
+            if not self._members(group):  # where nobody waits everybody is equal again
+                self.clocks.pop(group, None)
+                for member in [member for member in self.starts if member[: len(group)] == group and member != group]:
+                    del self.starts[member]
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from("ppptttw"), st.sampled_from("AB"), st.sampled_from("xyz"), st.integers(1, 9)), max_size=60
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(STEPS)
+def test_the_order_is_that_of_a_plain_list_that_forgets_nobody(steps: list[tuple[str, str, str, int]]) -> None:
+    queue, oracle = FairQueue[str](), Oracle()
+    for number, (step, model, client, cost) in enumerate(steps):
+        if step == "p":
+            queue.put(f"{number}", model, client, cost)
+            oracle.put(f"{number}", model, client, cost)
+        elif oracle.items:
+            # Some steps take or withdraw something whose turn it is not: views join batches.
+            name = oracle.first() if cost < 7 else oracle.items[number % len(oracle.items)][0]
+            (queue.take if step == "t" else queue.withdraw)(name)
+            (oracle.take if step == "t" else oracle.withdraw)(name)
+        assert len(queue) == len(oracle.items)
+        assert queue.first() == (oracle.first() if oracle.items else None)
+        assert set(queue) == {item[0] for item in oracle.items}
+        for model_, client_ in (("A", "x"), ("B", "z")):
+            assert queue.has(model_, client_) == any(item[1:3] == (model_, client_) for item in oracle.items)
+
+
+def drained(queue: FairQueue[str]) -> Iterator[str]:
+    while (item := queue.first()) is not None:
+        queue.take(item)
+        yield item
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("xyz"), st.integers(1, 9)), min_size=1, max_size=40), st.integers(0, 10))
+def test_the_order_that_is_foretold_is_the_order_in_which_items_are_served(
+    items: list[tuple[str, int]], served: int
+) -> None:
+    queue = FairQueue[str]()
+    for number, (client, cost) in enumerate(items):
+        queue.put(f"{number}", "A", client, cost)
+    for item, _ in zip(drained(queue), range(min(served, len(items) - 1)), strict=False):
+        assert item not in queue
+    if queue:
+        foretold = list(queue.in_order("A"))
+        assert len(foretold) == len(queue)
+        assert foretold == list(drained(queue))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9)), min_size=5, max_size=60))
+def test_clients_who_wait_all_the_time_get_the_same_to_within_their_largest_items(
+    costs: list[tuple[int, int, int]],
+) -> None:
+    queue, cost_of = FairQueue[str](), {}
+    for number, of_clients in enumerate(costs):
+        for client, cost in zip("xyz", of_clients, strict=True):
+            cost_of[f"{client}{number}"] = cost
+            queue.put(f"{client}{number}", "A", client, cost)
+    had: Counter[str] = Counter(x=0, y=0, z=0)
+    largest = {client: max(of_clients) for client, of_clients in zip("xyz", zip(*costs, strict=True), strict=True)}
+    for item in drained(queue):
+        had[item[0]] += cost_of[item]
+        if not all(queue.has("A", client) for client in "xyz"):
+            break
+        for one, other in ("xy", "yz", "xz"):  # Goyal et al., theorem 1
+            assert abs(had[one] - had[other]) <= largest[one] + largest[other]
+
+
+@pytest.mark.parametrize("served", [0, 1, 7, 500])
+def test_a_newcomer_waits_for_one_item_of_each_other_client_at_most(served: int) -> None:
+    queue = FairQueue[str]()
+    for number in range(1000):
+        queue.put(f"many{number}", "A", "many", 5)
+    for client in range(10):
+        for number in range(60):
+            queue.put(f"{client}/{number}", "A", f"{client}", 7)
+    for _ in zip(range(served), drained(queue), strict=False):
+        pass
+    queue.put("newcomer", "A", "new", 1)
+    before = []
+    for item in drained(queue):
+        if item == "newcomer":
+            break
+        before.append(item.partition("/")[0] if "/" in item else "many")
+    assert max(Counter(before).values(), default=0) <= 1
+
+
+def test_models_take_turns_whatever_their_numbers_of_clients() -> None:
+    queue = FairQueue[str]()
+    for client in range(50):
+        queue.put(f"busy{client}", "busy", f"{client}", 4)
+    for number in range(10):
+        queue.put(f"quiet{number}", "quiet", "0", 4)
+    first = [item.rstrip("0123456789") for item, _ in zip(drained(queue), range(20), strict=False)]
+    assert Counter(first) == {"busy": 10, "quiet": 10}
+
+
+def test_new_clients_without_end_do_not_starve_who_waits() -> None:
+    queue = FairQueue[str]()
+    queue.put("first of old", "A", "old", 100)
+    queue.put("second of old", "A", "old", 100)
+    taken = []
+    for number in range(300):
+        queue.put(f"{number}", "A", f"client {number}", 1)
+        queue.put(f"{number} again", "A", f"other client {number}", 1)
+        item = queue.first()
+        assert item is not None
+        queue.take(item)
+        taken.append(item)
+        if item == "second of old":
+            break
+    # While the clients become more, the clock moves by 1/(clients + 1) for each item: slowly, but it moves.
+    assert "first of old" in taken[:2]
+    for number, item in enumerate(drained(queue)):
+        if item == "second of old":
+            assert number < 600
+            break
+    else:
+        raise AssertionError("the second item was never served")
+
+
+def test_a_client_that_asks_again_as_soon_as_it_is_answered_gets_its_share_and_no_more() -> None:
+    queue = FairQueue[str]()
+    for number in range(100):
+        queue.put(f"patient{number}", "A", "patient", 1)
+    had: Counter[str] = Counter()
+    queue.put("eager", "A", "eager", 6)
+    while had["patient"] < 60:
+        item = queue.first()
+        assert item is not None
+        queue.take(item)
+        had[item.rstrip("0123456789")] += 6 if item == "eager" else 1
+        if item == "eager":
+            queue.put("eager", "A", "eager", 6)
+    assert abs(had["eager"] - had["patient"]) <= 7
+
+
+def test_nothing_is_kept_of_clients_who_have_nothing_waiting() -> None:
+    queue = FairQueue[str]()
+    most = 0
+    for number in range(20_000):  # one always waits, so that the queue is never empty
+        queue.put(f"{number}", "A", f"client {number}", 1 + number % 7)
+        if number:
+            item = queue.first()
+            assert item is not None
+            queue.take(item)
+        most = max(most, queue.remembered())
+    assert most < 50
+    for _ in drained(queue):
+        pass
+    assert queue.remembered() == 0
+    assert queue._models == {}
+    assert queue._places == {}
