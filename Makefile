@@ -4,7 +4,7 @@
 # make test-browser  opens the report in Chromium, laptop and phone; `make test` does so too where there is one
 # make check-install  a clean environment without torch and onnx serves, validates, reports
 # make check-placement  without a GPU: every node of the model files is placed on CUDA, without copies inside
-# make lint format proto bench pins clean
+# make lint lint-proto format proto bench pins clean
 
 PYTHON ?= python3
 BIN := .venv/bin

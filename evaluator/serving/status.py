@@ -122,7 +122,8 @@ def error_from(call: grpc.RpcError, address: str) -> PreluNetError:
 _CLIENT_SIDE: dict[grpc.StatusCode, tuple[type[PreluNetError], str]] = {
     grpc.StatusCode.UNAVAILABLE: (
         EnvironmentFault,
-        "no server answers there; start one with `prelunet serve --model NAME=MODEL.onnx`",
+        "no server answers there, or it broke the call off, as one does that loads its models, stops or has all the "
+        "connections that it takes. Start one with `prelunet serve --model NAME=MODEL.onnx`, or try again",
     ),
     grpc.StatusCode.DEADLINE_EXCEEDED: (DeadlinePassed, "no answer in time; give it more time (--timeout)"),
     grpc.StatusCode.UNIMPLEMENTED: (EnvironmentFault, "a gRPC server answers there, but not prelunet's"),
