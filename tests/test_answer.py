@@ -19,7 +19,7 @@ from serving_harness import running_server
 from telling import noise
 
 
-def test_classify_prints_the_same_bytes_through_a_server_as_with_the_model_file(
+def test_classify_prints_the_same_bytes_through_a_server_as_with_the_model_file_and_its_timings(
     exported: dict[str, Exported], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     net = exported["demo-image"]
