@@ -46,7 +46,7 @@ class Metrics:
         self.waiting_views = Gauge("prelunet_waiting_views", "Their views.", by_model, registry=registry)
         self.waiting_bytes = Gauge("prelunet_waiting_bytes", "Bytes of the encoded ones.", by_model, registry=registry)
         self.refusals = Counter(
-            "prelunet_refusals", "Requests that were not let in: views, bytes, calls, stopping.", ("model", "reason"),
+            "prelunet_refusals", "Requests that were not let in: views, bytes, calls.", ("model", "reason"),
             registry=registry,
         )  # fmt: skip
         self.dropped_views = Counter(
@@ -112,7 +112,7 @@ class ModelMetrics:
         self._metrics.stage_seconds.labels(self._model, stage).observe(seconds)
 
     def refused(self, reason: str) -> None:
-        """Count a request that was not let in: views, bytes, stopping."""
+        """Count a request that was not let in: views, bytes."""
         self._metrics.refusals.labels(self._model, reason).inc()
 
     def dropped(self, reason: str, views: int) -> None:

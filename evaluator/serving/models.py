@@ -22,7 +22,7 @@ def _ignore(_: DeviceLost) -> None:
 
 
 def load_models(files: Iterable[ModelFile], placement: Placement) -> list[tuple[ModelFile, Session]]:
-    """Load each model and run it once, on a GPU with every batch that can come; all or none.
+    """Load each model and run it once, on a GPU with every batch of its ladder, where it has one; all or none.
 
     Raises what `open_placed` raises.
     """
