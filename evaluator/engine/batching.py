@@ -53,6 +53,10 @@ class BatchRules:
         for key, value in asdict(self).items():
             whole(value, key, 0 if key == "switch_pixels" else 1, MOST)
 
+    def most_rows(self, pixels: int, windows: int) -> int:
+        """Return how many canvases of so many pixels and windows a batch may have, at least 1."""
+        return max(1, min(self.max_pixels // pixels, self.max_windows // max(1, windows)))
+
     def to_json(self) -> dict[str, int]:
         """Return the rules as plain data for run.json."""
         return asdict(self)

@@ -56,7 +56,7 @@ def run_largest(session: "Session", name: str) -> None:
     contract, rules = session.contract, session.rules
     side = max(contract.default_scales)
     windows = math.prod(contract.window_grid(side, side))
-    _run_black(session, name, max(1, min(rules.max_pixels // side**2, rules.max_windows // windows)), side)
+    _run_black(session, name, rules.most_rows(side**2, windows), side)
 
 
 def _run_black(session: "Session", name: str, rows: int, side: int) -> None:

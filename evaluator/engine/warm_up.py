@@ -43,8 +43,7 @@ def warm_up(session: Session, ladder: Ladder, told: Callable[[int, int], None]) 
     rules, contract = session.rules, session.contract
 
     def most_rows(height: int, width: int) -> int:
-        windows = math.prod(contract.window_grid(height, width))
-        return max(1, min(rules.max_windows // max(1, windows), rules.max_pixels // (height * width)))
+        return rules.most_rows(height * width, math.prod(contract.window_grid(height, width)))
 
     rungs = ladder.rungs(most_rows)
     for done, (rows, height, width) in enumerate(rungs, 1):

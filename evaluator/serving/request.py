@@ -82,8 +82,8 @@ class Lane:
 
     def rows(self, height: int, width: int) -> int:
         """Return how many such canvases the largest batch has."""
-        rules, (rows, columns) = self.session.rules, self.grid(height, width)
-        most = max(1, min(rules.max_pixels // (height * width), rules.max_windows // max(1, rows * columns)))
+        rows, columns = self.grid(height, width)
+        most = self.session.rules.most_rows(height * width, rows * columns)
         return self.ladder.rows_below(most) if self.ladder and self.ladder.canvas(height, width) else most
 
     def fills(self, pixels: int, windows: int, batches: int = 1) -> bool:
