@@ -134,9 +134,9 @@ class Growth:
 
     blocks = 0
 
-    def calls(self, times: int) -> Iterator[None]:
-        """Ask for so many calls, after some in which libraries set up what they keep for good."""
-        yield from [None] * 300
+    def calls(self, times: int, first: int = 300) -> Iterator[None]:
+        """Ask for so many calls, after the `first` ones in which libraries set up what they keep for good."""
+        yield from [None] * first
         gc.collect()
         before = sys.getallocatedblocks()
         yield from [None] * times
