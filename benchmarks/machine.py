@@ -25,10 +25,16 @@ def header(script: str, words: Sequence[str], packages: Sequence[str]) -> dict[s
     versions = {name: installed[name] for name in packages if name in installed}
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "command": shlex.join(["python", f"benchmarks/{Path(script).name}", *words]),
+        "command": shlex.join(["python", _from_the_checkout(script), *words]),
         "machine": machine(),
         "versions": {"python": platform.python_version(), **versions},
     }
+
+
+def _from_the_checkout(script: str) -> str:
+    """Return a benchmark's path as one types it, without the place of the checkout."""
+    benchmarks = Path(__file__).resolve().parent
+    return (Path(benchmarks.name) / Path(script).resolve().relative_to(benchmarks)).as_posix()
 
 
 def write_result(output: Path | None, result: Mapping[str, Any], tables: str = "") -> None:

@@ -4,6 +4,7 @@ Only this module prints errors and sets the exit code (docs/contract.md, "Exit c
 evaluator are found through the entry-point group `prelunet.verbs`, so that nothing here imports them.
 """
 
+import contextlib
 import importlib
 import importlib.metadata
 import io
@@ -180,5 +181,7 @@ def run(arguments: list[str] | None = None) -> int:
 
 
 def _fail(error: PreluNetError) -> int:
-    sys.stderr.write(printable(f"prelunet: {error}\n", newlines=True))
+    with contextlib.suppress(OSError, AttributeError):  # nobody reads it, or there is no stderr: the code says it still
+        sys.stderr.write(printable(f"prelunet: {error}\n", newlines=True))
+        sys.stderr.flush()
     return outcome_of(error).exit_code

@@ -11,7 +11,8 @@
     ├── Interrupted           stopped by a signal; the same command resumes
     ├── EnvironmentFault      device, disk, port, server or an extra that is missing
     │   ├── OutOfMemory       a device that has too little of it for a batch
-    │   └── DeviceLost        a device that gives nothing but errors until the process is started anew
+    │   ├── DeviceLost        a device that gives nothing but errors until the process is started anew
+    │   └── NotReady          a server that still loads its models, or stops
     ├── Overloaded            try later
     ├── DeadlinePassed        the time that the caller gave is over
     └── CheckFailed           a check that was asked for did not pass
@@ -71,6 +72,10 @@ class DeviceLost(EnvironmentFault):
     """A device gives nothing but errors until the process is started anew."""
 
 
+class NotReady(EnvironmentFault):
+    """The server still loads its models, or stops."""
+
+
 class Overloaded(PreluNetError):  # noqa: N818
     """The server has as much waiting as it accepts; the same call may succeed later.
 
@@ -112,6 +117,7 @@ OUTCOMES: dict[type[PreluNetError], Outcome] = {
     EnvironmentFault: Outcome(5, "UNAVAILABLE"),
     OutOfMemory: Outcome(5, "RESOURCE_EXHAUSTED"),
     DeviceLost: Outcome(5, "UNAVAILABLE"),
+    NotReady: Outcome(5, "UNAVAILABLE"),
     Overloaded: Outcome(5, "RESOURCE_EXHAUSTED"),
     DeadlinePassed: Outcome(5, "DEADLINE_EXCEEDED"),
     CheckFailed: Outcome(6, "DATA_LOSS"),

@@ -53,6 +53,10 @@ def classify(**changes: Any) -> Call:
     return lambda channel: pb_grpc.PreluNetServiceStub(channel).Classify(pb.ClassifyRequest(**request), timeout=60)
 
 
+def _many_scales() -> bytes:
+    return pb.ClassifyRequest(image=IMAGE, model="six", scales=[100] * 2**23).SerializeToString()
+
+
 def _ready(channel: grpc.Channel) -> str:
     request = oip.ModelReadyRequest(name="nine")
     return f"ready={str(oip_grpc.GRPCInferenceServiceStub(channel).ModelReady(request, timeout=60).ready).lower()}"
@@ -98,6 +102,10 @@ MATRIX: Mapping[str, Call] = {
 
 MORE_OVER_OIP: Mapping[str, Call] = {
     "message above the limit": infer(images=[b"x" * 2**26]),
+    "8 MB of empty inputs": lambda channel: channel.unary_unary(INFER)(b"\x2a\x00" * 2**22, timeout=60),
+    "shape of 8 MB": lambda channel: _sent(channel, infer_request(inputs=[image_input([1] * 2**23)])),
+    "scales as a text of 8 MB": infer(values={"scales": "1," * 2**22}),
+    "input name of 8 MB": infer(inputs=[image_input(name="n" * 2**23)]),
     "65 images": infer(images=[IMAGE] * 65),
     "shape [1, 4]": infer(inputs=[image_input([1, 4])], raw_input_contents=[raw([IMAGE] * 4)]),
     "shape [2^62, 4], whose product overflows": infer(inputs=[image_input([2**62, 4])]),
@@ -155,6 +163,8 @@ OVER_PRELUNET: Mapping[str, Call] = {
     "scale below the crop": classify(protocol="", scales=[27]),
     "scale 2^32 - 1": classify(protocol="", scales=[2**32 - 1]),
     "33 scales": classify(protocol="", scales=range(28, 61)),
+    "8 MB of scales": lambda channel: channel.unary_unary(CLASSIFY)(_many_scales(), timeout=60),
+    "protocol name of 8 MB": classify(protocol="p" * 2**23),
     "scales beside a protocol that names them": classify(protocol="dense-30", scales=[40]),
     "top_k 0": classify(top_k=0),
     "top_k -1": classify(top_k=-1),

@@ -22,7 +22,7 @@ from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from evaluator.serving.status import code_of, reason_for, status_of
 
-QUICK = Retries(first=0.001, most=0.001)
+QUICK = Retries(first=0.001, most=0.001, restart=0)
 AT_ONCE = Overloaded("too much to do", retry_after=0.001)
 
 

@@ -165,9 +165,9 @@ class Gate:
         self._held = held
         self._lane.prepare = self._prepared
 
-    def _prepared(self, image: bytes, protocol: Protocol):
+    def _prepared(self, image: bytes, protocol: Protocol, deadline: float | None):
         self.prepared += 1
         if len(image) in self._held:
             self.entered.set()
             assert self.open.wait(30)
-        return self._prepare(image, protocol)
+        return self._prepare(image, protocol, deadline)

@@ -72,12 +72,14 @@ def running_server(
 
 
 @contextmanager
-def running_servicer(servicer: pb_grpc.PreluNetServiceServicer, calls: Calls) -> Iterator[str]:
-    """Serve a servicer of a test behind our interceptor; gives the address."""
+def running_servicer(
+    servicer: pb_grpc.PreluNetServiceServicer, calls: Calls, arrival: float = Limits.arrival
+) -> Iterator[str]:
+    """Serve a servicer of a test behind our interceptor; gives the address. arrival: as in Limits."""
 
     @asynccontextmanager
     async def served() -> AsyncIterator[str]:
-        server = grpc.aio.server(interceptors=[ErrorsToStatus(calls)], options=[("grpc.so_reuseport", 0)])
+        server = grpc.aio.server(interceptors=[ErrorsToStatus(calls, arrival)], options=[("grpc.so_reuseport", 0)])
         pb_grpc.add_PreluNetServiceServicer_to_server(servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
         port = server.add_insecure_port("127.0.0.1:0")

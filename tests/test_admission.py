@@ -1,4 +1,7 @@
-"""What a server does not take on, where the time of an image goes, and that nothing is left of those who leave."""
+"""What a server does not take on, where the time of an image goes, and that nothing is left of those who leave.
+
+The door by itself: test_door.py.
+"""
 
 import asyncio
 import gc
@@ -15,23 +18,17 @@ from evaluator.errors import DeadlinePassed, ImageError, Overloaded, UsageError
 from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from evaluator.protocols import make_protocol
-from evaluator.serving import door
 from evaluator.serving.caller import Caller
-from evaluator.serving.door import Door, Pace
 from evaluator.serving.metrics import Metrics
 from evaluator.serving.models import Models
 from evaluator.serving.options import QueueOptions
-from evaluator.serving.request import Request, views_and_pixels
+from evaluator.serving.request import Lane, Request, views_and_pixels
+from evaluator.serving.waiting import Waiting
 from fakes import FakeSession, fake_contract
 from heart import HeldSession, counted, served, until
 from serving_harness import png, running_server
 
 CENTER = make_protocol("center", fake_contract())
-
-
-def made_door(**queue: int) -> tuple[Door, Metrics]:
-    metrics = Metrics()
-    return Door("fake", QueueOptions(**queue), metrics.of_model("fake", FakeSession())), metrics
 
 
 @pytest.mark.parametrize("surplus", [0, 1, 7])
@@ -82,90 +79,6 @@ def test_a_refusal_reaches_the_client_as_resource_exhausted() -> None:
         session.free()
         assert first.result(30).predictions
     assert no.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-def test_images_beyond_the_bytes_that_may_wait_are_refused_but_one_alone_never() -> None:
-    door, metrics = made_door(max_bytes=1000)
-    with door.admitted(5000, 2):
-        assert metrics.registry.get_sample_value("prelunet_waiting_bytes", {"model": "fake"}) == 5000
-        with pytest.raises(Overloaded, match="2 views of 5000 bytes wait"), door.admitted(1, 1):
-            pass
-    with door.admitted(600, 1), door.admitted(400, 1):
-        pass
-    with door.admitted(600, 1), pytest.raises(Overloaded, match="1 views of 600 bytes"), door.admitted(401, 1):
-        pass
-    assert (door.images, door.views, door.bytes) == (0, 0, 0)
-    refusals = metrics.registry.get_sample_value("prelunet_refusals_total", {"model": "fake", "reason": "bytes"})
-    assert refusals == 2
-
-
-def test_an_image_of_more_views_than_may_wait_is_let_in_where_nothing_waits() -> None:
-    door, _ = made_door(max_views=3)
-    with door.admitted(1, 60), pytest.raises(Overloaded, match="60 views of 1 bytes"), door.admitted(1, 1):
-        pass
-    with door.admitted(1, 2), door.admitted(1, 1):
-        assert door.views == 3
-
-
-@pytest.mark.parametrize("error", [ImageError("x"), asyncio.CancelledError(), KeyboardInterrupt()])
-def test_a_place_is_given_back_whatever_becomes_of_the_image(error: BaseException) -> None:
-    door, _ = made_door()
-    with pytest.raises(type(error)), door.admitted(10, 3):
-        raise error
-    assert (door.images, door.views, door.bytes) == (0, 0, 0)
-
-
-class Clock:
-    """Stands still until a test moves it."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_the_pace_is_that_of_answers_while_something_waits() -> None:
-    clock = Clock()
-    pace = Pace(clock)
-    assert pace.seconds(10) is None
-    pace.begin()
-    clock.now += 3
-    pace.left(2)
-    assert pace.seconds(1) == pytest.approx(1.5)
-    clock.now += 100  # nothing waits
-    pace.begin()
-    clock.now += 1
-    pace.left(2)
-    assert pace.seconds(4) == pytest.approx(4 * (1.5 * 2 * 254 / 256 + 1) / (2 * 254 / 256 + 2))
-    clock.now += 5
-    pace.left(0)  # one that was not answered: its time counts, its views do not
-    assert pace.seconds(4) == pytest.approx(4 * (1.5 * 2 * 254 / 256 + 6) / (2 * 254 / 256 + 2))
-
-
-def test_the_pace_of_long_ago_is_forgotten() -> None:
-    clock = Clock()
-    pace = Pace(clock)
-    pace.begin()
-    for seconds in (50.0, 0.1):
-        for _ in range(300):
-            clock.now += 10 * seconds
-            pace.left(10)
-    assert pace.seconds(1) == pytest.approx(0.1, rel=0.01)  # of 50 s a view, (246/256)^300 is left
-
-
-@pytest.mark.parametrize(
-    ("seconds", "told"), [(None, door.UNKNOWN), (0.0001, door.SOONEST), (2.0, 6.0), (1000.0, door.LATEST)]
-)
-def test_who_is_refused_is_told_when_those_who_wait_will_be_through(seconds: float | None, told: float) -> None:
-    door, _ = made_door(max_views=3)
-    clock = door._pace._clock = Clock()
-    if seconds is not None:
-        with door.admitted(1, 1):
-            clock.now += seconds
-    with door.admitted(1, 3), pytest.raises(Overloaded) as refusal, door.admitted(1, 1):
-        pass
-    assert refusal.value.retry_after == pytest.approx(told)
 
 
 def test_a_view_that_would_take_gigabytes_is_refused_by_its_size_before_it_is_made() -> None:
@@ -297,3 +210,28 @@ def test_a_mirrored_protocol_costs_a_client_twice_the_turns_of_a_plain_one() -> 
     assert views_and_pixels(plain) == (2, 33 * 33 + 41 * 41)
     assert views_and_pixels(replace(plain, mirror=True)) == (4, 2 * (33 * 33 + 41 * 41))
     assert views_and_pixels(make_protocol("ten-crop", fake_contract())) == (10, 10 * 28 * 28)
+
+
+def test_clients_take_turns_at_decoding_by_what_their_files_cost_and_not_by_their_number() -> None:
+    """A file of 30 kB is told to cost fourteen times as much as one of 2 kB, by its bytes and its view's pixels."""
+    session = FakeSession()
+    lane = Lane("fake", session, Metrics().of_model("fake", session), lambda *_: [])
+
+    async def scenario() -> list[str]:
+        waiting, reply = Waiting(QueueOptions()), asyncio.get_running_loop().create_future()
+        for number in range(100):
+            for client, size in (("large", 30_000), ("small", 2_000)):
+                if client == "small" or number < 30:
+                    waiting.add(Request(lane, bytes(size), CENTER, Caller(client), lambda _: None, reply))
+        order = []
+        while (request := waiting._encoded.first()) is not None:
+            waiting._encoded.take(request)
+            order.append(request.caller.client)
+        return order
+
+    order = asyncio.run(scenario())
+    shown = 2 * 28 * 28 if CENTER.mirror else 28 * 28
+    ratio = (6 * 30_000 + shown) / (6 * 2_000 + shown)
+    first = Counter(order[: order.index("large") + 50])
+    assert order[:100].count("small") == pytest.approx(100 * ratio / (1 + ratio), abs=2)
+    assert first["large"] > 1

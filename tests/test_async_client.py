@@ -137,7 +137,7 @@ def test_a_task_that_is_cancelled_is_cancelled_even_while_the_client_is_closed()
 def test_a_task_that_waits_to_try_again_can_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     async def use(client: AsyncClient) -> None:
         waiting, pause = asyncio.Event(), Attempts.pause
-        monkeypatch.setattr(Attempts, "pause", lambda self, error: waiting.set() or pause(self, error))
+        monkeypatch.setattr(Attempts, "pause", lambda self, error, **more: waiting.set() or pause(self, error, **more))
         task = asyncio.create_task(client.classify(b"cat", timeout=None))
         await waiting.wait()
         task.cancel()

@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -200,6 +201,24 @@ def test_the_error_of_one_bad_image_names_its_place_among_the_others(channel, pl
     assert (outcome, text.startswith(f"images[{place}]: "), "truncated" in text) == ("INVALID_ARGUMENT", True, True), (
         text
     )
+
+
+def test_health_answers_while_many_send_messages_of_very_many_parts(channel) -> None:
+    scales = pb.ClassifyRequest(image=IMAGE, model="six", scales=[100] * 2**23).SerializeToString()
+    inputs = b"\x2a\x00" * 2**22  # empty ones
+    check_health = health_pb2_grpc.HealthStub(channel).Check
+    with ThreadPoolExecutor(4) as pool:
+        sent = [(CLASSIFY, scales), (INFER, inputs)] * 4
+        calls = [pool.submit(channel.unary_unary(method), data, timeout=60) for method, data in sent]
+        while not all(call.done() for call in calls):
+            assert check_health(health_pb2.HealthCheckRequest(), timeout=30).status == 1
+        for call in calls:
+            error = call.exception()
+            assert isinstance(error, grpc.RpcError)
+            assert (error.code(), "more than 1000 fields" in error.details()) == (
+                grpc.StatusCode.INVALID_ARGUMENT,
+                True,
+            )
 
 
 def test_a_model_that_is_not_served_is_not_ready(channel) -> None:

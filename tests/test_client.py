@@ -18,6 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from client_harness import QUICK, Growth, Plain, Scripted, served
 from evaluator.client import Client, Retries
+from evaluator.client.connection import CHANNEL_OPTIONS
 from evaluator.datasets.sample import Dataset, Sample
 from evaluator.engine.classify import classify_images
 from evaluator.engine.scores import shortest
@@ -147,6 +148,19 @@ def test_a_server_s_refusal_is_the_error_it_had(client: Client, arguments: dict,
     assert len(client.classify(png(40, 57), model="fake", protocol="center", top_k=6).predictions) == 6
 
 
+def test_an_answer_above_the_client_s_own_limit_is_told_from_an_image_above_the_server_s(monkeypatch) -> None:
+    others = tuple(option for option in CHANNEL_OPTIONS if "max_receive" not in option[0])
+    monkeypatch.setattr("evaluator.client.sync.CHANNEL_OPTIONS", (*others, ("grpc.max_receive_message_length", 100)))
+    with running_server(fake=FakeSession()) as server, Client(server.address) as client:
+        with pytest.raises(
+            UsageError, match=r"the answer is larger than this client takes\. Ask for less .*100"
+        ) as own:
+            client.classify(png(40, 57))
+        assert "server's limit" not in str(own.value)
+        with pytest.raises(ImageError, match="above the server's limit"):
+            client.classify(b"x" * MAX_MESSAGE)
+
+
 def test_a_dataset_with_its_own_order_of_classes_is_evaluated_by_their_names(client: Client) -> None:
     report = client.evaluate(dataset({"b": png(40, 57, seed=1), "a": png(33, 61, seed=2), "c": b"text"}))
     assert (report["images"], report["refused"], report["dataset"]["name"]) == (3, 1, "flowers")
@@ -210,10 +224,11 @@ def test_where_nothing_listens_the_error_names_the_address_and_the_verb() -> Non
     with socket.socket() as free:  # bound, but nobody accepts
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-        with Client(address) as client, pytest.raises(EnvironmentFault, match=f"{address}: .*prelunet serve --model"):
-            client.classify(png(40, 57))
-        with Client(address) as client, pytest.raises(EnvironmentFault, match=f"{address}: no server answers there"):
-            client.evaluate(dataset({"a": png(40, 57)}))
+        words = f"^{address}: nothing listens there: connection refused. .*prelunet serve --model"
+        with Client(address, retries=Retries.none()) as client:
+            for ask in (lambda: client.classify(png(40, 57)), lambda: client.evaluate(dataset({"a": png(40, 57)}))):
+                with pytest.raises(EnvironmentFault, match=words):
+                    ask()
 
 
 def test_a_server_that_does_not_answer_is_a_deadline_passed() -> None:
@@ -274,7 +289,11 @@ def assert_comes_back(error: Exception, kind: type[PreluNetError]) -> PreluNetEr
         def Classify(self, request, context):  # noqa: N802
             context.abort_with_status(status_of(error, "0123456789ab"))
 
-    with served(Failing()) as address, Client(address) as client, pytest.raises(kind) as caught:
+    with (
+        served(Failing()) as address,
+        Client(address, retries=Retries.none()) as client,
+        pytest.raises(kind) as caught,
+    ):
         client.classify(b"")
     assert type(caught.value) is kind
     return caught.value

@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -11,10 +12,12 @@ from client_harness import BOTH, QUICK, Scripted, served
 from evaluator.client import Progress
 from evaluator.client.calls import Call
 from evaluator.datasets.sample import Dataset, Sample
-from evaluator.errors import DatasetError, EnvironmentFault, PreluNetError
+from evaluator.errors import DatasetError, EnvironmentFault, Interrupted, NotReady, PreluNetError
 from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from evaluator.serving.status import status_of
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+CANCELLED = grpc.StatusCode.CANCELLED
 
 
 @pytest.fixture(params=BOTH, ids=["Client", "AsyncClient"])
@@ -86,16 +89,17 @@ def test_an_evaluation_sends_its_options_and_every_image_with_its_class(client_o
     assert sent[1:] == [pb.EvaluateRequest(image=image) for image in images]
 
 
-def test_an_evaluation_is_tried_again_only_as_long_as_no_image_was_read(client_of, monkeypatch) -> None:
+@pytest.mark.parametrize(("code", "error"), [(UNAVAILABLE, EnvironmentFault), (CANCELLED, Interrupted)])
+def test_an_evaluation_is_tried_again_only_as_long_as_no_image_was_read(client_of, monkeypatch, code, error) -> None:
     dataset = photos()
 
     def late(requests, context):
         next(requests), next(requests)  # an image has arrived
-        context.abort(UNAVAILABLE, "too late")
+        context.abort(code, "too late")
 
     server = Scripted(late)
     with served(server) as address, client_of(address, retries=QUICK) as client:
-        with pytest.raises(EnvironmentFault, match="too late"):
+        with pytest.raises(error, match="too late"):
             client.evaluate(dataset)
         assert len(server.seen) == 1
     dataset.reader.read_ones.clear()
@@ -103,11 +107,24 @@ def test_an_evaluation_is_tried_again_only_as_long_as_no_image_was_read(client_o
     monkeypatch.setattr(Call, "begin", lambda self: begun.append(self) or begin(self))
     with (
         client_of("127.0.0.1:1", retries=QUICK) as client,  # nobody listens on that port
-        pytest.raises(EnvironmentFault, match="no server answers there"),
+        pytest.raises(EnvironmentFault, match="nothing listens there: connection refused"),
     ):
         client.evaluate(dataset)
     assert len(begun) == 4
     assert dataset.reader.read_ones == []
+
+
+def test_an_evaluation_waits_for_a_server_that_loads_its_models_though_images_were_read(client_of) -> None:
+    def loading(requests, context):
+        list(requests)
+        context.abort_with_status(status_of(NotReady("loading"), ""))
+        yield
+
+    dataset, server = photos(), Scripted(loading, loading, evaluated)
+    with served(server) as address, client_of(address, retries=replace(QUICK, restart=20, attempts=1)) as client:
+        assert client.evaluate(dataset)["images"] == 3
+    assert len(server.seen) == 3
+    assert dataset.reader.read_ones == ["a", "b", "c"] * 3
 
 
 def test_an_image_that_cannot_be_read_is_told_whatever_the_server_says(client_of) -> None:

@@ -159,11 +159,12 @@ def test_refused_images_whose_errors_nobody_takes_are_held_back_too(client_of, m
 
 def test_an_image_that_comes_at_a_bad_moment_is_sent_again_on_the_same_stream(client_of) -> None:
     def full(requests, _):
-        left = {b"dog": 2, b"rat": 99}
+        left = {b"dog": 2, b"fox": 2, b"rat": 99}
         for request in requests:
             image = request.request.image
             left[image] = left.get(image, 0) - 1
-            yield bad(request, AT_ONCE) if left[image] >= 0 else good(request)
+            error = Interrupted("the server stops") if image == b"fox" else AT_ONCE
+            yield bad(request, error) if left[image] >= 0 else good(request)
 
     server = Scripted(full)
     with served(server) as address, client_of(address, retries=QUICK) as client:
@@ -186,7 +187,8 @@ def test_images_sent_again_draw_on_the_client_s_reserve(client_of) -> None:
     assert len(sent) == 5 + 4
 
 
-def test_a_stream_that_breaks_is_taken_up_again_with_what_is_unanswered(client_of) -> None:
+@pytest.mark.parametrize("code", [UNAVAILABLE, grpc.StatusCode.CANCELLED], ids=["unavailable", "cancelled"])
+def test_a_stream_that_breaks_is_taken_up_again_with_what_is_unanswered(client_of, code: grpc.StatusCode) -> None:
     sent: list[list[bytes]] = []
 
     def breaks_after(answers: int):
@@ -195,12 +197,12 @@ def test_a_stream_that_breaks_is_taken_up_again_with_what_is_unanswered(client_o
             for number, request in enumerate(requests):
                 sent[-1].append(request.request.image)
                 if number == answers:
-                    context.abort(UNAVAILABLE, "gone")
+                    context.abort(code, "gone")
                 yield good(request)
 
         return some
 
-    server = Scripted(breaks_after(2), breaks_after(0), UNAVAILABLE, breaks_after(1))
+    server = Scripted(breaks_after(2), breaks_after(0), code, breaks_after(1))
     with served(server) as address, client_of(address, retries=replace(QUICK, attempts=6)) as client:
         results = told(client.classify_many(PETS, ahead=2, request_id="again"))
     assert sorted(results) == [(0, "cat"), (1, "dog"), (2, "fox"), (3, "owl"), (4, "rat")]
@@ -333,20 +335,23 @@ def test_a_stream_that_is_given_up_ends_on_the_server_too_though_its_error_is_ke
 
 
 class Broken(grpc.RpcError):
-    """How a stream ends whose connection is lost."""
+    """How a stream ends whose connection is lost, or cannot be made."""
+
+    def __init__(self, words: str = "gone") -> None:
+        self.words = words
 
     def code(self):
         return UNAVAILABLE
 
     def details(self):
-        return "gone"
+        return self.words
 
     def trailing_metadata(self):
         return ()
 
 
 def test_what_is_known_is_told_before_a_stream_that_broke_is_taken_up_again() -> None:
-    terms = Terms("there", None, Retries(first=10**6, most=10**6))
+    terms = Terms("there:1", None, Retries(first=10**6, most=10**6))
     many = Many(terms, classify_request, None, None, ahead=3)
     many.take(b"cat")
     assert many.next_request().id == "0"
@@ -359,8 +364,23 @@ def test_what_is_known_is_told_before_a_stream_that_broke_is_taken_up_again() ->
     assert many.work_in() > 1
 
 
+def test_streams_to_a_server_that_is_not_there_count_as_no_attempt_of_their_images() -> None:
+    many = Many(
+        Terms("there:1", None, Retries(attempts=2, first=1e-9, most=1e-9)), classify_request, None, None, ahead=3
+    )
+    many.take(b"cat")
+    refused = Broken("connections to all backends failing; last error: Connection refused")
+    for ending in (refused, refused, refused, Broken()):  # the first one that a server has seen is the last
+        many.call.begin()
+        while many.next_request() is None:
+            pass
+        many.broke(ending)
+        assert many.take_results() == []
+    assert not many.idle
+
+
 def test_what_is_taken_while_a_stream_breaks_belongs_to_the_next_stream() -> None:
-    terms = Terms("there", None, Retries(first=1e-9, most=1e-9))
+    terms = Terms("there:1", None, Retries(first=1e-9, most=1e-9))
     exchange = Exchange(Many(terms, classify_request, None, None, ahead=2), PETS[:2])
     requests = exchange.open_stream()
     assert next(requests).request.image == b"cat"
@@ -494,7 +514,8 @@ def test_closing_the_client_ends_what_is_in_flight_and_further_calls_say_so(clie
         gate.wait(30)
         return answer_to(request)
 
-    with served(Scripted(hold)) as address, ThreadPoolExecutor(1) as pool:
+    server = Scripted(hold)
+    with served(server) as address, ThreadPoolExecutor(1) as pool:
         with client_of(address) as client:
             call = pool.submit(client.classify, b"cat")
             assert arrived.wait(30)
@@ -503,8 +524,10 @@ def test_closing_the_client_ends_what_is_in_flight_and_further_calls_say_so(clie
             else:
                 client._run(client.client.close())
             assert type(call.exception(30)) is Interrupted
+            assert str(call.exception()) == f"{address}: the client was closed before the answer came"
             with pytest.raises(UsageError, match="the client is closed"):
                 client.classify(b"cat")
             with pytest.raises(UsageError, match="the client is closed"):
                 list(client.classify_many([b"cat"]))
+        assert len(server.seen) == 1, "the caller has ended the call, and it was made again"
         gate.set()

@@ -1,19 +1,28 @@
 """What a server lets its clients do before a call of theirs is looked at: each limit by its effect."""
 
 import asyncio
+import os
 import resource
+import signal
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from evaluator.serving.options import Limits
+from evaluator.errors import EnvironmentFault
+from evaluator.serving import models
+from evaluator.serving.files import ModelFile
+from evaluator.serving.options import Limits, ServeOptions
+from evaluator.serving.run import serve
 from evaluator.serving.server import Server
-from evaluator.serving.transport import allow_open_files, is_loopback, join
+from evaluator.serving.transport import allow_open_files, is_everywhere, is_loopback, join, why_not
+from fakes import FakeSession
 from in_a_loop import in_a_loop, new_channel, refused
 from raw_http2 import (
     ACK,
@@ -181,6 +190,8 @@ async def test_connections_have_no_age_unless_it_is_asked_for() -> None:
 def test_addresses_that_only_this_machine_reaches_are_known() -> None:
     assert all(map(is_loopback, ("127.0.0.1", "127.8.9.1", "::1", "localhost")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "example.org", "")))
+    assert all(map(is_everywhere, ("::", "::0", "0:0:0:0:0:0:0:0")))
+    assert not any(map(is_everywhere, ("::1", "127.0.0.1", "localhost", "", "::ffff:127.0.0.1")))
     assert (join("::1", 5), join("127.0.0.1", 5)) == ("[::1]:5", "127.0.0.1:5")
 
 
@@ -190,6 +201,7 @@ def test_addresses_that_only_this_machine_reaches_are_known() -> None:
         (1024, 20_000, 4096, 4096 + 256, 4096),
         (1024, 2048, 4096, 2048, 2048 - 256),
         (1024, resource.RLIM_INFINITY, 4096, 4096 + 256, 4096),
+        (1024, 256, 4096, 256, 0),
         (9000, 9000, 4096, 9000, 4096),
         (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 4096, resource.RLIM_INFINITY, 4096),
     ],
@@ -204,6 +216,40 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_goes(
     assert there[-1] == (expected_soft, hard)
 
 
+def serving_with_files(monkeypatch: pytest.MonkeyPatch, most: int) -> ServeOptions:
+    """Let this process have so few open files, as far as it looks; returns options to serve a model."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (most, most))
+    monkeypatch.setattr(resource, "setrlimit", lambda _kind, _limits: None)
+    monkeypatch.setattr(models, "open_placed", lambda *_: FakeSession())
+    return ServeOptions((ModelFile("model", Path("model.onnx")),), port=0, lame_duck=0, grace=0)
+
+
+@in_a_loop
+async def test_no_more_connections_are_taken_than_there_are_open_files_for_and_that_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    line: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(serve(serving_with_files(monkeypatch, 256 + 2), line.set_result))
+    address = (await asyncio.wait_for(line, 30)).split(": ")[0].removeprefix("serving on ")
+    async with new_channel(address) as first, new_channel(address) as second, new_channel(address) as third:
+        await check(first)
+        await check(second)
+        assert (await refused(check(third))).code() == grpc.StatusCode.UNAVAILABLE
+        assert await check(first)
+    assert "for 2 connections only, so it takes 2 instead of 4096: raise the limit" in caplog.text
+    os.kill(os.getpid(), signal.SIGTERM)
+    await serving
+
+
+@pytest.mark.parametrize("most", [256, 20])
+def test_a_process_without_open_files_for_any_connection_is_refused_with_a_mend(
+    monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    options = serving_with_files(monkeypatch, most)
+    with pytest.raises(EnvironmentFault, match=rf"may open {most} files only, .* 256 beside .*: raise the limit"):
+        asyncio.run(serve(options, pytest.fail))
+
+
 @in_a_loop
 async def test_a_compressed_message_is_refused_instead_of_unpacked() -> None:
     """GRPC unpacks whatever size before it looks at the limit of a message."""
@@ -215,3 +261,13 @@ async def test_a_compressed_message_is_refused_instead_of_unpacked() -> None:
         assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
         assert "uncompressed" in (error.details() or "")
         assert await check(channel)
+
+
+def test_why_a_port_cannot_be_had_is_told() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert why_not("127.0.0.1", port).startswith(f"port {port} is in use. Choose another --port")
+    assert why_not("203.0.113.7", 50051) == "203.0.113.7 is no address of this machine. Choose another --host"
+    assert why_not("no such host", 50051).startswith("no such host is no address")

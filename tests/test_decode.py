@@ -389,3 +389,26 @@ def test_a_machine_out_of_memory_is_not_the_images_fault(monkeypatch: pytest.Mon
     monkeypatch.setattr(decode, "_open", no_memory)
     with pytest.raises(EnvironmentFault, match="more memory than this machine has left"):
         decode_rgb(b"any")
+
+
+def test_a_broken_tiff_leaves_nothing_on_stderr() -> None:
+    """Libtiff would write its own lines there, in the middle of a server's log."""
+    script = """if True:
+        import io
+        from PIL import Image
+        from evaluator.errors import ImageError
+        from evaluator.imaging.decode import decode_rgb
+
+        whole = io.BytesIO()
+        Image.effect_noise((60, 40), 80).convert("RGB").save(whole, "TIFF", compression="tiff_lzw")
+        good, refused = whole.getvalue(), 0
+        for place in range(8, len(good) - 40, 37):
+            try:
+                decode_rgb(good[:place] + b"\\xff" * 40 + good[place + 40:])
+            except ImageError:
+                refused += 1
+        print(refused)
+    """
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(ended.stdout) > 50
+    assert ended.stderr == ""

@@ -166,7 +166,13 @@ def test_a_limit_of_open_files_below_the_connections_is_told(monkeypatch: pytest
     monkeypatch.setattr(resource, "getrlimit", lambda _kind: (256, 1024))
     finding = found("open files")
     assert finding.state == "note"
-    assert "--max-connections below 1024" in finding.mend
+    assert "--max-connections 768 instead of 4096" in finding.mend, "a server needs files beside those of connections"
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (256, 256))
+    assert found("open files").mend == "raise it (ulimit -Hn)", "with no connection at all a server does not start"
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (256, 4096 + 255))
+    assert found("open files").state == "note"
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (256, 4096 + 256))
+    assert found("open files").state == "ok"
     monkeypatch.setattr(resource, "getrlimit", lambda _kind: (256, resource.RLIM_INFINITY))
     assert found("open files").state == "ok"
 
@@ -239,6 +245,26 @@ def test_a_server_that_does_not_serve_is_found(capsys: pytest.CaptureFixture[str
     assert (code, findings["server"]["facts"]["health"]) == (6, "NOT_SERVING")
     assert "loading its models" in said
     assert "served models" not in findings
+
+
+@pytest.mark.parametrize(
+    ("address", "told"), [("localhost", "needs a port"), ("http://a:1", "without http://, as a:1")]
+)
+def test_an_address_that_is_none_is_told_before_anything_is_looked_at(
+    capsys: pytest.CaptureFixture[str], address: str, told: str
+) -> None:
+    assert run(["doctor", "--server", address]) == 2
+    said = capsys.readouterr()
+    assert (said.out, told in said.err) == ("", True), said
+
+
+def test_people_read_what_is_wrong_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    assert run(["doctor", "--server", address, "--port", "0"]) == 6
+    said = capsys.readouterr()
+    assert said.err == "prelunet: 1 of 10 findings is wrong: server. The table says what to do\n"
+    assert "is it running there?" in " ".join(said.out.split())
 
 
 def test_a_server_that_is_not_there_is_found(capsys: pytest.CaptureFixture[str]) -> None:

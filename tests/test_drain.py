@@ -5,8 +5,8 @@ import os
 import signal
 import struct
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,20 +17,22 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from evaluator.errors import DeviceLost
+from evaluator.errors import DeviceLost, NotReady
 from evaluator.imaging.decode import DecodeLimits
 from evaluator.pb.inference import inference_pb2 as inference_pb
 from evaluator.pb.inference import inference_pb2_grpc as inference_grpc
 from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from evaluator.serving import drain, models
+from evaluator.serving import drain, models, watchdog
 from evaluator.serving import server as server_module
 from evaluator.serving.drain import Ended, Events, until_ended
 from evaluator.serving.files import ModelFile
+from evaluator.serving.metrics import Metrics
 from evaluator.serving.models import Models
 from evaluator.serving.options import Limits, ServeOptions
 from evaluator.serving.run import serve
 from evaluator.serving.server import SERVICES, Server
+from evaluator.serving.status import error_from
 from fakes import FakeSession
 from in_a_loop import in_a_loop, new_channel, refused, until
 from raw_http2 import (
@@ -67,10 +69,15 @@ class Stopping:
 
 @asynccontextmanager
 async def stopping(
-    session: Any, *, lame_duck: float = LONG, grace: float = LONG, limits: Limits = Limits()
+    session: Any,
+    *,
+    lame_duck: float = LONG,
+    grace: float = LONG,
+    limits: Limits = Limits(),
+    metrics: Metrics | None = None,
 ) -> AsyncIterator[Stopping]:
     """Serve a session as `model` until the end is asked for."""
-    events, server = Events(), Server("127.0.0.1", 0, limits)
+    events, server = Events(), Server("127.0.0.1", 0, limits, metrics)
     served = Models([(ModelFile("model", Path("model.onnx")), session)], DecodeLimits(), on_lost=events.tell)
     await server.start(served)
     ended = asyncio.create_task(until_ended(server, served, events, lame_duck=lame_duck, grace=grace))
@@ -186,6 +193,97 @@ async def test_a_third_signal_cuts_off_what_is_in_flight() -> None:
         assert await stop.ended == Ended(unfinished=1)
 
 
+STOPPING = "this server is stopping; try another, or again later"
+
+
+async def call_until(channel: grpc.aio.Channel, ends: Callable[[grpc.aio.AioRpcError], bool]) -> list[Any]:
+    """Make quick calls without a pause until one ends so; return the errors of all that failed."""
+    failures = []
+    stub = pb_grpc.PreluNetServiceStub(channel)
+    while True:
+        try:
+            await stub.ListModels(pb.ListModelsRequest(), timeout=30)
+        except grpc.aio.AioRpcError as error:
+            failures.append(error)
+            if ends(error):
+                return failures
+
+
+def reason_of(error: grpc.aio.AioRpcError) -> type[Exception]:
+    return type(error_from(error, ""))
+
+
+@pytest.mark.parametrize("stubborn", [False, True], ids=["refused once", "however often they are refused"])
+@in_a_loop
+async def test_of_callers_that_call_without_a_pause_nobody_is_cancelled(stubborn: bool) -> None:
+    async with stopping(FakeSession(), lame_duck=0.05) as stop, AsyncExitStack() as stack:
+
+        def ends(error: grpc.aio.AioRpcError) -> bool:
+            return not stubborn or error.details() != STOPPING
+
+        channels = [await stack.enter_async_context(new_channel(stop.address)) for _ in range(8)]
+        callers = [asyncio.create_task(call_until(channel, ends)) for channel in channels]
+        stop.signal()
+        for failures in await asyncio.gather(*callers):
+            *refusals, last = failures
+            assert {error.code() for error in failures} == {grpc.StatusCode.UNAVAILABLE}
+            assert {reason_of(error) for error in refusals} <= {NotReady}
+            if stubborn:
+                assert refusals, "the port closes after a moment in which calls are refused"
+            else:
+                assert (reason_of(last), last.details()) == (NotReady, STOPPING)
+        assert await stop.ended == Ended()
+
+
+@in_a_loop
+async def test_while_new_calls_are_refused_those_in_flight_go_on_and_probes_and_health_are_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_module, "FAREWELL", 0.05)
+    monkeypatch.setattr(server_module, "QUIET", 1.0)  # enough for the few calls that should be made in it
+    session, metrics = Gated(), Metrics()
+    async with (
+        stopping(session, lame_duck=0, metrics=metrics) as stop,
+        new_channel(stop.address) as channel,
+        new_channel(stop.address) as other,
+    ):
+        call, stream = asyncio.create_task(classify(channel)), pb_grpc.PreluNetServiceStub(channel).ClassifyStream()
+        request = pb.ClassifyRequest(image=IMAGE, protocol="center")
+        await stream.write(pb.ClassifyStreamRequest(id="before", request=request))
+        await until(lambda: stop.server.calls == 2)
+        stop.signal()
+        [error] = await call_until(other, lambda _: True)
+        assert (reason_of(error), error.details()) == (NotReady, STOPPING)
+        assert not stop.ended.done()
+        assert await health_of(other) == NOT_SERVING
+        inference = inference_grpc.GRPCInferenceServiceStub(other)
+        assert (await inference.ServerLive(inference_pb.ServerLiveRequest())).live
+        assert not (await inference.ServerReady(inference_pb.ServerReadyRequest())).ready
+        await stream.write(pb.ClassifyStreamRequest(id="while", request=request))
+        await stream.done_writing()
+        session.gate.set()
+        assert (await call).predictions
+        assert {(await stream.read()).id for _ in range(2)} == {"before", "while"}
+        refusals = {"model": "", "reason": "stopping"}
+        assert metrics.registry.get_sample_value("prelunet_refusals_total", refusals) == 1
+        assert await stop.ended == Ended()
+
+
+@in_a_loop
+async def test_a_signal_ends_the_moment_of_refusals_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "QUIET", LONG)
+    session = Gated()
+    async with stopping(session, lame_duck=0) as stop, new_channel(stop.address) as channel:
+        call = asyncio.create_task(classify(channel))
+        await until(lambda: stop.server.calls == 1)
+        stop.signal()
+        await until(lambda: not stop.server.serving)
+        stop.signal()
+        await refused(call)
+        session.gate.set()
+        assert await stop.ended == Ended(unfinished=1)
+
+
 @in_a_loop
 async def test_a_call_whose_message_is_still_on_its_way_is_waited_for() -> None:
     message = pb.ClassifyRequest(image=IMAGE, protocol="center").SerializeToString()
@@ -287,6 +385,29 @@ async def test_a_device_that_is_lost_in_the_window_ends_it() -> None:
 
 
 @in_a_loop
+async def test_a_device_that_is_lost_while_calls_end_is_told_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "FAREWELL", 0.05)
+
+    class LostLate(Gated):
+        def compute(self, staged: Any) -> Any:
+            super().compute(staged)
+            raise DeviceLost("gone")
+
+    session = LostLate()
+    async with stopping(session, lame_duck=0) as stop, new_channel(stop.address) as channel:
+        calls = [asyncio.create_task(classify(channel)) for _ in range(5)]
+        await until(lambda: stop.server.calls == 5)
+        stop.signal()
+        async with new_channel(stop.address) as fresh:
+            await first_failure(fresh)  # the port is closed
+        session.gate.set()
+        assert {reason_of(await refused(call)) for call in calls} == {DeviceLost}
+        ended = await stop.ended
+        assert isinstance(ended.lost, DeviceLost)
+        assert (ended.unfinished, ended.stuck) == (0, False)
+
+
+@in_a_loop
 async def test_a_device_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drain, "CLOSING", 0.2)
     session = Gated()
@@ -296,6 +417,23 @@ async def test_a_device_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatc
         stop.signal()
         await refused(call)
         assert await stop.ended == Ended(unfinished=1, stuck=True)
+
+
+@in_a_loop
+async def test_a_device_that_hangs_is_noticed_without_a_signal_and_callers_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_module, "FAREWELL", 0.05)
+    monkeypatch.setattr(drain, "CLOSING", 0.2)
+    monkeypatch.setattr(watchdog, "FIRST", 0.05)
+    monkeypatch.setattr(watchdog, "TICK", 0.01)
+    async with stopping(Gated()) as stop, new_channel(stop.address) as channel:
+        calls = [asyncio.create_task(classify(channel)) for _ in range(3)]
+        assert {reason_of(await refused(call)) for call in calls} == {DeviceLost}
+        await until(lambda: not stop.server.serving)
+        ended = await stop.ended
+        assert isinstance(ended.lost, DeviceLost)
+        assert (ended.unfinished, ended.stuck) == (0, True)
 
 
 @in_a_loop
@@ -325,11 +463,16 @@ async def test_while_models_are_loaded_health_says_no_and_calls_are_told_to_come
         assert error.code() == grpc.StatusCode.UNAVAILABLE
         assert "loading its models" in (error.details() or "")
         stub = pb_grpc.PreluNetServiceStub(channel)
-        assert (await refused(stub.Evaluate(iter([])).read())).code() == grpc.StatusCode.UNAVAILABLE
+        assert reason_of(await refused(stub.Evaluate(iter([])).read())) is NotReady
+        probes = inference_grpc.GRPCInferenceServiceStub(channel)
+        assert (await probes.ServerLive(inference_pb.ServerLiveRequest())).live, "who is loading should not be killed"
+        assert not (await probes.ServerReady(inference_pb.ServerReadyRequest())).ready
+        assert not (await probes.ModelReady(inference_pb.ModelReadyRequest(name="model"))).ready
         loading.gate.set()
         await asyncio.wait_for(announced.wait(), 30)
         assert {await health_of(channel, name) for name in ("", *SERVICES)} == {SERVING}
         assert (await classify(channel)).predictions
+        assert (await probes.ModelReady(inference_pb.ModelReadyRequest(name="model"))).ready
     os.kill(os.getpid(), signal.SIGTERM)
     assert await serving == Ended()
 

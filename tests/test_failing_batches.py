@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -213,5 +214,97 @@ def test_what_cannot_be_staged_ahead_is_computed_all_the_same() -> None:
             await until(lambda: all_decoded(models, 4) and not ready(models))
             session.free()
             assert len(await asyncio.gather(*tasks)) == 3
+
+    with_models(scenario)
+
+
+@pytest.mark.parametrize(
+    ("error", "failures"), [(RuntimeError("planted"), {"error": 2}), (OutOfMemory("planted"), {"memory": 2})]
+)
+def test_window_scores_that_cannot_be_fetched_fail_the_request_that_wants_them_and_no_other(
+    error: Exception, failures: dict[str, int]
+) -> None:
+    class NoWindows(HeldSession):
+        def compute(self, staged):
+            def fetch():
+                raise error
+
+            return replace(super().compute(staged), take_window_scores=fetch)
+
+    session = NoWindows()
+
+    async def scenario() -> None:
+        with served(fake=session) as models:
+            await occupied(models, session)
+            image, classifier = png(32, 41, 1), models.get("fake")
+            mapped = asyncio.create_task(classifier.answer(image, dense(32), 2, heatmap=True))
+            plain = ask(models, png(32, 41, 2), dense(32))
+            await until(lambda: ready(models) == 2)
+            session.free()
+            with pytest.raises(type(error), match="planted"):
+                await mapped
+            assert (await plain).views[0].window_scores is None
+            assert await ask(models, png(32, 41, 9), dense(32)), "the device lives on"
+            for reason, number in failures.items():
+                assert counted(models, "batch_failures_total", "fake", reason=reason) == number, "of two views, and one"
+
+    with_models(scenario)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_the_canvases_of_a_batch_that_failed_are_gone_before_less_is_tried(staged: bool) -> None:
+    """Also those that were staged, and those in the frames of the error."""
+    canvases: list[weakref.ref[np.ndarray]] = []
+    alive: list[int] = []
+
+    def runtime(images: np.ndarray) -> None:
+        if len(images) > 1:
+            raise RuntimeError("the runtime's own")
+
+    def fail(images: np.ndarray) -> None:
+        alive.append(sum(found() is not None for found in canvases))
+        canvases.append(weakref.ref(images))
+        try:
+            runtime(images)
+        except RuntimeError as error:
+            del images
+            raise OutOfMemory("planted") from error
+
+    if staged:
+        rules = replace(GPU_RULES, max_pixels=4 * 32 * 44)
+        session = HeldSession(provider="CUDAExecutionProvider", rules=rules, fail=fail)
+    else:
+        session = HeldSession(fail=fail)
+
+    async def scenario() -> None:
+        with served(fake=session) as models:
+            await occupied(models, session)
+            tasks = [ask(models, png(32, 41, seed), dense(32)) for seed in range(4)]
+            await until(lambda: all_decoded(models, 5))
+            await until(lambda: not ready(models) if staged else ready(models) == 4)
+            session.free()
+            await asyncio.gather(*tasks)
+
+    with_models(scenario)
+    assert len(alive) == 1 + 7, "of 4, 2, 1, 1, 2, 1 and 1 views"
+    assert max(alive) == 0
+
+
+def test_views_of_which_nothing_can_be_made_fail_their_request_and_the_thread_that_decodes_lives_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def planted(*_arguments: object) -> tuple[int, int]:
+        raise MemoryError("planted")
+
+    async def scenario() -> None:
+        with served(fake=FakeSession()) as models:
+            threads = [thread for thread in threading.enumerate() if thread.name.startswith("decode-")]
+            for _ in range(2 * len(threads)):
+                with monkeypatch.context() as patch:
+                    patch.setattr(models.get("")._lane, "canvas_of", planted)
+                    with pytest.raises(OutOfMemory, match="too little main memory"):
+                        await ask(models, png(32, 41), dense(32))
+            await ask(models, png(32, 41), dense(32))
+            assert all(thread.is_alive() for thread in threads)
 
     with_models(scenario)

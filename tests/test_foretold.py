@@ -8,10 +8,12 @@ import pytest
 from evaluator.engine.memory import image_bytes, memory_need
 from evaluator.engine.session import Placement
 from evaluator.errors import UsageError
+from evaluator.imaging.decode import LARGEST_DECODING, DecodeLimits
 from evaluator.machine import cores
 from evaluator.protocols import make_protocol
+from evaluator.serving.door import with_reserve
 from evaluator.serving.files import ModelFile
-from evaluator.serving.foretold import memory_of_serving
+from evaluator.serving.foretold import largest_decoding, memory_of_serving
 from evaluator.serving.options import QueueOptions, ServeOptions
 from fakes import FakeSession, fake_contract
 
@@ -34,7 +36,7 @@ def test_two_models_take_the_sum_of_their_weights_batches_and_queues() -> None:
         needs.append(alone)
         validation = memory_need(session.contract, protocol, 1, None)
         assert (alone.base, alone.decoding, alone.packed) == (validation.base, validation.decoding, validation.packed)
-        assert alone.images == 4 * queue.max_bytes + queue.ready_bytes + cores() * image_bytes(protocol)
+        assert alone.images == 2 * with_reserve(queue.max_bytes) + queue.ready_bytes + cores() * image_bytes(protocol)
     both = memory_of_serving(sessions, OPTIONS)  # type: ignore[arg-type]
     for part in ("weights", "batch", "packed", "results"):
         assert getattr(both, part) == sum(getattr(need, part) for need in needs), part
@@ -45,10 +47,17 @@ def test_two_models_take_the_sum_of_their_weights_batches_and_queues() -> None:
     )
 
 
-def test_a_smaller_queue_takes_less_by_four_times_its_bytes() -> None:
+def test_a_smaller_queue_takes_less_by_twice_its_bytes_and_their_reserve() -> None:
     smaller = replace(OPTIONS, queue=QueueOptions(max_bytes=2**20))
     saved = memory_of_serving(fakes(), OPTIONS).total - memory_of_serving(fakes(), smaller).total  # type: ignore[arg-type]
-    assert saved == 2 * 4 * (OPTIONS.queue.max_bytes - 2**20)
+    assert saved == 2 * 2 * 1.25 * (OPTIONS.queue.max_bytes - 2**20), (
+        "and the quarter for clients that have nothing there"
+    )
+
+
+def test_the_largest_image_takes_its_share_of_the_largest_of_all() -> None:
+    assert largest_decoding(DecodeLimits()) == LARGEST_DECODING
+    assert largest_decoding(DecodeLimits(max_pixels=1_000_000)) == 32_000_000, "32 bytes a pixel"
 
 
 def test_a_limit_that_is_too_low_is_refused_with_one_that_is_enough() -> None:

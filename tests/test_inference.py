@@ -2,10 +2,11 @@
 
 import asyncio
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -24,7 +25,7 @@ from evaluator.serving.inference import NOT_OFFERED, SERVICE, InferenceServicer
 from evaluator.serving.options import QueueOptions
 from fakes import FakeSession, fake_contract
 from inference_calls import IMAGE, image_input, infer_request, raw, scores_in, scores_output, texts_in
-from serving_harness import png, running_server
+from serving_harness import eventually, png, running_server
 
 HOSTILE = Path(__file__).parent / "data" / "hostile"
 IMAGES = [png(40, 57, seed=1), png(33, 31, seed=2), png(70, 45, seed=3)]
@@ -148,19 +149,19 @@ def test_the_answer_names_model_version_and_the_requests_id(stub) -> None:
 
 def test_large_messages_and_long_answers_are_made_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading 32 MB takes 50 ms, which no other caller should wait for."""
-    threads: dict[tuple[str, int], int] = {}
+    threads: dict[tuple[str, bool], int] = {}
 
-    def record(name: str) -> None:
+    def record(name: str, is_large: Callable[..., bool]) -> None:
         function = getattr(inference_messages, name)
 
-        def recorded(request: pb.ModelInferRequest, *arguments: Any) -> Any:
-            threads[name, len(request.raw_input_contents[0]) > 2**20] = threading.get_ident()
-            return function(request, *arguments)
+        def recorded(*arguments: Any) -> Any:
+            threads[name, is_large(*arguments)] = threading.get_ident()
+            return function(*arguments)
 
         monkeypatch.setattr(inference_messages, name, recorded)
 
-    record("asked_of")
-    record("infer_response")
+    record("asked_of", lambda request, *_: len(request.raw_input_contents[0]) > 2**20)
+    record("infer_response", lambda _, asked, *__: len(asked.images) > 1)
     session = FakeSession(fake_contract(classes=300))
     with running_server(six=session) as server, grpc.insecure_channel(server.address) as channel:
         stub = pb_grpc.GRPCInferenceServiceStub(channel)
@@ -215,6 +216,49 @@ def test_a_request_of_many_images_is_let_in_whole_or_not_at_all() -> None:
         same(scores_in(first.result()), alone([IMAGE], "center"))
         same(scores_in(second.result()), alone(IMAGES[:2], "center"))
     assert sum(shape[0] for shape in session.calls) == 3, "no view of the refused request was computed"
+
+
+class Referable:
+    """A request to which there may be weak references; to messages there are none."""
+
+    def __init__(self, request: pb.ModelInferRequest) -> None:
+        self._request = request
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_request_whose_answer_waits_is_kept_once_as_its_images(streamed: bool) -> None:
+    """The message has them a second time."""
+    session = HeldSession()
+    context = SimpleNamespace(time_remaining=lambda: None, peer=lambda: "me")
+    messages = []
+
+    async def requests() -> AsyncIterator[Referable]:
+        for _ in range(2):
+            request = Referable(infer_request())
+            messages.append(weakref.ref(request))
+            yield request
+            del request  # it is asked for the next at once
+        await asyncio.to_thread(session.go_on.wait, 60)
+
+    async def scenario(servicer: InferenceServicer) -> None:
+        if streamed:
+            answers = aiter(servicer.ModelStreamInfer(requests(), context))
+            answered = asyncio.ensure_future(anext(answers))
+        else:
+            request = Referable(infer_request())
+            messages.append(weakref.ref(request))
+            answered = asyncio.ensure_future(servicer.ModelInfer(request, context))
+            del request
+        await asyncio.to_thread(session.entered.wait, 60)
+        assert [message() for message in messages] == [None] * (2 if streamed else 1)
+        session.go_on.set()
+        assert await answered
+
+    with running_server(six=session) as server:
+        asyncio.run(scenario(InferenceServicer(server.models, lambda: True)))
 
 
 def test_the_bytes_of_all_images_of_a_request_count_together() -> None:
@@ -378,18 +422,10 @@ def test_what_waits_of_a_stream_is_dropped_when_its_caller_leaves() -> None:
             go_on.wait(60)
 
         stream = stub.ModelStreamInfer(requests(), timeout=60)
-        until(lambda: waiting() == 3)
+        eventually(lambda: waiting() == 3)
         stream.cancel()
         go_on.set()
-        until(lambda: waiting() == 0)
+        eventually(lambda: waiting() == 0)
         session.go_on.set()
         same(scores_in(stub.ModelInfer(infer_request(), timeout=60)), alone([IMAGE], "center"))
     assert [shape[0] for shape in session.calls] == [1, 1]
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Wait for something that the server does in its own time."""
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.005)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ def test_tritonclient_of_asyncio_gets_the_scores_of_the_model(told, scores) -> N
         ("bad model", "NOT_FOUND", "no model 'nine' is served. There are: six"),
         ("negative timeout", "INVALID_ARGUMENT", "'timeout' is -1 microseconds"),
         ("priority", "INVALID_ARGUMENT", "'priority' should be 0"),
-        ("sequence", "INVALID_ARGUMENT", "'sequence_end' that this server does not know"),
+        ("sequence", "INVALID_ARGUMENT", "Call without a sequence_id"),
         ("no time", "DEADLINE_EXCEEDED", ""),
     ],
 )
@@ -191,18 +192,26 @@ def quickstart(tmp_path: Path) -> Iterator[tuple[Path, str]]:
 
 
 @needs_triton
-def test_the_examples_of_the_page_run_one_after_the_other(quickstart: tuple[Path, str]) -> None:
+def test_every_example_of_the_page_runs_after_the_first(quickstart: tuple[Path, str]) -> None:
     folder, address = quickstart
-    program = "\n".join(examples("python")).replace("127.0.0.1:50051", address)
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    said = done.stdout.splitlines()
-    assert len(said) == 5 + 1 + 1 + 3
-    assert all(re.fullmatch(r"0\.\d{3} class [0-5]", line) for line in said[:5]), said
-    assert said[6:] == ["(3, 6)", "('0', (3, 6))", "('1', (3, 6))", "('2', (3, 6))"]
-    assert len(json.loads((folder / "images.json").read_text())["data"]) == 3
+    first, *others = [example.replace("127.0.0.1:50051", address) for example in examples("python")]
+
+    def said_by(program: str) -> list[str]:
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    with ThreadPoolExecutor(2) as pool:
+        said = list(pool.map(said_by, [first, *(first + other for other in others)]))
+    assert all(re.fullmatch(r"0\.\d{3} class [0-5]", line) for line in said[0]), said
+    assert [lines[:5] for lines in said] == [said[0]] * len(said)
+    several, streamed, prepared = said[1][5:], said[3][5:], json.loads((folder / "images.json").read_text())
+    assert re.fullmatch(r"\{'shelf.png': .*[0-5].*, 'shirt.png': .*, 'shoe.png': .*\}", *several)
+    assert said[2][5:] == ["(3, 6)"]
+    assert streamed == ["('0', (3, 6))", "('1', (3, 6))", "('2', (3, 6))"]
+    assert len(prepared["data"]) == 3
 
 
 @needs_buf

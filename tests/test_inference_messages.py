@@ -127,7 +127,17 @@ def test_answers_in_order_are_all_given_before_an_error_of_reading_and_dropped_w
         ({"inputs": [image_input([2, 3, 4])]}, "shape [2, 3, 4]; this model takes one input: 'images', datatype BYTES"),
         ({"raw_input_contents": [raw([IMAGE])[:-1]]}, "ends within images[0], its shape promises 1"),
         ({"raw_input_contents": [raw([IMAGE]) + b"xyz"]}, "goes on for 3 bytes"),
-        ({"values": {"sequence_id": 3}}, "does not know. There are: protocol, scales, mirror, apply_exif, timeout"),
+        (
+            {"values": {"sequenced": 3}},
+            "'sequenced' that this server does not know. There are: protocol, scales, ",
+        ),
+        ({"values": {"sequence_id": 3}}, "each request stands alone. Call without a sequence_id"),
+        ({"inputs": [image_input(parameters=parameters({"shared_memory_region": "r"}))]}, "Call without shared memory"),
+        ({"outputs": [scores_output(shared_memory_offset=3)]}, "Call without shared memory"),
+        ({"outputs": [scores_output("logits")]}, "the model has no output 'logits'. There is: scores"),
+        ({"outputs": [scores_output(), scores_output()]}, "asked for 2 times; once is enough"),
+        ({"raw_input_contents": []}, "has no elements; send the images in `raw_input_contents`"),
+        ({"values": {"scales": "256;384"}}, "1 to 32 whole numbers of pixels with commas, as in '256,384,480'"),
         ({"values": {"mirror": "yes"}}, "parameter 'mirror' of the request should be of type bool, not string"),
         ({"values": {"protocol": 1.5}}, "should be of type string, not double"),
         ({"values": {"timeout": -5}}, "'timeout' is -5 microseconds"),
@@ -139,6 +149,24 @@ def test_a_wrong_request_is_told_what_is_wrong_with_it(changes: dict, text: str)
     with pytest.raises((UsageError, ImageError)) as refused:
         asked_of(infer_request(**changes), fake_contract())
     assert text in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"inputs": [image_input(name="n" * 10_000)]},
+        {"inputs": [image_input(datatype="n" * 10_000)]},
+        {"outputs": [scores_output("n" * 10_000)]},
+        {"values": {"n" * 10_000: True}},
+        {"values": {"sequence_" + "n" * 10_000: True}},
+    ],
+    ids=["input", "datatype", "output", "parameter", "parameter that is not offered"],
+)
+def test_a_long_text_of_a_caller_leaves_room_for_what_is_wrong_with_it(changes: dict) -> None:
+    with pytest.raises(UsageError) as refused:
+        asked_of(infer_request(**changes), fake_contract())
+    assert "nnn…'" in str(refused.value)
+    assert len(str(refused.value)) < 400
 
 
 @given(st.lists(st.binary(max_size=300), min_size=1, max_size=64))

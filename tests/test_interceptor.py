@@ -5,7 +5,8 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,14 +18,18 @@ from google.rpc.error_details_pb2 import RetryInfo
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
-from evaluator.errors import OUTCOMES, ImageError, Overloaded, PreluNetError
+from evaluator.errors import OUTCOMES, DeadlinePassed, ImageError, Overloaded, PreluNetError, UsageError
 from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from evaluator.serving.calls import Call, note
 from evaluator.serving.interceptor import Calls, _status_of_one_gone, _Watched
 from evaluator.serving.metrics import Metrics
+from evaluator.serving.options import Limits
 from evaluator.serving.status import error_from
-from serving_harness import eventually, running_servicer
+from fakes import FakeSession
+from in_a_loop import until
+from raw_http2 import DATA, END_HEADERS, HEADERS, call_headers, connection, frame
+from serving_harness import eventually, running_server, running_servicer
 
 SERVICE = "prelunet.v1.PreluNetService"
 CLASSIFY, STREAM = f"{SERVICE}/Classify", f"{SERVICE}/ClassifyStream"
@@ -84,6 +89,7 @@ class Served:
     calls: Calls
     metrics: Metrics
     channel: grpc.Channel
+    address: str
     stub: pb_grpc.PreluNetServiceStub = field(init=False)
 
     def __post_init__(self) -> None:
@@ -98,12 +104,12 @@ class Served:
 
 
 @contextmanager
-def served(most: int = 100) -> Iterator[Served]:
+def served(most: int = 100, arrival: float = Limits.arrival) -> Iterator[Served]:
     toy, metrics = Toy(), Metrics()
     calls = Calls(most, metrics)
-    with running_servicer(toy, calls) as address, grpc.insecure_channel(address) as channel:
+    with running_servicer(toy, calls, arrival) as address, grpc.insecure_channel(address) as channel:
         try:
-            yield Served(toy, calls, metrics, channel)
+            yield Served(toy, calls, metrics, channel, address)
         finally:
             toy.gate.set()
             eventually(lambda: calls.count == 0)
@@ -169,9 +175,9 @@ def test_a_caller_who_goes_away_leaves_a_status_and_no_error_in_the_log(caplog, 
         if leaves:
             call.cancel()
         expected = "CANCELLED" if leaves else "DEADLINE_EXCEEDED"
-        eventually(lambda: server.ended(expected, STREAM if streamed else CLASSIFY) == 1)
+        eventually(lambda: server.calls.count == 0)
+        assert server.ended(expected, STREAM if streamed else CLASSIFY) == 1
         assert server.toy.left == (["wait", "generator"] if streamed else ["wait"])
-        assert server.calls.count == 0
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
@@ -192,6 +198,9 @@ def test_a_generator_is_closed_before_the_call_of_a_reader_who_has_left_ends(gon
         def peer(self) -> str:
             return "nobody"
 
+        async def read(self) -> bytes:
+            return b"a question"
+
         def time_remaining(self) -> None:
             return None
 
@@ -203,8 +212,9 @@ def test_a_generator_is_closed_before_the_call_of_a_reader_who_has_left_ends(gon
 
     async def scenario() -> Call:
         call = Call(STREAM, "id")
+        watched = _Watched(grpc.unary_stream_rpc_method_handler(answers), call, arrival=30).handler()
         with pytest.raises(asyncio.CancelledError):  # which gRPC takes without a word
-            await _Watched(grpc.unary_stream_rpc_method_handler(answers), call).handler().unary_stream(b"", Unread())
+            await watched.stream_stream(None, Unread())
         assert closed == [True]
         return call
 
@@ -294,6 +304,96 @@ def test_a_message_above_the_limit_and_one_that_is_none_end_their_call_and_no_ot
         assert rubbish.code() == grpc.StatusCode.INVALID_ARGUMENT
         eventually(lambda: server.calls.count == 0)
         assert server.stub.Classify(request("next")).model.name == "next"
+
+
+@pytest.mark.parametrize(("scales", "decoded"), [(8000, True), (40_000, False)])
+def test_a_message_of_very_many_parts_is_refused_before_it_is_decoded(scales: int, decoded: bool) -> None:
+    data = pb.ClassifyRequest(scales=[100] * scales).SerializeToString()
+    sizes: list[int] = []
+
+    def decode(data: bytes) -> pb.ClassifyRequest:
+        sizes.append(len(data))
+        return pb.ClassifyRequest.FromString(data)
+
+    async def classify(_request: pb.ClassifyRequest, _context: object) -> bytes:
+        return b"answered"
+
+    context = FakeContext(data)
+    handler = grpc.unary_unary_rpc_method_handler(classify, decode)
+    call = Call(CLASSIFY, "id")
+    asyncio.run(_Watched(handler, call, arrival=30).handler().stream_unary(None, context))
+    assert (len(data) in sizes) == decoded
+    assert (call.status, call.bytes) == ("OK" if decoded else "INVALID_ARGUMENT", len(data))
+    assert bool(context.refusals) is not decoded
+
+
+def test_a_caller_who_leaves_before_the_message_is_not_taken_for_one_who_sent_none() -> None:
+    """Reading ends first, and gRPC cancels the call in a later turn of the event loop."""
+
+    async def classify(_request: bytes, _context: object) -> bytes:
+        return b"answered"
+
+    async def scenario() -> None:
+        call, context = Call(CLASSIFY, "id"), FakeContext(grpc.aio.EOF)
+        watched = _Watched(grpc.unary_unary_rpc_method_handler(classify), call, arrival=30).handler()
+        running = asyncio.create_task(watched.stream_unary(None, context))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert (call.status, context.refusals) == ("CANCELLED", [])
+
+    asyncio.run(scenario())
+
+
+def test_nobody_but_its_method_keeps_a_message() -> None:
+    """It may have 64 MB, and wait for seconds."""
+    kept = []
+
+    class Message:
+        """One to which there may be weak references."""
+
+        def __init__(self, _data: bytes) -> None:
+            pass
+
+    async def classify(request: Message, _context: object) -> bytes:
+        message = weakref.ref(request)
+        del request
+        await asyncio.sleep(0)
+        kept.append(message() is not None)
+        return b"answered"
+
+    handler = grpc.unary_unary_rpc_method_handler(classify, Message)
+    watched = _Watched(handler, Call(CLASSIFY, "id"), arrival=30).handler()
+    asyncio.run(watched.stream_unary(None, FakeContext(b"a message")))
+    assert kept == [False]
+
+
+class FakeContext:
+    """A context of a caller who sends one message, or none. refusals: texts with which the call was ended."""
+
+    def __init__(self, data: object) -> None:
+        self._data = data
+        self.refusals: list[str] = []
+
+    def peer(self) -> str:
+        return "nobody"
+
+    def time_remaining(self) -> None:
+        return None
+
+    def code(self) -> None:
+        return None
+
+    async def read(self) -> object:
+        return self._data
+
+    async def send_initial_metadata(self, _metadata: object) -> None:
+        pass
+
+    async def abort(self, _code: object, details: str, _trailing: object) -> None:
+        self.refusals.append(details)
 
 
 @pytest.mark.parametrize("method", ["Check", "Watch"])
@@ -387,3 +487,106 @@ def test_every_call_has_one_line_in_the_log_that_says_how_it_ended(caplog) -> No
         },
         {"status": "OK", "model": "toy", "views": 6, "bytes": sum(len(each.SerializeToString()) for each in sent)},
     ]
+
+
+@contextmanager
+def held() -> Iterator[Callable[[], Iterator[bytes]]]:
+    """Give what a client sends that never sends anything, and does not end its stream before the block ends."""
+    done = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        done.wait(60)
+        yield from ()
+
+    try:
+        yield nothing
+    finally:
+        done.set()
+
+
+def test_a_call_whose_message_never_comes_ends_and_gives_its_place_back() -> None:
+    with served(most=1, arrival=0.2) as server, held() as nothing:
+        silent = server.channel.stream_unary(f"/{CLASSIFY}").future(nothing(), timeout=60)
+        assert silent.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "did not come in 0.2 s" in silent.details()
+        assert isinstance(error_from(silent, ""), DeadlinePassed)
+        eventually(lambda: server.calls.count == 0)
+        assert server.ended("DEADLINE_EXCEEDED") == 1
+        assert server.stub.Classify(request("next"), timeout=30).model.name == "next"
+
+
+def test_the_time_in_which_a_message_comes_is_not_that_in_which_it_is_answered() -> None:
+    with served(arrival=0.2) as server:
+        slow = server.stub.Classify.future(request("wait"), timeout=60)
+        eventually(lambda: server.toy.waiting == 1)
+        time.sleep(0.5)
+        server.toy.gate.set()
+        assert slow.result(30).model.name == "wait"
+
+
+def test_a_call_that_sends_half_a_message_ends_and_gives_its_place_back() -> None:
+    half = bytes([0]) + (100).to_bytes(4, "big") + request("half").SerializeToString()
+
+    async def scenario(address: str, count: Callable[[], float]) -> None:
+        async with connection(address) as client:
+            client.send(frame(HEADERS, call_headers(f"/{CLASSIFY}"), flags=END_HEADERS, stream=1))
+            client.send(frame(DATA, half, stream=1))
+            await until(lambda: count() == 1)
+
+    with served(most=1, arrival=0.2) as server:
+        asyncio.run(scenario(server.address, lambda: server.ended("DEADLINE_EXCEEDED")))
+        assert server.stub.Classify(request("next"), timeout=30).model.name == "next"
+
+
+@pytest.mark.parametrize("method", [CLASSIFY, f"{SERVICE}/GetModel"])
+def test_a_call_that_ends_without_a_message_is_told_so(method: str) -> None:
+    with served(most=1) as server:
+        empty = server.channel.stream_unary(f"/{method}").future(iter(()), timeout=30)
+        assert (empty.code(), "came without a message" in empty.details()) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+        assert isinstance(error_from(empty, ""), UsageError)
+        eventually(lambda: server.calls.count == 0)
+        assert server.ended("INVALID_ARGUMENT", method) == 1
+
+
+def test_of_a_call_of_one_message_the_first_is_answered_and_no_other_is_read() -> None:
+    with served(most=1) as server:
+        sent = [request("first").SerializeToString(), b"\xff\xff", *[bytes(2**20)] * 20]
+        call = server.channel.stream_unary(f"/{CLASSIFY}").future(iter(sent), timeout=30)
+        assert pb.ClassifyResponse.FromString(call.result(30)).model.name == "first"
+        eventually(lambda: server.calls.count == 0)
+        assert server.ended("OK") == 1
+        assert server.stub.Classify(request("next"), timeout=30).model.name == "next"
+
+
+def test_a_connection_whose_calls_never_send_anything_leaves_places_to_others() -> None:
+    limits = Limits(max_calls=4, max_streams=2)
+    with (
+        running_server(server_limits=limits, fake=FakeSession()) as server,
+        grpc.insecure_channel(server.address) as greedy,
+        grpc.insecure_channel(server.address, options=[("grpc.use_local_subchannel_pool", 1)]) as other,
+        held() as nothing,
+    ):
+        silent = [greedy.stream_unary(f"/{CLASSIFY}").future(nothing(), timeout=60) for _ in range(6)]
+        eventually(lambda: server.metric("prelunet_calls_now") == 2)
+        assert pb_grpc.PreluNetServiceStub(other).ListModels(pb.ListModelsRequest(), timeout=30).models
+        eventually(lambda: server.metric("prelunet_calls_now") == 2)
+        for call in silent:
+            call.cancel()
+
+
+def test_by_default_no_connection_can_have_more_than_half_of_the_places() -> None:
+    assert 2 * Limits.max_streams <= Limits.max_calls
+
+
+def test_probes_take_no_other_calls_place() -> None:
+    calls = Calls(1)
+
+    async def scenario() -> None:
+        probe, other = Call("p", "1"), Call("o", "2")
+        assert calls.begin(probe, always=True)
+        assert calls.count == 0
+        assert calls.begin(other)
+        assert calls.count == 1
+
+    asyncio.run(scenario())
+    assert calls.count == 0

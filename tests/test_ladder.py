@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from evaluator.engine.batching import BatchRules, plan_batches
 from evaluator.engine.classify import classify_images, plan_views
 from evaluator.engine.ladder import ASPECTS, Ladder, ladder_for
-from evaluator.engine.memory import gpu_rules
 from evaluator.engine.warm_up import MOST_PIXELS, ladder_of, rules_to_serve, warm_up
 from evaluator.imaging.views import make_views
 from evaluator.protocols import make_protocol
@@ -123,7 +122,7 @@ class Recorder(FakeSession):
 
 def on_a_gpu(kind: type[FakeSession] = FakeSession, **changes: Any) -> FakeSession:
     session = kind(fake_contract(**changes), provider="CUDAExecutionProvider")
-    session.rules = rules_to_serve(session.rules)
+    session.rules = rules_to_serve(session)  # type: ignore[arg-type]
     return session
 
 
@@ -168,15 +167,26 @@ def test_scores_do_not_depend_on_the_ladder() -> None:
         np.testing.assert_array_equal(results[index].scores, view.scores)  # the fake computes each image by itself
 
 
-def test_a_cpu_and_a_file_for_exact_canvases_have_no_ladder() -> None:
+def test_a_cpu_has_no_ladder() -> None:
     assert ladder_of(FakeSession()) is None
-    assert ladder_of(on_a_gpu(canvas="exact")) is None
-    assert rules_to_serve(FakeSession().rules) == FakeSession().rules
+    assert rules_to_serve(FakeSession()) == FakeSession().rules
+
+
+def test_on_the_ladder_of_a_file_for_exact_canvases_is_its_crop_alone() -> None:
+    session = on_a_gpu(canvas="exact")
+    ladder = ladder_of(session)
+    assert ladder is not None
+    assert (ladder.sides, ladder.canvas(28, 28), ladder.canvas(28, 29)) == ((28,), (28, 28), None)
+    batches = plan_batches([(28, 28)] * 5 + [(30, 41)], session.contract.window_grid, session.rules,
+                           max_side=1024, ladder=ladder).batches  # fmt: skip
+    assert [(batch.rows, batch.height, batch.width) for batch in batches] == [(6, 28, 28), (1, 30, 41)]
 
 
 def test_batches_of_a_server_are_smaller_on_a_gpu_in_pixels_and_windows_alike() -> None:
-    rules = gpu_rules(fake_contract(), None)
-    served = rules_to_serve(rules)
+    session = FakeSession(provider="CUDAExecutionProvider")
+    rules = session.rules
+    served = rules_to_serve(session)
     assert served.max_pixels == MOST_PIXELS < rules.max_pixels
     assert served.max_windows == int(rules.max_windows * MOST_PIXELS / rules.max_pixels)
-    assert rules_to_serve(served) == served
+    session.rules = served
+    assert rules_to_serve(session) == served

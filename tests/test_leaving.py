@@ -1,6 +1,8 @@
 """Callers who leave or run out of time, of whom nothing is computed any more, and models that are closed."""
 
 import asyncio
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -10,14 +12,16 @@ from evaluator.engine.batching import BatchRules, Plan
 from evaluator.engine.classify import classify_images
 from evaluator.errors import DeadlinePassed, Interrupted
 from evaluator.imaging.decode import decode_rgb
+from evaluator.imaging.room import DecodingRoom
 from evaluator.imaging.views import ViewImage
+from evaluator.machine import cores
 from evaluator.protocols import View
 from evaluator.serving import compute
 from evaluator.serving.caller import Caller
 from evaluator.serving.metrics import Metrics
 from evaluator.serving.options import QueueOptions
 from evaluator.serving.request import Lane, Request, Speed
-from evaluator.serving.waiting import Waiting
+from evaluator.serving.waiting import Waiting, ready_views
 from fakes import FakeSession
 from heart import (
     GPU_RULES,
@@ -34,7 +38,7 @@ from heart import (
     until,
     with_models,
 )
-from serving_harness import png
+from serving_harness import eventually, png
 
 
 @pytest.mark.parametrize("rules", [BatchRules(), GPU_RULES], ids=["cpu", "gpu"])
@@ -161,6 +165,48 @@ def test_a_batch_is_expected_to_take_its_share_of_a_larger_one_and_no_less_than_
     assert speed.expected(pixels) == expected
 
 
+def test_the_speed_is_told_in_one_thread_while_another_measures_and_a_third_doubts() -> None:
+    speed, failed, ended = Speed(), list[Exception](), threading.Event()
+
+    def again(work: Callable[[], object]) -> None:
+        try:
+            while not ended.is_set():
+                work()
+        except Exception as error:
+            failed.append(error)
+
+    told: list[float] = []
+    works = (lambda: speed.measured(100, 2.0), lambda: told.append(speed.expected(50)), speed.doubted)
+    threads = [threading.Thread(target=again, args=(work,)) for work in works for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    eventually(lambda: bool(failed) or len(told) > 20_000)
+    ended.set()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert {*told} <= {0.0, 1.0}
+
+
+def test_who_runs_out_of_time_while_it_waits_for_memory_to_be_decoded_in_holds_no_thread_any_more() -> None:
+    async def scenario() -> None:
+        with served(fake=FakeSession()) as models:
+            classifier, waiting = models.get(""), models.get("")._waiting
+            room = classifier._room = DecodingRoom(100)
+            with room.place() as admit:
+                admit(100)
+                tasks = [ask(models, png(32, 41), dense(32), deadline=soon(0.2)) for _ in range(3)]
+                await until(lambda: len(room._line) == min(3, cores()) or tasks[0].done())
+                for task in tasks:
+                    with pytest.raises(DeadlinePassed):
+                        await task
+                await until(lambda: not waiting._decoding)
+                assert counted(models, "dropped_views_total", "fake", reason="expired") == 3
+            await ask(models, png(32, 41), dense(32))
+
+    with_models(scenario)
+
+
 def test_a_staged_batch_runs_without_those_who_left_meanwhile() -> None:
     session = HeldSession(provider="CUDAExecutionProvider", rules=replace(GPU_RULES, max_pixels=3 * 32 * 44))
 
@@ -242,12 +288,12 @@ def test_who_ran_out_of_time_is_left_out_also_where_no_timer_has_said_so() -> No
             waiting.add(request)
         assert [waiting.next_image(), waiting.next_image()] == [fine, later]
         for request in (fine, later):
-            waiting.decoded(request, views)
-        ready_views = waiting.next_views()
-        assert ready_views is not None
-        assert waiting.take(ready_views)
+            waiting.decoded(request, ready_views(request, views))
+        planned = waiting.next_views()
+        assert planned is not None
+        assert waiting.take(planned)
         later.caller = Caller(deadline=soon(0.0))
-        wanted, _ = waiting.begin(ready_views)
+        wanted, _ = waiting.begin(planned)
         assert [view.request for view in wanted] == [fine]
         for request in (late, later):
             with pytest.raises(DeadlinePassed):

@@ -1,7 +1,9 @@
 """When a client tries again, and when it does not: the rule alone, then both clients against a scripted server."""
 
+import itertools
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -17,7 +19,9 @@ from evaluator.errors import (
     DeviceLost,
     EnvironmentFault,
     ImageError,
+    Interrupted,
     ModelNotFound,
+    NotReady,
     OutOfMemory,
     Overloaded,
     PreluNetError,
@@ -26,6 +30,7 @@ from evaluator.errors import (
 
 PASSING = EnvironmentFault("gone for a moment")
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+CANCELLED = grpc.StatusCode.CANCELLED
 
 
 def attempts(retries: Retries, deadline: float | None = None, budget: Budget | None = None, draw=max) -> Attempts:
@@ -104,6 +109,9 @@ def test_a_client_has_its_reserve_and_one_more_retry_for_so_many_answers() -> No
         {"most": float("nan")},
         {"reserve": -1},
         {"answers_per_retry": 0},
+        {"restart": -1},
+        {"restart": float("inf")},
+        {"restart": float("nan")},
     ],
 )
 def test_a_rule_that_cannot_be_is_refused(changes: dict) -> None:
@@ -117,7 +125,18 @@ def client_of(request: pytest.FixtureRequest):
 
 
 @pytest.mark.parametrize(
-    "failure", [UNAVAILABLE, AT_ONCE, grpc.StatusCode.RESOURCE_EXHAUSTED, PASSING, DeviceLost("x")]
+    "failure",
+    [
+        UNAVAILABLE,
+        AT_ONCE,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        PASSING,
+        DeviceLost("x"),
+        NotReady("x"),
+        CANCELLED,
+        Interrupted("x"),
+    ],
+    ids=repr,
 )
 def test_what_may_pass_is_tried_again(client_of, failure) -> None:
     server = Scripted(failure, failure, failure)
@@ -139,7 +158,6 @@ def test_what_may_pass_is_tried_again(client_of, failure) -> None:
         grpc.StatusCode.INTERNAL,
         grpc.StatusCode.UNKNOWN,
         grpc.StatusCode.DEADLINE_EXCEEDED,
-        grpc.StatusCode.CANCELLED,
         grpc.StatusCode.UNIMPLEMENTED,
     ],
     ids=repr,
@@ -267,23 +285,122 @@ def test_a_fleet_of_threads_shares_one_reserve() -> None:
     assert len(server.seen) == 40 + 10
 
 
-def test_a_server_that_starts_late_is_found(client_of, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = threading.Event()
-    pause = Attempts.pause
+class Absence:
+    """Counts how often a client has found nobody. often: set after the sixth time, more than it tries otherwise."""
 
-    def told(self, error):
-        refused.set()
-        return pause(self, error)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.often = threading.Event()
+        found, pause = itertools.count(1), Attempts.pause
 
-    monkeypatch.setattr(Attempts, "pause", told)
+        def noting(attempts: Attempts, error: PreluNetError, *, absent: bool = False) -> float | None:
+            if absent and next(found) == 6:
+                self.often.set()
+            return pause(attempts, error, absent=absent)
+
+        monkeypatch.setattr(Attempts, "pause", noting)
+
+
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    patient = Retries(attempts=1000, first=0.05, most=0.05, reserve=1000)
-    with client_of(f"127.0.0.1:{port}", retries=patient) as client, ThreadPoolExecutor(1) as pool:
-        call = pool.submit(client.classify, b"cat")
-        assert refused.wait(30)
+        return taken.getsockname()[1]
+
+
+# What is asked, and what comes of it.
+ASKED = {
+    "classify": lambda client: text_of(client.classify(b"cat")),
+    "models": lambda client: [model.name for model in client.models()],
+    "classify_many": lambda client: [(key, text_of(answer)) for key, answer in client.classify_many([b"cat", b"dog"])],
+}
+WANTED = {"classify": "cat", "models": ["six", "three"], "classify_many": [(0, "cat"), (1, "dog")]}
+SHORT = Retries(attempts=2, first=0.01, most=0.05, reserve=0)
+
+
+@pytest.mark.parametrize("method", ASKED)
+def test_a_server_that_starts_late_is_waited_for(client_of, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    absence, port = Absence(monkeypatch), free_port()
+    with client_of(f"127.0.0.1:{port}", retries=SHORT) as client, ThreadPoolExecutor(1) as pool:
+        call = pool.submit(ASKED[method], client)
+        assert absence.often.wait(30)
         with served(Scripted(), port):
-            assert text_of(call.result(30)) == "cat"
+            assert call.result(30) == WANTED[method]
+
+
+@pytest.mark.parametrize("method", ASKED)
+def test_a_server_that_loads_its_models_is_waited_for_without_attempts_and_reserve(client_of, method: str) -> None:
+    server = Scripted(*[NotReady("the server is loading its models")] * 9)
+    with served(server) as address, client_of(address, retries=SHORT) as client:
+        assert ASKED[method](client) == WANTED[method]
+    assert len(server.seen) >= 10
+
+
+def test_a_server_that_stays_away_is_waited_for_no_longer_than_the_rule_or_the_deadline_says(client_of) -> None:
+    for restart, timeout in ((0.3, 60), (60, 0.3)):
+        with client_of(f"127.0.0.1:{free_port()}", retries=replace(SHORT, restart=restart)) as client:
+            begun = time.monotonic()
+            with pytest.raises(EnvironmentFault, match="connection refused"):
+                client.classify(b"cat", timeout=timeout)
+            assert 0.2 < time.monotonic() - begun < 30
+
+
+def test_that_calls_wait_for_a_server_is_told_once_until_there_is_an_answer(client_of, caplog) -> None:
+    loading = [NotReady("the server is loading its models")] * 3
+    server = Scripted(*loading, None, *loading)
+    with served(server) as address, client_of(address, retries=SHORT) as client:
+        client.classify(b"cat")
+        client.classify(b"cat")
+    server.script.append(NotReady("the server is loading its models"))
+    with served(server) as another, client_of(another, retries=QUICK) as client:
+        client.classify(b"cat")  # an attempt like any other: nobody waits
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("evaluator.client")]
+    assert told == [f"trying again for up to 20 s: {address}: the server is loading its models"] * 2
+
+
+def test_the_waits_for_an_absent_server_grow_to_the_most_and_fit_into_the_time_left(monkeypatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("evaluator.client.retries.time.monotonic", lambda: now[0])
+
+    def waits(of: Attempts) -> list[float]:
+        found = []
+        while True:
+            of.begin()
+            pause = of.pause(PASSING, absent=True)
+            if pause is None:
+                return found
+            found.append(pause)
+            now[0] += pause
+
+    rule = Retries(attempts=1, first=1, most=4, reserve=0, restart=21)
+    assert waits(attempts(rule)) == [
+        1,
+        2,
+        4,
+        4,
+        4,
+        3,
+        1.5,
+        0.75,
+    ]  # half of 6, 3 and 1.5 s; then less than `first` is left
+    assert waits(attempts(rule, deadline=now[0] + 6)) == [1, 2, 1.5, 0.75]
+    asking = NotReady("loading")
+    asking.retry_after = 5  # type: ignore[attr-defined]
+    assert attempts(rule).pause(asking, absent=True) == 6
+
+
+def test_an_absence_takes_no_attempt_and_begins_anew_after_any_other_failure_or_an_answer(monkeypatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("evaluator.client.retries.time.monotonic", lambda: now[0])
+    of = attempts(Retries(attempts=3, first=1, most=4, restart=10))
+    pauses = []
+    for absent in (True, True, False, True, True, False, False):
+        of.begin()
+        pauses.append(of.pause(PASSING, absent=absent))
+        now[0] += 4
+    assert pauses == [1, 2, 1, 1, 2, 2, None]
+    of = attempts(Retries(first=1, most=4, restart=10))
+    assert of.pause(PASSING, absent=True) == 1
+    now[0] += 60
+    of.answered()  # a stream may be answered for long in between
+    assert of.pause(PASSING, absent=True) == 1
 
 
 def test_a_call_whose_connection_is_reset_is_made_again(client_of) -> None:

@@ -2,14 +2,16 @@
 
 import io
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from PIL import Image
 
-from evaluator.errors import ImageError
+from evaluator.errors import DeadlinePassed, ImageError
 from evaluator.imaging.decode import LARGEST_DECODING, DecodeLimits, decode_image, decoding_bytes
 from evaluator.imaging.room import ROOM, DecodingRoom
+from serving_harness import eventually
 
 
 def encoded(kind: str, mode: str, **options: object) -> bytes:
@@ -131,3 +133,60 @@ def test_many_threads_never_have_more_than_the_room_unless_one_is_alone() -> Non
         list(pool.map(one, [30, 70, 10, 150, 55, 45, 99, 1] * 20))
     assert all(len(sizes) == 1 or sum(sizes) <= 100 for sizes in seen)
     assert having == []
+
+
+def test_who_came_first_has_room_first_also_where_only_a_later_one_would_fit() -> None:
+    room = DecodingRoom(100)
+    with room.place() as admit:
+        admit(60)
+        thread, large = waits(room, 90)
+        eventually(lambda: len(room._line) == 1)
+        later, small = waits(room, 10)
+        eventually(lambda: len(room._line) == 2)
+        assert not small.wait(0.05)
+    assert large.wait(30)
+    assert small.wait(30)
+    for each in (thread, later):
+        each.join(30)
+    assert not room._line
+
+
+@pytest.mark.parametrize("left", [0.05, -1.0])
+def test_who_has_a_deadline_gives_up_with_it_and_the_next_one_has_its_turn(left: float) -> None:
+    room = DecodingRoom(100)
+    with room.place() as admit:
+        admit(60)
+        with (
+            pytest.raises(DeadlinePassed, match="waited for memory"),
+            room.place(time.monotonic() + left) as admit_it,
+        ):
+            admit_it(90)
+        thread, given = waits(room, 40)
+        assert given.wait(30)
+        thread.join(30)
+    with room.place(time.monotonic() - 1) as admit:
+        admit(100)  # who does not have to wait is not late
+    assert (room._taken, len(room._line)) == (0, 0)
+
+
+def test_one_that_gives_up_at_the_head_of_the_line_lets_the_next_go_on() -> None:
+    room = DecodingRoom(100)
+    with room.place() as admit:
+        admit(60)
+        late: list[type] = []
+
+        def ask() -> None:
+            try:
+                with room.place(time.monotonic() + 0.2) as admit_it:
+                    admit_it(90)
+            except DeadlinePassed as error:
+                late.append(type(error))
+
+        first = threading.Thread(target=ask, daemon=True)
+        first.start()
+        eventually(lambda: len(room._line) == 1 or bool(late))
+        second, given = waits(room, 40)
+        assert given.wait(30), "long before the first place is given back"
+        first.join(30)
+        second.join(30)
+        assert late == [DeadlinePassed]

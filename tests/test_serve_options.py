@@ -35,6 +35,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
 
     monkeypatch.setattr(serve_verb, "serve_until_stopped", serve)
     monkeypatch.setattr(serve_verb, "set_up", lambda *_: None)
+    monkeypatch.setattr(serve_verb, "require_files", lambda _: None)
     return options_of
 
 
@@ -59,6 +60,15 @@ def test_without_options_everything_is_as_the_code_has_it(served: Served) -> Non
     assert (options.queue, options.limits) == (QueueOptions(), Limits())
 
 
+def test_a_file_that_is_not_there_is_told_before_any_other_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = tmp_path / "a.onnx"
+    there.write_bytes(b"no model, but that would be found out later")
+    said = refused(capsys, "--model", f"a={there}", "--model", f"b={tmp_path}/typo.onnx")
+    assert f"--model b={tmp_path}/typo.onnx: cannot be read" in said
+
+
 def test_every_option_reaches_the_server_in_its_unit(served: Served) -> None:
     options = served(
         *MODEL, "--host", "::1", "--port", "1", "--queue-views", "2", "--queue-bytes", "3", "--batch-wait", "4",
@@ -70,8 +80,9 @@ def test_every_option_reaches_the_server_in_its_unit(served: Served) -> None:
     assert (options.host, options.port, options.metrics_port) == ("::1", 1, 15)
     assert options.queue == QueueOptions(2, 3, batch_wait=0.004)
     assert options.limits == Limits(
-        DecodeLimits(5, 6), 7, 8, 9, handshake_timeout=10, keepalive=11, max_connection_age=12
-    )
+        image=DecodeLimits(5, 6), max_calls=7, max_connections=8, max_streams=9, handshake_timeout=10, keepalive=11,
+        max_connection_age=12,
+    )  # fmt: skip
     assert (options.lame_duck, options.grace) == (13, 14)
     assert (options.placement.memory, options.placement.gpu_memory, options.placement.threads) == (2**30, 2**31, 3)
 
@@ -156,7 +167,7 @@ def test_a_file_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str])
         ("PORT", "x", r"environment variable PRELUNET_SERVE_PORT is 'x': .*integer"),
         ("GRACE", "-1", r"environment variable PRELUNET_SERVE_GRACE is '-1': .*0"),
         ("MAX_CALS", "1", r"variable PRELUNET_SERVE_MAX_CALS: no option .*MAX_CALLS"),
-        ("PORT", "tcp://10.0.0.1:50051", r"Kubernetes sets this .* enableServiceLinks: false"),
+        ("PORT", "tcp://10.0.0.1:50051", r"integer\. Kubernetes sets this .* enableServiceLinks: false"),
     ],
 )
 def test_a_wrong_variable_is_refused_by_its_name(
@@ -178,7 +189,7 @@ def test_what_kubernetes_sets_for_a_service_of_our_name_is_no_mistake(
 
 def test_a_wrong_flag_is_told_as_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Invalid value for '--port': " in refused(capsys, *MODEL, "--port", "x")
-    assert "Missing option '--model'" in refused(capsys)
+    assert "no model to serve; name at least one: --model NAME=MODEL.onnx" in refused(capsys)
 
 
 def test_the_configuration_is_shown_as_a_file_that_gives_the_same_and_says_where_each_value_is_from(
@@ -209,6 +220,19 @@ def test_the_configuration_is_shown_as_a_file_that_gives_the_same_and_says_where
 def test_nothing_is_loaded_when_the_configuration_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["serve", "--model", "a=nowhere.onnx", "--show-config"]) == 0
     assert 'model = ["a=nowhere.onnx"]' in capsys.readouterr().out
+    assert run(["serve", "--show-config"]) == 0
+    assert capsys.readouterr().out.startswith("# model is not set\nhost = ")
+
+
+def test_the_help_tells_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["serve", "--help"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    for part in (
+        "Exits 0 when a signal stopped it, 2 for an option",
+        "3 for a file that is no model",
+        "5 where the port",
+    ):
+        assert part in told
 
 
 def test_how_a_server_ended_is_the_exit_code(
@@ -221,12 +245,13 @@ def test_how_a_server_ended_is_the_exit_code(
         monkeypatch.setattr(serve_verb, "serve_until_stopped", serve)
 
     monkeypatch.setattr(serve_verb, "set_up", lambda *_: None)
+    monkeypatch.setattr(serve_verb, "require_files", lambda _: None)
     ending(Ended())
     assert run(["serve", *MODEL]) == 0
     assert capsys.readouterr().out == "stopped; no call was lost\n"
     ending(Ended(unfinished=3))
     assert run(["serve", *MODEL, "--grace", "2"]) == 0
-    assert capsys.readouterr().out == "stopped; calls cut off after 2 s: 3\n"
+    assert capsys.readouterr().out == "stopped; calls cut off: 3\n"
     ending(Ended(lost=DeviceLost("the GPU is gone")))
     assert run(["serve", *MODEL]) == 5
     assert capsys.readouterr() == ("", "prelunet: the GPU is gone\n")

@@ -26,7 +26,6 @@ from evaluator.engine import classify, overlay
 from evaluator.engine.answer import Timings, answer_of
 from evaluator.engine.classify import classify_images
 from evaluator.engine.overlay import draw_heat_maps
-from evaluator.engine.session import Placement
 from evaluator.errors import EnvironmentFault, UsageError
 from evaluator.imaging import views
 from evaluator.imaging.decode import decode_rgb
@@ -210,7 +209,11 @@ def test_a_hostile_image_gets_an_answer_or_invalid_argument_and_the_next_call_wo
         ({"image": b""}, "INVALID_ARGUMENT", "empty"),
         ({"image": b"x" * (32 * 2**20 + 1)}, "INVALID_ARGUMENT", "33554433 bytes are more than the limit of 33554432"),
         ({"model": "nine"}, "NOT_FOUND", "no model 'nine' is served. There are: six, three"),
-        ({"model": ""}, "NOT_FOUND", "several models are served, so a name is needed. There are: six, three"),
+        (
+            {"model": ""},
+            "NOT_FOUND",
+            "a name is needed (`model`, or `--name` of prelunet classify). There are: six, three",
+        ),
         ({"protocol": "twelve-crop"}, "INVALID_ARGUMENT", "There are: center, ten-crop, multi-scale"),
         ({"protocol": "dense-27"}, "INVALID_ARGUMENT", "scales from 28"),
         ({"scales": [27]}, "INVALID_ARGUMENT", "scales"),
@@ -224,7 +227,8 @@ def test_a_hostile_image_gets_an_answer_or_invalid_argument_and_the_next_call_wo
         ({"protocol": "dense" + "".join(f"-{s}" for s in range(28, 61))}, "INVALID_ARGUMENT", "at most 32"),
         ({"protocol": "\0" * 200}, "INVALID_ARGUMENT", "no protocol"),
         ({"protocol": "\0" * 100_000}, "INVALID_ARGUMENT", "a protocol's name of 100000 characters"),
-        ({"scales": range(1, 100_000)}, "INVALID_ARGUMENT", "a protocol of 33 scales: give at most 32"),
+        ({"scales": range(1, 500)}, "INVALID_ARGUMENT", "a protocol of 33 scales: give at most 32"),
+        ({"scales": range(1, 100_000)}, "INVALID_ARGUMENT", "more than 1000 fields and numbers"),
         ({"top_k": 0}, "INVALID_ARGUMENT", "top_k is 0, but this model can tell 1 to 6"),
         ({"top_k": -1}, "INVALID_ARGUMENT", "top_k is -1"),
         ({"top_k": 7}, "INVALID_ARGUMENT", "1 to 6"),
@@ -391,23 +395,20 @@ def test_a_stopped_server_leaves_no_thread_of_its_models(monkeypatch) -> None:
 
 
 def test_a_model_that_does_not_run_is_refused_before_the_server_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`open_placed` runs each model; see test_session.py."""
-    asked = []
+    class Broken(FakeSession):
+        def run(self, images, sizes):
+            raise RuntimeError("no kernel")
 
-    def opening(path: Path, _placement: Placement, *, for_many: bool) -> FakeSession:
-        asked.append((path.name, for_many))
-        if path.name == "b.onnx":
-            raise EnvironmentFault("model b.onnx loads but does not run")
-        return FakeSession()
+    sessions = {"a.onnx": FakeSession(), "b.onnx": Broken()}
 
     def announce(line: str) -> None:
         raise AssertionError(f"this should not have been said: {line}")
 
-    monkeypatch.setattr(models, "open_placed", opening)
+    monkeypatch.setattr(models, "open_placed", lambda path, _placement: sessions[path.name])
     options = ServeOptions(parse_models(["a=a.onnx", "b=b.onnx"]), port=0)
-    with pytest.raises(EnvironmentFault, match=r"^model b\.onnx loads but does not run$"):
+    with pytest.raises(EnvironmentFault, match=r"^model b\.onnx loads but does not run on CPUExecution.*no kernel"):
         asyncio.run(serve(options, announce))
-    assert asked == [("a.onnx", True), ("b.onnx", True)], "each should run once while it is loaded"
+    assert sessions["a.onnx"].calls == [(1, 28, 28, 3)], "each should run once while it is loaded"
 
 
 def test_an_expired_call_is_not_computed() -> None:
@@ -432,7 +433,7 @@ def test_a_port_in_use_is_an_environment_fault_that_names_it() -> None:
 
     with running_server(six=FakeSession()) as server:
         port = int(server.address.rpartition(":")[2])
-        with pytest.raises(EnvironmentFault, match=f"cannot listen on 127.0.0.1:{port}: the port is in use"):
+        with pytest.raises(EnvironmentFault, match=f"cannot listen on 127.0.0.1:{port}: port {port} is in use"):
             asyncio.run(bind(port))
 
 

@@ -17,7 +17,7 @@ from evaluator.client import Client
 from evaluator.contract import ClassEntry
 from evaluator.datasets.opening import open_dataset
 from evaluator.engine.classify import classify_images
-from evaluator.errors import DatasetError
+from evaluator.errors import DatasetError, UsageError
 from evaluator.imaging.decode import DecodeLimits, decode_rgb
 from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
@@ -28,11 +28,11 @@ from evaluator.serving import evaluation
 from evaluator.serving.classifier import Classifier
 from evaluator.serving.evaluation import IN_FLIGHT, LabelledImage, Progress, evaluate
 from evaluator.serving.files import ModelFile
-from evaluator.serving.messages import progress_message, report_message
+from evaluator.serving.messages import REFUSALS_LISTED, progress_message, report_message
 from evaluator.serving.models import Models
 from evaluator.serving.options import QueueOptions
 from evaluator.serving.wire import report_from_message
-from evaluator.validation.predictions import prediction_of
+from evaluator.validation.predictions import Prediction, prediction_of
 from evaluator.validation.run import Run, run_info
 from fakes import FakeSession, fake_contract, validated
 from serving_harness import Gated, eventually, png, running_server
@@ -122,6 +122,7 @@ def stub():
         ([*stream(pb.LabelledImage(file="b", data=b""))], "INVALID_ARGUMENT", "b: no true class"),
         ([*stream(pb.LabelledImage(data=b"", label=1))], "INVALID_ARGUMENT", "1 to 1024 characters, not 0"),
         ([*stream(pb.LabelledImage(file="x" * 1025, label=1))], "INVALID_ARGUMENT", "not 1025"),
+        ([*stream(pb.LabelledImage(file="x\0y", label=1))], "INVALID_ARGUMENT", "no NUL character"),
     ],
 )
 def test_a_bad_evaluation_says_what_is_wrong_and_the_next_one_works(stub, requests, code: str, text: str) -> None:
@@ -288,23 +289,37 @@ def test_a_client_gets_progress_on_the_way_and_the_report_at_the_end(stub, monke
     assert all(response.progress.seconds > 0 for response in responses[:-1])
 
 
-def test_an_evaluation_waits_at_the_door_where_a_call_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "_AT_THE_DOOR", 0.001)
+def test_an_evaluation_waits_at_the_door_where_a_call_of_its_own_is_refused() -> None:
     images = [pb.LabelledImage(file=f"{n}", data=png(40, 50 + n, n), label=1) for n in range(40)]
     session = Gated()
     with (
         running_server(queue=QueueOptions(max_views=3), fake=session) as server,
         grpc.insecure_channel(server.address) as channel,
     ):
-        stub = pb_grpc.PreluNetServiceStub(channel)
+        stub, door = pb_grpc.PreluNetServiceStub(channel), server.models.get("")._door
         responses = stub.Evaluate(stream(*images))
-        eventually(lambda: server.metric("prelunet_refusals_total", model="fake", reason="views") > 0)
+        eventually(lambda: len(door._outside) == 1)
         assert server.metric("prelunet_waiting_views", model="fake") == 3
         with pytest.raises(grpc.RpcError) as refused:
             stub.Classify(pb.ClassifyRequest(image=images[0].data, protocol="center"))
         assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert len(door._outside) == 1, "no further one is read meanwhile"
         session.gate.set()
         assert report_of(responses).evaluated == 40
+        assert server.metric("prelunet_refusals_total", model="fake", reason="views") == 1, "of the call of its own"
+
+
+@pytest.mark.parametrize("images", [3, 4])
+def test_an_evaluation_of_more_images_than_one_may_have_is_refused(images: int) -> None:
+    with classifier_of(FakeSession()) as classifier:
+        protocol = make_protocol("center", classifier.session.contract)
+        evaluation_ = evaluate(classifier, protocol, "few", one_by_one(labelled(images)), most=3)
+        if images == 3:
+            assert asyncio.run(evaluation_)["images"] == 3
+            return
+        with pytest.raises(UsageError, match="at most 3 images in one call, and '0003' is one more"):
+            asyncio.run(evaluation_)
+        assert classifier._door.images == 0
 
 
 def test_an_evaluation_that_its_client_leaves_is_not_computed() -> None:
@@ -373,6 +388,24 @@ def test_a_report_survives_the_way_there_and_back_with_its_nulls_and_all_its_dig
     assert json_bytes(there_and_back(report)) == json_bytes(report), "keys and numbers should look the same too"
     report["suspicion"] = "the labels are in another order"
     assert there_and_back(report) == report
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "listed"),
+    [("{:06}", "no image", REFUSALS_LISTED), ("{:06}" + "ü" * 1018, "x" * 51, 2**20 // (6 + 2 * 1018 + 51))],
+    ids=["many", "long"],
+)
+def test_a_message_lists_the_first_refused_images_and_counts_all(name: str, reason: str, listed: int) -> None:
+    """Else a report of a million refusals, or of long names, would be larger than any client takes."""
+    protocol = make_protocol("center", fake_contract())
+    predictions = [Prediction(name.format(n), 1, refused=reason) for n in range(3 * REFUSALS_LISTED)]
+    dataset = {"name": "x", "fingerprint": "f" * 64, "images": 3 * REFUSALS_LISTED, "layout": "x", "selection": None}
+    report = build_report(Run(run_info(FakeSession(), "fake.onnx", dataset, protocol), predictions))
+    message = report_message(report)
+    assert [each.file for each in message.refusals] == [name.format(n) for n in range(listed)]
+    assert (message.refused, message.images) == (3 * REFUSALS_LISTED, 3 * REFUSALS_LISTED)
+    assert message.ByteSize() < 2 * 2**20, "what a gRPC client takes unless told otherwise is 4 MiB"
+    assert len(report["refusals"]) == 3 * REFUSALS_LISTED, "the report itself is left as it is"
 
 
 def there_and_back(report: dict) -> dict:

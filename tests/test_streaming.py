@@ -1,8 +1,12 @@
 """`ClassifyStream`: many images in one call. First the stream by itself, then over the wire."""
 
 import asyncio
+import gc
 import queue
-from collections.abc import AsyncIterator, Iterable, Iterator
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -12,7 +16,7 @@ from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from evaluator.serving.options import QueueOptions
 from evaluator.serving.status import error_from, reason_for
-from evaluator.serving.streaming import HELD, MAX_ID, classify_stream
+from evaluator.serving.streaming import HELD, MAX_ID, classify_stream, places_of
 from fakes import FakeSession, fake_contract
 from serving_harness import Gated, eventually, png, running_server
 
@@ -27,19 +31,25 @@ async def one_by_one(requests: Iterable[pb.ClassifyStreamRequest]) -> AsyncItera
 
 
 class Answerer:
-    """Classifies by giving the model's name back, once a test allows it; notes what was begun, done and cancelled."""
+    """Classifies by giving the model's name back, once a test allows it; notes what was begun and cancelled.
 
-    def __init__(self, *, waits: bool = False) -> None:
+    outside: models before whose door a request waits.
+    """
+
+    def __init__(self, *, waits: bool = False, outside: str = "") -> None:
         self.begun: list[str] = []
         self.cancelled: list[str] = []
         self._waits = waits
+        self._outside = outside
         self._allowed: dict[str, asyncio.Event] = {}
 
     def allow(self, name: str) -> None:
         self._allowed.setdefault(name, asyncio.Event()).set()
 
-    async def classify(self, request: pb.ClassifyRequest) -> pb.ClassifyResponse:
+    async def classify(self, request: pb.ClassifyRequest, inside: Callable[[], None]) -> pb.ClassifyResponse:
         self.begun.append(request.model)
+        if request.model not in self._outside:
+            inside()
         try:
             if self._waits:
                 await self._allowed.setdefault(request.model, asyncio.Event()).wait()
@@ -120,10 +130,133 @@ def test_no_more_is_read_while_as_many_as_a_stream_may_hold_are_unanswered(stuck
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("asked", "places"),
+    [
+        ({}, 1),
+        ({"top_k": -5}, 1),
+        ({"top_k": 1000}, 1),
+        ({"top_k": 1001}, 2),
+        ({"top_k": 2**31 - 1}, HELD),
+        ({"heatmap": True}, 8),
+        ({"heatmap": True, "top_k": 21_841}, 22),
+    ],
+    ids=str,
+)
+def test_a_request_takes_places_by_the_size_of_its_answer(asked: dict, places: int) -> None:
+    assert places_of(pb.ClassifyRequest(**asked)) == places
+
+
+def test_no_more_than_four_heat_maps_are_made_while_nobody_reads_them_and_what_follows_waits_its_turn() -> None:
+    """Else a stream would fill the memory with 32 of them, whatever waits before the door."""
+    maps = [f"{n}" for n in range(9)]
+    asked = [
+        *(pb.ClassifyStreamRequest(id=n, request=pb.ClassifyRequest(model=n, heatmap=True)) for n in maps),
+        *numbered("small", "too"),
+    ]
+
+    async def scenario() -> None:
+        answerer, reader = Answerer(), Reader(reads=False)
+        stream = asyncio.create_task(classify_stream(answerer.classify, one_by_one(asked), reader.send))
+        await settled()
+        assert (answerer.begun, reader.answers) == (maps[:4], [])
+        reader.reads.set()
+        await stream
+        assert (answerer.begun, reader.ids()) == ([*maps, "small", "too"],) * 2
+
+    asyncio.run(scenario())
+
+
+def test_the_places_of_a_heat_map_are_free_for_as_many_small_answers_once_it_is_sent() -> None:
+    small = [f"{n:02}" for n in range(2 * HELD)]
+    asked = [
+        pb.ClassifyStreamRequest(id="map", request=pb.ClassifyRequest(model="map", heatmap=True)),
+        *numbered(*small),
+    ]
+
+    async def scenario() -> None:
+        answerer, reader = Answerer(waits=True), Reader()
+        stream = asyncio.create_task(classify_stream(answerer.classify, one_by_one(asked), reader.send))
+        await settled()
+        assert answerer.begun == ["map", *small[: HELD - 8]]
+        answerer.allow("map")
+        await settled()
+        assert answerer.begun == ["map", *small[:HELD]]
+        for name in small:
+            answerer.allow(name)
+        await stream
+        assert len(reader.answers) == len(asked)
+
+    asyncio.run(scenario())
+
+
+def test_no_more_is_read_while_a_request_waits_before_the_door() -> None:
+    """Else a stream would hold as many images there as it may have unanswered, which no limit of the queue counts."""
+
+    async def scenario() -> None:
+        answerer, reader = Answerer(waits=True, outside="c"), Reader()
+        stream = asyncio.create_task(
+            classify_stream(answerer.classify, one_by_one(numbered("a", "b", "c", "d")), reader.send)
+        )
+        await settled()
+        assert answerer.begun == ["a", "b", "c"]
+        answerer.allow("a")
+        await settled()
+        assert (answerer.begun, reader.ids()) == (["a", "b", "c"], ["a"]), "who is inside is answered meanwhile"
+        answerer.allow("c")
+        await settled()
+        assert (answerer.begun[3:], reader.ids()) == (["d"], ["a", "c"])
+        for name in "bd":
+            answerer.allow(name)
+        await stream
+
+    asyncio.run(scenario())
+
+
+def test_a_request_is_not_kept_while_its_answer_waits_or_is_made() -> None:
+    class Asked:
+        """A request that can be watched."""
+
+        top_k, heatmap = 0, False
+
+    kept: list[weakref.ref[object]] = []
+
+    async def scenario() -> None:
+        allowed = asyncio.Event()
+
+        def classify(request: object, inside: Callable[[], None]) -> Awaitable[pb.ClassifyResponse]:
+            kept.append(weakref.ref(request))
+
+            async def answer() -> pb.ClassifyResponse:
+                inside()
+                await allowed.wait()
+                return pb.ClassifyResponse()
+
+            return answer()
+
+        async def incoming() -> AsyncIterator[Any]:
+            yield SimpleNamespace(id="a", request=Asked())
+            await allowed.wait()
+
+        reader = Reader(reads=False)
+        stream = asyncio.create_task(classify_stream(classify, incoming(), reader.send))
+        await settled()
+        gc.collect()
+        assert [found() for found in kept] == [None], "while it is answered"
+        allowed.set()
+        await settled()
+        assert reader.waiting == 1
+        reader.reads.set()
+        await stream
+        assert reader.ids() == ["a"]
+
+    asyncio.run(scenario())
+
+
 def test_an_image_that_fails_has_an_error_of_its_own_and_the_stream_goes_on(caplog) -> None:
     failures = {"b": ImageError("no image"), "c": RuntimeError("/secret/broken"), "d": Overloaded("full", 2.5)}
 
-    async def classify(request: pb.ClassifyRequest) -> pb.ClassifyResponse:
+    async def classify(request: pb.ClassifyRequest, _inside: Callable[[], None]) -> pb.ClassifyResponse:
         if request.model in failures:
             raise failures[request.model]
         return pb.ClassifyResponse(capped=True)
@@ -293,26 +426,47 @@ def test_an_error_in_a_stream_says_what_a_call_of_its_own_would_have_said(stub, 
     assert error.reason == reason_for(error_from(alone.value, ""))
 
 
-def test_an_image_too_many_is_told_when_to_try_again_and_the_others_are_answered() -> None:
+def test_an_image_too_many_waits_before_the_door_and_all_are_answered_in_their_turn() -> None:
     session, sent = Gated(), queue.SimpleQueue()
     with (
         running_server(queue=QueueOptions(max_views=2), fake=session) as server,
         grpc.insecure_channel(server.address) as channel,
     ):
-        requests = [pb.ClassifyRequest(image=IMAGE, protocol="center")] * 3
+        door = server.models.get("")._door
+        requests = [pb.ClassifyRequest(image=IMAGE, protocol="center")] * 5
         for request in named(requests):
             sent.put(request)
-        stream = pb_grpc.PreluNetServiceStub(channel).ClassifyStream(iter(sent.get, None), timeout=60)
-        refused = next(stream)  # nothing else is answered before the gate opens
+        stub = pb_grpc.PreluNetServiceStub(channel)
+        stream = stub.ClassifyStream(iter(sent.get, None), timeout=60)
+        eventually(lambda: len(door._outside) == 1)
+        assert server.metric("prelunet_waiting_images", model="fake") == 2
+        with pytest.raises(grpc.RpcError, match="at most 2 views"):
+            stub.Classify(requests[0])
+        stub.ListModels(pb.ListModelsRequest())  # time in which the server could read on
+        assert (door.images, len(door._outside)) == (2, 1), "of five; two are not read yet"
         session.gate.set()
         sent.put(None)
-        others = list(stream)
-    assert (refused.id, refused.error.code, refused.error.reason) == ("2", 8, "OVERLOADED")
-    assert 0 < refused.error.retry_after_seconds <= 30
-    assert sorted((answer.id, answer.WhichOneof("result")) for answer in others) == [
-        ("0", "response"),
-        ("1", "response"),
-    ]
+        answers = list(stream)
+        assert sorted((answer.id, answer.WhichOneof("result")) for answer in answers) == [
+            (f"{n}", "response") for n in range(5)
+        ]
+        assert server.metric("prelunet_refusals_total", model="fake", reason="views") == 1, "of the call of its own"
+
+
+def test_a_stream_that_its_client_leaves_while_an_image_waits_before_the_door_leaves_nothing_there() -> None:
+    session = Gated()
+    with (
+        running_server(queue=QueueOptions(max_views=2), fake=session) as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        door = server.models.get("")._door
+        stub = pb_grpc.PreluNetServiceStub(channel)
+        stream = stub.ClassifyStream(named([pb.ClassifyRequest(image=IMAGE, protocol="center")] * 3), timeout=60)
+        eventually(lambda: len(door._outside) == 1)
+        stream.cancel()
+        eventually(lambda: (door.images, len(door._outside)) == (0, 0))
+        session.gate.set()
+        assert stub.Classify(pb.ClassifyRequest(image=IMAGE, protocol="center")).predictions
 
 
 def test_bytes_that_are_no_message_end_a_stream_and_the_next_call_works(channel, stub) -> None:
@@ -371,3 +525,23 @@ def test_a_client_that_sends_faster_than_the_server_classifies_is_held_up() -> N
         assert pulled < 2 * HELD, "what is beyond waits in buffers of gRPC, of which there should be few"
         session.gate.set()
         assert len(list(stream)) == pulled == 4 * HELD
+
+
+def test_a_client_that_reads_no_answers_is_held_up_itself_and_nobody_else() -> None:
+    """Its answers, each of a thousand classes, fill what gRPC takes; then no further request of it is read."""
+    asked = [pb.ClassifyRequest(image=IMAGE, model="many", protocol="center", top_k=1000)] * (5 * HELD)
+    with (
+        running_server(many=FakeSession(fake_contract(classes=1000)), other=FakeSession()) as server,
+        grpc.insecure_channel(server.address, options=[("grpc.http2.bdp_probe", 0)]) as channel,  # takes 64 kB ahead
+        grpc.insecure_channel(server.address) as another,
+    ):
+        stream = pb_grpc.PreluNetServiceStub(channel).ClassifyStream(named(asked), timeout=120)
+        assert next(stream).ByteSize() > 30_000
+        stub, before = pb_grpc.PreluNetServiceStub(another), -1.0
+        while before != (answered := server.metric("prelunet_request_seconds_count", model="many")):
+            before = answered
+            for _ in range(20):
+                assert stub.Classify(pb.ClassifyRequest(image=IMAGE, model="other"), timeout=30).predictions
+        assert answered <= 3 * HELD
+        assert server.metric("prelunet_waiting_images", model="many") == 0, "what waits to be sent waits for no device"
+        assert len(list(stream)) == len(asked) - 1

@@ -239,7 +239,7 @@ class AsyncClient:
         """Raise Interrupted where gRPC says "cancelled" though nobody cancels the task: the client is closed."""
         task = asyncio.current_task()
         if task is not None and not task.cancelling():
-            raise Interrupted(f"{self.address}: the call was cancelled before the answer came")
+            raise Interrupted(f"{self.address}: the client was closed before the answer came")
 
 
 def _readable(response: Any, call: Call) -> Any:

@@ -2,7 +2,7 @@
 
 from evaluator.serving.status import MAX_MESSAGE
 
-PING_INTERVAL = 30  # seconds; the server takes pings down to one in ten seconds
+PING_INTERVAL = 30  # seconds; a server cuts off who pings more often than `Limits.min_ping_interval` allows: 5 s
 PING_TIMEOUT = 10  # seconds
 
 CHANNEL_OPTIONS = (
@@ -17,6 +17,6 @@ CHANNEL_OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),  # an image may wait and compute for longer than gRPC's two pings
     # gRPC connects anew after 1 s at the earliest, and until then refuses by itself what our retries try again.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 5_000),
+    ("grpc.max_reconnect_backoff_ms", 2_000),  # a call that waits for a restart should not wait for this too
     ("grpc.use_local_subchannel_pool", 1),  # a server shares its time among connections, so each client has its own
 )

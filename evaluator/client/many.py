@@ -155,7 +155,7 @@ class Many:
             self._results.append((image.key, response.response))
         elif response.HasField("error"):
             failure = self.call.failure_told(response.error)
-            pause = image.attempts.pause(failure.error) if failure.passing else None
+            pause = image.attempts.pause(failure.error, absent=failure.absent) if failure.passing else None
             if pause is None:
                 self._results.append((image.key, failure.error))
             else:
@@ -174,8 +174,12 @@ class Many:
         An image that has been sent as often as an image may be is not sent once more: it may be what breaks them all.
         """
         self._open_from = time.monotonic() + self.call.pause_after(failed)
+        absent = self.call.failure_of(failed).absent
         for image in self._sent.values():
-            if image.attempts.spent:
+            if absent:  # no server has seen it
+                image.attempts.take_back()
+                self._push(image, 0.0)
+            elif image.attempts.spent:
                 self._results.append((image.key, self.call.failure_of(failed).error))
             else:
                 self._push(image, 0.0)

@@ -31,7 +31,7 @@ class Client:
     retries: what is tried again, and when.
 
     Every method raises the errors of `evaluator.errors` that the server had, and EnvironmentFault that names the
-    address when no server answers there. The model's name may be left out where only one is served. `request_id`
+    address when there is no way to a server. The model's name may be left out where only one is served. `request_id`
     (1 to 128 letters, digits, '.', '_', ':' and '-') stands in the server's log and in the errors of the call.
     """
 
@@ -165,6 +165,7 @@ class Client:
     ) -> dict[str, Any]:
         """Send a labelled dataset and return its report, equal to what `prelunet validate` and `report` give.
 
+        But of the refused images it lists the first only, at most 1000 and 1 MiB of names and reasons.
         progress: called about once a second with how far it is; timeout: seconds for all of it, None to wait for ever.
         The other arguments are those of `classify`. Once the first image has been read, nothing is tried again.
         Raises DatasetError for an image that cannot be read.

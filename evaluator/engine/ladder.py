@@ -66,5 +66,5 @@ def ladder_for(crop: int, scales: Sequence[int], step: int, max_side: int) -> La
     wanted = {crop, *(round(scale * aspect) for scale in scales for aspect in ASPECTS)}
     sides = {crop} | {min(-(-side // step) * step, max_side) for side in wanted}
     rows = sorted(count << doublings for count in (1, 3) for doublings in range(MOST_ROWS.bit_length()))
-    widest = max(-(-round(scale * ASPECTS[1]) // step) * step for scale in scales)
+    widest = max((-(-round(scale * ASPECTS[1]) // step) * step for scale in scales), default=crop)
     return Ladder(tuple(sorted(sides)), tuple(count for count in rows if count <= MOST_ROWS), min(widest, max_side))

@@ -70,6 +70,8 @@ def load_on_cpu(path: Path, *, threads: int = 0) -> OnnxRuntimeModel:
     runtime = import_runtime()
     options = _options(runtime)
     options.intra_op_num_threads = threads
+    # Threads that wait for work would else keep their cores busy, which decoding and gRPC need: docs/performance.md.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return OnnxRuntimeModel(runtime, _session(runtime, path, options, CPU), CPU)
 
 

@@ -21,15 +21,19 @@ log = logging.getLogger(__name__)
 def ladder_of(session: Session) -> Ladder | None:
     """Return the ladder to which batches of a server keep; None where shapes cost nothing, as on a CPU.
 
-    Files for exact canvases have none either: their images fill their canvas, whatever its size.
+    In a file for exact canvases images fill their canvas, whatever its size; so the crop alone is on its ladder.
     """
-    contract, step = session.contract, session.rules.canvas_step
-    return ladder_for(contract.crop, contract.default_scales, step, contract.max_side) if step > 1 else None
+    contract = session.contract
+    if not session.circumstances.on_gpu:
+        return None
+    scales = contract.default_scales if contract.canvas != "exact" else ()
+    return ladder_for(contract.crop, scales, session.rules.canvas_step, contract.max_side)
 
 
-def rules_to_serve(rules: BatchRules) -> BatchRules:
+def rules_to_serve(session: Session) -> BatchRules:
     """Return the rules of a server's batches: smaller ones on a GPU, for the sake of who waits behind them."""
-    if rules.canvas_step == 1 or rules.max_pixels <= MOST_PIXELS:
+    rules = session.rules
+    if not session.circumstances.on_gpu or rules.max_pixels <= MOST_PIXELS:
         return rules
     share = MOST_PIXELS / rules.max_pixels
     return replace(rules, max_pixels=MOST_PIXELS, max_windows=max(1, int(share * rules.max_windows)))

@@ -5,6 +5,7 @@ before memory is taken for it; whatever goes wrong with the bytes is an ImageErr
 is changed after import, so any number of threads may decode.
 """
 
+import ctypes
 import io
 import re
 import warnings
@@ -15,6 +16,7 @@ from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
+import PIL._imaging
 from PIL import (  # the plugins by name: Pillow would load them at the first image, in whichever threads meet there
     BmpImagePlugin,
     GifImagePlugin,
@@ -29,7 +31,7 @@ from PIL import (  # the plugins by name: Pillow would load them at the first im
     WebPImagePlugin,
 )
 
-from evaluator.errors import EnvironmentFault, ImageError, PreluNetError, UsageError
+from evaluator.errors import ImageError, OutOfMemory, PreluNetError, UsageError
 
 UInt8Array = npt.NDArray[np.uint8]
 
@@ -51,6 +53,18 @@ _PILLOW_MAX_PIXELS = 2 * (1024**3 // 4 // 3)
 
 # Pillow warns of odd metadata, which a user can do nothing about. Set once here: catch_warnings is not thread-safe.
 warnings.filterwarnings("ignore", module=r"PIL\.")
+
+
+def _silence_libtiff() -> None:
+    """Keep libtiff from writing to stderr, between the lines of a log: what is wrong is in the error that we raise."""
+    library = ctypes.CDLL(PIL._imaging.__file__)
+    for name in ("TIFFSetErrorHandler", "TIFFSetWarningHandler"):
+        if (setter := getattr(library, name, None)) is not None:  # a Pillow without libtiff has none
+            setter.argtypes, setter.restype = [ctypes.c_void_p], ctypes.c_void_p
+            setter(None)
+
+
+_silence_libtiff()
 
 # A JPEG of 1 MB can hold 10,000 scans of 64 Mpixel, each 0.03 s to decode; encoders write about ten.
 _MAX_SCANS = 100
@@ -179,7 +193,7 @@ def _image_errors(limits: DecodeLimits) -> Iterator[None]:
             f"the header promises far more pixels than the limit of {limits.max_pixels}. Send a smaller image"
         ) from error
     except MemoryError as error:
-        raise EnvironmentFault("decoding an image needs more memory than this machine has left") from error
+        raise OutOfMemory("decoding an image needs more memory than this machine has left") from error
     except Exception as error:  # the decoders know of no common base class
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         raise ImageError(

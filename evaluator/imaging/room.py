@@ -1,40 +1,45 @@
 """Room for images while they are decoded: so many bytes for all threads together, told from headers before decoding.
 
-An image that alone takes more than that waits until no other is decoded, and others wait for it. An ordinary photo
+An image that alone takes more than that waits until no other is decoded, and others wait for it: whoever comes later
+waits behind it, or small ones without end would keep it out. An ordinary photo
 never waits: of 500x375 pixels more than 300 have room at once, of 12 Mpixel five, for a GPU seventeen.
 """
 
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from evaluator.errors import DeadlinePassed
 
 ROOM = 5 * 2**26  # bytes: the largest JPEG that is accepted, of 64 Mpixel, fits if it is neither progressive nor CMYK
 GPU_ROOM = 2**30  # beside a GPU, which may wait for sixteen threads that all decode 12 Mpixel
 
 
 class DecodingRoom:
-    """Room that threads share. size: bytes."""
+    """Room that threads share, first come, first served. size: bytes."""
 
     def __init__(self, size: int):
         self.size = size
         self._taken = 0
+        self._line: deque[object] = deque()  # who waits, in the order in which they came
         self._changed = threading.Condition()
 
     @contextmanager
-    def place(self) -> Iterator[Callable[[int], None]]:
+    def place(self, deadline: float | None = None) -> Iterator[Callable[[int], None]]:
         """Give what takes room for one image, waiting for it; with the end of the block it is given back.
 
         To be called once at most: who has room and waits for more could wait for ever.
+        deadline: on the clock of time.monotonic(), until which to wait; then it raises DeadlinePassed.
         """
         taken = 0
 
         def admit(size: int) -> None:
             nonlocal taken
             assert not taken, "one image at a time"
-            with self._changed:
-                self._changed.wait_for(lambda: not self._taken or self._taken + size <= self.size)
-                self._taken += size
-                taken = size
+            self._take(size, deadline)
+            taken = size
 
         try:
             yield admit
@@ -42,6 +47,24 @@ class DecodingRoom:
             with self._changed:
                 self._taken -= taken
                 self._changed.notify_all()
+
+    def _take(self, size: int, deadline: float | None) -> None:
+        def my_turn() -> bool:
+            return self._line[0] is me and (not self._taken or self._taken + size <= self.size)
+
+        me = object()
+        with self._changed:
+            self._line.append(me)
+            try:
+                if not self._changed.wait_for(my_turn, None if deadline is None else deadline - time.monotonic()):
+                    raise DeadlinePassed(
+                        "the time that this call was given is over while its image waited for memory to be decoded in. "
+                        "Give it more time, or try again later"
+                    )
+                self._taken += size
+            finally:
+                self._line.remove(me)
+                self._changed.notify_all()  # whose turn it is now
 
 
 # Of this process: its memory is what is bounded, however many pipelines it has.

@@ -17,7 +17,8 @@ class Call:
 
     method: as "prelunet.v1.PreluNetService/Classify"; begun: on the clock of time.monotonic(); peer: gRPC's name of the
     connection; status: name of its gRPC status, empty until it has one; reason, error: what the caller was told of an
-    error; models: that were asked; views: of its images; bytes: of its messages.
+    error; id: that its message bears, of the Open Inference Protocol; models: that were asked; images, failed: of a
+    stream, how many were asked and how many of them got an error; views: of its images; bytes: of its messages.
     """
 
     method: str
@@ -27,7 +28,10 @@ class Call:
     status: str = ""
     reason: str = ""
     error: str = ""
+    id: str = ""
     models: set[str] = field(default_factory=set)
+    images: int = 0
+    failed: int = 0
     views: int = 0
     bytes: int = 0
 
@@ -51,6 +55,21 @@ def note(model: str, views: int) -> None:
     if call is not None:
         call.models.add(model)
         call.views += views
+
+
+def note_answer(*, failed: bool) -> None:
+    """Note that an image of a stream has its answer, or its error."""
+    call = current()
+    if call is not None:
+        call.images += 1
+        call.failed += failed
+
+
+def note_id(id_: str) -> None:
+    """Note the id that a message bears."""
+    call = current()
+    if call is not None:
+        call.id = id_
 
 
 def request_id_from(metadata: Iterable[tuple[str, str | bytes]]) -> str:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -56,12 +56,16 @@ class Classifier:
         self._room = decoding_room(gpu=session.circumstances.on_gpu)
         self._lane = Lane(name, session, metrics, self._views_of)
 
-    def admitted(self, size: int, views: int) -> AbstractContextManager[None]:
-        """Count an image of `size` bytes and so many views among those that wait while the block runs.
+    def admitted(self, size: int, views: int, client: str = "", images: int = 1) -> AbstractContextManager[None]:
+        """Count images of `size` bytes and so many views, all together, among those that wait while the block runs.
 
         Raises Overloaded, which says when to try again, when enough views, or enough bytes, wait already.
         """
-        return self._door.admitted(size, views)
+        return self._door.admitted(size, views, client, images)
+
+    def entered(self, size: int, views: int, client: str = "") -> AbstractAsyncContextManager[None]:
+        """Do the same for one image, but wait until there is room."""
+        return self._door.entered(size, views, client)
 
     async def answer(
         self, image: bytes, protocol: Protocol, top: int, *, heatmap: bool, caller: Caller = Caller()
@@ -69,7 +73,7 @@ class Classifier:
         """Classify one encoded image and tell its best classes; see `classify` for the errors."""
 
         def tell(classified: Classified) -> Answer:
-            picture = self._heat_maps(image, protocol, classified) if heatmap else b""
+            picture = self._heat_maps(image, protocol, classified, caller.deadline) if heatmap else b""
             return answer_of(self.session, self.name, protocol, classified, top, picture)
 
         answer, timings = await self._answered(image, protocol, tell, keep_windows=heatmap, caller=caller)
@@ -120,8 +124,8 @@ class Classifier:
                 timer.cancel()
             self._waiting.leave(request)
 
-    def _views_of(self, image: bytes, protocol: Protocol) -> list[ViewImage]:
-        with self._room.place() as admit:
+    def _views_of(self, image: bytes, protocol: Protocol, deadline: float | None) -> list[ViewImage]:
+        with self._room.place(deadline) as admit:
             decoded = decode_image(image, self._limits, apply_exif=protocol.apply_exif, admit=admit)
             self._check_size(decoded.height, decoded.width, protocol)
             views = make_views(decoded, protocol)
@@ -147,12 +151,12 @@ class Classifier:
                 f"{2 * limit} that this server takes. Use fewer or smaller scales, or `prelunet classify --model`"
             )
 
-    def _heat_maps(self, image: bytes, protocol: Protocol, classified: Classified) -> bytes:
+    def _heat_maps(self, image: bytes, protocol: Protocol, classified: Classified, deadline: float | None) -> bytes:
         """Draw an image beside the heat maps of its best classes, as a PNG file.
 
         It is decoded again: kept from the first time, the pixels of every image that waits would fill the memory.
         """
-        with self._room.place() as admit:
+        with self._room.place(deadline) as admit:
             decoded = decode_image(image, self._limits, apply_exif=protocol.apply_exif, admit=admit)
             pixels = np.array(decoded)
             del decoded

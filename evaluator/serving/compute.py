@@ -6,12 +6,14 @@ GPU a second thread packs and uploads a batch while another is computed, if it i
 have joined it.
 
 A batch that fails is run again in halves, down to single views: one bad image, or too little memory for all of them
-together, fails nobody else. A device that fails whatever it is given is lost.
+together, fails nobody else. A device that fails whatever it is given is lost, and so is one that hangs
+(`evaluator.serving.watchdog`).
 """
 
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,17 +23,18 @@ import numpy as np
 from evaluator.engine.batching import Batch, Plan
 from evaluator.engine.classify import PackedBatch, ViewResult, pack_batch, plan_views, results_of
 from evaluator.errors import ContractError, DeviceLost, OutOfMemory, UsageError
-from evaluator.serving.request import Lane, ReadyView, Request
+from evaluator.serving.request import Lane, ReadyView, Request, known
 from evaluator.serving.waiting import Waiting
+from evaluator.serving.watchdog import Watchdog
 
 _SHORTER = 2  # times less time than its batch is expected to take: such a view is not run
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Formed:
-    """A batch whose views wait no more. packed, staged: None where that is still to be done."""
+    """A batch whose views wait no more. packed, staged: None where that is still to be done, or done with."""
 
     lane: Lane
     views: Sequence[ReadyView]
@@ -65,13 +68,19 @@ class ComputeThread:
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True) for name, target in work[: 2 if ahead else 1]
         ]
-        for thread in self._threads:
+        self._watchdog = Watchdog(self._hangs)
+        self._ended = threading.Event()
+        watch = self._watchdog.watch
+        self._watching = threading.Thread(target=watch, args=(self._ended,), name=f"watch-{device}", daemon=True)
+        for thread in (*self._threads, self._watching):
             thread.start()
 
     def join(self) -> None:
         """Wait until the threads have ended, after `Waiting.close`."""
         for thread in self._threads:
             thread.join()
+        self._ended.set()
+        self._watching.join()
 
     # Forming batches
 
@@ -94,10 +103,7 @@ class ComputeThread:
         try:
             return self._form(views, full=full)
         except Exception as error:  # a thread that died here would leave every later call waiting for ever
-            lane = views[0].request.lane
-            self._waiting.fail(
-                views[0].request, _out_of_memory(lane, error) if isinstance(error, MemoryError) else error
-            )
+            self._waiting.fail(views[0].request, known(views[0].request.lane, error))
             return None
 
     def _form(self, views: Sequence[ReadyView], *, full: bool) -> _Formed | None:
@@ -125,7 +131,8 @@ class ComputeThread:
         """Pack and stage a batch; where that fails it is left to the thread that computes, which handles failures."""
         try:
             packed = pack_batch(formed.batch, [view.view for view in formed.views])
-            return replace(formed, packed=packed, staged=formed.lane.session.stage(packed.images, packed.sizes))
+            with self._watchdog.over(formed.lane, formed.views, packed.images[..., 0].size):
+                return replace(formed, packed=packed, staged=formed.lane.session.stage(packed.images, packed.sizes))
         except Exception as error:
             log.warning("a batch could not be staged ahead: %s", error)
             return formed
@@ -144,6 +151,7 @@ class ComputeThread:
     def _run(self, formed: _Formed) -> None:
         """Run a batch without the views that nobody waits for any more, and hand over what is complete with it."""
         lane, views, packed, staged = formed.lane, formed.views, formed.packed, formed.staged
+        formed.packed = formed.staged = None  # they are held here alone, and gone before anything else is packed
         try:
             while True:
                 wanted, begun = self._waiting.begin(views)
@@ -151,15 +159,15 @@ class ComputeThread:
                     return
                 if packed is not None and len(wanted) == len(views):
                     break
-                views, staged = wanted, None
+                views, packed, staged = wanted, None, None
                 packed = pack_batch(_of(formed.batch, len(wanted), lane), [view.view for view in wanted])
             self._count(lane, views, packed)
-            session = lane.session
-            outputs = session.run(packed.images, packed.sizes) if staged is None else session.compute(staged)
             keep_windows = any(view.request.keep_windows for view in views)
-            results = results_of(packed.members, outputs, keep_windows=keep_windows)  # may bring more from the device
+            with self._watchdog.over(lane, views, packed.images[..., 0].size):
+                results = _results(lane, packed, staged, keep_windows=keep_windows)
         except Exception as error:
-            del packed, staged  # the memory, before less is tried
+            packed = staged = None  # the memory, before less is tried
+            _forget_frames(error)
             self._failed(lane, views, error)
         else:
             self._computed(lane, views, packed, results, begun)
@@ -186,7 +194,10 @@ class ComputeThread:
         if late := sum(view.request.ended_before(begun) for view in views):
             lane.metrics.late_views.inc(late)
         for place, view in enumerate(views):
-            view.request.results[view.index] = results[place]
+            result = results[place]
+            if not view.request.keep_windows:  # but a neighbour's are
+                result = replace(result, window_scores=None)
+            view.request.results[view.index] = result
             view.request.missing -= 1
         complete = []
         for request in {view.request: None for view in views}:  # each once, in their order
@@ -214,21 +225,29 @@ class ComputeThread:
                 for batch in _plan(lane, half).batches:
                     self._run(_Formed(lane, [half[index] for index in batch.indices], _renumbered(batch)))
         elif memory:
-            self._waiting.fail(views[0].request, _out_of_memory(lane, error))
-        elif isinstance(error, UsageError | ContractError) or self._runs_at_all(lane):
+            self._waiting.fail(views[0].request, known(lane, error))
+        elif isinstance(error, UsageError | ContractError) or self._runs_at_all(lane, views):
             self._waiting.fail(views[0].request, error)
         else:
             self._lose(_lost(lane, error), views)
 
-    def _runs_at_all(self, lane: Lane) -> bool:
+    def _runs_at_all(self, lane: Lane, views: Sequence[ReadyView]) -> bool:
         """Say whether the model still runs, on the smallest black canvas."""
         side = lane.session.contract.min_side
         try:
-            lane.session.run(np.zeros((1, side, side, 3), np.uint8), np.array([[side, side]], np.int64))
+            with self._watchdog.over(lane, views, side * side):
+                lane.session.run(np.zeros((1, side, side, 3), np.uint8), np.array([[side, side]], np.int64))
         except Exception as error:
             log.error("model '%s' does not even run on a black canvas: %s", lane.name, error)
             return False
         return True
+
+    def _hangs(self, error: DeviceLost, views: Sequence[ReadyView]) -> None:
+        """Count a batch that does not end as a lost device; what was staged behind it never runs."""
+        staged = self._staged  # without the lock, which a thread may hold that hangs
+        views = [*views, *(staged.views if staged is not None else ())]
+        views[0].request.lane.metrics.batch_failed("lost")
+        self._lose(error, views)
 
     def _lose(self, error: DeviceLost, views: Sequence[ReadyView]) -> None:
         if self._waiting.lose(error, views):
@@ -264,13 +283,17 @@ def _of(batch: Batch, views: int, lane: Lane) -> Batch:
     return replace(batch, indices=tuple(range(views)), rows=rows)
 
 
-def _out_of_memory(lane: Lane, error: Exception) -> OutOfMemory:
-    """Return the error of a view for which memory lacks, on the device or here."""
-    if isinstance(error, OutOfMemory):
-        return error
-    lacking = OutOfMemory(f"too little main memory for a view of model '{lane.name}'. Take smaller scales")
-    lacking.__cause__ = error
-    return lacking
+def _results(lane: Lane, packed: PackedBatch, staged: Any, *, keep_windows: bool) -> Mapping[int, ViewResult]:
+    session = lane.session
+    outputs = session.run(packed.images, packed.sizes) if staged is None else session.compute(staged)
+    return results_of(packed.members, outputs, keep_windows=keep_windows)  # may bring more from the device
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Drop what the functions held from which an error came, such as canvases; its lines in a log stay the same."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _lost(lane: Lane, error: Exception) -> DeviceLost:

@@ -12,7 +12,7 @@ from evaluator.serving.compute import ComputeThread
 from evaluator.serving.metrics import ModelMetrics
 from evaluator.serving.options import QueueOptions
 from evaluator.serving.preparing import Preparers
-from evaluator.serving.request import Outcome, Request, deliver
+from evaluator.serving.request import Outcome, Request, deliver, known
 from evaluator.serving.waiting import Waiting
 
 
@@ -65,7 +65,7 @@ def _outcome(request: Request) -> Outcome:
         timings = request.timings(now)
         _count(request.lane.metrics, timings, now - begun)
     except BaseException as error:
-        return Outcome(request, error=error)
+        return Outcome(request, error=known(request.lane, error))
     return Outcome(request, (answer, timings))
 
 

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import signal
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -28,6 +29,7 @@ class Events:
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Event] = asyncio.Queue()
         self._heard = -TOGETHER
+        self.lost: DeviceLost | None = None  # the first that came
 
     def listen(self) -> None:
         """Take SIGTERM and SIGINT of this process from now on; those that come together are one."""
@@ -41,7 +43,14 @@ class Events:
 
     def tell(self, event: Event) -> None:
         """Add one, from any thread."""
-        self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(self._add, event)
+
+    def _add(self, event: Event) -> None:
+        if isinstance(event, DeviceLost):
+            self.lost = self.lost or event
+            log.critical("a device is lost, so that this process has to end: %s", event)
+        self._queue.put_nowait(event)
 
     @property
     def came(self) -> bool:
@@ -74,7 +83,8 @@ async def until_ended(server: Server, models: Models, events: Events, *, lame_du
     """Wait for a signal, or for the loss of a device, and stop the server.
 
     lame_duck: seconds after a signal in which new calls still work while health says NOT_SERVING, so that balancers
-    have time to look elsewhere; grace: seconds after that for calls in flight. A further signal ends either.
+    have time to look elsewhere; grace: seconds after that for calls in flight, in the first of which new ones are
+    refused before the port closes, so that none is cancelled that gRPC has accepted. A further signal ends either.
     """
     event = await events.next()
     server.tell_stopping()
@@ -83,18 +93,23 @@ async def until_ended(server: Server, models: Models, events: Events, *, lame_du
             "%s: stopping; health says NOT_SERVING, calls are taken for %g s more; another signal ends that",
             event.name, lame_duck,
         )  # fmt: skip
-        event = await events.next(lame_duck)
-    lost = event if isinstance(event, DeviceLost) else None
-    if lost is not None:
-        log.critical("a device is lost, so that this process has to end: %s", lost)
-    grace = min(grace, LOST_GRACE) if lost is not None else grace
-    log.info("no call is taken any more; %d in flight have %g s; another signal cuts them off", server.calls, grace)
-    hurry = asyncio.create_task(events.next())
-    unfinished = await server.stop(grace, hurry)
-    if hurry.done() and isinstance(later := hurry.result(), DeviceLost):
-        lost = lost or later
+        await events.next(lame_duck)
+    if events.lost is not None:
+        grace = min(grace, LOST_GRACE)
+    log.info("new calls are refused; %d in flight have %g s; another signal cuts them off", server.calls, grace)
+    end = time.monotonic() + grace
+    hurry = asyncio.create_task(_hurry(events))
+    await server.refuse(hurry)
+    unfinished = await server.stop(max(0.0, end - time.monotonic()), hurry)
     hurry.cancel()
-    return Ended(unfinished, lost, stuck=not await _closed(models))
+    stuck = not await _closed(models)
+    return Ended(unfinished, events.lost, stuck)
+
+
+async def _hurry(events: Events) -> None:
+    """Return when calls in flight are to be cut off: at a signal, or when a lost device's errors have been sent."""
+    if isinstance(await events.next(), DeviceLost):
+        await events.next(LOST_GRACE)
 
 
 async def _closed(models: Models) -> bool:

@@ -5,15 +5,19 @@ the standard library and of prometheus-client wait for a slow client line by lin
 """
 
 import asyncio
+import socket
+import time
 from collections.abc import Callable
 
 from evaluator.errors import EnvironmentFault
-from evaluator.serving.transport import join
+from evaluator.serving.transport import is_everywhere, join, why_not
 
 MAX_REQUEST = 8192  # bytes of request line and headers
 MAX_CONNECTIONS = 16  # at once; Prometheus needs one
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PATIENCE = 10.0  # seconds for a request to come and its answer to be taken
+FAREWELL = 1.0  # seconds for answers that are being made when the port closes; they take some milliseconds
+_GLANCE = 0.01  # seconds between two looks whether any are left
 
 
 class Exposition:
@@ -26,29 +30,37 @@ class Exposition:
         self._text = text
         self._patience = patience
         self._server: asyncio.Server | None = None
-        self._clients: set[asyncio.StreamWriter] = set()
+        self._clients: dict[asyncio.StreamWriter, bool] = {}  # whether it is they who are waited for; the oldest first
+        self._answering = 0
         self.address = ""
 
     async def open(self, host: str, port: int) -> None:
         """Take the port; 0 is a free one. Raises EnvironmentFault when it cannot be had."""
         try:
-            self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_REQUEST)
+            if is_everywhere(host) and socket.has_dualstack_ipv6():
+                # asyncio itself would leave out IPv4, which gRPC answers there.
+                listener = socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=True)
+                self._server = await asyncio.start_server(self._serve, sock=listener, limit=MAX_REQUEST)
+            else:
+                self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_REQUEST)
         except OSError as error:
             raise EnvironmentFault(
-                f"cannot listen on {join(host, port)} for metrics ({error.strerror or error}). "
-                "Choose another --metrics-port (0 takes a free one), or stop the other program"
+                f"cannot listen on {join(host, port)} for metrics: {why_not(host, port, '--metrics-port')}"
             ) from error
         self.address = join(host, self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
-        """Give the port back and cut off who is still there."""
+        """Give the port back, let answers end that are being made, and cut off who is still there."""
         if self._server is None:
             return
         self._server.close()
+        end = time.monotonic() + FAREWELL
+        while self._answering and time.monotonic() < end:
+            await asyncio.sleep(_GLANCE)
         for client in self._clients:
             client.transport.abort()
         while self._clients:
-            await asyncio.sleep(0)
+            await asyncio.sleep(_GLANCE)
 
     @property
     def connections(self) -> int:
@@ -57,19 +69,42 @@ class Exposition:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one request and close the connection, whatever comes."""
-        if self.connections >= MAX_CONNECTIONS:
+        if not self._make_room():
             writer.transport.abort()
             return
-        self._clients.add(writer)
+        self._clients[writer] = True
         try:
             async with asyncio.timeout(self._patience):
-                writer.write(await self._answer(await reader.readuntil(b"\r\n\r\n")))
-                await writer.drain()
+                request = await reader.readuntil(b"\r\n\r\n")
+                self._answering += 1
+                try:
+                    self._clients[writer] = False
+                    answer = await self._answer(request)
+                    self._clients[writer] = True
+                    writer.write(answer)
+                    writer.close()
+                    await writer.wait_closed()  # else the rest of an answer that nobody takes would stay for ever
+                finally:
+                    self._answering -= 1
         except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
             writer.transport.abort()  # no request in time, or none at all: nobody there to be told
         finally:
-            self._clients.remove(writer)
+            self._clients.pop(writer, None)
             writer.close()
+
+    def _make_room(self) -> bool:
+        """Say whether one more may come; where no place is left, the oldest client that is waited for gives up its own.
+
+        Else so many that say nothing would keep everybody out, for as long as they like.
+        """
+        if self.connections < MAX_CONNECTIONS:
+            return True
+        oldest = next((client for client, awaited in self._clients.items() if awaited), None)
+        if oldest is None:
+            return False
+        del self._clients[oldest]
+        oldest.transport.abort()
+        return True
 
     async def _answer(self, request: bytes) -> bytes:
         method, _, rest = request.partition(b"\r\n")[0].partition(b" ")

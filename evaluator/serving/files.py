@@ -1,7 +1,7 @@
 """Which model files are served under which names."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,3 +35,15 @@ def parse_models(options: Sequence[str]) -> tuple[ModelFile, ...]:
     if not files:
         raise UsageError("no model to serve; name at least one: --model NAME=MODEL.onnx")
     return tuple(files)
+
+
+def require_files(files: Iterable[ModelFile]) -> None:
+    """Refuse files that cannot be read, all before the first is loaded; raises UsageError."""
+    for file in files:
+        try:
+            with file.path.open("rb"):
+                pass
+        except OSError as error:
+            raise UsageError(
+                f"--model {file.name}={file.path}: cannot be read ({error.strerror}). Give the path of a model file"
+            ) from error

@@ -19,7 +19,7 @@ from evaluator.serving import inference_messages as messages
 from evaluator.serving.caller import Caller
 from evaluator.serving.classifier import Classifier
 from evaluator.serving.inference_statistics import model_statistics
-from evaluator.serving.logs import incident_of
+from evaluator.serving.logs import cut, incident_of
 from evaluator.serving.models import Models
 from evaluator.serving.ordered import in_order
 from evaluator.serving.service import Context, caller_of
@@ -49,11 +49,7 @@ NOT_OFFERED: Mapping[str, str] = {
 }
 
 
-def _always() -> bool:
-    return True
-
-
-def add_to_server(server: grpc.aio.Server, models: Models, ready: Callable[[], bool] = _always) -> None:
+def add_to_server(server: grpc.aio.Server, models: Models, ready: Callable[[], bool]) -> None:
     """Let a server answer the Open Inference Protocol. ready: whether it takes new work, as health says."""
     pb_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(models, ready), server)
     refusals: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
@@ -115,7 +111,11 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:  # noqa: N802
         """Classify the images of a request."""
-        return await self._infer(request, caller_of(context))
+        calls.note_id(request.id)
+        caller = caller_of(context)
+        classifier, asked = await self._asked(request)
+        del request  # while it waits; its images are in `asked`
+        return await self._infer(classifier, asked, caller)
 
     async def ModelStreamInfer(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context
@@ -124,10 +124,16 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
         caller = caller_of(context)
 
         async def answer(request: pb.ModelInferRequest) -> pb.ModelStreamInferResponse:
+            id_ = request.id
             try:
-                return messages.streamed(await self._infer(request, caller))
+                classifier, asked = await self._asked(request)
+                del request
+                response = messages.streamed(await self._infer(classifier, asked, caller))
+                calls.note_answer(failed=False)
+                return response
             except Exception as error:  # it is this request's; the others go on
-                return messages.streamed_error(request, text_of(error, incident_of(error)))
+                calls.note_answer(failed=True)
+                return messages.streamed_error(id_, text_of(error, incident_of(error)))
 
         async with aclosing(in_order(request_iterator, answer, HELD)) as responses:
             async for response in responses:
@@ -139,22 +145,29 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
             there = ", ".join(model.name for model in self._models.all())
             raise ModelNotFound(f"the request names no model. There are: {there}")
         if version not in messages.VERSIONS:
-            raise ModelNotFound(f"model '{name}' has no version '{version}'. There is: {messages.VERSION}")
+            raise ModelNotFound(
+                f"model '{cut(name, messages.QUOTED)}' has no version '{cut(version, messages.QUOTED)}'. There is: "
+                f"{messages.VERSION}"
+            )
         return self._models.get(name)
 
-    async def _infer(self, request: pb.ModelInferRequest, caller: Caller) -> pb.ModelInferResponse:
-        """Classify the images of a request; all of them are let in, or none."""
+    async def _asked(self, request: pb.ModelInferRequest) -> tuple[Classifier, messages.Asked]:
+        """Return which model a request asks, and for what."""
         classifier = self._model(request.model_name, request.model_version)
+        read = partial(messages.asked_of, request, classifier.session.contract)
+        return classifier, await _made(read, long=_has_large_messages())
+
+    async def _infer(self, classifier: Classifier, asked: messages.Asked, caller: Caller) -> pb.ModelInferResponse:
+        """Classify the images of a request; all of them are let in, or none."""
         contract = classifier.session.contract
-        asked = await _made(partial(messages.asked_of, request, contract), long=_has_large_messages())
         if asked.timeout is not None:
             caller = caller.within(asked.timeout)
         size, views = sum(map(len, asked.images)), len(asked.images) * len(asked.protocol.views)
         calls.note(classifier.name, views)
-        with classifier.admitted(size, views):
+        with classifier.admitted(size, views, caller.client, len(asked.images)):
             scores = await _scores_of(classifier, asked, caller)
         long = len(scores) * (asked.top or len(contract.classes)) > _MANY
-        return await _made(partial(messages.infer_response, request, asked, scores, contract), long=long)
+        return await _made(partial(messages.infer_response, classifier.name, asked, scores, contract), long=long)
 
 
 def _has_large_messages() -> bool:

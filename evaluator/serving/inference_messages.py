@@ -14,6 +14,7 @@ from evaluator.errors import UsageError
 from evaluator.pb.inference import inference_pb2 as pb
 from evaluator.protocols import Changes, Protocol, default_protocol, make_protocol
 from evaluator.serving.classifier import Classifier
+from evaluator.serving.logs import cut
 
 Value: TypeAlias = bool | int | float | str
 Parameters: TypeAlias = Mapping[str, pb.InferParameter]
@@ -34,6 +35,7 @@ _PLATFORM = "prelunet_onnx"
 
 _LENGTH = 4  # bytes in front of each element of raw BYTES, the lowest first
 _WANTED = f"this model takes one input: '{INPUT}', datatype BYTES, shape [N] with N from 1 to {MAX_IMAGES}"
+QUOTED = 100  # characters of a caller's text in a text of ours
 _SCALES = re.compile(r"\d{1,9}(,\d{1,9})*", re.ASCII)
 
 # What a parameter may be; of the types of InferParameter.
@@ -48,6 +50,11 @@ _OF_REQUEST: Mapping[str, frozenset[str]] = {
 }
 _OF_OUTPUT: Mapping[str, frozenset[str]] = {"classification": frozenset({"int64"})}
 _OF_INPUT: Mapping[str, frozenset[str]] = {}
+# Of Triton's, by how they begin. Its clients send all of a family where their user named one.
+_NOT_OFFERED: Mapping[str, str] = {
+    "sequence_": "this server has no sequences, each request stands alone. Call without a sequence_id",
+    "shared_memory_": "this server takes images in the message only, and answers in one. Call without shared memory",
+}
 _TYPES = {
     "bool_param": "bool",
     "int64_param": "int64",
@@ -61,10 +68,11 @@ _TYPES = {
 class Asked:
     """What a request asks for.
 
-    images: encoded, 1 to MAX_IMAGES; top: how many classes of each to tell, None for the scores of all; timeout:
-    seconds, None for no other than the call's; raw: whether tensors travel as raw bytes.
+    id: the caller's, told back; images: encoded, 1 to MAX_IMAGES; top: how many classes of each to tell, None for the
+    scores of all; timeout: seconds, None for no other than the call's; raw: whether tensors travel as raw bytes.
     """
 
+    id: str
     images: tuple[bytes, ...]
     protocol: Protocol
     top: int | None
@@ -85,16 +93,21 @@ def asked_of(request: pb.ModelInferRequest, contract: ModelContract) -> Asked:
             f"protocol {protocol.name} sees {count} images in {count * len(protocol.views)} views, more than the "
             f"{MAX_VIEWS} that a call may have. Send fewer images in a call"
         )
-    return Asked(tuple(images), _protocol_of(given, contract), _top_of(request, contract), _timeout_of(given), raw)
+    return Asked(request.id, tuple(images), protocol, _top_of(request, contract), _timeout_of(given), raw)
 
 
 def _values(given: Parameters, known: Mapping[str, frozenset[str]], where: str) -> dict[str, Value]:
     """Return the values of parameters by name; UsageError for one that is not known, or of another type."""
     values: dict[str, Value] = {}
     for name, parameter in sorted(given.items()):  # a map travels in no order
+        if name.startswith(tuple(_NOT_OFFERED)):
+            why = next(why for beginning, why in _NOT_OFFERED.items() if name.startswith(beginning))
+            raise UsageError(f"{where} has a parameter '{cut(name, QUOTED)}': {why}")
         if name not in known:
             there = ", ".join(known) or "none"
-            raise UsageError(f"{where} has a parameter '{name}' that this server does not know. There are: {there}")
+            raise UsageError(
+                f"{where} has a parameter '{cut(name, QUOTED)}' that this server does not know. There are: {there}"
+            )
         choice = parameter.WhichOneof("parameter_choice")
         if choice is None or _TYPES[choice] not in known[name]:
             types = " or ".join(sorted(known[name]))
@@ -113,9 +126,9 @@ def _input_of(request: pb.ModelInferRequest) -> Input:
         raise UsageError(f"the request has {len(request.inputs)} inputs; {_WANTED}")
     tensor = request.inputs[0]
     if tensor.name != INPUT:
-        raise UsageError(f"the model has no input '{tensor.name}'; {_WANTED}")
+        raise UsageError(f"the model has no input '{cut(tensor.name, QUOTED)}'; {_WANTED}")
     if tensor.datatype != "BYTES":
-        raise UsageError(f"input '{INPUT}' has datatype '{tensor.datatype}'; {_WANTED}")
+        raise UsageError(f"input '{INPUT}' has datatype '{cut(tensor.datatype, QUOTED)}'; {_WANTED}")
     _values(tensor.parameters, _OF_INPUT, f"input '{INPUT}'")
     return tensor
 
@@ -151,7 +164,8 @@ def _raw_images(request: pb.ModelInferRequest, tensor: Input, count: int) -> lis
         images.append(raw[start:place])
     if place < len(raw):
         raise UsageError(
-            f"`raw_input_contents` goes on for {len(raw) - place} bytes behind the {count} images of its shape"
+            f"`raw_input_contents` goes on for {len(raw) - place} bytes behind the last of {count} images; the shape "
+            f"of '{INPUT}' should say how many there are"
         )
     return images
 
@@ -161,12 +175,18 @@ def _typed_images(tensor: Input, count: int) -> list[bytes]:
     filled = [field.name for field, _ in tensor.contents.ListFields()]
     if wrong := [name for name in filled if name != "bytes_contents"]:
         raise UsageError(f"input '{INPUT}' has `{wrong[0]}`; the elements of a BYTES tensor go into `bytes_contents`")
-    images = list(tensor.contents.bytes_contents)
-    if len(images) != count:
+    elements = tensor.contents.bytes_contents
+    if not elements:
         raise UsageError(
-            f"input '{INPUT}' has {len(images)} elements in `bytes_contents`, and its shape promises {count}"
+            f"input '{INPUT}' has no elements; send the images in `raw_input_contents`, or in `contents` of the input "
+            "as `bytes_contents`"
         )
-    return images
+    if len(elements) != count:
+        raise UsageError(
+            f"input '{INPUT}' has {len(elements)} elements in `bytes_contents`, but its shape says {count}; make them "
+            "the same number"
+        )
+    return list(elements)
 
 
 def _protocol_of(given: Mapping[str, Value], contract: ModelContract) -> Protocol:
@@ -187,7 +207,10 @@ def _scales_of(value: Value | None) -> tuple[int, ...] | None:
     if value is None:
         return None
     if isinstance(value, str) and (len(value) > 6 * MOST_SCALES or not _SCALES.fullmatch(value)):
-        raise UsageError("parameter 'scales' should hold whole numbers of pixels with commas, as in '256,384,480'")
+        raise UsageError(
+            f"parameter 'scales' should hold 1 to {MOST_SCALES} whole numbers of pixels with commas, as in "
+            "'256,384,480'"
+        )
     return tuple(map(int, str(value).split(",")))
 
 
@@ -203,13 +226,13 @@ def _timeout_of(given: Mapping[str, Value]) -> float | None:
 
 def _top_of(request: pb.ModelInferRequest, contract: ModelContract) -> int | None:
     """Return how many classes of each image to tell; None for the scores of all."""
-    names = [output.name for output in request.outputs]
-    if wrong := [name for name in names if name != OUTPUT]:
-        raise UsageError(f"the model has no output '{wrong[0]}'. There is: {OUTPUT}")
-    if len(names) > 1:
-        raise UsageError(f"output '{OUTPUT}' is asked for {len(names)} times; once is enough")
-    if not names:
+    if not request.outputs:
         return None
+    wrong = (output.name for output in request.outputs if output.name != OUTPUT)
+    if (name := next(wrong, None)) is not None:
+        raise UsageError(f"the model has no output '{cut(name, QUOTED)}'. There is: {OUTPUT}")
+    if len(request.outputs) > 1:
+        raise UsageError(f"output '{OUTPUT}' is asked for {len(request.outputs)} times; once is enough")
     given = _values(request.outputs[0].parameters, _OF_OUTPUT, f"output '{OUTPUT}'")
     if "classification" not in given:
         return None
@@ -220,10 +243,10 @@ def _top_of(request: pb.ModelInferRequest, contract: ModelContract) -> int | Non
 
 
 def infer_response(
-    request: pb.ModelInferRequest, asked: Asked, scores: Sequence[FloatArray], contract: ModelContract
+    model: str, asked: Asked, scores: Sequence[FloatArray], contract: ModelContract
 ) -> pb.ModelInferResponse:
-    """Return the answer to a request. scores: float32 (classes,) of each image."""
-    response = pb.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
+    """Return the answer to a request. model: its name; scores: float32 (classes,) of each image."""
+    response = pb.ModelInferResponse(model_name=model, model_version=VERSION, id=asked.id)
     if asked.top is None:
         output = response.outputs.add(name=OUTPUT, datatype="FP32", shape=(len(scores), len(contract.classes)))
         elements = np.stack(scores).astype("<f4", copy=False)
@@ -254,9 +277,9 @@ def streamed(response: pb.ModelInferResponse) -> pb.ModelStreamInferResponse:
     return pb.ModelStreamInferResponse(infer_response=response)
 
 
-def streamed_error(request: pb.ModelInferRequest, text: str) -> pb.ModelStreamInferResponse:
-    """Return the error of one request of a stream."""
-    return pb.ModelStreamInferResponse(error_message=text, infer_response=pb.ModelInferResponse(id=request.id))
+def streamed_error(id_: str, text: str) -> pb.ModelStreamInferResponse:
+    """Return the error of the request of a stream that has this id."""
+    return pb.ModelStreamInferResponse(error_message=text, infer_response=pb.ModelInferResponse(id=id_))
 
 
 def server_metadata() -> pb.ServerMetadataResponse:

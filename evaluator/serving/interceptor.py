@@ -12,11 +12,12 @@ import grpc.aio
 from google.protobuf import descriptor_pool
 from google.protobuf.message import DecodeError
 
-from evaluator.errors import Overloaded, UsageError
+from evaluator.errors import DeadlinePassed, Overloaded, UsageError
 from evaluator.serving.calls import REQUEST_ID, Call, request_id_from, set_current
 from evaluator.serving.logs import incident_of, log_call
 from evaluator.serving.metrics import Metrics
 from evaluator.serving.options import Limits
+from evaluator.serving.parts import has_more_parts
 from evaluator.serving.status import reason_for, status_of
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -30,6 +31,10 @@ _TRY_AGAIN = 1.0  # seconds, for a call that is one too many; how long the other
 # By how much a client's time is over before the server's clock says so: a call takes a moment on its way, and gRPC
 # sends a timeout rounded up, by 1 % at most.
 _CLOCKS_APART, _ROUNDED = 0.05, 0.01  # seconds, share
+_LEAVING = 0.1  # seconds in which gRPC cancels the call of a caller who has left; it takes a thread's turn
+# A message of more bytes may have so many parts: 64 images and 32 scales are some 200. Below, any number of parts is
+# decoded in less than a millisecond.
+_SMALL, _MOST_PARTS = 2**14, 1000
 
 
 class Calls:
@@ -46,30 +51,34 @@ class Calls:
     def begin(self, call: Call, *, always: bool = False) -> bool:
         """Say whether a call may go on; it is in flight until gRPC is done with it, after its answer has been sent.
 
-        always: it may. Called in the task that gRPC runs it in, before its first message is read.
+        always: it may, and takes no other call's place. Called in the task that gRPC runs it in, before its first
+        message is read.
+
+        No connection can have all places: gRPC itself begins no more than Limits.max_streams of its calls, an eighth of
+        the places as they are by default. Whose connection it is, nobody knows yet here.
         """
-        admitted = always or self.count < self._most
-        if admitted:
+        counted = not always and self.count < self._most
+        if counted:
             self.count += 1
             self._metrics.calls_now.inc()
-        else:
+        elif not always:
             self._metrics.refusals.labels("", "calls").inc()
         task = asyncio.current_task()
         assert task is not None, "gRPC runs each call in a task"
-        task.add_done_callback(lambda _: self._end(call, admitted=admitted))
-        return admitted
+        task.add_done_callback(lambda _: self._end(call, counted=counted))
+        return counted or always
 
-    def _end(self, call: Call, *, admitted: bool) -> None:
-        if admitted:
-            self.count -= 1
-            self._metrics.calls_now.dec()
-        call.status = call.status or "CANCELLED"  # its message never came, or was too large for gRPC
+    def _end(self, call: Call, *, counted: bool) -> None:
+        call.status = call.status or "CANCELLED"  # its caller left, or its message was too large for gRPC
         seconds = time.monotonic() - call.begun
         # A method of no proto file gets no label: its name is the caller's, who could think of more and more.
         method = call.method if _is_known(call.method) else "unknown"
         self._metrics.calls.labels(method, call.status).inc()
         self._metrics.call_seconds.labels(method).observe(seconds)
         log_call(call, seconds)
+        if counted:
+            self._metrics.calls_now.dec()
+            self.count -= 1  # last: a server that stops waits for this, and would lose the line
 
     def overload(self) -> Overloaded:
         """Return the error of a call that is one too many."""
@@ -88,8 +97,10 @@ def _is_known(method: str) -> bool:
 class ErrorsToStatus(grpc.aio.ServerInterceptor):
     """Gives every call a status by the error table; those of health and reflection are not counted."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: Calls, arrival: float = Limits.arrival) -> None:
+        """arrival: seconds in which the message of a call has to come, where it has one."""
         self._calls = calls
+        self._arrival = arrival
 
     async def intercept_service(
         self,
@@ -107,7 +118,7 @@ class ErrorsToStatus(grpc.aio.ServerInterceptor):
         if handler is None:
             call.status = "UNIMPLEMENTED"  # as gRPC says now
             return None
-        return _Watched(handler, call).handler()
+        return _Watched(handler, call, self._arrival).handler()
 
 
 def _refusing(call: Call, error: Exception) -> Handler:
@@ -120,9 +131,11 @@ def _refusing(call: Call, error: Exception) -> Handler:
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-_KINDS = {  # by whether requests, and whether responses, are streams
-    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
-    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
+# By whether requests, and whether responses, are streams: the name of the method, and the handler that gRPC is given.
+# It is always one that reads messages itself: gRPC would wait for the only message of a call for ever.
+_KINDS = {
+    (False, False): ("unary_unary", grpc.stream_unary_rpc_method_handler),
+    (False, True): ("unary_stream", grpc.stream_stream_rpc_method_handler),
     (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
     (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
 }
@@ -131,7 +144,8 @@ _KINDS = {  # by whether requests, and whether responses, are streams
 class _Watched:
     """A method of one call: messages are decoded where a bad one gets a status of ours, errors become a status."""
 
-    def __init__(self, handler: Any, call: Call) -> None:
+    def __init__(self, handler: Any, call: Call, arrival: float) -> None:
+        self._arrival = arrival
         kind, self._make = _KINDS[handler.request_streaming, handler.response_streaming]
         self._method = getattr(handler, kind)
         self._handler = handler
@@ -145,13 +159,13 @@ class _Watched:
 
     async def _single(self, received: Any, context: Context) -> Any:
         async with _status_in(self._call, context):
-            answer = await self._method(self._given(received), context)
+            answer = await self._method(await self._given(received, context), context)
             await self._send_request_id(context)  # not earlier: gRPC tries no call again from then on
             return answer
 
     async def _stream(self, received: Any, context: Context) -> None:
         async with _status_in(self._call, context):
-            answers = self._method(self._given(received), context)
+            answers = self._method(await self._given(received, context), context)
             if not inspect.isasyncgen(answers):  # a method that sends its answers itself
                 await self._send_request_id(context)
                 await answers
@@ -164,14 +178,37 @@ class _Watched:
                         told = True
                     await context.write(answer)
 
-    def _given(self, received: Any) -> Any:
-        """Return what a method is given: a message, or all that come."""
-        return _Decoding(received, self._decoded) if self._handler.request_streaming else self._decoded(received)
+    async def _given(self, received: AsyncIterator[bytes], context: Context) -> Any:
+        """Return what a method is given: the message, or all that come.
+
+        Of a call of one message no other is read; gRPC keeps the rest away and drops it when the call ends.
+        """
+        if self._handler.request_streaming:
+            return _Decoding(received, self._decoded)
+        try:
+            async with asyncio.timeout(self._arrival):
+                data = await context.read()  # `received` is a generator, which is work to end where it is left
+        except TimeoutError:
+            raise DeadlinePassed(
+                f"the message of this call did not come in {self._arrival:g} s; send it whole when the call begins"
+            ) from None
+        if not isinstance(data, bytes):  # the end
+            await asyncio.sleep(_LEAVING)  # a caller who has left looks like this at first
+            raise UsageError("this call came without a message; send one")
+        return self._decoded(data)
 
     def _decoded(self, data: bytes) -> Any:
         self._call.bytes += len(data)
+        decode = self._handler.request_deserializer
+        if decode is None:
+            return data
+        if len(data) > _SMALL and has_more_parts(data, decode(b"").DESCRIPTOR, _MOST_PARTS):
+            raise UsageError(
+                f"this message of {len(data)} bytes has more than {_MOST_PARTS} fields and numbers; one that is large "
+                "should be so because of its images, encoded files as bytes"
+            )
         try:
-            return data if self._handler.request_deserializer is None else self._handler.request_deserializer(data)
+            return decode(data)
         except DecodeError:
             raise UsageError(
                 "the bytes of the request are no message of this method; use the proto file of this server and send "

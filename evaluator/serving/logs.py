@@ -6,11 +6,13 @@ steer a terminal is escaped, values in text are quoted, lengths are limited. Not
 
 import json
 import logging
+import math
 import os
 import queue
 import re
 import secrets
 import threading
+import time
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,6 +23,7 @@ MAX_MESSAGE = 2000  # characters
 MAX_FIELD = 600  # as much as a caller is told of an error
 MAX_TRACEBACK = 20_000
 MAX_WAITING = 4096  # lines; some 2 MB
+ACCEPTS_PAUSE = 60.0  # seconds
 _PLAIN = re.compile(r"[A-Za-z0-9._:/@%+,\[\]-]+")  # a value that needs no quotes
 
 log = logging.getLogger(__name__)
@@ -37,7 +40,8 @@ def incident_of(error: BaseException) -> str:
 def log_call(call: calls.Call, seconds: float) -> None:
     """Log a call that has ended after so many seconds."""
     fields: dict[str, Any] = {"peer": call.peer, "status": call.status, "seconds": round(seconds, 6)}
-    fields |= {"model": ",".join(sorted(call.models)), "views": call.views, "bytes": call.bytes}
+    fields |= {"id": call.id, "model": ",".join(sorted(call.models)), "images": call.images, "failed": call.failed}
+    fields |= {"views": call.views, "bytes": call.bytes}
     fields |= {"reason": call.reason, "error": call.error}
     log.info("call ended", extra={"fields": {key: value for key, value in fields.items() if value}})
 
@@ -124,7 +128,10 @@ def set_up(form: str = "text", level: str = "INFO") -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("evaluator").setLevel(level)
     logging.captureWarnings(capture=True)
+    # What it says of a broken image is in the error that its caller gets.
+    logging.getLogger("PIL").setLevel(logging.CRITICAL)
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_callers_doing)
+    logging.getLogger("asyncio").addFilter(AcceptsSparingly())
 
 
 # What gRPC logs, most with a traceback, of a caller who sends a path or a header that is no text, or who goes away in
@@ -139,6 +146,26 @@ _CALLERS_DOINGS = (
 
 def _is_no_callers_doing(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith(_CALLERS_DOINGS)
+
+
+class AcceptsSparingly:
+    """Lets through one line a minute of a port that has no open file for a connection.
+
+    asyncio logs a hundred a second for each port, each with a traceback.
+    """
+
+    def __init__(self) -> None:
+        self._next = -math.inf
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Say whether a record is to be logged."""
+        if not str(record.msg).startswith("socket.accept() out of system resource"):
+            return True
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        self._next = now + ACCEPTS_PAUSE
+        return True
 
 
 def cut(text: str, most: int) -> str:
@@ -159,14 +186,14 @@ def _escape(character: str) -> str:
 
 
 def _head(record: logging.LogRecord) -> dict[str, str]:
-    time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-    return {"time": time.replace("+00:00", "Z"), "level": record.levelname, "logger": record.name}
+    moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+    return {"time": moment.replace("+00:00", "Z"), "level": record.levelname, "logger": record.name}
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
     """Return what is known beside the message: the call that runs, and the record's own `fields`."""
     call = calls.current()
-    of_call = {"request_id": call.request_id, "method": call.method} if call else {}
+    of_call = {"request_id": call.request_id, "method": cut(call.method, MAX_FIELD)} if call else {}
     own = getattr(record, "fields", {})
     return of_call | {key: cut(value, MAX_FIELD) if isinstance(value, str) else value for key, value in own.items()}
 

@@ -1,5 +1,7 @@
 """What the server reads from messages of proto/prelunet/v1 and writes into them. Nothing is computed here."""
 
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, islice
 from pathlib import PurePosixPath
 
 from google.protobuf.json_format import ParseDict
@@ -17,6 +19,10 @@ from evaluator.serving.status import code_of, reason_for, text_of
 from evaluator.serving.wire import with_lists
 
 MAX_FILE_NAME = 1024  # characters
+# Of a report's refused images so many are listed, with so many bytes of names and reasons together: all of a million
+# would not fit into a message, and the client would learn that after hours, instead of the report.
+REFUSALS_LISTED = 1000
+_REFUSALS_BYTES = 2**20  # names of 4 kB there may be
 
 
 def protocol_asked(request: pb.ClassifyRequest | pb.EvaluateStart, contract: ModelContract) -> Protocol:
@@ -114,6 +120,8 @@ def image_of(request: pb.EvaluateRequest, contract: ModelContract) -> LabelledIm
     image = request.image
     if not 1 <= len(image.file) <= MAX_FILE_NAME:
         raise DatasetError(f"an image's file name should have 1 to {MAX_FILE_NAME} characters, not {len(image.file)}")
+    if "\0" in image.file:
+        raise DatasetError("an image's file name should hold no NUL character")
     return LabelledImage(image.file, image.data, _label_of(image, contract))
 
 
@@ -138,5 +146,16 @@ def _label_of(image: pb.LabelledImage, contract: ModelContract) -> int:
 
 
 def report_message(report: Report) -> pb.Report:
-    """Return report.json as its twin on the wire; null becomes an unset field."""
-    return ParseDict(with_lists(report, lambda numbers: {"values": numbers}), pb.Report())
+    """Return report.json as its twin on the wire; null becomes an unset field.
+
+    Of the refused images the first are listed, `REFUSALS_LISTED` at most; `refused` counts them all.
+    """
+    listed = {**report, "refusals": _first_refusals(report["refusals"])}
+    return ParseDict(with_lists(listed, lambda numbers: {"values": numbers}), pb.Report())
+
+
+def _first_refusals(refusals: Sequence[Mapping[str, str]]) -> Sequence[Mapping[str, str]]:
+    """Return as many refusals from the first on as a report in a message lists."""
+    first = refusals[:REFUSALS_LISTED]
+    sizes = accumulate(len(text.encode()) for each in first for text in (each["file"], each["reason"]))
+    return first[: sum(size <= _REFUSALS_BYTES for size in islice(sizes, 1, None, 2))]

@@ -46,9 +46,11 @@ class Metrics:
         self.waiting_views = Gauge("prelunet_waiting_views", "Their views.", by_model, registry=registry)
         self.waiting_bytes = Gauge("prelunet_waiting_bytes", "Bytes of the encoded ones.", by_model, registry=registry)
         self.refusals = Counter(
-            "prelunet_refusals", "Requests that were not let in: views, bytes, calls.", ("model", "reason"),
+            "prelunet_refusals", "Requests that were not let in: views, bytes, calls, stopping.", ("model", "reason"),
             registry=registry,
         )  # fmt: skip
+        for reason in ("calls", "stopping"):
+            self.refusals.labels("", reason)  # see ModelMetrics
         self.dropped_views = Counter(
             "prelunet_dropped_views", "Views that were never computed: expired, cancelled, failed.",
             ("model", "reason"), registry=registry,
@@ -106,6 +108,14 @@ class ModelMetrics:
         self.waiting_views = metrics.waiting_views.labels(model)
         self.waiting_bytes = metrics.waiting_bytes.labels(model)
         self.late_views = metrics.late_views.labels(model)
+        # A series that begins with its first event hides it: the rate of one point is unknown.
+        for counter, reasons in (
+            (metrics.refusals, ("views", "bytes")),
+            (metrics.dropped_views, ("expired", "cancelled", "failed")),
+            (metrics.batch_failures, ("memory", "lost", "error")),
+        ):
+            for reason in reasons:
+                counter.labels(model, reason)
 
     def stage(self, stage: str, seconds: float) -> None:
         """Count the time of one image at a stage: queue, decode, compute or average."""

@@ -5,8 +5,9 @@ import time
 from collections.abc import Callable, Iterable
 
 from evaluator.engine.session import Placement, Session, open_placed
+from evaluator.engine.trial import check_it_runs
 from evaluator.engine.warm_up import ladder_of, rules_to_serve, warm_up
-from evaluator.errors import DeviceLost, ModelNotFound
+from evaluator.errors import DeviceLost, Interrupted, ModelNotFound
 from evaluator.imaging.decode import DecodeLimits
 from evaluator.serving.classifier import Classifier
 from evaluator.serving.device import ServedDevice, device_of
@@ -21,21 +22,32 @@ def _ignore(_: DeviceLost) -> None:
     """Do nothing; a server stops instead."""
 
 
-def load_models(files: Iterable[ModelFile], placement: Placement) -> list[tuple[ModelFile, Session]]:
+def load_models(
+    files: Iterable[ModelFile], placement: Placement, stopped: Callable[[], bool] = lambda: False
+) -> list[tuple[ModelFile, Session]]:
     """Load each model and run it once, on a GPU with every batch of its ladder, where it has one; all or none.
 
-    Raises what `open_placed` raises.
+    stopped: asked between batches whether nobody wants it any more. Raises what `open_placed` raises, and Interrupted.
     """
-    return [(file, _loaded(file, placement)) for file in files]
+    return [(file, _loaded(file, placement, stopped)) for file in files]
 
 
-def _loaded(file: ModelFile, placement: Placement) -> Session:
-    session = open_placed(file.path, placement, for_many=True)
-    if (ladder := ladder_of(session)) is not None:
-        session.rules = rules_to_serve(session.rules)
+def _loaded(file: ModelFile, placement: Placement, stopped: Callable[[], bool]) -> Session:
+    session = open_placed(file.path, placement)
+    if (ladder := ladder_of(session)) is None:
+        check_it_runs(session, file.path.name)
+    else:  # it has run; the largest batch is the ladder's, and smaller than that of a validation
+        session.rules = rules_to_serve(session)
         begun = time.monotonic()
-        rungs = warm_up(session, ladder, lambda _done, _all: None)
-        log.info("model %s: %d batches ran once in %.0f s", file.name, rungs, time.monotonic() - begun)
+
+        def told(done: int, of: int) -> None:
+            if stopped():
+                raise Interrupted(f"model '{file.name}' was not needed any more while it was warmed up")
+            if 10 * done // of > 10 * (done - 1) // of:
+                seconds = time.monotonic() - begun
+                log.info("model %s: %d of %d batches ran once, %.0f s", file.name, done, of, seconds)
+
+        warm_up(session, ladder, told)
     return session
 
 
@@ -70,7 +82,11 @@ class Models:
         if not name and len(self._by_name) == 1:
             return next(iter(self._by_name.values()))
         if name not in self._by_name:
-            what = f"no model '{name}' is served" if name else "several models are served, so a name is needed"
+            what = (
+                f"no model '{name}' is served"
+                if name
+                else "several models are served, so a name is needed (`model`, or `--name` of prelunet classify)"
+            )
             raise ModelNotFound(f"{what}. There are: {', '.join(self._by_name)}")
         return self._by_name[name]
 

@@ -6,6 +6,8 @@ from evaluator.engine.session import Placement
 from evaluator.imaging.decode import DecodeLimits
 from evaluator.serving.files import ModelFile
 
+OTHER_FILES = 256  # open in a server beside connections: libraries, model files, sockets of its own
+
 
 @dataclass(frozen=True)
 class QueueOptions:
@@ -28,16 +30,19 @@ class QueueOptions:
 class Limits:
     """What clients may do; times in seconds.
 
-    image: of each encoded image; max_calls: in flight, of all clients, health and reflection apart;
-    max_connections: open; max_streams: calls in flight on one connection; max_metadata: bytes of a call's headers;
+    image: of each encoded image; max_calls: in flight, of all clients, health and reflection apart; arrival: until the
+    message of a call has come; max_connections: open; max_streams: calls in flight on one connection; max_metadata:
+    bytes of a call's headers;
     handshake_timeout: until a new connection has said that it speaks HTTP/2; keepalive: without a word from a client
     until it is asked whether it is there; keepalive_timeout: for its answer, else it is cut off; min_ping_interval:
     between a client's own pings, more often is cut off; max_connection_age: until a client has to connect anew, with
-    connection_age_grace more for its calls in flight, None for never.
+    connection_age_grace more for its calls in flight, None for never; max_evaluation_images: of one evaluation, whose
+    predictions lie in memory until its report.
     """
 
     image: DecodeLimits = field(default_factory=DecodeLimits)
     max_calls: int = 2048
+    arrival: float = 60.0
     max_connections: int = 4096
     max_streams: int = 256
     max_metadata: int = 2**14
@@ -47,6 +52,7 @@ class Limits:
     min_ping_interval: float = 5.0
     max_connection_age: float | None = None
     connection_age_grace: float = 30.0
+    max_evaluation_images: int = 1_000_000
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ async def in_order(
             await slots.acquire()
             async for request in requests:
                 answers.put_nowait(asyncio.ensure_future(answer(request)))
+                del request  # while the next is waited for
                 await slots.acquire()
         finally:
             answers.put_nowait(None)

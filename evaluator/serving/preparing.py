@@ -3,7 +3,8 @@
 import threading
 
 from evaluator.machine import cores
-from evaluator.serving.waiting import Waiting
+from evaluator.serving.request import known
+from evaluator.serving.waiting import Waiting, ready_views
 
 
 class Preparers:
@@ -21,12 +22,14 @@ class Preparers:
     def _work(self) -> None:
         while (request := self._waiting.next_image()) is not None:
             try:
-                views = request.lane.prepare(request.image, request.protocol)
+                views = request.lane.prepare(request.image, request.protocol, request.caller.deadline)
+                ready = ready_views(request, views)
+                del views
             except BaseException as error:  # the caller's to handle; without this thread others would wait for ever
-                self._waiting.refused(request, error)
+                self._waiting.refused(request, known(request.lane, error))
             else:
-                self._waiting.decoded(request, views)
-                del views  # before this thread waits for the next
+                self._waiting.decoded(request, ready)
+                del ready  # before this thread waits for the next
             del request
 
     def join(self) -> None:

@@ -2,21 +2,26 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 import grpc
 from prometheus_client import ProcessCollector
 
 from evaluator.engine.memory import in_bytes
 from evaluator.engine.session import Session
+from evaluator.errors import EnvironmentFault, Interrupted
+from evaluator.imaging.room import decoding_room
 from evaluator.machine import machine_memory
+from evaluator.serving.classifier import Classifier
 from evaluator.serving.drain import Ended, Events, until_ended
 from evaluator.serving.exposition import Exposition
 from evaluator.serving.files import ModelFile
-from evaluator.serving.foretold import memory_of_serving
+from evaluator.serving.foretold import largest_decoding, memory_of_serving
 from evaluator.serving.metrics import Metrics
 from evaluator.serving.models import Models, load_models
-from evaluator.serving.options import ServeOptions
+from evaluator.serving.options import OTHER_FILES, Limits, ServeOptions
 from evaluator.serving.server import Server
 from evaluator.serving.transport import allow_open_files, is_loopback
 
@@ -27,13 +32,14 @@ async def serve(options: ServeOptions, announce: Callable[[str], None]) -> Ended
     """Serve until SIGTERM or SIGINT, or until a device is lost, then finish what is in flight.
 
     announce: told once, when every model is loaded and calls are answered, what is served where.
-    Raises EnvironmentFault when the port or the device cannot be had, ContractError for a file that is no model,
-    UsageError when what is asked for takes more memory than it may.
+    Raises EnvironmentFault when the port, the device or open files cannot be had, ContractError for a file that is no
+    model, UsageError when what is asked for takes more memory than it may.
     """
+    limits = _within_open_files(options.limits)
     events, metrics = Events(), Metrics()
     events.listen()
     ProcessCollector(registry=metrics.registry)  # memory, processor time and open files of this process
-    server, exposition = Server(options.host, options.port, options.limits, metrics), Exposition(metrics.text)
+    server, exposition = Server(options.host, options.port, limits, metrics), Exposition(metrics.text)
     _warn(options)
     try:
         if options.metrics_port is not None:
@@ -66,7 +72,8 @@ async def _load(options: ServeOptions, events: Events) -> list[tuple[ModelFile, 
         if events.came:
             break
         log.info("loading model %s, %d of %d", file.name, number, len(options.models))
-        loaded += await asyncio.to_thread(load_models, [file], options.placement)
+        with suppress(Interrupted):  # told below
+            loaded += await asyncio.to_thread(load_models, [file], options.placement, lambda: bool(events.came))
     if events.came:
         log.info("stopped while models were loaded")
         return None
@@ -81,19 +88,40 @@ def _warn(options: ServeOptions) -> None:
             "along. Keep it behind something that asks",
             options.host,
         )
-    wanted = options.limits.max_connections
-    if (there := allow_open_files(wanted)) < wanted:
+
+
+def _within_open_files(limits: Limits) -> Limits:
+    """Return limits with no more connections than there are open files for; beyond, good calls would hang.
+
+    Raises EnvironmentFault when there is no room for any.
+    """
+    wanted = limits.max_connections
+    room = allow_open_files(wanted)
+    if room <= 0:
+        raise EnvironmentFault(
+            f"this process may open {OTHER_FILES + room} files only, and a server takes {OTHER_FILES} beside one for "
+            "each connection: raise the limit (ulimit -n, ulimit -Hn)"
+        )
+    if room < wanted:
         log.warning(
-            "this process may open files for about %d connections only, not for %d: raise the limit (ulimit -Hn) or "
-            "give --max-connections",
-            max(0, there), wanted,
+            "this process may open files for %d connections only, so it takes %d instead of %d: raise the limit "
+            "(ulimit -Hn) or give --max-connections",
+            room, room, wanted,
         )  # fmt: skip
+    return replace(limits, max_connections=room)
 
 
 def _foretell(sessions: list[Session], options: ServeOptions) -> int:
     """Tell how many bytes of main memory serving takes at most; UsageError when that is more than it may."""
     need = memory_of_serving(sessions, options)
     log.info("memory: at most %s", need)
+    room = decoding_room(gpu=any(session.circumstances.on_gpu for session in sessions)).size
+    if (largest := largest_decoding(options.limits.image)) > room:
+        log.info(
+            "memory: an image that alone takes more than %s to decode is decoded by itself and takes up to %s more; "
+            "a smaller --max-image-pixels refuses it",
+            in_bytes(room), in_bytes(largest - room),
+        )  # fmt: skip
     if need.total > (there := machine_memory()):
         log.warning(
             "this machine has %s. If the queues are full of the largest images that is too little: give "
@@ -133,6 +161,16 @@ def _start_line(address: str, metrics: str, models: Models, memory: int) -> str:
         f"sha256 {model.session.model_sha256[:12]}, {model.session.circumstances.precision})"
         for model in served
     )
-    told = [f"serving on {address}: {names}", f"{served[0].session.circumstances} grpcio {grpc.__version__}"]
+    told = [f"serving on {address}: {names}", f"{_circumstances(served)} grpcio {grpc.__version__}"]
     told += [f"memory at most {in_bytes(memory)}"]
     return " | ".join([*told, f"metrics on {metrics}"] if metrics else told)
+
+
+def _circumstances(served: Sequence[Classifier]) -> str:
+    """Say what runs the models; where that differs, which ones each runs."""
+    of_models: dict[str, list[str]] = {}
+    for model in served:
+        of_models.setdefault(str(model.session.circumstances), []).append(model.name)
+    if len(of_models) == 1:
+        return next(iter(of_models))
+    return "; ".join(f"{', '.join(names)}: {circumstances}" for circumstances, names in of_models.items())

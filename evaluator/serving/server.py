@@ -13,16 +13,17 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from evaluator.errors import EnvironmentFault
+from evaluator.errors import EnvironmentFault, NotReady
+from evaluator.imaging.decode import DecodeLimits
 from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from evaluator.serving import inference
 from evaluator.serving.health import Health
-from evaluator.serving.interceptor import OURS, Calls, ErrorsToStatus
+from evaluator.serving.interceptor import OURS, PROBES, Calls, ErrorsToStatus
 from evaluator.serving.metrics import Metrics
 from evaluator.serving.models import Models
 from evaluator.serving.options import Limits
 from evaluator.serving.service import SERVICE, PreluNetServicer
-from evaluator.serving.transport import channel_options, join
+from evaluator.serving.transport import channel_options, join, why_not
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -32,6 +33,9 @@ _GLANCE = 0.02  # seconds between two looks at the calls in flight
 # Seconds for connections to end once no call is left. Clients that are there take as long as a packet; gRPC would wait
 # 20 s for one that is gone, and for as long as it likes for one that keeps a stream of reflection open.
 FAREWELL = 2.0
+# Seconds in which calls are refused before the port closes, and as many in which refusals are held back if some came.
+# gRPC cancels what its core has accepted and the event loop has not begun, so no call should be on its way then.
+QUIET = 0.25
 
 
 class Server:
@@ -42,13 +46,15 @@ class Server:
 
         limits: of what clients may do; metrics: of the server. Raises EnvironmentFault when the port cannot be had.
         """
-        self._calls = Calls(limits.max_calls, metrics)
+        self._metrics = metrics or Metrics()
+        self._calls = Calls(limits.max_calls, self._metrics)
+        self._most_images = limits.max_evaluation_images
         self._health = Health(SERVICES)
-        self._services = _Services()
+        self._services = _Services(self._metrics)
         self._opened = False
         self._server = grpc.aio.server(
             handlers=[self._services],
-            interceptors=[ErrorsToStatus(self._calls)],
+            interceptors=[ErrorsToStatus(self._calls, limits.arrival)],
             options=channel_options(limits),
         )
         self._host = host
@@ -74,14 +80,15 @@ class Server:
         try:
             bound = self._server.add_insecure_port(wanted)
         except RuntimeError as error:  # all that gRPC says; the reason goes to its own log
-            raise EnvironmentFault(
-                f"cannot listen on {wanted}: the port is in use, or {self._host} is no address of this machine. "
-                "Choose another --port (0 takes a free one) or --host, or stop the other program"
-            ) from error
+            raise EnvironmentFault(f"cannot listen on {wanted}: {why_not(self._host, port)}") from error
         return bound
 
     async def open(self) -> None:
-        """Answer on the port while models are loaded: health says NOT_SERVING, calls of ours get UNAVAILABLE."""
+        """Answer on the port while models are loaded: health says NOT_SERVING, calls of ours get UNAVAILABLE.
+
+        Who asks whether the server lives is told that it does.
+        """
+        inference.add_to_server(cast(grpc.aio.Server, self._services), Models((), DecodeLimits()), lambda: False)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         self._opened = True
@@ -91,14 +98,29 @@ class Server:
         """Answer calls; health says SERVING for the whole server and for each of our services."""
         if not self._opened:
             await self.open()
-        pb_grpc.add_PreluNetServiceServicer_to_server(PreluNetServicer(models), self._services)
+        self._services.clear()
+        servicer = PreluNetServicer(models, self._most_images)
+        pb_grpc.add_PreluNetServiceServicer_to_server(servicer, self._services)
         inference.add_to_server(cast(grpc.aio.Server, self._services), models, lambda: self.serving)
-        self._services.ready = True
+        self._services.refusing = ""
         self._health.tell(serving=True)
 
     def tell_stopping(self) -> None:
         """Let health say NOT_SERVING; calls still work."""
         self._health.tell(serving=False)
+
+    async def refuse(self, hurry: "asyncio.Future[Any]") -> None:
+        """Refuse new calls with UNAVAILABLE from now on; those that have begun go on, probes and health are answered.
+
+        Returns after a moment, or when `hurry` is done. If calls came even so, their callers try again without a pause:
+        those of a second moment are told when the port is closed, so that they have nothing on its way to it.
+        """
+        self.tell_stopping()
+        self._services.refusing = "this server is stopping; try another, or again later"
+        await asyncio.wait({hurry}, timeout=QUIET)
+        if self._services.refused and not hurry.done():
+            self._services.told.clear()
+            await asyncio.wait({hurry}, timeout=QUIET)
 
     async def stop(self, grace: float, hurry: Awaitable[object] | None = None) -> int:
         """Close the port, let calls in flight finish within `grace` seconds; returns how many of ours did not.
@@ -108,6 +130,10 @@ class Server:
         self.tell_stopping()
         self._health.close()
         stopping = asyncio.ensure_future(self._server.stop(_FOR_EVER))
+        if not self._services.told.is_set():
+            await asyncio.sleep(_GLANCE)  # the port closes, and who is connected is told
+            self._services.told.set()
+            await asyncio.sleep(_GLANCE)  # they are told
         idle = asyncio.ensure_future(self._idle())
         waited: set[asyncio.Future[Any]] = {stopping, idle}
         if hurry is not None:
@@ -128,11 +154,25 @@ class Server:
 
 
 class _Services(grpc.GenericRpcHandler):
-    """Our services, which come once models are loaded; until then their calls are told to try again."""
+    """Our services: not before models are loaded, and no more once the server stops.
 
-    def __init__(self) -> None:
-        self.ready = False
+    refusing: what calls are told instead, empty while they are answered; told: until it is set they wait for that;
+    refused: how many came while the server stopped. Probes are always answered.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.refusing = "the server is loading its models; try again later"
+        self.refused = 0
+        self.told = asyncio.Event()
+        self.told.set()
+        self._ready = False
+        self._refusals = metrics.refusals
         self._handlers: list[grpc.GenericRpcHandler] = []
+
+    def clear(self) -> None:
+        """Forget what answers while models are loaded."""
+        self._handlers.clear()
+        self._ready = True
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         """Take a service, as the server itself would; gRPC's generated code calls this."""
@@ -143,15 +183,20 @@ class _Services(grpc.GenericRpcHandler):
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any] | None":
         """Return what answers a method, None for one that is not ours."""
-        if not self.ready:
-            return _LOADING if handler_call_details.method.startswith(OURS) else None
+        method = handler_call_details.method
+        if self.refusing and method.startswith(OURS) and method not in PROBES:
+            if self._ready:
+                self.refused += 1
+                self._refusals.labels("", "stopping").inc()
+            return _refusal(self.refusing, self.told)
         found = (handler.service(handler_call_details) for handler in self._handlers)
         return next((method for method in found if method is not None), None)
 
 
-async def _loading(_requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
-    await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is loading its models; try again later")
-    yield  # type: ignore[unreachable]  # it makes this a stream, which can answer any kind of call
+def _refusal(text: str, told: asyncio.Event) -> "grpc.RpcMethodHandler[Any, Any]":
+    async def refuse(_requests: AsyncIterator[Any], _context: Context) -> AsyncIterator[Any]:
+        await told.wait()
+        raise NotReady(text)
+        yield  # type: ignore[unreachable]  # it makes this a stream, which can answer any kind of call
 
-
-_LOADING: "grpc.RpcMethodHandler[Any, Any]" = grpc.stream_stream_rpc_method_handler(_loading)
+    return grpc.stream_stream_rpc_method_handler(refuse)

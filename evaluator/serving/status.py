@@ -24,6 +24,7 @@ from evaluator.errors import (
     ImageError,
     Interrupted,
     ModelNotFound,
+    NotReady,
     Overloaded,
     PreluNetError,
     UsageError,
@@ -35,7 +36,7 @@ MAX_MESSAGE = 64 * 2**20  # bytes; twice the largest image, so that one slightly
 _MAX_TEXT = 1200  # bytes: texts quote the caller, and a status travels twice in trailers of less than 8 KiB
 
 # Whose text is about what the caller sent. The others may name files of the server, so their text stays in its log.
-_TOLD_TO_CALLERS = (UsageError, ImageError, DatasetError, ModelNotFound, Overloaded, DeadlinePassed)
+_TOLD_TO_CALLERS = (UsageError, ImageError, DatasetError, ModelNotFound, Overloaded, DeadlinePassed, NotReady)
 
 
 def _reason(kind: type[PreluNetError]) -> str:
@@ -88,7 +89,7 @@ def status_of(error: BaseException, incident: str) -> grpc.Status:
 
 _WITHOUT_DETAILS = {
     "FAILED_PRECONDITION": "the served model file is at fault",
-    "UNAVAILABLE": "the server's machine is at fault",
+    "UNAVAILABLE": "the server's machine is at fault; try again later, or another server",
     "RESOURCE_EXHAUSTED": "the device has too little memory for a view of this image; ask for smaller scales",
     "CANCELLED": "the server stopped before the answer",
 }
@@ -111,26 +112,70 @@ def error_from(call: grpc.RpcError, address: str) -> PreluNetError:
     if (told := error_named(*_told_by(call), text)) is not None:
         return told
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text:  # gRPC's own words
+        if text.startswith("CLIENT: Received"):  # found out here, in what the server sent
+            return UsageError(f"{address}: {_TOO_LARGE_AN_ANSWER} ({text})")
         return ImageError(f"{address}: the message is above the server's limit ({text}). Send a smaller image")
+    if code == grpc.StatusCode.UNAVAILABLE:
+        return EnvironmentFault(f"{address}: {_in_plain_words(text)} ({text})")
     if code in _CLIENT_SIDE:
         kind, what = _CLIENT_SIDE[code]
         return kind(f"{address}: {what} ({text})")
     return PreluNetError(f"{address}: {code.name}: {text}")
 
 
+_TOO_LARGE_AN_ANSWER = (
+    "the answer is larger than this client takes. Ask for less (a smaller `top_k`, no heat map); a client of your own "
+    "takes more with the channel option `grpc.max_receive_message_length`"
+)
+
 # What gRPC itself says when no status of ours arrives.
 _CLIENT_SIDE: dict[grpc.StatusCode, tuple[type[PreluNetError], str]] = {
-    grpc.StatusCode.UNAVAILABLE: (
-        EnvironmentFault,
-        "no server answers there, or it broke the call off, as one does that loads its models, stops or has all the "
-        "connections that it takes. Start one with `prelunet serve --model NAME=MODEL.onnx`, or try again",
-    ),
     grpc.StatusCode.DEADLINE_EXCEEDED: (DeadlinePassed, "no answer in time; give it more time (--timeout)"),
     grpc.StatusCode.UNIMPLEMENTED: (EnvironmentFault, "a gRPC server answers there, but not prelunet's"),
-    grpc.StatusCode.CANCELLED: (Interrupted, "the call was cancelled"),
+    grpc.StatusCode.CANCELLED: (Interrupted, "the call was broken off, as by a server that stops; try again"),
     grpc.StatusCode.UNKNOWN: (EnvironmentFault, "no answer of prelunet's; is it an address like 127.0.0.1:50051?"),
     grpc.StatusCode.RESOURCE_EXHAUSTED: (Overloaded, "the server has too much to do; try later"),
 }
+
+# How gRPC (1.81) begins where no connection could be made: one address of several, or the only one.
+_NO_CONNECTION = ("connections to all backends failing", "failed to connect to all addresses")
+_ANOTHER_PROTOCOL = "Failed parsing HTTP/2"
+# What it says of an UNAVAILABLE of its own, and what that means; the first that fits.
+_UNAVAILABLE = (
+    ("errors resolving", "no machine of that name is known; is the address right?"),
+    (_ANOTHER_PROTOCOL, "what listens there is no gRPC server; is it another port?"),
+    (
+        "Connection refused",
+        "nothing listens there: connection refused. Start a server with `prelunet serve --model NAME=MODEL.onnx`, or "
+        "try again once it has started",
+    ),
+    ("No such file", "nothing listens there. Start a server, or try again once it has started"),
+    (
+        "Connection reset",
+        "the connection was closed by the other side, as by a server that stops or has all the connections that it "
+        "takes; try again",
+    ),
+    ("Socket closed", "the connection was closed before the answer, as by a server that stops; try again"),
+    ("GOAWAY", "the server ended the connection before the answer, as one does that stops; try again"),
+    ("ping timeout", "the server's machine does not answer any more; try again"),
+    *(
+        (beginning, "no connection could be made; is the address right, and the machine up?")
+        for beginning in _NO_CONNECTION
+    ),
+)
+
+
+def _in_plain_words(text: str) -> str:
+    """Return what an UNAVAILABLE means that has no status of ours. text: gRPC's own."""
+    found = (words for said, words in _UNAVAILABLE if said in text)
+    return next(found, "the call was broken off, or there is no way to the server; try again")
+
+
+def is_absent(call: grpc.RpcError) -> bool:
+    """Say whether a call failed because no server could be reached, so that none has seen it."""
+    text = call.details() or ""
+    unavailable = call.code() == grpc.StatusCode.UNAVAILABLE
+    return unavailable and text.startswith(_NO_CONNECTION) and _ANOTHER_PROTOCOL not in text
 
 
 def error_named(reason: str, retry_after: float | None, text: str) -> PreluNetError | None:

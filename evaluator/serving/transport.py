@@ -1,12 +1,12 @@
 """What a server allows its clients before any of our code sees a call: connections, messages, pings."""
 
+import errno
 import ipaddress
 import resource
+import socket
 
-from evaluator.serving.options import Limits
+from evaluator.serving.options import OTHER_FILES, Limits
 from evaluator.serving.status import MAX_MESSAGE
-
-_OTHER_FILES = 256  # open beside connections: libraries, model files, sockets of our own
 
 
 def channel_options(limits: Limits) -> list[tuple[str, int]]:
@@ -48,6 +48,28 @@ def join(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def why_not(host: str, port: int, option: str = "--port") -> str:
+    """Return why a port cannot be had, in words, and how to mend it; gRPC says only that it cannot.
+
+    option: that chooses the port.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except socket.gaierror:
+        return f"{host} is no address. Give --host one of this machine's, as 127.0.0.1"
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return f"port {port} is in use. Choose another {option} (0 takes a free one), or stop the other program"
+        if error.errno == errno.EACCES:
+            return f"this user may not take port {port}. Choose a {option} from 1024 on"
+        if error.errno == errno.EADDRNOTAVAIL:
+            return f"{host} is no address of this machine. Choose another --host"
+        return f"{error.strerror}. Choose another --host or {option}"
+    return f"port {port} was in use. Try again, or choose another {option} (0 takes a free one)"
+
+
 def is_loopback(host: str) -> bool:
     """Say whether only this machine reaches an address."""
     try:
@@ -56,14 +78,22 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def is_everywhere(host: str) -> bool:
+    """Say whether an address stands for all of this machine's, those of IPv4 and of IPv6."""
+    try:
+        return ipaddress.IPv6Address(host).is_unspecified
+    except ValueError:
+        return False
+
+
 def allow_open_files(connections: int) -> int:
     """Let this process open as many files as so many connections take, as far as its hard limit lets it.
 
-    Returns how many connections it has room for: fewer where the limit is too low.
+    Returns how many connections it has room for: fewer where the limit is too low, 0 or less where there is none.
     """
-    needed = connections + _OTHER_FILES
+    needed = connections + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
         soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return connections if soft == resource.RLIM_INFINITY else min(connections, soft - _OTHER_FILES)
+    return connections if soft == resource.RLIM_INFINITY else min(connections, soft - OTHER_FILES)

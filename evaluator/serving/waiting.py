@@ -55,7 +55,7 @@ class Waiting:
                 raise DeviceLost(self._lost)
             if self._closed or request.lane.closed:
                 raise Interrupted(f"model '{request.lane.name}' is served no more")
-            self._encoded.put(request, request.lane.name, request.caller.client, request.pixels)
+            self._encoded.put(request, request.lane.name, request.caller.client, request.decoding)
             request.lane.unanswered += 1
             self._decodable.notify()
 
@@ -110,10 +110,9 @@ class Waiting:
         self._decoding_views += sign * request.views
         self._decoded_bytes += sign * request.decoded_bytes
 
-    def decoded(self, request: Request, views: Sequence[ViewImage]) -> None:
+    def decoded(self, request: Request, ready: Sequence[ReadyView]) -> None:
         """Let the views of an image wait for the device; they are dropped if the request is over."""
         lane = request.lane
-        ready = [_ready_view(request, index, view) for index, view in enumerate(views)]
         with self._lock:
             self._count_decoding(request, -1)
             self._decodable.notify()
@@ -141,8 +140,9 @@ class Waiting:
             self._count_decoding(request, -1)
             self._decodable.notify()
             self._computable.notify()
-            request.lane.metrics.dropped(request.why or "failed", request.views)
-            self._fail(request, error)
+            why = request.why or ("expired" if isinstance(error, DeadlinePassed) else "failed")
+            request.lane.metrics.dropped(why, request.views)
+            self._fail(request, error, why)
 
     def _count_ready(self, view: ReadyView, sign: int) -> None:
         lane = view.request.lane
@@ -296,6 +296,11 @@ class Waiting:
             self._closed = True
             for condition in (self._decodable, self._computable, self._stageable):
                 condition.notify_all()
+
+
+def ready_views(request: Request, views: Sequence[ViewImage]) -> list[ReadyView]:
+    """Return the views of an image as they wait for the device."""
+    return [_ready_view(request, index, view) for index, view in enumerate(views)]
 
 
 def _ready_view(request: Request, index: int, view: ViewImage) -> ReadyView:

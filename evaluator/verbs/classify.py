@@ -70,9 +70,10 @@ def classify(
         elif server is not None and model is None:
             if device is not None or precision is not None:
                 raise UsageError("--device and --precision belong to --model: a server has chosen them at its start")
-            from evaluator.client import Client  # here, so that a model file is classified without loading gRPC
+            from evaluator.client import Client, Retries  # here: a model file is classified without loading gRPC
 
-            client = stack.enter_context(Client(server, timeout=timeout or DEFAULT_TIMEOUT))
+            retries = Retries(restart=0)  # who sits before a terminal wants to hear soon that nothing listens there
+            client = stack.enter_context(Client(server, timeout=timeout or DEFAULT_TIMEOUT, retries=retries))
             ask = partial(
                 client.classify,
                 model=name,

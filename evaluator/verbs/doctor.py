@@ -34,6 +34,10 @@ def doctor(
 
     Exits 6 when something is wrong, with what to do about it.
     """
+    if server is not None:
+        from evaluator.client.addresses import checked_address  # here: without a server nothing loads gRPC
+
+        checked_address(server)
     findings = list(examine_machine(host, port))
     if model is not None:
         placement = placement_asked(device, precision, threads, None, None)
@@ -46,7 +50,10 @@ def doctor(
     else:
         _print(findings)
     if wrong:
-        raise CheckFailed("\n".join([f"{len(wrong)} of {len(findings)} findings are wrong:", *map(_line, wrong)]))
+        count = f"{len(wrong)} of {len(findings)} findings {'is' if len(wrong) == 1 else 'are'} wrong:"
+        if as_json:
+            raise CheckFailed("\n".join([count, *map(_line, wrong)]))
+        raise CheckFailed(f"{count} {', '.join(finding.name for finding in wrong)}. The table says what to do")
 
 
 def _need(path: Path, session: Session) -> int:

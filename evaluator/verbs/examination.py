@@ -26,7 +26,7 @@ from evaluator.engine.session import Placement, Session, open_placed
 from evaluator.engine.tolerances import Deviation, deviation, tolerance_of
 from evaluator.errors import PreluNetError, how_to_install
 from evaluator.machine import cores, machine_memory
-from evaluator.serving.options import Limits
+from evaluator.serving.options import OTHER_FILES, Limits
 
 State = Literal["ok", "note", "wrong"]
 
@@ -196,8 +196,10 @@ def _open_files(connections: int) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     facts = {"soft": soft, "hard": hard}
     told = f"{soft}, can be raised to {'any' if hard == resource.RLIM_INFINITY else hard}"
-    if hard != resource.RLIM_INFINITY and hard < connections:
-        mend = f"raise it (ulimit -Hn) or serve with a --max-connections below {hard}, not {connections}"
+    if hard != resource.RLIM_INFINITY and hard < connections + OTHER_FILES:
+        room = hard - OTHER_FILES  # where there is none, `serve` does not start
+        smaller = f" or serve with --max-connections {room} instead of {connections}" if room > 0 else ""
+        mend = f"raise it (ulimit -Hn){smaller}"
         return Finding("open files", told, "note", mend, facts)
     return Finding("open files", told, facts=facts)
 
@@ -262,7 +264,7 @@ def examine_server(address: str, timeout: float) -> Iterator[Finding]:
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    from evaluator.client import Client
+    from evaluator.client import Client, Retries
 
     options = [("grpc.enable_http_proxy", 0)]  # the address is meant as it stands, as the client has it
     with grpc.insecure_channel(address, options=options) as channel:
@@ -284,7 +286,7 @@ def examine_server(address: str, timeout: float) -> Iterator[Finding]:
         return
     yield Finding("server", told, facts=facts)
     try:
-        with Client(address, timeout=timeout) as client:
+        with Client(address, timeout=timeout, retries=Retries.none()) as client:
             models = client.models()
     except PreluNetError as error:
         yield Finding("served models", "cannot be asked", "wrong", str(error))

@@ -1,17 +1,18 @@
 """The verb `prelunet serve`."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TextIO
 
 import typer
 
 from evaluator.errors import outcome_of
 from evaluator.imaging.decode import DecodeLimits
-from evaluator.serving.files import parse_models
+from evaluator.serving.files import parse_models, require_files
 from evaluator.serving.logs import set_up
 from evaluator.serving.options import Limits, QueueOptions, ServeOptions
 from evaluator.serving.run import serve as serve_until_stopped
@@ -33,8 +34,11 @@ _DAY = 86_400.0  # seconds
 def serve(
     context: typer.Context,
     model: Annotated[
-        list[str], typer.Option(metavar="NAME=MODEL.onnx", help="A model and the name it is served under; repeatable.")
-    ],
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=MODEL.onnx", help="A model and the name it is served under; at least one, repeatable."
+        ),
+    ] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 is every one of this machine.")
     ] = ServeOptions.host,
@@ -47,7 +51,11 @@ def serve(
     memory_limit: MemoryOption = None,
     gpu_memory_limit: GpuMemoryOption = None,
     queue_views: Annotated[
-        int, typer.Option(min=1, help="Views of images without an answer, for each model; more are refused.")
+        int,
+        typer.Option(
+            min=1,
+            help="Views of images without an answer, for each model; more are refused, but one image alone is not.",
+        ),
     ] = QueueOptions.max_views,
     queue_bytes: Annotated[
         int, typer.Option(min=1, help="Bytes of such images as they came, for each model; more are refused.")
@@ -119,10 +127,16 @@ def serve(
 
     The first line of output says the address, the models and what runs them; calls are answered from then on. An
     option that is not given is taken from the environment, then from the file of --config (docs/serving.md).
+
+    Exits 0 when a signal stopped it, 2 for an option or a file that is not there, 3 for a file that is no model file,
+    5 where the port or the device cannot be had, or the device is lost.
     """
     del config  # its callback has done the work
+    if show_config:
+        say(as_config(context))
+        return
     options = ServeOptions(
-        models=parse_models(model),
+        models=parse_models(model or ()),
         host=host,
         port=port,
         placement=placement_asked(device, precision, threads, memory_limit, gpu_memory_limit),
@@ -140,27 +154,40 @@ def serve(
         grace=grace,
         metrics_port=metrics_port,
     )
-    if show_config:
-        say(as_config(context))
-        return
     set_up(log_format, log_level.upper())
     _serve(options)
 
 
 def _serve(options: ServeOptions) -> None:
+    require_files(options.models)
     try:
-        ended = asyncio.run(serve_until_stopped(options, say))
+        ended = asyncio.run(serve_until_stopped(options, _say_if_read))
     finally:
         logging.shutdown()  # a thread writes the log; all of it should stand before the last words
     if ended.unfinished:
-        say(f"stopped; calls cut off after {options.grace:g} s: {ended.unfinished}")
+        _say_if_read(f"stopped; calls cut off: {ended.unfinished}")
     elif ended.lost is None:
-        say("stopped; no call was lost")
+        _say_if_read("stopped; no call was lost")
     if ended.stuck:  # a thread that hangs in the device would be waited for, for ever
         code = outcome_of(ended.lost).exit_code if ended.lost is not None else 0
-        say(f"prelunet: {ended.lost or 'a model did not stop computing; it is left behind'}", err=True)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _say_if_read(f"prelunet: {ended.lost or 'a model did not stop computing; it is left behind'}", err=True)
         os._exit(code)
     if ended.lost is not None:
         raise ended.lost
+
+
+def _say_if_read(text: str, *, err: bool = False) -> None:
+    """Say something, unless nobody can read it any more: a server goes on, and its exit code stays what it is."""
+    try:
+        say(text, err=err)
+        (sys.stderr if err else sys.stdout).flush()
+    except (OSError, AttributeError) as error:  # a pipe that was closed, a full disk; no such stream at all
+        logging.getLogger(__name__).warning("%s (could not be written: %s)", text, error)
+        _let_go(sys.stderr if err else sys.stdout)
+
+
+def _let_go(stream: TextIO | None) -> None:
+    """Let what is left in a stream's buffer go nowhere: at the end Python would fail on it, with its own exit code."""
+    if stream is not None:
+        with contextlib.suppress(OSError):  # it has no descriptor
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -39,7 +39,7 @@ class Configured(typer.core.TyperCommand):
             name = error.param.name if error.param is not None else None
             if name is None or (place := _place(ctx, name)) is None:
                 raise
-            raise UsageError(f"{place}: {error.message}{_mend(ctx, name)}") from error
+            raise UsageError(". ".join([f"{place}: {error.message.rstrip('.')}", *_mend(ctx, name)])) from error
 
 
 def read_config(ctx: typer.Context, path: Path | None) -> Path | None:
@@ -77,8 +77,8 @@ def show_config(ctx: typer.Context) -> str:
     lines = []
     for key, option in options_of(ctx).items():
         value = ctx.params[option.name]
-        text = f"# {key} is not set" if value is None else f"{key} = {_toml(value)}"
-        lines.append(f"{text}  # {_source(ctx, option.name)}" if value is not None else text)
+        there = value not in (None, (), [])
+        lines.append(f"{key} = {_toml(value)}  # {_source(ctx, option.name)}" if there else f"# {key} is not set")
     return "\n".join(lines)
 
 
@@ -122,14 +122,14 @@ def _variable(ctx: typer.Context, name: str) -> str:
     return f"{ctx.auto_envvar_prefix}_{name.upper()}"
 
 
-def _mend(ctx: typer.Context, name: str) -> str:
+def _mend(ctx: typer.Context, name: str) -> list[str]:
     """Explain the one value that nobody typed: a link that Kubernetes sets for a Service."""
     if not _ITS_ADDRESS.match(os.environ.get(_variable(ctx, name), "")):
-        return ""
-    return (
-        " Kubernetes sets this in every pod when a Service has such a name: give the pod enableServiceLinks: false, or "
+        return []
+    return [
+        "Kubernetes sets this in every pod when a Service has such a name: give the pod enableServiceLinks: false, or "
         "the Service another name"
-    )
+    ]
 
 
 def _refuse_unknown_variables(ctx: typer.Context) -> None:

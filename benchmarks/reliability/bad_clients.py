@@ -1,0 +1,279 @@
+"""Clients that vanish, dawdle, flood or only sit there: good calls go on meanwhile, and nothing is left of them."""
+
+import asyncio
+import os
+import random
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+
+from raw_http2 import (
+    DATA,
+    END_HEADERS,
+    ENHANCE_YOUR_CALM,
+    HEADERS,
+    PING,
+    PREFACE,
+    call_headers,
+    connection,
+    frame,
+)
+from reliability.asking import Good, new_channel, percentiles, settled, until
+from reliability.process import ROOT, Served
+from reliability.stand import NAME, Case, Json, Stand, verdict
+
+CLASSIFY = "/prelunet.v1.PreluNetService/Classify"
+KEEPALIVE = 1  # seconds of silence until the server pings; 20 more until it gives up
+GOOD_AFTERWARDS = 20
+GOOD_CALLS = 200  # without the bad clients, to compare with
+HANDSHAKE = 3.0  # seconds
+OPTIONS = ("--keepalive", str(KEEPALIVE), "--handshake-timeout", str(HANDSHAKE))
+ARRIVAL = 3.0  # seconds for the message of a call, where that is tried; a server that is not rigged gives 60
+ON_ONE = 50  # calls on one connection whose messages never come
+IDLE = 3.0  # seconds for which they sit there, all of them
+FLOOD, MOST_PINGS = 5.0, 100_000  # seconds of it; pings on a connection that is not cut off
+SLOWER = 5.0  # times as long, and
+MORE = 0.02  # so many seconds more, may the median of a good call be meanwhile
+# What the bad clients do; returns whether the server did with them as it should, and numbers.
+Doing = Callable[[Served], Awaitable[tuple[bool, Json]]]
+
+
+def cases(stand: Stand) -> Iterator[Case]:
+    """Return a case for each kind of client."""
+    kills, slow, idle, flood = stand.few(30, 3), stand.few(200, 9), stand.few(1000, 50), stand.few(20, 2)
+    half_open = stand.few(50, 5)
+    tried: tuple[tuple[str, str, float, Doing], ...] = (
+        ("killed clients", f"kill -9 of {kills} client processes in the middle of calls", kills,
+         lambda server: _killed(server, stand, kills)),
+        ("slow clients", f"{slow} connections that send a byte now and then, or headers and no message", 15,
+         lambda server: _slow(server, slow)),
+        ("half-open connections", f"{half_open} clients that do not answer any more are cut off", 35,
+         lambda server: _half_open(server, half_open)),
+        ("ping floods", f"{flood} clients that send pings without end, and again when they are cut off", 10,
+         lambda server: _floods(server, flood)),
+        ("idle connections", f"{idle} connections that do nothing", 10, lambda server: _idle(server, idle)),
+    )  # fmt: skip
+    for name, what, seconds, doing in tried:
+        yield Case(
+            name,
+            f"{what}: good calls go on meanwhile, and afterwards nothing is left of them",
+            {"what": what, "seed": stand.seed},
+            seconds + 10,
+            lambda doing=doing: asyncio.run(_beside(stand, stand.serve(*OPTIONS), doing)),
+        )
+    stalled = stand.few(20, 3)
+    yield Case(
+        "messages that never come",
+        f"{stalled} connections with {ON_ONE} calls each that send no message, or the beginning of one, which is all "
+        "the calls that the server takes: they end when their time is over, good calls are answered afterwards, and "
+        "nothing is left of them",
+        {"connections": stalled, "calls": ON_ONE, "arrival": ARRIVAL},
+        ARRIVAL + 15,
+        lambda: asyncio.run(_stalled(stand, stalled)),
+    )
+
+
+async def _beside(stand: Stand, serving: Served, doing: Doing) -> Json:
+    """Make good calls alone, then while bad clients are there, and look at what is left."""
+    with serving as server:
+        good = Good(server.address, stand.pictures[0].data)
+        await good.times(20)
+        alone = await good.times(stand.few(GOOD_CALLS, 20))
+        files, threads = await _quiet(server)
+        already = len(good.latencies)
+        async with good.meanwhile():
+            right, told = await doing(server)
+        meanwhile = good.latencies[already:]
+        metrics, more_files = await settled(server, files)
+        ended = await asyncio.to_thread(server.stop)
+    before, beside = percentiles(alone), percentiles(meanwhile)
+    return verdict(
+        {
+            "treated_as_they_should_be": right,
+            "no_good_call_failed": not good.failures,
+            "good_calls_meanwhile": len(meanwhile) > 0,
+            "latency_bounded": beside.get("p50_ms", 0) <= SLOWER * before["p50_ms"] + 1000 * MORE,
+            "nothing_left": not metrics.left() and not more_files,
+            "no_view_computed_late": metrics("late_views_total", model=NAME) == 0,
+            "no_error_in_the_log": not ended.errors,
+        },
+        **told,
+        good_calls=len(meanwhile),
+        failures=good.failures[:5],
+        alone=before,
+        meanwhile=beside,
+        left=metrics.left(),
+        more_open_files=more_files,
+        threads_before=threads,
+        log=ended.errors[:5],
+    )
+
+
+async def _quiet(server: Served) -> tuple[int, int]:
+    """Return open files and threads once those of the calls before are gone."""
+    before = server.open_files()
+    for _ in range(20):
+        await asyncio.sleep(0.1)
+        before = min(before, server.open_files())
+    return before, server.threads()
+
+
+# Killed
+
+
+async def _killed(server: Served, stand: Stand, count: int) -> tuple[bool, Json]:
+    """Start client processes, kill each at a random moment in the middle of its calls."""
+    rng, picture = random.Random(stand.seed), stand.folder / "victim.jpg"
+    picture.write_bytes(max((one.data for one in stand.pictures), key=len))
+    in_flight = []
+    for number in range(count):
+        kind = ("classify", "stream", "evaluate")[number % 3]
+        in_flight.append(await _one_killed(server, kind, picture, rng.uniform(0, 0.1)))
+    return all(in_flight), {"killed": count, "with_calls_in_flight": sum(in_flight)}
+
+
+async def _one_killed(server: Served, kind: str, picture: Path, seconds: float) -> bool:
+    """Kill one client; returns whether it was calling."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(Path(__file__).parent / "victim.py"), server.address, kind, str(picture),
+        stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert process.stdout is not None
+    said = await process.stdout.readline()
+    await asyncio.sleep(seconds)
+    alive = process.returncode is None
+    process.kill()
+    await process.communicate()
+    return alive and said.strip() == b"calling"
+
+
+# By hand
+
+
+async def _slow(server: Served, count: int) -> tuple[bool, Json]:
+    """Let connections dawdle in three ways; those that do not even say hello in time are cut off."""
+    async with AsyncExitStack() as stack:
+        hello = [await stack.enter_async_context(connection(server.address, b"")) for _ in range(count // 3)]
+        headers = [await stack.enter_async_context(connection(server.address)) for _ in range(count // 3)]
+        bodies = [await stack.enter_async_context(connection(server.address)) for _ in range(count // 3)]
+        begin = frame(HEADERS, call_headers(CLASSIFY), flags=END_HEADERS, stream=1)
+        for number, one in enumerate(bodies):
+            one.send(begin)
+            if number % 2:  # the others send no message at all
+                one.send(frame(DATA, b"\0" + struct.pack(">I", 100_000), stream=1))
+        end = time.monotonic() + HANDSHAKE + 3
+        place, almost = 0, PREFACE[:-2]  # nobody comes to the end of it, nor of the headers
+        while time.monotonic() < end:
+            for one in (one for one in hello if not one.closed.is_set()):
+                one.send(almost[place : place + 1])
+            for one in headers:
+                one.send(begin[:-1][place : place + 1])
+            for one in bodies[1::2]:
+                one.send(frame(DATA, b"\xff", stream=1))
+            place += 1
+            await asyncio.sleep(0.1)
+        cut = sum(one.closed.is_set() for one in hello)
+    return cut == len(hello), {"connections": 3 * (count // 3), "without_a_handshake_cut_off": cut}
+
+
+async def _stalled(stand: Stand, count: int) -> Json:
+    """Take all places by calls that never say what they want; they have to come free though their clients stay."""
+    places = count * ON_ONE
+    with stand.serve_rigged(stand.control(arrival=ARRIVAL), "--max-calls", str(places)) as server:
+        good, files = Good(server.address, stand.pictures[0].data), server.open_files()
+        async with AsyncExitStack() as stack:
+            there = [await stack.enter_async_context(connection(server.address)) for _ in range(count)]
+            for one in there:
+                one.send(*(_begun(number) for number in range(ON_ONE)))
+            full = await until(lambda: server.metrics()("calls_now") == places, ARRIVAL)
+            await good.times(1)
+            refused, good.failures = good.failures, []
+            free = await until(lambda: server.metrics()("calls_now") == 0, 2 * ARRIVAL)
+            expired = server.metrics()("calls_total", status="DEADLINE_EXCEEDED")
+            await good.times(GOOD_AFTERWARDS)
+            stayed = not any(one.closed.is_set() for one in there)
+        metrics, more_files = await settled(server, files)
+        ended = await asyncio.to_thread(server.stop)
+    return verdict(
+        {
+            "all_places_taken": full and len(refused) == 1 and refused[0].startswith("RESOURCE_EXHAUSTED"),
+            "all_places_free_again": free and stayed,
+            "each_told_that_its_time_is_over": expired == places,
+            "good_calls_afterwards": not good.failures and len(good.latencies) == GOOD_AFTERWARDS,
+            "nothing_left": not metrics.left() and not more_files,
+            "no_error_in_the_log": not ended.errors,
+        },
+        calls=places,
+        told_that_their_time_is_over=expired,
+        refused_meanwhile=len(refused),
+        failures=good.failures[:5],
+        left=metrics.left(),
+        more_open_files=more_files,
+        log=ended.errors[:5],
+    )
+
+
+def _begun(number: int) -> bytes:
+    """Return the frames that begin a call; every other one begins its message too."""
+    stream = 2 * number + 1
+    begin = frame(HEADERS, call_headers(CLASSIFY), flags=END_HEADERS, stream=stream)
+    return begin + (frame(DATA, b"\0" + struct.pack(">I", 100_000) + b"\xff", stream=stream) if number % 2 else b"")
+
+
+async def _half_open(server: Served, count: int) -> tuple[bool, Json]:
+    """Leave connections with a call that has begun; they read nothing and answer no ping."""
+    patience = KEEPALIVE + 20 + 10
+    async with AsyncExitStack() as stack:
+        gone = [await stack.enter_async_context(connection(server.address)) for _ in range(count)]
+        for one in gone:
+            one.send(frame(HEADERS, call_headers(CLASSIFY), flags=END_HEADERS, stream=1))
+        begun = time.monotonic()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                await asyncio.gather(*(one.closed.wait() for one in gone))
+        seconds = time.monotonic() - begun
+        cut = sum(one.closed.is_set() for one in gone)
+        pinged = sum(one.count(PING) > 0 for one in gone)
+    return cut == count, {"connections": count, "pinged": pinged, "cut_off": cut, "after_seconds": round(seconds, 1)}
+
+
+async def _floods(server: Served, count: int) -> tuple[bool, Json]:
+    """Let clients flood with pings, and come again as soon as they are cut off."""
+    floods = [flood for some in await asyncio.gather(*(_flooder(server) for _ in range(count))) for flood in some]
+    told = sum(calmed for calmed, _ in floods)
+    numbers = {"clients": count, "connections": len(floods), "told_to_calm_down": told}
+    return told == len(floods), {**numbers, "pings_sent": sum(sent for _, sent in floods)}
+
+
+async def _flooder(server: Served) -> list[tuple[bool, int]]:
+    """Return for each connection whether it was told to calm down, and how many pings it sent."""
+    floods, end = [], time.monotonic() + FLOOD
+    while time.monotonic() < end:
+        async with connection(server.address) as there:
+            sent = 0
+            while not there.closed.is_set() and sent < MOST_PINGS:
+                there.send(*(frame(PING, b"%08d" % number) for number in range(100)))
+                sent += 100
+                await asyncio.sleep(0.002)
+            floods.append((there.error == ENHANCE_YOUR_CALM, sent))
+    return floods
+
+
+async def _idle(server: Served, count: int) -> tuple[bool, Json]:
+    """Open connections and leave them alone for a while."""
+    files, memory = server.open_files(), server.rss_mb()
+    channels = [new_channel(server.address) for _ in range(count)]
+    try:
+        for place in range(0, count, 50):
+            await asyncio.gather(*(channel.channel_ready() for channel in channels[place : place + 50]))
+        await asyncio.sleep(IDLE)
+        more = server.open_files() - files
+        grown = server.rss_mb() - memory
+    finally:
+        for place in range(0, count, 50):
+            await asyncio.gather(*(channel.close() for channel in channels[place : place + 50]))
+    return more >= count, {"connections": count, "open_files_more": more, "memory_more_mb": round(grown, 1)}

@@ -1,0 +1,152 @@
+"""Work that nobody waits for any more: expired and cancelled calls in the queue are never computed."""
+
+import asyncio
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+
+from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from reliability.asking import classify, new_channel, settled, until
+from reliability.process import Served
+from reliability.rigged import GPU_PIXELS, write_control
+from reliability.stand import NAME, Case, Json, Stand, verdict
+
+GONE = 2.0  # seconds until a call that waits expires; all have come long before
+ROUNDS = 15
+OF_A_KIND = 10  # calls of each kind, each round
+VIEWS = {"center": 1, "ten-crop": 10}
+
+
+def cases(stand: Stand) -> Iterator[Case]:
+    """Return a case for the rules of a CPU, and one for those of a GPU, where batches are staged ahead."""
+    rounds = stand.few(ROUNDS, 2)
+    for rules in ("cpu", "gpu"):
+        yield Case(
+            f"deadlines and cancellation, rules of a {rules.upper()}",
+            "calls that expire or are cancelled while they wait are never computed, every other one is, and nothing is "
+            "left",
+            {"rounds": rounds, "of_a_kind": OF_A_KIND, "seed": stand.seed, "rules": rules},
+            rounds * 1.5 * GONE + (20 if rules == "gpu" else 5),
+            lambda rules=rules: asyncio.run(_deadlines(stand, rounds, rules)),
+        )
+
+
+async def _deadlines(stand: Stand, rounds: int, rules: str) -> Json:
+    rng = random.Random(stand.seed)
+    control = stand.control(**({"gpu": GPU_PIXELS} if rules == "gpu" else {}))
+    dropped = answered = computed = in_time = 0
+    statuses: dict[str, int] = {}
+    with stand.serve_rigged(control, "--threads", "1") as server:
+        files = server.open_files()
+        for _ in range(rounds):
+            plan = _planned(stand, rng)
+            in_time += await _round(server, control, plan, statuses)
+            dropped += sum(call.views for call in plan if call.kind != "good")
+            answered += sum(call.kind == "good" for call in plan)
+            computed += sum(call.views for call in plan if call.kind == "good")
+        metrics, more_files = await settled(server, files)
+    lost = sum(metrics("dropped_views_total", model=NAME, reason=reason) for reason in ("expired", "cancelled"))
+    views = metrics("batch_views_sum", model=NAME)
+    return verdict(
+        {
+            "all_waited_when_they_were_gone": in_time == rounds,
+            "no_view_computed_late": metrics("late_views_total", model=NAME) == 0,
+            "exactly_those_dropped": lost == dropped,
+            "exactly_the_others_computed": views == computed,
+            "the_others_answered": statuses.get("OK") == answered,
+            "nothing_left": not metrics.left(),
+            "no_file_left_open": more_files <= 0,
+        },
+        calls=sum(statuses.values()),
+        statuses=statuses,
+        late_views=metrics("late_views_total", model=NAME),
+        dropped_views=lost,
+        expected_dropped_views=dropped,
+        computed_views=views,
+        expected_computed_views=computed,
+        left=metrics.left(),
+        more_open_files=more_files,
+    )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call. kind: good, expires, cancelled, or stream, which is cancelled; images, views: how many."""
+
+    kind: str
+    image: bytes
+    protocol: str
+
+    @property
+    def images(self) -> int:
+        return OF_A_KIND if self.kind == "stream" else 1
+
+    @property
+    def views(self) -> int:
+        return self.images * VIEWS[self.protocol]
+
+
+def _planned(stand: Stand, rng: random.Random) -> list[_Call]:
+    """Return the calls of a round; the first is the one behind which the others wait."""
+    kinds = ["good", "expires", "cancelled"] * OF_A_KIND + ["stream"]
+    rng.shuffle(kinds)
+    waiting = [_Call(kind, rng.choice(stand.pictures).data, rng.choice(list(VIEWS))) for kind in kinds]
+    return [_Call("good", stand.pictures[0].data, "center"), *waiting]
+
+
+async def _round(server: Served, control: Path, plan: Sequence[_Call], statuses: dict[str, int]) -> bool:
+    """Let calls wait behind one that is held until the impatient ones are gone; returns whether all came in time."""
+    before = server.metrics()("batch_views_count", model=NAME)
+    write_control(control, hold=True)
+    gone = asyncio.Event()
+    async with new_channel(server.address) as channel:
+        calls = [asyncio.create_task(_ask(channel, plan[0], gone))]
+        await until(lambda: server.metrics()("batch_views_count", model=NAME) > before)
+        calls += [asyncio.create_task(_ask(channel, call, gone)) for call in plan[1:]]
+        images, good = sum(call.images for call in plan), sum(call.kind == "good" for call in plan)
+        in_time = await until(lambda: server.metrics()("waiting_images", model=NAME) == images, 0.9 * GONE)
+        gone.set()
+        in_time &= await until(lambda: server.metrics()("waiting_images", model=NAME) == good)
+        write_control(control)
+        for status in await asyncio.gather(*calls):
+            statuses[status] = statuses.get(status, 0) + 1
+    return in_time
+
+
+async def _ask(channel: grpc.aio.Channel, asked: _Call, gone: asyncio.Event) -> str:
+    """Make a call that is good, or one that is over before its turn comes; gone: when it is cancelled."""
+    if asked.kind == "stream":
+        call = _stream(channel, asked.image, asked.protocol)
+    else:
+        options = {"timeout": GONE} if asked.kind == "expires" else {}
+        call = classify(channel, asked.image, asked.protocol, **options)
+    if asked.kind in {"good", "expires"}:
+        return await _status(call)
+    answer = asyncio.create_task(_status(call.read() if asked.kind == "stream" else call))
+    await gone.wait()
+    call.cancel()
+    return await answer
+
+
+def _stream(channel: grpc.aio.Channel, image: bytes, protocol: str) -> Any:
+    async def requests() -> Any:
+        for number in range(OF_A_KIND):
+            request = pb.ClassifyRequest(image=image, protocol=protocol)
+            yield pb.ClassifyStreamRequest(id=str(number), request=request)
+
+    return pb_grpc.PreluNetServiceStub(channel).ClassifyStream(requests())
+
+
+async def _status(call: Any) -> str:
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        return error.code().name
+    except asyncio.CancelledError:
+        return "CANCELLED"
+    return "OK"

@@ -1,0 +1,315 @@
+"""Stopping under load: health says so first, calls work on in the window, then new ones are told to go elsewhere before
+the port closes; what was accepted is answered, exit 0.
+"""
+
+import asyncio
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from evaluator.client import Client
+from evaluator.errors import NotReady, PreluNetError
+from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from evaluator.serving.status import error_from, is_absent
+from reliability.asking import CALL_SECONDS, NOT_SERVING, SERVING, classify, new_channel
+from reliability.process import Exit
+from reliability.stand import Case, Json, Stand, verdict
+
+DRAINS = 12
+KILLS = 5
+WINDOW = 1.0  # seconds of lame duck
+CLIENTS = 8
+LONGEST = 0.8  # seconds of load, at a random moment of which the signal comes
+BURST = 120  # calls just before the window is over; their views fit into the queue
+BEYOND = 0.7  # seconds for which an evaluation goes on after the window
+AGAIN = 120.0  # seconds that a call may take, with a restart in between
+
+
+def cases(stand: Stand) -> Iterator[Case]:
+    """Return the two cases."""
+    drains, kills = stand.few(DRAINS, 1), stand.few(KILLS, 1)
+    yield Case(
+        "drain",
+        f"SIGTERM under load at {drains} random moments: health says NOT_SERVING first, new calls and connections work "
+        "in the window, then new calls are refused with UNAVAILABLE before the port closes, every call that was "
+        "accepted is answered, exit code 0",
+        {"drains": drains, "clients": CLIENTS, "window": WINDOW, "seed": stand.seed},
+        drains * 9,
+        lambda: asyncio.run(_drains(stand, drains)),
+    )
+    yield Case(
+        "kill and restart",
+        f"SIGKILL under load and a new start, {kills} times: with evaluator.client as it is, no call fails",
+        {"kills": kills, "clients": CLIENTS, "seed": stand.seed},
+        kills * 8,
+        lambda: _kills(stand, kills),
+    )
+
+
+@dataclass
+class _Drain:
+    """What was seen of one drain. Times: seconds after the signal.
+
+    signalled: on the clock of time.monotonic(), 0 before; refused: calls that were told that the server stops;
+    came_too_late: calls that found no open port any more; failures: calls that had neither an answer nor one of these.
+    """
+
+    signalled: float = 0.0
+    calls: int = 0
+    in_window: int = 0
+    new_connections: int = 0
+    refused: int = 0
+    came_too_late: int = 0
+    first_refusal: str = ""
+    failures: list[str] = field(default_factory=list)
+    health_after: float = -1.0
+    after_closing: int = 0
+    evaluated: int = -1
+    took: float = 0.0
+    exit: Exit | None = None
+
+    @property
+    def window_over(self) -> bool:
+        """Return whether calls may be refused."""
+        return bool(self.signalled) and time.monotonic() >= self.signalled + WINDOW
+
+    def answered(self, begun: float) -> None:
+        """Count a call that has its answer. begun: when it was made."""
+        self.calls += 1
+        self.in_window += bool(self.signalled) and self.signalled < begun < self.signalled + WINDOW
+        self.after_closing += begun < self.signalled + WINDOW < time.monotonic()
+
+    def note(self, who: str, error: grpc.aio.AioRpcError) -> str:
+        """Count a call without an answer, and return what became of it: refused, late, or lost.
+
+        Only when the window is over may a server say that it stops, and may its port be closed.
+        """
+        if self.window_over and isinstance(error_from(error, ""), NotReady):
+            self.refused += 1
+            return "refused"
+        if self.window_over and is_absent(error):
+            self.came_too_late += 1
+            return "late"
+        after = time.monotonic() - self.signalled if self.signalled else -1.0
+        self.failures.append(f"{who}: {error.code().name} after {after:.2f} s: {error.details()}")
+        return "lost"
+
+
+async def _drains(stand: Stand, count: int) -> Json:
+    rng = random.Random(stand.seed)
+    seen = [await _drain(stand, rng) for _ in range(count)]
+    failures = [failure for one in seen for failure in one.failures]
+    return verdict(
+        {
+            "no_call_lost": not failures,
+            "none_cancelled": not any("CANCELLED" in failure for failure in failures),
+            "health_first": all(0 <= one.health_after < WINDOW for one in seen),
+            "new_calls_in_the_window": all(one.in_window and one.new_connections for one in seen),
+            "told_before_the_port_closes": all(one.first_refusal == "NotReady" for one in seen),
+            "in_flight_finished": all(one.evaluated == 2 for one in seen) and any(one.after_closing for one in seen),
+            "exit_code_0": all(one.exit is not None and one.exit.code == 0 for one in seen),
+            "says_that_nothing_was_lost": all("no call was lost" in one.exit.output for one in seen if one.exit),
+        },
+        drains=len(seen),
+        calls=sum(one.calls for one in seen),
+        calls_in_windows=sum(one.in_window for one in seen),
+        answered_after_windows=sum(one.after_closing for one in seen),
+        new_connections_in_windows=sum(one.new_connections for one in seen),
+        refused_after_windows=sum(one.refused for one in seen),
+        found_the_port_closed=sum(one.came_too_late for one in seen),
+        lost_calls=len(failures),
+        failures=failures[:10],
+        exit_codes=sorted({one.exit.code for one in seen if one.exit is not None}),
+        health_after_ms=[round(1000 * one.health_after, 1) for one in seen],
+        seconds_to_the_end=[round(one.took, 2) for one in seen],
+    )
+
+
+async def _drain(stand: Stand, rng: random.Random) -> _Drain:
+    """Let clients call until they are sent away, and end the server at a random moment."""
+    seen = _Drain()
+    with stand.serve("--lame-duck", str(WINDOW), "--log-level", "info") as server:
+        images = [picture.data for picture in stand.pictures]
+        clients = [
+            asyncio.create_task(_client(server.address, images[number % len(images)], seen, stubborn=number % 2 == 0))
+            for number in range(CLIENTS)
+        ]
+        async with new_channel(server.address) as channel:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            first = (await watch.read()).status
+            await asyncio.sleep(rng.uniform(0.05, LONGEST))
+            evaluation = asyncio.create_task(_evaluation(channel, stand, WINDOW + BEYOND, seen))
+            await asyncio.sleep(0.05)
+            seen.signalled = time.monotonic()
+            server.send(signal.SIGTERM)
+            then = (await watch.read()).status
+            if (first, then) == (SERVING, NOT_SERVING):
+                seen.health_after = time.monotonic() - seen.signalled
+            await asyncio.sleep(0.2)
+            await _new_connection(server.address, images[0], seen)
+            await asyncio.sleep(max(0.0, seen.signalled + 0.9 * WINDOW - time.monotonic()))
+            asker = asyncio.create_task(_asker(server.address, seen))
+            await _burst(channel, stand, seen)
+            await asyncio.gather(*clients, asker, evaluation)
+        seen.exit = await asyncio.to_thread(server.ended)
+        seen.took = time.monotonic() - seen.signalled
+    return seen
+
+
+async def _client(address: str, image: bytes, seen: _Drain, *, stubborn: bool) -> None:
+    """Call again and again, until a call is refused; who is stubborn goes on until the port is closed."""
+    async with new_channel(address) as channel:
+        while True:
+            became = await _asked(seen, "client", lambda: classify(channel, image, "ten-crop"))
+            if became not in ({"answered", "refused"} if stubborn else {"answered"}):
+                return
+
+
+async def _asked(seen: _Drain, who: str, make: Callable[[], Any]) -> str:
+    """Make one call; returns what became of it."""
+    begun = time.monotonic()
+    try:
+        await make()
+    except grpc.aio.AioRpcError as error:
+        return seen.note(who, error)
+    seen.answered(begun)
+    return "answered"
+
+
+async def _new_connection(address: str, image: bytes, seen: _Drain) -> None:
+    async with new_channel(address) as channel:
+        became = await _asked(seen, "new connection", lambda: classify(channel, image))
+        seen.new_connections += became == "answered"
+
+
+async def _asker(address: str, seen: _Drain) -> None:
+    """Ask for something small without a pause until that is refused; so the first refusal there is, is seen."""
+    async with new_channel(address) as channel:
+        stub = pb_grpc.PreluNetServiceStub(channel)
+        while True:
+            try:
+                await stub.ListModels(pb.ListModelsRequest(), timeout=CALL_SECONDS)
+            except grpc.aio.AioRpcError as error:
+                seen.note("question", error)
+                seen.first_refusal = type(error_from(error, address)).__name__
+                return
+
+
+async def _burst(channel: grpc.aio.Channel, stand: Stand, seen: _Drain) -> None:
+    """Make more calls than can be answered before the window is over."""
+    image = max((picture.data for picture in stand.pictures), key=len)
+    calls = (_asked(seen, "burst", lambda: classify(channel, image, "multi-scale")) for _ in range(BURST))
+    await asyncio.gather(*calls)
+
+
+async def _evaluation(channel: grpc.aio.Channel, stand: Stand, seconds: float, seen: _Drain) -> None:
+    """Begin an evaluation that is not over when the port closes."""
+    images = [picture.data for picture in stand.pictures[:2]]
+
+    async def requests() -> AsyncIterator[pb.EvaluateRequest]:
+        yield pb.EvaluateRequest(start=pb.EvaluateStart(dataset="drain", protocol="center"))
+        yield pb.EvaluateRequest(image=pb.LabelledImage(file="0", data=images[0], label=1))
+        await asyncio.sleep(seconds)
+        yield pb.EvaluateRequest(image=pb.LabelledImage(file="1", data=images[1], label=2))
+
+    try:
+        async for response in pb_grpc.PreluNetServiceStub(channel).Evaluate(requests(), timeout=CALL_SECONDS):
+            if response.HasField("report"):
+                seen.evaluated = response.report.evaluated
+    except grpc.aio.AioRpcError as error:
+        seen.note("evaluation", error)
+
+
+# SIGKILL
+
+
+def _kills(stand: Stand, count: int) -> Json:
+    rng = random.Random(stand.seed)
+    port = _free_port()
+    load = _Load(f"127.0.0.1:{port}", [picture.data for picture in stand.pictures])
+    server = stand.serve("--port", str(port))
+    begun, back = time.monotonic(), []
+    try:
+        load.start()
+        for _ in range(count):
+            time.sleep(rng.uniform(0.3, 1.5))
+            server.kill()
+            killed = time.monotonic()
+            server = stand.serve("--port", str(port))
+            load.wait_for_answers(2 * CLIENTS)
+            back.append(time.monotonic() - killed)
+        load.stop()
+        ended = server.stop()
+    finally:
+        server.kill()
+        load.stop()
+    return verdict(
+        {"no_call_failed": not load.failures, "exit_code_0": ended.code == 0, "calls_after_each": load.answers > 0},
+        kills=count,
+        answers=load.answers,
+        failures=load.failures[:10],
+        seconds=round(time.monotonic() - begun, 1),
+        seconds_until_answers_again=[round(one, 1) for one in back],
+        slowest_call_seconds=round(load.slowest, 1),
+    )
+
+
+class _Load:
+    """Threads with the client of the package. answers, failures: of their calls; slowest: seconds of a call."""
+
+    def __init__(self, address: str, images: list[bytes]) -> None:
+        self.answers = 0
+        self.failures: list[str] = []
+        self.slowest = 0.0
+        self._images = images
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._client = Client(address, timeout=AGAIN)
+        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(CLIENTS)]
+
+    def start(self) -> None:
+        """Begin to call."""
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, number: int) -> None:
+        while not self._stop.is_set():
+            begun = time.monotonic()
+            try:
+                self._client.classify(self._images[number % len(self._images)], protocol="center")
+            except PreluNetError as error:
+                with self._lock:
+                    self.failures.append(str(error))
+                return
+            with self._lock:
+                self.answers += 1
+                self.slowest = max(self.slowest, time.monotonic() - begun)
+
+    def wait_for_answers(self, count: int) -> None:
+        """Wait for so many more answers, or a failure."""
+        wanted, end = self.answers + count, time.monotonic() + AGAIN
+        while self.answers < wanted and not self.failures and time.monotonic() < end:
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        """End all calls."""
+        self._stop.set()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+        self._client.close()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port: int = listening.getsockname()[1]
+        return port

@@ -1,0 +1,141 @@
+"""A device that fails: neighbours in a batch are answered; one that is gone ends the server, which says so first."""
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from reliability.asking import NOT_SERVING, SERVING, Good, classify, new_channel, same, scores_of, settled, until
+from reliability.pictures import marked_picture
+from reliability.process import Served
+from reliability.rigged import GPU_PIXELS, MARK, write_control
+from reliability.stand import NAME, Case, Json, Stand, verdict
+
+DECODING = 0.3  # seconds until all that wait are decoded, and can share a batch
+NEIGHBOURS = 15
+ROUNDS = 5
+EXIT = 5  # of a process whose device is lost
+# fault → status of the one that it is for; None: of nobody
+SPLIT = {
+    "error": "INTERNAL", "memory": "RESOURCE_EXHAUSTED", "nan": "FAILED_PRECONDITION", "too many rows": None,
+}  # fmt: skip
+ROWS = 4  # canvases that fit, where more are too many
+
+
+def cases(stand: Stand) -> Iterator[Case]:
+    """Return a case for each fault."""
+    rounds = stand.few(ROUNDS, 1)
+    for rules, (fault, status) in itertools.product(("cpu", "gpu"), SPLIT.items()):
+        yield Case(
+            f"fault: {fault}" + ", rules of a GPU" * (rules == "gpu"),
+            f"{fault} in a batch fails nobody"
+            + (f" but the one picture that it is for, with {status}" if status else "; it is split until it fits"),
+            {"fault": fault, "rounds": rounds, "rules": rules},
+            rounds + (20 if rules == "gpu" else 5),
+            lambda fault=fault, status=status, rules=rules: asyncio.run(_split(stand, fault, status, rounds, rules)),
+        )
+    for fault in ("lost", "sticky"):
+        yield Case(
+            f"fault: {fault}",
+            f"a device that is {fault}: health says NOT_SERVING, calls get UNAVAILABLE, the process ends with {EXIT}",
+            {"fault": fault},
+            10,
+            lambda fault=fault: asyncio.run(_lost(stand, fault)),
+        )
+
+
+async def _split(stand: Stand, fault: str, expected: str | None, rounds: int, rules: str) -> Json:
+    """Let a batch of good pictures and a marked one fail, some times."""
+    images = [picture.data for picture in stand.pictures]
+    control = stand.control(**({"gpu": GPU_PIXELS} if rules == "gpu" else {}))
+    found: list[str] = []
+    wrong = 0
+    with stand.serve_rigged(control) as server:
+        async with new_channel(server.address) as channel:
+            right = [scores_of(await classify(channel, image, top_k=10)) for image in images]
+            broken = {"rows": ROWS} if expected is None else {"fault": fault}
+            for _ in range(rounds):
+                marked, answers = await _together(server, channel, control, broken, images)
+                found.append(marked)
+                wrong += sum(
+                    isinstance(answer, str) or not same(answer, right[number % len(right)])
+                    for number, answer in enumerate(answers)
+                )
+        metrics, _ = await settled(server, server.open_files())
+        state = await Good(server.address, images[0]).state()
+        failures = sum(metrics("batch_failures_total", model=NAME, reason=reason) for reason in ("error", "memory"))
+    return verdict(
+        {
+            "neighbours_answered_right": wrong == 0,
+            "the_one_told": set(found) == {expected or "OK"},
+            "a_shared_batch_failed": failures > rounds or fault == "nan",
+            "healthy_afterwards": state == "good",
+            "nothing_left": not metrics.left(),
+        },
+        neighbours=rounds * (NEIGHBOURS + 1),
+        neighbours_failed=wrong,
+        status_of_the_one=sorted(set(found)),
+        failed_batches=failures,
+        mean_batch=round(metrics("batch_views_sum", model=NAME) / metrics("batch_views_count", model=NAME), 2),
+        state=state,
+    )
+
+
+async def _together(
+    server: Served, channel: grpc.aio.Channel, control: Path, broken: Json, images: list[bytes]
+) -> tuple[str, list[dict[int, float] | str]]:
+    """Ask for good pictures and the marked one, which share a batch; returns the marked one's status and answers."""
+
+    async def ask(image: bytes) -> dict[int, float] | str:
+        try:
+            return scores_of(await classify(channel, image, top_k=10))
+        except grpc.aio.AioRpcError as error:
+            return error.code().name
+
+    before = server.metrics()("batch_views_count", model=NAME)
+    write_control(control, hold=True)
+    calls = [asyncio.create_task(ask(images[0]))]
+    await until(lambda: server.metrics()("batch_views_count", model=NAME) > before)
+    asked = [*(images[number % len(images)] for number in range(1, NEIGHBOURS + 1)), marked_picture(MARK)]
+    calls += [asyncio.create_task(ask(image)) for image in asked]
+    await until(lambda: server.metrics()("waiting_images", model=NAME) == len(calls))
+    await asyncio.sleep(DECODING)
+    write_control(control, **broken)
+    *answers, marked = await asyncio.gather(*calls)
+    return marked if isinstance(marked, str) else "OK", answers
+
+
+async def _lost(stand: Stand, fault: str) -> Json:
+    """Let the device be lost while calls wait, and see how the process ends."""
+    control = stand.control()
+    with stand.serve_rigged(control, "--lame-duck", "30") as server:
+        async with new_channel(server.address) as channel:
+            await classify(channel, stand.pictures[0].data)
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            first = (await watch.read()).status
+            write_control(control, delay=0.3, fault=fault)  # so that most wait when it happens
+            images = [marked_picture(MARK), *(picture.data for picture in stand.pictures)]
+            calls = [asyncio.create_task(_status(channel, image)) for image in images]
+            then = (await watch.read()).status
+            statuses = await asyncio.gather(*calls)
+        ended = await asyncio.to_thread(server.ended)
+    return verdict(
+        {
+            "health_says_so": (first, then) == (SERVING, NOT_SERVING),
+            "calls_are_told": set(statuses) <= {"UNAVAILABLE", "OK"} and "UNAVAILABLE" in statuses,
+            "exit_code": ended.code == EXIT,
+        },
+        exit_code=ended.code,
+        statuses={status: statuses.count(status) for status in sorted(set(statuses))},
+    )
+
+
+async def _status(channel: grpc.aio.Channel, image: bytes) -> str:
+    try:
+        await classify(channel, image)
+    except grpc.aio.AioRpcError as error:
+        return error.code().name
+    return "OK"

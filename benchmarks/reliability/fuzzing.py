@@ -1,0 +1,256 @@
+"""Fuzzing: damaged messages of every method and damaged pictures, against a server that should not mind.
+
+A server that dies is started anew, and the cases that were in flight are sent again one by one, so that the one it died
+of is known. That this works is tried too, on a server that dies of one picture.
+"""
+
+import asyncio
+import io
+import itertools
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import grpc.aio
+from PIL import Image
+
+from evaluator.client.aio_streams import StreamEnd
+from evaluator.pb.inference import inference_pb2 as oip
+from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from reliability import fuzz_cases, stand
+from reliability.asking import Good, new_channel, settled
+from reliability.fuzz_cases import case_of, method_at
+from reliability.process import Served
+from reliability.stand import Json, Stand, verdict
+
+CASES = 100_000
+TOGETHER = 24  # calls in flight
+CONNECTIONS = 4
+SAMPLED = 2500  # cases from one sample of the server's resident memory to the next
+PATIENCE = 60.0  # seconds for any answer
+DEAD = 0.5  # seconds in which a process that dies is dead
+MOST_CRASHES = 5
+NEVER = ("INTERNAL", "UNKNOWN", "UNAVAILABLE", "DATA_LOSS")  # what no caller can bring about
+_OUR_MISTAKE = "an error of the server"  # how the text of an INTERNAL begins, where a stream tells texts alone
+_DEADLY = 20_000  # pixels: a picture of this width kills the control
+_BESIDE = 200  # cases that the control is sent beside the deadly one
+
+
+@dataclass
+class Tally:
+    """What came of the cases. wrong: those that ended as none should; slowest: seconds and number of a case."""
+
+    statuses: Counter[str] = field(default_factory=Counter)
+    inside: Counter[str] = field(default_factory=Counter)  # of single images of streams
+    wrong: list[tuple[int, str]] = field(default_factory=list)
+    slowest: tuple[float, int] = (0.0, 0)
+    in_flight: set[int] = field(default_factory=set)
+    done: int = 0
+    rss_mb: list[int] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)  # log lines
+    foreign: int = 0  # lines that libraries wrote to stderr
+    crashes: list[Json] = field(default_factory=list)
+
+
+def cases(here: Stand) -> Iterator[stand.Case]:
+    """Return the two cases."""
+    count = here.few(CASES, 600)
+    yield stand.Case(
+        "fuzz, a server that crashes",
+        "the same check catches a server that dies of one picture, and names the case",
+        {"seed": here.seed},
+        30,
+        lambda: asyncio.run(_control(here)),
+    )
+    yield stand.Case(
+        "fuzz",
+        f"{count} damaged messages and pictures bring about no INTERNAL, no UNKNOWN and no crash, and every one is "
+        f"answered within {PATIENCE:g} s",
+        {"cases": count, "seed": here.seed},
+        count / 250 + 20,
+        lambda: asyncio.run(fuzz(here.seed, range(count), here.serve, here.pictures[0].data)),
+    )
+
+
+async def _control(here: Stand) -> Json:
+    """Fuzz a server that dies of a picture, of which there is one among the cases."""
+    deadly = next(number for number in itertools.count(_BESIDE) if _width_in(case_of(here.seed, number)) == _DEADLY)
+    control = here.control(dies_at_width=_DEADLY)
+    numbers = [*range(_BESIDE // 2), deadly, *range(_BESIDE // 2, _BESIDE)]
+    result = await fuzz(here.seed, numbers, lambda: here.serve_rigged(control), here.pictures[0].data)
+    named = [number for crash in result["crashes"] for _, number, *_ in crash["alone"]]
+    told = {name: result[name] for name in ("cases", "statuses")}
+    return {"held": deadly in named, "deadly_case": deadly, "named": named, **told}
+
+
+def _width_in(case: fuzz_cases.Case) -> int:
+    """Return the width of the picture in a call of Classify; 0 where there is none."""
+    if case.method.endswith("/Classify") and case.what.startswith("picture: one-row"):
+        request = pb.ClassifyRequest.FromString(case.messages[0])
+        try:
+            with Image.open(io.BytesIO(request.image)) as image:
+                image.load()
+                return image.width
+        except Exception:  # Pillow has many for damaged pictures
+            return 0
+    return 0
+
+
+async def fuzz(seed: int, numbers: Sequence[int], serve: Callable[[], Served], good_image: bytes) -> Json:
+    """Send these cases to a server, and to new ones where it dies."""
+    tally, left, state, promised = Tally(), iter(numbers), "never asked", 0.0
+    remaining: dict[str, float] = {}
+    begun = time.monotonic()
+    while tally.done < len(numbers) and len(tally.crashes) < MOST_CRASHES:
+        with serve() as server:
+            promised = server.promised_mb
+            await _send(server, seed, left, tally)
+            if server.alive:
+                metrics, _ = await settled(server, server.open_files())
+                remaining = metrics.left()
+                state = await Good(server.address, good_image).state()
+                tally.rss_mb.append(round(server.rss_mb()))
+                ended = await asyncio.to_thread(server.stop)
+            else:
+                ended = server.ended()
+                tally.crashes.append(await _culprits(seed, tally, ended.code, serve))
+            tally.errors += ended.errors
+            tally.foreign += len(ended.foreign)
+    return verdict(
+        {
+            "no_status_that_no_caller_can_bring_about": not tally.wrong,
+            "no_crash": not tally.crashes,
+            "healthy_afterwards": state == "good",
+            "nothing_left": not remaining,
+            "no_error_in_the_log": not tally.errors,
+            "all_sent": tally.done == len(numbers),
+            "within_the_memory_of_the_start_line": max(tally.rss_mb, default=0) <= promised,
+        },
+        cases=tally.done,
+        cases_per_second=round(tally.done / (time.monotonic() - begun), 1),
+        statuses=dict(tally.statuses.most_common()),
+        in_streams=dict(tally.inside.most_common()),
+        slowest_seconds=round(tally.slowest[0], 2),
+        slowest_case=tally.slowest[1],
+        rss_mb=tally.rss_mb,
+        start_line_mb=round(promised),
+        lines_of_libraries_on_stderr=tally.foreign,
+        wrong=tally.wrong[:20],
+        crashes=tally.crashes,
+        log=tally.errors[:10],
+    )
+
+
+async def _send(server: Served, seed: int, numbers: Iterator[int], tally: Tally) -> None:
+    """Send cases until there are no more of them, or the server is gone."""
+    async with _channels(server.address) as channels:
+        await asyncio.gather(
+            *(
+                _work(server, channel, seed, numbers, tally)
+                for channel in itertools.islice(itertools.cycle(channels), TOGETHER)
+            )
+        )
+
+
+@asynccontextmanager
+async def _channels(address: str) -> AsyncIterator[Sequence[grpc.aio.Channel]]:
+    channels = [new_channel(address) for _ in range(CONNECTIONS)]
+    try:
+        yield channels
+    finally:
+        for channel in channels:
+            await channel.close()
+
+
+async def _work(server: Served, channel: grpc.aio.Channel, seed: int, numbers: Iterator[int], tally: Tally) -> None:
+    while server.alive and (number := next(numbers, None)) is not None:
+        case = case_of(seed, number)
+        tally.in_flight.add(number)
+        begun = time.monotonic()
+        status, inside = await outcome_of(channel, case)
+        seconds = time.monotonic() - begun
+        if status == "UNAVAILABLE":
+            await asyncio.sleep(DEAD)
+        if not server.alive:
+            return  # its number stays in flight
+        tally.in_flight.discard(number)
+        if tally.done % SAMPLED == 0:
+            tally.rss_mb.append(round(server.rss_mb()))
+        note(tally, number, status, inside, seconds)
+
+
+def note(tally: Tally, number: int, status: str, inside: Sequence[str], seconds: float) -> None:
+    """Count what came of a case."""
+    tally.done += 1
+    tally.statuses[status] += 1
+    tally.inside.update(inside)
+    tally.slowest = max(tally.slowest, (seconds, number))
+    bad = [told for told in (status, *inside) if told in NEVER]
+    if seconds >= PATIENCE:
+        bad.append(f"{status} after {seconds:.0f} s")
+    tally.wrong.extend((number, told) for told in bad)
+
+
+async def outcome_of(channel: grpc.aio.Channel, case: fuzz_cases.Case) -> tuple[str, list[str]]:
+    """Make a call; returns its status, and those of the single images of a stream."""
+    inside: list[str] = []
+    if method_at(case.method).streams == (False, False):
+        try:
+            await channel.unary_unary(case.method)(case.messages[0], timeout=PATIENCE)
+        except grpc.aio.AioRpcError as error:
+            return error.code().name, inside
+        return "OK", inside
+    stream = channel.stream_stream(case.method)(_each(case.messages), timeout=PATIENCE)
+    end = StreamEnd(stream)  # grpc.aio has a status of its own where a server ends a stream early
+    try:
+        async for response in stream:
+            inside += inside_of(case.method, response)
+    except grpc.aio.AioRpcError as failed:
+        error = await end.status(failed)
+        return "OK" if error is None else error.code().name, inside
+    return "OK", inside
+
+
+async def _each(messages: Iterable[bytes]) -> AsyncIterator[bytes]:
+    for message in messages:
+        yield message
+
+
+def inside_of(method: str, response: bytes) -> list[str]:
+    """Return the status of an image in a message of a stream, if the message tells one."""
+    if method.endswith("/ClassifyStream"):
+        return [_name_of(pb.ClassifyStreamResponse.FromString(response).error.code)]
+    if method.endswith("/ModelStreamInfer"):
+        text = oip.ModelStreamInferResponse.FromString(response).error_message
+        return ["INTERNAL" if text.startswith(_OUR_MISTAKE) else "refused" if text else "OK"]
+    return []
+
+
+def _name_of(code: int) -> str:
+    return next(status.name for status in grpc.StatusCode if status.value[0] == code)
+
+
+async def _culprits(seed: int, tally: Tally, code: int, serve: Callable[[], Served]) -> Json:
+    """Return how a server died, and which of the cases that were in flight do that alone, the smallest first."""
+    suspects, alone = sorted(tally.in_flight), []
+    tally.in_flight.clear()
+    tally.done += len(suspects)
+    left = iter(suspects)
+    number: int | None = next(left, None)
+    while number is not None:
+        with serve() as server:
+            while number is not None and server.alive:
+                case = case_of(seed, number)
+                async with _channels(server.address) as channels:
+                    status, _ = await outcome_of(channels[0], case)
+                if status == "UNAVAILABLE":
+                    await asyncio.sleep(DEAD)
+                if not server.alive:
+                    alone.append((sum(map(len, case.messages)), number, case.method, case.what))
+                number = next(left, None)
+    told: dict[str, Any] = {"code": code, "in_flight": suspects, "alone": sorted(alone)}
+    return told

@@ -1,0 +1,108 @@
+"""Memory does not grow with the number of calls; a server that leaks is caught by the same check."""
+
+import asyncio
+import itertools
+import statistics
+from collections.abc import Iterator, Sequence
+
+import grpc.aio
+
+from reliability.asking import new_channel, settled
+from reliability.mixed import ROOMY, Mix
+from reliability.process import Served
+from reliability.stand import NAME, Case, Json, Stand, verdict
+
+CALLS = 10_000
+LIMIT = 100.0  # MB of growth from the middle of a run to its end; Triton's own L0_memory_growth has this threshold
+TOGETHER = 16  # calls in flight
+CONNECTIONS = 4
+SAMPLES = 200  # of the resident memory
+MEMORY = ("growth_below_the_limit", "within_the_memory_of_the_start_line")  # what a leak breaks
+WINDOW = 0.1  # of a run, whose samples a median is taken of
+
+
+def cases(stand: Stand) -> Iterator[Case]:
+    """Return a case for each device, and the leaking control."""
+    calls = stand.few(CALLS, 120)
+    for device in ("cpu", "openvino"):
+        yield Case(
+            f"memory, {device}",
+            f"{calls} mixed calls: resident memory grows by less than {LIMIT:g} MB from the middle to the end",
+            {"device": device, "calls": calls, "seed": stand.seed},
+            calls / 150 + 10,
+            lambda device=device: asyncio.run(_memory(stand, stand.serve(*ROOMY, device=device), calls)),
+        )
+    leak = 100 if stand.tiny else 1
+    yield Case(
+        "memory, a server that leaks",
+        f"the same check catches a server that keeps every picture ({leak} times)",
+        {"calls": calls, "seed": stand.seed, "leak": leak},
+        calls / 150 + 10,
+        lambda: _caught(asyncio.run(_memory(stand, stand.serve_rigged(stand.control(leak=leak), *ROOMY), calls))),
+    )
+
+
+async def _memory(stand: Stand, serving: Served, calls: int) -> Json:
+    mix = Mix(stand.seed, NAME)
+    with serving as server:
+        files = server.open_files()
+        samples = await _sampled(server, mix, calls)
+        metrics, more_files = await settled(server, files)
+        alive, promised = server.alive, server.promised_mb
+    growth = growth_of(samples)
+    return verdict(
+        {
+            "growth_below_the_limit": growth < LIMIT,
+            "within_the_memory_of_the_start_line": max(samples) <= promised,
+            "every_call_ended_as_it_should": not mix.wrong,
+            "no_view_computed_late": metrics("late_views_total", model=NAME) == 0,
+            "nothing_left": not metrics.left() and more_files == 0,
+            "alive": alive,
+        },
+        growth_mb=round(growth, 1),
+        at_begin_mb=round(samples[0]),
+        at_middle_mb=round(samples[len(samples) // 2]),
+        at_end_mb=round(samples[-1]),
+        most_mb=round(max(samples)),
+        start_line_mb=round(promised),
+        calls=sum(mix.counts.values()),
+        kinds=dict(mix.counts),
+        statuses=dict(mix.statuses),
+        wrong=mix.wrong[:10],
+        more_open_files=more_files,
+    )
+
+
+async def _sampled(server: Served, mix: Mix, calls: int) -> list[float]:
+    """Make the calls and return samples of the server's resident memory in MB, evenly over the calls."""
+    every = max(1, calls // SAMPLES)
+    samples = [server.rss_mb()]
+    numbers = iter(range(calls))
+    channels = [new_channel(server.address) for _ in range(CONNECTIONS)]
+
+    async def client(channel: grpc.aio.Channel) -> None:
+        for number in numbers:
+            await mix.call(channel)
+            if number % every == 0:
+                samples.append(server.rss_mb())
+
+    try:
+        await asyncio.gather(*(client(one) for one in itertools.islice(itertools.cycle(channels), TOGETHER)))
+    finally:
+        for channel in channels:
+            await channel.close()
+    return samples
+
+
+def growth_of(samples: Sequence[float]) -> float:
+    """Return by how much the samples rise from the middle to the end: medians of a tenth of the run, each."""
+    width = max(1, round(WINDOW * len(samples)))
+    middle = len(samples) // 2
+    return statistics.median(samples[-width:]) - statistics.median(samples[middle : middle + width])
+
+
+def _caught(result: Json) -> Json:
+    """Return the result of the control: it holds where memory is what was broken, and nothing else."""
+    broken = {*result.get("broken", ())}
+    caught = "growth_below_the_limit" in broken and broken <= {*MEMORY}
+    return {**{key: value for key, value in result.items() if key != "broken"}, "held": caught}

@@ -1,0 +1,253 @@
+"""Seeded damage: to bytes, to pictures by the structure of their files, to messages by their fields.
+
+Everything is drawn from the generator that is given, so that the same seed does the same damage.
+"""
+
+import random
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+EXTREMES = (0, 1, 2, 7, 8, 127, 128, 255, 256, 32767, 32768, 65535, 65536, 2**31 - 1, 2**31, 2**32 - 1)
+MOST = 2**17  # bytes of what comes out: larger ones only take longer
+
+Damage = Callable[[random.Random, bytes], bytes]
+
+
+def flip_bits(rng: random.Random, data: bytes) -> bytes:
+    """Turn over 1 to 16 bits."""
+    changed = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 4, 16))):
+        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+def truncate(rng: random.Random, data: bytes) -> bytes:
+    """Keep the beginning."""
+    return data[: rng.randrange(len(data))]
+
+
+def cut_out(rng: random.Random, data: bytes) -> bytes:
+    """Leave out a piece."""
+    begin, end = _piece(rng, data)
+    return data[:begin] + data[end:]
+
+
+def repeat(rng: random.Random, data: bytes) -> bytes:
+    """Let a piece come 2 to 50 times."""
+    begin, end = _piece(rng, data)
+    return data[:begin] + data[begin:end] * rng.choice((2, 3, 10, 50)) + data[end:]
+
+
+def move(rng: random.Random, data: bytes) -> bytes:
+    """Write a piece over another place."""
+    begin, end = _piece(rng, data)
+    there = rng.randrange(len(data))
+    return data[:there] + data[begin:end] + data[there + end - begin :]
+
+
+def insert(rng: random.Random, data: bytes) -> bytes:
+    """Put random bytes, or 0 or 255 over and over, in between."""
+    there, length = rng.randrange(len(data) + 1), rng.choice((1, 2, 4, 100, 5000))
+    new = rng.choice((rng.randbytes(length), b"\0" * length, b"\xff" * length))
+    return data[:there] + new + data[there:]
+
+
+def edit_number(rng: random.Random, data: bytes) -> bytes:
+    """Write an extreme number of 1, 2 or 4 bytes, either end first, somewhere, mostly near the beginning."""
+    size, order = rng.choice((1, 2, 4)), rng.choice(("little", "big"))
+    last = max(1, len(data) - size)
+    there = rng.randrange(min(last, 64) if rng.random() < 0.6 else last)
+    number = rng.choice(EXTREMES) % 2 ** (8 * size)
+    return data[:there] + number.to_bytes(size, order) + data[there + size :]  # type: ignore[arg-type]
+
+
+def edit_number_by_little(rng: random.Random, data: bytes) -> bytes:
+    """Make a byte a little larger or smaller: lengths that are off by one."""
+    changed = bytearray(data)
+    there = rng.randrange(min(len(data), 256) if rng.random() < 0.6 else len(data))
+    changed[there] = (changed[there] + rng.choice((-2, -1, 1, 2))) % 256
+    return bytes(changed)
+
+
+def _piece(rng: random.Random, data: bytes) -> tuple[int, int]:
+    begin = rng.randrange(len(data))
+    return begin, min(len(data), begin + rng.choice((1, 2, 4, 16, 64, 256, 1024)))
+
+
+ANY_BYTES: tuple[Damage, ...] = (
+    flip_bits, flip_bits, truncate, cut_out, repeat, move, insert, edit_number, edit_number, edit_number_by_little,
+)  # fmt: skip
+
+
+def splice(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
+    """Return the beginning of one and the end of another."""
+    other = rng.choice(others)
+    return data[: rng.randrange(len(data))] + other[rng.randrange(len(other) + 1) :]
+
+
+def damaged_bytes(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
+    """Damage bytes once to four times."""
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        if not data:
+            break
+        data = splice(rng, data, others) if rng.random() < 0.1 else rng.choice(ANY_BYTES)(rng, data)
+    return data[:MOST]
+
+
+def damaged_picture(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
+    """Damage a picture; of a PNG the check sums are mostly made right again, else nothing behind them is reached."""
+    damaged = damaged_bytes(rng, data, others)
+    return with_right_sums(damaged) if damaged.startswith(PNG) and rng.random() < 0.8 else damaged
+
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def with_right_sums(data: bytes) -> bytes:
+    """Return a PNG file with right check sums of all its chunks, as far as their lengths make sense."""
+    result, place = bytearray(data), len(PNG)
+    while place + 12 <= len(data):
+        (length,) = struct.unpack_from(">I", data, place)
+        end = place + 8 + length
+        if end + 4 > len(data):
+            break
+        struct.pack_into(">I", result, end, zlib.crc32(data[place + 4 : end]))
+        place = end + 4
+    return bytes(result)
+
+
+# Messages
+
+_TEXTS = ("", "\0", "é", "\u202e", "x" * 100, "x" * 5000, "../../etc/passwd", "%s%n", "center", "dense-28", "dense-0",
+          "dense-99999999999", "multi-scale", "center-28-29-30-31", "-1", "demo", "1", "BYTES", "FP32", "images",
+          "scores", "𝒳" * 50, "a\r\nb")  # fmt: skip
+_NUMBERS = (0, 1, -1, 2, 5, 28, 29, 64, 65, 127, 128, 255, 1000, 2**31 - 1, -(2**31), 2**31, 2**32 - 1, 2**62,
+            2**63 - 1, -(2**63), 2**64 - 1)  # fmt: skip
+_FLOATS = (0.0, -1.0, 1e-300, 1e300, float("inf"), float("-inf"), float("nan"))
+_BOUNDS = {
+    FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
+    FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
+    FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
+    FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
+}
+
+
+def damage_message(rng: random.Random, message: Message, blobs: Sequence[bytes]) -> None:
+    """Change 1 to 4 fields of a message, at any depth. blobs: values for fields of bytes."""
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        _change_field(rng, message, blobs)
+
+
+def _change_field(rng: random.Random, message: Message, blobs: Sequence[bytes]) -> None:
+    fields = message.DESCRIPTOR.fields
+    if not fields:
+        return
+    field = rng.choice(fields)
+    if rng.random() < 0.2:
+        message.ClearField(field.name)
+    elif field.message_type is not None and field.message_type.GetOptions().map_entry:
+        _change_map(rng, getattr(message, field.name), field, blobs)
+    elif field.is_repeated:
+        _change_list(rng, getattr(message, field.name), field, blobs)
+    elif field.message_type is not None:
+        inner = getattr(message, field.name)
+        inner.SetInParent()
+        _change_field(rng, inner, blobs)
+    else:
+        setattr(message, field.name, _value(rng, field, blobs))
+
+
+def _change_list(rng: random.Random, values: Any, field: FieldDescriptor, blobs: Sequence[bytes]) -> None:
+    """Change, add, double or take away an element; now and then add a thousand."""
+    if len(values) and rng.random() < 0.3:
+        del values[rng.randrange(len(values))]
+    elif field.message_type is None:
+        values.extend(
+            _value(rng, field, blobs) for _ in range(rng.choice((1, 1, 2, 33, 1000 if not _long(field) else 3)))
+        )
+    elif len(values) and rng.random() < 0.6:
+        one = rng.choice(values)
+        _change_field(rng, one, blobs)
+        if rng.random() < 0.3:
+            values.add().CopyFrom(one)
+    else:
+        for _ in range(rng.choice((1, 2, 100))):
+            _change_field(rng, values.add(), blobs)
+
+
+def _change_map(rng: random.Random, values: Any, field: FieldDescriptor, blobs: Sequence[bytes]) -> None:
+    key, value = (field.message_type.fields_by_name[name] for name in ("key", "value"))
+    known = list(values) or [""]
+    chosen = rng.choice(known) if rng.random() < 0.5 else rng.choice((*PARAMETERS, _value(rng, key, blobs)))
+    if value.message_type is None:
+        values[chosen] = _value(rng, value, blobs)
+    else:
+        _change_field(rng, values[chosen], blobs)
+
+
+PARAMETERS = ("protocol", "scales", "mirror", "apply_exif", "timeout", "classification", "priority", "sequence_id",
+              "binary_data_output", "shared_memory_region", "triton_enable_empty_final_response")  # fmt: skip
+
+
+def _long(field: FieldDescriptor) -> bool:
+    return field.cpp_type == FieldDescriptor.CPPTYPE_STRING
+
+
+def _value(rng: random.Random, field: FieldDescriptor, blobs: Sequence[bytes]) -> Any:
+    """Draw a value that the field can hold, mostly an odd one."""
+    kind = field.cpp_type
+    if field.type == FieldDescriptor.TYPE_BYTES:
+        return rng.choice(blobs)
+    if kind == FieldDescriptor.CPPTYPE_STRING:
+        return rng.choice(_TEXTS)
+    if kind == FieldDescriptor.CPPTYPE_BOOL:
+        return rng.random() < 0.5
+    if kind in (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT):
+        return rng.choice(_FLOATS)
+    if kind == FieldDescriptor.CPPTYPE_ENUM:
+        return rng.choice((0, 1, 99))
+    low, high = _BOUNDS[kind]
+    return rng.choice([number for number in _NUMBERS if low <= number <= high])
+
+
+def odd_wire(rng: random.Random, data: bytes) -> bytes:
+    """Add what a message may hold though no field has it: unknown fields, other wire types, groups, deep nesting."""
+    number = rng.choice((1, 2, 3, 5, 15, 16, 99, 2**29 - 1))
+    added = rng.choice(
+        (
+            _tag(number, 0) + b"\xff" * rng.choice((9, 10, 11)) + b"\x01",  # a number of too many bytes
+            _tag(number, 1) + rng.randbytes(8),
+            _tag(number, 2) + _varint(rng.choice((0, 5, 2**31 - 1, 2**32, 2**63))) + b"12345",
+            _tag(number, 5) + rng.randbytes(4),
+            _tag(number, 3) + _tag(number, 4),
+            _tag(number, 3) * rng.choice((1, 50, 200)),  # groups that nobody ends
+            _tag(number, 4),
+            _tag(number, rng.choice((6, 7))),
+            _nested(number, rng.choice((10, 99, 101, 500))),
+        )
+    )
+    return data + added if rng.random() < 0.5 else added + data
+
+
+def _nested(number: int, depth: int) -> bytes:
+    data = b""
+    for _ in range(depth):
+        data = _tag(number, 2) + _varint(len(data)) + data
+    return data
+
+
+def _tag(number: int, wire_type: int) -> bytes:
+    return _varint(number << 3 | wire_type)
+
+
+def _varint(value: int) -> bytes:
+    data = bytearray()
+    while value > 127:
+        data.append(value & 127 | 128)
+        value >>= 7
+    return bytes(data) + bytes([value])

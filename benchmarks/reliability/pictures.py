@@ -1,0 +1,110 @@
+"""Encoded pictures: good ones of many shapes, small ones of every format, and the hostile ones of the tests."""
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+HOSTILE = Path(__file__).parent.parent.parent / "tests" / "data" / "hostile"
+# Shapes of good pictures; the demo's net sees crops of 28 pixels. 40x57 is often: equal shapes share batches.
+SHAPES = ((40, 57), (40, 57), (57, 40), (33, 61), (96, 64), (64, 150), (128, 128), (31, 33), (200, 90))
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An encoded picture and what it is."""
+
+    what: str
+    data: bytes
+
+
+def pixels(height: int, width: int, seed: int) -> np.ndarray:
+    """Return smooth noise, uint8 (height, width, 3), as photos have more of it than of any other."""
+    rng = np.random.default_rng(seed)
+    coarse = rng.integers(0, 256, (height // 8 + 2, width // 8 + 2, 3), dtype=np.uint8)
+    large = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), np.int16)
+    return np.clip(large + rng.integers(-12, 13, large.shape), 0, 255).astype(np.uint8)
+
+
+def encoded(image: Image.Image | np.ndarray, form: str, **options: Any) -> bytes:
+    """Return a picture in a format of Pillow's."""
+    buffer = io.BytesIO()
+    (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(buffer, form, **options)
+    return buffer.getvalue()
+
+
+def good_pictures(seed: int) -> list[Picture]:
+    """Return good pictures of all shapes, as JPEG and some as PNG and WebP."""
+    found = []
+    for number, (height, width) in enumerate(SHAPES):
+        form = ("JPEG", "PNG", "JPEG", "WEBP")[number % 4]
+        found.append(Picture(f"{form} {height}x{width}", encoded(pixels(height, width, seed + number), form)))
+    return found
+
+
+def marked_picture(value: int) -> bytes:
+    """Return a picture of nothing but one value."""
+    return encoded(np.full((40, 57, 3), value, np.uint8), "PNG")
+
+
+@cache
+def hostile_pictures() -> tuple[Picture, ...]:
+    """Return the hostile pictures of the tests, those of at most 64 kB: what makes others large is more of the same."""
+    files = sorted(HOSTILE.iterdir())
+    assert files, f"{HOSTILE} is empty"
+    return tuple(Picture(file.name, file.read_bytes()) for file in files if file.stat().st_size <= 2**16)
+
+
+@cache
+def made_pictures() -> tuple[Picture, ...]:
+    """Return a small picture for each format and way of coding that Pillow writes."""
+    return tuple(Picture(name, data) for name, data in _made().items())
+
+
+def _made() -> Mapping[str, bytes]:
+    colour = Image.fromarray(pixels(34, 45, 3))
+    alpha = colour.convert("RGBA")
+    deep = Image.fromarray(pixels(34, 45, 4)[..., 0].astype(np.uint16) * 257)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+
+    def animated(form: str, **options: Any) -> bytes:
+        first, *others = (Image.fromarray(pixels(34, 45, number)) for number in range(3))
+        return encoded(first, form, save_all=True, append_images=others, **options)
+
+    return {
+        "jpeg": encoded(colour, "JPEG"),
+        "jpeg progressive": encoded(colour, "JPEG", progressive=True, quality=95, subsampling=0),
+        "jpeg restart markers, exif": encoded(colour, "JPEG", restart_marker_blocks=1, exif=exif),
+        "jpeg grey": encoded(colour.convert("L"), "JPEG"),
+        "jpeg cmyk": encoded(colour.convert("CMYK"), "JPEG"),
+        "mpo": animated("MPO"),
+        "png": encoded(colour, "PNG"),
+        "png exif": encoded(alpha, "PNG", exif=exif),
+        "png palette": encoded(colour.quantize(31), "PNG"),
+        "png one bit": encoded(colour.convert("1"), "PNG"),
+        "png deep": encoded(deep, "PNG"),
+        "apng": animated("PNG"),
+        "gif": encoded(colour, "GIF"),
+        "gif interlaced, animated": animated("GIF", interlace=1),
+        "webp": encoded(colour, "WEBP", quality=70),
+        "webp lossless": encoded(alpha, "WEBP", lossless=True, exif=exif),
+        "webp animated": animated("WEBP"),
+        "tiff": encoded(colour, "TIFF"),
+        **{f"tiff {name}": encoded(colour, "TIFF", compression=name)
+           for name in ("tiff_lzw", "tiff_deflate", "packbits", "jpeg", "tiff_adobe_deflate")},
+        "tiff group4": encoded(colour.convert("1"), "TIFF", compression="group4"),
+        "tiff deep": encoded(deep, "TIFF"),
+        "tiff pages": animated("TIFF"),
+        "bmp": encoded(colour, "BMP"),
+        "bmp palette": encoded(colour.quantize(15), "BMP"),
+        "ppm": encoded(colour, "PPM"),
+        "ico": encoded(alpha, "ICO", sizes=[(32, 32)]),
+        "tga": encoded(colour, "TGA", compression="tga_rle"),
+        "jpeg 2000": encoded(colour, "JPEG2000"),
+    }  # fmt: skip

@@ -1,0 +1,58 @@
+"""One case of the fuzzing again: python benchmarks/reliability/reproduce.py NUMBER [--seed N] [--server HOST:PORT]
+
+Sends it to a server, one of its own where none is named, and says what came of it, how much memory the server took and
+whether it lives; --messages FOLDER writes the bytes of its messages there.
+"""
+
+import argparse
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).parent.parent
+sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS.parent)]
+
+from reliability.asking import new_channel  # noqa: E402
+from reliability.fuzz_cases import Case, case_of  # noqa: E402
+from reliability.fuzzing import outcome_of  # noqa: E402
+from reliability.stand import Stand  # noqa: E402
+
+
+def main() -> int:
+    """Send the case; return 1 where the server dies of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("number", type=int)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--server")
+    parser.add_argument("--messages", type=Path)
+    options = parser.parse_args()
+    case = case_of(options.seed, options.number)
+    print(f"{case.method}, {case.what}, messages of {[len(message) for message in case.messages]} bytes")
+    if options.messages is not None:
+        options.messages.mkdir(parents=True, exist_ok=True)
+        for place, message in enumerate(case.messages):
+            (options.messages / f"{options.number}-{place}.bin").write_bytes(message)
+    if options.server is not None:
+        asyncio.run(_send(options.server, case))
+        return 0
+    with Stand(options.seed) as stand, stand.serve() as server:
+        before = server.rss_mb()
+        asyncio.run(_send(server.address, case))
+        time.sleep(0.5)  # a process that dies is not dead at once
+        if server.alive:
+            print(f"resident memory from {before:.0f} to {server.rss_mb():.0f} MB")
+            return 0
+        print(f"the server died: {server.ended()}")
+        return 1
+
+
+async def _send(address: str, case: Case) -> None:
+    begun = time.monotonic()
+    async with new_channel(address) as channel:
+        status, inside = await outcome_of(channel, case)
+    print(f"{status} {inside or ''} after {time.monotonic() - begun:.2f} s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

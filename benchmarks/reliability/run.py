@@ -1,0 +1,126 @@
+"""What the server promises, tried: overload, deadlines, mixed shapes, memory, drain, bad clients, faults, fuzz, soak.
+
+    python benchmarks/reliability/run.py [--only NAME ...] [--tiny] [--seed N] [--soak-seconds S]
+                                         [--output FILE] [--page docs/reliability.md]
+
+Each case is a claim; its verdict and numbers are written as soon as they are known, and a case that is in the file
+already, of the same sources, versions, seed and settings, is not tried again. A table goes beside the file, and a
+summary into the page that is given. The server
+is a `prelunet serve` process of this checkout with the demo net's model file and random weights; where a fault or a
+delay is needed, the same program with a session that has it (rigged.py). Alone on two cores all takes 15 to 20 minutes.
+
+Returns 0 where every claim held, 1 where one did not or could not be tried, 3 where there was no time for all.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).parent.parent
+# This folder is a package beside the other benchmarks; HTTP/2 by hand is the tests' own.
+sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS.parent), str(BENCHMARKS.parent / "tests")]
+
+from machine import digest_of, header  # noqa: E402
+from reliability import (  # noqa: E402
+    bad_clients,
+    deadlines,
+    draining,
+    faults,
+    fuzzing,
+    memory,
+    overload,
+    shapes,
+    soak,
+)
+from reliability.stand import Case, Stand  # noqa: E402
+from reliability.table import filled, latest, not_held, summary, table  # noqa: E402
+from results import Results  # noqa: E402
+
+PACKAGES = ("prelunet", "onnxruntime", "openvino", "numpy", "pillow", "grpcio", "protobuf")  # that can change a result
+MEASURED = ("evaluator", "benchmarks/reliability", "tests/raw_http2.py")
+OUTPUT = BENCHMARKS / "results" / "reliability.json"
+LIMIT = 1600  # seconds
+SOAK = 60.0  # seconds
+GROUPS: dict[str, Callable[[Stand], Iterable[Case]]] = {
+    "overload": overload.cases,
+    "deadlines": deadlines.cases,
+    "shapes": shapes.cases,
+    "faults": faults.cases,
+    "drain": draining.cases,
+    "clients": bad_clients.cases,
+    "memory": memory.cases,
+    "soak": soak.cases,
+    "fuzz": fuzzing.cases,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Try what is not in the file yet."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options = _options(words)
+    begun = time.monotonic()
+    now = {
+        **header(__file__, _that_matter(words), PACKAGES),
+        "device": "cpu",
+        "tiny": options.tiny,
+        "source": digest_of(*MEASURED),
+    }
+    results = Results(options.output, "reliability", now, options.limit)
+    with Stand(options.seed, tiny=options.tiny, soak_seconds=options.soak_seconds) as stand:
+        for group in options.only:
+            for case in GROUPS[group](stand):
+                settings = {"case": case.name, **case.settings}
+                results.measure(settings, lambda group=group, case=case: _tried(group, case), case.seconds)
+    text = table(results.data)
+    options.output.with_suffix(".md").write_text(text, encoding="utf-8")
+    if options.page is not None:
+        page = options.page.read_text(encoding="utf-8")
+        options.page.write_text(filled(page, summary(results.data, GROUPS)), encoding="utf-8")
+    print(text)
+    return _end(results, time.monotonic() - begun)
+
+
+def _options(words: Sequence[str]) -> argparse.Namespace:
+    kind = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=kind, allow_abbrev=False)
+    parser.add_argument("--only", nargs="+", choices=list(GROUPS), default=list(GROUPS), metavar="NAME")
+    parser.add_argument("--tiny", action="store_true", help="few repeats: a rehearsal")
+    parser.add_argument("--seed", type=int, default=1, help="of all that is random")
+    parser.add_argument("--soak-seconds", type=float, default=SOAK, help="hours are welcome")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds after which no new case is begun")
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--page", type=Path, help="a page whose summary of the results is to be written anew")
+    options = parser.parse_args(words)
+    options.limit = max(options.limit, options.limit + options.soak_seconds - SOAK)
+    return options
+
+
+def _that_matter(words: Sequence[str]) -> list[str]:
+    """Return the words of the command but for where the result goes: a path of this machine changes no number."""
+    paths = ("--output", "--page")
+    return [
+        word
+        for before, word in zip(["", *words], words, strict=False)
+        if before not in paths and word.partition("=")[0] not in paths
+    ]
+
+
+def _tried(group: str, case: Case) -> dict[str, object]:
+    return {"group": group, "claim": case.claim, **case.work()}
+
+
+def _end(results: Results, seconds: float) -> int:
+    """Tell what did not hold and what is missing."""
+    broken = not_held(results.data)
+    print(f"{results.path}: {len(latest(results.data))} cases, {seconds:.0f} s")
+    for name, why in broken:
+        print(f"NOT held: {name}: {why}")
+    if results.left:
+        print(f"no time for {len(results.left)} cases: the same command goes on with them")
+    return 1 if broken or results.failed else 3 if results.left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

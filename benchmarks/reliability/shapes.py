@@ -1,0 +1,116 @@
+"""Pictures of different shapes: they share batches all the same, and the first of a shape is not slow."""
+
+import asyncio
+import itertools
+import statistics
+from collections.abc import Iterator
+
+import grpc.aio
+
+from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from reliability.asking import CALL_SECONDS, classify, new_channel
+from reliability.pictures import encoded, pixels
+from reliability.process import Served
+from reliability.rigged import GPU_PIXELS
+from reliability.stand import NAME, Case, Json, Stand, verdict
+
+CLIENTS = 16
+CALLS = 1000
+ALTERNATING = ((40, 57), (57, 40), (33, 61), (96, 64))
+PROTOCOL = "dense-40"  # the whole picture, so that each shape has canvases of its own
+FIRST_SHAPES = ((120, 160), (160, 120), (113, 200), (150, 150), (100, 300))
+FIRST_PROTOCOLS = ("center", "ten-crop", "dense-56", "multi-scale")
+STARTS = 5  # of a server, each with a first call of every shape
+STEADY = 15  # calls of a shape, whose median the first is compared with
+SLOWER = 2.0
+NOISE = 0.002  # seconds; calls of a few milliseconds differ by as much without any reason
+
+
+def cases(stand: Stand) -> Iterator[Case]:
+    """Return the cases."""
+    calls = stand.few(CALLS, 100)
+    for rules in ("cpu", "gpu"):
+        yield Case(
+            f"mixed shapes share batches, rules of a {rules.upper()}",
+            f"{CLIENTS} clients with pictures of {len(ALTERNATING)} shapes in turn: more than one view in a mean batch",
+            {"rules": rules, "calls": calls},
+            calls / 100 + 15,
+            lambda rules=rules: asyncio.run(_shared(stand, rules, calls)),
+        )
+    starts = stand.few(STARTS, 1)
+    yield Case(
+        "first call of each shape",
+        f"after READY the first call of a shape takes no more than {SLOWER:g} times as long as later ones, and "
+        f"{1000 * NOISE:g} ms (CPU)",
+        {"starts": starts, "steady": STEADY},
+        starts * 12,
+        lambda: asyncio.run(_first_calls(stand, starts)),
+    )
+
+
+async def _shared(stand: Stand, rules: str, calls: int) -> Json:
+    images = [encoded(pixels(*shape, number), "JPEG") for number, shape in enumerate(ALTERNATING)]
+    told = {"gpu": GPU_PIXELS} if rules == "gpu" else {}
+    with stand.serve_rigged(stand.control(**told)) as server:
+        turns = itertools.islice(itertools.cycle(images), calls)
+        failures: list[str] = []
+
+        async def client(channel: grpc.aio.Channel) -> None:
+            for image in turns:
+                try:
+                    await classify(channel, image, PROTOCOL)
+                except grpc.aio.AioRpcError as error:
+                    failures.append(f"{error.code().name}: {error.details()}")
+
+        async with new_channel(server.address) as channel:
+            await asyncio.gather(*(client(channel) for _ in range(CLIENTS)))
+        metrics = server.metrics()
+    views, batches = (metrics(f"batch_views_{what}", model=NAME) for what in ("sum", "count"))
+    padding = 1 - metrics("view_pixels_total", model=NAME) / metrics("canvas_pixels_total", model=NAME)
+    return verdict(
+        {"more_than_one_view_in_a_batch": views / batches > 1, "no_call_failed": not failures},
+        mean_batch=round(views / batches, 2),
+        batches=batches,
+        views=views,
+        padding=round(padding, 3),
+        canvas_changes=metrics("canvas_changes_total", model=NAME),
+        failures=failures[:5],
+    )
+
+
+async def _first_calls(stand: Stand, starts: int) -> Json:
+    """Compare on fresh servers; of each shape the median over the starts counts."""
+    firsts: dict[str, list[float]] = {}
+    steadies: dict[str, list[float]] = {}
+    for start in range(starts):
+        with stand.serve() as server:
+            for name, first, steady in await _of_one_start(server, start):
+                firsts.setdefault(name, []).append(first)
+                steadies.setdefault(name, []).append(steady)
+    found = {name: (statistics.median(firsts[name]), statistics.median(steadies[name])) for name in firsts}
+    slow = {name: times for name, times in found.items() if times[0] > SLOWER * times[1] + NOISE}
+    worst = max(found, key=lambda name: found[name][0] / found[name][1])
+    return verdict(
+        {"first_calls_are_not_slow": not slow},
+        shapes=len(found),
+        worst=worst,
+        worst_ratio=round(found[worst][0] / found[worst][1], 2),
+        median_ratio=round(statistics.median(first / steady for first, steady in found.values()), 2),
+        slow={name: [round(1000 * one, 2) for one in times] for name, times in slow.items()},
+        ms={name: [round(1000 * one, 2) for one in times] for name, times in found.items()},
+    )
+
+
+async def _of_one_start(server: Served, start: int) -> list[tuple[str, float, float]]:
+    """Return for each shape the seconds of the first call and of later ones, as the server tells them."""
+    found = []
+    shapes = [(shape, protocol) for protocol in FIRST_PROTOCOLS for shape in FIRST_SHAPES]
+    shapes = shapes[start % len(shapes) :] + shapes[: start % len(shapes)]  # another one is the very first each time
+    async with new_channel(server.address) as channel:
+        await pb_grpc.PreluNetServiceStub(channel).GetModel(pb.GetModelRequest(), timeout=CALL_SECONDS)
+        for (height, width), protocol in shapes:
+            image = encoded(pixels(height, width, start), "JPEG")
+            times = [(await classify(channel, image, protocol)).timings.total_seconds for _ in range(1 + STEADY)]
+            found.append((f"{protocol} {height}x{width}", times[0], statistics.median(times[1:])))
+    return found

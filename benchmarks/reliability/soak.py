@@ -1,0 +1,164 @@
+"""A long mix by chance of all that clients do, after Triton's L0_long_running_stress: no good call fails."""
+
+import asyncio
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from reliability.asking import Good, new_channel, percentiles, settled
+from reliability.memory import LIMIT, growth_of
+from reliability.mixed import ROOMY, Mix
+from reliability.process import PRELUNET, ROOT, Served
+from reliability.stand import NAME, Case, Json, Stand, verdict
+
+CLIENTS = 8
+PICTURE = "soak.jpg"  # that killed clients send
+BURST = 20  # calls of a scenario of one kind
+DOCTOR_SECONDS = 120.0
+SAMPLE = 0.5  # seconds from one sample of the resident memory to the next
+
+
+def cases(stand: Stand) -> Iterator[Case]:
+    """Return the one case."""
+    seconds = min(stand.soak_seconds, 5.0) if stand.tiny else stand.soak_seconds
+    yield Case(
+        "soak",
+        f"{seconds:g} s of a random mix (valid, odd, hostile, impatient, killed clients, streams, evaluations, "
+        "doctor): no good call fails, nothing is left",
+        {"seconds": seconds, "clients": CLIENTS, "seed": stand.seed},
+        seconds + 15,
+        lambda: asyncio.run(_soak(stand, seconds)),
+    )
+
+
+async def _soak(stand: Stand, seconds: float) -> Json:
+    mix, counts, wrong = Mix(stand.seed, NAME), Counter[str](), list[str]()
+    samples: list[float] = []
+    (stand.folder / PICTURE).write_bytes(max(mix.good, key=len))
+    with stand.serve(*ROOMY) as server:
+        files = server.open_files()
+        good = Good(server.address, stand.pictures[0].data)
+        end = time.monotonic() + seconds
+
+        async def client(number: int) -> None:
+            rng = random.Random(f"{stand.seed} {number}")
+            while time.monotonic() < end:
+                name = rng.choices(list(SCENARIOS), [share for share, _ in SCENARIOS.values()])[0]
+                counts[name] += 1
+                await SCENARIOS[name][1](_Scene(server, stand, mix, rng, wrong))
+
+        async def watch() -> None:
+            while time.monotonic() < end:
+                samples.append(server.rss_mb())
+                await asyncio.sleep(SAMPLE)
+
+        async with good.meanwhile(pause=0.1):
+            await asyncio.gather(watch(), *(client(number) for number in range(CLIENTS)))
+        metrics, more_files = await settled(server, files)
+        state = await good.state()
+        ended = await asyncio.to_thread(server.stop)
+    growth = growth_of(samples)
+    return verdict(
+        {
+            "no_good_call_failed": not good.failures,
+            "every_call_ended_as_it_should": not (wrong or mix.wrong),
+            "healthy_afterwards": state == "good",
+            "nothing_left": not metrics.left() and not more_files,
+            "no_view_computed_late": metrics("late_views_total", model=NAME) == 0,
+            "memory_bounded": growth < LIMIT,
+            "no_error_in_the_log": not ended.errors,
+            "exit_code_0": ended.code == 0,
+        },
+        calls=sum(mix.counts.values()),
+        scenarios=dict(counts),
+        statuses=dict(mix.statuses),
+        good_calls=len(good.latencies),
+        good=percentiles(good.latencies),
+        growth_mb=round(growth, 1),
+        wrong=[*good.failures, *wrong, *mix.wrong][:10],
+        state=state,
+        more_open_files=more_files,
+        log=ended.errors[:5],
+    )
+
+
+@dataclass(frozen=True)
+class _Scene:
+    """What a scenario is given. wrong: what went wrong, beside the calls of the mix."""
+
+    server: Served
+    stand: Stand
+    mix: Mix
+    rng: random.Random
+    wrong: list[str]
+
+    async def calls(self, kind: str | None = None, times: int = BURST) -> None:
+        """Make calls of one kind, or of any, on a connection of their own, some of them together."""
+        async with new_channel(self.server.address) as channel:
+            await asyncio.gather(*(self.mix.call(channel, kind) for _ in range(self.rng.randint(1, times))))
+
+
+def _of(kind: str, times: int = BURST) -> Callable[[_Scene], Awaitable[None]]:
+    return lambda scene: scene.calls(kind, times)
+
+
+async def _mixed(scene: _Scene) -> None:
+    await scene.calls()
+
+
+async def _killed(scene: _Scene) -> None:
+    """Let a client process call, and kill it."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(Path(__file__).parent / "victim.py"), scene.server.address,
+        scene.rng.choice(("classify", "stream", "evaluate")), str(scene.stand.folder / PICTURE),
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert process.stdout is not None
+    await process.stdout.readline()
+    await asyncio.sleep(scene.rng.uniform(0, 0.3))
+    process.kill()
+    await process.communicate()
+
+
+async def _doctor(scene: _Scene) -> None:
+    """Run `prelunet doctor` against the server, as an operator would."""
+    process = await asyncio.create_subprocess_exec(
+        *PRELUNET, "doctor", "--server", scene.server.address, "--port", "0", "--device", "cpu", "--timeout", "60",
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    said, _ = await asyncio.wait_for(process.communicate(), DOCTOR_SECONDS)
+    if process.returncode != 0:
+        scene.wrong.append(f"doctor ended with {process.returncode}: {said.decode()[-300:]}")
+
+
+async def _left_connection(scene: _Scene) -> None:
+    """Close a connection under its calls."""
+    channel = new_channel(scene.server.address)
+    kinds = ("good", "stream", "evaluation")
+    calls = [asyncio.create_task(scene.mix.cut_off(channel, scene.rng.choice(kinds))) for _ in range(BURST // 4)]
+    await asyncio.sleep(scene.rng.uniform(0, 0.1))
+    await channel.close()
+    await asyncio.gather(*calls)
+
+
+# name → share and what is done
+SCENARIOS: dict[str, tuple[float, Callable[[_Scene], Awaitable[None]]]] = {
+    "valid": (30, _of("good")),
+    "mixed": (25, _mixed),
+    "odd": (10, _of("odd")),
+    "hostile images": (8, _of("hostile image")),
+    "impatient": (8, _of("impatient")),
+    "cancelled": (6, _of("cancelled")),
+    "streams": (6, _of("stream", 4)),
+    "evaluations": (4, _of("evaluation", 4)),
+    "heat maps": (2, _of("heat map", 2)),
+    "connection closed under calls": (4, _left_connection),
+    "killed client": (2, _killed),
+    "doctor": (1, _doctor),
+}

@@ -1,0 +1,166 @@
+"""The result file as a table: each claim, whether it held, and what was measured."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from tables import cell, markdown
+
+_NOT_NUMBERS = (
+    "group",
+    "claim",
+    "held",
+    "broken",
+    "error",
+    "wrong",
+    "failures",
+    "crashes",
+    "log",
+    "left",
+    "ms",
+    "slow",
+    "state",
+)
+_MOST = 12  # values of a list that are shown
+BEGIN, END = "<!-- summary: begin -->", "<!-- summary: end -->"  # around what `filled` replaces
+# What the summary tells of a group of cases: its words, the number of a case's result, and how several are made one.
+# A number inside of another is written with a dot.
+_TOLD: Mapping[str, tuple[tuple[str, str, Callable[[Iterable[float]], float]], ...]] = {
+    "overload": (
+        ("refusals", "refused", sum),
+        ("slowest refusal, ms", "refusals.max_ms", max),
+        ("calls of second clients let in", "second_client_answered", sum),
+    ),
+    "deadlines": (("views computed too late", "late_views", sum), ("views dropped", "dropped_views", sum)),
+    "shapes": (
+        ("smallest mean batch, views", "mean_batch", min),
+        ("worst first call, times a later one", "worst_ratio", max),
+    ),
+    "faults": (("neighbours", "neighbours", sum), ("neighbours that failed", "neighbours_failed", sum)),
+    "drain": (
+        ("calls lost", "lost_calls", sum),
+        ("calls in lame-duck windows", "calls_in_windows", sum),
+        ("refused before the port closed", "refused_after_windows", sum),
+        ("SIGKILLs", "kills", sum),
+        ("slowest call over a restart, s", "slowest_call_seconds", max),
+    ),
+    "clients": (("good calls meanwhile", "good_calls", sum), ("their largest p99, ms", "meanwhile.p99_ms", max)),
+    "memory": (("growth from the middle to the end, MB, each case, the leaking control last", "growth_mb", list),),
+    "soak": (("calls", "calls", sum), ("growth, MB", "growth_mb", max)),
+    "fuzz": (("cases", "cases", sum), ("slowest, s", "slowest_seconds", max)),
+}
+
+
+def table(data: Mapping[str, Any]) -> str:
+    """Return the cases of a result file as Markdown, under the circumstances of each run."""
+    parts = ["# Reliability", ""]
+    for number, run in enumerate(data["runs"]):
+        cases = [case for case in latest(data) if case["run"] == number]
+        if not cases:
+            continue
+        machine = run["machine"]
+        versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+        kind = " A rehearsal: few repeats." if run["tiny"] else ""
+        parts += [
+            f"{run['date']}, {machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']} GB; {versions}. "
+            f"Command: `{run['command']}`.{kind}",
+            "",
+            markdown(("claim", "held", "measured", "seconds"), map(_row, cases)),
+            "",
+        ]
+    return "\n".join(parts)
+
+
+def summary(data: Mapping[str, Any], groups: Iterable[str]) -> str:
+    """Return a row for each group of cases as Markdown: how many held, and the numbers that tell the most."""
+    rows = []
+    for group in groups:
+        cases = [case for case in latest(data) if case["result"].get("group") == group]
+        held = sum(bool(case["result"].get("held")) for case in cases)
+        seconds = round(sum(case["seconds"] for case in cases))
+        rows.append((f"`{group}`", f"{held} of {len(cases)}" if cases else "not tried", _facts(group, cases), seconds))
+    run = data["runs"][-1]
+    machine, rehearsal = run["machine"], " A rehearsal: few repeats." if run["tiny"] else ""
+    circumstances = (
+        f"{run['date']}, {machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']} GB; `{run['command']}`."
+    )
+    return f"{circumstances}{rehearsal}\n\n{markdown(('group', 'cases that held', 'of them', 'seconds'), rows)}"
+
+
+def _facts(group: str, cases: Iterable[Mapping[str, Any]]) -> str:
+    told = []
+    results = [case["result"] for case in cases]
+    for words, path, fold in _TOLD[group]:
+        if values := [value for result in results if (value := _inside(result, path)) is not None]:
+            one = fold(values)
+            told.append(f"{words} {', '.join(map(cell, one)) if isinstance(one, list) else cell(one)}")
+    return "; ".join(told)
+
+
+def _inside(result: Mapping[str, Any], path: str) -> Any:
+    """Return the number at a path, None where there is none."""
+    value: Any = result
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def filled(page: str, text: str) -> str:
+    """Return a page with a text between its two marks, in the place of what stands there."""
+    before, found, rest = page.partition(BEGIN)
+    _, closed, after = rest.partition(END)
+    if not (found and closed):
+        raise SystemExit(f"the page has no place for the summary: {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n{text.strip()}\n{END}{after}"
+
+
+def latest(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return of each case what was found last; it may have been tried before, of other sources."""
+    return list({json.dumps(case["settings"]): case for case in data["cases"]}.values())
+
+
+def _row(case: Mapping[str, Any]) -> tuple[Any, ...]:
+    result = case["result"]
+    if "claim" not in result:  # it could not be tried
+        told = "; ".join(f"{name}: {value}" for name, value in result.items())
+        return f"**{case['settings']['case']}**", "not tried", _plain(told), case["seconds"]
+    held: Any = result["held"] or f"NO: {', '.join(result.get('broken', ['the control was not caught']))}"
+    return f"**{case['settings']['case']}**: {_plain(result['claim'])}", held, _plain(_numbers(result)), case["seconds"]
+
+
+def _numbers(result: Mapping[str, Any]) -> str:
+    return "; ".join(f"{_words(name)} {told}" for name, told in _told(result))
+
+
+def _told(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Return what is said of each number; empty ones, and texts for whoever mends something, are left to the file."""
+    for name, value in result.items():
+        if name in _NOT_NUMBERS or value in ({}, [], None):
+            continue
+        if isinstance(value, Mapping):
+            yield name, ", ".join(f"{_words(key)} {cell(one)}" for key, one in value.items())
+        elif isinstance(value, list):
+            shown = value if len(value) <= _MOST else value[:: -(-len(value) // _MOST)]
+            yield name, ", ".join(map(cell, shown))
+        else:
+            yield name, cell(value)
+
+
+def _words(name: str) -> str:
+    return name.removesuffix("_ms").replace("_", " ") + " ms" * name.endswith("_ms")
+
+
+def _plain(text: str) -> str:
+    """Return a text that does not end a cell."""
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def not_held(data: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the cases that did not hold, or could not be tried, and why."""
+    found = []
+    for case in latest(data):
+        result = case["result"]
+        if not result.get("held"):
+            why = result.get("error") or ", ".join(result.get("broken", ["it is not what was expected"]))
+            found.append((case["settings"]["case"], why))
+    return found
