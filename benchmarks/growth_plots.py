@@ -1,17 +1,13 @@
 """The plots and tables of growth.py: pure functions of its result file. The plots are SVG, as the report's charts."""
 
-import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from importlib import resources
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import vl_convert
-
 from evaluator.reporting.charts import chart_spec
-from evaluator.reporting.html import VEGA_LITE
+from evaluator.reporting.drawing import draw_svg
 from tables import cell, markdown
 
 Json = dict[str, Any]
@@ -34,8 +30,7 @@ def draw(data: Json, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, (rows, x, y) in _plots(data).items():
         if rows:
-            svg = vl_convert.vegalite_to_svg(_lines(rows, x, y), vl_version=VEGA_LITE)
-            (folder / f"growth-{name}.svg").write_text(svg + "\n", encoding="utf-8")
+            (folder / f"growth-{name}.svg").write_bytes(draw_svg(_lines(rows, x, y)))
 
 
 def _plots(data: Json) -> dict[str, tuple[list[Row], str, str]]:
@@ -95,23 +90,7 @@ def _lines(rows: Sequence[Row], x_title: str, y_title: str) -> Json:
         mark={"type": "line", "strokeWidth": 2, "point": {"size": 40}},
         encoding={"x": x, "y": y, "color": colour, "strokeDash": dash},
     )
-    config = {**spec["config"], "background": "white"}
-    return _coloured({**spec, "config": config, "width": 560, "autosize": "pad", "padding": 12})
-
-
-def _coloured(spec: Any) -> Any:
-    """Replace CSS variables by the report's light colours: a file of its own has no style sheet."""
-    css = (resources.files("evaluator.reporting") / "report.css").read_text(encoding="utf-8")
-    light = dict(re.findall(r"(--[a-z-]+):\s*([^;]+);", css[css.index("{") : css.index("}")]))
-
-    def coloured(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: coloured(one) for key, one in value.items()}
-        if isinstance(value, list | tuple):
-            return [coloured(one) for one in value]
-        return re.sub(r"var\((--[a-z-]+)\)", lambda found: light[found[1]], value) if isinstance(value, str) else value
-
-    return coloured(spec)
+    return {**spec, "width": 560, "autosize": "pad", "padding": 12}
 
 
 def tables(data: Json) -> str:

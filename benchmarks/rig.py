@@ -109,9 +109,9 @@ class Rig:
             self._drawn = (name, telling_tensors(self.net(name), self.classes))
         return self._drawn[1]
 
-    def torch_net(self, name: str, dropout: float = 0.5) -> PreluNet:
+    def torch_net(self, name: str) -> PreluNet:
         """Return the torch net on the device, in eval mode."""
-        net = PreluNet(self.net(name), self.classes, dropout)
+        net = PreluNet(self.net(name), self.classes)
         load_tensors(net, self.tensors(name))
         return net.to(self.device).eval()
 

@@ -47,7 +47,9 @@ class Verb:
 
 VERBS: dict[str, Verb] = {  # in the order of the work
     "init": Verb("Write an initialised, untrained checkpoint."),
+    "import": Verb("Turn weights of one of our architectures, trained elsewhere, into a checkpoint."),
     "train": Verb("Train a net from a recipe; the same command resumes."),
+    "stats": Verb("Measure the mean of a training set, and how its colours vary."),
     "inspect": Verb("Show what a checkpoint or a model file says of itself."),
     "export": Verb("Turn a checkpoint into one ONNX file, dense head inside."),
     "adopt": Verb("Wrap a foreign ONNX classifier of one image size into a model file."),

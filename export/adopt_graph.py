@@ -12,7 +12,7 @@ from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto,
 
 from evaluator.contract import ModelContract
 from export.adopt_net import Interface
-from export.adopt_preprocessing import Preprocessing
+from training.preprocessing import Preprocessing
 
 PREFIX = "net/"
 OLDEST_IR = 8  # initializers need not be inputs (since 4), functions exist (since 8)

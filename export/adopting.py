@@ -24,8 +24,8 @@ from evaluator.files import open_atomically, sha256_of
 from export.adopt_cost import multiply_adds
 from export.adopt_graph import prepare_net, probability_floor, wrap_net
 from export.adopt_net import Interface, find_interface, opset_of, random_operators, read_net, uses_half
-from export.adopt_preprocessing import Layout, Preprocessing
 from export.outputs import check_not_input
+from training.preprocessing import Layout, Preprocessing
 
 Kind = Literal["auto", "logits", "softmax"]
 Pixels = npt.NDArray[np.uint8]

@@ -17,6 +17,12 @@ from training.architectures import Activation
 from training.checkpoints import Checkpoint, write_checkpoint
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep what programs remember of datasets out of the home folder of whoever runs the tests."""
+    os.environ["PRELUNET_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @dataclass(frozen=True)
 class Exported:
     """A telling checkpoint, its model file, and a CPU session on it."""

@@ -13,8 +13,8 @@ from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
 from evaluator.engine.session import Session, open_session
-from export.adopt_preprocessing import Preprocessing
 from export.adopting import Adopted, AdoptOptions, adopt
+from training.preprocessing import Preprocessing
 
 CROP = 40
 CLASSES = 7

@@ -21,7 +21,6 @@ from evaluator.engine.session import open_session
 from evaluator.errors import ContractError, UsageError
 from evaluator.imaging.decode import decode_rgb
 from evaluator.protocols import default_protocol, make_protocol
-from export.adopt_preprocessing import Preprocessing
 from export.adopting import AdoptOptions, adopt
 from export.verification import verify
 from foreign_nets import (
@@ -52,6 +51,7 @@ from foreign_nets import (
     write_classes,
 )
 from serving_harness import running_server
+from training.preprocessing import Preprocessing
 
 PHOTOS = (photo(61, 83, "PNG"), photo(97, 52, "JPEG", seed=1), photo(40, 40, "PNG", seed=2))
 

@@ -16,10 +16,10 @@ from evaluator.contract import golden_image
 from evaluator.engine.onnx_runtime import PlainNet
 from evaluator.errors import ContractError, UsageError
 from export.adopt_net import random_operators
-from export.adopt_preprocessing import Preprocessing
 from export.adopting import AdoptOptions, adopt
 from export.exporting import export_checkpoint
 from foreign_nets import CLASSES, CROP, HALF, RGB, Build, Nodes, adopted, features, net, photo, write_classes
+from training.preprocessing import Preprocessing
 
 NUMBERS = ["--mean", "0.5", "--std", "0.2"]
 

@@ -10,7 +10,6 @@ import pytest
 from onnx import TensorProto, helper
 
 from evaluator.errors import ContractError, EnvironmentFault, PreluNetError, UsageError
-from export.adopt_preprocessing import Preprocessing, three_numbers
 from export.adopting import AdoptOptions, adopt
 from foreign_nets import (
     BYTES,
@@ -30,6 +29,7 @@ from foreign_nets import (
     softmax_end,
     write_classes,
 )
+from training.preprocessing import Preprocessing, three_numbers
 
 
 def sigmoid(n: Nodes, x: str) -> str:

@@ -1,7 +1,9 @@
 """Weights before training, and `prelunet init`."""
 
+import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,34 +13,120 @@ from evaluator.cli import run
 from evaluator.contract import ClassEntry
 from evaluator.datasets.class_list import read_class_list
 from evaluator.errors import UsageError
-from training.architectures import ACTIVATIONS, Activation, architecture, parameter_shapes
+from training.architectures import ACTIVATIONS, ARCHITECTURES, Activation, Architecture, architecture, parameter_shapes
 from training.checkpoints import read_checkpoint
-from training.initialization import convolution_std, initial_tensors, parse_classes
+from training.initialization import RULES, Initialization, Rule, initial_slope, initial_tensors, parse_classes
+
+SHAPE = (48, 20, 3, 5)  # of a kernel that takes 20 channels to 48, and is not even square: n_in 300, n_out 720
 
 
 @pytest.mark.parametrize(("channels", "std"), [(64, 0.059), (128, 0.042), (256, 0.029), (512, 0.021)])
 def test_deviations_for_relu_are_those_that_the_paper_gives_for_vgg_b(channels: int, std: float) -> None:
-    assert round(convolution_std(3, channels, slope=0.0), 3) == std
+    variance = Initialization("fan-out").convolution_variance((channels, 7, 3, 3), slope=0.0)
+    assert round(variance**0.5, 3) == std
 
 
-def test_a_linear_activation_halves_the_variance() -> None:
-    assert convolution_std(3, 64, slope=1.0) ** 2 == pytest.approx(convolution_std(3, 64, slope=0.0) ** 2 / 2)
+@pytest.mark.parametrize(("rule", "fan"), [("fan-in", 300), ("fan-out", 720), ("average", 510)])
+@pytest.mark.parametrize("slope", [0.0, 0.25, 1.0, -0.5])
+def test_rectifier_rules_divide_by_their_fan_and_the_slope_term(rule: Rule, fan: int, slope: float) -> None:
+    variance = Initialization(rule).convolution_variance(SHAPE, slope)
+    assert 0.5 * (1 + slope**2) * fan * variance == pytest.approx(1, rel=1e-12)  # rounding only
 
 
-@pytest.mark.parametrize(
-    ("activation", "slope"), [("prelu", 0.25), ("prelu-shared", 0.25), ("relu", 0.0), ("lrelu", 0.01)]
-)
-def test_drawn_weights_are_gaussian_with_the_deviation_of_equation_14(activation: Activation, slope: float) -> None:
+@pytest.mark.parametrize("rule", ["fan-out", "fan-in", "average"])
+def test_the_three_rules_agree_where_fan_in_is_fan_out(rule: Rule) -> None:
+    assert Initialization(rule).convolution_variance((6, 6, 3, 3), 0.25) == pytest.approx(2 / (1.0625 * 54), rel=1e-12)
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.25])
+def test_xavier_and_gaussian_know_nothing_of_the_slope(slope: float) -> None:
+    assert Initialization("xavier").convolution_variance(SHAPE, slope, first=True) == 1 / 300
+    assert Initialization("gaussian", std=0.03).convolution_variance(SHAPE, slope) == pytest.approx(9e-4, rel=1e-12)
+
+
+@pytest.mark.parametrize("rule", ["fan-out", "fan-in", "average"])
+def test_an_exact_first_layer_counts_no_activation_and_no_other_layer_changes(rule: Rule) -> None:
+    half, exact = Initialization(rule), Initialization(rule, first_layer="exact")
+    for slope in (0.0, 0.25):
+        linear = half.convolution_variance(SHAPE, slope=1.0)
+        assert exact.convolution_variance(SHAPE, slope, first=True) == linear
+        assert half.convolution_variance(SHAPE, slope, first=True) == half.convolution_variance(SHAPE, slope)
+        assert exact.convolution_variance(SHAPE, slope) == half.convolution_variance(SHAPE, slope)
+
+
+def test_only_the_first_convolution_of_a_net_is_the_first_layer() -> None:
+    net = architecture("demo")
+    half, exact = (initial_tensors(net, 10, 0, Initialization(first_layer=first)) for first in ("half", "exact"))
+    scaled = half["conv1_1.weight"] * np.float32((1.0625 / 2) ** 0.5)
+    np.testing.assert_allclose(exact["conv1_1.weight"], scaled, rtol=1e-6)  # float32: one more rounding
+    for name in set(half) - {"conv1_1.weight"}:
+        assert half[name].tobytes() == exact[name].tobytes(), name
+
+
+def drawn_by_hand(net: Architecture, initialization: Initialization) -> dict[str, float]:
+    """Return the deviation that each layer's weights should have, from the equations as the paper prints them."""
+    slope, stds, inputs = initial_slope(net.activation), {}, 3
+    for conv in net.convs:
+        fan_in, fan_out = conv.kernel**2 * inputs, conv.kernel**2 * conv.channels
+        stds[conv.name] = {
+            "fan-out": (2 / ((1 + slope**2) * fan_out)) ** 0.5,
+            "fan-in": (2 / ((1 + slope**2) * fan_in)) ** 0.5,
+            "average": (4 / ((1 + slope**2) * (fan_in + fan_out))) ** 0.5,
+            "xavier": fan_in**-0.5,
+            "gaussian": initialization.std,
+        }[initialization.rule]
+        inputs = conv.channels
+    return stds | dict(zip(("fc1", "fc2", "fc3"), initialization.fc_stds, strict=True))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("rule", RULES)
+def test_drawn_weights_have_the_deviation_and_the_distribution_of_their_rule(
+    rule: Rule, activation: Activation
+) -> None:
     net = architecture("demo", activation=activation)
-    tensors = initial_tensors(net, 300, seed=4)
-    expected = {conv.name: (2 / ((1 + slope**2) * 9 * conv.channels)) ** 0.5 for conv in net.convs}
-    expected |= {"fc1": 0.01, "fc2": 0.01, "fc3": 0.001}
-    for layer, std in expected.items():
+    initialization = Initialization(rule, std=0.02, fc_stds=(0.011, 0.006, 0.002))
+    tensors = initial_tensors(net, 300, seed=4, initialization=initialization)
+    for layer, std in drawn_by_hand(net, initialization).items():
         weights = tensors[f"{layer}.weight"].astype(np.float64)
         # the deviation of n draws is off by 1/sqrt(2n), their mean by 1/sqrt(n): five times that is never seen
         assert weights.std() == pytest.approx(std, rel=5 / (2 * weights.size) ** 0.5), layer
         assert abs(weights.mean()) < 5 * std / weights.size**0.5, layer
-        assert (np.abs(weights) > 2 * std).mean() == pytest.approx(0.0455, abs=5 * (0.0455 / weights.size) ** 0.5)
+        if rule == "xavier" and layer.startswith("conv"):
+            assert np.abs(weights).max() == pytest.approx(3**0.5 * std, rel=10 / weights.size), layer  # the edge
+            assert np.abs(weights).max() <= 3**0.5 * std * (1 + 1e-6), layer
+        else:  # of a normal distribution 4.55 % lie beyond two deviations
+            assert (np.abs(weights) > 2 * std).mean() == pytest.approx(0.0455, abs=5 * (0.0455 / weights.size) ** 0.5)
+
+
+def test_unless_told_otherwise_weights_are_numpys_normal_numbers_times_the_deviation_of_equation_14() -> None:
+    assert Initialization() == Initialization("fan-out", 0.01, "half", (0.01, 0.01, 0.001))
+    net = architecture("demo")
+    stds, tensors = drawn_by_hand(net, Initialization()), initial_tensors(net, 10, seed=3)
+    for index, (name, tensor) in enumerate(tensors.items()):
+        layer, kind = name.split(".")
+        if kind == "weight":  # the bytes: trainings and nets of earlier versions hang on them
+            numbers = np.random.default_rng((3, index)).standard_normal(tensor.shape, dtype=np.float32)
+            np.testing.assert_array_equal(tensor, numbers * np.float32(stds[layer]), err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Initialization("he"), "no initialisation 'he'. There are: fan-out, fan-in, average, xavier, gaussian"),  # type: ignore[arg-type]
+        (lambda: Initialization(first_layer="whole"), "There are: half, exact"),  # type: ignore[arg-type]
+        (lambda: Initialization("xavier", first_layer="exact"), "'xavier' has none. Choose one of these, or"),
+        (lambda: Initialization("gaussian", std=0.0), "weights 0.0: should be from 1e-6 to 100"),
+        (lambda: Initialization("gaussian", std=-0.01), "weights -0.01: should be from"),
+        (lambda: Initialization("gaussian", std=math.nan), "weights nan: should be from"),
+        (lambda: Initialization("gaussian", std=math.inf), "weights inf: should be from"),
+        (lambda: Initialization(fc_stds=(0.01, 0.0, 0.001)), r"fc1, fc2, fc3 \[0.01, 0.0, 0.001\]: should be three"),
+        (lambda: Initialization(fc_stds=(0.01, 0.01)), r"\[0.01, 0.01\]: should be three numbers"),  # type: ignore[arg-type]
+    ],
+)
+def test_an_initialisation_without_sense_cannot_exist(build: Callable[[], Initialization], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        build()
 
 
 def test_fan_out_counts_not_fan_in() -> None:
@@ -61,9 +149,10 @@ def test_biases_start_at_0_and_slopes_at_a_quarter(activation: Activation) -> No
             assert (tensor == 0.25).all()
 
 
-def test_every_tensor_and_every_seed_has_its_own_numbers() -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_every_tensor_and_every_seed_has_its_own_numbers(rule: Rule) -> None:
     net = architecture("demo")
-    first, again, other = (initial_tensors(net, 10, seed) for seed in (0, 0, 1))
+    first, again, other = (initial_tensors(net, 10, seed, Initialization(rule)) for seed in (0, 0, 1))
     weights = [name for name in first if name.endswith(".weight")]
     for name in weights:
         assert first[name].tobytes() == again[name].tobytes()
@@ -131,6 +220,26 @@ def test_init_writes_an_untrained_checkpoint_and_says_what(tmp_path: Path, capsy
     assert "multiply-adds for one 36x36 crop" in out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "initialization"),
+    [
+        (["--init", "fan-in"], Initialization("fan-in")),
+        (["--init", "average", "--first-layer", "exact"], Initialization("average", first_layer="exact")),
+        (["--init", "gaussian"], Initialization("gaussian", std=0.01)),
+        (["--init", "gaussian", "--init-std", "0.03"], Initialization("gaussian", std=0.03)),
+    ],
+)
+def test_init_draws_the_weights_by_the_rule_that_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], initialization: Initialization
+) -> None:
+    path = tmp_path / "net.safetensors"
+    assert run([*INIT, *arguments, "--seed", "5", "-o", str(path)]) == 0
+    found = read_checkpoint(path).tensors
+    for name, tensor in initial_tensors(architecture("demo"), 3, 5, initialization).items():
+        np.testing.assert_array_equal(found[name], tensor)
+    assert f"untrained ({initialization.rule}, seed 5)" in capsys.readouterr().out
+
+
 def test_init_twice_with_one_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
         assert run([*INIT, "--seed", seed, "-o", str(tmp_path / name)]) == 0
@@ -150,11 +259,16 @@ def test_init_replaces_an_existing_file_only_when_forced(tmp_path: Path, capsys:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--arch", "D"], "There are: A, B, C, E, E30, demo"),
+        (["--arch", "D"], f"There are: {', '.join(ARCHITECTURES)}"),
         (["--activation", "elu"], "There are: prelu, prelu-shared, relu, lrelu"),
         (["--crop", "9"], "too small for 3x3 bins"),
         (["--crop", "4097"], "4096"),
         (["--crop", "9" * 27], "4096"),
+        (["--init", "he"], "There are: fan-out, fan-in, average, xavier, gaussian"),
+        (["--init", "gaussian", "--init-std", "-1"], "should be from 1e-6 to 100"),
+        (["--init-std", "0.03"], "Add --init gaussian"),
+        (["--first-layer", "whole"], "There are: half, exact"),
+        (["--init", "xavier", "--first-layer", "exact"], "Choose one of these, or first layer 'half'"),
         (["--classes", "none.txt"], "neither a number of classes nor an existing file"),
     ],
 )

@@ -130,28 +130,44 @@ def test_the_head_equals_plain_sums(activation: Activation) -> None:
     np.testing.assert_allclose(logits.detach(), plain_head(checkpoint, features), **ROUNDING)
 
 
-def test_training_drops_outputs_of_fc1_and_fc2_and_evaluation_drops_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    dropped = []
+def test_factors_of_dropout_multiply_what_comes_out_of_the_activations_of_fc1_and_fc2() -> None:
+    checkpoint = tiny_checkpoint()
+    net, random = float64_net(checkpoint), np.random.default_rng(5)
+    features = torch.from_numpy(random.uniform(-1, 1, (2, 56)))
+    factors = tuple(torch.from_numpy(random.choice([0.0, 2.0], (2, 6))) for _ in range(2))
+    expected = features
+    for name, factor in zip(("fc1", "fc2"), factors, strict=True):
+        weight, bias, slope = (net.get_parameter(f"{name}.{kind}") for kind in ("weight", "bias", "slope"))
+        expected = nn.functional.prelu(expected @ weight.T + bias, slope) * factor
+    expected = expected @ net.get_parameter("fc3.weight").T + net.get_parameter("fc3.bias")
+    torch.testing.assert_close(net.head(features, (factors[0], factors[1])), expected, **ROUNDING)
+    assert not torch.allclose(net.head(features), expected, rtol=0.1)
 
-    def dropout(values: torch.Tensor, probability: float, training: bool) -> torch.Tensor:
-        if training:
-            dropped.append((probability, values.clone()))
-        return values
 
-    monkeypatch.setattr(nn.functional, "dropout", dropout)
-    net = network_from_checkpoint(tiny_checkpoint())
-    features = torch.randn(2, 56)
-    net.head(features)
-    assert dropped == []
-    net.train().head(features)
-    assert [probability for probability, _ in dropped] == [0.5, 0.5]
-    fc1, fc2 = (values for _, values in dropped)
-    slope = net.get_parameter("fc1.slope")
-    expected = torch.nn.functional.prelu(
-        features @ net.get_parameter("fc1.weight").T + net.get_parameter("fc1.bias"), slope
-    )
-    torch.testing.assert_close(fc1, expected)  # after the activation
-    assert fc2.shape == (2, 6)
+def test_an_observer_is_told_every_layers_response_before_its_activation() -> None:
+    checkpoint = tiny_checkpoint()
+    net, seen = float64_net(checkpoint), dict[str, torch.Tensor]()
+    images = torch.from_numpy(np.random.default_rng(3).uniform(-1, 1, (2, 3, 24, 24)))
+    net.observer = lambda name, response: seen.update({name: response})
+    logits = net(images)
+    convs = [conv.name for conv in checkpoint.architecture.convs]
+    assert list(seen) == [*convs, "fc1", "fc2", "fc3"]
+    assert seen["fc3"] is logits
+    first = checkpoint.architecture.convs[0]
+    weight, bias = net.get_parameter(f"{first.name}.weight"), net.get_parameter(f"{first.name}.bias")
+    expected = nn.functional.conv2d(images, weight, bias, stride=first.stride, padding=first.pad)
+    torch.testing.assert_close(seen[first.name], expected, **ROUNDING)
+    assert (seen[first.name] < 0).any()
+
+
+def test_a_net_without_its_head_still_gives_features() -> None:
+    checkpoint = tiny_checkpoint()
+    net, whole = float64_net(checkpoint), float64_net(checkpoint)
+    net.drop_head()
+    assert (net.has_head, whole.has_head) == (False, True)
+    assert {name.split(".")[0] for name, _ in net.named_parameters()} == {c.name for c in checkpoint.architecture.convs}
+    images = torch.from_numpy(np.random.default_rng(3).uniform(-1, 1, (2, 3, 24, 24)))
+    torch.testing.assert_close(whole.head(net.features(images)), whole(images), **ROUNDING)
 
 
 def test_a_crop_gives_the_logits_of_its_one_window() -> None:

@@ -1,6 +1,7 @@
 """Recipes are read as they stand, or refused with what is wrong."""
 
 from dataclasses import fields, replace
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from training.recipe import (
     recipe_from_values,
     recipe_names,
 )
-from training.schedule import rate_at
+from training.schedule import rate_at, stalls
 
 DEMO = read_recipe("demo")
 
@@ -26,7 +27,39 @@ def test_every_recipe_that_comes_with_prelunet_can_be_read() -> None:
 
 
 def test_a_recipe_survives_the_way_through_json() -> None:
-    assert recipe_from_values(DEMO.to_json(), "run") == DEMO
+    for name in recipe_names():
+        recipe = read_recipe(name)
+        assert recipe_from_values(recipe.to_json(), "run") == recipe
+
+
+def test_each_recipe_begins_with_its_command_and_what_to_expect() -> None:
+    for name in recipe_names():
+        lines = (resources.files("training") / "recipes" / f"{name}.toml").read_text(encoding="utf-8").splitlines()
+        head = "\n".join(lines[: lines.index("")])
+        assert f"prelunet train --recipe {name} " in head
+        assert "# Time: " in head
+        assert "# Result" in head
+        assert read_recipe(name).architecture in {name, "demo"}
+
+
+@pytest.mark.parametrize("name", ["A", "B", "C"])
+def test_the_recipes_of_the_large_nets_are_the_papers(name: str) -> None:
+    recipe = read_recipe(name)  # PReLU-nets, section 4 "Training"
+    assert (recipe.crop, recipe.scales, recipe.mirror, recipe.mean) == (224, (256, 512), True, "image")
+    assert (recipe.batch, recipe.momentum, recipe.weight_decay, recipe.dropout) == (128, 0.9, 0.0005, 0.5)
+    assert [rate_at(recipe.of_length(100), 0, drops) for drops in (0, 1, 2, 3)] == pytest.approx(
+        [1e-2, 1e-3, 1e-4, 1e-4]
+    )
+    assert (recipe.epochs, recipe.color, recipe.init, recipe.first_layer) == (80, 0.1, "fan-out", "half")
+
+
+def test_epochs_are_passes_over_the_images_of_train_in_whole_steps() -> None:
+    recipe = replace(DEMO, steps=None, epochs=2.5, batch=64)
+    assert recipe.of_length(1000).steps == 39  # 2500/64 = 39.06
+    assert recipe.of_length(1014).steps == 40  # 39.6
+    assert recipe.of_length(3).steps == 1
+    assert recipe.of_length(1000).length == 39
+    assert DEMO.of_length(1000) == DEMO
 
 
 def test_a_file_is_read_by_its_path(tmp_path: Path) -> None:
@@ -107,10 +140,25 @@ def test_missing_keys_are_named() -> None:
         ("weight_decay", -1.0, "weight_decay -1.0"),
         ("scales", [36, 28], "scales 36 to 28 should rise"),
         ("scales", [20, 36], "should rise from the crop, 28"),
-        ("activation", "swish", "activation 'swish' is not one of"),
-        ("architecture", "D", "no architecture 'D'"),
+        ("activation", "swish", "no activation 'swish'; there are prelu, prelu-shared, relu, lrelu"),
+        ("architecture", "D", "no architecture 'D'; there are A, B, C"),
         ("crop", 8, "too small"),
         ("seed", -1, "seed -1"),
+        ("epochs", 3, "steps or epochs should be given, one of the two"),
+        ("rate_policy", "cosine", "no rate_policy 'cosine'; there are at, plateau"),
+        ("rate_policy", "plateau", "belong to the rate_policy 'at'"),
+        ("patience", 0, "patience 0 should be at least 1"),
+        ("most_drops", -1, "most_drops -1"),
+        ("mean", "none", "no mean 'none'; there are image, channel"),
+        ("init", "msra", "no init 'msra'; there are fan-out, fan-in"),
+        ("first_layer", "exactly", "no first_layer 'exactly'"),
+        ("init_std", 0.0, "standard deviation of the weights 0.0"),
+        ("fc_stds", [0.01, 0.01], "fc_stds should be a list of 3"),
+        ("precision", "fp16", "no precision 'fp16'; there are fp32, bf16"),
+        ("color", -0.1, "color -0.1 should be from 0"),
+        ("accumulate", 65, "accumulate 65 should be at least 1 and at most the batch, 64"),
+        ("max_refused", 1.5, "max_refused 1.5"),
+        ("keep_every", 0, "keep_every should be at least 1"),
         ("scales", [28, 1_000_000], "scales 28 to 1000000 should be at most 4096"),
         ("scales", [28, 4097], "at most 4096"),
         ("crop", 0, "a whole number from 1 to 4096, not 0"),
@@ -131,10 +179,26 @@ def test_the_rate_falls_after_each_stated_part_of_the_run() -> None:
     assert rates == pytest.approx([0.5] * 4 + [0.05] * 4 + [0.005] * 2, rel=1e-12)
 
 
+def test_the_error_stalls_when_so_many_measurements_bring_no_lower_one() -> None:
+    assert stalls([], 2) == 0
+    assert stalls([9, 8, 7, 6], 2) == 0
+    assert stalls([9, 8, 8.5], 2) == 0
+    assert stalls([9, 8, 8.5, 8], 2) == 1  # the same is not lower
+    assert stalls([9, 8, 8.5, 7.9, 8], 2) == 0  # between them came a lower one
+    assert stalls([9, 8, 8.5, 9, 10, 11, 12], 2) == 2  # after a drop 10 counts as the first, and 11 and 12 stall
+    assert stalls([9, 8, 8.5, 9, 10, 11], 2) == 1
+    assert stalls([5, 5, 5, 5], 1) == 2
+
+
+def test_on_a_plateau_the_rate_falls_as_often_as_the_error_stalled_but_no_more_than_stated() -> None:
+    recipe = replace(DEMO, rate_policy="plateau", rate_drops=(), rate=0.5, rate_factor=0.1, most_drops=2)
+    assert [rate_at(recipe, 7, drops) for drops in range(4)] == pytest.approx([0.5, 0.05, 0.005, 0.005])
+
+
 def test_another_number_of_steps_keeps_the_shape_of_the_schedule() -> None:
-    long, short = DEMO, replace(DEMO, steps=DEMO.steps // 10)
-    assert [rate_at(short, step) for step in range(short.steps)] == [
-        rate_at(long, 10 * step) for step in range(short.steps)
+    long, short = DEMO, replace(DEMO, steps=DEMO.length // 10)
+    assert [rate_at(short, step) for step in range(short.length)] == [
+        rate_at(long, 10 * step) for step in range(short.length)
     ]
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from evaluator.contract import Interpolation
-from evaluator.imaging.resize import resize_shorter_side, resize_to_scales, resized_size
+from evaluator.contract import Interpolation, golden_image
+from evaluator.imaging.resize import resize_part, resize_shorter_side, resize_to_scales, resized_size
 
 UInt8Array = npt.NDArray[np.uint8]
 Float64Array = npt.NDArray[np.float64]
@@ -181,6 +181,58 @@ def test_a_capped_image_knows_all_that_bicubic_sees_beyond_the_cut() -> None:
     expected = plain_resize(image, 10, 4, "bicubic")
     assert expected[0, 0, 0] < 126.5
     assert np.abs(resized - expected).max() <= 1.2
+
+
+def within(resized: tuple[int, ...], seed: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Where a part begins and its size: any that fit."""
+    random = np.random.default_rng(seed)
+    size = [int(random.integers(1, side, endpoint=True)) for side in resized]
+    origin = [int(random.integers(0, side - count, endpoint=True)) for side, count in zip(resized, size, strict=True)]
+    return (origin[0], origin[1]), (size[0], size[1])
+
+
+@given(st.integers(1, 150), st.integers(1, 150), st.integers(1, 60), st.integers(1, 5), st.integers(0, 2**32))
+def test_a_part_is_as_near_to_the_exact_filter_as_the_whole_image_and_like_its_crop(
+    height: int, width: int, scale: int, cap: int, seed: int
+) -> None:
+    image = noise(height, width)
+    (top, left), (rows, columns) = within(resized_size(height, width, scale, cap), seed)
+    part = resize_part(image, scale, (top, left), (rows, columns), cap)
+    place = slice(top, top + rows), slice(left, left + columns)
+    assert part.shape == (rows, columns, 3)
+    assert np.abs(part - plain_resize(image, scale, cap)[place]).max() <= TOLERANCE
+    whole = resize_shorter_side(image, scale, cap)[0][place]
+    assert np.abs(part.astype(np.int64) - whole).max() <= 2  # both within 1 of the exact filter
+
+
+@pytest.mark.parametrize("size", [(375, 500), (500, 375), (333, 500), (1024, 768), (230, 301)])
+@pytest.mark.parametrize("scale", [256, 301, 512])
+def test_a_training_crop_of_a_photo_equals_the_crop_of_the_whole_resized_photo(
+    size: tuple[int, int], scale: int
+) -> None:
+    image = golden_image(*size)  # smooth, as photos are
+    resized, _ = resize_shorter_side(image, scale)
+    for origin in ((0, 0), (17, 5), (resized.shape[0] - 224, resized.shape[1] - 224)):
+        crop = resized[origin[0] :, origin[1] :][:224, :224].astype(np.int64)
+        off = np.abs(resize_part(image, scale, origin, (224, 224)) - crop)
+        assert off.max() <= 1  # 2 takes two roundings the same way at one place: noise has them, photos hardly
+
+
+def test_a_part_reads_pixels_beyond_its_edge_as_the_whole_image_does() -> None:
+    image = np.zeros((40, 60, 3), np.uint8)
+    image[:, 30:] = 255  # 4 source columns to one: the filter of column 7, centred at 30, sees both sides
+    part = resize_part(image, 10, (0, 7), (10, 1))
+    np.testing.assert_array_equal(part, resize_shorter_side(image, 10)[0][:, 7:8])
+    assert 0 < part[0, 0, 0] < 255
+
+
+def test_a_part_far_along_a_very_long_image_is_in_its_place() -> None:
+    image = np.resize(noise(1, 251), (1, 3_000_001, 3))
+    part = resize_part(image, 28, (3, 70_000_000), (5, 28), cap=2**24)
+    columns = slice(2_500_000 - 2, 2_500_000 + 3)  # 28 columns show source column 2,500,000 and parts of its neighbours
+    weights = kernel_weights(5, 5 * 28, 2 * 28, 28)
+    expected = weights @ image[0, columns].astype(np.float64)
+    assert np.abs(part - expected[None]).max() <= TOLERANCE
 
 
 @pytest.mark.parametrize(("long", "scale"), [(20_000, 256), (3_000_001, 28), (20_000_001, 12)])

@@ -17,11 +17,12 @@ import torch
 
 from evaluator.errors import EnvironmentFault, Interrupted, RunFolderError, UsageError
 from training.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
-from training.interrupts import uninterrupted
+from training.interrupts import Signals, heard_signals
 from training.loop import Trainer, train
 from training.network import network_from_checkpoint, tensors_of
-from training.pictures import Pictures, survey
+from training.pictures import Pictures
 from training.splits import open_splits
+from training.stats import survey
 from training_folders import RECIPE, make_dataset
 
 FILES = ("last.safetensors", "best.safetensors", "training.json")
@@ -64,7 +65,7 @@ def test_a_run_leaves_checkpoints_metrics_and_what_it_was(undisturbed: Path, dat
     assert (checkpoint.classes[0].wnid, checkpoint.classes[0].name) == ("big-cat", "big cat")
     assert checkpoint.metrics is not None
     assert checkpoint.metrics["step"] == RECIPE.steps
-    np.testing.assert_array_equal(checkpoint.mean, survey(splits.train, "train/", scale=14, crop=12).mean)
+    np.testing.assert_array_equal(checkpoint.mean, survey(splits.train, "train/", scale=14, crop=12).mean_image)
     measured = [line for line in metrics(undisturbed) if "top1_error" in line]
     assert [line["step"] for line in measured] == [5, 10, 12]
     assert measured[-1]["top1_error"] == checkpoint.metrics["top1_error"]
@@ -121,7 +122,8 @@ sys.path.insert(0, {tests!r})
 from training_folders import RECIPE
 
 place, when = {place!r}, {when}
-original = getattr(loop, place) if hasattr(loop, place) else getattr(loop.Trainer, place)
+keeping = loop.Keeping.__init__.__globals__
+original = keeping[place] if place in keeping else getattr(loop.Trainer, place)
 calls = 0
 
 def killed(*arguments, **options):
@@ -131,7 +133,10 @@ def killed(*arguments, **options):
         os._exit(9)
     return original(*arguments, **options)
 
-setattr(loop if hasattr(loop, place) else loop.Trainer, place, killed)
+if place in keeping:
+    keeping[place] = killed
+else:
+    setattr(loop.Trainer, place, killed)
 loop.train(RECIPE, Path({data!r}), Path({folder!r}))
 """
 
@@ -180,7 +185,7 @@ def test_checkpoints_that_a_crash_left_behind_the_state_are_brought_to_it_at_the
         write_checkpoint(path, checkpoint)
 
     with monkeypatch.context() as patch:
-        patch.setattr("training.loop.write_checkpoint", killed)
+        patch.setattr("training.keeping.write_checkpoint", killed)
         with pytest.raises(_Killed):
             train(RECIPE, data, folder)
     assert not (folder / "best.safetensors").exists()
@@ -241,13 +246,20 @@ def test_a_signal_saves_whole_steps_and_the_same_command_goes_on(  # noqa: PLR09
     assert_equal_runs(tmp_path / "run", undisturbed)
 
 
-def test_a_signal_inside_a_block_is_raised_after_it() -> None:
+def test_a_signal_inside_a_block_is_noted_and_raised_after_it_unless_somebody_has_looked() -> None:
     done = False
-    with pytest.raises(KeyboardInterrupt), uninterrupted():  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), heard_signals() as signals:  # noqa: PT012
         os.kill(os.getpid(), signal.SIGINT)
-        done = True
+        done = signals.came
     assert done
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_signal_does_not_wait() -> None:
+    with pytest.raises(KeyboardInterrupt), heard_signals():  # noqa: PT012
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        pytest.fail("the second signal was only noted")
 
 
 def test_a_finished_run_says_so_and_is_left_as_it_is(undisturbed: Path, data: Path) -> None:
@@ -291,7 +303,7 @@ def test_a_net_whose_answers_are_no_numbers_is_never_measured_as_right(data: Pat
     trainer = Trainer(RECIPE, open_splits(data), tmp_path / "run")
     trainer.net.get_submodule("fc3").bias.data[1] = float("nan")
     with pytest.raises(UsageError, match="diverged"):
-        trainer._evaluate()
+        trainer._evaluate(Signals())
     with pytest.raises(UsageError, match="diverged"):
         trainer._save()
 

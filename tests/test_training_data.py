@@ -1,7 +1,8 @@
-"""What the net is shown: splits, surveys, and views that depend on (seed, epoch, image) alone."""
+"""What the net is shown: splits, order, and views that depend on (seed, epoch, image) alone."""
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,19 +11,17 @@ import pytest
 from PIL import Image
 
 from evaluator.datasets.opening import open_dataset
-from evaluator.errors import DatasetError, UsageError
-from evaluator.imaging.decode import decode_rgb
-from evaluator.imaging.resize import Picture, resize_shorter_side
+from evaluator.errors import DatasetError, ImageError, UsageError
+from evaluator.imaging.resize import resize_shorter_side
+from miniature import write_tar
 from training.augmentation import (
+    VIEW,
     epoch_order,
-    evaluation_batches,
-    make_batch,
     places_of_step,
     random_stream,
-    training_batches,
     training_view,
 )
-from training.pictures import Pictures, map_ahead, survey
+from training.pictures import TRAINING_CAP, Pictures, map_ahead
 from training.splits import median_shorter_side, open_splits
 from training_folders import RECIPE, make_dataset, write_image
 
@@ -59,6 +58,23 @@ def test_a_view_depends_on_seed_epoch_and_image_and_on_nothing_else() -> None:
 def test_the_streams_of_one_seed_differ_even_where_numbers_are_zero() -> None:
     keys = [(3, 0, 1, 0), (3, 1, 0, 0), (3, 0, 0, 1), (0, 3, 0, 0), (3, 0, 0, 0)]
     assert len({int(random_stream(*key).integers(2**62)) for key in keys}) == len(keys)
+
+
+@pytest.mark.parametrize("size", [(40, 50), (61, 33), (13, 900), (200, 14)])  # beyond 1:64 as well
+def test_a_view_is_a_crop_of_the_whole_resized_image(size: tuple[int, int]) -> None:
+    image = np.random.default_rng(1).integers(0, 256, (*size, 3), dtype=np.uint8)
+    for epoch in range(20):
+        random = random_stream(RECIPE.seed, VIEW, epoch, 4)
+        low, high = RECIPE.scales
+        whole, _ = resize_shorter_side(image, int(random.integers(low, high, endpoint=True)), TRAINING_CAP)
+        top, left = (int(random.integers(0, side - RECIPE.crop, endpoint=True)) for side in whole.shape[:2])
+        expected = whole[top : top + RECIPE.crop, left : left + RECIPE.crop]
+        if random.random() < 0.5:
+            expected = expected[:, ::-1]
+        # 2: part and whole are each within 1 of the exact filter (tests/test_resize.py)
+        view = training_view(image, RECIPE, epoch, 4)
+        assert np.abs(view.astype(np.int64) - expected).max() <= 2
+        np.testing.assert_array_equal(view, training_view(Image.fromarray(image), RECIPE, epoch, 4))
 
 
 def test_half_of_the_views_are_mirrored_and_crops_reach_every_corner() -> None:
@@ -102,7 +118,7 @@ def test_crops_of_a_wide_image_reach_beyond_the_evaluations_cap() -> None:
     assert any(training_view(image, RECIPE, epoch, 0).max() > 0 for epoch in range(200))
 
 
-# Order and batches
+# Order
 
 
 def test_each_image_comes_once_in_an_epoch_and_epochs_follow_without_a_gap() -> None:
@@ -114,49 +130,6 @@ def test_each_image_comes_once_in_an_epoch_and_epochs_follow_without_a_gap() -> 
 
 def test_epochs_have_different_orders() -> None:
     assert len({tuple(epoch_order(0, epoch, 21)) for epoch in range(5)}) == 5
-
-
-def test_batches_are_the_same_from_the_first_step_and_from_the_middle_with_any_number_of_threads(folder: Path) -> None:
-    dataset = open_splits(folder).train
-    plain = [make_batch(Pictures(dataset, {}), RECIPE, step) for step in range(RECIPE.steps)]
-    for first, workers, memory in ((0, 1, 0), (0, 3, 2**30), (7, 2, 2000)):
-        pictures = Pictures(dataset, {}, memory)
-        batches = list(training_batches(pictures, RECIPE, first, workers))
-        assert len(batches) == RECIPE.steps - first
-        for batch, expected in zip(batches, plain[first:], strict=True):
-            np.testing.assert_array_equal(batch.images, expected.images)
-            np.testing.assert_array_equal(batch.labels, expected.labels)
-
-
-def test_labels_follow_their_images(pictures: Pictures) -> None:
-    batch = make_batch(pictures, RECIPE, 0)
-    for (epoch, index), image, label in zip(
-        places_of_step(RECIPE, 0, len(pictures)), batch.images, batch.labels, strict=True
-    ):
-        sample = pictures.samples[index]
-        decoded = decode_rgb(pictures.dataset.read(sample))
-        np.testing.assert_array_equal(image, training_view(decoded, RECIPE, epoch, index))
-        assert pictures.dataset.classes[label] == sample.file.split("/")[0]
-
-
-def test_evaluation_shows_every_image_once_in_dataset_order_at_its_centre(folder: Path) -> None:
-    pictures = Pictures(open_splits(folder).val, {})
-    batches = list(evaluation_batches(pictures, RECIPE, size=4, workers=2))
-    images = np.concatenate([batch.images for batch in batches])
-    labels = np.concatenate([batch.labels for batch in batches])
-    assert [len(batch.labels) for batch in batches] == [4, 4, 1]
-    assert labels.tolist() == [sample.label for sample in pictures.samples]
-    np.testing.assert_array_equal(images[3], _slow_central_view(np.array(pictures.picture(3)), scale=14, crop=12))
-
-
-def _slow_central_view(image: np.ndarray, scale: int, crop: int) -> np.ndarray:
-    """Oracle for an image below 4:1, in Pillow alone."""
-    height, width = image.shape[:2]
-    short = min(height, width)
-    size = [int(side * scale / short + 0.5) for side in (width, height)]
-    resized = np.asarray(Image.fromarray(image).resize(size, Image.Resampling.BILINEAR))
-    top, left = ((side - crop) // 2 for side in resized.shape[:2])
-    return resized[top : top + crop, left : left + crop]
 
 
 def test_items_are_worked_on_ahead_but_never_all_at_once() -> None:
@@ -189,75 +162,20 @@ def test_decoded_images_are_kept_up_to_the_bound_and_no_further(folder: Path) ->
         np.testing.assert_array_equal(one, other)
 
 
-def test_an_image_that_is_not_kept_is_never_copied_whole_into_an_array(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Pillow resizes its own image: the way through an array takes half of the memory of a large photo once more."""
-    given: list[bool] = []
-
-    def noting(image: Picture, scale: int, cap: int = 4) -> tuple[np.ndarray, bool]:
-        given.append(isinstance(image, Image.Image))
-        return resize_shorter_side(image, scale, cap)
-
-    for module in ("pictures", "augmentation"):
-        monkeypatch.setattr(f"training.{module}.resize_shorter_side", noting)
-    dataset = open_splits(folder).train
-    survey(dataset, "train/", scale=14, crop=12)
-    pictures = Pictures(dataset, {}, memory=0)
-    list(evaluation_batches(pictures, RECIPE, size=4, workers=2))
-    make_batch(pictures, RECIPE, 0)
-    assert given == [True] * (2 * len(dataset.samples) + RECIPE.batch)
+@pytest.mark.parametrize(("memory", "fit"), [(0, False), (2**30, True)])
+def test_whether_all_images_fit_is_told_from_the_sizes_of_their_files(folder: Path, memory: int, fit: bool) -> None:
+    assert Pictures(open_splits(folder).train, {}, memory).fit is fit
 
 
-# The survey
-
-
-def test_the_mean_image_is_the_mean_of_the_central_views(folder: Path) -> None:
-    dataset = open_splits(folder).train
-    narrow = [sample for sample in dataset.samples if "003.png" not in sample.file]  # the oracle knows no cap at 4:1
-    images = [decode_rgb(dataset.read(sample)) for sample in narrow]
-    views = [_slow_central_view(image, scale=14, crop=12) for image in images]
-    found = survey(replace(dataset, samples=narrow), "train/", scale=14, crop=12, workers=2)
-    assert found.refused == {}
-    assert found.mean.dtype == np.float32
-    # Sums of whole numbers are exact, so equal to the last bit.
-    np.testing.assert_array_equal(found.mean, np.mean(views, axis=0, dtype=np.float64).astype(np.float32))
-
-
-def test_an_image_that_cannot_be_decoded_is_named_and_left_out(tmp_path: Path) -> None:
-    root = make_dataset(tmp_path)
-    whole = (root / "train/dog/002.png").read_bytes()
-    before = survey(open_splits(root).train, "train/", scale=14, crop=12)
-    (root / "train/dog/002.png").write_bytes(whole[: len(whole) // 2])
-    dataset = open_splits(root).train
-    found = survey(dataset, "train/", scale=14, crop=12)
-    assert list(found.refused) == ["dog/002.png"]
-    assert "truncated" in found.refused["dog/002.png"]
-    assert not np.array_equal(found.mean, before.mean)
-    pictures = Pictures(dataset, found.refused)
-    assert len(pictures) == 20
-    assert "dog/002.png" not in {sample.file for sample in pictures.samples}
-
-
-@pytest.mark.parametrize(("split", "spoiled"), [("train", 3), ("train", 21), ("val", 1)])
-def test_a_split_with_more_than_a_tenth_of_unreadable_images_is_refused(
-    tmp_path: Path, split: str, spoiled: int
-) -> None:
-    root = make_dataset(tmp_path)
-    for path in sorted((root / split).rglob("*.png"))[:spoiled]:
-        path.write_bytes(b"not an image")
-    splits = open_splits(root)
-    with pytest.raises(DatasetError, match=rf"{spoiled} of \d+ images in {split}/ cannot be decoded") as caught:
-        survey({"train": splits.train, "val": splits.val}[split], f"{split}/", scale=14, crop=12)
-    assert "big-cat/000.png" in str(caught.value)
-
-
-def test_an_image_that_breaks_after_the_survey_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_an_image_that_breaks_after_the_survey_is_an_error(tmp_path: Path) -> None:
     root = make_dataset(tmp_path)
     pictures = Pictures(open_splits(root).train, {})
     broken = root / "train/big-cat/000.png"
     broken.write_bytes(b"?" * broken.stat().st_size)
-    with pytest.raises(DatasetError, match=r"big-cat/000\.png: could be read when the training began"):
+    with pytest.raises(ImageError, match="no image that can be read"):
+        pictures.picture(0)
+    broken.unlink()
+    with pytest.raises(DatasetError, match=r"big-cat/000\.png: it is gone"):
         pictures.picture(0)
 
 
@@ -321,6 +239,86 @@ def test_an_empty_class_folder_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_path_that_does_not_exist_is_refused() -> None:
     with pytest.raises(UsageError, match="no such file or folder"):
         open_splits(Path("nowhere"))
+
+
+# Splits in shards
+
+
+def write_shards(folder: Path, root: Path, split: str, name: str, label: Callable[[str], tuple[str, bytes]]) -> None:
+    """Pack the images of class folders into three shards; label: class → suffix and bytes of what lies beside each."""
+    files = sorted((root / split).rglob("*.png"))
+    for number in range(3):
+        members: dict[str, bytes] = {}
+        for place, path in enumerate(files[number::3]):
+            suffix, data = label(path.parent.name)
+            members |= {f"{place:04}.png": path.read_bytes(), f"{place:04}{suffix}": data}
+        write_tar(folder / f"{name}-{number:03}.tar", members)
+
+
+CLASS_NUMBERS = {"big-cat": 0, "dog": 1, "ox": 2}
+LABELS: dict[str, tuple[Callable[[str], tuple[str, bytes]], tuple[str, ...]]] = {
+    "indices": (lambda name: (".cls", b"%d" % CLASS_NUMBERS[name]), ("0", "1", "2")),
+    "names": (lambda name: (".cls", name.encode()), ("big-cat", "dog", "ox")),
+    "json": (lambda name: (".json", b'{"label": %d}' % CLASS_NUMBERS[name]), ("0", "1", "2")),
+}
+
+
+@pytest.mark.parametrize("way", LABELS)
+@pytest.mark.parametrize("folders", [True, False])
+def test_shards_train_as_class_folders_do(folder: Path, tmp_path: Path, way: str, folders: bool) -> None:
+    label, classes = LABELS[way]
+    for split in ("train", "val"):
+        if folders:
+            write_shards(tmp_path / split, folder, split, "shard", label)
+        else:
+            write_shards(tmp_path, folder, split, f"pets-{split}", label)
+    splits, expected = open_splits(tmp_path), open_splits(folder)
+    assert splits.train.classes == splits.val.classes == classes
+    assert splits.train.layout == "webdataset shards"
+    for found, plain in ((splits.train, expected.train), (splits.val, expected.val)):
+        images = Counter((plain.read(sample), sample.label) for sample in plain.samples)
+        assert Counter((found.read(sample), sample.label) for sample in found.samples) == images
+    again = open_dataset(tmp_path, split="val", class_names=classes)  # as `validate` opens it for the trained net
+    assert again.fingerprint == splits.val.fingerprint
+
+
+def test_numbers_are_classes_in_the_order_of_numbers_and_val_may_lack_some(tmp_path: Path) -> None:
+    root = make_dataset(tmp_path / "plain", train=1, val=1, classes=tuple(map(str, range(12))))
+    numbered = lambda name: (".cls", name.encode())  # noqa: E731
+    write_shards(tmp_path / "train", root, "train", "a", numbered)
+    for path in (root / "val/3").iterdir():
+        path.unlink()
+    write_shards(tmp_path / "val", root, "val", "a", numbered)
+    splits = open_splits(tmp_path)
+    assert splits.train.classes == tuple(map(str, range(12)))  # not 0, 1, 10, 11, 2
+    assert sorted(sample.label for sample in splits.val.samples) == [0, 1, 2, *range(4, 12)]
+
+
+@pytest.mark.parametrize(
+    ("label", "said"),
+    [
+        (lambda name: (".cls", b"%d" % (CLASS_NUMBERS[name] + 1)), r"no image of class 0 \(1 such classes\).*from 0"),
+        (lambda name: (".cls", b"%d" % (3 * CLASS_NUMBERS[name])), r"no image of class 1 \(4 such classes\)"),
+        (lambda name: (".cls", b"-1"), "the label '-1' is no class"),
+        (lambda name: (".cls", b""), "the label '' is no class"),
+        (lambda name: (".cls", b"7" if name == "ox" else name.encode()), "no class index as the others are"),
+        (lambda name: (".cls", b"0%d" % CLASS_NUMBERS[name]), "the label '00' is no class index"),
+        (lambda name: (".cls", b"0"), r"one class only \(0\)"),
+    ],
+)
+def test_labels_that_are_no_class_list_are_refused(
+    folder: Path, tmp_path: Path, label: Callable[[str], tuple[str, bytes]], said: str
+) -> None:
+    for split in ("train", "val"):
+        write_shards(tmp_path / split, folder, split, "a", label)
+    with pytest.raises(DatasetError, match=said):
+        open_splits(tmp_path)
+
+
+def test_shards_of_one_kind_are_no_two_splits(folder: Path, tmp_path: Path) -> None:
+    write_shards(tmp_path, folder, "train", "pets", LABELS["names"][0])
+    with pytest.raises(DatasetError, match="webdataset shards may lie there, too"):
+        open_splits(tmp_path)
 
 
 def test_the_median_shorter_side_is_read_from_headers(tmp_path: Path) -> None:

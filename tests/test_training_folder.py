@@ -43,7 +43,7 @@ def test_a_damaged_run_folder_is_refused(data: Path, tmp_path: Path, name: str) 
         train(short, data, folder)
 
 
-@pytest.mark.parametrize("content", [b"[" * 100_000, b"null", b'{"version": NaN}', b"\xff", b'{"a":' * 900])
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"null", b'{"version": NaN}', b"\xff", b'{"a":' * 900, b"PK"])
 @pytest.mark.parametrize("name", ["training.json", "metrics.jsonl", "state.pt"])
 def test_whatever_stands_in_a_file_of_the_run_it_is_refused_in_our_own_words(
     data: Path, tmp_path: Path, name: str, content: bytes
@@ -65,7 +65,11 @@ def test_whatever_stands_in_a_file_of_the_run_it_is_refused_in_our_own_words(
         {"step": True},
         {"mean": torch.zeros(2, 2, 3)},
         {"refused": {}},
-        {"best": {"a": 1}},
+        {"measured": [{"a": 1}]},
+        {"lost": 3},
+        {"axes": torch.zeros(3)},
+        {"net": {}},
+        {"momentum": {"conv1_1.weight": torch.zeros(2)}},
     ],
 )
 def test_a_state_that_cannot_be_meant_is_refused(data: Path, tmp_path: Path, change: dict[str, Any]) -> None:
@@ -75,8 +79,8 @@ def test_a_state_that_cannot_be_meant_is_refused(data: Path, tmp_path: Path, cha
     torch.save({**state, **change}, folder / "state.pt")
     with pytest.raises(RunFolderError, match=r"state\.pt: damaged"):
         train(short, data, folder)
-    torch.save({**state, "version": 2}, folder / "state.pt")
-    with pytest.raises(RunFolderError, match=r"state\.pt: version 2, but this prelunet reads version 1"):
+    torch.save({**state, "version": 3}, folder / "state.pt")
+    with pytest.raises(RunFolderError, match=r"state\.pt: version 3, but this prelunet reads version 2"):
         train(short, data, folder)
 
 

@@ -12,7 +12,7 @@ from evaluator.cli import run as run_program
 from evaluator.engine.scores import ranks_of
 from evaluator.errors import DatasetError, RunFolderError, UsageError
 from training.loop import train
-from training.metrics import MetricsLog, errors_of
+from training.metrics import MetricsLog, errors_of, mistakes
 from training_folders import RECIPE, make_dataset, write_image
 
 
@@ -27,7 +27,9 @@ def test_ranks_count_ties_for_the_lower_index() -> None:
 
 
 def test_errors_are_percent_of_all_images_not_means_of_batches() -> None:
-    errors = errors_of(7, [np.array([1, 1, 1, 1]), np.array([6, 2])])
+    wrong = [mistakes(np.array(ranks)) for ranks in ([1, 1, 1, 1], [6, 2])]
+    assert wrong == [(0, 0), (2, 1)]
+    errors = errors_of(7, 6, 2, 1)
     assert errors.top1_error == pytest.approx(100 * 2 / 6, abs=1e-4)  # rounded to 4 decimals
     assert errors.top5_error == pytest.approx(100 / 6, abs=1e-4)
     assert str(replace(errors, top1_error=15.8, top5_error=0.45)) == "top-1 error 15.80 % top-5 error 0.45 %"

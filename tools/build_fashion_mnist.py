@@ -6,6 +6,8 @@ A balanced part of Fashion-MNIST (Xiao, Rasul, Vollgraf 2017; MIT licence): per 
 training file as `train/` and the first 200 of the t10k file as `val/`, each cropped to its content, the bounding box of
 all pixels above 0, so that sizes and shapes vary as they do in photographs: trousers are tall, shoes are wide.
 
+With --all it takes every picture of the package, 60,000 and 10,000, for experiments (benchmarks/claims_activations.py).
+
 The bytes depend on this file, the package and zlib alone: fixed dates, sorted names, PNGs written here (an image
 library brings its own compressor, whose output changes with its version). With zlib 1.2.13 the archive's sha256 is
     ba705ce7a12f27962d7d0cbdbd2b62691c4b34850e1b974210022db0b2e2a1dc
@@ -48,8 +50,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Build the embedded dataset from Debian's dataset-fashion-mnist.")
     parser.add_argument("package", type=Path, help="folder of the *-ubyte.gz files")
     parser.add_argument("-o", "--output", type=Path, default=Path("training/data/fashion_mnist.zip"))
+    parser.add_argument("--all", action="store_true", help="all pictures instead of some; needs -o")
     options = parser.parse_args()
-    files = dict(archive_files(options.package))
+    if options.all and options.output == parser.get_default("output"):
+        parser.error("--all would replace the embedded dataset: choose another file with -o")
+    files = dict(archive_files(options.package, every=options.all))
     with zipfile.ZipFile(options.output, "w", zipfile.ZIP_STORED) as archive:  # PNGs do not shrink further
         for name in sorted(files):
             archive.writestr(zipfile.ZipInfo(name, ZIP_DATE), files[name])
@@ -57,13 +62,16 @@ def main() -> None:
     print(f"{options.output}: {len(files)} images, {len(data)} bytes, sha256 {hashlib.sha256(data).hexdigest()}")
 
 
-def archive_files(package: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield name and bytes of every picture of the archive; the number in the name is the place in the package."""
+def archive_files(package: Path, *, every: bool = False) -> Iterator[tuple[str, bytes]]:
+    """Yield name and bytes of every picture of the archive; the number in the name is the place in the package.
+
+    every: all pictures of the package instead of the first ones of each class.
+    """
     for split, (source, per_class) in SPLITS.items():
         images = read_idx(package / f"{source}-images-idx3-ubyte.gz")
         labels = read_idx(package / f"{source}-labels-idx1-ubyte.gz")
         for label, class_name in enumerate(CLASSES):
-            for place in np.flatnonzero(labels == label)[:per_class]:
+            for place in np.flatnonzero(labels == label)[: None if every else per_class]:
                 yield f"{split}/{class_name}/{place:05}.png", encode_png(crop_to_content(images[place]))
 
 

@@ -176,18 +176,20 @@ def _large(name: str, convs: int, conv1: int, widths: tuple[int, int, int]) -> A
     return Architecture(name, trunk, spp_levels=(7, 3, 2, 1), hidden=4096, crop=224)
 
 
+def _stage_of_2x2(number: int, count: int, width: int) -> Iterator[Conv]:
+    """Yield a stage of model E."""
+    for i in range(count):
+        yield Conv(f"conv{number}_{i + 1}", width, kernel=2, pad=i % 2)
+
+
 def _small(name: str, extra: int = 0) -> Architecture:
     """Build the 14-layer model of Table 1 (model E of He & Sun 2015), or its form with `extra` more convolutions."""
-
-    def stage(number: int, count: int, width: int) -> tuple[Conv, ...]:
-        return tuple(Conv(f"conv{number}_{i + 1}", width, kernel=2, pad=i % 2) for i in range(count))
-
     trunk: tuple[Conv | Pool, ...] = (
         Conv("conv1", 64, kernel=7, stride=2, pad=3),
         Pool("pool1", kernel=3, stride=3),
-        *stage(2, 4, 128),
+        *_stage_of_2x2(2, 4, 128),
         Pool("pool2", kernel=2, stride=2),
-        *stage(3, 6 + extra, 256),
+        *_stage_of_2x2(3, 6 + extra, 256),
     )
     return Architecture(name, trunk, spp_levels=(6, 3, 2, 1), hidden=4096, crop=224)
 
@@ -198,6 +200,18 @@ def _demo() -> Architecture:
     return Architecture("demo", trunk, spp_levels=(3, 2, 1), hidden=256, crop=28)
 
 
+def _demo30() -> Architecture:
+    """Build E30 in miniature: its 1 + 4 + 22 convolutions, narrow, for 28-pixel crops; stride 4."""
+    trunk: tuple[Conv | Pool, ...] = (
+        Conv("conv1", 16, kernel=5, pad=2),
+        Pool("pool1", kernel=2, stride=2),
+        *_stage_of_2x2(2, 4, 32),
+        Pool("pool2", kernel=2, stride=2),
+        *_stage_of_2x2(3, 22, 48),
+    )
+    return Architecture("demo30", trunk, spp_levels=(3, 2, 1), hidden=256, crop=28)
+
+
 ARCHITECTURES: dict[str, Architecture] = {
     "A": _large("A", 5, 96, (256, 512, 512)),
     "B": _large("B", 6, 96, (256, 512, 512)),
@@ -205,6 +219,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "E": _small("E"),
     "E30": _small("E30", extra=16),
     "demo": _demo(),
+    "demo30": _demo30(),
 }
 
 

@@ -113,30 +113,44 @@ def _expected_shapes(architecture: Architecture, classes: int, *, mean_image: bo
     return shapes
 
 
+def name_faults(
+    found: Mapping[str, tuple[str, tuple[int, ...]]], expected: Mapping[str, tuple[int, ...]], dtype: str
+) -> dict[str, str]:
+    """Return name → fault, in words, of every tensor which is missing, unexpected, mis-shaped or of another type.
+
+    found: name → type and shape; expected: name → shape.
+    """
+    faults = {name: f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in found}
+    for name, (kind, shape) in found.items():
+        if name not in expected:
+            faults[name] = f"unexpected {name} {list(shape)}"
+        elif shape != expected[name]:
+            faults[name] = f"{name} is {list(shape)}, should be {list(expected[name])}"
+        elif kind != dtype:
+            faults[name] = f"{name} is {kind}, should be {dtype}"
+    return faults
+
+
+def is_finite(tensor: FloatArray) -> bool:
+    """Whether there is neither NaN nor infinity; the two extremes show both, without a mask as large as the tensor."""
+    return bool(np.isfinite(tensor.min()) and np.isfinite(tensor.max()))
+
+
 def _check_names(
     path: Path,
     found: Mapping[str, tuple[str, tuple[int, ...]]],
     expected: Mapping[str, tuple[int, ...]],
     dtype: str,
 ) -> None:
-    """Raise CheckpointError that lists every tensor which is missing, unexpected, mis-shaped or of another type."""
-    faults = [f"missing {name}" for name in expected if name not in found]
-    faults += [f"unexpected {name}" for name in found if name not in expected]
-    for name in expected.keys() & found.keys():
-        kind, shape = found[name]
-        if shape != expected[name]:
-            faults.append(f"{name} is {list(shape)}, should be {list(expected[name])}")
-        elif kind != dtype:
-            faults.append(f"{name} is {kind}, should be {dtype}")
-    if faults:
+    if faults := name_faults(found, expected, dtype):
         raise CheckpointError(
-            f"{path}: the tensors do not fit the architecture that the file names: {'; '.join(sorted(faults))}. {_MEND}"
+            f"{path}: the tensors do not fit the architecture that the file names: "
+            f"{'; '.join(sorted(faults.values()))}. {_MEND}"
         )
 
 
 def _check_finite(path: Path, name: str, tensor: FloatArray) -> None:
-    """Raise CheckpointError for NaN or infinity; the two extremes show both, without a mask as large as the tensor."""
-    if not (np.isfinite(tensor.min()) and np.isfinite(tensor.max())):
+    if not is_finite(tensor):
         raise CheckpointError(
             f"{path}: {name} holds values that are not finite, so the training has diverged or the file is damaged. "
             "Take an earlier checkpoint, or train with a smaller learning rate"

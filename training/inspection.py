@@ -22,6 +22,7 @@ from evaluator.files import sha256_of
 from evaluator.strict import an_object, text, whole
 from evaluator.terminal import printable
 from training.architectures import Architecture, architecture_from_json, parameter_shapes
+from training.slope_trend import slope_trend
 
 # PReLU-nets, Table 1 (model E): layer → learned slope, shared by the channels, and mean of the channels' own.
 PAPER_SLOPES: dict[str, tuple[float, float]] = {
@@ -49,9 +50,10 @@ def inspect_file(path: Path) -> dict[str, Any]:
 
     Common keys: kind (`checkpoint` or `model`), file, sha256, architecture, classes, parameters, slope_parameters,
     multiply_adds (one crop), window, trunk_stride, mean, recipe, dataset, metrics, slopes (`summarise_slopes`, each
-    with `paper`: the value of Table 1 or null). A model also has precision, canvas, default_scales, min_side,
-    max_side, checkpoint_sha256, golden_images. An adopted net has kind `adopted`, crop, interpolation, precision and
-    `adopted` (how its pixels are prepared), and nothing of what only our own nets have.
+    with `paper`: the value of Table 1 or null), slope_trend (`SlopeTrend`, or null without slopes). A model also has
+    precision, canvas, default_scales, min_side, max_side, checkpoint_sha256, golden_images. An adopted net has kind
+    `adopted`, crop, interpolation, precision and `adopted` (how its pixels are prepared), and nothing of what only our
+    own nets have.
     Raises UsageError for a path that cannot be read, CheckpointError or ContractError for a file that is damaged.
     """
     try:
@@ -106,6 +108,11 @@ def beside_the_paper(slopes: Sequence[Mapping[str, Any]], activation: str) -> li
     return [{**entry, "paper": PAPER_SLOPES[entry["layer"]][column] if is_model_e else None} for entry in slopes]
 
 
+def _slopes_and_trend(slopes: Sequence[Mapping[str, Any]], activation: str) -> dict[str, Any]:
+    trend = slope_trend({entry["layer"]: entry["mean"] for entry in slopes})
+    return {"slopes": beside_the_paper(slopes, activation), "slope_trend": trend and trend.to_json()}
+
+
 def _inspect_checkpoint(path: Path) -> dict[str, Any]:
     from training.checkpoints import read_checkpoint  # here, so that a model file is inspected without safetensors
 
@@ -123,7 +130,7 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
         "recipe": checkpoint.recipe,
         "dataset": checkpoint.dataset,
         "metrics": checkpoint.metrics,
-        "slopes": beside_the_paper(summarise_slopes(checkpoint.tensors), checkpoint.architecture.activation),
+        **_slopes_and_trend(summarise_slopes(checkpoint.tensors), checkpoint.architecture.activation),
     }
 
 
@@ -138,7 +145,7 @@ def _inspect_model(path: Path) -> dict[str, Any]:
         for key in ("recipe", "dataset", "metrics"):
             if contract.training.get(key) is not None:
                 an_object(contract.training[key], key)
-        slopes = beside_the_paper(recorded, architecture.activation)
+        slopes = _slopes_and_trend(recorded, architecture.activation)
         net = _describe_net(architecture, contract.classes)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, UsageError) as error:
         raise ContractError(
@@ -159,7 +166,7 @@ def _inspect_model(path: Path) -> dict[str, Any]:
         "checkpoint_sha256": contract.checkpoint_sha256,
         "golden_images": len(contract.golden),
         **{key: contract.training.get(key) for key in ("recipe", "dataset", "metrics")},
-        "slopes": slopes,
+        **slopes,
     }
 
 
@@ -218,6 +225,7 @@ def print_inspection(inspection: Mapping[str, Any], console: Console) -> None:
     if inspection["slopes"]:
         console.print()
         _print_slopes(inspection["slopes"], console, shared=activation == "prelu-shared")
+        _print_trend(inspection["slope_trend"], console, shared=activation == "prelu-shared")
     elif activation.startswith("prelu"):
         console.print("\nThis file records no slopes.")
     else:
@@ -294,6 +302,14 @@ def _print_slopes(slopes: Sequence[Mapping[str, Any]], console: Console, *, shar
             f"For comparison, what model E learned on ImageNet (He et al. 2015, Table 1): {learned}. It keeps both "
             "signs of the edges at conv1, and becomes more nonlinear with depth. Every slope starts at 0.25."
         )
+
+
+def _print_trend(trend: Mapping[str, Any] | None, console: Console, *, shared: bool) -> None:
+    """Print how the slopes go with depth, whatever it is, and below it how those of the paper do."""
+    if trend is not None:
+        paper = slope_trend({layer: values[0 if shared else 1] for layer, values in PAPER_SLOPES.items()})
+        console.print(_cell(f"Slopes here: {trend['text']}."))
+        console.print(f"Slopes of the paper's Table 1: {paper}.")
 
 
 def _classes_text(classes: Sequence[Mapping[str, str]]) -> str:

@@ -1,4 +1,4 @@
-"""Signals during work that must be done whole or not at all."""
+"""Signals that stop a training: they are noted, and the training stops between two steps."""
 
 import signal
 import threading
@@ -9,27 +9,35 @@ from types import FrameType
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+class Signals:
+    """What was heard. came: whether somebody wants the training to stop."""
+
+    def __init__(self) -> None:
+        self.came = False
+
+    def _hear(self, _number: int, _frame: FrameType | None) -> None:
+        if self.came:
+            raise KeyboardInterrupt  # whoever asks twice does not want to wait
+        self.came = True
+
+
 @contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C and SIGTERM back while the block runs; afterwards raise KeyboardInterrupt if one came.
+def heard_signals() -> Iterator[Signals]:
+    """Note Ctrl-C and SIGTERM while the block runs instead of raising KeyboardInterrupt; the second one raises it.
 
     Between the update of two layers a net is neither that of one step nor of the next: saving it there would break the
-    promise that a resumed run equals an undisturbed one. Outside the main thread, where no signal arrives, it does
-    nothing.
+    promise that a resumed run equals an undisturbed one. One that came before is raised after the block if nobody has
+    looked. Outside the main thread, where no signal arrives, nothing is ever heard.
     """
+    signals = Signals()
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield signals
         return
-    came: list[int] = []
-
-    def note(number: int, _frame: FrameType | None) -> None:
-        came.append(number)
-
-    before = [(number, signal.signal(number, note)) for number in SIGNALS]
+    before = [(number, signal.signal(number, signals._hear)) for number in SIGNALS]
     try:
-        yield
+        yield signals
     finally:
         for number, handler in before:
             signal.signal(number, handler)
-    if came:
+    if signals.came:
         raise KeyboardInterrupt

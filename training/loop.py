@@ -1,46 +1,85 @@
-"""The training loop: `train` is the table of contents, `Trainer` what one run consists of."""
+"""The training loop, for one process and for many: `train` is the table of contents, `Trainer` what one run needs.
+
+With many processes each makes its rows of every batch, and `training.parallel` makes one gradient of them all; the
+first one writes the files and talks to the user.
+"""
 
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from evaluator.engine.scores import ranks_of
-from evaluator.errors import CheckpointError, Interrupted, UsageError
-from evaluator.progress import progress
-from training.augmentation import DROPOUT, Batch, evaluation_batches, random_stream, training_batches
-from training.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
+from evaluator.errors import DatasetError, EnvironmentFault, Interrupted, UsageError
+from evaluator.files import sha256_of
+from evaluator.progress import Advance, progress
 from training.dense import subtract_mean
+from training.diagnosis import measure, spread_views
+from training.diagnosis_log import LayerResponse
+from training.divergence import where_not_finite
+from training.dropout import dropout_factors
 from training.embedded import embedded_dataset_path
+from training.group import Group, open_group
 from training.initialization import initial_tensors
-from training.interrupts import uninterrupted
-from training.metrics import Errors, MetricsLog, errors_of
-from training.network import PreluNet, load_tensors, parameter_groups, tensors_of
-from training.pictures import Pictures, survey
+from training.interrupts import Signals, heard_signals
+from training.keeping import Keeping, is_kept
+from training.loading import Batch, evaluation_batches, training_batches
+from training.metrics import Errors, errors_of, mistakes
+from training.network import PreluNet, load_tensors, parameter_groups
+from training.parallel import DropoutFactors, Kind, Options, check_batch, make_parallel
+from training.pictures import Pictures
 from training.recipe import Recipe
-from training.run_folder import BEST_FILE, LAST_FILE, METRICS_FILE, STATE_FILE, open_run_folder
-from training.schedule import rate_at
+from training.run_folder import LAST_FILE, open_run_folder
+from training.schedule import rate_at, stalls
 from training.splits import Splits, open_splits
-from training.state import Progress, read_state, write_state
+from training.start import start_from
+from training.state import Progress, momentum_of
+from training.stats import surveyed
+from training.tracking import Tracking
 
 LOG_EVERY = 20  # steps
-EVALUATION_BATCH = 256  # crops at once
+EVALUATION_BATCH = 256  # crops at once, over all processes
+ALONE = Group(0, 1, torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a training is carried out: nothing here changes what is learned, but for the order of sums.
+
+    device: `cpu`, `cuda`, None for CUDA where there is any; parallel: how many processes share the work, None for `ddp`
+    where there are several; workers: processes that decode images, None for as many as fit; diagnose: whether the
+    layers are measured at every evaluation; events: whether events for TensorBoard are written; cache: folder in which
+    what is known of the images is kept (training/stats.py), None for nowhere.
+    """
+
+    device: str | None = None
+    parallel: Kind | None = None
+    workers: int | None = None
+    diagnose: bool = False
+    events: bool = False
+    cache: Path | None = None
 
 
 @dataclass(frozen=True)
 class Training:
-    """A finished training. errors: on val/ at the end; checkpoint: of the last step; dataset: where the images lie."""
+    """A finished training. checkpoint: of the last step; dataset: where the images lie.
+
+    errors, best: the last and the best measurement on val/; is_first: whether this process talks to the user.
+    """
 
     checkpoint: Path
     dataset: Path
     errors: Errors
+    best: Errors
+    is_first: bool
 
 
 def train(
@@ -48,200 +87,320 @@ def train(
     dataset_path: Path | None,
     run_folder: Path,
     *,
+    start: Path | None = None,
     fresh: bool = False,
+    execution: Execution = Execution(),
     announce: Callable[[str], None] | None = None,
 ) -> Training:
     """Train a net by a recipe, or go on where an earlier call stopped; a finished run is left as it is.
 
     dataset_path: folder or archive with train/ and val/; None for the embedded one. run_folder: see
-    training/run_folder.py. fresh: throw an earlier run in that folder away. announce: told what a user should know.
+    training/run_folder.py. start: a checkpoint to begin with, None for random weights. fresh: throw an earlier run in
+    that folder away. announce: told what a user should know.
     Raises DatasetError for unusable data; RunFolderError for a folder of another training, or where another process is
     at work; Interrupted after Ctrl-C or SIGTERM (the state is saved); UsageError when the loss is no longer finite (the
-    last good state is kept).
+    last good state is kept); EnvironmentFault when another process of the training has died.
     """
     path = dataset_path or embedded_dataset_path()
     splits = open_splits(path)
-    with open_run_folder(run_folder, describe(recipe, splits), fresh=fresh):
-        trainer = Trainer(recipe, splits, run_folder)
-        if announce is not None:
+    with (
+        open_group(execution.device) as group,
+        _held(group, run_folder, describe(recipe, splits, start), fresh=fresh),
+    ):
+        trainer = Trainer(recipe, splits, run_folder, group, execution, start)
+        if announce is not None and group.is_first:
             for text in trainer.news():
                 announce(text)
         trainer.run()
-    errors = trainer.progress.evaluated
+    errors, best = trainer.progress.evaluated, trainer.progress.best
     assert errors is not None, "a run ends with an evaluation"
-    return Training(run_folder / LAST_FILE, path, errors)
+    assert best is not None
+    return Training(run_folder / LAST_FILE, path, errors, best, group.is_first)
 
 
-def describe(recipe: Recipe, splits: Splits) -> dict[str, Any]:
+def describe(recipe: Recipe, splits: Splits, start: Path | None = None) -> dict[str, Any]:
     """Return all that decides the results of a training, as plain data."""
     classes = [entry.to_json() for entry in splits.classes]
-    return {"recipe": recipe.to_json(), "dataset": splits.to_json(), "classes": classes}
+    begun = {} if start is None else {"start": sha256_of(start)}
+    return {"recipe": recipe.to_json(), "dataset": splits.to_json(), "classes": classes, **begun}
+
+
+@contextmanager
+def _held(group: Group, folder: Path, description: dict[str, Any], *, fresh: bool) -> Iterator[None]:
+    """Hold the run's folder: the first process does, and the others come when it has."""
+    if not group.is_first:
+        if group.any(False):
+            raise EnvironmentFault("the first process of this training ended before the training began; it says why")
+        yield
+        return
+    told = False
+    try:
+        with open_run_folder(folder, description, fresh=fresh):
+            group.any(False)
+            told = True
+            yield
+    finally:
+        if not told:
+            group.any(True)
 
 
 class Trainer:
     """One run: net, optimizer, images and progress. A step changes all of them or none."""
 
-    def __init__(self, recipe: Recipe, splits: Splits, folder: Path) -> None:
-        self.recipe, self.splits, self.folder = recipe, splits, folder
+    def __init__(
+        self,
+        recipe: Recipe,
+        splits: Splits,
+        folder: Path,
+        group: Group = ALONE,
+        execution: Execution = Execution(),
+        start: Path | None = None,
+    ) -> None:
+        self.recipe = recipe.of_length(len(splits.train.samples))
+        self.splits, self.folder, self.group, self.start = splits, folder, group, start
+        options = Options(recipe.precision, recipe.channels_last, recipe.compile, recipe.accumulate)
+        check_batch(recipe.batch, group, options)
+        self.keeping = Keeping(folder, recipe, splits)
+        self.tracking = Tracking(folder, events=execution.events, diagnose=execution.diagnose)
+        self.workers, self.cache = execution.workers, execution.cache
+        self.remarks: list[str] = []  # for the user, before the work begins
         self.note = ""  # what progress shows beside the rate
-        self.net = PreluNet(recipe.net(), len(splits.classes), recipe.dropout)
-        self.optimizer = torch.optim.SGD(
-            parameter_groups(self.net, recipe.weight_decay), lr=recipe.rate, momentum=recipe.momentum
-        )
-        self.log = MetricsLog(folder / METRICS_FILE)
-        self.progress = self._resume() if (folder / STATE_FILE).exists() else self._begin()
-        self.mean = torch.from_numpy(self.progress.mean)
+        self.net = PreluNet(recipe.net(), len(splits.classes))
+        self._begin_or_resume(execution.parallel or ("alone" if group.size == 1 else "ddp"), options)
+        self.mean = torch.from_numpy(self.progress.mean).to(group.device)
         self.train_pictures = Pictures(splits.train, self.progress.refused["train"])
         self.val_pictures = Pictures(splits.val, self.progress.refused["val"])
 
-    def _begin(self) -> Progress:
-        """Look at all images once, and draw the initial weights."""
-        recipe = self.recipe
-        scale, crop = recipe.evaluation_scale, recipe.crop
-        train_survey = survey(self.splits.train, "train/", scale=scale, crop=crop)
-        val_survey = survey(self.splits.val, "val/", scale=scale, crop=crop)
-        load_tensors(self.net, initial_tensors(recipe.net(), len(self.splits.classes), recipe.seed))
-        new = Progress(train_survey.mean, {"train": train_survey.refused, "val": val_survey.refused})
-        write_state(self.folder / STATE_FILE, self.net, self.optimizer, new)
-        return new
+    def _begin_or_resume(self, kind: Kind, options: Options) -> None:
+        """Make net, optimizer and progress of the saved state, which the first process writes where there is none.
 
-    def _resume(self) -> Progress:
-        """Take up the saved state; bring what a crash may have left in between to the same step."""
-        found = read_state(self.folder / STATE_FILE, self.net, self.optimizer)
-        self.log.cut_after(found.step, evaluated=found.is_evaluated)
-        for name, checkpoint in self._checkpoints(found):
-            if not _holds(self.folder / name, checkpoint):
-                write_checkpoint(self.folder / name, checkpoint)
-        return found
+        Bring what a crash may have left in between to the same step.
+        """
+        if self.group.is_first and not self.keeping.has_state:
+            self._begin()
+        self.group.wait()
+        state = self.keeping.read(self.net)
+        self.progress = state.progress
+        self.parallel = make_parallel(kind, self.net, self.group, options)  # which may take parameters away
+        groups = parameter_groups(self.net, self.recipe.weight_decay)
+        self.optimizer = torch.optim.SGD(groups, lr=self.recipe.rate, momentum=self.recipe.momentum)
+        state.restore(self.net, self.optimizer)
+        self.lost_before, self.progress.lost = self.progress.lost, {}  # they may have been mended since
+        if self.group.is_first:
+            self.tracking.resume(self.progress.step, evaluated=self.progress.is_evaluated)
+            self.keeping.mend(self.net, self.progress)
+
+    def _begin(self) -> None:
+        """Look at all images once, draw the initial weights or take those to begin with, and save them."""
+        recipe, classes = self.recipe, self.splits.classes
+        looked = partial(
+            surveyed, scale=recipe.evaluation_scale, crop=recipe.crop, cache=self.cache, announce=self.remarks.append
+        )
+        of_train, of_val = looked(self.splits.train, "train/"), looked(self.splits.val, "val/")
+        mean = of_train.mean_image if recipe.mean == "image" else of_train.mean_channels
+        if self.start is None:
+            tensors = initial_tensors(recipe.net(), len(classes), recipe.seed, recipe.initialization())
+        else:
+            net, how = recipe.net(), recipe.initialization()
+            start = start_from(self.start, net, classes, recipe.seed, how, mean.shape)
+            tensors, mean = start.tensors, start.mean
+            self.remarks += start.remarks
+        load_tensors(self.net, tensors)
+        progress = Progress(mean, of_train.axes, {"train": of_train.refused, "val": of_val.refused})
+        self.keeping.write(self.net, {}, progress)
 
     def news(self) -> Iterator[str]:
         """Yield what a user should know before the work begins."""
+        yield from self.remarks
         for split, files in self.progress.refused.items():
             if files:
                 yield f"{split}/: {len(files)} images cannot be decoded and are left out:"
                 yield from (f"  {file}: {reason}" for file, reason in files.items())
-        step, steps = self.progress.step, self.recipe.steps
+        if lost := self.lost_before:
+            yield f"train/: {len(lost)} images broke while the training ran before, and others took their places:"
+            yield from (f"  {file}: {reason}" for file, reason in lost.items())
+        step, steps = self.progress.step, self.recipe.length
         if step == steps and self.progress.is_evaluated:
             yield f"{self.folder}: all {steps} steps are done already; train anew with --fresh"
         elif step:
             yield f"{self.folder}: going on after step {step} of {steps}"
 
     def run(self) -> None:
-        """Train to the recipe's end."""
+        """Train to the recipe's end; a signal ends it between two steps, with the state saved."""
         try:
-            self._run()
+            with heard_signals() as signals:
+                self._run(signals)
+                signals.came = False  # nothing is left to stop
         except KeyboardInterrupt:
-            self._save()
             raise Interrupted(
-                f"{self.folder}: interrupted after step {self.progress.step} of {self.recipe.steps}; "
-                "the state is saved, and the same command goes on from there"
+                f"{self.folder}: interrupted twice, so at once; the same command goes on from the last saved state"
             ) from None
+        finally:
+            self.tracking.close()
 
-    def _run(self) -> None:
-        steps, first = self.recipe.steps, self.progress.step
-        with progress("training", steps, "steps", done=first) as advance:
-            self._evaluate_if_due()  # an earlier call may have been stopped just here
+    def _run(self, signals: Signals) -> None:
+        steps, first, rows = self.recipe.length, self.progress.step, self.parallel.rows(self.recipe.batch)
+        axes = self.progress.axes
+        batches = training_batches(self.train_pictures, self.recipe, first, rows=rows, axes=axes, **self._loading())
+        with progress("training", steps, "steps", done=first) if self.group.is_first else _silent() as advance:
+            self._evaluate_if_due(signals)  # an earlier call may have been stopped just here
             clock = Clock()
-            for batch in training_batches(self.train_pictures, self.recipe, first):
-                with uninterrupted():
-                    self._step(batch)
-                    clock.images += len(batch.labels)
-                    if self.progress.step % LOG_EVERY == 0 or self.progress.step == steps:
-                        self._log_steps(clock)
+            for batch in batches:
+                stop = self._step(batch, signals)
+                clock.images += self.recipe.batch
+                if self.progress.step % LOG_EVERY == 0 or self.progress.step == steps:
+                    self._log_steps(clock)
                 advance(1, self.note)
-                if self._evaluate_if_due():
+                if self._evaluate_if_due(signals):
                     clock = Clock()  # its time is not the training's
-                elif self.progress.step % self.recipe.save_every == 0:
+                elif stop:
+                    self._stop()
+                elif self._save_is_due():
                     self._save()
+                    self._stop_if(signals)
 
-    def _step(self, batch: Batch) -> None:
-        """Take one step of stochastic gradient descent."""
-        done = self.progress.step
+    def _step(self, batch: Batch, signals: Signals) -> bool:
+        """Take one step of stochastic gradient descent; return whether any process was told to stop."""
         for group in self.optimizer.param_groups:
-            group["lr"] = rate_at(self.recipe, done)
-        torch.manual_seed(int(random_stream(self.recipe.seed, DROPOUT, done).integers(2**63)))
-        self.net.train()
-        loss = F.cross_entropy(self.net(self._input(batch)), torch.from_numpy(batch.labels))
-        value = loss.item()
-        if not math.isfinite(value):
-            raise self._diverged()
-        self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+            group["lr"] = self._rate()
+        images, labels = self._input(batch), torch.from_numpy(batch.labels).to(self.group.device)
+        step = self.parallel.gradients(images, labels, self._factors(), self.recipe.batch, stop=signals.came)
+        if not math.isfinite(step.loss):
+            raise self._diverged(where_not_finite(self.net, images, labels) if self.net.has_head else "")
         self.optimizer.step()
         self.progress.step += 1
-        self.progress.loss_sum += value
+        self.progress.loss_sum += step.loss
         self.progress.loss_steps += 1
-        self.note = f"loss {self.progress.loss_sum / self.progress.loss_steps:.3f}"
+        self.progress.lost.update(batch.lost)
+        return step.stop
+
+    def _loading(self) -> dict[str, Any]:
+        """Return how batches are made."""
+        return {"workers": self.workers, "pin": self.group.device.type == "cuda"}
+
+    def _factors(self) -> DropoutFactors:
+        """Return what dropout does in the next step."""
+        recipe, step, width = self.recipe, self.progress.step, self.recipe.net().hidden
+        if not recipe.dropout:
+            return None
+        return lambda rows: dropout_factors(recipe.seed, step, rows, width, recipe.dropout)
+
+    def _rate(self) -> float:
+        """Return the learning rate of the next step."""
+        errors = [errors.top1_error for errors in self.progress.measured]
+        return rate_at(self.recipe, self.progress.step, stalls(errors, self.recipe.patience))
 
     def _input(self, batch: Batch) -> Tensor:
         """Return (N, 3, crop, crop), mean subtracted; in memory the channels stay last, which halves a CPU's time."""
-        return subtract_mean(torch.from_numpy(batch.images), self.mean)
+        images = subtract_mean(torch.from_numpy(batch.images).to(self.group.device, non_blocking=True), self.mean)
+        if batch.shift is None:
+            return images
+        return images + torch.from_numpy(batch.shift).to(self.group.device)[:, :, None, None]
 
     def _log_steps(self, clock: "Clock") -> None:
         """Write the mean loss since the last line, and begin the next."""
-        now = self.progress
-        entry = {"step": now.step, "loss": now.loss_sum / now.loss_steps, "rate": rate_at(self.recipe, now.step - 1)}
-        self.log.write({**entry, "images_per_second": round(clock.lap(), 1)})
+        now, speed = self.progress, clock.lap()
+        loss = now.loss_sum / now.loss_steps
+        self.note = f"loss {loss:.3f}, {speed:,.0f} images/s"
+        rate = self.optimizer.param_groups[0]["lr"]
+        if self.group.is_first:
+            self.tracking.write({"step": now.step, "loss": loss, "rate": rate, "images_per_second": round(speed, 1)})
         now.loss_sum, now.loss_steps = 0.0, 0
 
-    def _evaluate_if_due(self) -> bool:
+    def _evaluate_if_due(self, signals: Signals) -> bool:
         """Measure the errors on val/ at every `evaluate_every` steps and at the end, and save; True if it was due."""
         now, recipe = self.progress, self.recipe
-        due = now.step > 0 and (now.step % recipe.evaluate_every == 0 or now.step == recipe.steps)
+        due = now.step > 0 and (now.step % recipe.evaluate_every == 0 or now.step == recipe.length)
         if not due or now.is_evaluated:
             return False
-        errors = self._evaluate()
-        with uninterrupted():
-            now.evaluated = errors
-            if now.best is None or errors.top1_error < now.best.top1_error:
-                now.best = errors
-            counts = {"evaluated": len(self.val_pictures), "refused": len(self.val_pictures.refused)}
-            self.log.write({**errors.to_json(), **counts})
+        errors, images = self._evaluate(signals)
+        now.measured.append(errors)
+        if self.group.is_first:
+            refused = len(self.splits.val.samples) - images
+            self.tracking.write({**errors.to_json(), "evaluated": images, "refused": refused})
+            self.tracking.write_layers(now.step, self._layers)
         self._save()
+        self._stop_if(signals)
         return True
 
     @torch.inference_mode()
-    def _evaluate(self) -> Errors:
-        """Return the errors on val/ in the view of the `center` protocol."""
-        self.net.eval()
-        all_ranks = []
-        for batch in evaluation_batches(self.val_pictures, self.recipe, EVALUATION_BATCH):
-            logits = self.net(self._input(batch)).numpy()
+    def _evaluate(self, signals: Signals) -> tuple[Errors, int]:
+        """Return the errors on val/ in the view of the `center` protocol, and of how many images.
+
+        Every process looks at its part.
+        """
+        counts = np.zeros(3)  # images, wrong at top-1, at top-5
+        size = max(1, EVALUATION_BATCH // self.group.size)
+        rank, ranks = self.group.rank, self.group.size
+        for batch in evaluation_batches(self.val_pictures, self.recipe, size, part=(rank, ranks), **self._loading()):
+            logits = self.parallel.logits(self._input(batch)).cpu().numpy()
             if not np.isfinite(logits).all():  # every comparison with NaN is false: it would look like a hit
-                raise self._diverged()
-            all_ranks.append(ranks_of(logits, batch.labels))
-        return errors_of(self.progress.step, all_ranks)
+                counts[0] = math.nan  # which the others must learn, too
+            counts += (len(batch.labels), *mistakes(ranks_of(logits, batch.labels)))
+            self._stop_if(signals)
+        images, *wrong = self.group.total(*counts)
+        if math.isnan(images):
+            raise self._diverged("an answer on val/ is not finite")
+        if not images:
+            raise DatasetError(f"{self.splits.val.location}: no image of val/ can be read any more. Get them again")
+        return errors_of(self.progress.step, images, *wrong), int(images)
+
+    def _layers(self) -> tuple[LayerResponse, ...]:
+        """Measure the layers on images of val/."""
+        views = spread_views(self.val_pictures, self.recipe.evaluation_scale, self.recipe.crop)
+        labels = torch.from_numpy(views.labels).to(self.group.device)
+        return measure(self.net, self._input(Batch(views.images, views.labels)), labels)
+
+    def _save_is_due(self) -> bool:
+        return self.progress.step % self.recipe.save_every == 0 or is_kept(self.recipe, self.progress.step)
 
     def _save(self) -> None:
-        """Write the state first, then the checkpoints that follow from it."""
-        if not all(bool(torch.isfinite(parameter).all()) for parameter in self.net.parameters()):
-            raise self._diverged()
-        write_state(self.folder / STATE_FILE, self.net, self.optimizer, self.progress)
-        for name, checkpoint in self._checkpoints(self.progress):
-            write_checkpoint(self.folder / name, checkpoint)
+        """Write the state and its checkpoints."""
+        finite = all(bool(torch.isfinite(parameter).all()) for parameter in self.net.parameters())
+        if self.group.any(not finite):
+            raise self._diverged("a parameter is not finite")
+        for lost in self.group.everybody(self.progress.lost):
+            self.progress.lost.update(lost)
+        if self.group.is_first:
+            self.keeping.write(self.net, momentum_of(self.net, self.optimizer), self.progress)
+        self._check_lost()
 
-    def _checkpoints(self, now: Progress) -> Iterator[tuple[str, Checkpoint]]:
-        """Yield file name and checkpoint of this state: the last, and the best if this is it."""
-        dataset = self.splits.train
-        checkpoint = Checkpoint(
-            architecture=self.recipe.net(),
-            classes=self.splits.classes,
-            mean=now.mean,
-            tensors=tensors_of(self.net),
-            recipe=self.recipe.to_json(),
-            dataset={"fingerprint": dataset.fingerprint, "images": len(dataset.samples)},
-            metrics=now.evaluated.to_json() if now.evaluated else None,
+    def _check_lost(self) -> None:
+        """End the training when too many images broke since it began."""
+        lost, images = self.progress.lost, len(self.splits.train.samples)
+        refused = len(self.progress.refused["train"])
+        if lost and len(lost) + refused > self.recipe.max_refused * images:
+            some = "; ".join(f"{file}: {reason}" for file, reason in list(lost.items())[:3])
+            raise DatasetError(
+                f"{self.splits.train.location}: {len(lost)} images of train/ broke during the training and {refused} "
+                f"before, more than max_refused, {100 * self.recipe.max_refused:g} % of {images}. The state is saved: "
+                f"mend the images, and the same command goes on. The first: {some}"
+            )
+
+    def _stop_if(self, signals: Signals) -> None:
+        """End the run if any process was told to; what has been done since the last save is saved."""
+        if self.group.any(signals.came):
+            self._stop()
+
+    def _stop(self) -> None:
+        self._save()
+        raise Interrupted(
+            f"{self.folder}: interrupted after step {self.progress.step} of {self.recipe.length}; "
+            "the state is saved, and the same command goes on from there"
         )
-        yield LAST_FILE, checkpoint
-        if now.best is not None and now.best.step == now.step:
-            yield BEST_FILE, checkpoint
 
-    def _diverged(self) -> UsageError:
+    def _diverged(self, where: str) -> UsageError:
+        place = f" ({where})" if where else ""
         return UsageError(
-            f"{self.folder}: the training has diverged: after step {self.progress.step} the loss is no longer finite. "
-            f"The last saved state is kept. Lower `rate` in the recipe (now {self.recipe.rate}) and train in another "
-            "folder, or here with --fresh"
+            f"{self.folder}: the training has diverged: after step {self.progress.step} the loss is no longer finite"
+            f"{place}. The last saved state is kept. Lower `rate` in the recipe (now {self.recipe.rate}) and train in "
+            "another folder, or here with --fresh"
         )
+
+
+@contextmanager
+def _silent() -> Iterator[Advance]:
+    yield lambda _count=1, _note="": None
 
 
 class Clock:
@@ -256,13 +415,3 @@ class Clock:
         rate = self.images / max(now - self.start, 1e-9)
         self.images, self.start = 0, now
         return rate
-
-
-def _holds(path: Path, checkpoint: Checkpoint) -> bool:
-    """Whether the file is this checkpoint."""
-    try:
-        found = read_checkpoint(path)
-    except (CheckpointError, UsageError):  # damaged, or not there
-        return False
-    same = all(np.array_equal(found.tensors[name], tensor) for name, tensor in checkpoint.tensors.items())
-    return same and found.metrics == checkpoint.metrics

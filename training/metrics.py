@@ -1,7 +1,6 @@
 """What a training measures: errors on the validation split, and the log of a run."""
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,14 @@ class Errors:
         return f"top-1 error {self.top1_error:.2f} % top-5 error {self.top5_error:.2f} %"
 
 
-def errors_of(step: int, all_ranks: Iterable[npt.NDArray[np.int64]]) -> Errors:
-    """Count the errors of a whole split, given the ranks of its batches."""
-    rank = np.concatenate(list(all_ranks))
-    return Errors(step, *(round(100 * float((rank > k).mean()), 4) for k in (1, 5)))
+def mistakes(ranks: npt.NDArray[np.int64]) -> tuple[int, int]:
+    """Return how many images are wrong at top-1 and at top-5, given the ranks of their labels, counted from 1."""
+    return int((ranks > 1).sum()), int((ranks > 5).sum())
+
+
+def errors_of(step: int, images: float, top1: float, top5: float) -> Errors:
+    """Return the errors of a whole split, given how many of its images are wrong."""
+    return Errors(step, round(100 * top1 / images, 4), round(100 * top5 / images, 4))
 
 
 class MetricsLog:

@@ -4,8 +4,8 @@ Its parameters are exactly those of a checkpoint (`training.architectures.parame
 needs no renaming anywhere.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from training.architectures import LRELU_SLOPE, Activation, Architecture, Pool, parameter_shapes
 from training.checkpoints import Checkpoint, FloatArray
+
+HEAD = ("fc1", "fc2", "fc3")
+Factors: TypeAlias = tuple[Tensor, Tensor]  # of dropout: what the outputs of fc1 and fc2 are multiplied by, (N, hidden)
 
 
 class Layer(nn.Module):
@@ -31,13 +34,15 @@ class Layer(nn.Module):
 class PreluNet(nn.Module):
     """A net of the paper; all parameters are zero until `load_tensors` or `load_state_dict` fills them.
 
-    dropout: probability, on the outputs of fc1 and fc2, in training only (PReLU-nets, section 4 "Training").
+    observer: told the name of each layer (conv1, …, fc3) and its response, before the activation; None for nobody.
     """
 
-    def __init__(self, architecture: Architecture, classes: int, dropout: float = 0.5) -> None:
+    observer: Callable[[str, Tensor], None] | None
+
+    def __init__(self, architecture: Architecture, classes: int) -> None:
         super().__init__()
         self.architecture = architecture
-        self.dropout = dropout
+        self.observer = None
         layers: dict[str, dict[str, tuple[int, ...]]] = {}
         for name, shape in parameter_shapes(architecture, classes).items():
             layer, kind = name.split(".")
@@ -45,15 +50,30 @@ class PreluNet(nn.Module):
         for layer, shapes in layers.items():
             self.add_module(layer, Layer(shapes))
 
-    def forward(self, images: Tensor) -> Tensor:
+    @property
+    def has_head(self) -> bool:
+        """Return whether the fully connected layers are here."""
+        return hasattr(self, HEAD[0])
+
+    def drop_head(self) -> None:
+        """Give the fully connected layers away: in hybrid training one process alone has them (training/hybrid.py)."""
+        for name in HEAD:
+            delattr(self, name)
+
+    def forward(self, images: Tensor, factors: Factors | None = None) -> Tensor:
         """Return the logits (N, K) of training crops: float (N, 3, crop, crop), mean already subtracted.
 
-        The feature map must be exactly one window; larger images go through `training.dense.dense_windows`.
+        factors: of dropout, as in `head`. The feature map must be exactly one window; larger images go through
+        `training.dense.dense_windows`.
         """
+        return self.head(self.features(images), factors)
+
+    def features(self, images: Tensor) -> Tensor:
+        """Return the features (N, bins·C) of training crops, as `forward` takes them."""
         feature_map = self.trunk(images)
         window = self.architecture.window
         assert feature_map.shape[2:] == (window, window), f"{tuple(images.shape)} is not one crop; see dense_windows"
-        return self.head(self.pyramid(feature_map))
+        return self.pyramid(feature_map)
 
     def trunk(self, images: Tensor) -> Tensor:
         """Return the feature map (N, C, rows, columns) of float images (N, 3, height, width), mean subtracted."""
@@ -64,6 +84,7 @@ class PreluNet(nn.Module):
             else:
                 own = self._layer(layer.name)
                 maps = F.conv2d(maps, own.weight, own.bias, stride=layer.stride, padding=layer.pad)
+                self._tell(layer.name, maps)
                 maps = activate(maps, self.architecture.activation, own.slope)
         return maps
 
@@ -76,15 +97,28 @@ class PreluNet(nn.Module):
         levels = [F.adaptive_max_pool2d(windows, level).flatten(1) for level in self.architecture.spp_levels]
         return torch.cat(levels, dim=1)
 
-    def head(self, features: Tensor) -> Tensor:
-        """Return the logits (N, K) of features (N, bins·C)."""
+    def head(self, features: Tensor, factors: Factors | None = None) -> Tensor:
+        """Return the logits (N, K) of features (N, bins·C).
+
+        factors: of dropout (training/dropout.py); None outside of training.
+        """
         hidden = features
-        for name in ("fc1", "fc2"):
-            own = self._layer(name)
-            hidden = activate(F.linear(hidden, own.weight, own.bias), self.architecture.activation, own.slope)
-            hidden = F.dropout(hidden, self.dropout, self.training)
-        fc3 = self._layer("fc3")
-        return F.linear(hidden, fc3.weight, fc3.bias)
+        for place, name in enumerate(HEAD[:2]):
+            hidden = self._connected(name, hidden)
+            hidden = activate(hidden, self.architecture.activation, self._layer(name).slope)
+            if factors is not None:
+                hidden = hidden * factors[place]
+        return self._connected(HEAD[2], hidden)
+
+    def _connected(self, name: str, values: Tensor) -> Tensor:
+        own = self._layer(name)
+        response = F.linear(values, own.weight, own.bias)
+        self._tell(name, response)
+        return response
+
+    def _tell(self, name: str, response: Tensor) -> None:
+        if self.observer is not None:
+            self.observer(name, response)
 
     def _layer(self, name: str) -> Layer:
         layer = self.get_submodule(name)

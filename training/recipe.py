@@ -3,81 +3,163 @@
 Every number of a training run is in its recipe; the recipe is stored in the run folder and in every checkpoint.
 """
 
+import math
 import tomllib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from evaluator.contract import center_scale
 from evaluator.errors import UsageError
-from training.architectures import ACTIVATIONS, MAX_SIDE, Activation, Architecture, architecture
+from training.architectures import ACTIVATIONS, ARCHITECTURES, MAX_SIDE, Activation, Architecture, architecture
+from training.initialization import FIRST_LAYERS, RULES, FirstLayer, Initialization, Rule
+
+RatePolicy = Literal["at", "plateau"]
+Mean = Literal["image", "channel"]
+Precision = Literal["fp32", "bf16"]
 
 MAX_BATCH = 65_536
 MAX_STEPS = 10**9
+CHOICES: dict[str, tuple[str, ...]] = {  # key → what it may be
+    "architecture": tuple(ARCHITECTURES),
+    "activation": ACTIVATIONS,
+    "rate_policy": get_args(RatePolicy),
+    "mean": get_args(Mean),
+    "init": RULES,
+    "first_layer": FIRST_LAYERS,
+    "precision": get_args(Precision),
+}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a net is trained. Defaults are the paper's (PReLU-nets, section 4 "Training"); lengths in pixels.
+    """How a net is trained; each key's meaning is its line in `prelunet train --help`.
 
-    scales: lowest and highest shorter side of a training image, each equally likely; crop: side of a random crop;
-    rate_drops: parts of the run, 0 to 1, after each of which the rate is multiplied by rate_factor;
-    weight_decay: of weights and biases, never of slopes; evaluate_every, save_every: steps.
+    Defaults are the paper's (PReLU-nets, section 4 "Training"), except that the colour change is off. The length of a
+    run is given as steps or as epochs, one of the two.
     """
 
-    architecture: str
-    crop: int
-    scales: tuple[int, int]
-    batch: int
-    steps: int
-    rate: float
-    rate_drops: tuple[float, ...]
-    evaluate_every: int
-    save_every: int
-    activation: Activation = "prelu"
-    rate_factor: float = 0.1
-    momentum: float = 0.9
-    weight_decay: float = 5e-4
-    dropout: float = 0.5
-    mirror: bool = True
-    seed: int = 0
+    architecture: Annotated[str, "Name of the net."]
+    crop: Annotated[int, "Side of the random crop, pixels."]
+    scales: Annotated[
+        tuple[int, int], "Lowest and highest shorter side of a training image, pixels; each equally likely."
+    ]
+    batch: Annotated[int, "Images of a step, over all processes."]
+    rate: Annotated[float, "Learning rate at the beginning."]
+    evaluate_every: Annotated[int, "Steps between two measurements on val/."]
+    save_every: Annotated[int, "Steps between two saved states."]
+    steps: Annotated[int | None, "Length of the run, in steps."] = None
+    epochs: Annotated[float | None, "Length of the run, in passes over train/; instead of steps."] = None
+    rate_policy: Annotated[RatePolicy, "When the rate falls: 'at' the parts of rate_drops, or when val/ stalls."] = "at"
+    rate_drops: Annotated[tuple[float, ...], "Parts of the run, 0 to 1, after each of which the rate falls."] = ()
+    rate_factor: Annotated[float, "What the rate is multiplied by when it falls."] = 0.1
+    patience: Annotated[int, "plateau: measurements without a lower top-1 error after which the rate falls."] = 5
+    most_drops: Annotated[int, "plateau: how often the rate falls at most."] = 2
+    activation: Annotated[Activation, "Of the convolutions, fc1 and fc2."] = "prelu"
+    momentum: Annotated[float, "Momentum of stochastic gradient descent."] = 0.9
+    weight_decay: Annotated[float, "Of weights and biases, never of slopes."] = 5e-4
+    dropout: Annotated[float, "Probability of dropping an output of fc1 and fc2."] = 0.5
+    mirror: Annotated[bool, "Mirror half of the views."] = True
+    color: Annotated[float, "Standard deviation of the colour change's coefficients; 0 for none."] = 0.0
+    mean: Annotated[Mean, "What is subtracted: the mean of each pixel, or of each channel."] = "image"
+    init: Annotated[Rule, "How convolutions begin: fan-out is Eq. 14, fan-in Eq. 10."] = "fan-out"
+    init_std: Annotated[float, "gaussian: standard deviation of the convolutions."] = 0.01
+    first_layer: Annotated[FirstLayer, "conv1 with the factor 1/2, or exactly, since no activation comes before."] = (
+        "half"
+    )
+    fc_stds: Annotated[tuple[float, float, float], "Standard deviations of fc1, fc2, fc3."] = (0.01, 0.01, 0.001)
+    precision: Annotated[Precision, "Of forward and backward; weights and updates stay fp32."] = "fp32"
+    channels_last: Annotated[bool, "Keep channels last in memory."] = True
+    compile: Annotated[bool, "Compile the net with torch.compile."] = False
+    accumulate: Annotated[int, "Parts of a batch that are computed one after another; less memory."] = 1
+    keep_every: Annotated[
+        int | None, "Steps between two checkpoints that are kept; none but last and best if unset."
+    ] = None
+    max_refused: Annotated[float, "Part of the images that may break before the training stops."] = 0.1
+    seed: Annotated[int, "Of weights, order, views and dropout."] = 0
 
     def __post_init__(self) -> None:
         faults = [text for broken, text in self._rules() if broken]
         if faults:
             raise UsageError(f"this recipe cannot be used: {'; '.join(faults)}. Mend the recipe or the option")
-        self.net()  # which refuses unknown architectures and crops that leave no window
+        self.net()  # which refuses crops that leave no window
+        self.initialization()  # which refuses deviations without sense
 
-    def _rules(self) -> tuple[tuple[bool, str], ...]:
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        for key, choices in CHOICES.items():
+            value = getattr(self, key)
+            yield value not in choices, f"no {key} '{value}'; there are {', '.join(choices)}"
+        yield from self._rules_of_views()
+        yield from self._rules_of_length()
+        yield from self._rules_of_numbers()
+
+    def _rules_of_views(self) -> Iterator[tuple[bool, str]]:
         low, high = self.scales
+        yield not self.crop <= low <= high, f"scales {low} to {high} should rise from the crop, {self.crop}, or above"
+        yield high > MAX_SIDE, f"scales {low} to {high} should be at most {MAX_SIDE}"
+        yield not 0 <= self.color < 10, f"color {self.color} should be from 0 to below 10"
+
+    def _rules_of_length(self) -> Iterator[tuple[bool, str]]:
+        counts = [
+            value for value in (self.steps, self.evaluate_every, self.save_every, self.keep_every) if value is not None
+        ]
         drops = self.rate_drops
-        counts = (self.steps, self.evaluate_every, self.save_every)
-        return (
-            (self.activation not in ACTIVATIONS, f"activation '{self.activation}' is not one of {ACTIVATIONS}"),
-            (not self.crop <= low <= high, f"scales {low} to {high} should rise from the crop, {self.crop}, or above"),
-            (high > MAX_SIDE, f"scales {low} to {high} should be at most {MAX_SIDE}"),
-            (not 1 <= self.batch <= MAX_BATCH, f"batch {self.batch} should be at least 1 and at most {MAX_BATCH}"),
-            (
-                not 1 <= min(counts) <= max(counts) <= MAX_STEPS,
-                f"steps, evaluate_every and save_every should be at least 1 and at most {MAX_STEPS}",
-            ),
-            (not 0 < self.rate < float("inf"), f"rate {self.rate} should be above 0"),
-            (not 0 < self.rate_factor <= 1, f"rate_factor {self.rate_factor} should be above 0 and at most 1"),
-            (
-                any(not 0 < part < 1 for part in drops) or list(drops) != sorted(set(drops)),
-                f"rate_drops {list(drops)} should rise between 0 and 1: they are parts of the run",
-            ),
-            (not 0 <= self.momentum < 1, f"momentum {self.momentum} should be from 0 to below 1"),
-            (not 0 <= self.weight_decay < float("inf"), f"weight_decay {self.weight_decay} should not be negative"),
-            (not 0 <= self.dropout < 1, f"dropout {self.dropout} should be from 0 to below 1"),
-            (self.seed < 0, f"seed {self.seed} should not be negative"),
+        yield (self.steps is None) == (self.epochs is None), "steps or epochs should be given, one of the two"
+        yield (
+            not 1 <= min(counts) <= max(counts) <= MAX_STEPS,
+            f"steps, evaluate_every, save_every and keep_every should be at least 1 and at most {MAX_STEPS}",
         )
+        yield (
+            self.epochs is not None and not 0 < self.epochs <= MAX_STEPS,
+            f"epochs {self.epochs} should be above 0 and at most {MAX_STEPS}",
+        )
+        yield (
+            any(not 0 < part < 1 for part in drops) or list(drops) != sorted(set(drops)),
+            f"rate_drops {list(drops)} should rise between 0 and 1: they are parts of the run",
+        )
+        yield (
+            self.rate_policy == "plateau" and bool(drops),
+            f"rate_drops {list(drops)} belong to the rate_policy 'at', not to 'plateau'",
+        )
+        yield self.patience < 1, f"patience {self.patience} should be at least 1"
+        yield self.most_drops < 0, f"most_drops {self.most_drops} should not be negative"
+
+    def _rules_of_numbers(self) -> Iterator[tuple[bool, str]]:
+        yield not 1 <= self.batch <= MAX_BATCH, f"batch {self.batch} should be at least 1 and at most {MAX_BATCH}"
+        yield not 0 < self.rate < math.inf, f"rate {self.rate} should be above 0"
+        yield not 0 < self.rate_factor <= 1, f"rate_factor {self.rate_factor} should be above 0 and at most 1"
+        yield not 0 <= self.momentum < 1, f"momentum {self.momentum} should be from 0 to below 1"
+        yield not 0 <= self.weight_decay < math.inf, f"weight_decay {self.weight_decay} should not be negative"
+        yield not 0 <= self.dropout < 1, f"dropout {self.dropout} should be from 0 to below 1"
+        yield (
+            not 1 <= self.accumulate <= self.batch,
+            f"accumulate {self.accumulate} should be at least 1 and at most the batch, {self.batch}",
+        )
+        yield not 0 <= self.max_refused <= 1, f"max_refused {self.max_refused} should be from 0 to 1"
+        yield self.seed < 0, f"seed {self.seed} should not be negative"
+
+    def of_length(self, images: int) -> "Recipe":
+        """Return the recipe with its length in steps, for a training set of so many images, halves rounded up."""
+        if self.epochs is None:
+            return self
+        return replace(self, steps=max(1, int(self.epochs * images / self.batch + 0.5)), epochs=None)
+
+    @property
+    def length(self) -> int:
+        """Return the steps of the run; `of_length` has made them of epochs."""
+        assert self.steps is not None, "the length is in epochs: of_length first"
+        return self.steps
 
     def net(self) -> Architecture:
         """Return the architecture that is trained."""
         return architecture(self.architecture, activation=self.activation, crop=self.crop)
+
+    def initialization(self) -> Initialization:
+        """Return how the weights begin."""
+        return Initialization(self.init, self.init_std, self.first_layer, self.fc_stds)
 
     @property
     def evaluation_scale(self) -> int:
@@ -85,8 +167,9 @@ class Recipe:
         return center_scale(self.crop)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the recipe as plain data for the run folder and checkpoints."""
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+        """Return the recipe as plain data for the run folder and checkpoints; keys that are not set are left out."""
+        values = {key: value for key, value in asdict(self).items() if value is not None}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
 def recipe_names() -> list[str]:
@@ -121,26 +204,29 @@ def read_recipe(name_or_file: str) -> Recipe:
 
 def recipe_from_values(values: Mapping[str, Any], where: str) -> Recipe:
     """Build a recipe from TOML or JSON values; `where` names their source in errors."""
-    kinds = {field.name: field.type for field in fields(Recipe)}
+    kinds = {key.name: key.type for key in fields(Recipe)}
     unknown = sorted(set(values) - set(kinds))
     if unknown:
         raise UsageError(f"{where}: no key {', '.join(unknown)} in a recipe. There are: {', '.join(kinds)}")
-    try:
-        return Recipe(**{key: _typed(value, kinds[key], f"{where}: {key}") for key, value in values.items()})
-    except TypeError as error:  # Python names the missing fields
-        missing = [name for name in kinds if name not in values and f"'{name}'" in str(error)]
-        raise UsageError(f"{where}: the recipe lacks {', '.join(missing)}. Add what is missing") from error
+    missing = [key.name for key in fields(Recipe) if key.default is MISSING and key.name not in values]
+    if missing:
+        raise UsageError(f"{where}: the recipe lacks {', '.join(missing)}. Add what is missing")
+    return Recipe(**{key: typed(value, kinds[key], f"{where}: {key}") for key, value in values.items()})
 
 
-def _typed(value: Any, kind: Any, where: str) -> Any:
+def typed(value: Any, kind: Any, where: str) -> Any:
     """Check a value against the type of its field; whole numbers pass as floats, nothing else is converted."""
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    if isinstance(kind, UnionType):  # `int | None`
+        return None if value is None else typed(value, get_args(kind)[0], where)
     if get_origin(kind) is tuple:
         item, *rest = get_args(kind)
         if not isinstance(value, list) or (rest != [...] and len(value) != 1 + len(rest)):
             raise UsageError(
                 f"{where} should be a list{'' if rest == [...] else f' of {1 + len(rest)}'}, not {value!r}"
             )
-        return tuple(_typed(one, item, where) for one in value)
+        return tuple(typed(one, item, where) for one in value)
     if kind is float and type(value) is int:
         return float(value)
     plain = kind if isinstance(kind, type) else str  # a Literal; Recipe itself checks which

@@ -4,10 +4,14 @@ training.json       recipe, dataset, classes; written first
 state.pt            how far the run is (training/state.py)
 last.safetensors    the checkpoint of that state
 best.safetensors    the checkpoint with the lowest top-1 error on val/ so far
+step-N.safetensors  checkpoints that `keep_every` keeps
 metrics.jsonl       loss, rate, speed; errors on val/
+diagnosis.jsonl     responses of the layers at every evaluation (--diagnose)
+tensorboard/        the same as metrics.jsonl for TensorBoard
 """
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +25,8 @@ from evaluator.strict import an_object, check_plain, parse_json
 RUN_VERSION = 1
 TRAINING_FILE, STATE_FILE, METRICS_FILE = "training.json", "state.pt", "metrics.jsonl"
 LAST_FILE, BEST_FILE = "last.safetensors", "best.safetensors"
-FILES = (STATE_FILE, LAST_FILE, BEST_FILE, METRICS_FILE, TRAINING_FILE)  # training.json goes last: it is the sign
+DIAGNOSIS_FILE, EVENTS_FOLDER, KEPT_FILES = "diagnosis.jsonl", "tensorboard", "step-*.safetensors"
+FILES = (STATE_FILE, LAST_FILE, BEST_FILE, METRICS_FILE, DIAGNOSIS_FILE, TRAINING_FILE)  # the last one is the sign
 
 
 @contextmanager
@@ -36,14 +41,28 @@ def open_run_folder(folder: Path, description: dict[str, Any], *, fresh: bool) -
         raise UsageError(f"{folder}: a file of that name exists. Choose another folder with --out")
     folder.mkdir(parents=True, exist_ok=True)
     with locked_folder(folder, "--out"):
-        remove_leftovers(folder, FILES)
+        remove_leftovers(folder, (*FILES, KEPT_FILES))
         if not (folder / TRAINING_FILE).exists():
             _check_unused(folder)
         elif fresh:
-            for name in FILES:
-                (folder / name).unlink(missing_ok=True)
+            _remove(folder)
         _describe_or_compare(folder, {"version": RUN_VERSION, **description})
         yield
+
+
+def kept_name(step: int) -> str:
+    """Return the name of a checkpoint that `keep_every` keeps."""
+    return f"step-{step:07}.safetensors"
+
+
+def _remove(folder: Path) -> None:
+    """Remove the files of a run and no others."""
+    for kept in folder.glob(KEPT_FILES):
+        kept.unlink()
+    if (folder / EVENTS_FOLDER).is_dir():
+        shutil.rmtree(folder / EVENTS_FOLDER)
+    for name in FILES:
+        (folder / name).unlink(missing_ok=True)
 
 
 def _describe_or_compare(folder: Path, wanted: dict[str, Any]) -> None:

@@ -15,14 +15,17 @@ from evaluator.imaging.decode import image_size
 
 @dataclass(frozen=True)
 class Splits:
-    """Training and validation images; both label by the training set's classes, its folders in sorted order."""
+    """Training and validation images; both label by the training set's classes, in the order of the training set."""
 
     train: Dataset
     val: Dataset
 
     @property
     def classes(self) -> tuple[ClassEntry, ...]:
-        """Return the classes: the folder's name is the wnid, and with spaces for '-' and '_' the name."""
+        """Return the classes: the folder's name is the wnid, and with spaces for '-' and '_' the name.
+
+        Of shards what they have for a label stands for the folder's name.
+        """
         return tuple(ClassEntry(wnid, wnid.replace("-", " ").replace("_", " ")) for wnid in self.train.classes)
 
     def to_json(self) -> dict[str, Any]:
@@ -36,9 +39,10 @@ class Splits:
 
 
 def open_splits(path: Path) -> Splits:
-    """Open a folder or archive that has `train/` and `val/` with class folders in them.
+    """Open a folder or archive that has `train/` and `val/` with class folders in them, or a folder with shards.
 
-    A training class may be absent from `val/`; not the other way round.
+    Shards lie in `train/` and `val/`, or side by side with these words in their names. A training class may be absent
+    from `val/`; not the other way round.
     Raises DatasetError where one of the two is missing, a class folder is empty, there is only one class, or `val/` has
     a class that the training never sees.
     """
@@ -47,7 +51,7 @@ def open_splits(path: Path) -> Splits:
     if train.reader == val.reader:  # neither folder exists, so both opened the top
         raise DatasetError(
             f"{path}: no folders 'train' and 'val' here. Put the class folders to learn from into {path / 'train'} "
-            f"and those to measure on into {path / 'val'}"
+            f"and those to measure on into {path / 'val'}; webdataset shards may lie there, too"
         )
     if len(train.classes) < 2:
         raise DatasetError(

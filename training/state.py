@@ -2,17 +2,20 @@
 
 state.pt alone says how far a run is, and is replaced whole or not at all. The checkpoints are written after it and can
 be made from it again: what a crash leaves out in between, the next start mends. There is no random state in it: every
-random number is a function of (seed, step) or of (seed, epoch, image).
+random number is a function of (seed, step) or of (seed, epoch, image). Nor is there anything of the processes that
+wrote it: tensors stand under their names, so that any number of processes can go on from it.
 """
 
+import errno
 import io
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from evaluator.errors import RunFolderError
@@ -22,24 +25,37 @@ from training.metrics import Errors
 from training.network import PreluNet
 from training.pictures import FloatArray
 
-STATE_VERSION = 1
+STATE_VERSION = 2
+_MOMENTUM = "momentum_buffer"  # of torch's SGD
 
 
 @dataclass
 class Progress:
     """How far a run is; it changes only together with the net and the optimizer.
 
-    step: finished steps; evaluated, best: the last and the best measurement; loss_sum over loss_steps: steps that are
-    not logged yet; mean: float32 (crop, crop, 3); refused: `train` and `val` → file → reason.
+    mean: float32 (crop, crop, 3) or (3,); axes: float32 (3, 3), of the colour change; refused: `train` and `val` → file
+    → reason, as found before the training; lost: the same for images of train/ that broke since; step: finished steps;
+    loss_sum over loss_steps: steps that are not logged yet; measured: all measurements so far, in their order.
     """
 
     mean: FloatArray
+    axes: FloatArray
     refused: Mapping[str, Mapping[str, str]]
+    lost: dict[str, str] = field(default_factory=dict)
     step: int = 0
     loss_sum: float = 0.0
     loss_steps: int = 0
-    evaluated: Errors | None = None
-    best: Errors | None = None
+    measured: list[Errors] = field(default_factory=list)
+
+    @property
+    def evaluated(self) -> Errors | None:
+        """Return the last measurement."""
+        return self.measured[-1] if self.measured else None
+
+    @property
+    def best(self) -> Errors | None:
+        """Return the measurement with the lowest top-1 error, the first of several."""
+        return min(self.measured, key=lambda errors: errors.top1_error, default=None)
 
     @property
     def is_evaluated(self) -> bool:
@@ -47,18 +63,43 @@ class Progress:
         return self.evaluated is not None and self.evaluated.step == self.step
 
 
-def write_state(path: Path, net: PreluNet, optimizer: Optimizer, progress: Progress) -> None:
+@dataclass(frozen=True)
+class State:
+    """What state.pt holds. tensors, momentum: name in a checkpoint → tensor; no momentum before the first step."""
+
+    progress: Progress
+    tensors: Mapping[str, Tensor]
+    momentum: Mapping[str, Tensor]
+
+    def restore(self, net: PreluNet, optimizer: Optimizer) -> None:
+        """Put the tensors into a net, and the momenta into its optimizer; of both what this process has."""
+        with torch.no_grad():
+            for name, parameter in net.named_parameters():
+                parameter.copy_(self.tensors[name])
+                if name in self.momentum:
+                    held = torch.empty_like(parameter)  # which keeps the parameter's device and order in memory
+                    optimizer.state[parameter][_MOMENTUM] = held.copy_(self.momentum[name])
+
+
+def momentum_of(net: PreluNet, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return what an SGD optimizer remembers of each parameter of a net; nothing before the first step."""
+    found = {name: optimizer.state[value].get(_MOMENTUM) for name, value in net.named_parameters()}
+    return {name: momentum for name, momentum in found.items() if momentum is not None}
+
+
+def write_state(path: Path, net: PreluNet, momentum: Mapping[str, Tensor], progress: Progress) -> None:
     """Write state.pt, whole or not at all."""
     state = {
         "version": STATE_VERSION,
         "net": net.state_dict(),
-        "optimizer": optimizer.state_dict(),
+        "momentum": dict(momentum),
         "mean": torch.from_numpy(progress.mean),
+        "axes": torch.from_numpy(progress.axes),
         "refused": {split: dict(files) for split, files in progress.refused.items()},
+        "lost": dict(progress.lost),
         "step": progress.step,
         "loss": [progress.loss_sum, progress.loss_steps],
-        "evaluated": progress.evaluated and progress.evaluated.to_json(),
-        "best": progress.best and progress.best.to_json(),
+        "measured": [errors.to_json() for errors in progress.measured],
     }
     # Not straight into the file: torch hides the system's error there, and "disk full" would read as our own mistake.
     buffer = io.BytesIO()
@@ -67,46 +108,62 @@ def write_state(path: Path, net: PreluNet, optimizer: Optimizer, progress: Progr
         file.write(buffer.getbuffer())
 
 
-def read_state(path: Path, net: PreluNet, optimizer: Optimizer) -> Progress:
-    """Read state.pt into a net and an optimizer of the same recipe; no code in the file is ever run.
+def read_state(path: Path, net: PreluNet) -> State:
+    """Read state.pt of a training of such a net; no code in the file is ever run.
 
-    Raises RunFolderError for a file that is damaged, or not of this net.
+    net: with all its layers. Raises RunFolderError for a file that is damaged, or not of this net.
     """
     try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        version = whole(state["version"], "version", 1)
+        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        version = whole(found["version"], "version", 1)
         if version == STATE_VERSION:
-            net.load_state_dict(state["net"])
-            optimizer.load_state_dict(state["optimizer"])
-            return _progress_of(state, net.architecture.crop)
-    except OSError:
-        raise
+            return _state_of(found, net)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # which is what torch makes of a very short file
+            raise
+        raise _damaged(path) from error
     except (
         Exception
     ) as error:  # on damaged bytes torch raises far more than its own classes, with advice we do not give
-        raise RunFolderError(
-            f"{path}: damaged, or of another net, so it cannot be resumed from. "
-            "Restore the file from a copy, or begin anew with --fresh"
-        ) from error
+        raise _damaged(path) from error
     raise RunFolderError(
         f"{path}: version {version}, but this prelunet reads version {STATE_VERSION}. "
         "Go on with the prelunet that wrote it, or begin anew with --fresh"
     )
 
 
-def _progress_of(state: dict[str, Any], crop: int) -> Progress:
-    """Return what the state says of the run; ValueError, TypeError or KeyError where it cannot be meant."""
-    loss_sum, loss_steps = state["loss"]
-    mean = state["mean"].numpy()
-    if mean.dtype != np.float32 or mean.shape != (crop, crop, 3):
+def _damaged(path: Path) -> RunFolderError:
+    return RunFolderError(
+        f"{path}: damaged, or of another net, so it cannot be resumed from. "
+        "Restore the file from a copy, or begin anew with --fresh"
+    )
+
+
+def _state_of(found: dict[str, Any], net: PreluNet) -> State:
+    """Return what the file says; ValueError, TypeError, AttributeError or KeyError where it cannot be meant."""
+    shapes = {name: tuple(value.shape) for name, value in net.state_dict().items()}
+    tensors, momentum = found["net"], found["momentum"]
+    if {name: tuple(value.shape) for name, value in tensors.items()} != shapes:
+        raise ValueError("tensors of another net")
+    if any(shapes[name] != tuple(value.shape) for name, value in momentum.items()):
+        raise ValueError("momenta of another net")
+    return State(_progress_of(found, net.architecture.crop), tensors, momentum)
+
+
+def _progress_of(found: dict[str, Any], crop: int) -> Progress:
+    loss_sum, loss_steps = found["loss"]
+    mean, axes = found["mean"].numpy(), found["axes"].numpy()
+    if mean.dtype != np.float32 or mean.shape not in ((crop, crop, 3), (3,)):
         raise ValueError(f"a mean of shape {mean.shape}")
-    refused = {split: dict(state["refused"][split]) for split in ("train", "val")}
+    if axes.dtype != np.float32 or axes.shape != (3, 3):
+        raise ValueError(f"axes of shape {axes.shape}")
     return Progress(
         mean=mean,
-        refused=refused,
-        step=whole(state["step"], "step", 0),
+        axes=axes,
+        refused={split: dict(found["refused"][split]) for split in ("train", "val")},
+        lost=dict(found["lost"]),
+        step=whole(found["step"], "step", 0),
         loss_sum=float(loss_sum),
         loss_steps=whole(loss_steps, "steps of the loss", 0),
-        evaluated=state["evaluated"] and Errors(**state["evaluated"]),
-        best=state["best"] and Errors(**state["best"]),
+        measured=[Errors(**errors) for errors in found["measured"]],
     )

@@ -13,7 +13,7 @@ from functools import cached_property
 from evaluator.datasets.source import some
 from evaluator.errors import DatasetError
 
-_NUMBER = re.compile(r"-?\d{1,9}", re.ASCII)
+NUMBER = re.compile(r"-?\d{1,9}", re.ASCII)
 WNID = re.compile(r"n\d{8}", re.ASCII)  # of ImageNet
 NO_LABEL = "-1"  # what public copies of ImageNet's test set have for a label
 
@@ -64,13 +64,13 @@ class ClassList:
             return Meaning({word: self.by_wnid[word] for word in words}, "wnids")
         # Numbers are names where all of them are; and beside wnids that are numbers they are damaged wnids.
         named = all(_plain(word) in self.by_name for word in words) or any(word in self.by_wnid for word in words)
-        odd = [word for word in words if not _NUMBER.fullmatch(word)]
+        odd = [word for word in words if not NUMBER.fullmatch(word)]
         if not named and not odd:
             index = self._indices(words, of_all=of_all, chosen=chosen)
             span = f"{min(index.values())} to {max(index.values())}"
             return Meaning(index, f"class indices, counted from 0 (there are {span})")
         numbers = len(words) - len(odd)
-        if not named and numbers > len(odd) and not any(self.knows(word) for word in words if _NUMBER.fullmatch(word)):
+        if not named and numbers > len(odd) and not any(self.knows(word) for word in words if NUMBER.fullmatch(word)):
             raise DatasetError(
                 f"{words[odd[0]]}: {odd[0]!a:.80} is no whole number, but the {numbers} others are class indices. Give "
                 "labels of one kind: class indices, or wnids"
@@ -82,7 +82,7 @@ class ClassList:
 
         Raises DatasetError where they are the numbers from 1 on.
         """
-        if not folders or any(map(self.knows, folders)) or not all(map(_NUMBER.fullmatch, folders)):
+        if not folders or any(map(self.knows, folders)) or not all(map(NUMBER.fullmatch, folders)):
             return None
         numbers = {folder: int(folder) for folder in folders}
         if sorted(numbers.values()) == list(range(1, len(self.wnids) + 1)):

@@ -17,8 +17,16 @@ from evaluator.datasets.imagenet import GROUND_TRUTH, labels_of_devkit, wnids_in
 from evaluator.datasets.lists import labels_of_list
 from evaluator.datasets.sample import UNLABELLED, Reader
 from evaluator.datasets.source import LabelFile, Source, place_of, some
-from evaluator.datasets.webdataset import is_shard, labels_in_shard, open_shards, shards_of_split
+from evaluator.datasets.webdataset import (
+    is_shard,
+    labels_in_shard,
+    open_shards,
+    open_training_shards,
+    shards_of_split,
+)
 from evaluator.errors import DatasetError
+
+SHARDS = "webdataset shards"  # as a layout is called
 
 
 @dataclass(frozen=True)
@@ -59,16 +67,20 @@ def images_in(source: Source, path: Path, inside: str) -> Images:
     return images
 
 
-def training_folders(images: Images) -> tuple[Found, tuple[str, ...]]:
-    """Label images by their class folders in sorted order; also return those.
+def training_layout(images: Images, split: str) -> tuple[Found, tuple[str, ...]]:
+    """Label images by their class folders in sorted order, or as shards do; also return the classes.
 
-    Raises DatasetError where there are none, or one is empty.
+    Raises DatasetError where there are neither, a class folder is empty, or labels do not fit (`open_training_shards`).
     """
+    if tars := _tars(images):
+        paths = shards_of_split(tars, split)
+        table, labels, reader, classes = open_training_shards(paths, complete=split == "train")
+        return Found(table.names, table.sizes, labels, reader, SHARDS, [_span(images, paths)]), classes
     folders = tuple(images.source.folders(images.inside))
     if not folders:
         raise DatasetError(
             f"{images.place}: no class folders here ({len(images.names)} images lie loose). "
-            "Put the images of each class into a folder named as the class"
+            "Put the images of each class into a folder named as the class, or give webdataset shards"
         )
     return _by_folder(images, folders, {folder: index for index, folder in enumerate(folders)}, []), folders
 
@@ -164,23 +176,32 @@ def _by_file(images: Images, file: LabelFile, classes: ClassList) -> Found:
 def _shards(images: Images, split: str, classes: ClassList, labels: Path | None, *, no_labels: bool) -> Found | None:
     """Label the images of webdataset shards, of one or of a folder of them; None where there are none."""
     source, inside = images.source, images.inside
-    tars: list[Path] = []
-    if isinstance(source, FolderSource) and not images.names:
-        tars = [source.root / inside / name for name in source.others(inside) if name.endswith(".tar")]
+    tars = _tars(images)
     sidecars = any(map(classes.knows, source.folders(inside)))  # beside images in class folders: these tell the labels
     if not tars and (sidecars or not isinstance(source, ArchiveSource) or not is_shard(source, inside)):
         return None
     if labels is not None:
         raise DatasetError(f"{images.place}: webdataset shards hold their own labels. Leave --labels out")
-    layout = "unlabelled" if no_labels else "webdataset shards"
+    layout = "unlabelled" if no_labels else SHARDS
     if tars:
         paths = shards_of_split(tars, split)
         table, indices, reader = open_shards(paths, classes, no_labels=no_labels)
-        remarks = [f"{images.place}: {len(paths):,} shards, {paths[0].name} to {paths[-1].name}"]
-        return Found(table.names, table.sizes, indices, reader, layout, remarks)
+        return Found(table.names, table.sizes, indices, reader, layout, [_span(images, paths)])
     assert isinstance(source, ArchiveSource), "or there would be tars"
     indices = [UNLABELLED] * len(images.names) if no_labels else labels_in_shard(source, inside, classes)
     return _found(images, indices, layout)
+
+
+def _tars(images: Images) -> list[Path]:
+    """Return the tars in a folder that has no images beside them."""
+    source = images.source
+    if not isinstance(source, FolderSource) or images.names:
+        return []
+    return [source.root / images.inside / name for name in source.others(images.inside) if name.endswith(".tar")]
+
+
+def _span(images: Images, paths: Sequence[Path]) -> str:
+    return f"{images.place}: {len(paths):,} shards, {paths[0].name} to {paths[-1].name}"
 
 
 def _check_names(names: Iterable[str], place: str) -> None:

@@ -9,7 +9,7 @@ from evaluator.datasets.archives import ArchiveSource, open_archive
 from evaluator.datasets.classes import ClassList
 from evaluator.datasets.detect import has_list
 from evaluator.datasets.folders import FolderSource, reading_error
-from evaluator.datasets.layouts import find_layout, images_in, training_folders
+from evaluator.datasets.layouts import find_layout, images_in, training_layout
 from evaluator.datasets.sample import Dataset, DatasetPlace, Sample
 from evaluator.datasets.selection import select
 from evaluator.datasets.source import Source, join, place_of
@@ -54,7 +54,7 @@ def open_dataset(
 
     split: `train` or `val`; where the top, or a single folder at the top, has a folder of that name, it is entered.
     class_names: the model's wnids, whose places are the labels; None (for a training set) takes class folders in
-    sorted order and no other layout. names: of the model's classes, for people, in the same order.
+    sorted order, or webdataset shards, and no other layout. names: of the model's classes, for people, in that order.
     labels: list of labels or devkit, None to look in and beside the dataset where they are needed; no_labels: take the
     images without labels, as a test set; any_set: which set those are has to be clear, else it is the split.
     Samples are all files with an image's suffix, at any depth, sorted by name. Hidden files, `__MACOSX` and other
@@ -66,7 +66,7 @@ def open_dataset(
         raise UsageError("--labels and --no-labels contradict each other. Give one of them")
     source = _open_source(path)
     if class_names is None:
-        found, classes = training_folders(images_in(source, path, _enter_split(source, path, split)))
+        found, classes = training_layout(images_in(source, path, _enter_split(source, path, split)), split)
     else:
         classes = tuple(class_names)
         model = ClassList(classes, tuple(names))
@@ -155,13 +155,18 @@ def _enter_split(source: Source, path: Path, split: str) -> str:
     if split not in top and len(top) == 1 and top[0] not in SPLITS and source.folders(top[0]):
         inside = top[0]
     below = source.folders(inside)
-    splits = [name for name in {*SPLITS, split} if name in below and source.folders(join(inside, name))]
-    # A folder of that name without folders inside is a class.
+    splits = [name for name in {*SPLITS, split} if name in below and _is_set(source, join(inside, name))]
+    # A folder of that name without folders or shards inside is a class.
     if split in splits:
         return join(inside, split)
     if splits:
         raise _no_split(place_of(path, inside), splits[0], split)
     return inside
+
+
+def _is_set(source: Source, inside: str) -> bool:
+    """Say whether there are class folders or shards in a folder."""
+    return bool(source.folders(inside)) or any(name.endswith(".tar") for name in source.others(inside))
 
 
 def _no_split(place: str, other: str, split: str) -> DatasetError:

@@ -5,12 +5,12 @@ index; `.json` an object whose `label` is one, which counts where there is no `.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 from evaluator.datasets.archives import ArchiveReader, ArchiveSource, open_archive
-from evaluator.datasets.classes import ClassList
+from evaluator.datasets.classes import NUMBER, ClassList
 from evaluator.datasets.members import MemberTable
 from evaluator.datasets.sample import UNLABELLED
 from evaluator.datasets.source import join, some
@@ -54,6 +54,53 @@ def open_shards(
 
     Raises DatasetError where one is no shard, an image has no label or the reverse, or a label is none of the classes.
     """
+    table, words, found_at = _read_shards(paths, no_labels=no_labels)
+    return table, _labels(words, found_at, classes, len(table.names)), ArchiveReader(tuple(paths), table)
+
+
+def open_training_shards(
+    paths: Sequence[Path], *, complete: bool
+) -> tuple[MemberTable, list[int], ArchiveReader, tuple[str, ...]]:
+    """Read shards as `open_shards` does, where the classes are not known beforehand; return them, too.
+
+    Words are classes in sorted order. Class indices are classes named by their numbers, "0", "1", …; complete: whether
+    each from 0 to the highest must have an image, since a net's classes are counted without gaps. Raises DatasetError.
+    """
+    table, words, found_at = _read_shards(paths, no_labels=False)
+    classes = _classes_of(found_at, complete=complete)
+    index = {word: place for place, word in enumerate(classes)}
+    return table, [index[word] for word in words], ArchiveReader(tuple(paths), table), classes
+
+
+def _classes_of(found_at: Mapping[str, str], *, complete: bool) -> tuple[str, ...]:
+    """Return the classes that words name, in the order of their labels. found_at: each word and where it stands."""
+    strange = {
+        word: place for word, place in found_at.items() if not word or (NUMBER.fullmatch(word) and int(word) < 0)
+    }
+    if strange:
+        word, place = next(iter(strange.items()))
+        raise DatasetError(f"{place}: the label {word!a} is no class. Pack the shard anew, without such images")
+    numbers = {word: int(word) for word in found_at if NUMBER.fullmatch(word)}
+    if not numbers:
+        return tuple(sorted(found_at))
+    if len(numbers) < len(found_at) or any(str(number) != word for word, number in numbers.items()):
+        word = next(word for word in found_at if str(numbers.get(word)) != word)
+        raise DatasetError(
+            f"{found_at[word]}: the label {word!a:.80} is no class index as the others are, 0, 1, …. "
+            "Pack the shards anew, with labels of one kind"
+        )
+    lacking = sorted(set(range(max(numbers.values()) + 1)) - set(numbers.values()))
+    if complete and lacking:
+        raise DatasetError(
+            f"{next(iter(found_at.values()))}: labels from {min(numbers.values())} to {max(numbers.values())} in these "
+            f"shards, but no image of class {lacking[0]} ({len(lacking):,} such classes). Class indices are counted "
+            "from 0: pack the shards anew, or give all of them"
+        )
+    return tuple(sorted(numbers, key=numbers.__getitem__))
+
+
+def _read_shards(paths: Sequence[Path], *, no_labels: bool) -> tuple[MemberTable, list[str], dict[str, str]]:
+    """Return the images, the word for the class of each, and each word with the place where it stands first."""
     table, words, found_at = MemberTable(), list[str](), dict[str, str]()
     with progress("read shards", len(paths), "shards") as advance:
         for volume, path in enumerate(paths):
@@ -67,7 +114,7 @@ def open_shards(
                 _read_words(source, "", words, found_at)
             table.extend(f"{path.name}/", volume, source.members)
             advance()
-    return table, _labels(words, found_at, classes, len(table.names)), ArchiveReader(tuple(paths), table)
+    return table, words, found_at
 
 
 def labels_in_shard(source: ArchiveSource, inside: str, classes: ClassList) -> list[int]:

@@ -59,31 +59,63 @@ def resize_to_scales(
     return {scale: _resize(picture, scale, cap, interpolation) for scale in scales}
 
 
+def resize_part(
+    image: Picture, scale: int, origin: tuple[int, int], size: tuple[int, int], cap: int = LONG_SIDE_CAP
+) -> UInt8Array:
+    """Compute one part of what `resize_shorter_side` gives, bilinear, and nothing beside it.
+
+    image: uint8 (H, W, 3) or an RGB image of Pillow; origin: row and column in the resized (and capped) image where the
+    part begins; size: its height and width, which must fit. Returns uint8 (height, width, 3).
+
+    Like the whole image it is within 1 level of the exact filter, since Pillow rounds between its two passes and at the
+    end; so part and whole differ by 2 at most. They do differ, mostly by 1, where Pillow, which looks at the sizes,
+    takes rows before columns in one of them only, or where a sum lies at a half. (Bicubic parts would differ by more:
+    what shoots over 0 or 255 is cut off between the passes.)
+    """
+    picture = image if isinstance(image, Image.Image) else Image.fromarray(image)
+    full = _uncapped_size(picture.height, picture.width, scale)
+    capped = resized_size(picture.height, picture.width, scale, cap)
+    assert all(0 <= place <= side - count for place, side, count in zip(origin, capped, size, strict=True))
+    first = (full[0] - capped[0]) // 2 + origin[0], (full[1] - capped[1]) // 2 + origin[1]
+    return _resized(picture, full, first, size, "bilinear")
+
+
 def _resize(picture: Image.Image, scale: int, cap: int, interpolation: Interpolation) -> tuple[UInt8Array, bool]:
     width, height = picture.size
     full = _uncapped_size(height, width, scale)
     kept = resized_size(height, width, scale, cap)
+    first = (full[0] - kept[0]) // 2, (full[1] - kept[1]) // 2
+    return _resized(picture, full, first, kept, interpolation), kept != full
+
+
+def _resized(
+    picture: Image.Image,
+    full: tuple[int, int],
+    first: tuple[int, int],
+    count: tuple[int, int],
+    interpolation: Interpolation,
+) -> UInt8Array:
+    """Return rows and columns from `first` on, `count` of them, of the picture resized to `full`."""
+    width, height = picture.size
     resampling, support = _FILTERS[interpolation]
-    top, bottom, box_top, box_bottom = _source_span(height, full[0], kept[0], support)
-    left, right, box_left, box_right = _source_span(width, full[1], kept[1], support)
-    if kept != full:
+    top, bottom, box_top, box_bottom = _source_span(height, full[0], first[0], count[0], support)
+    left, right, box_left, box_right = _source_span(width, full[1], first[1], count[1], support)
+    if (top, left, bottom, right) != (0, 0, height, width):
         picture = picture.crop((left, top, right, bottom))
-    resized = picture.resize((kept[1], kept[0]), resampling, box=(box_left, box_top, box_right, box_bottom))
-    return np.array(resized), kept != full
+    return np.array(picture.resize((count[1], count[0]), resampling, box=(box_left, box_top, box_right, box_bottom)))
 
 
-def _source_span(side: int, full: int, kept: int, support: int) -> tuple[int, int, float, float]:
-    """Return from which source pixels the central `kept` of `full` resized pixels of one side are made.
+def _source_span(side: int, full: int, offset: int, count: int, support: int) -> tuple[int, int, float, float]:
+    """Return from which source pixels `count` of `full` resized pixels of one side are made, from `offset` on.
 
     support: pixels of the coarser grid that the filter reaches on either side.
-    First and last + 1 of the source pixels that the filter touches; then, counted from the first, where the kept
-    part begins and ends among them. The part is cut out first because Pillow takes its box in float32, which far
+    First and last + 1 of the source pixels that the filter touches; then, counted from the first, where the part
+    begins and ends among them. The part is cut out first because Pillow takes its box in float32, which far
     along a very long side cannot tell neighbouring pixels apart.
     """
-    if kept == full:
+    if count == full:
         return 0, side, 0.0, float(side)
-    offset = (full - kept) // 2
     reach = support * -(-side // full) + 1  # and one for rounding
     first = max(offset * side // full - reach, 0)
-    last = min(-(-(offset + kept) * side // full) + reach, side)
-    return first, last, (offset * side - first * full) / full, ((offset + kept) * side - first * full) / full
+    last = min(-(-(offset + count) * side // full) + reach, side)
+    return first, last, (offset * side - first * full) / full, ((offset + count) * side - first * full) / full

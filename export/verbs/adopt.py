@@ -52,9 +52,9 @@ def adopt(
 
     The file is compared with the net itself in onnxruntime before it gets its name; on a mismatch no file is left.
     """
-    from export.adopt_preprocessing import Preprocessing, three_numbers
     from export.adopting import AdoptOptions  # here, so that --help needs no onnx
     from export.adopting import adopt as adopt_net
+    from training.preprocessing import Preprocessing, three_numbers
 
     if output.exists() and not force:
         raise UsageError(f"{output}: exists already. Choose another name, or replace it with --force")

@@ -1,16 +1,26 @@
 """`prelunet init`: an initialised, untrained checkpoint."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, cast
 
 import numpy as np
 import typer
 
-from evaluator.complexity import multiply_adds
 from evaluator.errors import UsageError
 from evaluator.terminal import say
 from training.architectures import ACTIVATIONS, ARCHITECTURES, MAX_SIDE, Activation, architecture
-from training.initialization import CHANNEL_MEAN, initial_tensors, parse_classes
+from training.initialization import (
+    CHANNEL_MEAN,
+    FIRST_LAYERS,
+    RULES,
+    FirstLayer,
+    Initialization,
+    Rule,
+    initial_tensors,
+    parse_classes,
+)
+from training.verbs.sizes import sizes
 
 
 def init(
@@ -29,21 +39,52 @@ def init(
         int | None,
         typer.Option(min=1, max=MAX_SIDE, help="Side of a training crop in pixels; else the architecture's own."),
     ] = None,
+    rule: Annotated[
+        str,
+        typer.Option(
+            "--init",
+            help=f"How convolutions are drawn: {', '.join(RULES)}. The first three keep the variance of gradients, of "
+            "responses, or about both (Eq. 14, Eq. 10, their average); xavier is Caffe's.",
+            metavar="RULE",
+        ),
+    ] = "fan-out",
+    std: Annotated[
+        float | None, typer.Option("--init-std", help="Deviation of the weights with --init gaussian; else 0.01.")
+    ] = None,
+    first_layer: Annotated[
+        str,
+        typer.Option(
+            help=f"{' or '.join(FIRST_LAYERS)}: whether the first convolution's variance counts that no activation "
+            "halves the image. The paper: half, as one layer does not matter.",
+            metavar="|".join(FIRST_LAYERS),
+        ),
+    ] = "half",
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
     """Write an initialised, untrained checkpoint with ImageNet's channel mean."""
     from training.checkpoints import Checkpoint, write_checkpoint  # here, so that --help needs no safetensors
 
     net = architecture(arch, activation=cast(Activation, activation), crop=crop)  # which refuses unknown names
+    initialization = _initialization(rule, std, first_layer)
     entries = parse_classes(classes)
     if output.exists() and not force:
         raise UsageError(f"{output}: exists already. Choose another name, or replace it with --force")
-    tensors = initial_tensors(net, len(entries), seed)
-    write_checkpoint(output, Checkpoint(net, entries, np.array(CHANNEL_MEAN, dtype=np.float32), tensors))
-    parameters = sum(tensor.size for tensor in tensors.values())
-    operations = multiply_adds(net.to_json(), net.crop, net.crop, len(entries))
+    tensors = initial_tensors(net, len(entries), seed, initialization)
+    checkpoint = Checkpoint(net, entries, np.array(CHANNEL_MEAN, dtype=np.float32), tensors)
+    write_checkpoint(output, checkpoint)
     say(
-        f"{output}: {net.name}, {net.activation}, {len(entries)} classes, untrained (seed {seed})\n"
-        f"  {parameters:,} parameters, {operations:.4g} multiply-adds for one {net.crop}x{net.crop} crop, "
-        f"{output.stat().st_size / 1e6:,.1f} MB"
+        f"{output}: {net.name}, {net.activation}, {len(entries)} classes, untrained ({rule}, seed {seed})\n"
+        f"  {sizes(checkpoint, output)}"
     )
+
+
+def _initialization(rule: str, std: float | None, first_layer: str) -> Initialization:
+    """Return what the options ask for; raises UsageError for a deviation that the rule would not use."""
+    chosen = Initialization(cast(Rule, rule), first_layer=cast(FirstLayer, first_layer))  # which refuses unknown names
+    if std is None:
+        return chosen
+    if rule != "gaussian":
+        raise UsageError(
+            f"--init-std {std}: --init {rule} has its own deviations. Add --init gaussian, or leave it out"
+        )
+    return replace(chosen, std=std)

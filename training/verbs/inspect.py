@@ -1,23 +1,118 @@
-"""`prelunet inspect`: what a checkpoint or a model file says of itself."""
+"""`prelunet inspect`: what a checkpoint or a model file says of itself, and what images do inside a checkpoint."""
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from evaluator.datasets import DatasetPlace
+from evaluator.errors import UsageError
+from evaluator.files import require_writable, write_atomically
 from evaluator.terminal import say
+from training.diagnosis_log import IMAGES, read_diagnosis
 from training.inspection import inspect_file, print_inspection
 
 
 def inspect(
-    file: Annotated[Path, typer.Argument(help="A checkpoint or an exported model.", metavar="CKPT|MODEL.onnx")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="A checkpoint, an exported model, or the folder of a training with --diagnose.",
+            metavar="CKPT|MODEL.onnx|RUN",
+        ),
+    ],
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Images of the checkpoint's classes: measure each layer's responses and gradients on them. A `val` "
+            "folder in it is entered.",
+            metavar="DIR|ARCHIVE",
+        ),
+    ] = None,
+    images: Annotated[
+        int | None,
+        typer.Option(min=2, max=4096, help=f"How many of them, spread evenly; {IMAGES} unless given.", metavar="N"),
+    ] = None,
+    labels: Annotated[
+        Path | None,
+        typer.Option(help="Labels of flat images: a list `name,label` or `name wnid`, or ILSVRC's devkit."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw what was measured, or its history in RUN.", metavar="FILE.svg")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show what a checkpoint or a model file says of itself, and its learned slopes beside the paper's."""
-    inspection = inspect_file(file)
+    """Show what a checkpoint or model file says of itself, its slopes beside the paper's, and what images do in it."""
+    if data is None and (images or labels):
+        raise UsageError(f"{'--images' if images else '--labels'}: of which images? Give them with --data DIR")
+    if plot is not None:
+        require_writable(plot)
+    if file.is_dir():
+        _show_history(file, data, plot, as_json=as_json)
+    elif data is not None:
+        _show_responses(file, DatasetPlace(data, labels), images or IMAGES, plot, as_json=as_json)
+    elif plot is not None:
+        raise UsageError(f"--plot {plot}: there is nothing to draw without images. Give some with --data DIR")
+    else:
+        _show(inspect_file(file), as_json=as_json)
+
+
+def _show(inspection: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         say(json.dumps(inspection, indent=2))
     else:
         print_inspection(inspection, Console())
+
+
+def _show_responses(file: Path, data: DatasetPlace, images: int, plot: Path | None, *, as_json: bool) -> None:
+    """Measure a checkpoint on images, and show it below what it says of itself."""
+    inspection = inspect_file(file)
+    if inspection["kind"] != "checkpoint":
+        raise UsageError(
+            f"{file}: a model file keeps no layers to look into. Give the checkpoint that it was exported from"
+        )
+    from training.checkpoints import read_checkpoint  # here: a model file is inspected without torch
+    from training.diagnosis import diagnose
+
+    found = diagnose(read_checkpoint(file), data, images)
+    for name, reason in found.refused.items():
+        say(f"left out: {name}: {reason}", err=True)
+    if found.images + len(found.refused) < images:
+        say(f"{data.path}: all its images are taken, fewer than the {images} asked for", err=True)
+    layers = [layer.to_json() for layer in found.layers]
+    _show(
+        {**inspection, "images": found.images, "refused": found.refused, "layers": layers} if as_json else inspection,
+        as_json=as_json,
+    )
+    if not as_json:
+        from training.diagnosis_tables import print_responses
+
+        console = Console()
+        console.print()
+        print_responses(layers, found.images, inspection["architecture"]["activation"], console)
+    if plot is not None:
+        from training.diagnosis_plot import draw_layers
+
+        write_atomically(plot, draw_layers(layers))
+
+
+def _show_history(folder: Path, data: Path | None, plot: Path | None, *, as_json: bool) -> None:
+    """Show what `train --diagnose` wrote over time."""
+    if data is not None:
+        raise UsageError(
+            f"{folder}: the folder of a training; --data measures one checkpoint: "
+            f"prelunet inspect {folder / 'last.safetensors'} --data {data}"
+        )
+    entries = read_diagnosis(folder)
+    if as_json:
+        say(json.dumps({"kind": "history", "folder": folder.name, "measurements": entries}, indent=2))
+    else:
+        from training.diagnosis_tables import print_history
+
+        print_history(entries, Console())
+    if plot is not None:
+        from training.diagnosis_plot import draw_history
+
+        write_atomically(plot, draw_history(entries))

@@ -1,8 +1,9 @@
 """`prelunet train`: a net from a recipe and a folder of images."""
 
-from dataclasses import replace
+import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -12,9 +13,14 @@ from evaluator.terminal import say
 from training.embedded import embedded_dataset_path
 from training.recipe import Recipe, automatic_crop, fit_to_crop, read_recipe, recipe_names
 from training.splits import median_shorter_side
+from training.verbs.recipe_options import changed, with_recipe_options
+
+if TYPE_CHECKING:
+    from training.loop import Training
+    from training.parallel import Kind
 
 
-def train(
+def _train(
     *,
     recipe: Annotated[str, typer.Option(help=f"{', '.join(recipe_names())}, or a file.", metavar="NAME|FILE.toml")],
     out: Annotated[Path, typer.Option(help="Folder of the run; the same command resumes there.", metavar="RUN")],
@@ -22,8 +28,13 @@ def train(
         Path | None,
         typer.Option(help="Folder, .tar or .zip with train/ and val/; else the embedded one.", metavar="DIR|ARCHIVE"),
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's number.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Instead of the recipe's.")] = None,
+    start: Annotated[
+        Path | None,
+        typer.Option(
+            help="Begin with this checkpoint's weights (fine-tuning); fc3 is drawn anew where the classes are others.",
+            metavar="CKPT",
+        ),
+    ] = None,
     crop: Annotated[
         str | None,
         typer.Option(
@@ -32,21 +43,61 @@ def train(
             metavar="N|auto",
         ),
     ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda; else CUDA where there is any.", metavar="DEVICE")
+    ] = None,
+    parallel: Annotated[
+        str | None,
+        typer.Option(
+            help="With several processes (torchrun): ddp, or hybrid, the paper's, with the fc layers in one process.",
+            metavar="ddp|hybrid",
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="Processes that decode images; 0 for threads; else chosen by the images.")
+    ] = None,
+    diagnose: Annotated[
+        bool,
+        typer.Option("--diagnose", help="Measure the layers at every evaluation: prelunet inspect RUN shows them."),
+    ] = False,
+    tensorboard: Annotated[bool, typer.Option(help="Write events for TensorBoard to RUN/tensorboard.")] = True,
     fresh: Annotated[bool, typer.Option("--fresh", help="Throw an earlier run in RUN away.")] = False,
+    keys: Mapping[str, Any],
 ) -> None:
-    """Train a net from a recipe; the same command resumes."""
-    from training.loop import train as run_training  # here, so that --help needs no torch
+    """Train a net from a recipe; the same command resumes.
+
+    On several GPUs: torchrun --nproc-per-node N --no-python prelunet train ...
+    """
+    from training.loop import Execution  # here, so that --help needs no torch
+    from training.loop import train as run_training
+    from training.stats import cache_folder
 
     wanted = read_recipe(recipe)
-    wanted = replace(wanted, steps=steps or wanted.steps, seed=wanted.seed if seed is None else seed)
     if crop is not None:
         wanted = fit_to_crop(wanted, _crop_side(crop, wanted, data))
+    wanted = changed(wanted, keys)
+    if crop is not None:
         low, high = wanted.scales
         say(f"crop {wanted.crop}, scales {low} to {high}, batch {wanted.batch}, rate {wanted.rate:.4g}", err=True)
-    training = run_training(wanted, data, out, fresh=fresh, announce=lambda text: say(text, err=True))
-    # On stderr, so that the errors stay stdout's last line.
-    say(_next_commands(training.checkpoint, training.dataset), err=True)
-    say(str(training.errors))
+    execution = Execution(
+        device, cast("Kind | None", parallel), workers, diagnose, tensorboard, cache_folder(os.environ)
+    )
+    training = run_training(
+        wanted,
+        data,
+        out,
+        start=start,
+        fresh=fresh,
+        execution=execution,
+        announce=lambda text: say(text, err=True),
+    )
+    if training.is_first:
+        # On stderr, so that the errors stay stdout's last line.
+        say(_summary(training), err=True)
+        say(str(training.errors))
+
+
+train = with_recipe_options(_train, but=("crop",))
 
 
 def _crop_side(text: str, recipe: Recipe, data: Path | None) -> int:
@@ -59,13 +110,14 @@ def _crop_side(text: str, recipe: Recipe, data: Path | None) -> int:
     return int(text)
 
 
-def _next_commands(checkpoint: Path, dataset: Path) -> str:
-    """Return what can be done with the checkpoint now, as commands to type."""
-    model = checkpoint.with_name("model.onnx")
-    run = checkpoint.with_name("multi-scale")
+def _summary(training: "Training") -> str:
+    """Return what has come out, and what can be done with the checkpoint now, as commands to type."""
+    checkpoint, best = training.checkpoint, training.best
+    model, run = checkpoint.with_name("model.onnx"), checkpoint.with_name("multi-scale")
     return (
-        f"{checkpoint} is trained. Go on with:\n"
+        f"{checkpoint} is trained; the lowest top-1 error on val/ was {best.top1_error:.2f} %, after step {best.step} "
+        "(best.safetensors: chosen on val/, so its error there flatters). Go on with:\n"
         f"  prelunet export {checkpoint} -o {model}\n"
-        f"  prelunet validate --model {model} --data {dataset} --protocol multi-scale --run {run}\n"
+        f"  prelunet validate --model {model} --data {training.dataset} --protocol multi-scale --run {run}\n"
         "errors on val/ with the protocol `center`:"
     )

@@ -1,4 +1,4 @@
-"""What an adopted net wants done to pixels, and plain numpy that does it: what the graph is compared with."""
+"""What a net of others wants done to pixels, and plain numpy that does it: what its adopted graph is compared with."""
 
 import math
 from dataclasses import dataclass

@@ -1,0 +1,100 @@
+"""Functions run in several processes that form a gloo group on this machine."""
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+# Its server imports torch once, and each process is forked from it: seconds less, and no thread of pytest's is copied.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch._dynamo", "training.parallel", "training.hybrid"])
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one process ended. value: what the function returned; error: its traceback; exit_code: -9 when killed."""
+
+    value: Any
+    error: str | None
+    exit_code: int | None
+
+
+def run_in_processes(size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 60) -> list[Any]:
+    """Return what `function(*arguments)` returns in each of `size` processes, by rank.
+
+    Each finds torchrun's variables in its environment. Fails with the tracebacks of all processes that did not end well
+    within that time.
+    """
+    ended = run_to_the_end(size, function, *arguments, seconds=seconds)
+    bad = [
+        f"rank {rank}: exit code {one.exit_code}\n{one.error or 'nothing was returned'}"
+        for rank, one in enumerate(ended)
+        if one.error is not None or one.exit_code != 0
+    ]
+    assert not bad, "\n".join(bad)
+    return [one.value for one in ended]
+
+
+def run_to_the_end(size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 60) -> list[Ended]:
+    """Do the same, but return how each process ended; what still runs after that time is killed (exit code None)."""
+    port = free_port()
+    started: list[tuple[BaseProcess, Connection]] = []
+    for rank in range(size):
+        ours, theirs = CONTEXT.Pipe(duplex=False)
+        process = CONTEXT.Process(target=_work, args=(rank, size, port, theirs, function, arguments), daemon=True)
+        process.start()
+        theirs.close()
+        started.append((process, ours))
+    deadline = time.monotonic() + seconds
+    try:
+        return [_ended(process, ours, deadline) for process, ours in started]
+    finally:
+        for process, ours in started:
+            process.kill()
+            process.join()
+            ours.close()
+
+
+def free_port() -> int:
+    """Return a port that nobody listens at."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def _ended(process: BaseProcess, ours: Connection, deadline: float) -> Ended:
+    value, error = None, None
+    if wait([ours], max(0, deadline - time.monotonic())):
+        with contextlib.suppress(EOFError):  # it died without a word
+            value, error = pickle.loads(ours.recv_bytes())
+    process.join(max(0, deadline - time.monotonic()))
+    return Ended(value, error, process.exitcode)
+
+
+def _work(
+    rank: int, size: int, port: int, theirs: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    import torch
+
+    torch.set_num_threads(1)  # the processes share few cores
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",  # the machine's own name need not be known anywhere
+    }
+    try:
+        answer = pickle.dumps((function(*arguments), None))
+    except BaseException:
+        answer = pickle.dumps((None, traceback.format_exc()))
+    theirs.send_bytes(answer)

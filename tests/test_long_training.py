@@ -1,0 +1,445 @@
+"""What somebody who trains for weeks relies on: plateaus, kept checkpoints, broken images, logs, other beginnings."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import training.loop
+from evaluator.cli import run
+from evaluator.errors import CheckpointError, DatasetError, RunFolderError, UsageError
+from evaluator.files import sha256_of
+from gloo import free_port
+from training.checkpoints import read_checkpoint
+from training.diagnosis_log import read_diagnosis
+from training.initialization import initial_tensors
+from training.loading import Batch
+from training.loop import Execution, Trainer, train
+from training.metrics import Errors
+from training.pictures import Pictures
+from training.splits import open_splits
+from training.stats import survey
+from training_folders import RECIPE, make_dataset
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("data"))
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+# The recipe's keys reach the training
+
+
+def test_the_rate_falls_when_the_measured_error_stalls(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = replace(
+        RECIPE,
+        rate_policy="plateau",
+        rate_drops=(),
+        rate_factor=0.5,
+        patience=2,
+        most_drops=1,
+        evaluate_every=1,
+        steps=8,
+    )
+    errors = iter([50, 40, 40, 45, 39, 60, 60, 60])
+
+    def measured(self: Trainer, *_: Any) -> tuple[Errors, int]:
+        return Errors(self.progress.step, next(errors), 0.0), 9
+
+    rates = []
+    step = Trainer._step
+
+    def noted(self: Trainer, *arguments: Any) -> bool:
+        stop = step(self, *arguments)
+        rates.append(self.optimizer.param_groups[0]["lr"])
+        return stop
+
+    monkeypatch.setattr(Trainer, "_evaluate", measured)
+    monkeypatch.setattr(Trainer, "_step", noted)
+    train(recipe, data, tmp_path / "run")
+    # 40, 40, 45 stall after step 4; the second stall, after step 7, changes nothing: most_drops is 1
+    assert rates == [recipe.rate] * 4 + [recipe.rate * 0.5] * 4
+    assert read_checkpoint(tmp_path / "run/best.safetensors").metrics == {
+        "step": 5, "top1_error": 39, "top5_error": 0.0
+    }  # fmt: skip
+
+
+def test_checkpoints_are_kept_every_so_many_steps(data: Path, tmp_path: Path) -> None:
+    train(replace(RECIPE, keep_every=4, save_every=100), data, tmp_path / "run")
+    kept = sorted(path.name for path in (tmp_path / "run").glob("step-*"))
+    assert kept == ["step-0000004.safetensors", "step-0000008.safetensors", "step-0000012.safetensors"]
+    last = read_checkpoint(tmp_path / "run/last.safetensors")
+    for name, tensor in read_checkpoint(tmp_path / "run" / kept[-1]).tensors.items():
+        np.testing.assert_array_equal(tensor, last.tensors[name])
+    train(replace(RECIPE, steps=1), data, tmp_path / "run", fresh=True)
+    assert not list((tmp_path / "run").glob("step-*"))
+
+
+def test_the_first_weights_the_mean_and_the_length_are_the_recipes(data: Path, tmp_path: Path) -> None:
+    recipe = replace(
+        RECIPE,
+        steps=None,
+        epochs=0.8,
+        mean="channel",
+        init="gaussian",
+        init_std=0.05,
+        fc_stds=(0.2, 0.1, 0.3),
+        rate=1e-12,
+    )
+    train(recipe, data, tmp_path / "run")
+    checkpoint = read_checkpoint(tmp_path / "run/last.safetensors")
+    assert checkpoint.metrics is not None
+    assert checkpoint.metrics["step"] == 3  # 0.8·21 images in batches of 5: 3.4
+    np.testing.assert_array_equal(
+        checkpoint.mean, survey(open_splits(data).train, "train/", scale=14, crop=12).mean_channels
+    )
+    expected = initial_tensors(recipe.net(), 3, recipe.seed, recipe.initialization())
+    for name, tensor in checkpoint.tensors.items():
+        np.testing.assert_allclose(tensor, expected[name], rtol=0, atol=1e-9)  # what rate 1e-12 can move
+    assert checkpoint.recipe == recipe.to_json()
+
+
+def test_the_colour_change_is_added_to_every_pixel_after_the_mean(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    trainer = Trainer(RECIPE, open_splits(data), tmp_path / "run")
+    images = np.random.default_rng(0).integers(0, 256, (2, 12, 12, 3), dtype=np.uint8)
+    shift = np.array([[1, -2, 3], [0, 50, -300]], np.float32)
+    plain = trainer._input(Batch(images, np.array([1, 2])))
+    shifted = trainer._input(Batch(images, np.array([1, 2]), shift))
+    torch.testing.assert_close(shifted - plain, torch.from_numpy(shift)[:, :, None, None].expand_as(plain))
+
+
+def test_precision_accumulation_and_layout_change_the_sums_only(data: Path, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, steps=5, dropout=0.5)
+    losses = {}
+    for name, other in {
+        "plain": {}, "parts": {"accumulate": 2}, "layout": {"channels_last": False}, "bf16": {"precision": "bf16"}
+    }.items():  # fmt: skip
+        train(replace(recipe, **other), data, tmp_path / name)
+        losses[name] = [line["loss"] for line in lines_of(tmp_path / name) if "loss" in line]
+    assert losses["parts"] == pytest.approx(losses["plain"], rel=1e-5)  # float32 sums in another order
+    assert losses["layout"] == pytest.approx(losses["plain"], rel=1e-5)
+    assert losses["bf16"] == pytest.approx(losses["plain"], rel=0.02)  # 8 bits of mantissa
+    assert losses["bf16"] != losses["plain"]
+
+
+# Exact resume
+
+KILLED = """
+import os, sys
+from functools import partial
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+import training.loop as loop
+from test_long_training import COLORFUL
+
+loop.Pictures = partial(loop.Pictures, memory=0)  # so that worker processes decode
+step, steps = loop.Trainer._step, 0
+
+def killed(self, *arguments):
+    global steps
+    steps += 1
+    if steps == {when}:
+        os.kill(os.getpid(), 9)
+    return step(self, *arguments)
+
+loop.Trainer._step = killed
+loop.train(COLORFUL, Path({data!r}), Path({folder!r}), execution=loop.Execution(workers=2))
+"""
+COLORFUL = replace(RECIPE, color=0.1, dropout=0.5, steps=14, save_every=7, evaluate_every=14)
+
+
+def test_with_workers_and_colour_a_run_killed_in_the_middle_ends_as_an_undisturbed_one_bit_for_bit(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training.loop, "Pictures", partial(Pictures, memory=0))
+    undisturbed, folder = tmp_path / "undisturbed", tmp_path / "run"
+    train(COLORFUL, data, undisturbed, execution=Execution(workers=3))
+    script = KILLED.format(tests=str(Path(__file__).parent), when=8, data=str(data), folder=str(folder))
+    killed = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert torch.load(folder / "state.pt", weights_only=True)["step"] == 7
+    train(COLORFUL, data, folder, execution=Execution(workers=1))
+    for name in ("last.safetensors", "best.safetensors"):
+        assert (folder / name).read_bytes() == (undisturbed / name).read_bytes()
+    without = tmp_path / "without"
+    train(replace(COLORFUL, color=0.0), data, without, execution=Execution(workers=0))
+    assert (without / "last.safetensors").read_bytes() != (undisturbed / "last.safetensors").read_bytes()
+
+
+# Images that break on the way
+
+
+def test_an_image_that_breaks_is_replaced_named_and_counted_and_the_training_goes_on(tmp_path: Path) -> None:
+    root = make_dataset(tmp_path / "data")
+    (tmp_path / "run").mkdir()
+    trainer = Trainer(replace(RECIPE, steps=6), open_splits(root), tmp_path / "run")
+    broken = root / "train/dog/001.png"
+    broken.write_bytes(b"x" * broken.stat().st_size)  # as long as before: nobody can tell from the outside
+    trainer.run()
+    assert set(trainer.progress.lost) == {"dog/001.png"}
+    again = Trainer(replace(RECIPE, steps=6), open_splits(root), tmp_path / "run")
+    told = list(again.news())
+    assert told[0] == "train/: 1 images broke while the training ran before, and others took their places:"
+    assert told[1].startswith("  dog/001.png: ")
+
+
+def test_too_many_broken_images_end_the_training_with_the_state_saved(tmp_path: Path) -> None:
+    root = make_dataset(tmp_path / "data")
+    (tmp_path / "run").mkdir()
+    recipe = replace(RECIPE, steps=6, max_refused=0.04)  # of 21 images: none
+    trainer = Trainer(recipe, open_splits(root), tmp_path / "run")
+    broken = root / "train/dog/001.png"
+    whole = broken.read_bytes()
+    broken.write_bytes(b"x" * len(whole))
+    with pytest.raises(DatasetError, match=r"1 images of train/ broke.*more than max_refused, 4 % of 21.*dog/001\.png"):
+        trainer.run()
+    assert torch.load(tmp_path / "run/state.pt", weights_only=True)["step"] > 0
+    broken.write_bytes(whole)
+    Trainer(recipe, open_splits(root), tmp_path / "run").run()  # mended, it goes on
+
+
+def test_images_of_val_that_break_are_left_out_of_the_errors_and_counted(tmp_path: Path) -> None:
+    root = make_dataset(tmp_path / "data")
+    (tmp_path / "run").mkdir()
+    trainer = Trainer(replace(RECIPE, steps=2), open_splits(root), tmp_path / "run")
+    (root / "val/ox/002.png").unlink()
+    trainer.run()
+    assert [(line["evaluated"], line["refused"]) for line in lines_of(tmp_path / "run") if "evaluated" in line] == [
+        (8, 1)
+    ]
+
+
+# Logs
+
+
+def test_a_diagnosis_and_events_are_written_at_every_evaluation_and_cut_where_a_run_resumes(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder, execution = tmp_path / "run", Execution(diagnose=True, events=True)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("training.keeping.write_state", _after(2, fails))
+        with pytest.raises(OSError, match="No space"):  # step 10 is measured and written down, but never saved
+            train(replace(RECIPE, save_every=100), data, folder, execution=execution)
+    assert [entry["step"] for entry in read_diagnosis(folder)] == [5, 10]
+    assert torch.load(folder / "state.pt", weights_only=True)["step"] == 5
+    train(replace(RECIPE, save_every=100), data, folder, execution=execution)
+    found = read_diagnosis(folder)
+    assert [entry["step"] for entry in found] == [5, 10, 12]
+    assert [layer["layer"] for layer in found[0]["layers"]][-3:] == ["fc1", "fc2", "fc3"]
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("val/top1_error")] == [5, 10, 12]
+    assert events.Scalars("val/top1_error")[-1].value == pytest.approx(
+        [line for line in lines_of(folder) if "top1_error" in line][-1]["top1_error"], abs=1e-3
+    )
+    assert {"train/loss", "train/rate", "train/images_per_second", "slope/conv1_1"} <= set(events.Tags()["scalars"])
+
+
+def _after(calls: int, action: Any) -> Any:
+    """Return a stand-in for write_state that works that often and then does something else."""
+    from training.state import write_state
+
+    left = iter(range(calls))
+    return lambda *arguments: write_state(*arguments) if next(left, None) is not None else action()
+
+
+def test_a_diagnosis_changes_nothing_of_what_is_learned(data: Path, tmp_path: Path) -> None:
+    for name, diagnose in (("with", True), ("without", False)):
+        train(RECIPE, data, tmp_path / name, execution=Execution(diagnose=diagnose))
+    assert (tmp_path / "with/last.safetensors").read_bytes() == (tmp_path / "without/last.safetensors").read_bytes()
+    assert not (tmp_path / "without/diagnosis.jsonl").exists()
+
+
+def test_a_training_that_diverges_names_the_layer(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    trainer = Trainer(RECIPE, open_splits(data), tmp_path / "run")
+    trainer.net.get_submodule("conv2_2").weight.data[3, 1] = float("inf")
+    with pytest.raises(UsageError, match=r"no longer finite \(conv2_2\.weight: "):
+        trainer.run()
+
+
+# Other beginnings
+
+
+def test_a_training_begins_with_a_checkpoint_whose_other_classes_get_a_new_last_layer(
+    data: Path, tmp_path: Path
+) -> None:
+    train(replace(RECIPE, steps=3), data, tmp_path / "first")
+    start = tmp_path / "first/last.safetensors"
+    other = make_dataset(tmp_path / "other", classes=("big-cat", "emu"))
+    news: list[str] = []
+    train(replace(RECIPE, steps=1, rate=1e-12), other, tmp_path / "second", start=start, announce=news.append)
+    before, after = read_checkpoint(start), read_checkpoint(tmp_path / "second/last.safetensors")
+    assert [entry.wnid for entry in after.classes] == ["big-cat", "emu"]
+    for name, tensor in before.tensors.items():
+        if not name.startswith("fc3"):
+            np.testing.assert_allclose(after.tensors[name], tensor, rtol=0, atol=1e-9)  # what rate 1e-12 can move
+    np.testing.assert_array_equal(after.mean, before.mean)
+    assert any("fc3, which is drawn anew: 1 of the 2 classes" in text for text in news)
+    assert json.loads((tmp_path / "second/training.json").read_text())["start"] == sha256_of(start)
+
+
+def test_another_start_is_another_training(data: Path, tmp_path: Path) -> None:
+    train(replace(RECIPE, steps=3), data, tmp_path / "first")
+    train(replace(RECIPE, steps=1), data, tmp_path / "run")
+    with pytest.raises(RunFolderError, match="start"):
+        train(replace(RECIPE, steps=1), data, tmp_path / "run", start=tmp_path / "first/last.safetensors")
+
+
+def test_a_start_that_is_no_checkpoint_leaves_nothing_behind_that_stands_in_the_way(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(CheckpointError):
+        train(RECIPE, data, tmp_path / "run", start=tmp_path / "x.safetensors")
+    with pytest.raises(UsageError, match="cannot be read"):
+        train(RECIPE, data, tmp_path / "run", start=tmp_path / "nowhere.safetensors")
+
+
+# Several processes, as torchrun starts them
+
+WORK = """
+import os, sys, time
+from dataclasses import replace
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+import torch
+torch.set_num_threads(1)
+from evaluator.cli import run
+sys.exit(run({arguments!r}))
+"""
+
+
+def start_processes(size: int, arguments: list[str], port: int) -> list["subprocess.Popen[str]"]:
+    script = WORK.format(tests=str(Path(__file__).parent), arguments=arguments)
+    base = {
+        **os.environ, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", script], env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    values = replace(RECIPE, steps=40, evaluate_every=20, save_every=10).to_json()
+    path.write_text("\n".join(f"{key} = {json.dumps(value)}" for key, value in values.items()))
+    return path
+
+
+def arguments_for(data: Path, recipe: Path, folder: Path, *more: str) -> list[str]:
+    options = ["--recipe", str(recipe), "--data", str(data), "--out", str(folder), "--device", "cpu"]
+    return ["train", *options, "--no-tensorboard", *more]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "hybrid"])
+def test_two_processes_end_with_the_net_and_the_errors_of_one(
+    data: Path, tmp_path: Path, recipe_file: Path, kind: str
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert run(arguments_for(data, recipe_file, one)) == 0
+    processes = start_processes(2, arguments_for(data, recipe_file, two, "--parallel", kind), free_port())
+    texts = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], texts
+    expected, found = read_checkpoint(one / "last.safetensors"), read_checkpoint(two / "last.safetensors")
+    for name, tensor in expected.tensors.items():
+        # Float32 sums in another order, carried on through 40 steps
+        np.testing.assert_allclose(found.tensors[name], tensor, rtol=0, atol=1e-4 * np.abs(tensor).max(), err_msg=name)
+    assert [line for line in lines_of(two) if "top1_error" in line] == [
+        line for line in lines_of(one) if "top1_error" in line
+    ]
+    assert texts[1][0] == ""  # the first process alone talks
+    assert "top-1 error" in texts[0][0]
+
+
+def test_sigterm_to_one_of_two_stops_both_between_the_same_steps_and_one_process_goes_on(
+    data: Path, tmp_path: Path, recipe_file: Path
+) -> None:
+    folder, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    processes = start_processes(2, arguments_for(data, recipe_file, folder, "--steps", "4000"), free_port())
+    wait_for_step(folder, 20, processes)
+    processes[1].send_signal(signal.SIGTERM)
+    texts = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [4, 4], texts
+    assert "interrupted after step" in texts[0][1]
+    stopped = torch.load(folder / "state.pt", weights_only=True)["step"]
+    assert run(arguments_for(data, recipe_file, undisturbed, "--steps", str(stopped + 3))) == 0
+    change_length(folder, stopped + 3)
+    assert run(arguments_for(data, recipe_file, folder, "--steps", str(stopped + 3))) == 0
+    expected = read_checkpoint(undisturbed / "last.safetensors").tensors
+    for name, tensor in read_checkpoint(folder / "last.safetensors").tensors.items():
+        limit = (
+            0.02 * np.abs(expected[name]).max()
+        )  # rounding grows over hundreds of steps; a lost momentum is far more
+        np.testing.assert_allclose(tensor, expected[name], rtol=0, atol=limit, err_msg=name)
+
+
+def test_a_process_that_is_killed_ends_the_others_with_what_to_do_and_a_state_to_go_on_from(
+    data: Path, tmp_path: Path, recipe_file: Path
+) -> None:
+    folder = tmp_path / "run"
+    processes = start_processes(2, arguments_for(data, recipe_file, folder, "--steps", "4000"), free_port())
+    wait_for_step(folder, 20, processes)
+    processes[1].kill()
+    texts = [process.communicate(timeout=60) for process in processes]
+    assert processes[0].returncode == 5, texts
+    assert "a process of this training has died" in texts[0][1]
+    step = torch.load(folder / "state.pt", weights_only=True)["step"]
+    assert step >= 20
+    assert step % 10 == 0  # save_every
+    read_checkpoint(folder / "last.safetensors")
+
+
+def wait_for_step(folder: Path, step: int, processes: list["subprocess.Popen[str]"]) -> None:
+    """Wait until a step has been logged."""
+    end = time.monotonic() + 100
+    while time.monotonic() < end:
+        assert all(process.poll() is None for process in processes), [process.communicate() for process in processes]
+        if (folder / "metrics.jsonl").exists() and lines_of(folder)[-1]["step"] > step:
+            return
+        time.sleep(0.05)
+    pytest.fail("the processes take no steps")
+
+
+def change_length(folder: Path, steps: int) -> None:
+    """Write another number of steps into a run's description; its rate has not fallen yet."""
+    path = folder / "training.json"
+    description = json.loads(path.read_text())
+    assert description["recipe"]["steps"] == 4000
+    description["recipe"]["steps"] = steps
+    path.write_text(json.dumps(description))
+
+
+def test_more_processes_than_rows_are_refused(data: Path, tmp_path: Path, recipe_file: Path) -> None:
+    arguments = arguments_for(data, recipe_file, tmp_path / "run", "--batch", "1")
+    processes = start_processes(2, arguments, free_port())
+    texts = [process.communicate(timeout=60) for process in processes]
+    assert 2 in [process.returncode for process in processes]
+    assert any("a batch of 1 cannot be split into 2 parts" in text for _, text in texts)

@@ -1,0 +1,54 @@
+"""Name maps: what a line stands for, and what is no map."""
+
+from pathlib import Path
+
+import pytest
+
+from evaluator.errors import UsageError
+from training.name_map import NameMap, read_name_map
+
+
+@pytest.mark.parametrize(
+    ("lines", "name", "new"),
+    [
+        ({"a.*": "b.*"}, "a.x", "b.x"),
+        ({"a.*": "b.*"}, "a.x.y", "a.x.y"),  # a star ends at the dot
+        ({"a.**": "b.**"}, "a.x.y", "b.x.y"),
+        ({"**": "net.**"}, "a.x.y", "net.a.x.y"),
+        ({"block*.conv*.*": "conv*_*.*"}, "block12.conv3.bias", "conv12_3.bias"),
+        ({"a*c": "x*"}, "abc.d", "abc.d"),  # the whole name or none of it
+        ({"a.x": "exact", "a.*": "b.*"}, "a.x", "exact"),
+        ({"a.*": "b.*", "a.x": "exact"}, "a.x", "exact"),
+        ({"a.*": "first.*", "*.x": "second.*"}, "a.x", "first.x"),
+        ({"a.b*": "x*"}, "aXbc", "aXbc"),  # no regular expression
+        ({"*.b": "*.c"}, "aXb", "aXb"),
+        ({"a.*": "a.*"}, r"a.\1", r"a.\1"),
+    ],
+)
+def test_a_pattern_stands_for_whole_names(lines: dict[str, str], name: str, new: str) -> None:
+    assert NameMap(lines).rename([name]).theirs == {new: name}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fault"),
+    [
+        ("map.toml", '"a.*" = "b"', "wildcards"),
+        ("map.toml", '"a.*" = "b.**"', "wildcards"),
+        ("map.toml", "a = 3", "a should become a name"),
+        ("map.toml", '"a.b" = "c"\na.b = "d"', "twice|overwrite"),
+        ("map.toml", '"a.b" = "c"\n[a]\nb = "d"', "a name stands twice on the left"),
+        ("map.toml", "a = ", "Invalid value"),
+        ("map.toml", "", "it is empty"),
+        ("map.toml", "a = " + "[" * 3000, "map.toml"),
+        ("map.json", '{"a": "b", "a": "c"}', "stands twice"),
+        ("map.json", '["a"]', "should be an object"),
+        ("map.json", b"\xff\xfe", "utf-8"),
+        ("map.txt", "a = b", r"should end in \.toml or \.json"),
+    ],
+)
+def test_what_is_no_map_is_refused_with_the_fault(tmp_path: Path, name: str, content: str | bytes, fault: str) -> None:
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UsageError, match=rf"(?s){fault}.*A name map is a table of lines"):
+        read_name_map(tmp_path / name)
+    with pytest.raises(UsageError, match="no such file"):
+        read_name_map(tmp_path / "nowhere.toml")

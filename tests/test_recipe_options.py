@@ -1,0 +1,104 @@
+"""Every key of a recipe is an option of `prelunet train`, and says what the recipe would have said."""
+
+import re
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from evaluator.cli import run as run_program
+from evaluator.errors import UsageError
+from training.recipe import Recipe, read_recipe
+from training.verbs.recipe_options import changed
+
+DEMO = read_recipe("demo")
+
+# key → what stands on the command line, and what it means; none of them is the demo's own value
+VALUES: dict[str, tuple[Any, Any]] = {
+    "architecture": ("E", "E"),
+    "crop": ("224", 224),
+    "scales": ("230,310", (230, 310)),
+    "batch": ("65", 65),
+    "steps": ("17", 17),
+    "epochs": ("2.5", 2.5),
+    "rate": ("0.02", 0.02),
+    "rate_policy": ("plateau", "plateau"),
+    "rate_drops": ("0.25,0.5", (0.25, 0.5)),
+    "rate_factor": ("0.2", 0.2),
+    "patience": ("7", 7),
+    "most_drops": ("3", 3),
+    "evaluate_every": ("11", 11),
+    "save_every": ("12", 12),
+    "keep_every": ("13", 13),
+    "activation": ("lrelu", "lrelu"),
+    "momentum": ("0.8", 0.8),
+    "weight_decay": ("1e-3", 1e-3),
+    "dropout": ("0.4", 0.4),
+    "mirror": (False, False),
+    "color": ("0.1", 0.1),
+    "mean": ("channel", "channel"),
+    "init": ("xavier", "xavier"),
+    "init_std": ("0.02", 0.02),
+    "first_layer": ("exact", "exact"),
+    "fc_stds": ("0.1,0.2,0.3", (0.1, 0.2, 0.3)),
+    "precision": ("bf16", "bf16"),
+    "channels_last": (False, False),
+    "compile": (True, True),
+    "accumulate": ("2", 2),
+    "max_refused": ("0.5", 0.5),
+    "seed": ("5", 5),
+}
+COMPANY = {  # keys without which a value makes no sense
+    "architecture": {"crop": "224", "scales": "256,256"},
+    "crop": {"scales": "230,310"},
+    "rate_policy": {"rate_drops": ""},
+}
+
+
+@pytest.mark.parametrize("name", [key.name for key in fields(Recipe)])
+def test_each_key_can_be_given_instead_of_the_recipes_own(name: str) -> None:
+    given, meant = VALUES[name]
+    company = COMPANY.get(name, {})
+    recipe = changed(DEMO, {name: given, **company})
+    assert getattr(recipe, name) == meant != getattr(DEMO, name)
+    untouched = {key.name for key in fields(Recipe)} - {name, *company, "steps", "epochs"}
+    assert all(getattr(recipe, key) == getattr(DEMO, key) for key in untouched)
+
+
+def test_a_length_in_epochs_takes_the_place_of_one_in_steps_and_the_other_way_round() -> None:
+    recipe = changed(DEMO, {"epochs": "3"})
+    assert (recipe.epochs, recipe.steps) == (3.0, None)
+    assert changed(recipe, {"steps": "4"}) == replace(DEMO, steps=4)
+    with pytest.raises(UsageError, match="steps or epochs should be given, one of the two"):
+        changed(DEMO, {"epochs": "3", "steps": "4"})
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "message"),
+    [
+        ("batch", "many", "--batch many: should be a whole number"),
+        ("batch", "2.5", "--batch 2.5: should be a whole number"),
+        ("rate", "fast", "--rate fast: should be a number"),
+        ("scales", "28", "--scales should be a list of 2"),
+        ("fc_stds", "1,2,x", "--fc-stds x: should be a number"),
+        ("init", "he", "no init 'he'; there are fan-out"),
+    ],
+)
+def test_a_value_that_cannot_be_meant_is_refused_by_the_name_of_its_option(key: str, text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        changed(DEMO, {key: text})
+
+
+def test_the_help_tells_every_key_with_its_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_program(["train", "--help"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    for key in fields(Recipe):
+        flag = key.name.replace("_", "-")
+        assert f"--{flag} " in told
+    assert "--mirror / --no-mirror" in told
+    assert "Momentum of stochastic gradient descent. If the recipe is silent: 0.9." in told
+
+
+def test_an_option_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_program(["train", "--recipe", "demo", "--out", "x", "--learning-rate", "1"]) == 2
+    assert "--learning-rate" in capsys.readouterr().err

@@ -1,0 +1,78 @@
+"""What a run keeps in its folder: state.pt, and the checkpoints that follow from it."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from evaluator.errors import CheckpointError, UsageError
+from training.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
+from training.network import PreluNet, tensors_of
+from training.recipe import Recipe
+from training.run_folder import BEST_FILE, LAST_FILE, STATE_FILE, kept_name
+from training.splits import Splits
+from training.state import Progress, State, read_state, write_state
+
+
+class Keeping:
+    """Writes the files of one run; in many processes the first one's does."""
+
+    def __init__(self, folder: Path, recipe: Recipe, splits: Splits) -> None:
+        self.folder, self.recipe, self.splits = folder, recipe, splits
+
+    @property
+    def has_state(self) -> bool:
+        """Return whether a run has begun here."""
+        return (self.folder / STATE_FILE).exists()
+
+    def read(self, net: PreluNet) -> State:
+        """Read the state of a net like this; raises as `read_state`."""
+        return read_state(self.folder / STATE_FILE, net)
+
+    def write(self, net: PreluNet, momentum: Mapping[str, Tensor], progress: Progress) -> None:
+        """Write the state first, then the checkpoints that follow from it; before the first step there is none."""
+        write_state(self.folder / STATE_FILE, net, momentum, progress)
+        if progress.step:
+            for name, checkpoint in self._checkpoints(net, progress):
+                write_checkpoint(self.folder / name, checkpoint)
+
+    def mend(self, net: PreluNet, progress: Progress) -> None:
+        """Bring the checkpoints to the state that was read, where a crash came between the two."""
+        if progress.step:
+            for name, checkpoint in self._checkpoints(net, progress):
+                if not _holds(self.folder / name, checkpoint):
+                    write_checkpoint(self.folder / name, checkpoint)
+
+    def _checkpoints(self, net: PreluNet, now: Progress) -> Iterator[tuple[str, Checkpoint]]:
+        """Yield file name and checkpoint of this state: the last, the best if this is it, and one to be kept."""
+        dataset = self.splits.train
+        checkpoint = Checkpoint(
+            architecture=self.recipe.net(),
+            classes=self.splits.classes,
+            mean=now.mean,
+            tensors=tensors_of(net),
+            recipe=self.recipe.to_json(),
+            dataset={"fingerprint": dataset.fingerprint, "images": len(dataset.samples)},
+            metrics=now.evaluated.to_json() if now.evaluated else None,
+        )
+        yield LAST_FILE, checkpoint
+        if now.best is not None and now.best.step == now.step:
+            yield BEST_FILE, checkpoint
+        if is_kept(self.recipe, now.step):
+            yield kept_name(now.step), checkpoint
+
+
+def is_kept(recipe: Recipe, step: int) -> bool:
+    """Return whether the checkpoint of a step is kept beside the last and the best."""
+    return recipe.keep_every is not None and step % recipe.keep_every == 0
+
+
+def _holds(path: Path, checkpoint: Checkpoint) -> bool:
+    """Whether the file is this checkpoint."""
+    try:
+        found = read_checkpoint(path)
+    except (CheckpointError, UsageError):  # damaged, or not there
+        return False
+    same = all(np.array_equal(found.tensors[name], tensor) for name, tensor in checkpoint.tensors.items())
+    return same and found.metrics == checkpoint.metrics

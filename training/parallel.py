@@ -1,0 +1,224 @@
+"""One step of training on one or many processes: `gradients` gives each the gradient of the whole batch's mean loss.
+
+    alone    one process
+    ddp      every process has the whole net and some rows of the batch; gradients are summed (data parallel)
+    hybrid   the paper's scheme (training/hybrid.py)
+
+However many processes there are, and however many rows each has, the gradients are those of one process with the same
+batch, but for the order of the sums.
+"""
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from evaluator.errors import UsageError
+from training.buckets import GradientBuckets
+from training.group import Group
+from training.network import Factors, PreluNet
+
+Kind = Literal["alone", "ddp", "hybrid"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+Precision = Literal["fp32", "bf16"]
+FloatArray: TypeAlias = npt.NDArray[np.float32]
+
+# Called with places in the step's global batch: what dropout multiplies fc1's and fc2's outputs by in these rows,
+# (rows, hidden) each; None for no dropout. A process asks for the rows whose head it computes.
+DropoutFactors: TypeAlias = Callable[[range], tuple[FloatArray, FloatArray]] | None
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a step is computed.
+
+    precision: bf16 computes most of the forward and backward in bfloat16, with weights and gradients in float32;
+    channels_last: convolutions' weights and images have their channels last in memory (False takes images as they
+    come); compile: torch.compile of trunk and head; accumulate: parts of a process's rows that go through the net one
+    after the other, which takes less memory.
+    """
+
+    precision: Precision = "fp32"
+    channels_last: bool = False
+    compile: bool = False
+    accumulate: int = 1
+
+
+@dataclass(frozen=True)
+class Step:
+    """What all processes know after a step. loss: mean over the global batch; stop: whether any of them wants to."""
+
+    loss: float
+    stop: bool
+
+
+class Parallel(ABC):
+    """A net that is trained by a group of processes.
+
+    net: on the group's device, with the parameters that this process has; traffic: bytes that this process sent in the
+    last step, by purpose.
+    """
+
+    def __init__(self, net: PreluNet, group: Group, options: Options) -> None:
+        self.group, self.options = group, options
+        self.classes = net.get_parameter("fc3.bias").numel()
+        self.net = net.to(group.device)
+        if options.channels_last:
+            self.net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        # Two graphs, not one: backward then gives the head's gradients, most of the net's, before the trunk's begin.
+        self._features = torch.compile(net.features) if options.compile else net.features
+        self._head = torch.compile(net.head) if options.compile else net.head
+        self.traffic: Counter[str] = Counter()
+
+    def rows(self, batch: int) -> range:
+        """Return which rows of a global batch are this process's; none where there are fewer rows than processes."""
+        return split(range(batch), self.group.size)[self.group.rank]
+
+    def gradients(
+        self, images: Tensor, labels: Tensor, factors: DropoutFactors, total: int, *, stop: bool = False
+    ) -> Step:
+        """Leave in every parameter's `.grad` the gradient of the mean loss over the global batch. Collective.
+
+        images: float32 (n, 3, crop, crop), mean subtracted; labels: int64 (n,); both of the rows `rows(total)`, on any
+        device; total: rows of the global batch; stop: whether this process wants to.
+        """
+        own = self.rows(total)
+        assert len(images) == len(labels) == len(own), f"{len(images)} images, {len(labels)} labels for rows {own}"
+        before = self.group.sent.copy()
+        step = self._gradients(self._to_device(images), labels.to(self.group.device), factors, total, stop)
+        self.traffic = self.group.sent - before
+        return step
+
+    @abstractmethod
+    def _gradients(self, images: Tensor, labels: Tensor, factors: DropoutFactors, total: int, stop: bool) -> Step: ...
+
+    @abstractmethod
+    def logits(self, images: Tensor) -> Tensor:
+        """Return the logits float32 (n, K) of this process's own images, as in `gradients`; n may be 0. Collective."""
+
+    @property
+    def shared(self) -> list[nn.Parameter]:
+        """Return the parameters that every process has."""
+        return list(self.net.parameters())
+
+    def share(self, optimizer: Optimizer | None = None) -> None:
+        """Overwrite parameters, and what an SGD optimizer remembers of them, by the first process's. Collective."""
+        remembered = {} if optimizer is None else optimizer.state
+        has_momentum = self.group.any(self.group.is_first and bool(remembered))
+        for parameter in self.shared:
+            self.group.copy_from_first(parameter.data)
+            if has_momentum:
+                buffer = remembered[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+                self.group.copy_from_first(buffer)
+
+    def _to_device(self, images: Tensor) -> Tensor:
+        if self.options.channels_last:
+            return images.to(self.group.device, memory_format=torch.channels_last)
+        return images.to(self.group.device)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.group.device.type, torch.bfloat16, enabled=self.options.precision == "bf16")
+
+    def _factors_of(self, factors: DropoutFactors, rows: list[range]) -> Factors | None:
+        """Return the factors of several ranges of rows, one below the other."""
+        if factors is None:
+            return None
+        of_fc1, of_fc2 = zip(*(factors(some) for some in rows), strict=True)
+        return self._tensor(np.concatenate(of_fc1)), self._tensor(np.concatenate(of_fc2))
+
+    def _tensor(self, array: FloatArray) -> Tensor:
+        return torch.from_numpy(array).to(self.group.device)
+
+
+class DataParallel(Parallel):
+    """The whole net in every process, and the sum of their gradients; in one process there is nothing to sum up."""
+
+    def __init__(self, net: PreluNet, group: Group, options: Options) -> None:
+        super().__init__(net, group, options)
+        self.buckets = None if group.size == 1 else GradientBuckets(self.shared, group, extra=2)
+
+    def _gradients(self, images: Tensor, labels: Tensor, factors: DropoutFactors, total: int, stop: bool) -> Step:
+        own = self.rows(total)
+        loss = torch.zeros((), device=self.group.device)
+        self._forget_gradients()
+        for part, rows in enumerate(split(own, self.options.accumulate), start=1):
+            here = slice(rows.start - own.start, rows.stop - own.start)
+            part_loss = self._loss(images[here], labels[here], rows, factors, total) if rows else None
+            if part_loss is not None:
+                loss += part_loss.detach()
+            if self.buckets is not None and part == self.options.accumulate:
+                self.buckets.arm(loss, float(stop))
+            if part_loss is not None:
+                torch.autograd.backward(part_loss)
+        if self.buckets is None:
+            return Step(float(loss), stop)
+        mean_loss, stops = self.buckets.finish()
+        return Step(mean_loss, stops > 0)
+
+    def _forget_gradients(self) -> None:
+        if self.buckets is None:
+            self.net.zero_grad()
+        else:
+            self.buckets.begin()
+
+    def _loss(self, images: Tensor, labels: Tensor, rows: range, factors: DropoutFactors, total: int) -> Tensor:
+        """Return these rows' share of the mean loss."""
+        with self._autocast():
+            logits = self._head(self._features(images), self._factors_of(factors, [rows]))
+        return F.cross_entropy(logits.float(), labels, reduction="sum") / total
+
+    @torch.no_grad()
+    def logits(self, images: Tensor) -> Tensor:
+        """Return the logits float32 (n, K) of images; see Parallel."""
+        if not len(images):
+            return torch.zeros(0, self.classes, device=self.group.device)
+        with self._autocast():
+            logits: Tensor = self._head(self._features(self._to_device(images)))
+        return logits.float()
+
+
+def make_parallel(kind: Kind, net: PreluNet, group: Group, options: Options = Options()) -> Parallel:
+    """Distribute a net over a group; every process then has the first one's weights. Collective.
+
+    The net is changed: it moves to the group's device, and in hybrid training loses its fully connected layers in all
+    processes but the first. So make the optimizer afterwards; `share` it where it has been restored in the first
+    process. One process trains alone, whatever the kind. Raises UsageError for a kind that does not fit the group.
+    """
+    if kind not in KINDS:
+        raise UsageError(f"no way to train in parallel '{kind}'. There are: {', '.join(KINDS)}")
+    if group.size == 1:
+        return DataParallel(net, group, options)
+    if kind == "alone":
+        raise UsageError(
+            f"{group.size} processes were started to train alone: choose ddp or hybrid, or start one without torchrun"
+        )
+    from training.hybrid import Hybrid  # here, since it builds on this module
+
+    parallel = DataParallel(net, group, options) if kind == "ddp" else Hybrid(net, group, options)
+    parallel.share()
+    return parallel
+
+
+def check_batch(batch: int, group: Group, options: Options) -> None:
+    """Raise UsageError for a batch that leaves a process, or one of its parts, without rows."""
+    parts = group.size * options.accumulate
+    if batch < parts:
+        raise UsageError(
+            f"a batch of {batch} cannot be split into {parts} parts ({group.size} processes, accumulate "
+            f"{options.accumulate}): start fewer processes, or raise the batch or lower accumulate in the recipe"
+        )
+
+
+def split(rows: range, parts: int) -> list[range]:
+    """Cut rows into consecutive ranges whose lengths differ by at most one."""
+    edges = [rows.start + len(rows) * part // parts for part in range(parts + 1)]
+    return [range(start, stop) for start, stop in pairwise(edges)]

@@ -1,0 +1,144 @@
+"""Worker processes that make arrays ahead of their reader, in order, by torch's DataLoader.
+
+The processes are forked: they start at once, share what the reader has in memory, and need no code of it imported anew.
+What they run may use numpy and Pillow, but neither torch's threads nor CUDA, which a fork leaves behind. They ignore
+Ctrl-C and SIGTERM, which are for the reader to hear, and end within a second when it is gone, however it ended.
+"""
+
+import os
+import shutil
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from evaluator.errors import EnvironmentFault, PreluNetError, from_os_error
+
+UInt8Array = npt.NDArray[np.uint8]
+Item = TypeVar("Item")
+Rest = TypeVar("Rest")
+
+AHEAD = 2  # items that each process has finished or in work
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where torch passes tensors between processes
+_WATCH = 0.5  # seconds between two looks for the reader
+
+
+def map_in_processes(
+    function: Callable[[Item], tuple[UInt8Array, Rest]],
+    items: Iterable[Item],
+    workers: int,
+    size: int,
+    *,
+    pin: bool = False,
+) -> Iterator[tuple[UInt8Array, Rest]]:
+    """Yield function(item) in the order of the items, which are pickled, as are the results beside the array.
+
+    size: bytes of an array at most; pin: whether arrays lie in memory from which a GPU copies by itself. Arrays pass
+    through shared memory, or through pipes, which takes longer, where there is too little of it.
+    An error of ours is raised as it is; EnvironmentFault when a process has died.
+    """
+    work = _Work(function, shared=_free_shared_memory() >= (workers * AHEAD + 2) * size)
+    results = _begun(work, items, workers, pin=pin)
+    while True:
+        try:
+            result = next(results, None)
+        except RuntimeError as error:
+            if str(error).startswith("DataLoader worker (pid"):
+                raise _died(workers) from error
+            raise
+        if result is None:
+            return
+        if isinstance(result, PreluNetError):
+            raise result
+        array, rest = result
+        yield (array.numpy() if isinstance(array, torch.Tensor) else array), rest
+
+
+def _begun(work: "_Work", items: Iterable[Any], workers: int, *, pin: bool) -> Iterator[Any]:
+    """Start the processes."""
+    # torch's handler of SIGCHLD would raise wherever the reader is, even while it saves its state.
+    with warnings.catch_warnings(), _same_handler_of(signal.SIGCHLD):
+        warnings.filterwarnings("ignore", "This DataLoader will create")  # more than cores, if that is asked for
+        loader = DataLoader(
+            work,
+            batch_size=None,
+            sampler=items,
+            num_workers=workers,
+            collate_fn=_as_it_is,
+            pin_memory=pin,
+            prefetch_factor=AHEAD,
+            multiprocessing_context="fork",
+            worker_init_fn=partial(_begin, os.getpid()),
+            generator=torch.Generator(),  # or it would draw from the one of all others
+        )
+        return iter(loader)
+
+
+class _Work(Dataset[Any]):
+    """Calls the function in a worker process. shared: whether arrays go through shared memory."""
+
+    def __init__(self, function: Callable[[Any], tuple[UInt8Array, Any]], *, shared: bool) -> None:
+        self._function, self._shared = function, shared
+
+    def __getitem__(self, item: Any) -> Any:
+        try:
+            array, rest = self._function(item)
+        except PreluNetError as error:
+            return error  # raised here, it would arrive with the worker's traceback for its text
+        except OSError as error:
+            return from_os_error(error)
+        return (torch.from_numpy(array) if self._shared else array), rest
+
+
+def _as_it_is(result: Any) -> Any:
+    return result
+
+
+def _begin(reader: int, _worker: int) -> None:
+    """Prepare a worker process: deaf to what is meant for its reader, and gone when that is gone.
+
+    torch's own watch waits for the worker's results to be taken, which nobody will do.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+    def watch() -> None:
+        while os.getppid() == reader:
+            time.sleep(_WATCH)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@contextmanager
+def _same_handler_of(number: int) -> Iterator[None]:
+    """Undo what the block does to the handler of a signal."""
+    before = signal.getsignal(number)
+    yield
+    if threading.current_thread() is threading.main_thread():  # elsewhere nothing can have changed it
+        signal.signal(number, before)
+
+
+def _free_shared_memory() -> int:
+    """Return the bytes that are free, 0 where there is none at all."""
+    try:
+        return shutil.disk_usage(SHARED_MEMORY).free
+    except OSError:
+        return 0
+
+
+def _died(workers: int) -> EnvironmentFault:
+    return EnvironmentFault(
+        f"one of {workers} processes that decode images has died. The system ends processes when memory runs out, or "
+        f"when {SHARED_MEMORY}, through which they pass images, is full. Use fewer of them with --workers, or give "
+        "more of either (in Docker: --shm-size 2g); the same command goes on from the last saved state"
+    )

@@ -1,0 +1,62 @@
+"""Do the slopes of the negative side fall with depth? The paper: large at conv1, smaller in the layers above.
+
+PReLU-nets, section 2.1 "Comparison Experiments": conv1 keeps both signs of the edges; deeper layers become more
+nonlinear.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+CLEAR = 0.5  # a rank correlation beyond it is called a trend; the number stands beside the word
+
+
+@dataclass(frozen=True)
+class SlopeTrend:
+    """How mean slopes go with depth.
+
+    first: of the first layer; others: mean over the layers above it, each counting once.
+    rank_correlation: Spearman's, of the mean slope with the place of the layer, -1 (each smaller than the one below)
+    to 1; None where all slopes are alike, as before training.
+    """
+
+    layer: str
+    first: float
+    others: float
+    rank_correlation: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data, with the sentence as `text`."""
+        return {**asdict(self), "text": str(self)}
+
+    def __str__(self) -> str:
+        compared = f"{self.layer} {self.first:.3f}, the layers above it {self.others:.3f} on average"
+        if self.rank_correlation is None:
+            return f"alike at every depth; {compared}"
+        word = "no clear order with depth"
+        if abs(self.rank_correlation) >= CLEAR:
+            word = f"{'smaller' if self.rank_correlation < 0 else 'larger'} with depth"
+        return f"{word} (rank correlation {self.rank_correlation:+.2f}); {compared}"
+
+
+def slope_trend(means: Mapping[str, float]) -> SlopeTrend | None:
+    """Return the trend of layer → mean slope, in the order of depth; None for fewer than two layers."""
+    if len(means) < 2:
+        return None
+    first, *others = means.values()
+    correlation = None
+    if len(set(means.values())) > 1:
+        correlation = round(_rank_correlation(np.array(list(means.values()))), 4)
+    return SlopeTrend(next(iter(means)), round(first, 6), round(sum(others) / len(others), 6), correlation)
+
+
+def _rank_correlation(values: npt.NDArray[np.float64]) -> float:
+    """Return Spearman's rank correlation of values with their places; ties get the mean of their ranks.
+
+    Not scipy's: to load it takes longer than all the rest of `inspect`.
+    """
+    ranks = [(values < value).sum() + (values == value).sum() / 2 for value in values]
+    return float(np.corrcoef(range(len(values)), ranks)[0, 1])

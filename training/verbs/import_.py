@@ -1,0 +1,106 @@
+"""`prelunet import`: somebody else's weights of one of our architectures, as a checkpoint."""
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, cast
+
+import typer
+
+from evaluator.errors import UsageError
+from evaluator.files import require_writable
+from evaluator.terminal import say
+from training.architectures import ACTIVATIONS, ARCHITECTURES, MAX_SIDE, Activation, architecture
+from training.initialization import parse_classes
+from training.verbs.sizes import sizes
+
+if TYPE_CHECKING:
+    from training.importing import Assignment, Imported
+
+
+def import_(
+    *,
+    file: Annotated[
+        Path,
+        typer.Argument(help="A state dict that torch.save wrote, or .safetensors.", metavar="FILE.pt|.safetensors"),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The checkpoint to write.", metavar="CKPT")],
+    arch: Annotated[str, typer.Option(help=f"What net it is: {', '.join(ARCHITECTURES)}.")],
+    classes: Annotated[
+        str,
+        typer.Option(
+            help="How many, or a file of them in the order of the net's outputs: text, one a line (wnid and name, or "
+            "name), or JSON.",
+            metavar="N|FILE",
+        ),
+    ],
+    mean: Annotated[
+        str,
+        typer.Option(
+            help="What its training subtracted from pixels: of each channel, in the net's order of channels; or one "
+            "number; or a mean image.",
+            metavar="M,M,M|FILE.npy",
+        ),
+    ],
+    std: Annotated[str, typer.Option(help="What is divided by afterwards; goes into conv1.", metavar="S,S,S")] = "1",
+    pixel_range: Annotated[
+        Literal["1", "255"], typer.Option("--range", help="Largest pixel when the mean is subtracted.")
+    ] = "1",
+    channels: Annotated[
+        Literal["rgb", "bgr"], typer.Option(help="Order in which the net takes its channels; Caffe's is bgr.")
+    ] = "rgb",
+    activation: Annotated[str, typer.Option(help=f"One of {', '.join(ACTIVATIONS)}.")] = "prelu",
+    crop: Annotated[
+        int | None,
+        typer.Option(min=1, max=MAX_SIDE, help="Side of a training crop in pixels; else the architecture's own."),
+    ] = None,
+    name_map: Annotated[
+        Path | None,
+        typer.Option("--map", help="Table from its names to ours, TOML or JSON.", metavar="FILE.toml|.json"),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+) -> None:
+    """Turn a torch state dict or .safetensors file of one of our architectures into a checkpoint.
+
+    No code in the file is run. Tensors that are missing, unexpected or mis-shaped are all listed.
+    """
+    # Here, so that --help needs neither torch nor safetensors.
+    from training.checkpoints import write_checkpoint
+    from training.importing import import_net, preprocessing_of
+    from training.name_map import read_name_map
+
+    net = architecture(arch, activation=cast(Activation, activation), crop=crop)  # which refuses unknown names
+    entries = parse_classes(classes)
+    if require_writable(output).exists() and not force:
+        raise UsageError(f"{output}: exists already. Choose another name, or replace it with --force")
+    preprocessing, mean_image = preprocessing_of(mean, std, int(pixel_range), channels, net.crop)
+    table = None if name_map is None else read_name_map(name_map)
+    imported = import_net(file, net, entries, preprocessing, mean=mean_image, name_map=table)
+    write_checkpoint(output, imported.checkpoint)
+    _tell(file, output, imported)
+
+
+def _tell(file: Path, output: Path, imported: "Imported") -> None:
+    """Say what was found and done, so that a wrong guess is seen, and what can be done now."""
+    net, mean = imported.checkpoint.architecture, imported.checkpoint.mean
+    of_channels = mean.reshape(-1, 3).mean(axis=0, dtype="f8")
+    what = "mean image, on average" if mean.ndim == 3 else "mean"
+    for remark in (*imported.remarks, *_assigned(imported.assignment)):
+        say(remark)
+    say(
+        f"{output}: {net.name}, {net.activation}, {len(imported.checkpoint.classes)} classes, imported from {file}\n"
+        f"  {sizes(imported.checkpoint, output)}\n"
+        f"  {what} {', '.join(f'{value:.2f}' for value in of_channels)} (R, G, B; 0 to 255)\n"
+        "Go on with:\n"
+        f"  prelunet inspect {shlex.quote(str(output))}\n"
+        f"  prelunet export {shlex.quote(str(output))} -o {shlex.quote(str(output.with_suffix('.onnx')))}"
+    )
+
+
+def _assigned(assignment: "Assignment") -> list[str]:
+    """Return how names were given; the whole list where it was by order, since equal shapes may hide a mistake."""
+    if assignment.how != "by order":
+        return [f"{len(assignment.theirs)} tensors, assigned {assignment.how}"]
+    return [
+        f"{len(assignment.theirs)} tensors, assigned by order, since all shapes fit; check the list:",
+        *(f"  {theirs} -> {own}" for own, theirs in assignment.theirs.items()),
+    ]

@@ -1,0 +1,92 @@
+"""Every key of a recipe as an option of the command line."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, replace
+from functools import wraps
+from types import UnionType
+from typing import Annotated, Any, get_args, get_origin
+
+import typer
+
+from evaluator.errors import UsageError
+from training.recipe import CHOICES, Recipe, typed
+
+PANEL = "Keys of the recipe, to be given instead of its own"
+
+
+def with_recipe_options(verb: Callable[..., None], but: tuple[str, ...]) -> Callable[..., None]:
+    """Return the verb with an option for each key of a recipe, but for those that it has itself.
+
+    The verb gets the given ones in its parameter `keys`, a mapping of texts and truth values for `changed`.
+    """
+    names = [key.name for key in fields(Recipe) if key.name not in but]
+
+    @wraps(verb)
+    def whole(**values: Any) -> None:
+        keys = {name: values.pop(name) for name in names}
+        verb(**values, keys={name: value for name, value in keys.items() if value is not None})
+
+    own = [value for value in inspect.signature(verb).parameters.values() if value.name != "keys"]
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_option(name))
+        for name in names
+    ]
+    whole.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+    whole.__annotations__ = {value.name: value.annotation for value in (*own, *added)}
+    return whole
+
+
+def changed(recipe: Recipe, keys: Mapping[str, Any]) -> Recipe:
+    """Return the recipe with the keys that options gave; raises UsageError for a value that cannot be meant."""
+    kinds = {key.name: get_args(key.type)[0] for key in fields(Recipe)}
+    values = {name: _value(text, kinds[name], f"--{name.replace('_', '-')}") for name, text in keys.items()}
+    if "steps" in values and "epochs" not in values:
+        values["epochs"] = None
+    elif "epochs" in values and "steps" not in values:
+        values["steps"] = None
+    return replace(recipe, **values)
+
+
+def _option(name: str) -> Any:
+    (key,) = (key for key in fields(Recipe) if key.name == name)
+    kind, meaning = get_args(key.type)
+    if kind is bool:
+        flag = name.replace("_", "-")
+        return Annotated[bool | None, typer.Option(f"--{flag}/--no-{flag}", help=meaning, rich_help_panel=PANEL)]
+    there = f" One of {', '.join(CHOICES[name])}." if name in CHOICES else ""
+    usual = "" if key.default in (MISSING, None) else f" If the recipe is silent: {_shown(key.default)}."
+    option = typer.Option(help=meaning + there + usual, metavar=_metavar(kind), rich_help_panel=PANEL)
+    return Annotated[str | None, option]
+
+
+def _metavar(kind: Any) -> str:
+    if isinstance(kind, UnionType):
+        return _metavar(get_args(kind)[0])
+    if get_origin(kind) is tuple:
+        return ",".join("N" if item is int else "X" for item in get_args(kind) if item is not ...) + (
+            ",..." if ... in get_args(kind) else ""
+        )
+    return {int: "N", float: "X"}.get(kind, "NAME")
+
+
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
+
+
+def _value(text: Any, kind: Any, where: str) -> Any:
+    """Return what an option's text says, as a value of its kind."""
+    if isinstance(kind, UnionType):
+        return _value(text, get_args(kind)[0], where)
+    if get_origin(kind) is tuple:
+        parts = [part for part in text.split(",") if part]
+        return typed([_number(part, get_args(kind)[0], where) for part in parts], kind, where)
+    return typed(_number(text, kind, where), kind, where) if kind in (int, float) else text
+
+
+def _number(text: str, kind: Any, where: str) -> int | float:
+    try:
+        value: int | float = kind(text)
+    except ValueError as error:
+        raise UsageError(f"{where} {text}: should be a {'whole ' if kind is int else ''}number") from error
+    return value
