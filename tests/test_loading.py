@@ -161,10 +161,11 @@ def test_an_image_that_breaks_is_named_and_another_takes_its_place(
         assert batch.shift is not None
         assert expected.shift is not None
         lost = []
-        for row, (epoch, index) in enumerate(places_of_step(COLORFUL, step, len(sound))):
+        for row, (epoch, place) in enumerate(places_of_step(COLORFUL, step, len(sound))):
+            index = place
             if (file := sound.samples[index].file) in BROKEN:
                 lost.append(file)
-                random = random_stream(COLORFUL.seed, SUBSTITUTE, epoch, index)
+                random = random_stream(COLORFUL.seed, SUBSTITUTE, epoch, place)
                 drawn = [int(other) for other in random.integers(len(sound), size=TRIES)]
                 index = next(other for other in drawn if sound.samples[other].file not in BROKEN)
             view = training_view(sound.picture(index), COLORFUL, epoch, index)

@@ -349,7 +349,7 @@ def start_processes(size: int, arguments: list[str], port: int) -> list["subproc
 @pytest.fixture
 def recipe_file(tmp_path: Path) -> Path:
     path = tmp_path / "small.toml"
-    values = replace(RECIPE, steps=40, evaluate_every=20, save_every=10).to_json()
+    values = replace(RECIPE, steps=40, evaluate_every=20, save_every=10, rate_drops=()).to_json()
     path.write_text("\n".join(f"{key} = {json.dumps(value)}" for key, value in values.items()))
     return path
 

@@ -35,14 +35,16 @@ _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 class Group:
     """The processes of one training, seen from one of them.
 
-    rank: of this process, in [0, size); device: where this process computes; sent: bytes that this process has sent so
-    far, by purpose. The methods are collective: every process must call them, in the same order (`exchange`: those that
-    are named). Each raises EnvironmentFault where another process has died.
+    rank: of this process, in [0, size); device: where this process computes; here: how many of them are on this
+    machine; sent: bytes that this process has sent so far, by purpose. The methods are collective: every process must
+    call them, in the same order (`exchange`: those that are named). Each raises EnvironmentFault where another process
+    has died.
     """
 
     rank: int
     size: int
     device: torch.device
+    here: int = 1
     sent: Counter[str] = field(default_factory=Counter)
 
     @property

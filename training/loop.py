@@ -35,7 +35,7 @@ from training.loading import Batch, evaluation_batches, training_batches
 from training.metrics import Errors, errors_of, mistakes
 from training.network import PreluNet, load_tensors, parameter_groups
 from training.parallel import DropoutFactors, Kind, Options, check_batch, make_parallel
-from training.pictures import Pictures
+from training.pictures import WORKERS, Pictures
 from training.recipe import Recipe
 from training.run_folder import LAST_FILE, open_run_folder
 from training.schedule import rate_at, stalls
@@ -54,10 +54,10 @@ ALONE = Group(0, 1, torch.device("cpu"))
 class Execution:
     """How a training is carried out: nothing here changes what is learned, but for the order of sums.
 
-    device: `cpu`, `cuda`, None for CUDA where there is any; parallel: how many processes share the work, None for `ddp`
-    where there are several; workers: processes that decode images, None for as many as fit; diagnose: whether the
-    layers are measured at every evaluation; events: whether events for TensorBoard are written; cache: folder in which
-    what is known of the images is kept (training/stats.py), None for nowhere.
+    device: `cpu`, `cuda`, None for CUDA where there is any; parallel: how several processes share the work, None for
+    `ddp`; workers: how many make batches ahead in each of them, 0 for nobody, None for one a core; diagnose: whether
+    the layers are measured at every evaluation; events: whether events for TensorBoard are written; cache: folder in
+    which what is known of the images is kept (training/stats.py), None for nowhere.
     """
 
     device: str | None = None
@@ -276,7 +276,8 @@ class Trainer:
 
     def _loading(self) -> dict[str, Any]:
         """Return how batches are made."""
-        return {"workers": self.workers, "pin": self.group.device.type == "cuda"}
+        workers = max(1, WORKERS // self.group.here) if self.workers is None else self.workers
+        return {"workers": workers, "pin": self.group.device.type == "cuda"}
 
     def _factors(self) -> DropoutFactors:
         """Return what dropout does in the next step."""

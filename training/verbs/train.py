@@ -54,7 +54,7 @@ def _train(
         ),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(min=0, help="Processes that decode images; 0 for threads; else chosen by the images.")
+        int | None, typer.Option(min=0, help="How many decode images ahead, in each process; else one a core.")
     ] = None,
     diagnose: Annotated[
         bool,
