@@ -197,5 +197,6 @@ _TABLES = (
     ("Torch beside the engine, mixed shapes from the host's memory, fp16", "torch", "mixed",
      ("net", "competitor", "way", *_RATES, "first pass, s: first_seconds")),
     ("Training steps", "training", "training",
-     ("net", "precision", "channels last: channels_last", "batch", "ms", *_RATES, "GPU memory, GB: memory_gb")),
+     ("net", "precision", "channels last: channels_last", "compiled: compile", "batch", "ms", *_RATES,
+      "GPU memory, GB: memory_gb")),
 )  # fmt: skip

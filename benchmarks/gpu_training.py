@@ -1,30 +1,32 @@
 """Part `training`: images per second of training steps as `training.loop` takes them, at 224 pixels.
 
-One step: mean subtracted, forward, cross entropy, backward, SGD with momentum in our parameter groups. The images are
-on the device already; loading them is not measured here.
+One step: mean subtracted, dropout drawn, forward, cross entropy, backward, the loss read, SGD with momentum in our
+parameter groups. The images are on the device already; loading them is measured by loading.py.
 """
 
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from evaluator.complexity import multiply_adds
 from nets import MEAN
 from results import Results
 from rig import CROP, Rig
 from training.dense import subtract_mean
+from training.dropout import dropout_factors
+from training.group import Group
 from training.network import parameter_groups
+from training.parallel import Options, make_parallel
 
 NETS = ("A", "C")
 PRECISIONS = ("bf16", "tf32", "fp32")
 BATCHES = (32, 64, 128, 256, 512)
-RATE, MOMENTUM, DECAY = 1e-4, 0.9, 5e-4  # a low rate: the weights are not those of a training
+COMPILED_BATCHES = (128, 256)  # torch.compile takes a minute for each
+RATE, MOMENTUM, DECAY, DROPOUT = 1e-4, 0.9, 5e-4, 0.5  # a low rate: the weights are not those of a training
 STEPS, WARM = 6, 2
 SECONDS = 6  # after which no further step is measured
 
@@ -35,8 +37,8 @@ def plan(rig: Rig) -> list[str]:
     """Return what would be measured, a line each."""
     return [
         f"{len(_all_settings(rig))} kinds of steps: {', '.join(NETS)} x {', '.join(PRECISIONS)} x channels_last or not "
-        f"x batches of {', '.join(map(str, BATCHES))}",
-        "about 6 minutes",
+        f"x batches of {', '.join(map(str, BATCHES))}, and some compiled",
+        "about 10 minutes",
     ]
 
 
@@ -44,10 +46,11 @@ def run(rig: Rig, results: Results) -> None:
     """Measure all cases; larger batches come only where the smaller ones fitted."""
     full: set[tuple[Any, ...]] = set()
     for settings in _all_settings(rig):
-        kind = (settings["net"], settings["precision"], settings["channels_last"])
+        kind = (settings["net"], settings["precision"], settings["channels_last"], settings["compile"])
         if kind in full:
             continue
-        found = results.measure(settings, partial(_measure, rig, settings), 12 if settings["net"] == "C" else 8)
+        seconds = (12 if settings["net"] == "C" else 8) + 60 * settings["compile"]
+        found = results.measure(settings, partial(_measure, rig, settings), seconds)
         if rig.on_gpu:
             torch.cuda.empty_cache()
         if found and found.get("out_of_memory"):
@@ -55,36 +58,38 @@ def run(rig: Rig, results: Results) -> None:
 
 
 def _all_settings(rig: Rig) -> list[dict[str, Any]]:
+    kinds = [(precision, last, False) for precision in PRECISIONS for last in (True, False)]
+    kinds.insert(1, ("bf16", True, True))
     return [
-        {"what": "training", "net": net, "precision": precision, "channels_last": last, "batch": batch}
+        {
+            "what": "training", "net": net, "precision": precision, "channels_last": last, "compile": compiled,
+            "batch": batch,
+        }
         for net in NETS
-        for precision in PRECISIONS
-        for last in (True, False)
-        for batch in ((2,) if rig.tiny else BATCHES)
-    ]
+        for precision, last, compiled in kinds
+        for batch in ((2,) if rig.tiny else COMPILED_BATCHES if compiled else BATCHES)
+    ]  # fmt: skip
 
 
 def _measure(rig: Rig, settings: Settings) -> dict[str, Any]:
     """Time steps of one kind."""
     batch, precision = settings["batch"], settings["precision"]
     net = rig.torch_net(settings["net"]).train()
-    if settings["channels_last"]:
-        net.to(memory_format=torch.channels_last)
+    options = Options("bf16" if precision == "bf16" else "fp32", settings["channels_last"], settings["compile"])
+    parallel = make_parallel("alone", net, Group(0, 1, torch.device(rig.device)), options)
     optimizer = torch.optim.SGD(parameter_groups(net, DECAY), lr=RATE, momentum=MOMENTUM)
     side = rig.px(CROP)
     rng = np.random.default_rng(0)
     images = torch.from_numpy(rng.integers(0, 256, (batch, side, side, 3), np.uint8)).to(rig.device)
     labels = torch.from_numpy(rng.integers(0, rig.classes, batch)).to(rig.device)
     mean = torch.from_numpy(MEAN).to(rig.device)
-    layout = torch.channels_last if settings["channels_last"] else torch.contiguous_format
+    hidden = net.architecture.hidden
 
-    def step() -> torch.Tensor:
-        with torch.autocast(rig.device, torch.bfloat16) if precision == "bf16" else nullcontext():
-            loss = F.cross_entropy(net(subtract_mean(images, mean).contiguous(memory_format=layout)), labels)
-        optimizer.zero_grad()
-        loss.backward()
+    def step() -> float:
+        pixels = subtract_mean(images, mean)
+        taken = parallel.gradients(pixels, labels, lambda rows: dropout_factors(0, 0, rows, hidden, DROPOUT), batch)
         optimizer.step()
-        return loss.detach()
+        return taken.loss
 
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"

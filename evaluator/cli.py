@@ -157,7 +157,10 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the program and exit with the code of docs/contract.md."""
     signal.signal(signal.SIGTERM, _on_sigterm)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its own lines on stderr would only repeat what our errors say
-    sys.exit(run(arguments))
+    code = run(arguments)
+    for number in (signal.SIGTERM, signal.SIGINT):  # a second one, while Python ends, would change the code
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(code)
 
 
 def run(arguments: list[str] | None = None) -> int:

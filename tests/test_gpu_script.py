@@ -191,7 +191,8 @@ def test_rewritten_files_give_the_same_scores(tmp_path: Path) -> None:
     for file in (path, wider, split):
         bound = gpu_sweep.Bound(rig, raw_session(rig, file))
         found.append(bound.run(bound.upload((2, 33, 41)))[0].numpy())
-    np.testing.assert_allclose(found[1], found[0], atol=1e-6)  # sums of more zeros
+    # Sums of more zeros are split elsewhere by some processors' kernels: ten layers of float32 roundings, 6e-8 each
+    np.testing.assert_allclose(found[1], found[0], rtol=2e-5, atol=1e-6)
     np.testing.assert_array_equal(found[2], found[0])
 
 

@@ -189,10 +189,14 @@ def test_with_workers_and_colour_a_run_killed_in_the_middle_ends_as_an_undisturb
 def test_an_image_that_breaks_is_replaced_named_and_counted_and_the_training_goes_on(tmp_path: Path) -> None:
     root = make_dataset(tmp_path / "data")
     (tmp_path / "run").mkdir()
-    trainer = Trainer(replace(RECIPE, steps=6), open_splits(root), tmp_path / "run")
+    said: list[str] = []
+    trainer = Trainer(replace(RECIPE, steps=6), open_splits(root), tmp_path / "run", announce=said.append)
     broken = root / "train/dog/001.png"
     broken.write_bytes(b"x" * broken.stat().st_size)  # as long as before: nobody can tell from the outside
     trainer.run()
+    assert len(said) == 1  # once, however often it is met
+    assert said[0].startswith("train/: 1 images cannot be read any more; another of train/ takes the place of each:\n")
+    assert "\n  dog/001.png: " in said[0]
     assert set(trainer.progress.lost) == {"dog/001.png"}
     again = Trainer(replace(RECIPE, steps=6), open_splits(root), tmp_path / "run")
     told = list(again.news())
@@ -218,15 +222,88 @@ def test_too_many_broken_images_end_the_training_with_the_state_saved(tmp_path: 
 def test_images_of_val_that_break_are_left_out_of_the_errors_and_counted(tmp_path: Path) -> None:
     root = make_dataset(tmp_path / "data")
     (tmp_path / "run").mkdir()
-    trainer = Trainer(replace(RECIPE, steps=2), open_splits(root), tmp_path / "run")
+    recipe, said = replace(RECIPE, steps=2, max_refused=0.12), list[str]()
+    trainer = Trainer(recipe, open_splits(root), tmp_path / "run", announce=said.append)
     (root / "val/ox/002.png").unlink()
     trainer.run()
+    assert said[0].startswith("val/: 1 images cannot be read any more; they are left out:\n  ox/002.png: ")
     assert [(line["evaluated"], line["refused"]) for line in lines_of(tmp_path / "run") if "evaluated" in line] == [
         (8, 1)
     ]
 
 
+def test_too_many_broken_images_of_val_end_the_training_before_an_error_is_told(tmp_path: Path) -> None:
+    root = make_dataset(tmp_path / "data")
+    (tmp_path / "run").mkdir()
+    trainer = Trainer(replace(RECIPE, steps=2), open_splits(root), tmp_path / "run")
+    (root / "val/ox/002.png").unlink()
+    with pytest.raises(DatasetError, match=r"1 images of val/ broke.*more than max_refused, 10 % of 9.*ox/002\.png"):
+        trainer.run()
+    assert not (tmp_path / "run/metrics.jsonl").exists() or not any(
+        "top1_error" in one for one in lines_of(tmp_path / "run")
+    )
+
+
+# Nothing is lost before a new run begins
+
+
+@pytest.mark.parametrize("trouble", ["start", "images"])
+def test_what_keeps_a_fresh_run_from_beginning_leaves_the_old_one_whole(tmp_path: Path, trouble: str) -> None:
+    root, folder = make_dataset(tmp_path / "data"), tmp_path / "run"
+    train(replace(RECIPE, steps=3), root, folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    start = None
+    if trouble == "start":
+        start = tmp_path / "other.safetensors"
+        start.write_bytes(b"nonsense")
+    else:
+        for path in (root / "train/dog").iterdir():
+            path.write_bytes(b"x")
+    with pytest.raises((CheckpointError, DatasetError)):
+        train(RECIPE, root, folder, start=start, fresh=True)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_fresh_run_may_begin_with_the_checkpoint_that_it_replaces(data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train(replace(RECIPE, steps=3), data, folder)
+    before = read_checkpoint(folder / "last.safetensors")
+    train(replace(RECIPE, steps=1, rate=1e-12), data, folder, start=folder / "last.safetensors", fresh=True)
+    after = read_checkpoint(folder / "last.safetensors")
+    for name, tensor in before.tensors.items():
+        np.testing.assert_allclose(after.tensors[name], tensor, rtol=0, atol=1e-9)  # what rate 1e-12 can move
+
+
+def test_a_run_that_never_began_claims_nothing(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(CheckpointError):
+        train(RECIPE, data, tmp_path / "run", start=tmp_path / "x.safetensors")
+    train(replace(RECIPE, steps=1, batch=3), data, tmp_path / "run")
+
+
+def test_a_run_whose_state_is_gone_is_not_begun_anew_unasked(data: Path, tmp_path: Path) -> None:
+    train(replace(RECIPE, steps=1), data, tmp_path / "run")
+    (tmp_path / "run/state.pt").unlink()
+    with pytest.raises(RunFolderError, match=r"state\.pt is not there.*--fresh"):
+        train(replace(RECIPE, steps=1), data, tmp_path / "run")
+
+
 # Logs
+
+
+def test_events_that_cannot_be_written_are_given_up_and_said_and_the_training_goes_on(
+    data: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/tensorboard").write_text("a file in the place of the folder")
+    said: list[str] = []
+    trainer = Trainer(
+        RECIPE, open_splits(data), tmp_path / "run", execution=Execution(events=True), announce=said.append
+    )
+    trainer.run()
+    (text,) = said
+    assert "no more events for TensorBoard" in text
+    assert read_checkpoint(tmp_path / "run/last.safetensors").metrics is not None
 
 
 def test_a_diagnosis_and_events_are_written_at_every_evaluation_and_cut_where_a_run_resumes(
@@ -307,14 +384,6 @@ def test_another_start_is_another_training(data: Path, tmp_path: Path) -> None:
     train(replace(RECIPE, steps=1), data, tmp_path / "run")
     with pytest.raises(RunFolderError, match="start"):
         train(replace(RECIPE, steps=1), data, tmp_path / "run", start=tmp_path / "first/last.safetensors")
-
-
-def test_a_start_that_is_no_checkpoint_leaves_nothing_behind_that_stands_in_the_way(data: Path, tmp_path: Path) -> None:
-    (tmp_path / "x.safetensors").write_bytes(b"nonsense")
-    with pytest.raises(CheckpointError):
-        train(RECIPE, data, tmp_path / "run", start=tmp_path / "x.safetensors")
-    with pytest.raises(UsageError, match="cannot be read"):
-        train(RECIPE, data, tmp_path / "run", start=tmp_path / "nowhere.safetensors")
 
 
 # Several processes, as torchrun starts them

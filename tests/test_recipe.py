@@ -17,7 +17,7 @@ from training.recipe import (
 )
 from training.schedule import rate_at, stalls
 
-DEMO = read_recipe("demo")
+SMALL = read_recipe("small")
 
 
 def test_every_recipe_that_comes_with_prelunet_can_be_read() -> None:
@@ -54,12 +54,12 @@ def test_the_recipes_of_the_large_nets_are_the_papers(name: str) -> None:
 
 
 def test_epochs_are_passes_over_the_images_of_train_in_whole_steps() -> None:
-    recipe = replace(DEMO, steps=None, epochs=2.5, batch=64)
+    recipe = replace(SMALL, steps=None, epochs=2.5, batch=64)
     assert recipe.of_length(1000).steps == 39  # 2500/64 = 39.06
     assert recipe.of_length(1014).steps == 40  # 39.6
     assert recipe.of_length(3).steps == 1
     assert recipe.of_length(1000).length == 39
-    assert DEMO.of_length(1000) == DEMO
+    assert SMALL.of_length(1000) == SMALL
 
 
 def test_a_file_is_read_by_its_path(tmp_path: Path) -> None:
@@ -101,20 +101,20 @@ def test_a_file_nested_beyond_all_measure_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_largest_images_that_are_meant_can_be_trained_on() -> None:
-    assert replace(DEMO, crop=4096, scales=(4096, 4096)).net().crop == 4096
+    assert replace(SMALL, crop=4096, scales=(4096, 4096)).net().crop == 4096
     with pytest.raises(UsageError, match=r"scales 4097 to 4097 should be at most 4096"):
-        replace(DEMO, crop=4097, scales=(4097, 4097))
+        replace(SMALL, crop=4097, scales=(4097, 4097))
 
 
 def test_a_misspelt_key_is_refused_with_all_valid_ones() -> None:
     with pytest.raises(UsageError, match="no key learning_rate in a recipe") as caught:
-        recipe_from_values({**DEMO.to_json(), "learning_rate": 0.1}, "x.toml")
+        recipe_from_values({**SMALL.to_json(), "learning_rate": 0.1}, "x.toml")
     for field in fields(Recipe):
         assert field.name in str(caught.value)
 
 
 def test_missing_keys_are_named() -> None:
-    values = DEMO.to_json()
+    values = SMALL.to_json()
     del values["batch"], values["rate"]
     with pytest.raises(UsageError, match="lacks batch, rate"):
         recipe_from_values(values, "x.toml")
@@ -170,11 +170,11 @@ def test_missing_keys_are_named() -> None:
 )
 def test_a_value_that_cannot_be_meant_is_refused(key: str, value: object, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        recipe_from_values({**DEMO.to_json(), key: value}, "x.toml")
+        recipe_from_values({**SMALL.to_json(), key: value}, "x.toml")
 
 
 def test_the_rate_falls_after_each_stated_part_of_the_run() -> None:
-    recipe = replace(DEMO, steps=10, rate=0.5, rate_drops=(0.35, 0.8), rate_factor=0.1)
+    recipe = replace(SMALL, steps=10, rate=0.5, rate_drops=(0.35, 0.8), rate_factor=0.1)
     rates = [rate_at(recipe, step) for step in range(10)]
     assert rates == pytest.approx([0.5] * 4 + [0.05] * 4 + [0.005] * 2, rel=1e-12)
 
@@ -191,12 +191,12 @@ def test_the_error_stalls_when_so_many_measurements_bring_no_lower_one() -> None
 
 
 def test_on_a_plateau_the_rate_falls_as_often_as_the_error_stalled_but_no_more_than_stated() -> None:
-    recipe = replace(DEMO, rate_policy="plateau", rate_drops=(), rate=0.5, rate_factor=0.1, most_drops=2)
+    recipe = replace(SMALL, rate_policy="plateau", rate_drops=(), rate=0.5, rate_factor=0.1, most_drops=2)
     assert [rate_at(recipe, 7, drops) for drops in range(4)] == pytest.approx([0.5, 0.05, 0.005, 0.005])
 
 
 def test_another_number_of_steps_keeps_the_shape_of_the_schedule() -> None:
-    long, short = DEMO, replace(DEMO, steps=DEMO.length // 10)
+    long, short = SMALL, replace(SMALL, steps=SMALL.length // 10)
     assert [rate_at(short, step) for step in range(short.length)] == [
         rate_at(long, 10 * step) for step in range(short.length)
     ]
@@ -210,15 +210,15 @@ def test_the_automatic_crop_is_seven_eighths_rounded_to_the_stride(median: float
 
 
 def test_another_crop_takes_scales_batch_and_rate_with_it_but_not_the_steps() -> None:
-    recipe = replace(DEMO, crop=28, scales=(28, 36), batch=64, rate=0.01)
+    recipe = replace(SMALL, crop=28, scales=(28, 36), batch=64, rate=0.01)
     fitted = fit_to_crop(recipe, 56)
     assert fitted == replace(recipe, crop=56, scales=(56, 72), batch=32, rate=0.005)
 
 
 def test_fitting_a_recipe_to_its_own_crop_changes_nothing() -> None:
-    assert fit_to_crop(DEMO, DEMO.crop) == DEMO
+    assert fit_to_crop(SMALL, SMALL.crop) == SMALL
 
 
 def test_a_crop_too_small_for_the_net_is_refused() -> None:
     with pytest.raises(UsageError, match="too small"):
-        fit_to_crop(DEMO, 8)
+        fit_to_crop(SMALL, 8)

@@ -11,9 +11,9 @@ from evaluator.errors import UsageError
 from training.recipe import Recipe, read_recipe
 from training.verbs.recipe_options import changed
 
-DEMO = read_recipe("demo")
+SMALL = read_recipe("small")
 
-# key → what stands on the command line, and what it means; none of them is the demo's own value
+# key → what stands on the command line, and what it means; none of them is the recipe's own value
 VALUES: dict[str, tuple[Any, Any]] = {
     "architecture": ("E", "E"),
     "crop": ("224", 224),
@@ -59,18 +59,18 @@ COMPANY = {  # keys without which a value makes no sense
 def test_each_key_can_be_given_instead_of_the_recipes_own(name: str) -> None:
     given, meant = VALUES[name]
     company = COMPANY.get(name, {})
-    recipe = changed(DEMO, {name: given, **company})
-    assert getattr(recipe, name) == meant != getattr(DEMO, name)
+    recipe = changed(SMALL, {name: given, **company})
+    assert getattr(recipe, name) == meant != getattr(SMALL, name)
     untouched = {key.name for key in fields(Recipe)} - {name, *company, "steps", "epochs"}
-    assert all(getattr(recipe, key) == getattr(DEMO, key) for key in untouched)
+    assert all(getattr(recipe, key) == getattr(SMALL, key) for key in untouched)
 
 
 def test_a_length_in_epochs_takes_the_place_of_one_in_steps_and_the_other_way_round() -> None:
-    recipe = changed(DEMO, {"epochs": "3"})
+    recipe = changed(SMALL, {"epochs": "3"})
     assert (recipe.epochs, recipe.steps) == (3.0, None)
-    assert changed(recipe, {"steps": "4"}) == replace(DEMO, steps=4)
+    assert changed(recipe, {"steps": "4"}) == replace(SMALL, steps=4)
     with pytest.raises(UsageError, match="steps or epochs should be given, one of the two"):
-        changed(DEMO, {"epochs": "3", "steps": "4"})
+        changed(SMALL, {"epochs": "3", "steps": "4"})
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_length_in_epochs_takes_the_place_of_one_in_steps_and_the_other_way_ro
 )
 def test_a_value_that_cannot_be_meant_is_refused_by_the_name_of_its_option(key: str, text: str, message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
-        changed(DEMO, {key: text})
+        changed(SMALL, {key: text})
 
 
 def test_the_help_tells_every_key_with_its_meaning(capsys: pytest.CaptureFixture[str]) -> None:

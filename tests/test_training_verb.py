@@ -117,7 +117,7 @@ def test_bad_options_are_refused_with_what_would_be_right(
 
 def test_out_may_not_be_a_file(data: Path, tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
-    with pytest.raises(UsageError, match="a file of that name exists"):
+    with pytest.raises(UsageError, match=r"there is a file in the place of a folder.*--out"):
         train(RECIPE, data, tmp_path / "run")
 
 

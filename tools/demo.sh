@@ -18,13 +18,13 @@ if [ $# -gt 0 ]; then
   fi
   out=demo/$(basename "$(realpath "$data")")
   anew "$out"
-  train_options=(--data "$data" --crop auto)
+  train_options=(--recipe small --data "$data" --crop auto)
   picture=$(find -L "$data/val" -type f -name '[!.]*' | LC_ALL=C sort | awk 'NR == 1')
 else
   data=training/data/fashion_mnist.zip
   anew "$out"
   python -c "import zipfile; zipfile.ZipFile('$data').extractall('$out/pictures')"
-  train_options=()
+  train_options=(--recipe demo)
   picture=$out/shelf.png # a boot, trousers and a bag side by side, so that there is something to find
   boots=("$out"/pictures/val/ankle-boot/*.png) trousers=("$out"/pictures/val/trouser/*.png)
   bags=("$out"/pictures/val/bag/*.png)
@@ -32,7 +32,7 @@ else
 fi
 
 step "1. Train the small PReLU-net (checkpoint: $out/train/last.safetensors)"
-say prelunet train --recipe demo "${train_options[@]}" --out "$out/train"
+say prelunet train "${train_options[@]}" --out "$out/train"
 
 step "2. What did it learn? Slopes per layer, beside the paper's"
 say prelunet inspect "$out/train/last.safetensors"

@@ -7,9 +7,8 @@ first one writes the files and talks to the user.
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,10 @@ import torch
 from torch import Tensor
 
 from evaluator.engine.scores import ranks_of
-from evaluator.errors import DatasetError, EnvironmentFault, Interrupted, UsageError
+from evaluator.errors import EnvironmentFault, Interrupted, UsageError
 from evaluator.files import sha256_of
 from evaluator.progress import Advance, progress
+from training.beginning import beginning
 from training.dense import subtract_mean
 from training.diagnosis import measure, spread_views
 from training.diagnosis_log import LayerResponse
@@ -28,10 +28,10 @@ from training.divergence import where_not_finite
 from training.dropout import dropout_factors
 from training.embedded import embedded_dataset_path
 from training.group import Group, open_group
-from training.initialization import initial_tensors
 from training.interrupts import Signals, heard_signals
 from training.keeping import Keeping, is_kept
 from training.loading import Batch, evaluation_batches, training_batches
+from training.losses import Losses
 from training.metrics import Errors, errors_of, mistakes
 from training.network import PreluNet, load_tensors, parameter_groups
 from training.parallel import DropoutFactors, Kind, Options, check_batch, make_parallel
@@ -40,9 +40,7 @@ from training.recipe import Recipe
 from training.run_folder import LAST_FILE, open_run_folder
 from training.schedule import rate_at, stalls
 from training.splits import Splits, open_splits
-from training.start import start_from
-from training.state import Progress, momentum_of
-from training.stats import surveyed
+from training.state import momentum_of
 from training.tracking import Tracking
 
 LOG_EVERY = 20  # steps
@@ -105,12 +103,13 @@ def train(
     splits = open_splits(path)
     with (
         open_group(execution.device) as group,
-        _held(group, run_folder, describe(recipe, splits, start), fresh=fresh),
+        _held(group, run_folder, describe(recipe, splits, start), fresh=fresh) as make_room,
     ):
-        trainer = Trainer(recipe, splits, run_folder, group, execution, start)
-        if announce is not None and group.is_first:
-            for text in trainer.news():
-                announce(text)
+        tell = announce if announce is not None and group.is_first else _say_nothing
+        tell(_where(group, execution))
+        trainer = Trainer(recipe, splits, run_folder, group, execution, start, make_room=make_room, announce=tell)
+        for text in trainer.news():
+            tell(text)
         trainer.run()
     errors, best = trainer.progress.evaluated, trainer.progress.best
     assert errors is not None, "a run ends with an evaluation"
@@ -126,22 +125,35 @@ def describe(recipe: Recipe, splits: Splits, start: Path | None = None) -> dict[
 
 
 @contextmanager
-def _held(group: Group, folder: Path, description: dict[str, Any], *, fresh: bool) -> Iterator[None]:
-    """Hold the run's folder: the first process does, and the others come when it has."""
+def _held(
+    group: Group, folder: Path, description: dict[str, Any], *, fresh: bool
+) -> Iterator[Callable[[], None] | None]:
+    """Hold the run's folder, as `open_run_folder`: the first process does, and the others come when it has."""
     if not group.is_first:
         if group.any(False):
             raise EnvironmentFault("the first process of this training ended before the training began; it says why")
-        yield
+        yield None
         return
-    told = False
-    try:
-        with open_run_folder(folder, description, fresh=fresh):
-            group.any(False)
-            told = True
-            yield
-    finally:
-        if not told:
+    with ExitStack() as stack:
+        try:
+            make_room = stack.enter_context(open_run_folder(folder, description, fresh=fresh))
+        except Exception:  # not KeyboardInterrupt: whoever stops the program does not wait for other processes
             group.any(True)
+            raise
+        group.any(False)
+        yield make_room
+
+
+def _where(group: Group, execution: Execution) -> str:
+    """Say on what the training runs."""
+    if group.size > 1:
+        return f"training on {group.device.type}, {group.size} processes, {execution.parallel or 'ddp'}"
+    alone = "" if execution.parallel is None else f"; one process, so --parallel {execution.parallel} changes nothing"
+    return f"training on {group.device}{alone}"
+
+
+def _say_nothing(_text: str) -> None:
+    pass
 
 
 class Trainer:
@@ -155,28 +167,36 @@ class Trainer:
         group: Group = ALONE,
         execution: Execution = Execution(),
         start: Path | None = None,
+        *,
+        make_room: Callable[[], None] | None = None,
+        announce: Callable[[str], None] = _say_nothing,
     ) -> None:
+        """Begin a run or resume one. make_room: removes what an earlier run left, where a new one begins."""
         self.recipe = recipe.of_length(len(splits.train.samples))
         self.splits, self.folder, self.group, self.start = splits, folder, group, start
         options = Options(recipe.precision, recipe.channels_last, recipe.compile, recipe.accumulate)
         check_batch(recipe.batch, group, options)
         self.keeping = Keeping(folder, recipe, splits)
-        self.tracking = Tracking(folder, events=execution.events, diagnose=execution.diagnose)
+        self.tracking = Tracking(folder, events=execution.events, diagnose=execution.diagnose, announce=announce)
         self.workers, self.cache = execution.workers, execution.cache
         self.remarks: list[str] = []  # for the user, before the work begins
+        self.make_room = make_room
         self.note = ""  # what progress shows beside the rate
         self.net = PreluNet(recipe.net(), len(splits.classes))
         self._begin_or_resume(execution.parallel or ("alone" if group.size == 1 else "ddp"), options)
         self.mean = torch.from_numpy(self.progress.mean).to(group.device)
         self.train_pictures = Pictures(splits.train, self.progress.refused["train"])
         self.val_pictures = Pictures(splits.val, self.progress.refused["val"])
+        refused = {name: len(files) for name, files in self.progress.refused.items()}
+        self.lost = Losses(splits.train, "train/", self.progress.lost, refused["train"], announce)
+        self.lost_of_val = Losses(splits.val, "val/", {}, refused["val"], announce)
 
     def _begin_or_resume(self, kind: Kind, options: Options) -> None:
         """Make net, optimizer and progress of the saved state, which the first process writes where there is none.
 
         Bring what a crash may have left in between to the same step.
         """
-        if self.group.is_first and not self.keeping.has_state:
+        if self.group.is_first and (self.make_room is not None or not self.keeping.has_state):
             self._begin()
         self.group.wait()
         state = self.keeping.read(self.net)
@@ -191,22 +211,11 @@ class Trainer:
             self.keeping.mend(self.net, self.progress)
 
     def _begin(self) -> None:
-        """Look at all images once, draw the initial weights or take those to begin with, and save them."""
-        recipe, classes = self.recipe, self.splits.classes
-        looked = partial(
-            surveyed, scale=recipe.evaluation_scale, crop=recipe.crop, cache=self.cache, announce=self.remarks.append
-        )
-        of_train, of_val = looked(self.splits.train, "train/"), looked(self.splits.val, "val/")
-        mean = of_train.mean_image if recipe.mean == "image" else of_train.mean_channels
-        if self.start is None:
-            tensors = initial_tensors(recipe.net(), len(classes), recipe.seed, recipe.initialization())
-        else:
-            net, how = recipe.net(), recipe.initialization()
-            start = start_from(self.start, net, classes, recipe.seed, how, mean.shape)
-            tensors, mean = start.tensors, start.mean
-            self.remarks += start.remarks
+        """Save what the run begins with."""
+        tensors, progress = beginning(self.recipe, self.splits, self.start, self.cache, self.remarks.append)
         load_tensors(self.net, tensors)
-        progress = Progress(mean, of_train.axes, {"train": of_train.refused, "val": of_val.refused})
+        if self.make_room is not None:
+            self.make_room()
         self.keeping.write(self.net, {}, progress)
 
     def news(self) -> Iterator[str]:
@@ -271,7 +280,7 @@ class Trainer:
         self.progress.step += 1
         self.progress.loss_sum += step.loss
         self.progress.loss_steps += 1
-        self.progress.lost.update(batch.lost)
+        self.lost.add(batch.lost)
         return step.stop
 
     def _loading(self) -> dict[str, Any]:
@@ -338,12 +347,13 @@ class Trainer:
             if not np.isfinite(logits).all():  # every comparison with NaN is false: it would look like a hit
                 counts[0] = math.nan  # which the others must learn, too
             counts += (len(batch.labels), *mistakes(ranks_of(logits, batch.labels)))
+            self.lost_of_val.add(batch.lost)
             self._stop_if(signals)
         images, *wrong = self.group.total(*counts)
         if math.isnan(images):
             raise self._diverged("an answer on val/ is not finite")
-        if not images:
-            raise DatasetError(f"{self.splits.val.location}: no image of val/ can be read any more. Get them again")
+        self.lost_of_val.gather(self.group)
+        self.lost_of_val.check(self.recipe.max_refused)
         return errors_of(self.progress.step, images, *wrong), int(images)
 
     def _layers(self) -> tuple[LayerResponse, ...]:
@@ -360,23 +370,10 @@ class Trainer:
         finite = all(bool(torch.isfinite(parameter).all()) for parameter in self.net.parameters())
         if self.group.any(not finite):
             raise self._diverged("a parameter is not finite")
-        for lost in self.group.everybody(self.progress.lost):
-            self.progress.lost.update(lost)
+        self.lost.gather(self.group)
         if self.group.is_first:
             self.keeping.write(self.net, momentum_of(self.net, self.optimizer), self.progress)
-        self._check_lost()
-
-    def _check_lost(self) -> None:
-        """End the training when too many images broke since it began."""
-        lost, images = self.progress.lost, len(self.splits.train.samples)
-        refused = len(self.progress.refused["train"])
-        if lost and len(lost) + refused > self.recipe.max_refused * images:
-            some = "; ".join(f"{file}: {reason}" for file, reason in list(lost.items())[:3])
-            raise DatasetError(
-                f"{self.splits.train.location}: {len(lost)} images of train/ broke during the training and {refused} "
-                f"before, more than max_refused, {100 * self.recipe.max_refused:g} % of {images}. The state is saved: "
-                f"mend the images, and the same command goes on. The first: {some}"
-            )
+        self.lost.check(self.recipe.max_refused)
 
     def _stop_if(self, signals: Signals) -> None:
         """End the run if any process was told to; what has been done since the last save is saved."""

@@ -12,14 +12,14 @@ tensorboard/        the same as metrics.jsonl for TensorBoard
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from evaluator.differences import differences, shown
-from evaluator.errors import RunFolderError, UsageError
-from evaluator.files import locked_folder, remove_leftovers, write_atomically
+from evaluator.errors import RunFolderError
+from evaluator.files import locked_folder, make_folder, remove_leftovers, write_atomically
 from evaluator.strict import an_object, check_plain, parse_json
 
 RUN_VERSION = 1
@@ -30,24 +30,36 @@ FILES = (STATE_FILE, LAST_FILE, BEST_FILE, METRICS_FILE, DIAGNOSIS_FILE, TRAININ
 
 
 @contextmanager
-def open_run_folder(folder: Path, description: dict[str, Any], *, fresh: bool) -> Iterator[None]:
+def open_run_folder(folder: Path, description: dict[str, Any], *, fresh: bool) -> Iterator[Callable[[], None] | None]:
     """Make the folder, or check that it is of the same run, and hold it for this process alone.
 
-    description: plain JSON data, all that decides the results. fresh: remove an earlier run's files (and no others).
-    What a killed process left half-written is removed. Raises RunFolderError that shows the difference when the folder
-    is of another run, holds other things, or is being written by another process.
+    description: plain JSON data, all that decides the results. fresh: an earlier run there is thrown away.
+    Yields None where a run of this description goes on; else a function that removes what an earlier run left there
+    (and nothing else) and writes the description. Nothing is removed before: what keeps the new run from beginning
+    should not cost the old one. What a killed process left half-written is removed. Raises RunFolderError that shows
+    the difference when the folder is of another run, holds other things, or is being written by another process.
     """
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"{folder}: a file of that name exists. Choose another folder with --out")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, "--out")
     with locked_folder(folder, "--out"):
         remove_leftovers(folder, (*FILES, KEPT_FILES))
+        wanted = {"version": RUN_VERSION, **description}
         if not (folder / TRAINING_FILE).exists():
             _check_unused(folder)
-        elif fresh:
+        elif not fresh and _has_begun(folder):
+            _compare(folder, wanted)
+            yield None
+            return
+
+        def make_room() -> None:
             _remove(folder)
-        _describe_or_compare(folder, {"version": RUN_VERSION, **description})
-        yield
+            write_atomically(folder / TRAINING_FILE, json.dumps(wanted, indent=1, sort_keys=True).encode() + b"\n")
+
+        yield make_room
+
+
+def _has_begun(folder: Path) -> bool:
+    """Return whether there is anything of a run but its description."""
+    return any((folder / name).exists() for name in FILES if name != TRAINING_FILE)
 
 
 def kept_name(step: int) -> str:
@@ -62,17 +74,22 @@ def _remove(folder: Path) -> None:
     if (folder / EVENTS_FOLDER).is_dir():
         shutil.rmtree(folder / EVENTS_FOLDER)
     for name in FILES:
-        (folder / name).unlink(missing_ok=True)
+        if name != TRAINING_FILE:  # which is the sign that the folder is ours, and is replaced whole
+            (folder / name).unlink(missing_ok=True)
 
 
-def _describe_or_compare(folder: Path, wanted: dict[str, Any]) -> None:
-    path = folder / TRAINING_FILE
-    if not path.exists():
-        write_atomically(path, json.dumps(wanted, indent=1, sort_keys=True).encode() + b"\n")
-    elif found := differences(_read(path), json.loads(json.dumps(wanted))):
+def _compare(folder: Path, wanted: dict[str, Any]) -> None:
+    """Refuse a run of another description, and one without a state to go on from."""
+    if found := differences(_read(folder / TRAINING_FILE), json.loads(json.dumps(wanted))):
         raise RunFolderError(
             f"{folder}: holds another training:\n{shown(found)}\n"
-            "Choose another folder with --out, or begin anew here with --fresh"
+            "Choose another folder with --out, or begin anew here with --fresh. (A fingerprint is of names, lengths "
+            "and labels of a split's images: put back what was moved or changed.)"
+        )
+    if not (folder / STATE_FILE).exists():
+        raise RunFolderError(
+            f"{folder}: {STATE_FILE} is not there, so the run cannot go on. Restore the file from a copy, or begin "
+            "anew with --fresh"
         )
 
 

@@ -1,8 +1,11 @@
 """What a run writes down for people: metrics.jsonl, events for TensorBoard, the responses of the layers."""
 
+import os
+import time
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from evaluator.errors import EnvironmentFault
 from training.diagnosis_log import DiagnosisLog, LayerResponse
@@ -21,14 +24,15 @@ _TITLES = {  # key of metrics.jsonl → its name in TensorBoard
 class Tracking:
     """The logs of one run; written by one process."""
 
-    def __init__(self, folder: Path, *, events: bool, diagnose: bool) -> None:
+    def __init__(self, folder: Path, *, events: bool, diagnose: bool, announce: Callable[[str], None]) -> None:
         """Open nothing yet: `resume` or the first line does.
 
-        events: for TensorBoard; diagnose: whether layers are measured. Raises EnvironmentFault without TensorBoard.
+        events: for TensorBoard; diagnose: whether layers are measured; announce: told when events cannot be written.
+        Raises EnvironmentFault without TensorBoard.
         """
         self._metrics = MetricsLog(folder / METRICS_FILE)
         self._diagnosis, self._diagnoses = DiagnosisLog(folder / DIAGNOSIS_FILE), diagnose
-        self._events = _Events(folder / EVENTS_FOLDER) if events else None
+        self._events = _Events(folder / EVENTS_FOLDER, announce) if events else None
 
     def resume(self, step: int, *, evaluated: bool) -> None:
         """Take back what was written of later steps, which will be done again."""
@@ -61,26 +65,54 @@ class Tracking:
 
 
 class _Events:
-    """A file of events for TensorBoard; each start of a run begins another, and hides what an earlier one lost."""
+    """A file of events for TensorBoard; each start of a run begins another, and hides what an earlier one lost.
 
-    def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
+    Written at once, record by record: torch's writer does so in a thread of its own, whose errors nobody can catch. A
+    file that cannot be written any more is given up and said; no training ends for it.
+    """
+
+    def __init__(self, folder: Path, announce: Callable[[str], None]) -> None:
+        if find_spec("tensorboard") is None:
             raise EnvironmentFault(
                 "TensorBoard is not installed, which writes its files of events: pip install tensorboard, or train "
                 "with --no-tensorboard"
-            ) from error
+            )
         self.first = 0
-        self._kind, self._folder = SummaryWriter, folder
-        self._writer: SummaryWriter | None = None
+        self._folder, self._announce = folder, announce
+        self._file: BinaryIO | None = None
+        self._gave_up = False
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        if self._writer is None:
-            self._writer = self._kind(str(self._folder), purge_step=self.first or None)
-        for title, value in values.items():
-            self._writer.add_scalar(title, value, step)
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        summary = Summary(value=[Summary.Value(tag=title, simple_value=value) for title, value in values.items()])
+        self._add(Event(step=step, summary=summary))
+
+    def _add(self, event: Any) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        if self._gave_up:
+            return
+        try:
+            if self._file is None:
+                self._begin()
+            event.wall_time = time.time()
+            RecordWriter(self._file).write(event.SerializeToString())
+        except OSError as error:
+            self._gave_up = True
+            self._announce(f"{self._folder}: no more events for TensorBoard ({error.strerror}); the training goes on")
+
+    def _begin(self) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        self._folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.6f}.{os.getpid()}"
+        self._file = (self._folder / name).open("wb", buffering=0)
+        self._add(Event(file_version="brain.Event:2"))
+        if self.first:
+            self._add(Event(step=self.first, session_log=SessionLog(status=SessionLog.START)))
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        if self._file is not None:
+            self._file.close()

@@ -1,6 +1,7 @@
 """`prelunet train`: a net from a recipe and a folder of images."""
 
 import os
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -72,6 +73,8 @@ def _train(
     from training.loop import train as run_training
     from training.stats import cache_folder
 
+    if parallel not in {None, "ddp", "hybrid"}:
+        raise UsageError(f"--parallel {parallel}: should be ddp or hybrid")
     wanted = read_recipe(recipe)
     if crop is not None:
         wanted = fit_to_crop(wanted, _crop_side(crop, wanted, data))
@@ -114,10 +117,13 @@ def _summary(training: "Training") -> str:
     """Return what has come out, and what can be done with the checkpoint now, as commands to type."""
     checkpoint, best = training.checkpoint, training.best
     model, run = checkpoint.with_name("model.onnx"), checkpoint.with_name("multi-scale")
+    export = shlex.join(["prelunet", "export", str(checkpoint), "-o", str(model)])
+    data = ["--data", str(training.dataset), "--protocol", "multi-scale", "--run", str(run)]
+    validate = shlex.join(["prelunet", "validate", "--model", str(model), *data])
     return (
         f"{checkpoint} is trained; the lowest top-1 error on val/ was {best.top1_error:.2f} %, after step {best.step} "
         "(best.safetensors: chosen on val/, so its error there flatters). Go on with:\n"
-        f"  prelunet export {checkpoint} -o {model}\n"
-        f"  prelunet validate --model {model} --data {training.dataset} --protocol multi-scale --run {run}\n"
+        f"  {export}\n"
+        f"  {validate}\n"
         "errors on val/ with the protocol `center`:"
     )

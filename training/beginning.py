@@ -1,0 +1,35 @@
+"""What a run begins with: what is known of its images, and its first weights."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from training.checkpoints import FloatArray
+from training.initialization import initial_tensors
+from training.recipe import Recipe
+from training.splits import Splits
+from training.start import start_from
+from training.state import Progress
+from training.stats import surveyed
+
+
+def beginning(
+    recipe: Recipe, splits: Splits, start: Path | None, cache: Path | None, announce: Callable[[str], None]
+) -> tuple[Mapping[str, FloatArray], Progress]:
+    """Look at all images once, and draw the initial weights or take those to begin with.
+
+    start: a checkpoint whose weights and mean are the first ones; cache: see `training.stats.surveyed`; announce: told
+    what a user should know. Raises DatasetError where too many images cannot be decoded, and as `start_from`.
+    """
+    look = partial(surveyed, scale=recipe.evaluation_scale, crop=recipe.crop, cache=cache, announce=announce)
+    of_train, of_val = look(splits.train, "train/"), look(splits.val, "val/")
+    mean = of_train.mean_image if recipe.mean == "image" else of_train.mean_channels
+    net, how = recipe.net(), recipe.initialization()
+    if start is None:
+        tensors = initial_tensors(net, len(splits.classes), recipe.seed, how)
+    else:
+        begun = start_from(start, net, splits.classes, recipe.seed, how, mean.shape)
+        tensors, mean = begun.tensors, begun.mean
+        for remark in begun.remarks:
+            announce(remark)
+    return tensors, Progress(mean, of_train.axes, {"train": of_train.refused, "val": of_val.refused})

@@ -1,0 +1,52 @@
+"""Images of a split that broke since they were looked at: deleted, cut short, overwritten."""
+
+from collections.abc import Callable, Iterable
+
+from evaluator.datasets.sample import Dataset
+from evaluator.errors import DatasetError
+from training.group import Group
+
+TOLD = 10  # images that are named at once
+
+
+class Losses:
+    """What was lost of one split so far, in all processes. files: file → reason."""
+
+    def __init__(
+        self, dataset: Dataset, what: str, files: dict[str, str], refused: int, announce: Callable[[str], None]
+    ) -> None:
+        """Begin with files that are known; `refused`: how many more could not be used from the beginning.
+
+        what: `train/` or `val/`; announce: told the names of new ones.
+        """
+        self.dataset, self.what, self.files, self.refused, self._announce = dataset, what, files, refused, announce
+        self._new: dict[str, str] = {}
+
+    def add(self, lost: Iterable[tuple[str, str]]) -> None:
+        """Note what this process has met."""
+        self._new |= {file: reason for file, reason in lost if file not in self.files}
+
+    def gather(self, group: Group) -> None:
+        """Join what all processes have met, and name it. Collective."""
+        new = {file: reason for found in group.everybody(self._new) for file, reason in found.items()}
+        self.files |= new
+        self._new = {}
+        if new and group.is_first:
+            told = [f"  {file}: {reason}" for file, reason in list(new.items())[:TOLD]]
+            more = [f"  … and {len(new) - TOLD} more"] if len(new) > TOLD else []
+            said = "another of train/ takes the place of each" if self.what == "train/" else "they are left out"
+            self._announce(
+                "\n".join([f"{self.what}: {len(new)} images cannot be read any more; {said}:", *told, *more])
+            )
+
+    def check(self, limit: float) -> None:
+        """Raise DatasetError when more than that part of the split cannot be used; after `gather`."""
+        images = len(self.dataset.samples)
+        if self.files and len(self.files) + self.refused > limit * images:
+            some = "; ".join(f"{file}: {reason}" for file, reason in list(self.files.items())[:3])
+            raise DatasetError(
+                f"{self.dataset.location}: {len(self.files)} images of {self.what} broke during the training, and "
+                f"{self.refused} could not be used before: more than max_refused, {100 * limit:g} % of {images}. The "
+                "last saved state is kept: put the images back as they were, and the same command goes on. The first: "
+                f"{some}"
+            )
