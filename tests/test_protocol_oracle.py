@@ -258,8 +258,8 @@ def averaging_exchanged(patch: pytest.MonkeyPatch) -> None:
 def capped_at_the_beginning(patch: pytest.MonkeyPatch) -> None:
     right = resize._source_span
 
-    def wrong(side: int, full: int, kept: int, support: int) -> tuple[int, int, float, float]:
-        return right(side, full, kept, support) if kept == full else (0, side, 0.0, kept * side / full)
+    def wrong(side: int, full: int, _offset: int, count: int, support: int) -> tuple[int, int, float, float]:
+        return right(side, full, 0, count, support)
 
     patch.setattr(resize, "_source_span", wrong)
 
