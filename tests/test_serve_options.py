@@ -1,5 +1,6 @@
 """Where the options of `serve` come from: flag before environment before file before default."""
 
+import logging
 import re
 import tomllib
 from collections.abc import Callable
@@ -263,6 +264,20 @@ def test_how_a_server_ended_is_the_exit_code(
     ending(Ended(stuck=True, lost=DeviceLost("the GPU is gone")))
     run(["serve", *MODEL])
     assert left == [0, 5]
+
+
+def test_the_end_of_a_server_closes_no_handler_of_another_library(served: Served) -> None:
+    closed: list[bool] = []
+
+    class OfALibrary(logging.Handler):  # absl's closes the stream to which it writes, whosever that is
+        def close(self) -> None:
+            closed.append(True)
+            super().close()
+
+    handler = OfALibrary()
+    served(*MODEL)
+    assert not closed
+    handler.close()
 
 
 def test_docs_list_every_option_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,6 +134,15 @@ def set_up(form: str = "text", level: str = "INFO") -> None:
     logging.getLogger("asyncio").addFilter(AcceptsSparingly())
 
 
+def flush() -> None:
+    """Wait until what has been logged is written, a second at most.
+
+    Not logging.shutdown: it closes the handlers of every library, and one of them may hold a stream of somebody else.
+    """
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+
+
 # What gRPC logs, most with a traceback, of a caller who sends a path or a header that is no text, or who goes away in
 # the middle of an answer.
 _CALLERS_DOINGS = (

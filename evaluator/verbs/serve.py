@@ -13,7 +13,7 @@ import typer
 from evaluator.errors import outcome_of
 from evaluator.imaging.decode import DecodeLimits
 from evaluator.serving.files import parse_models, require_files
-from evaluator.serving.logs import set_up
+from evaluator.serving.logs import flush, set_up
 from evaluator.serving.options import Limits, QueueOptions, ServeOptions
 from evaluator.serving.run import serve as serve_until_stopped
 from evaluator.terminal import say
@@ -163,7 +163,7 @@ def _serve(options: ServeOptions) -> None:
     try:
         ended = asyncio.run(serve_until_stopped(options, _say_if_read))
     finally:
-        logging.shutdown()  # a thread writes the log; all of it should stand before the last words
+        flush()  # a thread writes the log; all of it should stand before the last words
     if ended.unfinished:
         _say_if_read(f"stopped; calls cut off: {ended.unfinished}")
     elif ended.lost is None:
