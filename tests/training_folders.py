@@ -1,6 +1,8 @@
 """Small folders of real image files to train on."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -41,3 +43,8 @@ def make_dataset(
                 seed = 1000 * place + 100 * (split == "val") + number
                 write_image(root / split / name / f"{number:03}.png", seed, SIZES[number % len(SIZES)], 75 * place)
     return root
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    """Return what a training has logged."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
