@@ -23,7 +23,7 @@ from claims_statistics import interval_of_mean
 from machine import header, write_result
 from tables import markdown
 from training.architectures import Activation
-from training.loop import train
+from training.loop import Execution, train
 from training.recipe import Recipe, read_recipe
 
 ORDER: tuple[Activation, ...] = ("relu", "lrelu", "prelu-shared", "prelu")
@@ -46,14 +46,15 @@ def main() -> None:
     for seed in range(options.seeds):  # all activations of a seed first, so that a stopped experiment has whole pairs
         for activation in ORDER:
             folder = options.runs / f"{activation}-{seed}"
-            one = train(replace(recipe, activation=activation, seed=seed), options.data, folder, announce=print)
+            execution = Execution(device="cpu", cache=options.runs / "cache")
+            one = train(replace(recipe, activation=activation, seed=seed), options.data, folder, execution=execution)
             errors[activation].append(one.errors.top1_error)
             print(f"{activation}, seed {seed}: {one.errors}", flush=True)
     differences = [_difference(errors, first, second) for first, second in PAIRS]
     words = ["--data", "FASHION.zip", "--runs", "DIR", "--seeds", str(options.seeds), "--epochs", f"{options.epochs:g}"]
     result = {
         **header(__file__, [*words, "--output", str(options.output)], ("numpy", "torch")),
-        "recipe": recipe.to_json(),
+        "recipe": {key: value for key, value in recipe.to_json().items() if key not in {"activation", "seed"}},
         "top1_error": errors,
         "differences": differences,
     }

@@ -14,8 +14,9 @@ A rate can be too low for one rule and too high for the other, so that the ReLU 
 was chosen by looking at Eq. 14, and the higher one, the paper's 0.01, is near or beyond what that can bear here.
 
 A net has *stalled* if its loss over the last tenth of the run is within 1 % of ln 10, what one gets for saying 10 % to
-every class; it has *learned* if its last error on val/ is below 45 %, half of what guessing gives. Intervals: Student's
-t over seeds, 95 %. Each training is kept in RUNS: the same command goes on where it was stopped.
+every class; it has *learned* if its last error on val/ is below 45 %, half of what guessing gives; it has *diverged* if
+a number was no longer finite, and counts as guessing then. Intervals: Student's t over seeds, 95 %. Each training is
+kept in RUNS: the same command goes on where it was stopped.
 """
 
 import argparse
@@ -36,6 +37,7 @@ from evaluator.reporting.drawing import draw_svg
 from machine import header, write_result
 from tables import markdown
 from training.architectures import Activation
+from training.divergence import DivergenceError
 from training.initialization import Rule
 from training.loop import Execution, train
 from training.recipe import Recipe
@@ -43,6 +45,8 @@ from training.run_folder import METRICS_FILE
 
 RATE, HIGHER_RATE = 0.005, 0.01
 CLASSES, GUESSING = 10, 90.0  # percent: the error of one who always says the same class
+STALLED = 0.01  # of the loss of guessing
+OUTCOMES = ("learned", "stalled", "diverged")
 TITLES = {"relu": "ReLU", "prelu": "PReLU", "fan-out": "Eq. 14", "xavier": "Xavier"}
 
 
@@ -105,9 +109,7 @@ def main() -> None:
         for arm in ARMS
     ]
     summary = [summarise(arm, [net for net in nets if net["title"] == arm.title]) for arm in ARMS]
-    table = markdown(
-        ("net and rule", "error on val/ after training (95 %)", "learned", "stalled"), map(_cells, summary)
-    )
+    table = markdown(("net and rule", "error on val/ after training (95 %)", *OUTCOMES), map(_cells, summary))
     print(table)
     recipe = ARMS[0].recipe(options.steps, 0).to_json()
     result = {
@@ -125,11 +127,19 @@ def trained(arm: Arm, steps: int, seed: int, runs: Path) -> dict[str, Any]:
     """Train one net, or take it from an earlier call, and return its curves."""
     folder = runs / f"{arm.activation}-{arm.init}-{arm.rate:g}-{seed}"
     begun = time.monotonic()
-    train(arm.recipe(steps, seed), None, folder, execution=Execution(device="cpu", cache=runs / "cache"))
+    try:
+        train(arm.recipe(steps, seed), None, folder, execution=Execution(device="cpu", cache=runs / "cache"))
+        diverged = False
+    except DivergenceError as error:
+        print(error, file=sys.stderr)
+        diverged = True
     lines = [json.loads(line) for line in (folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
     errors = [[line["step"], line["top1_error"]] for line in lines if "top1_error" in line]
     losses = [[line["step"], round(line["loss"], 4)] for line in lines if "loss" in line]
+    if diverged:  # whatever it said last, it can say nothing now
+        errors.append([losses[-1][0] if losses else 0, GUESSING])
     last = [loss for step, loss in losses if step > 0.9 * steps]
+    stalled = not diverged and abs(np.mean(last) / math.log(CLASSES) - 1) < STALLED
     print(f"{arm.title}, seed {seed}: error {errors[-1][1]:.2f} %, {time.monotonic() - begun:.0f} s", flush=True)
     return {
         "title": arm.title,
@@ -138,7 +148,8 @@ def trained(arm: Arm, steps: int, seed: int, runs: Path) -> dict[str, Any]:
         "rate": arm.rate,
         "seed": seed,
         "learned": errors[-1][1] < GUESSING / 2,
-        "stalled": bool(np.mean(last) > 0.99 * math.log(CLASSES)),
+        "stalled": bool(stalled),
+        "diverged": diverged,
         "errors": errors,
         "losses": losses,
     }
@@ -155,13 +166,14 @@ def summarise(arm: Arm, nets: list[dict[str, Any]]) -> dict[str, Any]:
         "nets": len(nets),
         "learned": sum(net["learned"] for net in nets),
         "stalled": sum(net["stalled"] for net in nets),
+        "diverged": sum(net["diverged"] for net in nets),
     }
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
     low, high = row["interval"]
     error = f"{row['top1_error']:.1f} % ({low:.1f} to {high:.1f})"
-    return [row["title"], error, *(f"{row[key]} of {row['nets']}" for key in ("learned", "stalled"))]
+    return [row["title"], error, *(f"{row[key]} of {row['nets']}" for key in OUTCOMES)]
 
 
 def draw(nets: list[dict[str, Any]]) -> bytes:

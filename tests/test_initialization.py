@@ -110,6 +110,17 @@ def test_unless_told_otherwise_weights_are_numpys_normal_numbers_times_the_devia
             np.testing.assert_array_equal(tensor, numbers * np.float32(stds[layer]), err_msg=name)
 
 
+@pytest.mark.parametrize("other", ["relu", "lrelu", "prelu-shared"])
+def test_nets_of_one_seed_that_differ_in_their_activation_begin_with_the_same_numbers(other: Activation) -> None:
+    tensors = initial_tensors(architecture("demo"), 10, seed=3)
+    others = initial_tensors(architecture("demo", activation=other), 10, seed=3)
+    factor = math.sqrt((1 + initial_slope("prelu") ** 2) / (1 + initial_slope(other) ** 2))  # Eq. 15
+    for name, tensor in others.items():
+        if name.endswith(".weight"):
+            expected = tensors[name] * (1 if name.startswith("fc") else factor)
+            np.testing.assert_allclose(tensor, expected, rtol=1e-6, err_msg=name)  # rounding to float32, twice
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [

@@ -105,22 +105,26 @@ def initial_tensors(
 ) -> dict[str, FloatArray]:
     """Draw the tensors of an untrained net; names and shapes of `parameter_shapes`, same seed same bytes.
 
-    Biases 0, slopes 0.25. Every tensor has its own random stream, so that a change of one layer leaves the others as
-    they are, and another rule of the Gaussian ones only scales the numbers.
+    Biases 0, slopes 0.25. Every layer's weights have a random stream of their own, by the layer's number: a change of
+    one layer's size leaves the others as they are; another activation, or another of the Gaussian rules, only scales
+    the numbers.
     """
     slope = initial_slope(architecture.activation)
     fc_stds = dict(zip(FC_LAYERS, initialization.fc_stds, strict=True))
     tensors: dict[str, FloatArray] = {}
-    for index, (name, shape) in enumerate(parameter_shapes(architecture, classes).items()):
+    layers = list(dict.fromkeys(name.split(".")[0] for name in parameter_shapes(architecture, classes)))
+    for name, shape in parameter_shapes(architecture, classes).items():
         layer, kind = name.split(".")
+        number = layers.index(layer)
         if kind != "weight":
             tensors[name] = np.full(shape, slope if kind == "slope" else 0.0, dtype=np.float32)
             continue
-        random = np.random.default_rng((seed, index))
+        # Numbered as tensors are where every layer has a weight, a bias and a slope.
+        random = np.random.default_rng((seed, 3 * number))
         if layer in fc_stds:
             tensors[name] = _gaussian(random, shape, fc_stds[layer])
         else:
-            variance = initialization.convolution_variance(shape, slope, first=index == 0)
+            variance = initialization.convolution_variance(shape, slope, first=number == 0)
             draw = _uniform if initialization.rule == "xavier" else _gaussian
             tensors[name] = draw(random, shape, math.sqrt(variance))
     return tensors

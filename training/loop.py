@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from evaluator.engine.scores import ranks_of
-from evaluator.errors import EnvironmentFault, Interrupted, UsageError
+from evaluator.errors import EnvironmentFault, Interrupted
 from evaluator.files import sha256_of
 from evaluator.progress import Advance, progress
 from training.beginning import beginning
 from training.dense import subtract_mean
 from training.diagnosis import measure, spread_views
 from training.diagnosis_log import LayerResponse
-from training.divergence import where_not_finite
+from training.divergence import DivergenceError, where_not_finite
 from training.dropout import dropout_factors
 from training.embedded import embedded_dataset_path
 from training.group import Group, open_group
@@ -387,12 +387,11 @@ class Trainer:
             "the state is saved, and the same command goes on from there"
         )
 
-    def _diverged(self, where: str) -> UsageError:
-        place = f" ({where})" if where else ""
-        return UsageError(
-            f"{self.folder}: the training has diverged: after step {self.progress.step} the loss is no longer finite"
-            f"{place}. The last saved state is kept. Lower `rate` in the recipe (now {self.recipe.rate}) and train in "
-            "another folder, or here with --fresh"
+    def _diverged(self, where: str) -> DivergenceError:
+        return DivergenceError(
+            f"{self.folder}: the training has diverged: after step {self.progress.step} a number is no longer finite "
+            f"({where or 'the loss'}). The last saved state is kept. Lower `rate` in the recipe (now "
+            f"{self.recipe.rate}) and train in another folder, or here with --fresh"
         )
 
 
