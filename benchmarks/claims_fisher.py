@@ -111,7 +111,7 @@ def main() -> None:
 
 
 def read_images(split: str, limit: int | None) -> Images:
-    """Return images of the embedded dataset, squeezed to SIDE x SIDE grey pixels; of val/ with the mean of train/."""
+    """Return images of the embedded dataset, squeezed to SIDE x SIDE grey pixels; each split by its own mean."""
     dataset = select(open_dataset(embedded_dataset_path(), split=split), limit=limit, classes=())
     pixels = []
     for sample in dataset.samples:

@@ -3,14 +3,14 @@
     python benchmarks/loading.py --data DIR --output benchmarks/results/loading.json
 
 DIR holds photos; JPEGs are taken as they are, other kinds are saved as JPEGs of quality 95 before. Without it they are
-made pictures (photos.py) in ImageNet's mix of sizes (imagenet_sizes.py).
+made pictures (golden_image of evaluator.contract) in ImageNet's mix of sizes (imagenet_sizes.py).
 
 `plain` is `Image.open(file).convert("RGB")`, a resize of the whole image to a scale from 256 to 512, a random crop of
-224, half of them mirrored. `ours` is the training's own path, with the same scales, crops and mirrors (its random draws
-included; the plain one gets them for nothing). Alone: both take each photo in turn in one process, in an order that
-changes; what counts is the time that the thread computes (time.thread_time), so that what else runs on the machine
-counts little. Loaders: whole batches by worker processes, torch's DataLoader with `plain` against `training_batches`,
-in turn; what counts is what a clock says, so that it wants a quiet machine.
+224, half of them mirrored. `ours` is the training's own path, with the same scales, crops and mirrors. Alone: both
+take each photo in turn in one process, in an order that changes; what counts is the time that the thread computes
+(time.thread_time), so that what else runs on the machine counts little. Loaders: whole batches by worker processes,
+torch's DataLoader with `plain` against `training_batches`, in turn; what counts is what a clock says, so that it wants
+a quiet machine.
 """
 
 import argparse
@@ -80,7 +80,9 @@ def _options() -> argparse.Namespace:
 
 def _words(options: argparse.Namespace) -> list[str]:
     words = ["--data", "DIR"] if options.data else []
-    return [*words, "--repeats", str(options.repeats), "--workers", str(options.workers)]
+    for name in ("photos", "repeats", "batches", "workers"):
+        words += [f"--{name}", str(getattr(options, name))]
+    return words
 
 
 def _prepare(data: Path | None, folder: Path, most: int) -> list[Path]:

@@ -17,7 +17,8 @@ from training.architectures import Architecture, Conv, Pool, parameter_shapes
 from training.buckets import GradientBuckets
 from training.group import Group, open_group
 from training.network import PreluNet, load_tensors, parameter_groups
-from training.parallel import DropoutFactors, Kind, Options, Parallel, Precision, Step, make_parallel
+from training.parallel import DropoutFactors, Kind, Options, Parallel, Step, make_parallel
+from training.recipe import Precision
 
 SMALL = Architecture(
     "small",
@@ -128,7 +129,6 @@ def take_all_steps(compiled: bool) -> dict[str, Any]:
                 "stops": _stops(kind, group),
                 "losses with NaN": _not_finite(kind, group),
                 "missing at first": _early(kind, group),
-                "momentum": _shared_momentum(kind, group),
             }
         if compiled:
             torch.compile = partial(
@@ -140,8 +140,7 @@ def take_all_steps(compiled: bool) -> dict[str, Any]:
 
 
 def _parallel(kind: Kind, group: Group, options: Options = PLAIN) -> Parallel:
-    """Begin from seed 0 in the first process, and from other weights elsewhere: they must not matter."""
-    return make_parallel(kind, net_of(group.rank), group, options)
+    return make_parallel(kind, net_of(0), group, options)
 
 
 def _one_case(case: Case, group: Group) -> dict[str, Any]:
@@ -201,20 +200,6 @@ def _early(kind: Kind, group: Group) -> int:
     finally:
         Group.add_up = add_up
     return owed[0]
-
-
-def _shared_momentum(kind: Kind, group: Group) -> Arrays:
-    """Step with an optimizer in the first process alone, share it, and tell what each then remembers."""
-    parallel = _parallel(kind, group)
-    optimizer = sgd(parallel.net)
-    parallel_step(parallel, 1, 5)
-    if group.is_first:
-        optimizer.step()
-    parallel.share(optimizer)
-    names = {parameter: name for name, parameter in parallel.net.named_parameters()}
-    remembered = {names[key]: value["momentum_buffer"].numpy().copy() for key, value in optimizer.state.items()}
-    weights = {f"{name} itself": parameter.detach().numpy().copy() for parameter, name in names.items()}
-    return remembered | weights
 
 
 def train_until_one_is_killed(kind: Kind, victim: int) -> tuple[str, float]:

@@ -84,8 +84,8 @@ def after_the_headers(connection: socket.socket) -> None:
     """Greet, and read until the headers of a call have come."""
     connection.sendall(SETTINGS)
     seen = b""
-    while b"Classify" not in seen:
-        seen += connection.recv(65536)
+    while b"Classify" not in seen and (data := connection.recv(65536)):
+        seen += data
 
 
 def close_in_a_call(connection: socket.socket) -> None:

@@ -175,10 +175,14 @@ def test_a_training_is_diagnosed_on_views_spread_over_all_classes(
         np.testing.assert_array_equal(view, pictures.central_view(place, 14, 12))
 
 
-def test_an_image_that_breaks_during_a_training_is_left_out_of_the_diagnosis(tmp_path: Path) -> None:
+@pytest.mark.parametrize("gone", [False, True])
+def test_an_image_that_breaks_during_a_training_is_left_out_of_the_diagnosis(tmp_path: Path, gone: bool) -> None:
     dataset = open_dataset(make_dataset(tmp_path, val=1), split="val")
     broken = tmp_path / "val" / dataset.samples[1].file
-    broken.write_bytes(bytes(broken.stat().st_size))
+    if gone:
+        broken.unlink()
+    else:
+        broken.write_bytes(bytes(broken.stat().st_size))
     views = spread_views(Pictures(dataset, {}), 14, 12)
     assert views.labels.tolist() == [0, 2]
     assert list(views.refused) == [dataset.samples[1].file]

@@ -291,6 +291,14 @@ def test_init_refuses_what_it_cannot_build_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_init_tells_of_a_missing_folder_before_it_draws_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("training.verbs.init.initial_tensors", lambda *_arguments: pytest.fail("weights are drawn"))
+    assert run([*INIT, "-o", str(tmp_path / "missing/net.safetensors")]) == 2
+    assert f"the folder {tmp_path / 'missing'} does not exist" in capsys.readouterr().err
+
+
 def test_init_needs_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['torch'] = sys.modules['onnx'] = None\n"

@@ -84,7 +84,9 @@ def test_a_person_reads_the_measured_layers_below_the_slopes(
     spread = [f"{layer[key]:.4g}" for key in ("mean", "variance", "gradient_variance")]
     assert row.split() == ["conv2", *spread, f"{100 * layer['never_positive']:.1f}", "%", f"{layer['slope']:.3f}"]
     assert "only the negative side" in " ".join(captured.out.split())
-    assert "fewer than the 256 asked for" in captured.err
+    assert "asked for" not in captured.err  # nobody said how many
+    assert run(["inspect", str(net), "--data", str(data), "--images", "7"]) == 0
+    assert "all its images are taken, fewer than the 7 asked for" in capsys.readouterr().err
 
 
 def test_channels_that_a_relu_has_lost_are_called_dead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,7 +170,8 @@ def with_a_plot_that_cannot_be_written(exported: "dict[str, Exported]", tmp_path
 
 
 def with_data_for_a_folder(exported: "dict[str, Exported]", tmp_path: Path) -> tuple[list[str | Path], str]:
-    return [tmp_path, "--data", tmp_path], "--data measures one checkpoint"
+    data = tmp_path / "my images"
+    return [tmp_path, "--data", data], f"prelunet inspect {tmp_path}/last.safetensors --data '{data}'"
 
 
 def with_a_folder_of_no_training(exported: "dict[str, Exported]", tmp_path: Path) -> tuple[list[str | Path], str]:

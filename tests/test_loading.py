@@ -4,6 +4,8 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,10 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from evaluator.errors import DatasetError, EnvironmentFault, OutOfMemory
 from evaluator.imaging.decode import decode_rgb
-from training import processes
+from training import loading, processes
 from training.augmentation import SUBSTITUTE, places_of_step, random_stream, training_view
 from training.color import color_shift
 from training.loading import TRIES, Batch, evaluation_batches, make_batch, training_batches
@@ -223,6 +226,39 @@ def test_arrays_and_what_lies_beside_them_come_in_the_order_of_the_items(
         assert array.flags.writeable
 
 
+@pytest.mark.parametrize(("here", "shared"), [(1, True), (2, True), (3, False)])
+def test_the_processes_of_a_training_share_the_shared_memory_of_their_machine(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, here: int, shared: bool
+) -> None:
+    enough = (processes.AHEAD + 2) * 3 * RECIPE.batch * RECIPE.crop**2  # for one process with one worker
+    monkeypatch.setattr(processes, "_free_shared_memory", lambda: 2 * enough)
+    splits = open_splits(folder)
+    train, val = Pictures(splits.train, {}, memory=0), Pictures(splits.val, {}, memory=0)
+    for batch in (
+        next(training_batches(train, RECIPE, 0, workers=1, here=here)),
+        next(evaluation_batches(val, RECIPE, RECIPE.batch, workers=1, here=here)),
+    ):
+        assert isinstance(batch.images.base, torch.Tensor) is shared  # else it came through a pipe
+
+
+@pytest.mark.parametrize(("workers", "here", "expected"), [(None, 1, 7), (None, 2, 3), (None, 9, 1), (5, 2, 5)])
+def test_the_processes_of_a_training_share_the_cores_of_their_machine_unless_told_how_many(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, workers: int | None, here: int, expected: int
+) -> None:
+    started: list[int] = []
+
+    def noting(_function: Any, _items: Any, count: int, *_others: Any, **_options: Any) -> Any:
+        started.append(count)
+        return iter(())
+
+    monkeypatch.setattr(loading, "WORKERS", 7)
+    monkeypatch.setattr(loading, "map_in_processes", noting)
+    pictures = Pictures(open_splits(folder).train, {}, memory=0)
+    assert list(training_batches(pictures, RECIPE, 0, workers=workers, here=here)) == []
+    assert list(evaluation_batches(pictures, RECIPE, 4, workers=workers, here=here)) == []
+    assert started == [expected] * 2
+
+
 def test_items_are_asked_for_ahead_but_never_all_at_once() -> None:
     asked: list[int] = []
 
@@ -309,14 +345,62 @@ def test_workers_end_when_their_reader_is_killed() -> None:
     assert all_gone(workers, seconds=20)
 
 
+FOREVER = 60  # seconds that a worker is stuck; whoever waits for it waits as long, who does not for a few seconds
+
+
+def read_the_first() -> tuple[Any, set[int]]:
+    """Return an iterator, and its two workers, which are stuck in what comes after its first item."""
+    stuck = multiprocessing.get_context("fork").SimpleQueue()
+
+    def function(item: int) -> tuple[np.ndarray, int]:
+        if item:
+            stuck.put(os.getpid())
+            time.sleep(FOREVER)
+        return doubled(item)
+
+    results = map_in_processes(function, range(9), 2, 3)
+    assert next(results)[1] == 0
+    return results, {stuck.get() for _ in range(2)}
+
+
+def test_workers_that_are_stuck_end_within_seconds_when_their_reader_stops_early() -> None:
+    results, workers = read_the_first()
+    begun = time.monotonic()
+    results.close()
+    assert all_gone(workers, seconds=15)
+    assert time.monotonic() - begun < 15
+
+
+LEAVE = """
+import sys
+sys.path.insert(0, {tests!r})
+from test_loading import read_the_first
+results, workers = read_the_first()  # which nobody closes
+print(*workers, flush=True)
+"""
+
+
+def test_a_program_ends_within_seconds_though_its_workers_are_stuck() -> None:
+    script = LEAVE.format(tests=str(Path(__file__).parent))
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        workers = {int(word) for word in program.stdout.readline().split()}
+        assert len(workers) == 2
+        try:
+            assert program.wait(20) == 0
+        finally:
+            program.kill()  # or a failure would wait for it
+    assert all_gone(workers, seconds=0)
+
+
 def all_gone(workers: set[int], seconds: float) -> bool:
     """Whether no such process runs any more before so many seconds are over."""
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if not any(map(runs, workers)):
-            return True
+    while any(map(runs, workers)):
+        if time.monotonic() > end:
+            return False
         time.sleep(0.05)
-    return False
+    return True
 
 
 def runs(process: int) -> bool:

@@ -1,6 +1,7 @@
 """What somebody who trains for weeks relies on: plateaus, kept checkpoints, broken images, logs, other beginnings."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,11 +15,19 @@ import pytest
 import torch
 
 import training.loop
-from evaluator.errors import CheckpointError, DatasetError, RunFolderError, UsageError
+from evaluator.errors import (
+    CheckpointError,
+    DatasetError,
+    EnvironmentFault,
+    Interrupted,
+    RunFolderError,
+    UsageError,
+)
 from evaluator.files import sha256_of
 from training.checkpoints import read_checkpoint
 from training.diagnosis_log import read_diagnosis
 from training.initialization import initial_tensors
+from training.keeping import Keeping
 from training.loading import Batch
 from training.loop import Execution, Trainer, train
 from training.metrics import Errors
@@ -234,6 +243,93 @@ def test_too_many_broken_images_of_val_end_the_training_before_an_error_is_told(
     assert not (tmp_path / "run/metrics.jsonl").exists() or not any(
         "top1_error" in one for one in lines_of(tmp_path / "run")
     )
+
+
+def test_images_of_val_that_stay_broken_are_named_once_and_those_that_are_mended_count_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = make_dataset(tmp_path / "data")
+    (tmp_path / "run").mkdir()
+    said: list[str] = []
+    recipe = replace(RECIPE, steps=3, evaluate_every=1, max_refused=1.0)
+    trainer = Trainer(recipe, open_splits(root), tmp_path / "run", announce=said.append)
+    monkeypatch.setattr(trainer.val_pictures, "_memory", 0)
+    monkeypatch.setattr(trainer.val_pictures, "_room", 0)  # so that each evaluation reads the files
+    files = {path: path.read_bytes() for path in (root / "val").rglob("*.png")}
+    first, second = sorted(files)[:2]
+    first.unlink()
+    second.unlink()
+    step = Trainer._step
+
+    def stepped(self: Trainer, *arguments: Any) -> bool:
+        if self.progress.step == 2:
+            second.write_bytes(files[second])
+        return step(self, *arguments)
+
+    monkeypatch.setattr(Trainer, "_step", stepped)
+    trainer.run()
+    assert len(said) == 1
+    assert said[0].startswith("val/: 2 images cannot be read any more")
+    refused = [line["refused"] for line in lines_of(tmp_path / "run") if "refused" in line]
+    assert refused == [2, 2, 1]
+
+
+def test_a_val_without_any_image_left_ends_the_training_even_if_all_may_break(tmp_path: Path) -> None:
+    root = make_dataset(tmp_path / "data")
+    (tmp_path / "run").mkdir()
+    trainer = Trainer(replace(RECIPE, steps=2, max_refused=1.0), open_splits(root), tmp_path / "run")
+    for path in (root / "val").rglob("*.png"):
+        path.unlink()
+    with pytest.raises(DatasetError, match="no image of val/ can be read any more"):
+        trainer.run()
+
+
+# Signals at moments that are not the usual one
+
+
+def test_a_signal_while_a_state_is_saved_stops_there_and_saves_nothing_twice(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+    write = Keeping.write
+
+    def noted(self: Keeping, net: Any, momentum: Any, progress: Any) -> None:
+        write(self, net, momentum, progress)
+        written.append(progress.step)
+        if progress.step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Keeping, "write", noted)
+    with pytest.raises(Interrupted, match="interrupted after step 6 of 12"):
+        train(replace(RECIPE, evaluate_every=12), data, tmp_path / "run")
+    assert written == [0, 3, 6]
+
+
+def test_a_signal_while_the_last_state_is_saved_does_not_call_a_finished_run_interrupted(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Keeping.write
+
+    def noted(self: Keeping, net: Any, momentum: Any, progress: Any) -> None:
+        write(self, net, momentum, progress)
+        if progress.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Keeping, "write", noted)
+    assert train(replace(RECIPE, steps=4), data, tmp_path / "run").errors.step == 4
+
+
+def test_too_little_memory_for_a_state_is_no_damage(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(replace(RECIPE, steps=1), data, tmp_path / "run")
+
+    def full(*_: Any, **__: Any) -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried")
+
+    monkeypatch.setattr(torch, "load", full)
+    with pytest.raises(EnvironmentFault, match="too little memory to read it"):
+        train(replace(RECIPE, steps=1), data, tmp_path / "run")
 
 
 # Nothing is lost before a new run begins

@@ -136,19 +136,6 @@ def test_gradients_are_sent_while_backward_still_goes_on(everything, kind: str) 
     assert all(found[kind]["missing at first"] > 0 for found in everything[2])
 
 
-@pytest.mark.parametrize("kind", KINDS_OF_MANY)
-@pytest.mark.parametrize("size", SIZES)
-def test_sharing_gives_every_process_the_weights_and_the_momentum_of_the_first(
-    everything, size: int, kind: str
-) -> None:
-    first, *others = (found[kind]["momentum"] for found in everything[size])
-    assert len(first) == 2 * 14
-    for other in others:
-        assert len(other) == 2 * (14 if kind == "ddp" else 6)
-        for name, values in other.items():
-            np.testing.assert_array_equal(values, first[name], err_msg=name)
-
-
 @pytest.mark.parametrize("size", SIZES)
 def test_the_bytes_that_are_counted_are_those_of_the_formula(everything, size: int) -> None:
     parameters = {name: parameter.numel() for name, parameter in work.net_of(0).named_parameters()}
@@ -255,7 +242,7 @@ def test_without_dropout_the_gradients_are_those_of_evaluation(alone: Group) -> 
     images, labels = work.batch_of(3, 4)
     net = work.net_of(0)
     torch.nn.functional.cross_entropy(net(images), labels).backward()
-    parallel = make_parallel("alone", work.net_of(0), alone)
+    parallel = make_parallel("ddp", work.net_of(0), alone)
     parallel.gradients(images, labels, None, 4)
     assert_gradients(work.gradients_of(parallel.net), work.gradients_of(net), SUMS, "no dropout")
 
@@ -276,10 +263,8 @@ def test_a_batch_with_fewer_rows_than_processes_or_parts_is_refused() -> None:
         check_batch(7, Group(0, 4, CPU), Options(accumulate=2))
 
 
-def test_kinds_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(UsageError, match="4 processes were started to train alone: choose ddp or hybrid"):
-        make_parallel("alone", work.net_of(0), Group(0, 4, CPU))
-    with pytest.raises(UsageError, match=r"'model'\. There are: alone, ddp, hybrid"):
+def test_a_kind_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"'model'\. There are: ddp, hybrid"):
         make_parallel("model", work.net_of(0), Group(0, 1, CPU))
 
 
@@ -293,13 +278,17 @@ def test_kinds_that_do_not_fit_are_refused() -> None:
         ),
         ({"RANK": "two", "WORLD_SIZE": "2"}, "should be numbers"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK 2, WORLD_SIZE 2"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE 3 in the environment do not fit"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "abc"}, "should be numbers: .*'abc'"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "70000"}, "MASTER_PORT 70000 .* 1 to 65535"),
     ],
 )
 def test_a_half_set_environment_is_refused(monkeypatch: pytest.MonkeyPatch, environment, told: str) -> None:
-    rest = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"} if "not" not in told else {}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    half = told.startswith(("has RANK", "not LOCAL_RANK"))
+    rest = {} if half else {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in {**environment, **rest}.items():
+    for name, value in {**rest, **environment}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match=told), open_group("cpu"):
         pass

@@ -215,6 +215,15 @@ def test_another_crop_takes_scales_batch_and_rate_with_it_but_not_the_steps() ->
     assert fitted == replace(recipe, crop=56, scales=(56, 72), batch=32, rate=0.005)
 
 
+def test_a_recipe_in_epochs_measures_as_often_in_each_with_another_crop() -> None:
+    recipe = replace(
+        SMALL, crop=28, scales=(28, 36), batch=64, rate=0.01, steps=None, epochs=3.0, evaluate_every=100, keep_every=50
+    )
+    fitted = fit_to_crop(recipe, 56)
+    expected = replace(recipe, crop=56, scales=(56, 72), batch=32, rate=0.005, evaluate_every=200, keep_every=100)
+    assert fitted == expected
+
+
 def test_fitting_a_recipe_to_its_own_crop_changes_nothing() -> None:
     assert fit_to_crop(SMALL, SMALL.crop) == SMALL
 

@@ -17,7 +17,7 @@ from evaluator.imaging.decode import decode_rgb
 from training import stats
 from training.pictures import Pictures
 from training.splits import open_splits
-from training.stats import Survey, cache_folder, survey, surveyed
+from training.stats import Survey, cache_folder, survey
 from training_folders import make_dataset, write_image
 
 
@@ -112,7 +112,7 @@ def test_a_split_with_more_than_a_tenth_of_unreadable_images_is_refused(
     splits = open_splits(root)
     dataset = {"train": splits.train, "val": splits.val}[split]
     with pytest.raises(DatasetError, match=rf"{spoiled} of \d+ images in {split}/ cannot be decoded") as caught:
-        surveyed(dataset, f"{split}/", scale=14, crop=12, cache=tmp_path / "cache")
+        survey(dataset, f"{split}/", scale=14, crop=12, cache=tmp_path / "cache")
     assert "big-cat/000.png" in str(caught.value)
     assert kept(tmp_path / "cache") == []  # once they are mended they must not stay refused
 
@@ -130,21 +130,21 @@ def test_a_survey_is_made_once_for_a_dataset_scale_and_crop(
     expected = survey(dataset, "train/", scale=14, crop=12)
     for scale, crop, looks in ((14, 12, 21), (14, 12, 0), (15, 12, 21), (14, 11, 21), (14, 12, 0)):
         decoded.clear()
-        found = surveyed(dataset, "train/", scale=scale, crop=crop, cache=tmp_path / "new/cache")
+        found = survey(dataset, "train/", scale=scale, crop=crop, cache=tmp_path / "new/cache")
         assert len(decoded) == looks
         if (scale, crop) == (14, 12):
             assert_equal(found, expected)
     assert len(kept(tmp_path / "new/cache")) == 3
     decoded.clear()
-    assert_equal(surveyed(dataset, "train/", scale=14, crop=12, cache=tmp_path / "new/cache", fresh=True), expected)
+    assert_equal(survey(dataset, "train/", scale=14, crop=12, cache=tmp_path / "new/cache", fresh=True), expected)
     assert len(decoded) == 21
 
 
 def test_another_dataset_has_a_survey_of_its_own(tmp_path: Path) -> None:
     root = make_dataset(tmp_path / "data")
-    first = surveyed(open_splits(root).train, "train/", scale=14, crop=12, cache=tmp_path)
+    first = survey(open_splits(root).train, "train/", scale=14, crop=12, cache=tmp_path)
     write_image(root / "train/dog/new.png", 77, (20, 20), 200)
-    second = surveyed(open_splits(root).train, "train/", scale=14, crop=12, cache=tmp_path)
+    second = survey(open_splits(root).train, "train/", scale=14, crop=12, cache=tmp_path)
     assert not np.array_equal(first.mean_image, second.mean_image)
     assert len(kept(tmp_path)) == 2
 
@@ -153,9 +153,9 @@ def test_refused_images_are_kept_with_their_reasons(tmp_path: Path) -> None:
     root = make_dataset(tmp_path / "data")
     (root / "train/dog/002.png").write_bytes(b"?")
     dataset = open_splits(root).train
-    first = surveyed(dataset, "train/", scale=14, crop=12, cache=tmp_path)
+    first = survey(dataset, "train/", scale=14, crop=12, cache=tmp_path)
     assert list(first.refused) == ["dog/002.png"]
-    assert_equal(surveyed(dataset, "train/", scale=14, crop=12, cache=tmp_path), first)
+    assert_equal(survey(dataset, "train/", scale=14, crop=12, cache=tmp_path), first)
 
 
 @pytest.mark.parametrize("stopped_at", [1, 8, 20])
@@ -174,10 +174,10 @@ def test_an_interrupted_survey_goes_on_where_it_was_saved(
 
     monkeypatch.setattr(stats, "map_ahead", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        surveyed(dataset, "train/", scale=14, crop=12, cache=tmp_path, workers=1)
+        survey(dataset, "train/", scale=14, crop=12, cache=tmp_path, workers=1)
     monkeypatch.setattr(stats, "map_ahead", in_order)
     decoded.clear()
-    assert_equal(surveyed(dataset, "train/", scale=14, crop=12, cache=tmp_path), expected)
+    assert_equal(survey(dataset, "train/", scale=14, crop=12, cache=tmp_path), expected)
     assert len(decoded) == 21 - stopped_at
 
 
@@ -194,24 +194,24 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("way", DAMAGES)
 def test_a_damaged_file_is_told_and_measured_anew(dataset: Dataset, tmp_path: Path, way: str) -> None:
-    expected = surveyed(dataset, "train/", scale=14, crop=12, cache=tmp_path)
+    expected = survey(dataset, "train/", scale=14, crop=12, cache=tmp_path)
     (path,) = kept(tmp_path)
     data = path.read_bytes()
     path.write_bytes(DAMAGES[way](data))
     assert path.read_bytes() != data
     said: list[str] = []
-    assert_equal(surveyed(dataset, "train/", scale=14, crop=12, cache=tmp_path, announce=said.append), expected)
+    assert_equal(survey(dataset, "train/", scale=14, crop=12, cache=tmp_path, announce=said.append), expected)
     assert f"{path}: damaged (" in said[0]
     assert "looked at anew" in said[0]
     said.clear()
-    assert_equal(surveyed(dataset, "train/", scale=14, crop=12, cache=tmp_path, announce=said.append), expected)
+    assert_equal(survey(dataset, "train/", scale=14, crop=12, cache=tmp_path, announce=said.append), expected)
     assert said == []  # it is whole again
 
 
 def test_a_folder_that_cannot_be_written_is_told_and_stops_nothing(dataset: Dataset, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     said: list[str] = []
-    found = surveyed(dataset, "train/", scale=14, crop=12, cache=tmp_path / "file", announce=said.append)
+    found = survey(dataset, "train/", scale=14, crop=12, cache=tmp_path / "file", announce=said.append)
     assert_equal(found, survey(dataset, "train/", scale=14, crop=12))
     assert len(said) == 1
     assert "cannot be kept" in said[0]
@@ -262,8 +262,38 @@ def test_stats_prints_what_was_found_and_keeps_it_for_the_training(
     assert decoded == []
     assert "21 images, 0 refused" in out
     assert f"{'mean':9}" + "".join(f"{value:9.2f}" for value in expected.mean_channels) in out
-    surveyed(dataset, "train/", scale=14, crop=12, cache=cache)
+    survey(dataset, "train/", scale=14, crop=12, cache=cache)
     assert decoded == []
+
+
+def test_stats_keeps_what_it_finds_in_val_for_the_training_and_forgets_it_when_asked_to(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = make_dataset(tmp_path / "data", val=4)
+    path = root / "val/dog/002.png"
+    whole = path.read_bytes()
+    words = ("stats", "--data", root, "--crop", 12)
+    path.write_bytes(bytes(len(whole)))  # the same length, so the same fingerprint
+    code, out, _ = run(*words, capsys=capsys)
+    assert code == 0
+    assert "val/: 12 images, 1 refused\n  dog/002.png: " in out
+    path.write_bytes(whole)
+    val = open_splits(root).val
+    assert list(survey(val, "val/", scale=14, crop=12, cache=cache).refused) == ["dog/002.png"]
+    code, out, _ = run(*words, "--fresh", "--json", capsys=capsys)
+    assert code == 0
+    assert json.loads(out)["val"] == {"fingerprint": val.fingerprint, "images": 12, "refused": {}}
+    assert survey(val, "val/", scale=14, crop=12, cache=cache).refused == {}
+
+
+def test_stats_of_a_training_set_without_val_says_that_it_looked_at_nothing_else(
+    folder: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run("stats", "--data", folder / "train", "--crop", 12, "--json", capsys=capsys)
+    assert code == 0
+    assert (json.loads(out)["images"], json.loads(out)["val"]) == (21, None)
+    assert "only the images to learn from are looked at: " in err
+    assert "no folders 'train' and 'val' here" in err
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from evaluator.errors import EnvironmentFault, Interrupted, RunFolderError, UsageError
+from training import interrupts
 from training.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
 from training.interrupts import Signals, heard_signals
 from training.loop import Trainer, train
@@ -255,7 +256,16 @@ def test_a_signal_inside_a_block_is_noted_and_raised_after_it_unless_somebody_ha
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_second_signal_does_not_wait() -> None:
+def test_the_same_wish_by_two_signals_at_once_is_one_wish() -> None:
+    with pytest.raises(KeyboardInterrupt), heard_signals():  # noqa: PT012
+        os.kill(os.getpid(), signal.SIGTERM)  # from a scheduler
+        os.kill(os.getpid(), signal.SIGTERM)  # from torchrun, which the scheduler has told as well
+        saved = True
+    assert saved
+
+
+def test_a_second_signal_that_comes_later_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupts, "TOGETHER", -1.0)
     with pytest.raises(KeyboardInterrupt), heard_signals():  # noqa: PT012
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)

@@ -13,6 +13,7 @@ from evaluator.engine.scores import ranks_of
 from evaluator.errors import DatasetError, RunFolderError, UsageError
 from training.loop import train
 from training.metrics import MetricsLog, errors_of, mistakes
+from training.verbs import train as train_verb
 from training_folders import RECIPE, make_dataset, write_image
 
 
@@ -95,6 +96,26 @@ def test_the_automatic_crop_follows_the_images(data: Path, tmp_path: Path, recip
     # 30·7/8 = 26.25 → 28; everything grew by 28/12
     assert (recipe["crop"], recipe["scales"], recipe["batch"]) == (28, [28, 37], 2)
     assert recipe["seed"] == 0
+
+
+def test_another_crop_leaves_what_is_given_beside_it(
+    data: Path, tmp_path: Path, recipe_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    arguments = ["--recipe", str(recipe_file), "--data", str(data), "--out", str(out), "--steps", "1", "--crop", "24"]
+    assert run_program(["train", *arguments, "--batch", "3"]) == 0
+    recipe = json.loads((out / "training.json").read_text())["recipe"]
+    assert (recipe["crop"], recipe["scales"], recipe["batch"], recipe["rate"]) == (24, [24, 32], 3, RECIPE.rate)
+    assert "crop 24, scales 24 to 32, batch 3, rate 0.003" in capsys.readouterr().err
+
+
+def test_the_automatic_crop_is_of_the_stride_of_the_net_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_verb, "median_shorter_side", lambda _: 250.0)
+    with pytest.raises(UsageError, match="no architecture 'Z'"):
+        train_verb._wanted("small", "auto", {"architecture": "Z"}, None)
+    # 7/8 of 250 is 218.75: 55 times 4, or 14 times 16
+    assert train_verb._wanted("small", "auto", {}, None).crop == 220
+    assert train_verb._wanted("small", "auto", {"architecture": "A"}, None).crop == 224
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from training.recipe import Recipe
 from training.splits import Splits
 from training.start import start_from
 from training.state import Progress
-from training.stats import surveyed
+from training.stats import survey
 
 
 def beginning(
@@ -18,10 +18,10 @@ def beginning(
 ) -> tuple[Mapping[str, FloatArray], Progress]:
     """Look at all images once, and draw the initial weights or take those to begin with.
 
-    start: a checkpoint whose weights and mean are the first ones; cache: see `training.stats.surveyed`; announce: told
+    start: a checkpoint whose weights and mean are the first ones; cache: see `training.stats.survey`; announce: told
     what a user should know. Raises DatasetError where too many images cannot be decoded, and as `start_from`.
     """
-    look = partial(surveyed, scale=recipe.evaluation_scale, crop=recipe.crop, cache=cache, announce=announce)
+    look = partial(survey, scale=recipe.evaluation_scale, crop=recipe.crop, cache=cache, announce=announce)
     of_train, of_val = look(splits.train, "train/"), look(splits.val, "val/")
     mean = of_train.mean_image if recipe.mean == "image" else of_train.mean_channels
     net, how = recipe.net(), recipe.initialization()

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from evaluator.contract import center_scale
 from evaluator.datasets import DatasetPlace, open_place
-from evaluator.errors import DatasetError, ImageError
+from evaluator.errors import DatasetError
 from evaluator.progress import progress
 from training.checkpoints import Checkpoint
 from training.dense import subtract_mean
 from training.diagnosis_log import IMAGES, LayerResponse
 from training.network import PreluNet, network_from_checkpoint
-from training.pictures import Pictures
+from training.pictures import UNREADABLE, Pictures
 
 PIXELS_AT_ONCE = 2**19  # 10 crops of 224: their responses and gradients in model C take about 1.5 GB
 
@@ -151,7 +151,7 @@ class Views:
 def spread_views(pictures: Pictures, scale: int, crop: int, images: int = IMAGES) -> Views:
     """Return central views of images spread evenly over a split, so that all its classes take part; always the same.
 
-    Of N images those at floor(i·N/images), or all where there are fewer; what cannot be decoded is left out.
+    Of N images those at floor(i·N/images), or all where there are fewer; what cannot be read is left out.
     """
     total = len(pictures)
     count = min(images, total)
@@ -160,7 +160,7 @@ def spread_views(pictures: Pictures, scale: int, crop: int, images: int = IMAGES
         try:
             views.append(pictures.central_view(place, scale, crop))
             labels.append(pictures.samples[place].label)
-        except ImageError as error:
+        except UNREADABLE as error:
             refused[pictures.samples[place].file] = str(error)
     stacked = np.stack(views) if views else np.empty((0, crop, crop, 3), np.uint8)
     return Views(stacked, np.array(labels, dtype=np.int64), refused)

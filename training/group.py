@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -76,12 +76,6 @@ class Group:
     def wait(self) -> None:
         """Return when every process has come here."""
         self.total(0.0)
-
-    def copy_from_first(self, tensor: Tensor) -> None:
-        """Overwrite a tensor with the first process's."""
-        if self.size > 1:
-            with self.guarded():
-                dist.broadcast(tensor, src=0)
 
     def add_up(self, tensor: Tensor, purpose: str) -> "Pending":
         """Begin to replace a tensor by its sum over all processes.
@@ -148,8 +142,9 @@ def open_group(device: str | None = None) -> Iterator[Group]:
     any. Raises UsageError for another device and for a half-set environment; EnvironmentFault for a GPU that is not
     there, and when the processes do not find each other.
     """
-    rank, size, local_rank = _place(os.environ)
-    group = Group(rank, size, _device(device, local_rank))
+    place = _place(os.environ)
+    rank, size = place.rank, place.size
+    group = Group(rank, size, _device(device, place.local_rank), place.here)
     if size == 1:
         yield group
         return
@@ -178,11 +173,19 @@ def _join(group: Group) -> None:
         ) from error
 
 
-def _place(environment: Mapping[str, str]) -> tuple[int, int, int]:
-    """Return rank, size and local rank."""
+class _Place(NamedTuple):
+    """What torchrun says of a process. local_rank, here: its number among, and the count of, those of its machine."""
+
+    rank: int
+    size: int
+    local_rank: int
+    here: int
+
+
+def _place(environment: Mapping[str, str]) -> _Place:
     given = [name for name in _PLACE if environment.get(name)]
     if "RANK" not in given and "WORLD_SIZE" not in given:
-        return 0, 1, 0
+        return _Place(0, 1, 0, 1)
     if len(given) < len(_PLACE):
         missing = ", ".join(name for name in _PLACE if name not in given)
         raise UsageError(
@@ -191,11 +194,18 @@ def _place(environment: Mapping[str, str]) -> tuple[int, int, int]:
         )
     try:
         rank, size, local_rank = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        here, port = int(environment.get("LOCAL_WORLD_SIZE") or 1), int(environment["MASTER_PORT"])
     except ValueError as error:
-        raise UsageError(f"RANK, WORLD_SIZE and LOCAL_RANK in the environment should be numbers: {error}") from error
-    if not (0 <= rank < size and local_rank >= 0):
-        raise UsageError(f"RANK {rank}, WORLD_SIZE {size} and LOCAL_RANK {local_rank} in the environment do not fit")
-    return rank, size, local_rank
+        names = "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_PORT"
+        raise UsageError(f"{names} in the environment should be numbers: {error}") from error
+    if not (0 <= rank < size and local_rank >= 0 and 1 <= here <= size):
+        raise UsageError(
+            f"RANK {rank}, WORLD_SIZE {size}, LOCAL_RANK {local_rank} and LOCAL_WORLD_SIZE {here} in the environment "
+            "do not fit"
+        )
+    if not 1 <= port <= 65535:
+        raise UsageError(f"MASTER_PORT {port} in the environment should be a port, 1 to 65535")
+    return _Place(rank, size, local_rank, here)
 
 
 def _device(name: str | None, local_rank: int) -> torch.device:
@@ -215,6 +225,7 @@ def _device(name: str | None, local_rank: int) -> torch.device:
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
+    torch.backends.cudnn.allow_tf32 = False  # on unless told, and then fp32 would have the 10 bits of TF32
     return device
 
 

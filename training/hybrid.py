@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from training.buckets import GradientBuckets
 from training.group import Group, Pending
-from training.network import HEAD, PreluNet
-from training.parallel import DropoutFactors, Options, Parallel, Step, split
+from training.network import HEAD, Factors, PreluNet
+from training.parallel import DropoutFactors, Options, Parallel, Step, at, split
 
 
 class Hybrid(Parallel):
@@ -42,12 +42,13 @@ class Hybrid(Parallel):
         self._leaving.clear()
         every = [split(rows, self.options.accumulate) for rows in split(range(total), self.group.size)]
         own = self.rows(total)
+        drawn = self._drawn(factors, range(total)) if self.group.is_first else None
         loss = torch.zeros((), device=self.group.device)
         for part, rows in enumerate(every[self.group.rank], start=1):
             here = slice(rows.start - own.start, rows.stop - own.start)
             if self.group.is_first:
                 shares = [parts[part - 1] for parts in every]
-                features, gradient, part_loss = self._with_head(images[here], labels[here], shares, factors, total)
+                features, gradient, part_loss = self._with_head(images[here], labels[here], shares, drawn, total)
                 loss += part_loss
             else:
                 features, gradient = self._without_head(images[here], labels[here])
@@ -61,11 +62,12 @@ class Hybrid(Parallel):
         return Step(mean_loss, stops > 0)
 
     def _with_head(
-        self, images: Tensor, labels: Tensor, shares: list[range], factors: DropoutFactors, total: int
+        self, images: Tensor, labels: Tensor, shares: list[range], factors: Factors | None, total: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the head for the rows of all processes, forward and backward, and send the features' gradients.
 
-        shares: the rows of each process. Returns own features, the gradient of the loss by them, and the loss.
+        shares: the rows of each process; factors: of all rows of the step. Returns own features, the gradient of the
+        loss by them, and the loss.
         """
         counts = [len(rows) for rows in shares]
         all_features, all_labels = self._empty_features(sum(counts)), labels.new_empty(sum(counts))
@@ -75,8 +77,9 @@ class Hybrid(Parallel):
         all_features[: counts[0]], all_labels[: counts[0]] = features.detach(), labels
         arriving.wait()
         labels_arriving.wait()
+        here = at(factors, [row for rows in shares for row in rows])
         with self._autocast():
-            logits = self._head(all_features.requires_grad_(), self._factors_of(factors, shares))
+            logits = self._head(all_features.requires_grad_(), here)
         loss = F.cross_entropy(logits.float(), all_labels, reduction="sum") / total
         torch.autograd.backward(loss)
         assert all_features.grad is not None

@@ -41,8 +41,9 @@ class Initialization:
     - xavier: uniform, n_in·Var = 1, as Caffe's "xavier", with which the paper compares
     - gaussian: the standard deviation `std` in every convolution
 
-    first_layer: the first convolution sees the image, which no activation has halved. `exact` counts that and puts 1
-    for ½(1 + a²); `half` does not, as the paper ("the factor 1/2 does not matter if it just exists on one layer").
+    first_layer: the first convolution sees the image, which no activation has halved. `exact` puts 1 for ½(1 + a²)
+    there, which is what Eq. 10 asks for (by Eq. 14, where the activation after it counts, it is a convention); `half`
+    does not, as the paper ("the factor 1/2 does not matter if it just exists on one layer").
     fc_stds: standard deviations of fc1, fc2, fc3, Gaussian under every rule: the paper's practice. Scaled as the
     convolutions are, they would give one-hot scores before training, which hides mistakes.
 

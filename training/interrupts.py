@@ -2,11 +2,13 @@
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+TOGETHER = 2.0  # seconds: a scheduler that stops a job tells torchrun and each process, and torchrun tells them again
 
 
 class Signals:
@@ -14,16 +16,20 @@ class Signals:
 
     def __init__(self) -> None:
         self.came = False
+        self._first = 0.0  # when, by time.monotonic
 
     def _hear(self, _number: int, _frame: FrameType | None) -> None:
-        if self.came:
-            raise KeyboardInterrupt  # whoever asks twice does not want to wait
-        self.came = True
+        if not self.came:
+            self.came, self._first = True, time.monotonic()
+        elif time.monotonic() - self._first > TOGETHER:
+            raise KeyboardInterrupt  # whoever asks again does not want to wait
 
 
 @contextmanager
 def heard_signals() -> Iterator[Signals]:
-    """Note Ctrl-C and SIGTERM while the block runs instead of raising KeyboardInterrupt; the second one raises it.
+    """Note Ctrl-C and SIGTERM while the block runs instead of raising KeyboardInterrupt.
+
+    One that comes more than TOGETHER seconds after the first raises it.
 
     Between the update of two layers a net is neither that of one step nor of the next: saving it there would break the
     promise that a resumed run equals an undisturbed one. One that came before is raised after the block if nobody has

@@ -13,18 +13,17 @@ import numpy.typing as npt
 import torch
 
 from evaluator.datasets.sample import Sample
-from evaluator.errors import DatasetError, ImageError
+from evaluator.errors import DatasetError
 from evaluator.imaging.resize import Picture
 from training.augmentation import SUBSTITUTE, places_of_step, random_stream, training_view
 from training.color import color_shift
-from training.pictures import WORKERS, FloatArray, Pictures, UInt8Array, central_view, map_ahead
+from training.pictures import UNREADABLE, WORKERS, FloatArray, Pictures, UInt8Array, central_view, map_ahead
 from training.processes import map_in_processes
 from training.recipe import Recipe
 
 Int64Array = npt.NDArray[np.int64]
 Place = tuple[int | None, int]  # epoch, or None for the view of the evaluation; image index
 
-_UNREADABLE = (ImageError, DatasetError)  # DatasetError: the file is gone, or has another length
 TRIES = 20  # images that fail one after another for one place: then the dataset is gone, not a few of its files
 
 
@@ -51,12 +50,14 @@ def training_batches(
     axes: FloatArray | None = None,
     workers: int | None = None,
     pin: bool = False,
+    here: int = 1,
 ) -> Iterator[Batch]:
     """Yield the batches from `first_step` to the recipe's end, each a function of (seed, step) alone.
 
     rows: the part of each global batch that this process makes, None for all of it; axes: of the colour change
     (`training.color`), needed where the recipe has one; workers: how many make batches ahead, 0 for nobody, None for
-    one a core; pin: whether images lie in memory from which a GPU copies by itself.
+    this process's share of all cores but one, of 16 at most; pin: whether images lie in memory from which a GPU copies
+    by itself; here: processes of this training on this machine, which share its cores and its shared memory.
 
     An image that cannot be read any more is named in `lost`, each time, and another of the training set takes its
     place: one drawn from a stream of (seed, epoch, image), in the view that it would have in this epoch, so that the
@@ -67,7 +68,7 @@ def training_batches(
     assert maker.axes is not None or not recipe.color, "a colour change needs its axes"
     places = (_rows_of(recipe, step, len(pictures), rows) for step in range(first_step, recipe.length))
     largest = recipe.batch if rows is None else len(rows)
-    for images, rest in _made(maker, places, largest, workers, pin=pin):
+    for images, rest in _made(maker, places, largest, workers, pin=pin, here=here):
         maker.mend(images, rest)
         yield Batch(images, rest.labels, rest.shift, rest.lost)
 
@@ -80,12 +81,13 @@ def evaluation_batches(
     part: tuple[int, int] = (0, 1),
     workers: int | None = None,
     pin: bool = False,
+    here: int = 1,
 ) -> Iterator[Batch]:
     """Yield the central views of all images in dataset order, up to `size` at a time.
 
     part: number of this process and of all processes: of each size·processes images it makes its share. All yield
     equally many batches, the last ones perhaps without an image. Images that cannot be read any more are named in
-    `lost` and left out. workers, pin: see `training_batches`.
+    `lost` and left out. workers, pin, here: see `training_batches`.
     """
     maker = _Maker(pictures, recipe, None)
     number, processes = part
@@ -97,6 +99,7 @@ def evaluation_batches(
         size,
         workers,
         pin=pin,
+        here=here,
     ):
         whole = np.setdiff1d(np.arange(len(images)), [gap.row for gap in rest.gaps])
         yield Batch(images[whole] if rest.gaps else images, rest.labels[whole], None, rest.lost)
@@ -176,7 +179,7 @@ class _Maker:
         for row, (place, sample) in enumerate(zip(order.places, order.samples, strict=True)):
             try:
                 images[row] = self._view(read(place[1], sample), place)
-            except _UNREADABLE as error:
+            except UNREADABLE as error:
                 gaps.append(_Gap(row, place, sample.file, str(error)))
         labels = np.array([sample.label for sample in order.samples], dtype=np.int64)
         return images, _Rest(labels, self._shift(order.places), gaps)
@@ -209,7 +212,7 @@ class _Maker:
         for other in random.integers(len(self.pictures), size=TRIES):
             try:
                 return (epoch, int(other)), self.pictures.picture(int(other))
-            except _UNREADABLE:
+            except UNREADABLE:
                 continue
         raise DatasetError(
             f"{self.pictures.dataset.location}: {gap.file} could be read when the training began, and {TRIES} other "
@@ -219,14 +222,14 @@ class _Maker:
 
 
 def _made(
-    maker: _Maker, places: Iterable[list[Place]], largest: int, workers: int | None, *, pin: bool
+    maker: _Maker, places: Iterable[list[Place]], largest: int, workers: int | None, *, pin: bool, here: int
 ) -> Iterator[tuple[UInt8Array, _Rest]]:
     """Yield what is made of each list of places, in their order. largest: places of a list at most."""
-    count = WORKERS if workers is None else workers
+    count = max(1, WORKERS // here) if workers is None else workers
     orders = map(maker.order, places)
     if count and not maker.pictures.fit:
         size = 3 * largest * maker.recipe.crop**2
-        yield from map_in_processes(maker.from_files, orders, count, size, pin=pin)
+        yield from map_in_processes(maker.from_files, orders, count, size, pin=pin, here=here)
         return
     for images, rest in map_ahead(maker.from_memory, orders, count) if count else map(maker.from_memory, orders):
         yield (torch.from_numpy(images).pin_memory().numpy() if pin else images), rest

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from evaluator.engine.scores import ranks_of
-from evaluator.errors import EnvironmentFault, Interrupted
+from evaluator.errors import DatasetError, EnvironmentFault, Interrupted
 from evaluator.files import sha256_of
 from evaluator.progress import Advance, progress
 from training.beginning import beginning
@@ -35,7 +35,7 @@ from training.losses import Losses
 from training.metrics import Errors, errors_of, mistakes
 from training.network import PreluNet, load_tensors, parameter_groups
 from training.parallel import DropoutFactors, Kind, Options, check_batch, make_parallel
-from training.pictures import WORKERS, Pictures
+from training.pictures import Pictures
 from training.recipe import Recipe
 from training.run_folder import LAST_FILE, open_run_folder
 from training.schedule import rate_at, stalls
@@ -96,8 +96,8 @@ def train(
     training/run_folder.py. start: a checkpoint to begin with, None for random weights. fresh: throw an earlier run in
     that folder away. announce: told what a user should know.
     Raises DatasetError for unusable data; RunFolderError for a folder of another training, or where another process is
-    at work; Interrupted after Ctrl-C or SIGTERM (the state is saved); UsageError when the loss is no longer finite (the
-    last good state is kept); EnvironmentFault when another process of the training has died.
+    at work; Interrupted after Ctrl-C or SIGTERM (the state is saved); DivergenceError when a number is no longer finite
+    (the last good state is kept); EnvironmentFault when another process of the training has died.
     """
     path = dataset_path or embedded_dataset_path()
     splits = open_splits(path)
@@ -183,13 +183,12 @@ class Trainer:
         self.make_room = make_room
         self.note = ""  # what progress shows beside the rate
         self.net = PreluNet(recipe.net(), len(splits.classes))
-        self._begin_or_resume(execution.parallel or ("alone" if group.size == 1 else "ddp"), options)
+        self._begin_or_resume(execution.parallel or "ddp", options)
         self.mean = torch.from_numpy(self.progress.mean).to(group.device)
         self.train_pictures = Pictures(splits.train, self.progress.refused["train"])
         self.val_pictures = Pictures(splits.val, self.progress.refused["val"])
-        refused = {name: len(files) for name, files in self.progress.refused.items()}
-        self.lost = Losses(splits.train, "train/", self.progress.lost, refused["train"], announce)
-        self.lost_of_val = Losses(splits.val, "val/", {}, refused["val"], announce)
+        self.lost = Losses(splits.train, "train/", self.progress.lost, announce)
+        self.lost_of_val = Losses(splits.val, "val/", {}, announce)
 
     def _begin_or_resume(self, kind: Kind, options: Options) -> None:
         """Make net, optimizer and progress of the saved state, which the first process writes where there is none.
@@ -263,10 +262,11 @@ class Trainer:
                 if self._evaluate_if_due(signals):
                     clock = Clock()  # its time is not the training's
                 elif stop:
-                    self._stop()
+                    self._save()
+                    raise self._interrupted()
                 elif self._save_is_due():
                     self._save()
-                    self._stop_if(signals)
+                    self._stop_saved(signals)
 
     def _step(self, batch: Batch, signals: Signals) -> bool:
         """Take one step of stochastic gradient descent; return whether any process was told to stop."""
@@ -285,8 +285,7 @@ class Trainer:
 
     def _loading(self) -> dict[str, Any]:
         """Return how batches are made."""
-        workers = max(1, WORKERS // self.group.here) if self.workers is None else self.workers
-        return {"workers": workers, "pin": self.group.device.type == "cuda"}
+        return {"workers": self.workers, "pin": self.group.device.type == "cuda", "here": self.group.here}
 
     def _factors(self) -> DropoutFactors:
         """Return what dropout does in the next step."""
@@ -330,7 +329,7 @@ class Trainer:
             self.tracking.write({**errors.to_json(), "evaluated": images, "refused": refused})
             self.tracking.write_layers(now.step, self._layers)
         self._save()
-        self._stop_if(signals)
+        self._stop_saved(signals)
         return True
 
     @torch.inference_mode()
@@ -342,6 +341,7 @@ class Trainer:
         counts = np.zeros(3)  # images, wrong at top-1, at top-5
         size = max(1, EVALUATION_BATCH // self.group.size)
         rank, ranks = self.group.rank, self.group.size
+        self.lost_of_val.begin_again()
         for batch in evaluation_batches(self.val_pictures, self.recipe, size, part=(rank, ranks), **self._loading()):
             logits = self.parallel.logits(self._input(batch)).cpu().numpy()
             if not np.isfinite(logits).all():  # every comparison with NaN is false: it would look like a hit
@@ -354,11 +354,15 @@ class Trainer:
             raise self._diverged("an answer on val/ is not finite")
         self.lost_of_val.gather(self.group)
         self.lost_of_val.check(self.recipe.max_refused)
+        if not images:
+            raise DatasetError(f"{self.splits.val.location}: no image of val/ can be read any more. Put them back")
         return errors_of(self.progress.step, images, *wrong), int(images)
 
     def _layers(self) -> tuple[LayerResponse, ...]:
-        """Measure the layers on images of val/."""
+        """Measure the layers on images of val/; none if not one of these can be read any more."""
         views = spread_views(self.val_pictures, self.recipe.evaluation_scale, self.recipe.crop)
+        if not len(views.labels):
+            return ()
         labels = torch.from_numpy(views.labels).to(self.group.device)
         return measure(self.net, self._input(Batch(views.images, views.labels)), labels)
 
@@ -373,16 +377,22 @@ class Trainer:
         self.lost.gather(self.group)
         if self.group.is_first:
             self.keeping.write(self.net, momentum_of(self.net, self.optimizer), self.progress)
+        self.group.wait()  # torchrun would stop the first process in the middle when another one ends
         self.lost.check(self.recipe.max_refused)
 
     def _stop_if(self, signals: Signals) -> None:
         """End the run if any process was told to; what has been done since the last save is saved."""
         if self.group.any(signals.came):
-            self._stop()
+            self._save()
+            raise self._interrupted()
 
-    def _stop(self) -> None:
-        self._save()
-        raise Interrupted(
+    def _stop_saved(self, signals: Signals) -> None:
+        """End the run, which has just been saved, if any process was told to and something is left to do."""
+        if self.group.any(signals.came) and self.progress.step < self.recipe.length:
+            raise self._interrupted()
+
+    def _interrupted(self) -> Interrupted:
+        return Interrupted(
             f"{self.folder}: interrupted after step {self.progress.step} of {self.recipe.length}; "
             "the state is saved, and the same command goes on from there"
         )

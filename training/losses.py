@@ -12,15 +12,15 @@ TOLD = 10  # images that are named at once
 class Losses:
     """What was lost of one split so far, in all processes. files: file → reason."""
 
-    def __init__(
-        self, dataset: Dataset, what: str, files: dict[str, str], refused: int, announce: Callable[[str], None]
-    ) -> None:
-        """Begin with files that are known; `refused`: how many more could not be used from the beginning.
-
-        what: `train/` or `val/`; announce: told the names of new ones.
-        """
-        self.dataset, self.what, self.files, self.refused, self._announce = dataset, what, files, refused, announce
+    def __init__(self, dataset: Dataset, what: str, files: dict[str, str], announce: Callable[[str], None]) -> None:
+        """Begin with files that are known. what: `train/` or `val/`; announce: told the names of new ones."""
+        self.dataset, self.what, self.files, self._announce = dataset, what, files, announce
         self._new: dict[str, str] = {}
+        self._told = set(files)
+
+    def begin_again(self) -> None:
+        """Forget what was lost, since it may have been mended; what was named once is not named again."""
+        self.files.clear()
 
     def add(self, lost: Iterable[tuple[str, str]]) -> None:
         """Note what this process has met."""
@@ -31,6 +31,8 @@ class Losses:
         new = {file: reason for found in group.everybody(self._new) for file, reason in found.items()}
         self.files |= new
         self._new = {}
+        new = {file: reason for file, reason in new.items() if file not in self._told}
+        self._told |= set(new)
         if new and group.is_first:
             told = [f"  {file}: {reason}" for file, reason in list(new.items())[:TOLD]]
             more = [f"  … and {len(new) - TOLD} more"] if len(new) > TOLD else []
@@ -40,13 +42,15 @@ class Losses:
             )
 
     def check(self, limit: float) -> None:
-        """Raise DatasetError when more than that part of the split cannot be used; after `gather`."""
+        """Raise DatasetError when more than that part of the split broke; after `gather`.
+
+        What could not be decoded when the training began has been told then, and does not count.
+        """
         images = len(self.dataset.samples)
-        if self.files and len(self.files) + self.refused > limit * images:
+        if len(self.files) > limit * images:
             some = "; ".join(f"{file}: {reason}" for file, reason in list(self.files.items())[:3])
             raise DatasetError(
-                f"{self.dataset.location}: {len(self.files)} images of {self.what} broke during the training, and "
-                f"{self.refused} could not be used before: more than max_refused, {100 * limit:g} % of {images}. The "
-                "last saved state is kept: put the images back as they were, and the same command goes on. The first: "
-                f"{some}"
+                f"{self.dataset.location}: {len(self.files)} images of {self.what} broke during the training: more "
+                f"than max_refused, {100 * limit:g} % of {images}. The last saved state is kept: put the images back "
+                f"as they were, and the same command goes on. The first: {some}"
             )

@@ -1,6 +1,5 @@
 """One step of training on one or many processes: `gradients` gives each the gradient of the whole batch's mean loss.
 
-    alone    one process
     ddp      every process has the whole net and some rows of the batch; gradients are summed (data parallel)
     hybrid   the paper's scheme (training/hybrid.py)
 
@@ -20,20 +19,19 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from evaluator.errors import UsageError
 from training.buckets import GradientBuckets
 from training.group import Group
 from training.network import Factors, PreluNet
+from training.recipe import Precision
 
-Kind = Literal["alone", "ddp", "hybrid"]
+Kind = Literal["ddp", "hybrid"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-Precision = Literal["fp32", "bf16"]
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 
 # Called with places in the step's global batch: what dropout multiplies fc1's and fc2's outputs by in these rows,
-# (rows, hidden) each; None for no dropout. A process asks for the rows whose head it computes.
+# (rows, hidden) each; None for no dropout. A process asks once a step, for the rows whose head it computes.
 DropoutFactors: TypeAlias = Callable[[range], tuple[FloatArray, FloatArray]] | None
 
 
@@ -42,9 +40,9 @@ class Options:
     """How a step is computed.
 
     precision: bf16 computes most of the forward and backward in bfloat16, with weights and gradients in float32;
-    channels_last: convolutions' weights and images have their channels last in memory (False takes images as they
-    come); compile: torch.compile of trunk and head; accumulate: parts of a process's rows that go through the net one
-    after the other, which takes less memory.
+    channels_last: convolutions' weights and images have their channels last in memory; compile: torch.compile of trunk
+    and head; accumulate: parts of a process's rows that go through the net one after the other, which takes less
+    memory.
     """
 
     precision: Precision = "fp32"
@@ -110,33 +108,19 @@ class Parallel(ABC):
         """Return the parameters that every process has."""
         return list(self.net.parameters())
 
-    def share(self, optimizer: Optimizer | None = None) -> None:
-        """Overwrite parameters, and what an SGD optimizer remembers of them, by the first process's. Collective."""
-        remembered = {} if optimizer is None else optimizer.state
-        has_momentum = self.group.any(self.group.is_first and bool(remembered))
-        for parameter in self.shared:
-            self.group.copy_from_first(parameter.data)
-            if has_momentum:
-                buffer = remembered[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
-                self.group.copy_from_first(buffer)
-
     def _to_device(self, images: Tensor) -> Tensor:
-        if self.options.channels_last:
-            return images.to(self.group.device, memory_format=torch.channels_last)
-        return images.to(self.group.device)
+        layout = torch.channels_last if self.options.channels_last else torch.contiguous_format
+        return images.to(self.group.device, memory_format=layout)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.group.device.type, torch.bfloat16, enabled=self.options.precision == "bf16")
 
-    def _factors_of(self, factors: DropoutFactors, rows: list[range]) -> Factors | None:
-        """Return the factors of several ranges of rows, one below the other."""
+    def _drawn(self, factors: DropoutFactors, rows: range) -> Factors | None:
+        """Return the factors of all rows of a step that this process needs, on the device."""
         if factors is None:
             return None
-        of_fc1, of_fc2 = zip(*(factors(some) for some in rows), strict=True)
-        return self._tensor(np.concatenate(of_fc1)), self._tensor(np.concatenate(of_fc2))
-
-    def _tensor(self, array: FloatArray) -> Tensor:
-        return torch.from_numpy(array).to(self.group.device)
+        of_fc1, of_fc2 = factors(rows)
+        return torch.from_numpy(of_fc1).to(self.group.device), torch.from_numpy(of_fc2).to(self.group.device)
 
 
 class DataParallel(Parallel):
@@ -149,10 +133,11 @@ class DataParallel(Parallel):
     def _gradients(self, images: Tensor, labels: Tensor, factors: DropoutFactors, total: int, stop: bool) -> Step:
         own = self.rows(total)
         loss = torch.zeros((), device=self.group.device)
+        drawn = self._drawn(factors, own)
         self._forget_gradients()
         for part, rows in enumerate(split(own, self.options.accumulate), start=1):
             here = slice(rows.start - own.start, rows.stop - own.start)
-            part_loss = self._loss(images[here], labels[here], rows, factors, total) if rows else None
+            part_loss = self._loss(images[here], labels[here], at(drawn, here), total) if rows else None
             if part_loss is not None:
                 loss += part_loss.detach()
             if self.buckets is not None and part == self.options.accumulate:
@@ -170,10 +155,10 @@ class DataParallel(Parallel):
         else:
             self.buckets.begin()
 
-    def _loss(self, images: Tensor, labels: Tensor, rows: range, factors: DropoutFactors, total: int) -> Tensor:
+    def _loss(self, images: Tensor, labels: Tensor, factors: Factors | None, total: int) -> Tensor:
         """Return these rows' share of the mean loss."""
         with self._autocast():
-            logits = self._head(self._features(images), self._factors_of(factors, [rows]))
+            logits = self._head(self._features(images), factors)
         return F.cross_entropy(logits.float(), labels, reduction="sum") / total
 
     @torch.no_grad()
@@ -187,25 +172,24 @@ class DataParallel(Parallel):
 
 
 def make_parallel(kind: Kind, net: PreluNet, group: Group, options: Options = Options()) -> Parallel:
-    """Distribute a net over a group; every process then has the first one's weights. Collective.
+    """Distribute a net, the same in every process, over a group.
 
     The net is changed: it moves to the group's device, and in hybrid training loses its fully connected layers in all
-    processes but the first. So make the optimizer afterwards; `share` it where it has been restored in the first
-    process. One process trains alone, whatever the kind. Raises UsageError for a kind that does not fit the group.
+    processes but the first. So make the optimizer afterwards. One process trains alone, whatever the kind. Raises
+    UsageError for a kind that does not exist.
     """
     if kind not in KINDS:
         raise UsageError(f"no way to train in parallel '{kind}'. There are: {', '.join(KINDS)}")
-    if group.size == 1:
-        return DataParallel(net, group, options)
-    if kind == "alone":
-        raise UsageError(
-            f"{group.size} processes were started to train alone: choose ddp or hybrid, or start one without torchrun"
-        )
     from training.hybrid import Hybrid  # here, since it builds on this module
 
-    parallel = DataParallel(net, group, options) if kind == "ddp" else Hybrid(net, group, options)
-    parallel.share()
-    return parallel
+    if kind == "ddp" or group.size == 1:
+        return DataParallel(net, group, options)
+    return Hybrid(net, group, options)
+
+
+def at(factors: Factors | None, rows: slice | list[int]) -> Factors | None:
+    """Return the factors of some of the rows."""
+    return None if factors is None else (factors[0][rows], factors[1][rows])
 
 
 def check_batch(batch: int, group: Group, options: Options) -> None:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from evaluator.datasets.sample import Dataset, Sample
+from evaluator.errors import DatasetError, ImageError
 from evaluator.imaging.decode import decode_image
 from evaluator.imaging.resize import Picture, resize_shorter_side
 from evaluator.imaging.views import center_crop
@@ -26,6 +27,7 @@ Answer = TypeVar("Answer")
 MEMORY = 2**30  # bytes of decoded images that are kept: 5,000 of 256x256; all of ImageNet would be 250 GB
 DECODED = 8  # how many times larger an image is in memory than in its file: photos as JPEG 5 to 10 times
 WORKERS = max(1, min(16, cores() - 1))  # beside what trains
+UNREADABLE = (ImageError, DatasetError)  # DatasetError: the file is gone, or has another length
 
 # Evaluation cuts a long side at 4 shorter ones, because whole images cost memory. A training view is one crop, so all
 # of the image may take part; this bound only keeps an image of 1x20000 from filling the memory.

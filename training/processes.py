@@ -2,9 +2,12 @@
 
 The processes are forked: they start at once, share what the reader has in memory, and need no code of it imported anew.
 What they run may use numpy and Pillow, but neither torch's threads nor CUDA, which a fork leaves behind. They ignore
-Ctrl-C and SIGTERM, which are for the reader to hear, and end within a second when it is gone, however it ended.
+Ctrl-C and SIGTERM, which are for the reader to hear. They end within a second when it is gone, however it ended, and
+within three when it stops reading or comes to its end, even if they wait for a disk that does not answer.
 """
 
+import atexit
+import mmap
 import os
 import shutil
 import signal
@@ -30,6 +33,7 @@ Rest = TypeVar("Rest")
 AHEAD = 2  # items that each process has finished or in work
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where torch passes tensors between processes
 _WATCH = 0.5  # seconds between two looks for the reader
+_GRACE = 2.0  # seconds to end in order: a worker that ends inside a lock of torch's queues would leave it locked
 
 
 def map_in_processes(
@@ -39,31 +43,40 @@ def map_in_processes(
     size: int,
     *,
     pin: bool = False,
+    here: int = 1,
 ) -> Iterator[tuple[UInt8Array, Rest]]:
     """Yield function(item) in the order of the items, which are pickled, as are the results beside the array.
 
     size: bytes of an array at most; pin: whether arrays lie in memory from which a GPU copies by itself. Arrays pass
-    through shared memory, or through pipes, which takes longer, where there is too little of it.
+    through shared memory, or through pipes, which takes longer, where there is too little of it for the readers of one
+    training on this machine, of which there are `here`.
     An error of ours is raised as it is; EnvironmentFault when a process has died.
     """
-    work = _Work(function, shared=_free_shared_memory() >= (workers * AHEAD + 2) * size)
-    results = _begun(work, items, workers, pin=pin)
-    while True:
-        try:
-            result = next(results, None)
-        except RuntimeError as error:
-            if str(error).startswith("DataLoader worker (pid"):
-                raise _died(workers) from error
-            raise
-        if result is None:
-            return
-        if isinstance(result, PreluNetError):
-            raise result
-        array, rest = result
-        yield (array.numpy() if isinstance(array, torch.Tensor) else array), rest
+    work = _Work(function, shared=_free_shared_memory() // here >= (workers * AHEAD + 2) * size)
+    leave = mmap.mmap(-1, 1)  # one byte, which reader and workers share: not 0 when these are to end
+    results = _begun(work, items, workers, leave, pin=pin)
+    dismiss = partial(leave.__setitem__, 0, 1)
+    atexit.register(dismiss)  # runs before multiprocessing's own, which waits for the workers without limit
+    try:
+        while True:
+            try:
+                result = next(results, None)
+            except RuntimeError as error:
+                if str(error).startswith("DataLoader worker (pid"):
+                    raise _died(workers) from error
+                raise
+            if result is None:
+                return
+            if isinstance(result, PreluNetError):
+                raise result
+            array, rest = result
+            yield (array.numpy() if isinstance(array, torch.Tensor) else array), rest
+    finally:
+        atexit.unregister(dismiss)
+        dismiss()  # torch, which comes next, asks them too, but none that is stuck hears it
 
 
-def _begun(work: "_Work", items: Iterable[Any], workers: int, *, pin: bool) -> Iterator[Any]:
+def _begun(work: "_Work", items: Iterable[Any], workers: int, leave: mmap.mmap, *, pin: bool) -> Iterator[Any]:
     """Start the processes."""
     # torch's handler of SIGCHLD would raise wherever the reader is, even while it saves its state.
     with warnings.catch_warnings(), _same_handler_of(signal.SIGCHLD):
@@ -77,7 +90,7 @@ def _begun(work: "_Work", items: Iterable[Any], workers: int, *, pin: bool) -> I
             pin_memory=pin,
             prefetch_factor=AHEAD,
             multiprocessing_context="fork",
-            worker_init_fn=partial(_begin, os.getpid()),
+            worker_init_fn=partial(_begin, os.getpid(), leave),
             generator=torch.Generator(),  # or it would draw from the one of all others
         )
         return iter(loader)
@@ -103,8 +116,8 @@ def _as_it_is(result: Any) -> Any:
     return result
 
 
-def _begin(reader: int, _worker: int) -> None:
-    """Prepare a worker process: deaf to what is meant for its reader, and gone when that is gone.
+def _begin(reader: int, leave: mmap.mmap, _worker: int) -> None:
+    """Prepare a worker process: deaf to what is meant for its reader, and gone when that is gone or says so.
 
     torch's own watch waits for the worker's results to be taken, which nobody will do.
     """
@@ -112,8 +125,10 @@ def _begin(reader: int, _worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
     def watch() -> None:
-        while os.getppid() == reader:
+        while os.getppid() == reader and not leave[0]:
             time.sleep(_WATCH)
+        if leave[0]:
+            time.sleep(_GRACE)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -38,8 +38,8 @@ CHOICES: dict[str, tuple[str, ...]] = {  # key → what it may be
 class Recipe:
     """How a net is trained; each key's meaning is its line in `prelunet train --help`.
 
-    Defaults are the paper's (PReLU-nets, section 4 "Training"), except that the colour change is off. The length of a
-    run is given as steps or as epochs, one of the two.
+    Defaults are the paper's (PReLU-nets, section 4 "Training"), but two: the colour change is off, and the rate falls
+    where the recipe says, nowhere if it is silent. The length of a run is given as steps or as epochs, one of the two.
     """
 
     architecture: Annotated[str, "Name of the net."]
@@ -56,7 +56,7 @@ class Recipe:
     rate_policy: Annotated[RatePolicy, "When the rate falls: 'at' the parts of rate_drops, or when val/ stalls."] = "at"
     rate_drops: Annotated[tuple[float, ...], "Parts of the run, 0 to 1, after each of which the rate falls."] = ()
     rate_factor: Annotated[float, "What the rate is multiplied by when it falls."] = 0.1
-    patience: Annotated[int, "plateau: measurements without a lower top-1 error after which the rate falls."] = 5
+    patience: Annotated[int, "plateau: measurements without a lower top-1 error after which the rate falls."] = 4
     most_drops: Annotated[int, "plateau: how often the rate falls at most."] = 2
     activation: Annotated[Activation, "Of the convolutions, fc1 and fc2."] = "prelu"
     momentum: Annotated[float, "Momentum of stochastic gradient descent."] = 0.9
@@ -67,9 +67,7 @@ class Recipe:
     mean: Annotated[Mean, "What is subtracted: the mean of each pixel, or of each channel."] = "image"
     init: Annotated[Rule, "How convolutions begin: fan-out is Eq. 14, fan-in Eq. 10."] = "fan-out"
     init_std: Annotated[float, "gaussian: standard deviation of the convolutions."] = 0.01
-    first_layer: Annotated[FirstLayer, "conv1 with the factor 1/2, or exactly, since no activation comes before."] = (
-        "half"
-    )
+    first_layer: Annotated[FirstLayer, "conv1 with the factor 1/2, or without it, as its input is an image."] = "half"
     fc_stds: Annotated[tuple[float, float, float], "Standard deviations of fc1, fc2, fc3."] = (0.01, 0.01, 0.001)
     precision: Annotated[Precision, "Of forward and backward; weights and updates stay fp32."] = "fp32"
     channels_last: Annotated[bool, "Keep channels last in memory."] = True
@@ -239,13 +237,17 @@ def fit_to_crop(recipe: Recipe, crop: int) -> Recipe:
     """Return the recipe for another crop, with everything that hangs on it in proportion.
 
     Scales grow with the crop. The batch shrinks with it, so that the cost of a step grows with the crop and not with
-    its square, and the steps stay; the rate shrinks with the batch (Goyal et al. 2017, "linear scaling rule").
+    its square; the rate shrinks with the batch (Goyal et al. 2017, "linear scaling rule"). A length in steps stays; of
+    an epoch there are more steps then, and a recipe in epochs measures as often in each as before.
     """
     ratio = crop / recipe.crop
     low, high = (int(scale * ratio + 0.5) for scale in recipe.scales)
     batch = max(1, int(recipe.batch / ratio + 0.5))
+    more = 1.0 if recipe.epochs is None else recipe.batch / batch
+    every = max(1, int(recipe.evaluate_every * more + 0.5))
+    kept = None if recipe.keep_every is None else max(1, int(recipe.keep_every * more + 0.5))
     rate = recipe.rate * batch / recipe.batch
-    return replace(recipe, crop=crop, scales=(low, high), batch=batch, rate=rate)
+    return replace(recipe, crop=crop, scales=(low, high), batch=batch, rate=rate, evaluate_every=every, keep_every=kept)
 
 
 def automatic_crop(median_shorter_side: float, stride: int) -> int:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from evaluator.errors import RunFolderError
+from evaluator.errors import EnvironmentFault, RunFolderError
 from evaluator.files import open_atomically
 from evaluator.strict import whole
 from training.metrics import Errors
@@ -114,7 +114,8 @@ def read_state(path: Path, net: PreluNet) -> State:
     net: with all its layers. Raises RunFolderError for a file that is damaged, or not of this net.
     """
     try:
-        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        # Mapped, so that the processes of a machine share what they read.
+        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         version = whole(found["version"], "version", 1)
         if version == STATE_VERSION:
             return _state_of(found, net)
@@ -122,9 +123,10 @@ def read_state(path: Path, net: PreluNet) -> State:
         if error.errno != errno.EINVAL:  # which is what torch makes of a very short file
             raise
         raise _damaged(path) from error
-    except (
-        Exception
-    ) as error:  # on damaged bytes torch raises far more than its own classes, with advice we do not give
+    except Exception as error:  # on damaged bytes torch raises far more than its own classes, with advice of its own
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):  # the file may be sound
+            text = f"{path}: too little memory to read it. Free memory, or start fewer processes"
+            raise EnvironmentFault(text) from error
         raise _damaged(path) from error
     raise RunFolderError(
         f"{path}: version {version}, but this prelunet reads version {STATE_VERSION}. "

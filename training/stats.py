@@ -81,19 +81,7 @@ class Tally:
         )
 
 
-def survey(dataset: Dataset, what: str, *, scale: int, crop: int, workers: int = WORKERS) -> Survey:
-    """Decode every image of a split once; see `Survey`.
-
-    scale, crop: of the central views, in pixels; what: `train/` or `val/`, for messages. Raises DatasetError when more
-    than MAX_REFUSED cannot be decoded.
-    """
-    tally = Tally.empty(crop)
-    _go_on(tally, dataset, what, scale, workers, lambda: None)
-    check_refused(dataset, what, tally.refused)
-    return tally.survey()
-
-
-def surveyed(
+def survey(
     dataset: Dataset,
     what: str,
     *,
@@ -104,11 +92,13 @@ def surveyed(
     announce: Callable[[str], None] = lambda _text: None,
     workers: int = WORKERS,
 ) -> Survey:
-    """Return the survey that is kept in a folder, or make it, go on with what is there of it, and keep it.
+    """Return the survey of a split that is kept in a folder, or make it, from where it was left, and keep it.
 
-    cache: see `cache_folder`; None keeps nothing. The same names, byte lengths and labels (the fingerprint), scale and
-    crop are the same survey. fresh: look at all images, whatever is kept. announce: told when a kept file is damaged,
-    so that everything is measured anew, and when nothing can be kept; neither stops the work. Raises as `survey` does.
+    scale, crop: of the central views, in pixels; what: `train/` or `val/`, for messages. cache: see `cache_folder`;
+    None keeps nothing. The same names, byte lengths and labels (the fingerprint), scale and crop are the same survey.
+    fresh: look at all images, whatever is kept. announce: told when a kept file is damaged, so that everything is
+    measured anew, and when nothing can be kept; neither stops the work. Raises DatasetError when more than MAX_REFUSED
+    cannot be decoded.
     """
     keeper = _Keeper(cache, dataset, scale, crop, announce)
     tally = (None if fresh else keeper.read()) or Tally.empty(crop)

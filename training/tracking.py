@@ -52,6 +52,8 @@ class Tracking:
         if not self._diagnoses:
             return
         layers = measure()
+        if not layers:
+            return
         self._diagnosis.write(step, layers)
         if self._events is not None:
             self._events.write(

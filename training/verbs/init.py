@@ -8,6 +8,7 @@ import numpy as np
 import typer
 
 from evaluator.errors import UsageError
+from evaluator.files import require_writable
 from evaluator.terminal import say
 from training.architectures import ACTIVATIONS, ARCHITECTURES, MAX_SIDE, Activation, architecture
 from training.initialization import (
@@ -67,7 +68,7 @@ def init(
     net = architecture(arch, activation=cast(Activation, activation), crop=crop)  # which refuses unknown names
     initialization = _initialization(rule, std, first_layer)
     entries = parse_classes(classes)
-    if output.exists() and not force:
+    if require_writable(output).exists() and not force:
         raise UsageError(f"{output}: exists already. Choose another name, or replace it with --force")
     tensors = initial_tensors(net, len(entries), seed, initialization)
     checkpoint = Checkpoint(net, entries, np.array(CHANNEL_MEAN, dtype=np.float32), tensors)

@@ -1,6 +1,7 @@
 """`prelunet inspect`: what a checkpoint or a model file says of itself, and what images do inside a checkpoint."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,7 +53,7 @@ def inspect(
     if file.is_dir():
         _show_history(file, data, plot, as_json=as_json)
     elif data is not None:
-        _show_responses(file, DatasetPlace(data, labels), images or IMAGES, plot, as_json=as_json)
+        _show_responses(file, DatasetPlace(data, labels), images, plot, as_json=as_json)
     elif plot is not None:
         raise UsageError(f"--plot {plot}: there is nothing to draw without images. Give some with --data DIR")
     else:
@@ -66,7 +67,7 @@ def _show(inspection: dict[str, Any], *, as_json: bool) -> None:
         print_inspection(inspection, Console())
 
 
-def _show_responses(file: Path, data: DatasetPlace, images: int, plot: Path | None, *, as_json: bool) -> None:
+def _show_responses(file: Path, data: DatasetPlace, images: int | None, plot: Path | None, *, as_json: bool) -> None:
     """Measure a checkpoint on images, and show it below what it says of itself."""
     inspection = inspect_file(file)
     if inspection["kind"] != "checkpoint":
@@ -76,10 +77,10 @@ def _show_responses(file: Path, data: DatasetPlace, images: int, plot: Path | No
     from training.checkpoints import read_checkpoint  # here: a model file is inspected without torch
     from training.diagnosis import diagnose
 
-    found = diagnose(read_checkpoint(file), data, images)
+    found = diagnose(read_checkpoint(file), data, images or IMAGES)
     for name, reason in found.refused.items():
         say(f"left out: {name}: {reason}", err=True)
-    if found.images + len(found.refused) < images:
+    if images is not None and found.images + len(found.refused) < images:
         say(f"{data.path}: all its images are taken, fewer than the {images} asked for", err=True)
     layers = [layer.to_json() for layer in found.layers]
     _show(
@@ -103,7 +104,7 @@ def _show_history(folder: Path, data: Path | None, plot: Path | None, *, as_json
     if data is not None:
         raise UsageError(
             f"{folder}: the folder of a training; --data measures one checkpoint: "
-            f"prelunet inspect {folder / 'last.safetensors'} --data {data}"
+            f"prelunet inspect {shlex.quote(str(folder / 'last.safetensors'))} --data {shlex.quote(str(data))}"
         )
     entries = read_diagnosis(folder)
     if as_json:

@@ -3,6 +3,7 @@
 import os
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -11,6 +12,7 @@ import typer
 from evaluator.datasets.opening import open_dataset
 from evaluator.errors import UsageError
 from evaluator.terminal import say
+from training.architectures import architecture
 from training.embedded import embedded_dataset_path
 from training.recipe import Recipe, automatic_crop, fit_to_crop, read_recipe, recipe_names
 from training.splits import median_shorter_side
@@ -39,8 +41,8 @@ def _train(
     crop: Annotated[
         str | None,
         typer.Option(
-            help="Side of a training crop in pixels, instead of the recipe's; scales, batch and rate follow. "
-            "auto: 7/8 of the median shorter side of the training images.",
+            help="Side of a training crop in pixels, instead of the recipe's; scales, batch and rate follow, unless "
+            "given. auto: 7/8 of the median shorter side of the training images.",
             metavar="N|auto",
         ),
     ] = None,
@@ -55,7 +57,8 @@ def _train(
         ),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(min=0, help="How many decode images ahead, in each process; else one a core.")
+        int | None,
+        typer.Option(min=0, help="How many decode images ahead, in each process; else one a core but one, 16 at most."),
     ] = None,
     diagnose: Annotated[
         bool,
@@ -75,23 +78,14 @@ def _train(
 
     if parallel not in {None, "ddp", "hybrid"}:
         raise UsageError(f"--parallel {parallel}: should be ddp or hybrid")
-    wanted = read_recipe(recipe)
-    if crop is not None:
-        wanted = fit_to_crop(wanted, _crop_side(crop, wanted, data))
-    wanted = changed(wanted, keys)
-    if crop is not None:
-        low, high = wanted.scales
-        say(f"crop {wanted.crop}, scales {low} to {high}, batch {wanted.batch}, rate {wanted.rate:.4g}", err=True)
-    execution = Execution(
-        device, cast("Kind | None", parallel), workers, diagnose, tensorboard, cache_folder(os.environ)
-    )
+    kind = cast("Kind | None", parallel)
     training = run_training(
-        wanted,
+        _wanted(recipe, crop, keys, data),
         data,
         out,
         start=start,
         fresh=fresh,
-        execution=execution,
+        execution=Execution(device, kind, workers, diagnose, tensorboard, cache_folder(os.environ)),
         announce=lambda text: say(text, err=True),
     )
     if training.is_first:
@@ -103,11 +97,27 @@ def _train(
 train = with_recipe_options(_train, but=("crop",))
 
 
-def _crop_side(text: str, recipe: Recipe, data: Path | None) -> int:
-    """Return the crop that `--crop` asks for, in pixels."""
+def _wanted(name: str, crop: str | None, keys: Mapping[str, Any], data: Path | None) -> Recipe:
+    """Return the recipe that the options ask for."""
+    recipe = read_recipe(name)
+    if crop is None:
+        return changed(recipe, keys)
+    stride = architecture(keys.get("architecture", recipe.architecture)).trunk_stride
+    fitted = fit_to_crop(recipe, _crop_side(crop, stride, data))
+    if "batch" in keys:  # the rate follows a batch that `--crop` has chosen, not one that the user has
+        fitted = replace(fitted, rate=recipe.rate)
+    wanted = changed(fitted, keys)
+    low, high = wanted.scales
+    if os.environ.get("RANK", "0") == "0":
+        say(f"crop {wanted.crop}, scales {low} to {high}, batch {wanted.batch}, rate {wanted.rate:.4g}", err=True)
+    return wanted
+
+
+def _crop_side(text: str, stride: int, data: Path | None) -> int:
+    """Return the crop that `--crop` asks for, in pixels; stride: of the net's trunk."""
     if text == "auto":
         images = open_dataset(data or embedded_dataset_path(), split="train")
-        return automatic_crop(median_shorter_side(images), recipe.net().trunk_stride)
+        return automatic_crop(median_shorter_side(images), stride)
     if not text.isdecimal() or not 1 <= int(text) <= 4096:
         raise UsageError(f"--crop {text}: should be a side in pixels, or auto")
     return int(text)
