@@ -31,13 +31,13 @@ from typing import Any
 import numpy as np
 
 from claims_statistics import interval_of_mean
+from evaluator.errors import DivergenceError
 from evaluator.files import write_atomically
 from evaluator.reporting.charts import chart_spec
 from evaluator.reporting.drawing import draw_svg
 from machine import header, write_result
 from tables import markdown
 from training.architectures import Activation
-from training.divergence import DivergenceError
 from training.initialization import Rule
 from training.loop import Execution, train
 from training.recipe import Recipe

@@ -2,6 +2,7 @@
 
     PreluNetError
     ├── UsageError            an option, a path or a class list that cannot be used
+    │   └── DivergenceError   a training whose numbers are no longer finite
     ├── ImageError            bytes that are no image, or one beyond the limits
     ├── DatasetError          a folder or archive that is no labelled dataset
     ├── RunFolderError        a run folder of another model, dataset or protocol, or a damaged one
@@ -30,6 +31,10 @@ class PreluNetError(Exception):
 
 class UsageError(PreluNetError):
     """An option, a path or a class list cannot be used as given."""
+
+
+class DivergenceError(UsageError):
+    """A number of a training is no longer finite; a lower rate may keep it so."""
 
 
 class ImageError(PreluNetError):
@@ -107,6 +112,7 @@ INTERNAL = Outcome(1, "INTERNAL")  # anything that is not in the table is our ow
 
 OUTCOMES: dict[type[PreluNetError], Outcome] = {
     UsageError: Outcome(2, "INVALID_ARGUMENT"),
+    DivergenceError: Outcome(2, "INVALID_ARGUMENT"),
     ImageError: Outcome(2, "INVALID_ARGUMENT"),
     DatasetError: Outcome(2, "INVALID_ARGUMENT"),
     RunFolderError: Outcome(2, "FAILED_PRECONDITION"),

@@ -5,13 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from evaluator.errors import UsageError
 from training.diagnosis import batches, responses_and_loss
 from training.network import PreluNet
-
-
-class DivergenceError(UsageError):
-    """A number of the training is no longer finite."""
 
 
 def where_not_finite(net: PreluNet, images: Tensor, labels: Tensor) -> str:

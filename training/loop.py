@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from evaluator.engine.scores import ranks_of
-from evaluator.errors import DatasetError, EnvironmentFault, Interrupted
+from evaluator.errors import DatasetError, DivergenceError, EnvironmentFault, Interrupted
 from evaluator.files import sha256_of
 from evaluator.progress import Advance, progress
 from training.beginning import beginning
 from training.dense import subtract_mean
 from training.diagnosis import measure, spread_views
 from training.diagnosis_log import LayerResponse
-from training.divergence import DivergenceError, where_not_finite
+from training.divergence import where_not_finite
 from training.dropout import dropout_factors
 from training.embedded import embedded_dataset_path
 from training.group import Group, open_group
