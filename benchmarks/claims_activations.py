@@ -67,7 +67,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, help="all of Fashion-MNIST, made as above")
     parser.add_argument("--runs", type=Path, required=True, help="folder for the trainings")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=float, default=5)
+    parser.add_argument("--epochs", type=float, default=3)
     parser.add_argument("--output", type=Path, help="JSON file to write; a table is written beside it")
     options = parser.parse_args()
     if options.seeds < 2:

@@ -196,9 +196,10 @@ def test_a_process_with_an_error_of_its_own_raises_it_and_the_others_that_it_is_
 def test_torchruns_processes_find_each_other(tmp_path: Path) -> None:
     script = tmp_path / "sums.py"
     script.write_text(
+        "import os\n"
         "from training.group import open_group\n"
         "with open_group('cpu') as group:\n"
-        "    print(group.size, group.total(group.rank + 1))\n"
+        "    os.write(1, f'{group.size} {group.total(group.rank + 1)}\\n'.encode())\n"  # whole, whoever else writes
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
