@@ -33,7 +33,7 @@ from evaluator.imaging.decode import decode_image
 from evaluator.imaging.resize import resized_size
 from imagenet_sizes import draw
 from interleaved import shuffled
-from machine import cpu, header, write_result
+from machine import header, write_result
 from tables import markdown
 from training.augmentation import VIEW, places_of_step, random_stream, training_view
 from training.loading import training_batches
@@ -227,7 +227,11 @@ def _tables(result: dict[str, Any]) -> str:
         )
     low, high = alone["speedup_of_pairs"]["quartiles"]
     pixels = alone["pixels"]
-    return f"""{photos["count"]} {photos["origin"]}, {photos["kilobytes"]} kB on average; {cpu()}.
+    return f"""# Loading, beside the loader that everybody writes first
+
+{result["date"]}, {result["machine"]["cpu"]}, {result["machine"]["cores"]} cores: `{result["command"]}`
+
+{photos["count"]} {photos["origin"]}, {photos["kilobytes"]} kB on average.
 Crops of {RECIPE.crop}, scales {RECIPE.scales[0]} to {RECIPE.scales[1]}; images a second (alone: and core)
 
 {markdown(["", "plain", "ours", "ours ÷ plain"], rows)}
