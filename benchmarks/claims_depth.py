@@ -133,7 +133,8 @@ def trained(arm: Arm, steps: int, seed: int, runs: Path) -> dict[str, Any]:
     except DivergenceError as error:
         print(error, file=sys.stderr)
         diverged = True
-    lines = [json.loads(line) for line in (folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
+    log = folder / METRICS_FILE  # not there where it diverged before its first line
+    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []
     errors = [[line["step"], line["top1_error"]] for line in lines if "top1_error" in line]
     losses = [[line["step"], round(line["loss"], 4)] for line in lines if "loss" in line]
     if diverged:  # whatever it said last, it can say nothing now

@@ -239,6 +239,33 @@ def test_one_process_alone_is_the_sum_of_itself(alone: Group) -> None:
     alone.wait()
 
 
+def test_dropout_is_drawn_once_a_step_however_many_parts_it_has(alone: Group) -> None:
+    images, labels = work.batch_of(3, 6)
+    drawn: list[range] = []
+
+    def factors(rows: range) -> tuple[np.ndarray, np.ndarray]:
+        drawn.append(rows)
+        return (np.ones((len(rows), work.SMALL.hidden), np.float32),) * 2
+
+    make_parallel("ddp", work.net_of(0), alone, Options(accumulate=3)).gradients(images, labels, factors, 6)
+    assert drawn == [range(6)]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_images_have_their_channels_where_the_option_says_wherever_they_came_with_them(
+    alone: Group, monkeypatch: pytest.MonkeyPatch, last: bool
+) -> None:
+    seen: list[torch.Tensor] = []
+    parallel = make_parallel("ddp", work.net_of(0), alone, Options(channels_last=last))
+    features = parallel._features
+    monkeypatch.setattr(parallel, "_features", lambda given: seen.append(given) or features(given))
+    images, labels = work.batch_of(3, 4)
+    for some in (images.contiguous(), images.contiguous(memory_format=torch.channels_last)):
+        parallel.gradients(some, labels, None, 4)
+    assert [one.is_contiguous(memory_format=torch.channels_last) for one in seen] == [last, last]
+    assert [one.is_contiguous() for one in seen] == [not last, not last]
+
+
 def test_without_dropout_the_gradients_are_those_of_evaluation(alone: Group) -> None:
     images, labels = work.batch_of(3, 4)
     net = work.net_of(0)
