@@ -26,6 +26,7 @@ from evaluator.errors import (
 from evaluator.files import sha256_of
 from training.checkpoints import read_checkpoint
 from training.diagnosis_log import read_diagnosis
+from training.group import Group
 from training.initialization import initial_tensors
 from training.keeping import Keeping
 from training.loading import Batch
@@ -317,6 +318,26 @@ def test_a_signal_while_the_last_state_is_saved_does_not_call_a_finished_run_int
 
     monkeypatch.setattr(Keeping, "write", noted)
     assert train(replace(RECIPE, steps=4), data, tmp_path / "run").errors.step == 4
+
+
+def test_no_process_goes_on_or_leaves_before_the_first_one_has_written(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+    write, wait = Keeping.write, Group.wait
+
+    def written(self: Keeping, *arguments: Any) -> None:
+        write(self, *arguments)
+        happened.append("written")
+
+    def met(self: Group) -> None:
+        wait(self)
+        happened.append("met")
+
+    monkeypatch.setattr(Keeping, "write", written)
+    monkeypatch.setattr(Group, "wait", met)
+    train(replace(RECIPE, steps=2, save_every=1, evaluate_every=2), data, tmp_path / "run")
+    assert happened == ["written", "met"] * 3  # at the beginning, after the first step and after the last
 
 
 def test_too_little_memory_for_a_state_is_no_damage(
