@@ -107,6 +107,7 @@ def train(
     ):
         tell = announce if announce is not None and group.is_first else _say_nothing
         tell(_where(group, execution))
+        tell(_how(recipe))
         trainer = Trainer(recipe, splits, run_folder, group, execution, start, make_room=make_room, announce=tell)
         for text in trainer.news():
             tell(text)
@@ -150,6 +151,12 @@ def _where(group: Group, execution: Execution) -> str:
         return f"training on {group.device.type}, {group.size} processes, {execution.parallel or 'ddp'}"
     alone = "" if execution.parallel is None else f"; one process, so --parallel {execution.parallel} changes nothing"
     return f"training on {group.device}{alone}"
+
+
+def _how(recipe: Recipe) -> str:
+    """Say what follows from the crop, which may have chosen it."""
+    low, high = recipe.scales
+    return f"crop {recipe.crop}, scales {low} to {high}, batch {recipe.batch}, rate {recipe.rate:.4g}"
 
 
 def _say_nothing(_text: str) -> None:

@@ -22,13 +22,12 @@ LAST_LAYER = ("fc3.weight", "fc3.bias")
 class Start:
     """What a training begins with.
 
-    tensors: float32, names and shapes of `parameter_shapes`; mean: float32 of the shape that was asked for; replaced:
-    the tensors that were drawn; remarks: what a user should know.
+    tensors: float32, names and shapes of `parameter_shapes`; mean: float32 of the shape that was asked for;
+    remarks: what a user should know.
     """
 
     tensors: dict[str, FloatArray]
     mean: FloatArray
-    replaced: tuple[str, ...]
     remarks: tuple[str, ...]
 
 
@@ -52,7 +51,6 @@ def start_from(
     _check_architecture(path, checkpoint.architecture, net)
     there, here = [entry.wnid for entry in checkpoint.classes], [entry.wnid for entry in classes]
     tensors = dict(checkpoint.tensors)
-    replaced: tuple[str, ...] = ()
     if there == here:
         said = f"{path}, for the same {len(here)} classes"
     elif sorted(there) == sorted(here):
@@ -62,13 +60,12 @@ def start_from(
     else:
         drawn = initial_tensors(net, len(classes), seed, initialization)
         tensors |= {name: drawn[name] for name in LAST_LAYER}
-        replaced = LAST_LAYER
         shared = len(set(there) & set(here))
         said = (
             f"{path} but for fc3, which is drawn anew: {shared} of the {len(here)} classes are among its {len(there)}"
         )
     mean, about_mean = _mean_for(checkpoint, mean_shape)
-    return Start(tensors, mean, replaced, (f"begins with the weights of {said}", *about_mean))
+    return Start(tensors, mean, (f"begins with the weights of {said}", *about_mean))
 
 
 def _check_architecture(path: Path, there: Architecture, here: Architecture) -> None:

@@ -106,11 +106,7 @@ def _wanted(name: str, crop: str | None, keys: Mapping[str, Any], data: Path | N
     fitted = fit_to_crop(recipe, _crop_side(crop, stride, data))
     if "batch" in keys:  # the rate follows a batch that `--crop` has chosen, not one that the user has
         fitted = replace(fitted, rate=recipe.rate)
-    wanted = changed(fitted, keys)
-    low, high = wanted.scales
-    if os.environ.get("RANK", "0") == "0":
-        say(f"crop {wanted.crop}, scales {low} to {high}, batch {wanted.batch}, rate {wanted.rate:.4g}", err=True)
-    return wanted
+    return changed(fitted, keys)
 
 
 def _crop_side(text: str, stride: int, data: Path | None) -> int:
