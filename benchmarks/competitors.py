@@ -22,6 +22,7 @@ from evaluator.engine.onnx_runtime import import_runtime
 from evaluator.engine.session import Device, Session, open_session
 from evaluator.errors import EnvironmentFault
 from evaluator.imaging.views import make_views
+from evaluator.machine import knows_bf16
 from evaluator.protocols import Protocol
 
 if TYPE_CHECKING:
@@ -180,6 +181,8 @@ def _compiled(case: Case) -> Opened:
 
 def _channels_last(precision: Precision) -> Callable[[Case], Opened]:
     def open_(case: Case) -> Opened:
+        if precision == "bf16" and not knows_bf16():
+            raise NotAvailable("this CPU has no bfloat16 instructions, and torch imitates them ten times as slowly")
         net = case.dense_net(precision=precision, channels_last=True)
         return Opened(in_pairs(net.scores), {**_torch_settings(), "layout": "channels_last"})
 

@@ -77,6 +77,12 @@ def _options() -> argparse.Namespace:
                         help="per net, protocol and precision")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=40,
                         help="per net, protocol and precision, for more than the least images")  # fmt: skip
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=180,
+        help="seconds within which the least images are made; on a slow machine fewer are, one always",
+    )
     parser.add_argument("--threads", type=int, default=cores(), help="of every competitor")
     parser.add_argument("--only", nargs="+", choices=list(COMPETITORS), metavar="COMPETITOR", default=list(COMPETITORS),
                         help=f"{REFERENCE} always takes part: " + "; ".join(COMPETITORS))  # fmt: skip
@@ -107,7 +113,7 @@ def _net(
         warm_up(opened, photos[0], min(protocols, key=lambda protocol: max(protocol.scales)), reference)
         for protocol in protocols:
             _say(begun, f"{name}, {protocol.name}, {precision}: {len(opened)} competitors in turn")
-            limits = Limits(*options.images, options.seconds)
+            limits = Limits(*options.images, options.seconds, options.patience)
             visits[protocol.name] += measure(opened, photos, protocol, architecture(name), limits, reference)
             of_net = [_result(name, one, visits[one.name], alone) for one in protocols if visits[one.name]]
             result["process_memory_mb"][name] = round(peak_memory() / 2**20)

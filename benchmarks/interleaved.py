@@ -1,5 +1,6 @@
 """Competitors in turn on the same images, in one process: a slow minute of the machine meets all of them."""
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -90,16 +91,22 @@ def shuffled(names: Iterable[str], number: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Limits:
-    """How long to measure. images: at least and at most so many; seconds: begin no image that would end after them."""
+    """How long to measure. images: at least and at most so many; seconds: begin no image that would end after them.
+
+    patience: seconds within which not even the least number of images is left out.
+    """
 
     least: int
     most: int
     seconds: float
+    patience: float = math.inf
 
     def reached(self, images: int, seconds: float) -> bool:
         """Say whether to stop after so many images and seconds."""
-        late = seconds * (images + 1) / max(images, 1) > self.seconds
-        return images >= self.most or (images >= self.least and late)
+        if not images:
+            return False
+        end = seconds * (images + 1) / images  # of one more
+        return images >= self.most or end > (self.seconds if images >= self.least else self.patience)
 
 
 def warm_up(opened: Mapping[str, Opened], photo: Photo, protocol: Protocol, reference: Reference) -> None:

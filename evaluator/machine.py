@@ -45,6 +45,11 @@ def cpu_fact(key: str, root: Path = _ROOT) -> str:
     return next((value.strip() for name, _, value in lines if name.strip() == key), "")
 
 
+def knows_bf16(root: Path = _ROOT) -> bool:
+    """Say whether this CPU's instructions know bfloat16 (AVX512_BF16 or AMX), as far as the kernel tells."""
+    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(cpu_fact("flags", root).split())
+
+
 def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
     """Yield the folders that can hold this process's limits, each with the version of control groups that it is of."""
     for line in _text(root / "proc/self/cgroup").splitlines():

@@ -2,10 +2,11 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,3 +98,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("large"):
                 item.add_marker(pytest.mark.skip(reason="model C takes minutes and 6 GB: make test LARGE=1"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Generator[None, Any, Any]:
+    """Escape what is no UTF-8 in reports, as some tests log it: the processes that run tests could not send it."""
+    return _escaped((yield))
+
+
+def _escaped(data: Any) -> Any:
+    if isinstance(data, str):
+        return data.encode(errors="backslashreplace").decode()
+    if isinstance(data, list | tuple):
+        return type(data)(_escaped(part) for part in data)
+    return {key: _escaped(value) for key, value in data.items()} if isinstance(data, dict) else data

@@ -24,9 +24,10 @@ from evaluator.engine.stages import STAGES, Tally
 from evaluator.errors import DatasetError
 from evaluator.imaging.decode import decode_rgb
 from evaluator.imaging.views import make_views
+from evaluator.machine import knows_bf16
 from evaluator.protocols import make_protocol
 from evaluator.validation.benchmark import Alone, Measurement, benchmark, computed_alone
-from evaluator.validation.bottleneck import Surroundings, advice, cause_of, in_words, knows_bf16
+from evaluator.validation.bottleneck import Surroundings, advice, cause_of, in_words
 from fakes import FakeSession, fake_contract
 
 TWO_SCALES = make_protocol("dense-29-36", fake_contract())

@@ -233,6 +233,16 @@ def test_measuring_goes_on_while_one_more_image_fits_into_the_time() -> None:
     assert not limits.reached(7, 1)
 
 
+def test_a_slow_machine_is_shown_fewer_pictures_but_one() -> None:
+    limits = Limits(least=3, most=8, seconds=40, patience=180)
+    assert not limits.reached(0, 0)
+    assert limits.reached(1, 90.1)  # a second would end after 180.2
+    assert not limits.reached(1, 90)
+    assert limits.reached(2, 121)
+    assert not limits.reached(2, 120)
+    assert limits.reached(3, 40)
+
+
 def visits() -> list[Visit]:
     """Make two pictures of 10 and 30 GFLOP, each in two groups."""
     small, large = replace(PHOTO, name="small"), replace(PHOTO, name="large")

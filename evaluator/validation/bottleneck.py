@@ -1,11 +1,9 @@
 """What bounds a measured evaluation, and what to change; each advice only where the numbers give reason."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from evaluator.engine.memory import GPU_SWITCH_SECONDS
-from evaluator.machine import cpu_fact
 from evaluator.validation.benchmark import Measurement
 from evaluator.validation.pipeline import MAX_THREADS
 
@@ -172,11 +170,3 @@ def _less_to_compute(measured: Measurement, around: Surroundings) -> list[str]:
     if around.device == "cuda" and changing > MUCH_CHANGING and around.limited:
         found.append(f"changes of canvas take about {changing:.0%} of the time: a larger {option} makes fewer")
     return found
-
-
-def knows_bf16(root: Path = Path("/")) -> bool:
-    """Say whether this CPU's instructions know bfloat16 (AVX512_BF16 or AMX), as far as the kernel tells.
-
-    root: where /proc is found.
-    """
-    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(cpu_fact("flags", root).split())

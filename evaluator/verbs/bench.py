@@ -13,11 +13,11 @@ from evaluator.engine.session import Session
 from evaluator.engine.stages import STAGES
 from evaluator.errors import Interrupted
 from evaluator.files import require_writable, write_atomically
-from evaluator.machine import cores
+from evaluator.machine import cores, knows_bf16
 from evaluator.protocols import Protocol
 from evaluator.terminal import say
 from evaluator.validation.benchmark import Measurement, benchmark
-from evaluator.validation.bottleneck import Surroundings, advice, in_words, knows_bf16
+from evaluator.validation.bottleneck import Surroundings, advice, in_words
 from evaluator.validation.run import describe_dataset, run_info
 from evaluator.verbs.memory import foretold
 from evaluator.verbs.options import (
