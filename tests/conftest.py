@@ -1,13 +1,16 @@
 """What several test files share: exported telling nets, made once a session."""
 
+import fcntl
 import os
 import signal
 from collections.abc import Generator, Iterator
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from evaluator.contract import Canvas, ModelContract
@@ -15,7 +18,7 @@ from evaluator.engine.session import Session, open_session
 from export.exporting import export_checkpoint
 from telling import telling_checkpoint
 from training.architectures import Activation
-from training.checkpoints import Checkpoint, write_checkpoint
+from training.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -34,16 +37,27 @@ class Exported:
     path: Path
     session: Session
 
+    @cached_property
+    def tensors(self) -> dict[str, np.ndarray]:
+        """Return the checkpoint's tensors in float64, which takes an oracle seconds for a large net at each call."""
+        return {name: tensor.astype(np.float64) for name, tensor in self.checkpoint.tensors.items()}
+
 
 def export_telling(
     name: str, mean: str, folder: Path, *, activation: Activation = "prelu", canvas: Canvas = "ragged"
 ) -> Exported:
     """Make, write, export and load a telling checkpoint."""
-    checkpoint = telling_checkpoint(name, mean=mean, activation=activation)
-    checkpoint_path, path = folder / f"{name}.safetensors", folder / f"{name}.onnx"
-    write_checkpoint(checkpoint_path, checkpoint)
-    export_checkpoint(checkpoint_path, path, canvas)
-    return Exported(name, checkpoint, checkpoint_path, path, open_session(path, "cpu"))
+    path = folder / f"{name}.safetensors"
+    write_checkpoint(path, telling_checkpoint(name, mean=mean, activation=activation))
+    export_checkpoint(path, path.with_suffix(".onnx"), canvas)
+    return _loaded(name, folder)
+
+
+def _loaded(name: str, folder: Path) -> Exported:
+    """Load what `export_telling` has written."""
+    path = folder / f"{name}.safetensors"
+    model = path.with_suffix(".onnx")
+    return Exported(name, read_checkpoint(path), path, model, open_session(model, "cpu"))
 
 
 def with_contract(session: Session, contract: ModelContract) -> Session:
@@ -54,7 +68,10 @@ def with_contract(session: Session, contract: ModelContract) -> Session:
 
 
 class _Lazy(dict[str, Exported]):
-    """Exports a net when a test first asks for it, and keeps only one large one in memory."""
+    """Exports a net when a test first asks for it.
+
+    folder: of all processes that run tests, so that a net is exported by one of them.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -62,26 +79,29 @@ class _Lazy(dict[str, Exported]):
 
     def __missing__(self, key: str) -> Exported:
         name, variant = key.split("-")
-        if name == "A":
-            self.pop("A-channel", None)
-            self.pop("A-image", None)
         folder = self.folder / key
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         activations: dict[str, Activation] = {"shared": "prelu-shared", "relu": "relu", "lrelu": "lrelu"}
-        self[key] = export_telling(
-            name,
-            variant if variant in {"channel", "image"} else "image",
-            folder,
-            activation=activations.get(variant, "prelu"),
-            canvas="exact" if variant == "exact" else "ragged",
-        )
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if (folder / f"{name}.onnx").exists():
+                self[key] = _loaded(name, folder)
+            else:
+                self[key] = export_telling(
+                    name,
+                    "channel" if variant == "channel" else "image",
+                    folder,
+                    activation=activations.get(variant, "prelu"),
+                    canvas="exact" if variant == "exact" else "ragged",
+                )
         return self[key]
 
 
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Exported]:
     """Give exported nets by name: `A-channel`, `E-image`, `demo-relu`, `demo-exact`, ..."""
-    return _Lazy(tmp_path_factory.mktemp("exported"))
+    own = tmp_path_factory.getbasetemp()
+    return _Lazy((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "exported")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -102,4 +102,4 @@ def _classify_windows(net: str, tensors: Mapping[str, np.ndarray], x: torch.Tens
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.array(array, dtype=np.float64))
+    return torch.from_numpy(np.asarray(array, dtype=np.float64))

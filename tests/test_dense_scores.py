@@ -26,7 +26,7 @@ DEMO_SIZES = [(28, 28), (32, 45), (61, 29), (33, 97)]
 def oracle_of(exported: Exported, image: np.ndarray) -> reference.Answer:
     checkpoint = exported.checkpoint
     return reference.evaluate(
-        exported.name, checkpoint.tensors, checkpoint.mean, image, checkpoint.architecture.activation
+        exported.name, exported.tensors, checkpoint.mean, image, checkpoint.architecture.activation
     )
 
 

@@ -98,7 +98,7 @@ def oracle(exported: dict[str, Exported]) -> Oracle:
 
 def oracle_of(exported: Exported) -> Oracle:
     checkpoint = exported.checkpoint
-    return Oracle(exported.name, checkpoint.tensors, checkpoint.mean, checkpoint.architecture.crop)
+    return Oracle(exported.name, exported.tensors, checkpoint.mean, checkpoint.architecture.crop)
 
 
 def with_shared_canvases(session: Session) -> Session:
