@@ -1,6 +1,6 @@
 # make demo          train, export, verify, serve, classify, validate and report on the embedded images
 # make demo DATA=DIR the same on a folder with train/ and val/ class folders
-# make test          the whole test suite in two processes; LARGE=1 adds model C, ARGS='-k oracle' goes to pytest,
+# make test          the whole test suite in two processes of one thread; LARGE=1 adds model C, ARGS='-k oracle' goes to pytest,
 #                    PROCESSES=0 runs it in one
 # make test-browser  opens the report in Chromium, laptop and phone; `make test` does so too where there is one
 # make check-install  a clean environment without torch and onnx serves, validates, reports
@@ -20,7 +20,7 @@ demo: .venv/with-train
 	PATH="$(CURDIR)/$(BIN):$$PATH" tools/demo.sh $(DATA)
 
 test: .venv/with-dev
-	LARGE=$(LARGE) $(BIN)/pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
+	LARGE=$(LARGE) OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-browser: .venv/with-dev
 	NEED_BROWSER=1 $(BIN)/pytest -m browser $(ARGS)

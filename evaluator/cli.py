@@ -186,6 +186,8 @@ def run(arguments: list[str] | None = None) -> int:
 
 
 def _fail(error: PreluNetError) -> int:
+    if not str(error):  # another process of the same work tells it
+        return outcome_of(error).exit_code
     with contextlib.suppress(OSError, AttributeError):  # nobody reads it, or there is no stderr: the code says it still
         sys.stderr.write(printable(f"prelunet: {error}\n", newlines=True))
         sys.stderr.flush()

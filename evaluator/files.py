@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import os
 import secrets
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,11 +18,25 @@ from evaluator.errors import EnvironmentFault, RunFolderError, UsageError, from_
 
 def sha256_of(path: Path) -> str:
     """Return the sha256 of a file, 64 hexadecimal digits; UsageError when it cannot be read."""
+    require_plain(path)
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror}). Give the path of a file that is there") from error
+
+
+def require_plain(path: Path) -> None:
+    """Refuse a pipe, a socket or a device with a UsageError: reading one may wait, or go on, without end.
+
+    What is missing, and a folder, pass: opening them fails at once, and the reader says what it looked for.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise UsageError(f"{path}: is no plain file, but a pipe, a socket or a device. Give the path of a file")
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -19,6 +19,7 @@ from evaluator.files import sha256_of
 from tiny import CLASSES, mean_image, tiny_checkpoint
 from training.architectures import ACTIVATIONS, Activation
 from training.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
+from training.state_dicts import read_state_dict
 
 
 def assert_same(actual: Checkpoint, expected: Checkpoint) -> None:
@@ -126,6 +127,13 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
             sha256_of(path)
 
 
+@pytest.mark.parametrize("read", [read_checkpoint, read_state_dict])
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, read: Callable[[Path], object]) -> None:
+    os.mkfifo(tmp_path / "net.safetensors")
+    with pytest.raises(UsageError, match=r"net\.safetensors: is no plain file"):
+        read(tmp_path / "net.safetensors")
+
+
 def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "net.pt").write_bytes(b"PK\x03\x04" + bytes(range(256)) * 20)
     with pytest.raises(CheckpointError, match=r"net\.pt: not a checkpoint: no safetensors file"):
@@ -229,9 +237,31 @@ CONV = {"kind": "conv", "name": "conv1", "channels": 5, "kernel": 3, "stride": 2
             lambda m: m.update({"prelunet.classes": '[{"wnid": "a", "name": "b"}, {"wnid": "a", "name": "c"}]'}),
             "a wnid twice",
         ),
-        (lambda m: m.update({"prelunet.mean": "[1, 2]"}), "'prelunet.mean' is malformed"),
         (lambda m: m.update({"prelunet.mean": "[1, 2, NaN]"}), "'prelunet.mean' is malformed"),
-        (lambda m: m.update({"prelunet.mean": '[1, 2, "x"]'}), "'prelunet.mean' is malformed"),
+        *(
+            (
+                lambda m, text=text: m.update({"prelunet.mean": text}),
+                r"'prelunet\.mean' is malformed \(neither three numbers from 0 to 255 nor 'image'\)",
+            )
+            for text in (
+                "[1, 2]",
+                "[1, 2, 3, 4]",
+                "[[1, 2, 3]]",
+                "7",
+                "null",
+                '"images"',
+                '{"0": 1, "1": 2, "2": 3}',
+                '[1, 2, "x"]',
+                '["1", "2", "3"]',
+                "[true, false, true]",
+                "[1, null, 3]",
+                "[-1e38, 1e38, 2]",
+                "[1e39, 1, 2]",
+                f"[1, 2, {10**400}]",
+                "[1, -0.25, 3]",
+                "[255.5, 1, 2]",
+            )
+        ),
         (lambda m: m.update({"prelunet.mean": '"image"'}), "missing mean"),
         (lambda m: m.update({"prelunet.recipe": "[]"}), "'prelunet.recipe' is malformed"),
         (lambda m: m.update({"prelunet.architecture": "[" * 100_000}), "'prelunet.architecture' is malformed"),
@@ -304,12 +334,20 @@ def test_scales_from_the_crop_on_are_read(tmp_path: Path, scales: list[int]) -> 
     assert read_checkpoint(tmp_path / "net").recipe == {"scales": scales}
 
 
+def test_a_mean_may_be_as_dark_and_as_bright_as_pixels(tmp_path: Path) -> None:
+    for mean in ([0, 0, 0], [255, 254.99998, 0.1]):
+        write_checkpoint(tmp_path / "net", tiny_checkpoint(mean=np.array(mean, np.float32)))
+        np.testing.assert_array_equal(read_checkpoint(tmp_path / "net").mean, np.array(mean, np.float32), strict=True)
+
+
 def test_a_checkpoint_that_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
     good = tiny_checkpoint()
     for bad in (
         replace(good, classes=good.classes[:2]),
         replace(good, mean=np.zeros(4, np.float32)),
         replace(good, mean=np.array([1, np.nan, 3], np.float32)),
+        replace(good, mean=np.array([1, -0.25, 3], np.float32)),
+        replace(good, mean=np.array([1, 2, 255.5], np.float32)),
         replace(good, mean=np.zeros((24, 23, 3), np.float32)),
         replace(good, tensors={**good.tensors, "fc1.bias": good.tensors["fc1.bias"].astype(np.float64)}),
         replace(good, tensors={name: t for name, t in good.tensors.items() if name != "conv1.slope"}),

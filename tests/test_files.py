@@ -2,6 +2,7 @@
 
 import errno
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -11,7 +12,15 @@ import pytest
 
 import evaluator.files
 from evaluator.errors import EnvironmentFault, RunFolderError, UsageError
-from evaluator.files import locked_folder, make_folder, open_atomically, remove_leftovers, write_atomically
+from evaluator.files import (
+    locked_folder,
+    make_folder,
+    open_atomically,
+    remove_leftovers,
+    require_plain,
+    sha256_of,
+    write_atomically,
+)
 
 
 def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -90,6 +99,27 @@ def test_a_folder_or_a_device_is_not_replaced(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="not a regular file"):
             write_atomically(path, b"")
     assert Path(os.devnull).is_char_device()
+
+
+def test_what_could_be_read_without_end_is_refused_before_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a socket's name is at most 107 bytes
+    os.mkfifo("pipe")
+    Path("link").symlink_to("pipe")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("socket")
+        for path in (Path("pipe"), Path("link"), Path("socket"), Path("/dev/zero")):
+            with pytest.raises(UsageError, match=rf"^{path}: is no plain file"):
+                sha256_of(path)
+
+
+def test_plain_files_pass_and_what_opening_would_refuse_anyway(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("file", "link", "loop", "nowhere", "file/inside", "."):
+        require_plain(tmp_path / name)
 
 
 def test_a_link_keeps_pointing_to_the_file_that_is_written(tmp_path: Path) -> None:

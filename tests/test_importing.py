@@ -14,7 +14,7 @@ from evaluator.cli import run
 from evaluator.errors import CheckpointError, UsageError
 from foreign_torch import ENTRIES, PLAIN, Foreign, our_names, tiny_import
 from tiny import CLASSES, TINY
-from training.architectures import Activation, architecture
+from training.architectures import Activation, architecture, parameter_shapes
 from training.checkpoints import Checkpoint, read_checkpoint
 from training.importing import import_net, preprocessing_of
 from training.name_map import NameMap, read_name_map
@@ -166,8 +166,10 @@ def test_a_line_without_a_tensor_and_two_tensors_of_one_name_are_faults(file: Pa
     torch.save(tensors, file)
     with pytest.raises(CheckpointError) as refused:
         tiny_import(file, name_map=NameMap({"copy.*": "fc1.*", "conv9.*": "conv2.*"}))
-    assert "  fc1.bias and copy.bias both become fc1.bias\n" in str(refused.value)
-    assert '  no tensor fits "conv9.*" of the map\n' in str(refused.value)
+    assert str(refused.value).splitlines()[1:] == [
+        "  fc1.bias and copy.bias both become fc1.bias",
+        '  no tensor fits "conv9.*" of the map',
+    ]
 
 
 def test_names_that_are_partly_ours_are_never_assigned_by_order(file: Path) -> None:
@@ -175,7 +177,9 @@ def test_names_that_are_partly_ours_are_never_assigned_by_order(file: Path) -> N
     turned = {"conv1.bias": "conv1.slope", "conv1.slope": "other"}  # of one shape: by order, nobody would notice
     torch.save({turned.get(name, name): tensor for name, tensor in our_names().items()}, file)
     assert [turned.get(name, name) for name in names].count("conv1.slope") == 1
-    with pytest.raises(CheckpointError, match=r"missing conv1\.bias \[5\]\n  unexpected other \[5\]\nName the others"):
+    with pytest.raises(
+        CheckpointError, match=r"Name the others .*:\n  missing conv1\.bias \[5\]\n  unexpected other \[5\]$"
+    ):
         tiny_import(file)
 
 
@@ -211,7 +215,7 @@ def test_missing_unexpected_and_misshaped_tensors_are_all_listed_at_once(file: P
     torch.save(tensors, file)
     with pytest.raises(CheckpointError) as refused:
         tiny_import(file)
-    assert set(str(refused.value).splitlines()[1:-1]) == {
+    assert set(str(refused.value).splitlines()[1:]) == {
         "  missing conv1.bias [5]",
         "  missing fc2.slope [6]",
         "  unexpected bn.num_batches_tracked [1]",
@@ -223,6 +227,64 @@ def test_missing_unexpected_and_misshaped_tensors_are_all_listed_at_once(file: P
         "  conv1.slope is without values, should be float",
         "  fc3.bias is [10000000000000], should be [3]",
     }
+
+
+@pytest.mark.parametrize("names", ["foreign", "ours", "by the map"])
+def test_another_number_of_classes_is_told_at_once_whatever_the_names(file: Path, names: str) -> None:
+    foreign, ours = Foreign(classes=5).state_dict(), our_names(classes=5)
+    table = None
+    if names == "by the map":  # which leaves one tensor out
+        foreign["n_averaged"] = torch.tensor(7)
+        table = NameMap({**dict(zip(foreign, ours, strict=False)), "n_averaged": ""})
+    torch.save(ours if names == "ours" else foreign, file)
+    with pytest.raises(CheckpointError) as refused:
+        tiny_import(file, name_map=table)
+    theirs = ["", ""] if names == "ours" else [f" (classifier.4.{kind} in the file)" for kind in ("weight", "bias")]
+    assert str(refused.value).splitlines() == [
+        f"{file}: everything fits but the number of classes: the file has 5, --classes says 3. "
+        "Give --classes 5, or a file of 5 names. What does not fit:",
+        f"  fc3.weight is [5, 6], should be [3, 6]{theirs[0]}",
+        f"  fc3.bias is [5], should be [3]{theirs[1]}",
+    ]
+
+
+def test_not_everything_fits_where_more_than_the_number_of_classes_is_amiss(file: Path) -> None:
+    tensors = Foreign(classes=5).state_dict()
+    torch.save({**tensors, "features.0.bias": torch.zeros(5, dtype=torch.int64)}, file)
+    begin = "to begin with the number of classes: the file has 5, --classes says 3. "
+    with pytest.raises(CheckpointError, match=begin + r"Write the net again(.|\n)*conv1\.bias is int64") as refused:
+        tiny_import(file)
+    assert "everything fits" not in str(refused.value)
+    safetensors.torch.save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=begin + "By order they cannot be assigned: a .safetensors file keeps"):
+        tiny_import(file)
+    order = ["features.1.weight", *(name for name in tensors if name != "features.1.weight")]
+    torch.save({name: tensors[name] for name in order}, file)
+    with pytest.raises(CheckpointError, match=begin + "By order they cannot be assigned: at place 1 comes features.1"):
+        tiny_import(file)
+
+
+def test_what_is_wrong_stands_before_the_lists_and_a_table_is_not_offered_for_another_net(file: Path) -> None:
+    torch.save(Foreign(architecture("demo"), 5).state_dict(), file)
+    with pytest.raises(CheckpointError) as refused:
+        import_net(file, architecture("A"), ENTRIES, PLAIN)
+    first, *lines = str(refused.value).splitlines()
+    likely = "--arch demo --activation prelu --classes 5"
+    assert first == (
+        f"{file}: not the net that was asked for. All shapes together are those of {likely}. What does not fit:"
+    )
+    missing = parameter_shapes(architecture("A"), 3)
+    assert lines[: len(missing)] == [
+        f"  missing {name} {list(shape)}" for name, shape in missing.items()
+    ]  # all of them
+    assert len(lines) == len(missing) + 26
+
+
+def test_names_that_are_all_ours_are_not_sent_to_a_table(file: Path) -> None:
+    torch.save({**our_names(), "fc2.bias": torch.zeros(6, dtype=torch.int64)}, file)
+    with pytest.raises(CheckpointError, match="The names are ours already; write the net again") as refused:
+        tiny_import(file)
+    assert "--map" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

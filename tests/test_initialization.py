@@ -26,6 +26,19 @@ def test_deviations_for_relu_are_those_that_the_paper_gives_for_vgg_b(channels: 
     assert round(variance**0.5, 3) == std
 
 
+def test_a_deviation_of_a_hundredth_shrinks_the_gradient_of_vgg_b_by_17000() -> None:
+    # PReLU-nets, section 2.2: from conv10 to conv2 by 1/(5.9·4.2²·2.9²·2.1⁴) = 1/(1.7·10⁴), these being the deviations
+    # of Eq. 14 in hundredths
+    outputs = (64, 128, 128, 256, 256, 512, 512, 512, 512)  # of conv2 to conv10
+
+    def deviation(initialization: Initialization, channels: int) -> float:
+        return initialization.convolution_variance((channels, 7, 3, 3), slope=0.0) ** 0.5
+
+    kept, fixed = Initialization("fan-out"), Initialization("gaussian", std=0.01)
+    shrinks = math.prod(deviation(kept, channels) / deviation(fixed, channels) for channels in outputs)
+    assert f"{shrinks:.1e}" == "1.7e+04"
+
+
 @pytest.mark.parametrize(("rule", "fan"), [("fan-in", 300), ("fan-out", 720), ("average", 510)])
 @pytest.mark.parametrize("slope", [0.0, 0.25, 1.0, -0.5])
 def test_rectifier_rules_divide_by_their_fan_and_the_slope_term(rule: Rule, fan: int, slope: float) -> None:

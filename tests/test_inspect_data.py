@@ -120,7 +120,10 @@ def test_an_image_that_cannot_be_decoded_is_left_out_and_named(
 def test_the_plot_shows_every_layer(net: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = make_dataset(tmp_path / "data", val=2, classes=WNIDS)
     for name in ("once.svg", "again.svg"):
-        assert run(["inspect", str(net), "--data", str(data), "--plot", str(tmp_path / name)]) == 0
+        assert run(["inspect", str(net), "--data", str(data), "--plot", str(tmp_path / name), "--json"]) == 0
+        captured = capsys.readouterr()
+        assert captured.err.splitlines()[-1] == f"plot: {tmp_path / name}"  # above it the progress
+        json.loads(captured.out)  # which the plot's name does not disturb
     assert (tmp_path / "once.svg").read_bytes() == (tmp_path / "again.svg").read_bytes()
     assert b"var(" not in (tmp_path / "once.svg").read_bytes()  # a file of its own has no style sheet
     texts = ["".join(text.itertext()) for text in ElementTree.parse(tmp_path / "once.svg").iter(f"{SVG}text")]
@@ -169,6 +172,19 @@ def with_a_plot_that_cannot_be_written(exported: "dict[str, Exported]", tmp_path
     return [tmp_path / "net", "--data", data, "--plot", tmp_path / "no" / "plot.svg"], "does not exist"
 
 
+def with_a_plot_that_is_no_svg(exported: "dict[str, Exported]", tmp_path: Path) -> tuple[list[str | Path], str]:
+    data = make_dataset(tmp_path / "data", classes=WNIDS)
+    return [tmp_path / "net", "--data", data, "--plot", tmp_path / "layers.pdf"], "Give a name that ends in .svg"
+
+
+def with_a_history_that_is_no_svg(exported: "dict[str, Exported]", tmp_path: Path) -> tuple[list[str | Path], str]:
+    return [history(tmp_path), "--plot", tmp_path / "history.png"], "Give a name that ends in .svg"
+
+
+def with_a_plot_without_a_suffix(exported: "dict[str, Exported]", tmp_path: Path) -> tuple[list[str | Path], str]:
+    return [history(tmp_path), "--plot", tmp_path / "svg"], "Give a name that ends in .svg"
+
+
 def with_data_for_a_folder(exported: "dict[str, Exported]", tmp_path: Path) -> tuple[list[str | Path], str]:
     data = tmp_path / "my images"
     return [tmp_path, "--data", data], f"prelunet inspect {tmp_path}/last.safetensors --data '{data}'"
@@ -183,7 +199,8 @@ def with_a_folder_of_no_training(exported: "dict[str, Exported]", tmp_path: Path
     [
         with_model, with_other_classes, with_nothing_in_it, with_nothing_there, with_one_image, with_a_plot_of_nothing,
         with_a_number_of_nothing, with_labels_of_nothing, with_a_plot_that_cannot_be_written, with_data_for_a_folder,
-        with_a_folder_of_no_training,
+        with_a_folder_of_no_training, with_a_plot_that_is_no_svg, with_a_history_that_is_no_svg,
+        with_a_plot_without_a_suffix,
     ],
 )  # fmt: skip
 def test_what_cannot_be_measured_is_refused_with_the_reason(
@@ -194,8 +211,19 @@ def test_what_cannot_be_measured_is_refused_with_the_reason(
     case: "Callable[[dict[str, Exported], Path], tuple[list[str | Path], str]]",
 ) -> None:
     arguments, reason = case(exported, tmp_path)
+    before = sorted(tmp_path.iterdir())
     assert reason in told(["inspect", *arguments], capsys, exit_code=2)
-    assert not list(tmp_path.glob("*.svg"))
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_plot_of_another_kind_is_refused_before_any_work_and_what_lies_there_stays(
+    net: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plot.png").write_bytes(b"a picture")
+    for file in (net, tmp_path / "missing"):  # which is not even looked for
+        message = told(["inspect", file, "--data", "nowhere", "--plot", tmp_path / "plot.png"], capsys, exit_code=2)
+        assert "plots are drawn as SVG" in message
+    assert (tmp_path / "plot.png").read_bytes() == b"a picture"
 
 
 # The history of a training
@@ -224,12 +252,14 @@ def test_a_history_is_told_from_its_first_to_its_last_measurement(
     assert "conv1 2 → 0.5 0.001 0.0 % 0.350 → 0.550" in out
     assert "fc3 1 not finite – –" in out
     assert (
-        "Slopes at step 30: smaller with depth (rank correlation -1.00); conv1 0.550, the layers above it 0.250" in out
+        "Slopes at step 30: smaller with depth (rank correlation -1.00, range 0.300); "
+        "conv1 0.550, the layers above it 0.250" in out
     )
 
 
 def test_a_history_is_drawn_with_a_line_for_each_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told(["inspect", history(tmp_path), "--plot", tmp_path / "plot.svg"], capsys)
+    assert run(["inspect", str(history(tmp_path)), "--plot", str(tmp_path / "plot.svg")]) == 0
+    assert capsys.readouterr().err == f"plot: {tmp_path / 'plot.svg'}\n"
     tree = ElementTree.parse(tmp_path / "plot.svg")
     texts = ["".join(text.itertext()) for text in tree.iter(f"{SVG}text")]
     assert [texts.count(name) for name in ("conv1", "fc1", "fc3")] == [1, 1, 1]  # one legend for all panels
@@ -261,15 +291,27 @@ def test_the_trend_is_the_rank_correlation_of_slope_and_depth(values: list[float
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ([0.9, 0.5, 0.4, 0.1], "smaller with depth (rank correlation -1.00); conv0 0.900, the layers above it 0.333"),
-        ([0.1, 0.2, 0.3], "larger with depth (rank correlation +1.00)"),
-        ([0.2, 0.1, 0.4, 0.1], "no clear order with depth (rank correlation -0.21)"),
-        ([0.25, 0.25, 0.25], "alike at every depth; conv0 0.250"),
-        ([0.6, 0.2], "smaller with depth (rank correlation -1.00); conv0 0.600, the layers above it 0.200"),
+        (
+            [0.9, 0.5, 0.4, 0.1],
+            "smaller with depth (rank correlation -1.00, range 0.800); conv0 0.900, the layers above it 0.333",
+        ),
+        ([0.1, 0.2, 0.3], "larger with depth (rank correlation +1.00, range 0.200)"),
+        ([0.2, 0.1, 0.4, 0.1], "no clear order with depth (rank correlation -0.21, range 0.300)"),
+        ([0.25, 0.25, 0.25], "alike at every depth (range below 0.01); conv0 0.250"),
+        ([0.3, 0.31], "larger with depth (rank correlation +1.00, range 0.010)"),
     ],
 )
 def test_the_trend_is_told_whatever_it_is(values: list[float], words: str) -> None:
     assert str(slope_trend({f"conv{number}": value for number, value in enumerate(values)})).startswith(words)
+
+
+def test_slopes_that_have_hardly_moved_from_a_quarter_are_alike_whatever_their_order() -> None:
+    trend = slope_trend({f"conv{number}": 0.249995 + number * 1e-6 for number in range(4)})  # as after 12 steps
+    assert trend is not None
+    assert (trend.range, trend.rank_correlation) == (3e-6, None)
+    trend = slope_trend({"conv1": 0.2599, "conv2": 0.25})
+    assert trend is not None
+    assert str(trend) == "alike at every depth (range below 0.01); conv1 0.260, the layers above it 0.250 on average"
 
 
 def test_a_net_without_slopes_has_no_trend(tmp_path: Path) -> None:
@@ -282,4 +324,7 @@ def test_the_trend_stands_beside_that_of_the_paper(net: Path, capsys: pytest.Cap
     out = told(["inspect", net], capsys)
     assert f"Slopes here: {inspect_file(net)['slope_trend']['text']}." in out
     # Table 1, channel-wise: conv1 0.596; the mean of the twelve others is 2.379 / 12.
-    assert "Table 1: smaller with depth (rank correlation -0.87); conv1 0.596, the layers above it 0.198" in out
+    assert (
+        "Table 1: smaller with depth (rank correlation -0.87, range 0.522); conv1 0.596, the layers above it 0.198"
+        in out
+    )

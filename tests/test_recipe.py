@@ -1,5 +1,6 @@
 """Recipes are read as they stand, or refused with what is wrong."""
 
+import os
 from dataclasses import fields, replace
 from importlib import resources
 from pathlib import Path
@@ -100,6 +101,41 @@ def test_a_file_nested_beyond_all_measure_is_refused(tmp_path: Path) -> None:
         read_recipe(str(path))
 
 
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "mine.toml")
+    with pytest.raises(UsageError, match=r"mine\.toml: is no plain file"):
+        read_recipe(str(tmp_path / "mine.toml"))
+
+
+HEXADECIMAL = "0x1" + 5000 * "0"  # which Python reads, but does not write out in decimal
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("rate = 1" + 400 * "0", r"mine\.toml: rate should be a number that can be meant, not one of more"),
+        ("rate_drops = [0.5, 1" + 400 * "0" + "]", "rate_drops should be a number that can be meant"),
+        ("seed = 1" + 5000 * "0", r"mine\.toml: a whole number in it has thousands of digits"),
+        (f"seed = {HEXADECIMAL}", "seed should be a number that can be meant"),
+        (f"batch = {HEXADECIMAL}", "batch should be a number that can be meant"),
+        (f"mirror = {HEXADECIMAL}", "mirror should be a number that can be meant"),
+        (f"seed = [{HEXADECIMAL}]", "seed should be of type int, not what holds a number beyond all measure"),
+        (f"scales = [{HEXADECIMAL}]", "scales should be a list of 2, not what holds a number beyond all measure"),
+    ],
+)
+def test_a_number_beyond_all_measure_is_refused(tmp_path: Path, line: str, message: str) -> None:
+    key = line.partition("=")[0]
+    small = (resources.files("training") / "recipes" / "small.toml").read_text(encoding="utf-8").splitlines()
+    (tmp_path / "mine.toml").write_text("\n".join([*(other for other in small if not other.startswith(key)), line]))
+    with pytest.raises(UsageError, match=message):
+        read_recipe(str(tmp_path / "mine.toml"))
+
+
+def test_numbers_at_their_limits_can_be_meant() -> None:
+    assert recipe_from_values({**SMALL.to_json(), "rate": 10**12, "weight_decay": 1e12}, "x").rate == 1e12
+    assert recipe_from_values({**SMALL.to_json(), "seed": 2**1000 - 1}, "x").seed == 2**1000 - 1
+
+
 def test_the_largest_images_that_are_meant_can_be_trained_on() -> None:
     assert replace(SMALL, crop=4096, scales=(4096, 4096)).net().crop == 4096
     with pytest.raises(UsageError, match=r"scales 4097 to 4097 should be at most 4096"):
@@ -133,20 +169,27 @@ def test_missing_keys_are_named() -> None:
         ("steps", 0, "should be at least 1"),
         ("rate", 0.0, "rate 0.0 should be above 0"),
         ("rate", float("nan"), "rate nan should be above 0"),
+        ("rate", 1e300, r"rate 1e\+300 should be above 0 and at most 1e\+12"),
+        ("rate", float("inf"), "rate inf should be above 0 and at most"),
+        ("rate", 1.01e12, r"at most 1e\+12"),
         ("rate_drops", [0.8, 0.5], "should rise between 0 and 1"),
         ("rate_drops", [1500], "should rise between 0 and 1"),
         ("momentum", 1.0, "momentum 1.0"),
         ("dropout", 1.0, "dropout 1.0"),
         ("weight_decay", -1.0, "weight_decay -1.0"),
+        ("weight_decay", 1e308, r"weight_decay 1e\+308 should be from 0 to 1e\+12"),
+        ("weight_decay", 1.01e12, r"should be from 0 to 1e\+12"),
+        ("weight_decay", float("nan"), "weight_decay nan should be from 0"),
         ("scales", [36, 28], "scales 36 to 28 should rise"),
         ("scales", [20, 36], "should rise from the crop, 28"),
         ("activation", "swish", "no activation 'swish'; there are prelu, prelu-shared, relu, lrelu"),
         ("architecture", "D", "no architecture 'D'; there are A, B, C"),
         ("crop", 8, "too small"),
         ("seed", -1, "seed -1"),
-        ("epochs", 3, "steps or epochs should be given, one of the two"),
+        ("epochs", 3, r"steps 2200 and epochs 3\.0 were both given: leave one of them out"),
+        ("steps", None, "steps or epochs should be given, one of the two"),
         ("rate_policy", "cosine", "no rate_policy 'cosine'; there are at, plateau"),
-        ("rate_policy", "plateau", "belong to the rate_policy 'at'"),
+        ("rate_policy", "plateau", "belong to the rate_policy 'at', not to 'plateau': leave them out"),
         ("patience", 0, "patience 0 should be at least 1"),
         ("most_drops", -1, "most_drops -1"),
         ("mean", "none", "no mean 'none'; there are image, channel"),

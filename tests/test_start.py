@@ -1,5 +1,6 @@
 """Fine-tuning: what a training keeps of the checkpoint that it begins with, and what it draws anew."""
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,11 @@ import torch
 from evaluator.contract import ClassEntry
 from evaluator.errors import CheckpointError, UsageError
 from tiny import CLASSES, TINY, mean_image, tiny_checkpoint
-from training.architectures import Architecture, Conv
+from training.architectures import Architecture, Conv, architecture
 from training.checkpoints import Checkpoint, write_checkpoint
 from training.initialization import Initialization, initial_tensors
 from training.network import PreluNet, load_tensors
-from training.start import LAST_LAYER, Start, start_from
+from training.start import LAST_LAYER, Start, sha256_of_start, start_from
 
 INITIALIZATION = Initialization(rule="fan-in", fc_stds=(0.02, 0.03, 0.04))
 
@@ -113,6 +114,13 @@ def test_another_architecture_is_refused_with_the_difference(path: Path, net: Ar
     assert str(path) in str(refused.value)
 
 
+def test_a_net_of_another_name_is_refused_in_one_line_with_both_names(path: Path) -> None:
+    with pytest.raises(UsageError) as refused:
+        begin(path, classes(0, 1, 2), architecture("E", activation="relu", crop=224))
+    (line,) = str(refused.value).splitlines()
+    assert f"{path}: a net of another architecture (tiny, prelu) than the recipe's (E, relu). Take " in line
+
+
 def test_another_crop_keeps_every_tensor_since_the_pyramid_gives_as_many_bins(path: Path) -> None:
     wider = replace(TINY, crop=40, name="renamed")
     assert wider.window != TINY.window
@@ -163,3 +171,19 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "net").write_bytes(b"PK\x03\x04 not ours at all")
     with pytest.raises(CheckpointError, match="not a checkpoint"):
         begin(tmp_path / "net", classes(0))
+
+
+@pytest.mark.parametrize("there", [("last.safetensors", "best.safetensors"), ("best.safetensors",), ()])
+def test_a_folder_is_refused_with_the_checkpoints_that_are_in_it(tmp_path: Path, there: tuple[str, ...]) -> None:
+    for name in there:
+        (tmp_path / name).touch()
+    (tmp_path / "step-0000003.safetensors").touch()
+    mend = " or ".join(str(tmp_path / name) for name in there) or "the path of a checkpoint"
+    for read in (sha256_of_start, lambda path: begin(path, classes(0))):
+        with pytest.raises(UsageError) as refused:
+            read(tmp_path)
+        assert str(refused.value) == f"{tmp_path}: a folder, not a checkpoint. Give {mend}"
+
+
+def test_the_sha256_of_a_start_is_that_of_its_bytes(path: Path) -> None:
+    assert sha256_of_start(path) == hashlib.sha256(path.read_bytes()).hexdigest()

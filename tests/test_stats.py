@@ -15,10 +15,11 @@ from evaluator.datasets.sample import Dataset
 from evaluator.errors import DatasetError
 from evaluator.imaging.decode import decode_rgb
 from training import stats
+from training.beginning import beginning
 from training.pictures import Pictures
 from training.splits import open_splits
 from training.stats import Survey, cache_folder, survey
-from training_folders import make_dataset, write_image
+from training_folders import RECIPE, make_dataset, write_image
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +207,20 @@ def test_a_damaged_file_is_told_and_measured_anew(dataset: Dataset, tmp_path: Pa
     said.clear()
     assert_equal(survey(dataset, "train/", scale=14, crop=12, cache=tmp_path, announce=said.append), expected)
     assert said == []  # it is whole again
+
+
+def test_images_that_became_rubbish_of_the_same_length_are_noticed_though_a_survey_is_kept(tmp_path: Path) -> None:
+    root, cache = make_dataset(tmp_path / "data"), tmp_path / "cache"
+    before = open_splits(root)
+    beginning(RECIPE, before, None, cache, lambda _text: None)
+    for path in (root / "train" / "dog").iterdir():
+        path.write_bytes(b"?" * path.stat().st_size)
+    after = open_splits(root)
+    assert after.train.fingerprint == before.train.fingerprint
+    said: list[str] = []
+    with pytest.raises(DatasetError, match="7 of 21 images in train/ cannot be decoded"):
+        beginning(RECIPE, after, None, cache, said.append)
+    assert said == ["train/: images have changed since they were looked at, so all are looked at anew"]
 
 
 def test_a_folder_that_cannot_be_written_is_told_and_stops_nothing(dataset: Dataset, tmp_path: Path) -> None:

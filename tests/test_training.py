@@ -27,7 +27,7 @@ from training.stats import survey
 from training_folders import RECIPE, make_dataset
 
 FILES = ("last.safetensors", "best.safetensors", "training.json")
-BEGINNING = ["training on cpu", "crop 12, scales 12 to 16, batch 5, rate 0.003"]  # what every run says first
+BEGINNING = ["training on cpu, fp32", "crop 12, scales 12 to 16, batch 5, rate 0.003"]  # what every run says first
 
 
 @pytest.fixture(scope="module")

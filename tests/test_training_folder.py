@@ -1,16 +1,21 @@
 """The folder of a training: whose it is, and what is refused there."""
 
+import os
 import re
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from evaluator.errors import RunFolderError
+from evaluator.errors import Interrupted, RunFolderError
 from evaluator.files import locked_folder
-from training.loop import train
+from training.checkpoints import Checkpoint, read_checkpoint
+from training.loop import Trainer, train
+from training.recipe import Recipe
 from training_folders import RECIPE, make_dataset
 
 
@@ -23,8 +28,80 @@ def test_another_dataset_is_refused_with_the_difference(data: Path, tmp_path: Pa
     folder, other = tmp_path / "run", make_dataset(tmp_path / "other", val=4)
     short = replace(RECIPE, steps=1)
     train(short, data, folder)
-    with pytest.raises(RunFolderError, match=r"dataset\.val_images: 9 in the folder, 12 now"):
+    with pytest.raises(RunFolderError, match=r"dataset\.val_images: 9 in the folder, 12 now") as refused:
         train(short, other, folder)
+    assert "A fingerprint is of names, lengths and labels" in str(refused.value)
+
+
+@pytest.mark.parametrize("change", [{"steps": 2}, {"evaluate_every": 4}, {"precision": "bf16"}, {"rate_drops": ()}])
+def test_another_recipe_is_refused_without_a_word_of_the_images(
+    data: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    folder, short = tmp_path / "run", replace(RECIPE, steps=1)
+    train(short, data, folder)
+    with pytest.raises(RunFolderError, match=f"holds another training:\n  recipe.{next(iter(change))}: ") as refused:
+        train(replace(short, **change, save_every=7), data, folder)
+    assert "fingerprint" not in str(refused.value)
+    assert "save_every" not in str(refused.value)  # it alone would have been no reason
+
+
+def stopped_after_seven_steps(recipe: Recipe, data: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train, and stop as Ctrl-C does."""
+    step = Trainer._step
+
+    def stopping(self: Trainer, *arguments: Any) -> bool:
+        if self.progress.step == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", stopping)
+        with pytest.raises(Interrupted, match="after step 7 of 12"):
+            train(recipe, data, folder)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """The last checkpoint of a run that nothing stopped."""
+    return read_checkpoint(train(RECIPE, data, tmp_path_factory.mktemp("undisturbed") / "run").checkpoint)
+
+
+def test_a_run_goes_on_with_other_times_of_saving_and_ends_with_the_same_net(
+    undisturbed: Checkpoint, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, other = tmp_path / "run", replace(RECIPE, save_every=2, keep_every=4)
+    stopped_after_seven_steps(RECIPE, data, folder, monkeypatch)
+    description = (folder / "training.json").read_bytes()
+    found = read_checkpoint(train(other, data, folder).checkpoint)
+    for name, tensor in undisturbed.tensors.items():
+        np.testing.assert_array_equal(found.tensors[name], tensor, strict=True)
+    np.testing.assert_array_equal(found.mean, undisturbed.mean, strict=True)
+    assert (found.metrics, found.dataset) == (undisturbed.metrics, undisturbed.dataset)
+    assert found.recipe == other.to_json()
+    assert {path.name for path in folder.glob("step-*")} == {"step-0000008.safetensors", "step-0000012.safetensors"}
+    assert (folder / "training.json").read_bytes() == description  # what the run began with
+
+
+@pytest.mark.parametrize("change", [{"accumulate": 3}, {"channels_last": False}])
+def test_a_run_goes_on_with_sums_in_another_order(
+    undisturbed: Checkpoint, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    folder, news = tmp_path / "run", list[str]()
+    stopped_after_seven_steps(RECIPE, data, folder, monkeypatch)
+    recipe = replace(RECIPE, **change, save_every=4)
+    found = read_checkpoint(train(recipe, data, folder, announce=news.append).checkpoint)
+    assert f"{folder}: going on after step 7 of 12" in news
+    for name, tensor in undisturbed.tensors.items():
+        # Float32 sums in another order, carried on through five steps
+        np.testing.assert_allclose(found.tensors[name], tensor, rtol=0, atol=1e-5 * np.abs(tensor).max(), err_msg=name)
+
+
+def test_a_finished_run_is_left_as_it_is_whatever_the_times_of_saving(data: Path, tmp_path: Path) -> None:
+    folder, short = tmp_path / "run", replace(RECIPE, steps=1)
+    train(short, data, folder)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    train(replace(short, save_every=7, compile=True), data, folder)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_the_same_dataset_in_another_place_is_the_same(data: Path, tmp_path: Path) -> None:

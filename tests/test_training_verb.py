@@ -118,14 +118,33 @@ def test_the_automatic_crop_is_of_the_stride_of_the_net_that_is_given(monkeypatc
     assert train_verb._wanted("small", "auto", {"architecture": "A"}, None).crop == 224
 
 
+@pytest.mark.parametrize("crop", [None, "56"])
+def test_a_rate_that_follows_val_drops_the_recipes_own_places(crop: str | None) -> None:
+    recipe = train_verb._wanted("small", crop, {"rate_policy": "plateau"}, None)
+    assert (recipe.rate_policy, recipe.rate_drops) == ("plateau", ())
+    assert (recipe.patience, recipe.most_drops) == (4, 2)  # which the recipe leaves to the paper's
+    recipe = train_verb._wanted("A", None, {"rate_policy": "at", "rate_drops": "0.5,0.8"}, None)
+    assert (recipe.rate_policy, recipe.rate_drops) == ("at", (0.5, 0.8))
+    assert train_verb._wanted("small", crop, {"rate_policy": "at"}, None).rate_drops == (0.4, 0.6, 0.75, 0.88)
+
+
+def test_places_that_are_given_beside_a_rate_that_follows_val_are_refused() -> None:
+    keys = {"rate_policy": "plateau", "rate_drops": "0.5"}
+    for name, given in (("small", keys), ("A", {"rate_drops": "0.5"})):
+        with pytest.raises(UsageError, match=r"rate_drops \[0\.5\] belong to .* leave them out .*--rate-drops"):
+            train_verb._wanted(name, None, given, None)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
         (["--recipe", "nonesuch"], 2, "There are: "),
         (["--recipe", "demo", "--crop", "big"], 2, "side in pixels, or auto"),
         (["--recipe", "demo", "--crop", "3"], 2, "too small"),
+        (["--recipe", "demo", "--crop", "1" * 5000], 2, "side in pixels, or auto"),
         (["--recipe", "demo", "--data", "nowhere"], 2, "no such file or folder"),
         (["--recipe", "demo", "--steps", "0"], 2, "steps"),
+        (["--recipe", "demo", "--steps", "3", "--epochs", "2"], 2, "were both given"),
     ],
 )
 def test_bad_options_are_refused_with_what_would_be_right(

@@ -4,13 +4,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+from evaluator.datasets.sample import Dataset
 from training.checkpoints import FloatArray
 from training.initialization import initial_tensors
 from training.recipe import Recipe
 from training.splits import Splits
 from training.start import start_from
 from training.state import Progress
-from training.stats import survey
+from training.stats import Survey, still_holds, survey
 
 
 def beginning(
@@ -22,7 +23,15 @@ def beginning(
     what a user should know. Raises DatasetError where too many images cannot be decoded, and as `start_from`.
     """
     look = partial(survey, scale=recipe.evaluation_scale, crop=recipe.crop, cache=cache, announce=announce)
-    of_train, of_val = look(splits.train, "train/"), look(splits.val, "val/")
+
+    def surveyed(dataset: Dataset, what: str) -> Survey:
+        found = look(dataset, what)
+        if still_holds(found, dataset):
+            return found
+        announce(f"{what}: images have changed since they were looked at, so all are looked at anew")
+        return look(dataset, what, fresh=True)
+
+    of_train, of_val = surveyed(splits.train, "train/"), surveyed(splits.val, "val/")
     mean = of_train.mean_image if recipe.mean == "image" else of_train.mean_channels
     net, how = recipe.net(), recipe.initialization()
     if start is None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from evaluator.contract import ClassEntry
 from evaluator.errors import CheckpointError, UsageError
-from evaluator.files import open_atomically
+from evaluator.files import open_atomically, require_plain
 from evaluator.strict import a_list, check_plain, parse_json, record, text, whole
 from training.architectures import MAX_SIDE, Architecture, architecture_from_json, parameter_shapes
 
@@ -22,6 +22,7 @@ FloatArray = npt.NDArray[np.float32]
 
 CHECKPOINT_VERSION = 1
 PREFIX = "prelunet."
+BRIGHTEST = 255  # of pixels, so also the most that a mean may be
 MEAN_TENSOR = "mean"  # present where prelunet.mean is "image"
 _MEND = "Take another checkpoint, or write this one again with `prelunet init` or `prelunet train`"
 
@@ -54,8 +55,10 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     tensors = dict(checkpoint.tensors)
     if is_image:
         tensors[MEAN_TENSOR] = checkpoint.mean
-    elif checkpoint.mean.shape != (3,) or not np.isfinite(checkpoint.mean).all():
-        raise CheckpointError(f"{path}: the mean should be three finite numbers or an image, not {checkpoint.mean!r}")
+    elif checkpoint.mean.shape != (3,) or not all(0 <= value <= BRIGHTEST for value in checkpoint.mean):
+        raise CheckpointError(
+            f"{path}: the mean should be three numbers from 0 to {BRIGHTEST} or an image, not {checkpoint.mean!r}"
+        )
     expected = _expected_shapes(checkpoint.architecture, len(checkpoint.classes), mean_image=is_image)
     _check_names(path, {name: (str(t.dtype), t.shape) for name, t in tensors.items()}, expected, "float32")
     for name, tensor in tensors.items():
@@ -74,6 +77,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """
     from safetensors import SafetensorError, safe_open
 
+    require_plain(path)
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = _Metadata(path, file.metadata() or {})
@@ -252,13 +256,14 @@ class _Metadata:
         value = self.value("mean")
         if value == "image":
             return None
-        try:
-            mean = np.array(value, dtype=np.float32)
-        except (ValueError, TypeError, OverflowError) as error:
-            raise self.malformed("mean", error) from error
-        if mean.shape != (3,) or not np.isfinite(mean).all():
-            raise self.malformed("mean", "neither three numbers nor 'image'")
-        return mean
+        # Types by hand: for numpy true and "1" are numbers, too.
+        if (
+            type(value) is not list
+            or len(value) != 3
+            or not all(type(number) in {int, float} and 0 <= number <= BRIGHTEST for number in value)
+        ):
+            raise self.malformed("mean", f"neither three numbers from 0 to {BRIGHTEST} nor 'image'")
+        return np.array(value, dtype=np.float32)
 
     def recipe(self, crop: int) -> Mapping[str, Any] | None:
         """Return the recipe. Its `scales` decide what the model file makes of `multi-scale`; the rest is for people."""

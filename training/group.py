@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evaluator.errors import EnvironmentFault, UsageError
+from evaluator.machine import knows_bf16
 
 Value = TypeVar("Value")
 
@@ -227,6 +228,11 @@ def _device(name: str | None, local_rank: int) -> torch.device:
     torch.cuda.set_device(device)
     torch.backends.cudnn.allow_tf32 = False  # on unless told, and then fp32 would have the 10 bits of TF32
     return device
+
+
+def computes_bf16(device: torch.device) -> bool:
+    """Say whether a device has instructions for bfloat16."""
+    return torch.cuda.is_bf16_supported(including_emulation=False) if device.type == "cuda" else knows_bf16()
 
 
 def _noticed(error: BaseException) -> str:

@@ -5,7 +5,7 @@ goes into the mean and conv1, since the nets here see RGB from 0 to 255 with a m
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,7 +19,7 @@ from evaluator.contract import ClassEntry
 from evaluator.errors import CheckpointError, UsageError, from_os_error
 from training.architectures import ACTIVATIONS, ARCHITECTURES, Architecture, architecture, parameter_shapes
 from training.checkpoints import Checkpoint, FloatArray, is_finite, name_faults
-from training.name_map import NameMap
+from training.name_map import NameMap, Renamed
 from training.preprocessing import Preprocessing, three_numbers
 from training.state_dicts import StateDict, read_state_dict
 
@@ -127,28 +127,27 @@ def _assign(
 ) -> tuple[Assignment, tuple[str, ...]]:
     """Find the file's tensor for each of ours; the second is what the map leaves out.
 
-    Raises CheckpointError that lists all that is amiss.
+    Raises CheckpointError that says what is probably wrong, and then lists all that is amiss.
     """
     found = {name: (_kind(tensor), tuple(tensor.shape)) for name, tensor in state.tensors.items()}
+    theirs: Mapping[str, str] = {name: name for name in found}
+    how: How = "by name"
+    renamed = Renamed(theirs)
     if name_map is not None:
         renamed = name_map.rename(found)
-        faults = _faults_of(renamed.theirs, found, shapes)
-        if faults or renamed.faults:
-            raise _misfit(path, [*renamed.faults, *faults], found, shapes, "Mend the map (docs/importing.md)")
-        return Assignment(renamed.theirs, "by the map"), renamed.left_out
-    same = {name: name for name in found}
-    faults = _faults_of(same, found, shapes)
-    if not faults:
-        return Assignment(same, "by name"), ()
-    if found.keys() & shapes.keys():
-        raise _misfit(path, faults, found, shapes, "Name the others in a table: --map FILE (docs/importing.md)")
-    if obstacle := _why_not_by_order(state, shapes):
+        theirs, how, mend = renamed.theirs, "by the map", "Mend the map (docs/importing.md)"
+    elif found.keys() == shapes.keys():
+        mend = "The names are ours already; write the net again with these shapes, in numbers of floating point"
+    elif found.keys() & shapes.keys():
+        mend = "Name the others in a table: --map FILE (docs/importing.md)"
+    elif obstacle := _why_not_by_order(state, shapes):
         mend = f"By order they cannot be assigned: {obstacle}. Name them in a table: --map FILE (docs/importing.md)"
-        raise _misfit(path, faults, found, shapes, mend)
-    by_order = dict(zip(shapes, found, strict=True))
-    if faults := _faults_of(by_order, found, shapes):
-        raise _misfit(path, faults, found, shapes, "Write the net again with numbers of floating point")
-    return Assignment(by_order, "by order"), ()
+    else:
+        theirs, how = dict(zip(shapes, found, strict=True)), "by order"
+        mend = "Write the net again with numbers of floating point"
+    if renamed.faults or _faults_of(theirs, found, shapes):
+        raise _misfit(path, theirs, found, shapes, renamed.faults, mend)
+    return Assignment(theirs, how), renamed.left_out
 
 
 def _faults_of(
@@ -170,14 +169,16 @@ def _kind(tensor: Tensor) -> str:
 def _why_not_by_order(state: StateDict, shapes: Shapes) -> str | None:
     """Return what stands against taking the tensors as they come, None if every shape fits.
 
-    A bias and the slopes have the same shape: where biases are called so, they must come where biases are due.
+    Another number of classes does not stand against it: it would be a fault with any names. A bias and the slopes have
+    the same shape: where biases are called so, they must come where biases are due.
     """
     if not state.ordered:
         return "a .safetensors file keeps its names sorted, not in the order of the layers"
     if len(state.tensors) != len(shapes):
         return f"there are {len(state.tensors)} tensors, but the net has {len(shapes)}"
     says_bias = any(name.endswith("bias") for name in state.tensors)
-    pairs = zip(state.tensors.items(), shapes.items(), strict=True)
+    classes = _classes_of([tuple(tensor.shape) for tensor in state.tensors.values()], shapes)
+    pairs = zip(state.tensors.items(), _with_classes(shapes, classes).items(), strict=True)
     for place, ((name, tensor), (own, shape)) in enumerate(pairs, start=1):
         if tuple(tensor.shape) != shape:
             return f"at place {place} comes {name} {list(tensor.shape)}, but {own} {list(shape)} is due"
@@ -187,21 +188,60 @@ def _why_not_by_order(state: StateDict, shapes: Shapes) -> str | None:
 
 
 def _misfit(
-    path: Path, faults: list[str], found: Mapping[str, tuple[str, tuple[int, ...]]], shapes: Shapes, mend: str
+    path: Path,
+    theirs: Mapping[str, str],
+    found: Mapping[str, tuple[str, tuple[int, ...]]],
+    shapes: Shapes,
+    faults_of_map: tuple[str, ...],
+    mend: str,
 ) -> CheckpointError:
-    likely = " or ".join(_nets_of_these_shapes([shape for _, shape in found.values()], shapes["fc3.bias"][0]))
-    hint = f" All shapes together are those of {likely}." if likely else ""
-    lines = "\n".join(f"  {fault}" for fault in faults)
-    return CheckpointError(f"{path}: the tensors do not fit the net that was asked for:\n{lines}\n{mend}.{hint}")
+    """Return the error: first what is probably wrong and how to mend it, below it every fault.
+
+    All of them, however many: a table of names is written from this list.
+    """
+    found_shapes = [found[name][1] for name in theirs.values()]
+    asked, classes = shapes["fc3.bias"][0], _classes_of(found_shapes, shapes)
+    numbers = f"the number of classes: the file has {classes}, --classes says {asked}"
+    if classes not in (None, asked):
+        if faults_of_map or _faults_of(theirs, found, _with_classes(shapes, classes)):
+            cause = f"the tensors do not fit the net that was asked for, to begin with {numbers}. {mend}"
+        else:
+            cause = f"everything fits but {numbers}. Give --classes {classes}, or a file of {classes} names"
+    elif classes is None and (likely := " or ".join(_nets_of_these_shapes(found_shapes, asked))):
+        # No word of names: under the wrong net a table of them does not help.
+        cause = f"not the net that was asked for. All shapes together are those of {likely}"
+    else:
+        cause = f"the tensors do not fit the net that was asked for. {mend}"
+    faults = [*faults_of_map, *_faults_of(theirs, found, shapes)]
+    return CheckpointError("\n  ".join((f"{path}: {cause}. What does not fit:", *faults)))
 
 
-def _nets_of_these_shapes(found: list[tuple[int, ...]], classes: int) -> Iterator[str]:
+def _with_classes(shapes: Shapes, classes: int | None) -> Shapes:
+    """Return a net's shapes with another number of classes; as they are for None."""
+    if classes is None:
+        return shapes
+    return {**shapes, "fc3.weight": (classes, shapes["fc3.weight"][1]), "fc3.bias": (classes,)}
+
+
+def _classes_of(found: Sequence[tuple[int, ...]], shapes: Shapes) -> int | None:
+    """Return the number of classes with which the net has the shapes found, in whatever order; None if with none."""
+    below = Counter(shape for name, shape in shapes.items() if not name.startswith("fc3."))
+    counted = Counter(found)
+    last = sorted((counted - below).elements(), key=len)
+    if below - counted or [len(shape) for shape in last] != [1, 2]:
+        return None
+    classes = last[0][0]
+    return classes if classes > 0 and last[1] == (classes, shapes["fc3.weight"][1]) else None
+
+
+def _nets_of_these_shapes(found: Sequence[tuple[int, ...]], asked: int) -> Iterator[str]:
     """Yield the options for which the tensors have the right shapes, in whatever order."""
     for name in ARCHITECTURES:
         for activation in ACTIVATIONS:
-            net = architecture(name, activation=activation)
-            if Counter(parameter_shapes(net, classes).values()) == Counter(found):
-                yield f"--arch {name} --activation {activation}"
+            classes = _classes_of(found, parameter_shapes(architecture(name, activation=activation), asked))
+            if classes is not None:
+                also = "" if classes == asked else f" --classes {classes}"
+                yield f"--arch {name} --activation {activation}{also}"
 
 
 def _as_float32(path: Path, tensors: Mapping[str, Tensor], assignment: Assignment) -> dict[str, FloatArray]:

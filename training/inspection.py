@@ -18,7 +18,7 @@ from evaluator.complexity import multiply_adds
 from evaluator.contract import ClassEntry, how_to_write
 from evaluator.engine.session import Session, open_session
 from evaluator.errors import ContractError, UsageError, from_os_error
-from evaluator.files import sha256_of
+from evaluator.files import require_plain, sha256_of
 from evaluator.strict import an_object, text, whole
 from evaluator.terminal import printable
 from training.architectures import Architecture, architecture_from_json, parameter_shapes
@@ -56,6 +56,7 @@ def inspect_file(path: Path) -> dict[str, Any]:
     own nets have.
     Raises UsageError for a path that cannot be read, CheckpointError or ContractError for a file that is damaged.
     """
+    require_plain(path)
     try:
         with path.open("rb") as file:
             start = file.read(9)

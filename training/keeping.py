@@ -12,7 +12,7 @@ from training.network import PreluNet, tensors_of
 from training.recipe import Recipe
 from training.run_folder import BEST_FILE, LAST_FILE, STATE_FILE, kept_name
 from training.splits import Splits
-from training.state import Progress, State, read_state, write_state
+from training.state import Progress, State, damaged, read_state, write_state
 
 
 class Keeping:
@@ -27,8 +27,23 @@ class Keeping:
         return (self.folder / STATE_FILE).exists()
 
     def read(self, net: PreluNet) -> State:
-        """Read the state of a net like this; raises as `read_state`."""
-        return read_state(self.folder / STATE_FILE, net)
+        """Read the state of a net like this; raises as `read_state`, and for what this run cannot have come to."""
+        path = self.folder / STATE_FILE
+        state = read_state(path, net)
+        if not self._is_possible(state):
+            raise damaged(path)
+        return state
+
+    def _is_possible(self, state: State) -> bool:
+        """Whether this recipe can come to such a state on these images."""
+        now, splits = state.progress, {"train": self.splits.train, "val": self.splits.val}
+        length = self.recipe.of_length(len(self.splits.train.samples)).length
+        has_momentum = now.step > 0 and self.recipe.momentum > 0  # else torch keeps none
+        images_are_left = (
+            any(sample.file not in now.refused[split] for sample in dataset.samples)
+            for split, dataset in splits.items()
+        )
+        return now.step <= length and bool(state.momentum) == has_momentum and all(images_are_left)
 
     def write(self, net: PreluNet, momentum: Mapping[str, Tensor], progress: Progress) -> None:
         """Write the state first, then the checkpoints that follow from it; before the first step there is none."""

@@ -7,7 +7,7 @@ first one writes the files and talks to the user.
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from evaluator.engine.scores import ranks_of
-from evaluator.errors import DatasetError, DivergenceError, EnvironmentFault, Interrupted
-from evaluator.files import sha256_of
+from evaluator.errors import DatasetError, DivergenceError, Interrupted
 from evaluator.progress import Advance, progress
+from training.agreement import check_alike, check_place, held_folder
 from training.beginning import beginning
 from training.dense import subtract_mean
 from training.diagnosis import measure, spread_views
@@ -27,6 +27,7 @@ from training.diagnosis_log import LayerResponse
 from training.divergence import where_not_finite
 from training.dropout import dropout_factors
 from training.embedded import embedded_dataset_path
+from training.first_words import first_words
 from training.group import Group, open_group
 from training.interrupts import Signals, heard_signals
 from training.keeping import Keeping, is_kept
@@ -37,9 +38,10 @@ from training.network import PreluNet, load_tensors, parameter_groups
 from training.parallel import DropoutFactors, Kind, Options, check_batch, make_parallel
 from training.pictures import Pictures
 from training.recipe import Recipe
-from training.run_folder import LAST_FILE, open_run_folder
+from training.run_folder import LAST_FILE
 from training.schedule import rate_at, stalls
 from training.splits import Splits, open_splits
+from training.start import sha256_of_start
 from training.state import momentum_of
 from training.tracking import Tracking
 
@@ -95,23 +97,26 @@ def train(
     dataset_path: folder or archive with train/ and val/; None for the embedded one. run_folder: see
     training/run_folder.py. start: a checkpoint to begin with, None for random weights. fresh: throw an earlier run in
     that folder away. announce: told what a user should know.
-    Raises DatasetError for unusable data; RunFolderError for a folder of another training, or where another process is
-    at work; Interrupted after Ctrl-C or SIGTERM (the state is saved); DivergenceError when a number is no longer finite
-    (the last good state is kept); EnvironmentFault when another process of the training has died.
+    Raises DatasetError for unusable data; UsageError for a folder inside the data, and for processes that were asked
+    for different things; RunFolderError for a folder of another training, or where another process is at work;
+    Interrupted after Ctrl-C or SIGTERM (the state is saved; without a text in all processes but the first);
+    DivergenceError when a number is no longer finite (the last good state is kept); EnvironmentFault when another
+    process of the training has died.
     """
     path = dataset_path or embedded_dataset_path()
     splits = open_splits(path)
-    with (
-        open_group(execution.device) as group,
-        _held(group, run_folder, describe(recipe, splits, start), fresh=fresh) as make_room,
-    ):
-        tell = announce if announce is not None and group.is_first else _say_nothing
-        tell(_where(group, execution))
-        tell(_how(recipe))
-        trainer = Trainer(recipe, splits, run_folder, group, execution, start, make_room=make_room, announce=tell)
-        for text in trainer.news():
-            tell(text)
-        trainer.run()
+    check_place(run_folder, path)
+    wanted = describe(recipe, splits, start)
+    with open_group(execution.device) as group:
+        check_alike(group, {**wanted, "parallel": execution.parallel, "diagnose": execution.diagnose})
+        with held_folder(group, run_folder, wanted, fresh=fresh) as make_room:
+            tell = announce if announce is not None and group.is_first else _say_nothing
+            for text in first_words(recipe, splits, group, execution.parallel):
+                tell(text)
+            trainer = Trainer(recipe, splits, run_folder, group, execution, start, make_room=make_room, announce=tell)
+            for text in trainer.news():
+                tell(text)
+            trainer.run()
     errors, best = trainer.progress.evaluated, trainer.progress.best
     assert errors is not None, "a run ends with an evaluation"
     assert best is not None
@@ -121,42 +126,8 @@ def train(
 def describe(recipe: Recipe, splits: Splits, start: Path | None = None) -> dict[str, Any]:
     """Return all that decides the results of a training, as plain data."""
     classes = [entry.to_json() for entry in splits.classes]
-    begun = {} if start is None else {"start": sha256_of(start)}
+    begun = {} if start is None else {"start": sha256_of_start(start)}
     return {"recipe": recipe.to_json(), "dataset": splits.to_json(), "classes": classes, **begun}
-
-
-@contextmanager
-def _held(
-    group: Group, folder: Path, description: dict[str, Any], *, fresh: bool
-) -> Iterator[Callable[[], None] | None]:
-    """Hold the run's folder, as `open_run_folder`: the first process does, and the others come when it has."""
-    if not group.is_first:
-        if group.any(False):
-            raise EnvironmentFault("the first process of this training ended before the training began; it says why")
-        yield None
-        return
-    with ExitStack() as stack:
-        try:
-            make_room = stack.enter_context(open_run_folder(folder, description, fresh=fresh))
-        except Exception:  # not KeyboardInterrupt: whoever stops the program does not wait for other processes
-            group.any(True)
-            raise
-        group.any(False)
-        yield make_room
-
-
-def _where(group: Group, execution: Execution) -> str:
-    """Say on what the training runs."""
-    if group.size > 1:
-        return f"training on {group.device.type}, {group.size} processes, {execution.parallel or 'ddp'}"
-    alone = "" if execution.parallel is None else f"; one process, so --parallel {execution.parallel} changes nothing"
-    return f"training on {group.device}{alone}"
-
-
-def _how(recipe: Recipe) -> str:
-    """Say what follows from the crop, which may have chosen it."""
-    low, high = recipe.scales
-    return f"crop {recipe.crop}, scales {low} to {high}, batch {recipe.batch}, rate {recipe.rate:.4g}"
 
 
 def _say_nothing(_text: str) -> None:
@@ -399,6 +370,8 @@ class Trainer:
             raise self._interrupted()
 
     def _interrupted(self) -> Interrupted:
+        if not self.group.is_first:
+            return Interrupted("")  # one of them says it
         return Interrupted(
             f"{self.folder}: interrupted after step {self.progress.step} of {self.recipe.length}; "
             "the state is saved, and the same command goes on from there"

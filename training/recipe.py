@@ -3,7 +3,6 @@
 Every number of a training run is in its recipe; the recipe is stored in the run folder and in every checkpoint.
 """
 
-import math
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
@@ -14,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from evaluator.contract import center_scale
 from evaluator.errors import UsageError
+from evaluator.files import require_plain
 from training.architectures import ACTIVATIONS, ARCHITECTURES, MAX_SIDE, Activation, Architecture, architecture
 from training.initialization import FIRST_LAYERS, RULES, FirstLayer, Initialization, Rule
 
@@ -23,6 +23,8 @@ Precision = Literal["fp32", "bf16"]
 
 MAX_BATCH = 65_536
 MAX_STEPS = 10**9
+MAX_FACTOR = 1e12  # of weights in an update: without sense long before, and torch takes no more than float32 has
+_MOST_BITS = 1000  # of a whole number: from 1024 on no float has it, and beyond 4300 digits Python writes none out
 CHOICES: dict[str, tuple[str, ...]] = {  # key → what it may be
     "architecture": tuple(ARCHITECTURES),
     "activation": ACTIVATIONS,
@@ -32,6 +34,9 @@ CHOICES: dict[str, tuple[str, ...]] = {  # key → what it may be
     "first_layer": FIRST_LAYERS,
     "precision": get_args(Precision),
 }
+# How a run is carried out: none of these changes what is learned, but for the order of sums, so a run may go on with
+# others. Not evaluate_every: the measurements decide where a plateau's rate falls, and which checkpoint is the best.
+OF_EXECUTION = ("save_every", "keep_every", "channels_last", "compile", "accumulate")
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class Recipe:
     steps: Annotated[int | None, "Length of the run, in steps."] = None
     epochs: Annotated[float | None, "Length of the run, in passes over train/; instead of steps."] = None
     rate_policy: Annotated[RatePolicy, "When the rate falls: 'at' the parts of rate_drops, or when val/ stalls."] = "at"
-    rate_drops: Annotated[tuple[float, ...], "Parts of the run, 0 to 1, after each of which the rate falls."] = ()
+    rate_drops: Annotated[tuple[float, ...], "at: parts of the run, 0 to 1, after each of which the rate falls."] = ()
     rate_factor: Annotated[float, "What the rate is multiplied by when it falls."] = 0.1
     patience: Annotated[int, "plateau: measurements without a lower top-1 error after which the rate falls."] = 4
     most_drops: Annotated[int, "plateau: how often the rate falls at most."] = 2
@@ -105,7 +110,11 @@ class Recipe:
             value for value in (self.steps, self.evaluate_every, self.save_every, self.keep_every) if value is not None
         ]
         drops = self.rate_drops
-        yield (self.steps is None) == (self.epochs is None), "steps or epochs should be given, one of the two"
+        yield self.steps is None and self.epochs is None, "steps or epochs should be given, one of the two"
+        yield (
+            self.steps is not None and self.epochs is not None,
+            f"steps {self.steps} and epochs {self.epochs} were both given: leave one of them out",
+        )
         yield (
             not 1 <= min(counts) <= max(counts) <= MAX_STEPS,
             f"steps, evaluate_every, save_every and keep_every should be at least 1 and at most {MAX_STEPS}",
@@ -120,17 +129,21 @@ class Recipe:
         )
         yield (
             self.rate_policy == "plateau" and bool(drops),
-            f"rate_drops {list(drops)} belong to the rate_policy 'at', not to 'plateau'",
+            f"rate_drops {list(drops)} belong to the rate_policy 'at', not to 'plateau': leave them out (in a file "
+            "their line, on the command line --rate-drops), or take the rate_policy 'at'",
         )
         yield self.patience < 1, f"patience {self.patience} should be at least 1"
         yield self.most_drops < 0, f"most_drops {self.most_drops} should not be negative"
 
     def _rules_of_numbers(self) -> Iterator[tuple[bool, str]]:
         yield not 1 <= self.batch <= MAX_BATCH, f"batch {self.batch} should be at least 1 and at most {MAX_BATCH}"
-        yield not 0 < self.rate < math.inf, f"rate {self.rate} should be above 0"
+        yield not 0 < self.rate <= MAX_FACTOR, f"rate {self.rate} should be above 0 and at most {MAX_FACTOR:g}"
         yield not 0 < self.rate_factor <= 1, f"rate_factor {self.rate_factor} should be above 0 and at most 1"
         yield not 0 <= self.momentum < 1, f"momentum {self.momentum} should be from 0 to below 1"
-        yield not 0 <= self.weight_decay < math.inf, f"weight_decay {self.weight_decay} should not be negative"
+        yield (
+            not 0 <= self.weight_decay <= MAX_FACTOR,
+            f"weight_decay {self.weight_decay} should be from 0 to {MAX_FACTOR:g}",
+        )
         yield not 0 <= self.dropout < 1, f"dropout {self.dropout} should be from 0 to below 1"
         yield (
             not 1 <= self.accumulate <= self.batch,
@@ -183,6 +196,7 @@ def read_recipe(name_or_file: str) -> Recipe:
     """
     if name_or_file.endswith(".toml"):
         path = Path(name_or_file)
+        require_plain(path)
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -197,6 +211,8 @@ def read_recipe(name_or_file: str) -> Recipe:
         values = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"{name_or_file}: not TOML ({error})") from error
+    except ValueError as error:  # Python reads no whole number of more than 4300 digits
+        raise UsageError(f"{name_or_file}: a whole number in it has thousands of digits. Mend the recipe") from error
     return recipe_from_values(values, name_or_file)
 
 
@@ -216,21 +232,30 @@ def typed(value: Any, kind: Any, where: str) -> Any:
     """Check a value against the type of its field; whole numbers pass as floats, nothing else is converted."""
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
+    if type(value) is int and value.bit_length() > _MOST_BITS:
+        raise UsageError(f"{where} should be a number that can be meant, not one of more than 300 digits")
     if isinstance(kind, UnionType):  # `int | None`
         return None if value is None else typed(value, get_args(kind)[0], where)
     if get_origin(kind) is tuple:
         item, *rest = get_args(kind)
         if not isinstance(value, list) or (rest != [...] and len(value) != 1 + len(rest)):
             raise UsageError(
-                f"{where} should be a list{'' if rest == [...] else f' of {1 + len(rest)}'}, not {value!r}"
+                f"{where} should be a list{'' if rest == [...] else f' of {1 + len(rest)}'}, not {_shown(value)}"
             )
         return tuple(typed(one, item, where) for one in value)
     if kind is float and type(value) is int:
         return float(value)
     plain = kind if isinstance(kind, type) else str  # a Literal; Recipe itself checks which
     if type(value) is not plain:
-        raise UsageError(f"{where} should be of type {plain.__name__}, not {value!r}")
+        raise UsageError(f"{where} should be of type {plain.__name__}, not {_shown(value)}")
     return value
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # of thousands of digits, which 0x brings past the reader
+        return "what holds a number beyond all measure"
 
 
 def fit_to_crop(recipe: Recipe, crop: int) -> Recipe:

@@ -1,6 +1,7 @@
 """The folder of a training run: `training.json` says what is trained, on what; nothing else may be trained there.
 
-training.json       recipe, dataset, classes; written first
+training.json       recipe, dataset, classes; written first, and never again: a run may go on with other values of the
+                    recipe's keys OF_EXECUTION, and each checkpoint states those that it was written with
 state.pt            how far the run is (training/state.py)
 last.safetensors    the checkpoint of that state
 best.safetensors    the checkpoint with the lowest top-1 error on val/ so far
@@ -21,6 +22,7 @@ from evaluator.differences import differences, shown
 from evaluator.errors import RunFolderError
 from evaluator.files import locked_folder, make_folder, remove_leftovers, write_atomically
 from evaluator.strict import an_object, check_plain, parse_json
+from training.recipe import OF_EXECUTION
 
 RUN_VERSION = 1
 TRAINING_FILE, STATE_FILE, METRICS_FILE = "training.json", "state.pt", "metrics.jsonl"
@@ -33,7 +35,8 @@ FILES = (STATE_FILE, LAST_FILE, BEST_FILE, METRICS_FILE, DIAGNOSIS_FILE, TRAININ
 def open_run_folder(folder: Path, description: dict[str, Any], *, fresh: bool) -> Iterator[Callable[[], None] | None]:
     """Make the folder, or check that it is of the same run, and hold it for this process alone.
 
-    description: plain JSON data, all that decides the results. fresh: an earlier run there is thrown away.
+    description: plain JSON data, all that decides the results, and the recipe's keys OF_EXECUTION, which do not and
+    may be others when a run goes on. fresh: an earlier run there is thrown away.
     Yields None where a run of this description goes on; else a function that removes what an earlier run left there
     (and nothing else) and writes the description. Nothing is removed before: what keeps the new run from beginning
     should not cost the old one. What a killed process left half-written is removed. Raises RunFolderError that shows
@@ -80,11 +83,15 @@ def _remove(folder: Path) -> None:
 
 def _compare(folder: Path, wanted: dict[str, Any]) -> None:
     """Refuse a run of another description, and one without a state to go on from."""
-    if found := differences(_read(folder / TRAINING_FILE), json.loads(json.dumps(wanted))):
+    may_differ = [("recipe", key) for key in OF_EXECUTION]
+    if found := differences(_read(folder / TRAINING_FILE), json.loads(json.dumps(wanted)), ignored=may_differ):
+        of_images = any(line.startswith("dataset.") for line in found)
+        hint = (
+            " (A fingerprint is of names, lengths and labels of a split's images: put back what was moved or changed.)"
+        )
         raise RunFolderError(
             f"{folder}: holds another training:\n{shown(found)}\n"
-            "Choose another folder with --out, or begin anew here with --fresh. (A fingerprint is of names, lengths "
-            "and labels of a split's images: put back what was moved or changed.)"
+            f"Choose another folder with --out, or begin anew here with --fresh.{hint if of_images else ''}"
         )
     if not (folder / STATE_FILE).exists():
         raise RunFolderError(

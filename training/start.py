@@ -11,9 +11,11 @@ import numpy as np
 from evaluator.contract import ClassEntry
 from evaluator.differences import differences, shown
 from evaluator.errors import UsageError
+from evaluator.files import sha256_of
 from training.architectures import Architecture
 from training.checkpoints import Checkpoint, FloatArray, read_checkpoint
 from training.initialization import Initialization, initial_tensors
+from training.run_folder import BEST_FILE, LAST_FILE
 
 LAST_LAYER = ("fc3.weight", "fc3.bias")
 
@@ -29,6 +31,12 @@ class Start:
     tensors: dict[str, FloatArray]
     mean: FloatArray
     remarks: tuple[str, ...]
+
+
+def sha256_of_start(path: Path) -> str:
+    """Return the sha256 of a checkpoint to begin with; UsageError when it cannot be read, or is a folder."""
+    _refuse_folder(path)
+    return sha256_of(path)
 
 
 def start_from(
@@ -47,6 +55,7 @@ def start_from(
 
     Raises UsageError that shows the difference when the architecture is another; what `read_checkpoint` raises.
     """
+    _refuse_folder(path)
     checkpoint = read_checkpoint(path)
     _check_architecture(path, checkpoint.architecture, net)
     there, here = [entry.wnid for entry in checkpoint.classes], [entry.wnid for entry in classes]
@@ -68,13 +77,22 @@ def start_from(
     return Start(tensors, mean, (f"begins with the weights of {said}", *about_mean))
 
 
+def _refuse_folder(path: Path) -> None:
+    """Refuse a folder in the place of a checkpoint; where it is a run's, name the checkpoints in it."""
+    if path.is_dir():
+        there = [str(path / name) for name in (LAST_FILE, BEST_FILE) if (path / name).is_file()]
+        raise UsageError(f"{path}: a folder, not a checkpoint. Give {' or '.join(there) or 'the path of a checkpoint'}")
+
+
 def _check_architecture(path: Path, there: Architecture, here: Architecture) -> None:
     """Refuse another trunk, pyramid, width or activation; what it is called and the crop do not matter."""
     places = ("in the checkpoint", "in the recipe")
     if found := differences(there.to_json(), here.to_json(), ignored={("name",), ("crop",)}, places=places):
+        # Nets of two names differ in dozens of layers, and the names say it all
+        what = ". " if there.name != here.name else f":\n{shown(found)}\n"
         raise UsageError(
             f"{path}: a net of another architecture ({there.name}, {there.activation}) than the recipe's "
-            f"({here.name}, {here.activation}):\n{shown(found)}\n"
+            f"({here.name}, {here.activation}){what}"
             "Take a recipe with the checkpoint's architecture and activation, or a checkpoint of the recipe's"
         )
 

@@ -8,7 +8,10 @@ wrote it: tensors stand under their names, so that any number of processes can g
 
 import errno
 import io
-from collections.abc import Mapping
+import math
+import warnings
+import zipfile
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,10 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from evaluator.errors import EnvironmentFault, RunFolderError
 from evaluator.files import open_atomically
-from evaluator.strict import whole
+from evaluator.strict import an_object, text, whole
+from training.checkpoints import is_finite
 from training.metrics import Errors
 from training.network import PreluNet
 from training.pictures import FloatArray
@@ -103,9 +108,19 @@ def write_state(path: Path, net: PreluNet, momentum: Mapping[str, Tensor], progr
     }
     # Not straight into the file: torch hides the system's error there, and "disk full" would read as our own mistake.
     buffer = io.BytesIO()
-    torch.save(state, buffer)
+    _save(state, buffer)
     with open_atomically(path) as file:
         file.write(buffer.getbuffer())
+
+
+def _save(state: dict[str, Any], buffer: io.BytesIO) -> None:
+    """Save with the records' CRCs, which `read_state` checks: torch leaves them out if somebody has told it to."""
+    before = get_crc32_options()
+    set_crc32_options(True)
+    try:
+        torch.save(state, buffer)
+    finally:
+        set_crc32_options(before)
 
 
 def read_state(path: Path, net: PreluNet) -> State:
@@ -114,58 +129,97 @@ def read_state(path: Path, net: PreluNet) -> State:
     net: with all its layers. Raises RunFolderError for a file that is damaged, or not of this net.
     """
     try:
-        # Mapped, so that the processes of a machine share what they read.
-        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        _check_records(path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, of what is refused below
+            # Mapped, so that the processes of a machine share what they read.
+            found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if type(found) is not dict:
+            raise ValueError("no state")
         version = whole(found["version"], "version", 1)
         if version == STATE_VERSION:
             return _state_of(found, net)
     except OSError as error:
         if error.errno != errno.EINVAL:  # which is what torch makes of a very short file
             raise
-        raise _damaged(path) from error
+        raise damaged(path) from error
     except Exception as error:  # on damaged bytes torch raises far more than its own classes, with advice of its own
         if isinstance(error, MemoryError) or "allocate memory" in str(error):  # the file may be sound
-            text = f"{path}: too little memory to read it. Free memory, or start fewer processes"
-            raise EnvironmentFault(text) from error
-        raise _damaged(path) from error
+            fault = f"{path}: too little memory to read it. Free memory, or start fewer processes"
+            raise EnvironmentFault(fault) from error
+        raise damaged(path) from error
     raise RunFolderError(
         f"{path}: version {version}, but this prelunet reads version {STATE_VERSION}. "
         "Go on with the prelunet that wrote it, or begin anew with --fresh"
     )
 
 
-def _damaged(path: Path) -> RunFolderError:
+def damaged(path: Path) -> RunFolderError:
+    """Return the error of a state.pt that nobody can go on from."""
     return RunFolderError(
         f"{path}: damaged, or of another net, so it cannot be resumed from. "
         "Restore the file from a copy, or begin anew with --fresh"
     )
 
 
+def _check_records(path: Path) -> None:
+    """Check the CRC of every record: a mapping torch checks none. Takes a second a gigabyte, and 1 MiB of memory."""
+    with zipfile.ZipFile(path) as file:
+        if (name := file.testzip()) is not None:
+            raise ValueError(f"the CRC of {name}")
+
+
 def _state_of(found: dict[str, Any], net: PreluNet) -> State:
-    """Return what the file says; ValueError, TypeError, AttributeError or KeyError where it cannot be meant."""
+    """Return what the file says; any exception where it cannot be meant, as torch has its own for odd tensors."""
     shapes = {name: tuple(value.shape) for name, value in net.state_dict().items()}
     tensors, momentum = found["net"], found["momentum"]
-    if {name: tuple(value.shape) for name, value in tensors.items()} != shapes:
+    if tensors.keys() != shapes.keys() or momentum.keys() not in (set(), shapes.keys()):
         raise ValueError("tensors of another net")
-    if any(shapes[name] != tuple(value.shape) for name, value in momentum.items()):
-        raise ValueError("momenta of another net")
+    for name, value in (*tensors.items(), *momentum.items()):
+        _array(value, name, shapes[name])
     return State(_progress_of(found, net.architecture.crop), tensors, momentum)
 
 
+def _array(value: Any, what: str, *shapes: tuple[int, ...]) -> FloatArray:
+    """Return a tensor of finite float32 of one of these shapes.
+
+    For what has no values in rows (sparse, nested, on `meta`) torch raises TypeError or RuntimeError.
+    """
+    array: FloatArray = value.numpy()
+    if array.dtype != np.float32 or array.shape not in shapes or not is_finite(array):
+        raise ValueError(f"{what}: {array.dtype} of shape {array.shape}, or not finite")
+    return array
+
+
 def _progress_of(found: dict[str, Any], crop: int) -> Progress:
+    step = whole(found["step"], "step", 0)
     loss_sum, loss_steps = found["loss"]
-    mean, axes = found["mean"].numpy(), found["axes"].numpy()
-    if mean.dtype != np.float32 or mean.shape not in ((crop, crop, 3), (3,)):
-        raise ValueError(f"a mean of shape {mean.shape}")
-    if axes.dtype != np.float32 or axes.shape != (3, 3):
-        raise ValueError(f"axes of shape {axes.shape}")
+    if type(loss_sum) is not float or not math.isfinite(loss_sum):
+        raise ValueError("a loss that is no number")
     return Progress(
-        mean=mean,
-        axes=axes,
-        refused={split: dict(found["refused"][split]) for split in ("train", "val")},
-        lost=dict(found["lost"]),
-        step=whole(found["step"], "step", 0),
-        loss_sum=float(loss_sum),
-        loss_steps=whole(loss_steps, "steps of the loss", 0),
-        measured=[Errors(**errors) for errors in found["measured"]],
+        mean=_array(found["mean"], "mean", (crop, crop, 3), (3,)),
+        axes=_array(found["axes"], "axes", (3, 3)),
+        refused={split: _reasons_of(found["refused"][split]) for split in ("train", "val")},
+        lost=_reasons_of(found["lost"]),
+        step=step,
+        loss_sum=loss_sum,
+        loss_steps=whole(loss_steps, "steps of the loss", 0, step),
+        measured=_measured_of(found["measured"], step),
     )
+
+
+def _reasons_of(files: Any) -> dict[str, str]:
+    """Return file → reason."""
+    return {text(file, "a file"): text(reason, "a reason") for file, reason in an_object(files, "files").items()}
+
+
+def _measured_of(entries: Iterable[dict[str, Any]], step: int) -> list[Errors]:
+    """Return the measurements of a run that has come to this step."""
+    measured = [Errors(**entry) for entry in entries]
+    before = 0
+    for errors in measured:
+        before = whole(errors.step, "step of a measurement", before + 1, step)
+        top1, top5 = errors.top1_error, errors.top5_error
+        if type(top1) is not float or type(top5) is not float or not 0 <= top5 <= top1 <= 100:
+            raise ValueError(f"errors of {top1} and {top5} percent")
+    return measured

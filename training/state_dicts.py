@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from evaluator.errors import CheckpointError, UsageError
+from evaluator.files import require_plain
 from training.checkpoints import PREFIX
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "net")  # keys under which training scripts keep the net
@@ -42,6 +43,7 @@ def read_state_dict(path: Path) -> StateDict:
     that is damaged, of another kind, a checkpoint of ours, or one that only code could read; UsageError for one that
     cannot be opened.
     """
+    require_plain(path)
     try:
         with path.open("rb") as file:
             head = file.read(9)

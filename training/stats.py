@@ -27,6 +27,7 @@ Int64Array = npt.NDArray[np.int64]
 
 MAX_REFUSED = 0.1  # part of a split; beyond it the dataset, not a few files, is broken
 VERSION = 1  # of what is kept; to be raised whenever the same images would give other sums
+PROBES = 20  # images that are decoded once more before a training begins
 SAVE_EVERY = 10.0  # seconds of work that an interruption costs at most
 
 
@@ -110,6 +111,20 @@ def survey(
         keeper.forget()  # or images that are mended, with the length they had, would stay refused
         raise
     return tally.survey()
+
+
+def still_holds(found: Survey, dataset: Dataset) -> bool:
+    """Say whether some of the images that a survey has used can still be decoded.
+
+    Rubbish of the same length keeps the fingerprint, and with it a kept survey.
+    """
+    used = [sample for sample in dataset.samples if sample.file not in found.refused]
+    try:
+        for sample in used[:: max(1, len(used) // PROBES)]:
+            decode_image(dataset.read(sample))
+    except ImageError:
+        return False
+    return True
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path | None:

@@ -49,6 +49,8 @@ def inspect(
     if data is None and (images or labels):
         raise UsageError(f"{'--images' if images else '--labels'}: of which images? Give them with --data DIR")
     if plot is not None:
+        if plot.suffix.lower() != ".svg":  # else a picture by name would hold text
+            raise UsageError(f"--plot {plot}: plots are drawn as SVG. Give a name that ends in .svg")
         require_writable(plot)
     if file.is_dir():
         _show_history(file, data, plot, as_json=as_json)
@@ -96,7 +98,7 @@ def _show_responses(file: Path, data: DatasetPlace, images: int | None, plot: Pa
     if plot is not None:
         from training.diagnosis_plot import draw_layers
 
-        write_atomically(plot, draw_layers(layers))
+        _write_plot(plot, draw_layers(layers))
 
 
 def _show_history(folder: Path, data: Path | None, plot: Path | None, *, as_json: bool) -> None:
@@ -116,4 +118,9 @@ def _show_history(folder: Path, data: Path | None, plot: Path | None, *, as_json
     if plot is not None:
         from training.diagnosis_plot import draw_history
 
-        write_atomically(plot, draw_history(entries))
+        _write_plot(plot, draw_history(entries))
+
+
+def _write_plot(plot: Path, svg: bytes) -> None:
+    write_atomically(plot, svg)
+    say(f"plot: {plot}", err=True)  # not stdout, which may be JSON

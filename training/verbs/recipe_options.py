@@ -38,13 +38,19 @@ def with_recipe_options(verb: Callable[..., None], but: tuple[str, ...]) -> Call
 
 
 def changed(recipe: Recipe, keys: Mapping[str, Any]) -> Recipe:
-    """Return the recipe with the keys that options gave; raises UsageError for a value that cannot be meant."""
+    """Return the recipe with the keys that options gave; raises UsageError for a value that cannot be meant.
+
+    What the recipe says for the other of two ways falls away with it: steps for epochs, epochs for steps, and
+    rate_drops where the rate is to follow val/.
+    """
     kinds = {key.name: get_args(key.type)[0] for key in fields(Recipe)}
     values = {name: _value(text, kinds[name], f"--{name.replace('_', '-')}") for name, text in keys.items()}
     if "steps" in values and "epochs" not in values:
         values["epochs"] = None
     elif "epochs" in values and "steps" not in values:
         values["steps"] = None
+    if values.get("rate_policy") == "plateau":
+        values.setdefault("rate_drops", ())
     return replace(recipe, **values)
 
 

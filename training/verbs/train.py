@@ -114,8 +114,8 @@ def _crop_side(text: str, stride: int, data: Path | None) -> int:
     if text == "auto":
         images = open_dataset(data or embedded_dataset_path(), split="train")
         return automatic_crop(median_shorter_side(images), stride)
-    if not text.isdecimal() or not 1 <= int(text) <= 4096:
-        raise UsageError(f"--crop {text}: should be a side in pixels, or auto")
+    if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= 4096:  # int() reads 4300 digits at most
+        raise UsageError(f"--crop {text[:40]}: should be a side in pixels, or auto")
     return int(text)
 
 
