@@ -1,14 +1,14 @@
 # make demo          train, export, verify, serve, classify, validate and report on the embedded images
 # make demo DATA=DIR the same on a folder with train/ and val/ class folders
-# make test          the whole test suite in two processes of one thread; LARGE=1 adds model C, ARGS='-k oracle' goes to pytest,
-#                    PROCESSES=0 runs it in one
+# make test          the whole test suite, in three processes, as many tests wait; LARGE=1 adds model C, ARGS='-k oracle' goes to
+#                    pytest, PROCESSES=0 runs it in one
 # make test-browser  opens the report in Chromium, laptop and phone; `make test` does so too where there is one
 # make check-install  a clean environment without torch and onnx serves, validates, reports
 # make check-placement  without a GPU: every node of the model files is placed on CUDA, without copies inside
 # make lint lint-proto format proto bench pins clean
 
 PYTHON ?= python3
-PROCESSES ?= 2
+PROCESSES ?= 3
 BIN := .venv/bin
 BUF_VERSION := 1.75.0
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt

@@ -229,6 +229,15 @@ def test_missing_unexpected_and_misshaped_tensors_are_all_listed_at_once(file: P
     }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused_by_its_name(file: Path) -> None:
+    tensors = our_names()
+    tensors["conv1.bias"] = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    torch.save(tensors, file)
+    with pytest.raises(CheckpointError, match=r"beside the tensors there are other things: 'conv1\.bias'"):
+        tiny_import(file)
+
+
 @pytest.mark.parametrize("names", ["foreign", "ours", "by the map"])
 def test_another_number_of_classes_is_told_at_once_whatever_the_names(file: Path, names: str) -> None:
     foreign, ours = Foreign(classes=5).state_dict(), our_names(classes=5)

@@ -97,7 +97,8 @@ def read_mean_image(path: Path, crop: int) -> FloatArray:
             f"{path}: {what}, but a mean image is [{crop}, {crop}, 3] or [3, {crop}, {crop}] numbers. Cut it to the "
             "crop, or give the mean of each channel: --mean M,M,M"
         )
-    return np.array(found, dtype=np.float32)
+    with np.errstate(over="ignore"):  # what is infinite then is refused with its value
+        return np.array(found, dtype=np.float32)
 
 
 def preprocessing_of(

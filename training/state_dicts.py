@@ -130,8 +130,10 @@ def _state_dict_in(path: Path, loaded: Any) -> tuple[dict[str, Tensor], tuple[st
             f"{path}: no state dict in it, {what}; one was looked for there and under {', '.join(_WRAPPERS)}. "
             f"Write one with {_SAVE}"
         )
-    strange = [
-        repr(name)[:60] for name, value in loaded.items() if not (isinstance(name, str) and isinstance(value, Tensor))
+    strange = [  # a nested tensor has no shape
+        repr(name)[:60]
+        for name, value in loaded.items()
+        if not (isinstance(name, str) and isinstance(value, Tensor)) or value.is_nested
     ]
     if strange:
         raise CheckpointError(
