@@ -29,7 +29,7 @@ def computes_bf16() -> bool:
     return "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
-@pytest.mark.parametrize("key", ["E-image", "demo-image", "demo-exact"])  # of A: test_dense_scores.py
+@pytest.mark.parametrize("key", ["A-image", "E-image", "demo-image", "demo-exact"])
 def test_scores_are_the_oracles_also_of_a_single_window(exported: dict[str, Exported], key: str) -> None:
     session = open_session(exported[key].path, "openvino")
     assert (session.circumstances.provider, session.circumstances.precision) == ("OpenVINO", "fp32")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from evaluator.errors import Interrupted, RunFolderError
+from evaluator.errors import Interrupted, RunFolderError, UsageError
 from evaluator.files import locked_folder
 from training.checkpoints import Checkpoint, read_checkpoint
 from training.loop import Trainer, train
@@ -207,3 +207,9 @@ def test_a_folder_that_holds_anything_but_a_training_is_left_alone(
         train(RECIPE, data, tmp_path, fresh=fresh)
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_bytes() == b"precious"
+
+
+def test_a_run_among_the_class_folders_is_refused_before_it_leaves_anything_there(data: Path) -> None:
+    with pytest.raises(UsageError, match="would be taken for a class"):
+        train(RECIPE, data, data / "train" / "run")
+    assert not (data / "train" / "run").exists()

@@ -36,15 +36,19 @@ sys.exit(run({arguments!r}))
 """
 
 
-def start_processes(size: int, arguments: list[str], port: int) -> list["subprocess.Popen[str]"]:
-    script = WORK.format(tests=str(Path(__file__).parent), arguments=arguments)
+def start_processes(
+    size: int, arguments: list[str], port: int, *, more_of_last: list[str] | None = None
+) -> list["subprocess.Popen[str]"]:
+    """Start the processes of a training; the last one may have further arguments."""
+    lists = [arguments] * (size - 1) + [arguments + (more_of_last or [])]
+    scripts = [WORK.format(tests=str(Path(__file__).parent), arguments=own) for own in lists]
     base = {
         **os.environ, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     return [
         subprocess.Popen(
-            [sys.executable, "-c", script], env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            [sys.executable, "-c", scripts[rank]], env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(size)
@@ -95,6 +99,7 @@ def test_sigterm_to_one_of_two_stops_both_between_the_same_steps_and_one_process
     assert [process.returncode for process in processes] == [4, 4], texts
     assert "interrupted after step" in texts[0][1]
     assert "interrupted" not in texts[1][1]  # one of them says it
+    assert "prelunet:" not in texts[1][1]
     stopped = torch.load(folder / "state.pt", weights_only=True)["step"]
     assert run(arguments_for(data, recipe_file, undisturbed, "--steps", str(stopped + 3))) == 0
     change_length(folder, stopped + 3)
@@ -141,6 +146,17 @@ def change_length(folder: Path, steps: int) -> None:
     assert description["recipe"]["steps"] == 4000
     description["recipe"]["steps"] = steps
     path.write_text(json.dumps(description))
+
+
+def test_processes_that_were_asked_for_different_things_train_nothing(
+    data: Path, tmp_path: Path, recipe_file: Path
+) -> None:
+    arguments = arguments_for(data, recipe_file, tmp_path / "run")
+    processes = start_processes(2, arguments, free_port(), more_of_last=["--rate", "0.5"])
+    texts = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], texts
+    assert all("recipe.rate: 0.003 in process 0, 0.5 in process 1" in text for _, text in texts)
+    assert not (tmp_path / "run").exists()
 
 
 def test_more_processes_than_rows_are_refused(data: Path, tmp_path: Path, recipe_file: Path) -> None:
