@@ -53,7 +53,6 @@ proto: .venv/with-dev
 
 bench: .venv/with-dev
 	$(BIN)/python benchmarks/engine.py --output benchmarks/results/engine-cpu.json
-	$(BIN)/python benchmarks/reporting.py
 
 pins: .venv/with-dev
 	(sed '/^[^#]/,$$d' constraints.txt; $(BIN)/pip freeze --all --exclude-editable --exclude pip | sed 's/+cpu$$//') > constraints.new

@@ -235,8 +235,9 @@ def _openvino(precision: Precision) -> Callable[[Case], Opened]:
             "PERFORMANCE_HINT": "LATENCY",
             "INFERENCE_NUM_THREADS": case.threads,
         }
-        compiled = openvino.Core().compile_model(case.plain, "CPU", asked)
         try:
+            openvino_runtime.check_processor(precision)
+            compiled = openvino.Core().compile_model(case.plain, "CPU", asked)
             openvino_runtime.check_precision(compiled, precision)
         except EnvironmentFault as error:
             raise NotAvailable(str(error)) from error

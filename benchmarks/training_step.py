@@ -71,7 +71,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    usual = ["demo:64:60", "E:8:16", "A:2:8"]
+    usual = ["demo:64:60", "E:8:16", "A:2:40"]
     parser.add_argument("--case", action="append", metavar="RECIPE:BATCH:ROUNDS", help=f"else {', '.join(usual)}")
     parser.add_argument("--output", type=Path, help="JSON file to write; a table is written beside it")
     options = parser.parse_args()

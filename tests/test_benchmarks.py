@@ -325,6 +325,7 @@ def test_a_compiler_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch, tmp
 def test_openvino_that_computes_in_another_precision_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     checkpoint = tiny_checkpoint()
     export_plain(DenseNet(network_from_checkpoint(checkpoint), checkpoint.mean), tmp_path / "plain.onnx")
+    monkeypatch.setattr(openvino_runtime, "check_processor", lambda precision: None)
     monkeypatch.setattr(openvino_runtime, "_precisions", lambda compiled: {"f32"})
     with pytest.raises(NotAvailable, match=r"bf16: .* computes in f32"):
         COMPETITORS["openvino, plain export, bf16"].open(Case(tmp_path, 1))

@@ -107,6 +107,23 @@ def test_bf16_is_what_runs_where_it_is_asked_for(exported: dict[str, Exported]) 
     assert 1e-5 < deviation < BF16_TOLERANCE, "float32 would be closer than 1e-5, so this was not bfloat16"
 
 
+def test_bf16_is_refused_before_the_file_is_read_where_the_cpu_does_not_know_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Core:
+        def get_property(self, device: str, name: str) -> list[str]:
+            return {("CPU", "OPTIMIZATION_CAPABILITIES"): ["FP32", "INT8"]}[device, name]
+
+        def read_model(self, path: str) -> None:
+            raise RuntimeError("the file was read")
+
+    monkeypatch.setattr(openvino_runtime, "_core", Core)
+    with pytest.raises(EnvironmentFault, match=r"--precision bf16: on this CPU OpenVINO computes in f32 instead"):
+        openvino_runtime.load(tmp_path / "none.onnx", "bf16")
+    with pytest.raises(ContractError, match="the file was read"):
+        openvino_runtime.load(tmp_path / "none.onnx", "fp32")
+
+
 class Compiled:
     """A compiled model of layers (type, precision)."""
 

@@ -63,6 +63,7 @@ def load(path: Path, precision: CpuPrecision = "fp32", *, threads: int = 0) -> O
     when the file is no model.
     """
     runtime = _import()
+    check_processor(precision)
     core = _core()
     settings: dict[str, Any] = {
         "INFERENCE_PRECISION_HINT": HINTS[precision],
@@ -122,14 +123,27 @@ def _check_names(model: Any, path: Path) -> None:
             raise ContractError(f"{path}: an input or output has no name, so this is no model file of prelunet")
 
 
+def check_processor(precision: CpuPrecision) -> None:
+    """Refuse what this CPU has no instructions for, before a model of gigabytes is compiled.
+
+    That it has them does not yet mean that a model runs in them: `check_precision`. Raises EnvironmentFault.
+    """
+    if precision == "bf16" and "BF16" not in _core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        raise _cannot(precision, "f32")
+
+
 def check_precision(compiled: Any, precision: CpuPrecision) -> None:
     """Check in the compiled model that every convolution and fully connected layer runs in the precision asked for."""
     found = _precisions(compiled)
     if found != {HINTS[precision]}:
-        raise EnvironmentFault(
-            f"--device openvino --precision {precision}: on this CPU OpenVINO computes in {', '.join(sorted(found))} "
-            "instead. bf16 needs a CPU with AVX512_BF16 or AMX; leave --precision out for fp32"
-        )
+        raise _cannot(precision, ", ".join(sorted(found)))
+
+
+def _cannot(precision: CpuPrecision, found: str) -> EnvironmentFault:
+    return EnvironmentFault(
+        f"--device openvino --precision {precision}: on this CPU OpenVINO computes in {found} instead. "
+        "bf16 needs a CPU with AVX512_BF16 or AMX; leave --precision out for fp32"
+    )
 
 
 def _precisions(compiled: Any) -> set[str]:
