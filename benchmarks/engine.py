@@ -80,7 +80,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--patience",
         type=float,
-        default=200,
+        default=180,
         help="seconds within which the least images are made; on a slow machine fewer are, one always",
     )
     parser.add_argument("--threads", type=int, default=cores(), help="of every competitor")

@@ -28,6 +28,7 @@ from export.pyramid import plan_pools, pyramid_bins
 from training.architectures import LRELU_SLOPE, Activation, Architecture, Conv, Pool
 
 MAX_SIDE = 4096  # pixels, or more where `multi-scale` needs it; the graph cuts its masks from a constant of that length
+_AT_ONCE = 64  # rows that are transposed together: a whole fc1 of 500 MB takes six times as long
 
 FloatArray = npt.NDArray[np.float32]
 Parameters = npt.NDArray[np.floating]  # float32, or float16 as `round_to_half` gives them
@@ -283,13 +284,16 @@ def fc1_channel_last(weight: Parameters, architecture: Architecture) -> Paramete
     Returns (bins·C, hidden), levels in order, each (row, column, channel).
     """
     hidden, channels = weight.shape[0], architecture.channels
-    rows, start = [], 0
+    matrix, start = np.empty(weight.T.shape, weight.dtype), 0
     for level in architecture.spp_levels:
         size = channels * level * level
-        block = weight[:, start : start + size].reshape(hidden, channels, level, level)
-        rows.append(block.transpose(2, 3, 1, 0).reshape(size, hidden))
+        rows = matrix[start : start + size].reshape(level, level, channels, hidden)
+        for first in range(0, hidden, _AT_ONCE):
+            some = slice(first, first + _AT_ONCE)
+            block = weight[some, start : start + size].reshape(-1, channels, level, level)
+            rows[..., some] = block.transpose(2, 3, 1, 0)
         start += size
-    return np.concatenate(rows)
+    return matrix
 
 
 def _head(graph: Graph, architecture: Architecture, tensors: Mapping[str, Parameters], feature_map: str) -> str:
