@@ -87,12 +87,10 @@ def _activate(x: torch.Tensor, tensors: Mapping[str, np.ndarray], name: str, act
 def _classify_windows(net: str, tensors: Mapping[str, np.ndarray], x: torch.Tensor, activation: str) -> Answer:
     side = WINDOW[net]
     rows, columns = x.shape[2] - side + 1, x.shape[3] - side + 1
-    features = []
-    for row in range(rows):
-        for column in range(columns):
-            window = x[:, :, row : row + side, column : column + side]
-            features.append(torch.cat([F.adaptive_max_pool2d(window, n).flatten(1) for n in LEVELS[net]], dim=1))
-    y = torch.cat(features)
+    windows = torch.cat(
+        [x[:, :, row : row + side, column : column + side] for row in range(rows) for column in range(columns)]
+    )
+    y = torch.cat([F.adaptive_max_pool2d(windows, n).flatten(1) for n in LEVELS[net]], dim=1)
     for name in ("fc1", "fc2", "fc3"):
         y = F.linear(y, _tensor(tensors[f"{name}.weight"]), _tensor(tensors[f"{name}.bias"]))
         if name != "fc3":
