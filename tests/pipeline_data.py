@@ -43,7 +43,7 @@ def no_thread_is_left() -> Iterator[None]:
     """Make sure that a test ends all threads that it has begun; an autouse fixture of each file."""
     before = set(threading.enumerate())
     yield
-    assert set(threading.enumerate()) <= before  # one of an earlier test may end meanwhile
+    assert set(threading.enumerate()) - before == set()  # one of an earlier test may end meanwhile
 
 
 class Reading:
