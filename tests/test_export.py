@@ -17,9 +17,11 @@ from evaluator.contract import ModelContract, contract_from_metadata, golden_ima
 from evaluator.engine.session import open_session
 from evaluator.errors import CheckpointError, ContractError, EnvironmentFault, UsageError
 from export.exporting import export_checkpoint
+from export.model import fc1_channel_last
 from export.verification import verify
 from fakes import fake_contract
 from telling import noise
+from training.architectures import architecture
 from training.checkpoints import write_checkpoint
 
 
@@ -330,3 +332,16 @@ def test_a_checkpoint_whose_names_could_steer_a_terminal_is_not_exported(
     with pytest.raises(CheckpointError, match="without control characters"):
         export_checkpoint(tmp_path / "odd.safetensors", tmp_path / "odd.onnx")
     assert [path.name for path in tmp_path.iterdir()] == ["odd.safetensors"]
+
+
+def test_every_number_of_fc1_finds_its_place_also_where_rows_are_left_over() -> None:
+    net = replace(architecture("demo"), hidden=70)  # transposed 64 at a time
+    weight = np.arange(70.0 * net.bins * net.channels).reshape(70, -1)
+    found, row, start = fc1_channel_last(weight, net), 0, 0
+    for level in net.spp_levels:
+        for cell in range(level * level):
+            for channel in range(net.channels):
+                np.testing.assert_array_equal(found[row], weight[:, start + channel * level * level + cell])
+                row += 1
+        start += net.channels * level * level
+    assert row == len(found)
