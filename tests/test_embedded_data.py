@@ -1,9 +1,12 @@
 """The dataset that comes with prelunet is what its documentation says."""
 
 import hashlib
+import re
+import tomllib
 import zipfile
 from collections import Counter
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +15,8 @@ from evaluator.imaging.decode import decode_rgb
 from training.embedded import embedded_dataset_path
 from training.splits import open_splits
 
+ROOT = Path(__file__).parent.parent
+LICENCE_FILES = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["license-files"]
 CLASSES = ["ankle-boot", "bag", "coat", "dress", "pullover", "sandal", "shirt", "sneaker", "t-shirt", "trouser"]
 
 
@@ -72,3 +77,8 @@ def test_class_names_are_the_folder_names_in_plain_words() -> None:
     assert [entry.wnid for entry in splits.classes] == CLASSES
     assert splits.classes[0].name == "ankle boot"
     assert (len(splits.train.samples), len(splits.val.samples)) == (6000, 2000)
+
+
+@pytest.mark.parametrize("name", LICENCE_FILES)
+def test_every_licence_file_of_the_package_has_a_copyright_line(name: str) -> None:
+    assert re.search(r"^ *Copyright ", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)
