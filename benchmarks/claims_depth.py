@@ -10,6 +10,8 @@ Net: `demo30`, the paper's 30-layer net in miniature (its 1 + 4 + 22 convolution
 part of Fashion-MNIST. Everything but the rule of the convolutions is the same: fc1, fc2, fc3 begin with the paper's
 0.01, 0.01, 0.001, and the rate does not fall. A seed decides weights, order, views and dropout; the numbers of Eq. 14
 are Gaussian and Xavier's uniform, as in the paper. The paper's figure is of ReLU; PReLU stands beside it.
+So a stall here comes from the rule and these deviations together: with deviations by Xavier's rule in the fc layers too
+(0.0386, 0.0625, 0.0625) every ReLU net learned, in a trial whose result file is not committed yet.
 A rate can be too low for one rule and too high for the other, so that the ReLU nets are tried at two: the lower one
 was chosen by looking at Eq. 14, and the higher one, the paper's 0.01, is near or beyond what that can bear here.
 
