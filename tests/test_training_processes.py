@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.distributed.run import get_args_parser
 
 from evaluator.cli import run
+from evaluator.files import sha256_of
 from gloo import free_port
 from training.checkpoints import read_checkpoint
 from training_folders import RECIPE, lines_of, make_dataset
@@ -165,3 +169,28 @@ def test_more_processes_than_rows_are_refused(data: Path, tmp_path: Path, recipe
     texts = [process.communicate(timeout=60) for process in processes]
     assert 2 in [process.returncode for process in processes]
     assert any("a batch of 1 cannot be split into 2 parts" in text for _, text in texts)
+
+
+def test_fine_tuning_runs_under_torchrun(data: Path, tmp_path: Path, recipe_file: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert run(arguments_for(data, recipe_file, first, "--steps", "1")) == 0
+    start = first / "last.safetensors"
+    arguments = arguments_for(data, recipe_file, second, "--steps", "1", "--from", str(start))
+    scripts = sysconfig.get_path("scripts")
+    environment = {
+        **os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parent.parent),
+    }  # fmt: skip
+    command = [f"{scripts}/torchrun", "--standalone", "--nproc-per-node", "1", "--no-python", "prelunet", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((second / "training.json").read_text())["start"] == sha256_of(start)
+
+
+def test_torchrun_takes_no_option_of_train_for_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "--help"]) == 0
+    options = re.findall(r"(?:^ | /) (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)
+    assert {"--from", "--rate", "--fresh", "--no-tensorboard"} < set(options)
+    for option in options:  # it looks for abbreviations of its own options after the program's name, too
+        parsed = get_args_parser().parse_args(["--no-python", "prelunet", "train", option])
+        assert parsed.training_script_args == ["train", option]

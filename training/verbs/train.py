@@ -34,6 +34,7 @@ def _train(
     start: Annotated[
         Path | None,
         typer.Option(
+            "--from",  # not --start, which torchrun takes for an abbreviation of its own --start-method
             help="Begin with this checkpoint's weights (fine-tuning); fc3 is drawn anew where the classes are others.",
             metavar="CKPT",
         ),
