@@ -7,7 +7,9 @@ out=demo/clothes
 
 # An interrupted demo goes on where it stopped; a finished one starts anew, whatever version made it.
 anew() { [ ! -e "$1/finished" ] || rm -rf "$1"; mkdir -p "$1"; }
-step() { printf '\n\033[1m== %s\033[0m\n' "$1"; }
+bold='' plain=''
+if [ -t 1 ] && [ -z "${NO_COLOR:-}" ]; then bold=$'\033[1m' plain=$'\033[0m'; fi
+step() { printf '\n%s== %s%s\n' "$bold" "$1" "$plain"; }
 say() { printf '$ %s\n' "$*"; "$@"; }
 
 if [ $# -gt 0 ]; then
