@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from onnx import checker
 
-from evaluator.contract import Canvas, GoldenImage, ModelContract, Precision, golden_image, golden_sizes
+from evaluator.contract import Canvas, ModelContract, Precision, golden_image, golden_sizes
 from evaluator.engine.session import Outputs, open_session
 from evaluator.engine.tolerances import Deviation, deviation, tolerance_of
 from evaluator.errors import CheckFailed, CheckpointError, UsageError
@@ -23,7 +24,7 @@ from export.precision import (
     precision_warnings,
     rounding_losses,
 )
-from export.verification import index_in, judged_as, run_cases
+from export.verification import golden_answer, index_in, judged_as, run_cases
 from training.checkpoints import Checkpoint, read_checkpoint
 from training.dense import dense_windows
 from training.inspection import summarise_slopes
@@ -87,7 +88,12 @@ def _oracle(checkpoint: Checkpoint) -> list[WindowArrays]:
     """Return (scores, logits) of every window of each golden image, float64 (rows, columns, K), from the torch net."""
     net = network_from_checkpoint(checkpoint).double()
     sizes = golden_sizes(net.architecture.crop)
-    return [dense_windows(net, golden_image(*size), checkpoint.mean) for size in sizes]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the order of sums, and with it their last bits, depends on the number of threads
+    try:
+        return [dense_windows(net, golden_image(*size), checkpoint.mean) for size in sizes]
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _contract(
@@ -111,7 +117,7 @@ def _contract(
         "slopes": summarise_slopes(checkpoint.tensors),
     }
     golden = [
-        GoldenImage(height, width, *(tuple(array.mean(axis=(0, 1)).tolist()) for array in arrays))
+        golden_answer(height, width, *(array.mean(axis=(0, 1)) for array in arrays))
         for (height, width), arrays in zip(golden_sizes(architecture.crop), windows, strict=True)
     ]
     return replace(contract, training=training, golden=tuple(golden))
@@ -124,7 +130,7 @@ def _trained_scales(checkpoint: Checkpoint) -> tuple[int, int] | None:
 
 
 def _model_bytes(checkpoint: Checkpoint, contract: ModelContract) -> bytes:
-    """Build the model; the same checkpoint and versions give the same bytes."""
+    """Build the model; the same checkpoint and versions give the same bytes, with any number of threads."""
     version = importlib.metadata.version("prelunet")
     model = build_model(checkpoint.architecture, checkpoint.tensors, checkpoint.mean, contract, version)
     data: bytes = model.SerializeToString(deterministic=True)

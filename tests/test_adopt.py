@@ -32,6 +32,7 @@ from foreign_nets import (
     RGB,
     STD,
     Build,
+    Nodes,
     Plain,
     adopted,
     certain,
@@ -222,6 +223,22 @@ def test_the_file_has_no_trace_of_what_made_the_net_and_the_same_bytes_each_time
     assert (tmp_path / "adopted.onnx").read_bytes() == first
     assert b"/home/me" not in first
     assert str(tmp_path).encode() not in first
+
+
+def test_golden_scores_are_those_of_one_thread_however_many_the_machine_has(tmp_path: Path) -> None:
+    def wide(n: Nodes, x: str) -> str:
+        """End in a convolution over so many channels that onnxruntime orders its sums by its threads."""
+        x = n.add("AveragePool", x, kernel_shape=[8, 8], strides=[8, 8])
+        x = n.add("Conv", x, n.weights(513, 3, 1, 1), kernel_shape=[1, 1])
+        x = n.add("Conv", x, n.weights(CLASSES, 513, 5, 5, low=-0.02, high=0.02), kernel_shape=[5, 5], pads=[2] * 4)
+        return n.add("Flatten", n.add("GlobalAveragePool", x), axis=1)
+
+    path = net(tmp_path, wide)
+    session, _ = adopted(tmp_path, path)
+    (golden,) = session.contract.golden
+    pixels = RGB.plain(golden_image(CROP, CROP)).transpose(2, 0, 1)[None]
+    (logits,) = PlainNet(path, threads=1).run({"x": pixels}, "v4")
+    np.testing.assert_array_equal(np.float32(golden.logits), logits)  # nine digits are enough for every bit of float32
 
 
 def test_weights_in_another_file_are_taken_into_the_model(tmp_path: Path) -> None:

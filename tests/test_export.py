@@ -6,10 +6,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+import torch
 
 from conftest import Exported, with_contract
 from evaluator.cli import run
@@ -23,6 +25,7 @@ from fakes import fake_contract
 from telling import noise
 from training.architectures import architecture
 from training.checkpoints import write_checkpoint
+from training.dense import dense_windows
 
 
 def test_the_file_says_all_that_the_contract_lists(exported: dict[str, Exported]) -> None:
@@ -54,6 +57,33 @@ def test_the_same_checkpoint_gives_the_same_bytes_in_another_process(
     command = [sys.executable, "-c", "import sys; from evaluator.cli import run; sys.exit(run(sys.argv[1:]))"]
     subprocess.run([*command, "export", str(exported["demo-image"].checkpoint_path), "-o", str(again)], check=True)
     assert again.read_bytes() == exported["demo-image"].path.read_bytes()
+
+
+def test_the_same_checkpoint_gives_the_same_bytes_with_any_number_of_threads(
+    exported: dict[str, Exported], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, before, files = exported["demo-image"].checkpoint_path, torch.get_num_threads(), []
+    monkeypatch.setattr("export.verification.GOLDEN_DIGITS", 17)  # rounding must not hide what threads do
+    try:
+        for threads in (1, 2, 8):  # the oracle's sums in float64 differ from each to the next
+            torch.set_num_threads(threads)
+            export_checkpoint(path, tmp_path / "model.onnx")
+            assert torch.get_num_threads() == threads, "whoever called it computes on as before"
+            files.append((tmp_path / "model.onnx").read_bytes())
+    finally:
+        torch.set_num_threads(before)
+    assert files[1:] == files[:1] * 2
+
+
+def test_golden_scores_that_differ_in_their_last_bits_as_between_processors_give_the_same_bytes(
+    exported: dict[str, Exported], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on_another_processor(*arguments: Any) -> tuple[Any, ...]:
+        return tuple(np.nextafter(array, np.inf) for array in dense_windows(*arguments))
+
+    monkeypatch.setattr("export.exporting.dense_windows", on_another_processor)
+    export_checkpoint(exported["demo-image"].checkpoint_path, tmp_path / "model.onnx")
+    assert (tmp_path / "model.onnx").read_bytes() == exported["demo-image"].path.read_bytes()
 
 
 def test_the_file_holds_no_path_and_no_trace_of_this_machine(exported: dict[str, Exported]) -> None:

@@ -148,13 +148,15 @@ def _session(
 class PlainNet:
     """Any ONNX file on the CPU just as it stands, without our contract: what an adopted net is compared with.
 
+    threads: 0 is one per core.
     Raises ContractError with the runtime's words when it cannot be loaded or run, EnvironmentFault when memory lacks.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, threads: int = 0) -> None:
         runtime = import_runtime()
         self._path = path
         options = _options(runtime)
+        options.intra_op_num_threads = threads
         with self._errors("load"):
             self._session = runtime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
 
