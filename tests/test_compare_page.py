@@ -339,8 +339,8 @@ def test_moved_most_are_the_classes_at_either_end(tmp_path: Path) -> None:
 def test_runs_of_one_model_file_are_told_apart_by_protocol_or_letter() -> None:
     def titles(a: tuple[str, str], b: tuple[str, str], **changes: Any) -> list[str]:
         sides = {
-            s: {"model": {"file": f}, "protocol": {**MULTI_SCALE, "name": p, **(changes if s == "b" else {})}}
-            for s, (f, p) in (("a", a), ("b", b))
+            s: {"model": {"file": f, "sha256": f}, "protocol": {**MULTI_SCALE, "name": p, **different}}
+            for s, (f, p), different in (("a", a, {}), ("b", b, changes))
         }
         assert bool(protocol_remark(sides)) == bool(changes)
         return list(run_titles(sides).values())
@@ -353,6 +353,37 @@ def test_runs_of_one_model_file_are_told_apart_by_protocol_or_letter() -> None:
     assert titles(("a.onnx", "center"), ("b.onnx", "center")) == ["a.onnx", "b.onnx"]
     assert titles(("a.onnx", "center"), ("a.onnx", "resnet")) == ["a.onnx, center", "a.onnx, resnet"]
     assert titles(("a.onnx", "center"), ("a.onnx", "center")) == ["a.onnx (A)", "a.onnx (B)"]
+
+
+@pytest.mark.parametrize(
+    ("model", "protocol", "remark"),
+    [
+        ({}, {"mirror": False}, "the same model under different protocols: the difference comes from the protocols."),
+        ({"sha256": "b" * 64}, {"mirror": False}, "different models under different protocols: the difference comes"),
+        ({"sha256": "b" * 64}, {}, ""),
+        # The name alone, and what follows from the model, make no other protocol.
+        ({"sha256": "b" * 64}, {"name": "own", "interpolation": "bicubic"}, ""),
+        ({}, {}, ""),
+    ],
+)
+def test_summary_and_page_say_whether_models_or_protocols_differ(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    model: dict[str, str],
+    protocol: dict[str, Any],
+    remark: str,
+) -> None:
+    a, b = (write_run(tmp_path / name, [right("a.png", 0)]) for name in "ab")
+    run = json.loads((b / "run.json").read_text())
+    changed = {**run, "model": {**run["model"], **model}, "protocol": {**run["protocol"], **protocol}}
+    if protocol.get("mirror") is False:
+        changed["views"] = [view for view in run["views"] if not view["mirrored"]]
+        line = {**right("a.png", 0), "view_ranks": [1] * len(changed["views"])}
+        (b / "predictions.jsonl").write_text(json.dumps(line) + "\n")
+    (b / "run.json").write_text(json.dumps(changed))
+    assert cli.run(["compare", str(a), str(b), "--out", str(tmp_path)]) == 0
+    for text in (capsys.readouterr().out, (tmp_path / "compare.html").read_text()):
+        assert f"A and B are {remark}" in text if remark else "A and B are" not in text
 
 
 def test_a_page_is_the_same_bytes_again_and_bounded_at_a_thousand_classes(tmp_path: Path) -> None:

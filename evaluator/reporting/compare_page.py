@@ -100,12 +100,14 @@ def _described(protocols: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 
 def protocol_remark(comparison: Comparison) -> str:
-    """Return what a reader should know where the runs looked at the images differently; empty where they did not."""
+    """Say that the protocols differ, and whether the models do too; empty where the protocols are the same."""
     of_model = {"name", "crop", "interpolation"}  # its name, and what follows from the model
     a, b = ({k: v for k, v in comparison[side]["protocol"].items() if k not in of_model} for side in ("a", "b"))
     if a == b:
         return ""
-    return "A and B looked at the images differently: the difference is of the protocols as well as of the models."
+    if comparison["a"]["model"]["sha256"] == comparison["b"]["model"]["sha256"]:
+        return "A and B are the same model under different protocols: the difference comes from the protocols."
+    return "A and B are different models under different protocols: the difference comes from both."
 
 
 def moved_most(comparison: Comparison, key: str, direction: str) -> list[dict[str, Any]]:
