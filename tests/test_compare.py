@@ -15,6 +15,7 @@ import pytest
 from evaluator import cli
 from evaluator.errors import RunFolderError
 from evaluator.reporting.compare import compare_runs, comparison_csv, judgement, shown_p
+from evaluator.reporting.compare_write import write_comparison
 from evaluator.reporting.paired import adjusted_p, difference_interval, mcnemar
 from evaluator.reporting.statistics import macro_interval
 from evaluator.reporting.text import json_bytes
@@ -177,12 +178,21 @@ def test_the_mean_over_classes_weighs_classes_alike_and_its_interval_is_that_of_
         assert found["macro_difference"] == pytest.approx(mean, abs=1e-4)  # of figures with 4 decimals
         only_a, only_b = ([entry[key][f"only_{side}_wrong"] for entry in seen] for side in "ab")
         images = [entry["evaluated"] for entry in seen]
-        assert found["macro_interval"] == list(macro_interval(only_b, only_a, images))
+        assert found["macro_interval"] == list(macro_interval(only_b, only_a, images) or ())
         assert found["macro_interval"][0] < found["macro_difference"] < found["macro_interval"][1]
         for side in "ab":
             mean = sum(entry[key][f"{side}_error"] for entry in seen) / len(seen)
             assert comparison[side][f"{key}_macro_error"] == pytest.approx(mean, abs=1e-4)
     assert abs(comparison["top1"]["macro_difference"] - comparison["top1"]["difference"]) > 0.1
+
+
+def test_where_a_class_has_one_image_in_both_the_mean_over_classes_has_no_interval(tmp_path: Path) -> None:
+    a, b = A_LINES[:6], B_LINES[:6]
+    assert compared(tmp_path / "two", a, b)["top1"]["macro_interval"] is not None
+    comparison = compared(tmp_path / "one", a, [*b[:5], refused("n02/b.jpg", 1)])
+    assert [comparison[key]["macro_interval"] for key in ("top1", "top5")] == [None, None]
+    write_comparison(tmp_path / "one" / "a", tmp_path / "one" / "b", out=tmp_path)
+    assert (tmp_path / "compare.html").read_text().count("no interval: a class has only one image") == 2
 
 
 def test_exchanging_the_runs_turns_every_sign(tmp_path: Path) -> None:

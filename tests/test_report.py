@@ -198,9 +198,30 @@ def test_macro_errors_weigh_every_class_alike(tmp_path: Path) -> None:
     assert macro["classes"] == 3
     assert macro["top1_error"] == round(100 * (2 / 3 + 1 / 2 + 1) / 3, 4)  # the images alone give 66.6667
     assert macro["top5_error"] == round(100 * (1 / 3) / 3, 4)
-    totals = [3, 2, 0, 1, 0, 0, 0]
-    assert macro["top1_interval"] == list(macro_interval([2, 1, 0, 1, 0, 0, 0], [0] * 7, totals))
-    assert macro["top5_interval"] == list(macro_interval([1, 0, 0, 0, 0, 0, 0], [0] * 7, totals))
+    again = report_of(tmp_path, [*LINES, evaluated("n04/b.jpg", 3, [3, 1, 2, 0, 4], 1)])["macro"]
+    totals = [3, 2, 0, 2, 0, 0, 0]
+    for key, wrong in (("top1", [2, 1, 0, 1, 0, 0, 0]), ("top5", [1, 0, 0, 0, 0, 0, 0])):
+        interval = macro_interval(wrong, [0] * 7, totals)
+        assert interval is not None
+        assert again[f"{key}_interval"] == list(interval)
+
+
+def test_where_a_class_has_one_image_report_and_summary_say_why_the_mean_has_no_interval(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two_each = write_run(tmp_path / "two", [*LINES, evaluated("n04/b.jpg", 3, [3, 1, 2, 0, 4], 1)])
+    assert cli.run(["report", str(two_each)]) == 0
+    assert re.search(r"mean over 3 classes: top-1 55\.56 \[.*\] top-5 11\.11 \[.*\] %\n", capsys.readouterr().out)
+    report = report_of(tmp_path, [evaluated(f"{n}.jpg", n, [0, 1, 2, 3, 4], n + 1) for n in range(4)])
+    assert report["macro"] == {
+        "classes": 4, "top1_error": 75.0, "top1_interval": None, "top5_error": 0.0, "top5_interval": None
+    }  # fmt: skip
+    assert report["top1_interval"][0] < 75 < report["top1_interval"][1]
+    assert cli.run(["report", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "mean over 4 classes: top-1 75.00 top-5 0.00 % (no interval: a class has only one image)\n" in printed
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "mean over classes 75.00 (no interval: a class has only one image)" in page
 
 
 def test_calibration_compares_the_score_of_the_answer_with_how_often_it_is_right(tmp_path: Path) -> None:
@@ -461,7 +482,7 @@ def test_verb_writes_three_files_and_names_them(tmp_path: Path, capsys: pytest.C
     assert cli.run(["report", str(folder)]) == 0
     out = capsys.readouterr().out
     assert "top-1 error 66.67 % [30.00, 90.32]" in out
-    assert "mean over 3 classes: top-1 72.22 [" in out
+    assert "mean over 3 classes: top-1 72.22 top-5 11.11 % (no interval" in out
     assert "mean score of the answers 60.0 %, expected calibration error 26.7 %" in out
     assert "warning" not in out
     assert "crane, mostly taken for crane (1 of 1)" in out

@@ -92,8 +92,8 @@ def test_macro_error_is_the_mean_over_the_classes_that_have_images(tables: list[
     assert macro_error(wrong, totals) == (None if expected is None else pytest.approx(float(expected), abs=ROUNDING))
 
 
-# plus, minus, total of each class: of different sizes, one of a single image, one without any, two alike.
-TABLE = [(3, 1, 12), (0, 0, 0), (1, 0, 1), (2, 5, 9), (3, 1, 12), (0, 0, 7), (20, 4, 35)]
+# plus, minus, total of each class: of different sizes, one of two images, one without any, two alike.
+TABLE = [(3, 1, 12), (0, 0, 0), (1, 0, 2), (2, 5, 9), (3, 1, 12), (0, 0, 7), (20, 4, 35)]
 
 
 def outcomes(plus: int, minus: int, total: int) -> list[int]:
@@ -150,8 +150,13 @@ def test_macro_interval_of_the_other_difference_is_mirrored() -> None:
 
 @pytest.mark.parametrize(("wrong", "bound"), [(0, 0.0), (1, 100.0)])
 def test_where_every_class_is_all_right_or_all_wrong_the_bootstrap_has_no_width(wrong: int, bound: float) -> None:
-    totals = [1, 50, 7]
+    totals = [2, 50, 7]
     assert macro_interval([wrong * total for total in totals], [0, 0, 0], totals) == (bound, bound)
+
+
+@pytest.mark.parametrize("totals", [[1, 1, 1, 1], [1, 50, 7, 9], [1, 0, 0, 0], [1]])
+def test_where_a_class_has_one_image_the_mean_over_classes_has_no_interval(totals: list[int]) -> None:
+    assert macro_interval([1] * len(totals), [0] * len(totals), totals) is None
 
 
 def test_a_thousand_classes_are_surer_than_one() -> None:

@@ -181,10 +181,11 @@ def _overall(of_class: Sequence[PairedErrors], metrics: Sequence[Mapping[str, An
     images = [count.images for count in of_class]
     net = [worse - better for worse, better in zip(only_b, only_a, strict=True)]
     moved = [metric["difference"] for metric in metrics if metric["difference"] is not None]
+    interval = macro_interval(only_b, only_a, images) if any(images) else (-100.0, 100.0)
     return {
         **_pair(sum(of_class, start=NONE)),
         "macro_difference": macro_error(net, images),
-        "macro_interval": list(macro_interval(only_b, only_a, images)) if any(images) else [-100.0, 100.0],
+        "macro_interval": None if interval is None else list(interval),
         "classes_improved": sum(difference < 0 for difference in moved),
         "classes_unchanged": sum(difference == 0 for difference in moved),
         "classes_worse": sum(difference > 0 for difference in moved),

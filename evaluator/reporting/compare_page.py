@@ -12,6 +12,7 @@ from evaluator.reporting.compare_charts import change_of, difference_chart
 from evaluator.reporting.gallery import Gallery, choose_mistakes, make_galleries
 from evaluator.reporting.html import render_html
 from evaluator.reporting.report import describe_protocol, short_provider
+from evaluator.reporting.statistics import NO_MACRO_INTERVAL
 from evaluator.validation.run import Run
 
 SHOWN_OF_A_KIND = 24  # flipped images of each kind on the page; compare.json has all
@@ -68,6 +69,7 @@ def render_comparison(comparison: Comparison, flipped: FlippedImages) -> bytes:
         metrics={key: f"top-{beyond}" for key, beyond in METRICS.items()},
         judgements={key: judgement(comparison[key]) for key in METRICS},
         shown_p=shown_p,
+        no_macro_interval=NO_MACRO_INTERVAL,
         change_of=change_of,
         charts={key: chart for key in METRICS if (chart := difference_chart(comparison, key))},
         classes=comparison["classes"],

@@ -7,6 +7,7 @@ from evaluator.reporting.embedded import describe_view, embedded
 from evaluator.reporting.gallery import Gallery
 from evaluator.reporting.html import render_html
 from evaluator.reporting.report import Report, describe_protocol, headline, short_provider
+from evaluator.reporting.statistics import NO_MACRO_INTERVAL
 from evaluator.reporting.tables import worst_classes
 from evaluator.validation.run import Run
 
@@ -39,6 +40,7 @@ def render_page(report: Report, run: Run, gallery: Gallery) -> bytes:
         worst={key: worst_classes(classes, key, min(WORST_CLASSES, (len(seen) + 1) // 2)) for key in ("top1", "top5")},
         perfect={key: [entry for entry in seen if entry[f"{key}_error"] == 0] for key in ("top1", "top5")},
         named_openly=NAMED_OPENLY,
+        no_macro_interval=NO_MACRO_INTERVAL,
         confusions=report["confusions"][:CONFUSIONS_SHOWN],
         averaging=averaging_rows(report),
         views_shown=VIEWS_SHOWN,

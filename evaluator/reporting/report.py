@@ -127,10 +127,10 @@ def headline(report: Report) -> str:
 def error_with_interval(errors: Mapping[str, Any], k: int, digits: int = 1, *, unit: str = "") -> str:
     """Return the top-k error of `error_fields` or of the macro errors with its interval: `22.97 [22.6, 23.3]`.
 
-    digits: of the interval; the error has two. unit: stands behind the error.
+    digits: of the interval, which is left out where it is None; the error has two. unit: stands behind the error.
     """
-    low, high = errors[f"top{k}_interval"]
-    return f"{errors[f'top{k}_error']:.2f}{unit} [{low:.{digits}f}, {high:.{digits}f}]"
+    error, interval = f"{errors[f'top{k}_error']:.2f}{unit}", errors[f"top{k}_interval"]
+    return error if interval is None else f"{error} [{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]"
 
 
 _PARTS_SHOWN: Mapping[Kind, str] = {

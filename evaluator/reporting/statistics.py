@@ -17,6 +17,7 @@ DECIMALS = 4  # of every percentage in a report
 RESAMPLES = 10_000
 SEED = 1502_01852  # of every bootstrap, so that the same run has the same interval: the paper's number on arXiv
 BINS = 15  # of the reliability diagram, as in Guo et al. 2017
+NO_MACRO_INTERVAL = "no interval: a class has only one image"  # where `macro_interval` is None
 RANK_STEPS = (1, 2, 3, 6, 11, 21, 51, 101)  # first rank of each; the last step has no end but the number of classes
 
 
@@ -50,15 +51,18 @@ def macro_error(wrong: Sequence[int], totals: Sequence[int]) -> float | None:
     return round(100.0 * float(np.mean(errors)), DECIMALS) if errors else None
 
 
-def macro_interval(plus: Sequence[int], minus: Sequence[int], totals: Sequence[int]) -> tuple[float, float]:
+def macro_interval(plus: Sequence[int], minus: Sequence[int], totals: Sequence[int]) -> tuple[float, float] | None:
     """Return the 95 % percentile bootstrap interval of the mean over classes of (plus - minus) / total, in percent.
 
     plus, minus, totals: per class, images that count +1, those that count -1 and all of them. For the macro error of
     one run `plus` is the wrong images and `minus` all 0; for the difference of two, `plus` is the images that only one
     gets wrong and `minus` those that only the other does. Images are drawn anew within each class, as the classes are
     given, not drawn. Classes without images do not count; without any other the interval is (0, 100), which knows
-    nothing of an error rate. Deterministic, rounded to 4 decimals. Efron and Tibshirani 1993, chapter 13.
+    nothing of an error rate. None where a class has a single image: drawn anew it is always the same, as if the class
+    were known exactly. Deterministic, rounded to 4 decimals. Efron and Tibshirani 1993, chapter 13.
     """
+    if 1 in totals:
+        return None
     # Drawing n images of a class anew gives multinomial counts of its plus, minus and rest. k classes with the same
     # counts n, plus, minus share the probabilities, so the sum of their draws is one multinomial draw of k * n: at
     # 50 images per class some 50 draws do the work of 1000, and only RESAMPLES numbers are held at a time.

@@ -80,7 +80,8 @@ def macro_fields(classes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for k in TOPS:
         wrong = [entry[f"top{k}_wrong"] for entry in classes]
         result[f"top{k}_error"] = macro_error(wrong, totals)
-        result[f"top{k}_interval"] = list(macro_interval(wrong, [0] * len(wrong), totals))
+        interval = macro_interval(wrong, [0] * len(wrong), totals)
+        result[f"top{k}_interval"] = None if interval is None else list(interval)
     return result
 
 

@@ -17,12 +17,17 @@ def to_plain(message: Message) -> dict[str, Any]:
 
 
 def _with_nulls(plain: dict[str, Any], message: Message) -> dict[str, Any]:
-    """Write None where an optional field is unset, at any depth: there JSON has null and the conversion nothing."""
+    """Write None where an optional field is unset, at any depth: there JSON has null and the conversion nothing.
+
+    A list cannot be unset, so an interval that is null travels as an empty one.
+    """
     result: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value, inner = plain.get(field.name), getattr(message, field.name)
         if isinstance(value, dict) and isinstance(inner, Message):
             value = _with_nulls(value, inner)
+        elif value == [] and field.name.endswith("_interval"):
+            value = None
         elif isinstance(value, dict):  # a map, which travels in no order
             value = dict(sorted(value.items()))
         elif isinstance(value, list) and field.message_type is not None:

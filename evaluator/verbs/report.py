@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from evaluator.reporting.report import Report, error_with_interval, headline
-from evaluator.reporting.statistics import TOPS
+from evaluator.reporting.statistics import NO_MACRO_INTERVAL, TOPS
 from evaluator.reporting.tables import worst_classes
 from evaluator.reporting.text import json_bytes
 from evaluator.reporting.write import WrittenReport, write_report
@@ -60,9 +60,10 @@ def _beside_the_errors(report: Report) -> list[str]:
         return []
     macro = report["macro"]
     errors = " ".join(f"top-{k} {error_with_interval(macro, k)}" for k in TOPS)
+    without = f" ({NO_MACRO_INTERVAL})" if macro["top1_interval"] is None else ""
     calibration = report["calibration"]
     lines = [
-        f"mean over {macro['classes']:,} classes: {errors} %",
+        f"mean over {macro['classes']:,} classes: {errors} %{without}",
         f"mean score of the answers {calibration['confidence']:.1f} %, "
         f"expected calibration error {calibration['expected_error']:.1f} %",
     ]
