@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-DATA, HEADERS, SETTINGS, PING, GOAWAY = 0, 1, 4, 6, 7
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY = 0, 1, 3, 4, 6, 7
 ACK = END_STREAM = 1
 END_HEADERS = 4
 INITIAL_WINDOW_SIZE = 4
-ENHANCE_YOUR_CALM = 11
+REFUSED_STREAM, CANCEL, ENHANCE_YOUR_CALM = 7, 8, 11
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
@@ -26,6 +26,12 @@ def call_headers(path: str) -> bytes:
     ]  # fmt: skip
     parts = [bytes([0, len(name)]) + name.encode() + bytes([len(value)]) + value.encode() for name, value in headers]
     return b"".join(parts)
+
+
+def reset_call(path: str, stream: int) -> bytes:
+    """Return the frames that begin a gRPC call and reset it at once."""
+    begin = frame(HEADERS, call_headers(path), flags=END_HEADERS, stream=stream)
+    return begin + frame(RST_STREAM, struct.pack(">I", CANCEL), stream=stream)
 
 
 @dataclass

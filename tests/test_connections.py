@@ -34,11 +34,14 @@ from raw_http2 import (
     HEADERS,
     PING,
     PREFACE,
+    REFUSED_STREAM,
+    RST_STREAM,
     SETTINGS,
     Connection,
     call_headers,
     connection,
     frame,
+    reset_call,
 )
 
 SHORT = 0.2  # seconds; slower machines only make it longer, which no test minds
@@ -153,6 +156,28 @@ async def test_calls_beyond_the_streams_of_a_connection_wait_for_their_turn() ->
         assert not done, "a third call should not have begun"
         open_[0].cancel()
         assert await waiting
+
+
+@pytest.mark.parametrize("max_streams", [8, Limits.max_streams])
+@in_a_loop
+async def test_every_call_of_a_burst_on_one_connection_is_answered(max_streams: int) -> None:
+    """A client begins a call as soon as another has its answer, which is before gRPC has freed that on the server."""
+    async with listening(max_streams=max_streams) as address, new_channel(address) as channel:
+        answers = await asyncio.gather(*(check(channel) for _ in range(600)))
+        assert answers == [health_pb2.HealthCheckResponse.NOT_SERVING] * 600
+
+
+@in_a_loop
+async def test_calls_that_are_reset_at_once_are_refused_beyond_a_bound_and_others_are_served() -> None:
+    """Else the server's memory would hold as many of them as a client cares to send (CVE-2023-44487)."""
+    async with listening(max_streams=4) as address, connection(address) as hasty, new_channel(address) as other:
+        await hasty.until(SETTINGS)
+        hasty.send(frame(SETTINGS, flags=ACK))
+        hasty.send(*(reset_call("/grpc.health.v1.Health/Watch", 2 * n + 1) for n in range(1000)))
+        await hasty.until(RST_STREAM)
+        refusal = next(payload for kind, _, payload in hasty.frames if kind == RST_STREAM)
+        assert int.from_bytes(refusal, "big") == REFUSED_STREAM
+        assert await check(other)
 
 
 @in_a_loop

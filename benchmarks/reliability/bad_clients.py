@@ -12,15 +12,19 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 from raw_http2 import (
+    ACK,
     DATA,
     END_HEADERS,
     ENHANCE_YOUR_CALM,
     HEADERS,
     PING,
     PREFACE,
+    RST_STREAM,
+    SETTINGS,
     call_headers,
     connection,
     frame,
+    reset_call,
 )
 from reliability.asking import Good, new_channel, percentiles, settled, until
 from reliability.process import ROOT, Served
@@ -36,6 +40,8 @@ ARRIVAL = 3.0  # seconds for the message of a call, where that is tried; a serve
 ON_ONE = 50  # calls on one connection whose messages never come
 IDLE = 3.0  # seconds for which they sit there, all of them
 FLOOD, MOST_PINGS = 5.0, 100_000  # seconds of it; pings on a connection that is not cut off
+RESETS = 5.0  # seconds for which calls are begun and reset
+RESETS_MB = 50.0  # of memory that a connection may take by that: 512 calls, and what gRPC needs to refuse others
 SLOWER = 5.0  # times as long, and
 MORE = 0.02  # so many seconds more, may the median of a good call be meanwhile
 # What the bad clients do; returns whether the server did with them as it should, and numbers.
@@ -65,6 +71,15 @@ def cases(stand: Stand) -> Iterator[Case]:
             seconds + 10,
             lambda doing=doing: asyncio.run(_beside(stand, stand.serve(*OPTIONS), doing)),
         )
+    hasty = stand.few(4, 1)
+    yield Case(
+        "rapid resets",
+        f"{hasty} connections that begin calls and reset them at once, without end (CVE-2023-44487): most are refused, "
+        "memory is bounded, good calls are late but answered, and afterwards nothing is left of them",
+        {"connections": hasty, "seconds": RESETS},
+        RESETS + 8,
+        lambda: asyncio.run(_beside(stand, stand.serve(), lambda server: _resets(server, hasty), more=hasty)),
+    )
     stalled = stand.few(20, 3)
     yield Case(
         "messages that never come",
@@ -77,8 +92,8 @@ def cases(stand: Stand) -> Iterator[Case]:
     )
 
 
-async def _beside(stand: Stand, serving: Served, doing: Doing) -> Json:
-    """Make good calls alone, then while bad clients are there, and look at what is left."""
+async def _beside(stand: Stand, serving: Served, doing: Doing, more: float = MORE) -> Json:
+    """Make good calls alone, then while bad clients are there, and look at what is left. more: as MORE."""
     with serving as server:
         good = Good(server.address, stand.pictures[0].data)
         await good.times(20)
@@ -96,7 +111,7 @@ async def _beside(stand: Stand, serving: Served, doing: Doing) -> Json:
             "treated_as_they_should_be": right,
             "no_good_call_failed": not good.failures,
             "good_calls_meanwhile": len(meanwhile) > 0,
-            "latency_bounded": beside.get("p50_ms", 0) <= SLOWER * before["p50_ms"] + 1000 * MORE,
+            "latency_bounded": beside.get("p50_ms", 0) <= SLOWER * before["p50_ms"] + 1000 * more,
             "nothing_left": not metrics.left() and not more_files,
             "no_view_computed_late": metrics("late_views_total", model=NAME) == 0,
             "no_error_in_the_log": not ended.errors,
@@ -261,6 +276,30 @@ async def _flooder(server: Served) -> list[tuple[bool, int]]:
                 await asyncio.sleep(0.002)
             floods.append((there.error == ENHANCE_YOUR_CALM, sent))
     return floods
+
+
+async def _resets(server: Served, count: int) -> tuple[bool, Json]:
+    """Let clients begin calls and reset them at once."""
+    memory = server.rss_mb()
+    told = await asyncio.gather(*(_hasty(server) for _ in range(count)))
+    grown = server.rss_mb() - memory
+    calls, refused = (sum(numbers) for numbers in zip(*told, strict=True))
+    numbers = {"connections": count, "calls": calls, "refused": refused, "memory_more_mb": round(grown, 1)}
+    return 2 * refused >= calls and grown <= RESETS_MB * count, numbers
+
+
+async def _hasty(server: Served) -> tuple[int, int]:
+    """Return how many calls a client began, and how many of them were refused."""
+    async with connection(server.address) as there:
+        await there.until(SETTINGS)
+        there.send(frame(SETTINGS, flags=ACK))  # before that, gRPC takes only a few calls
+        sent, end = 0, time.monotonic() + RESETS
+        while time.monotonic() < end:
+            there.send(*(reset_call(CLASSIFY, 2 * (sent + number) + 1) for number in range(50)))
+            sent += 50
+            await there.writer.drain()
+            await asyncio.sleep(0.002)
+        return sent, there.count(RST_STREAM)
 
 
 async def _idle(server: Served, count: int) -> tuple[bool, Json]:

@@ -18,6 +18,11 @@ def channel_options(limits: Limits) -> list[tuple[str, int]]:
         # gRPC unpacks before it looks at the size: 400 kB on the wire would be 400 MB here. Photos are packed already.
         ("grpc.per_message_decompression", 0),
         ("grpc.max_concurrent_streams", limits.max_streams),
+        # gRPC counts a call until it is freed, which is after its client has had the answer and may have begun another.
+        # This is how many may wait to be freed; without it gRPC refuses (UNAVAILABLE) calls of a client that makes more
+        # than max_concurrent_streams at once. With no bound at all (grpc.http.overload_protection 0) one connection
+        # that begins calls and resets them (CVE-2023-44487) takes 1 GB in 5 s.
+        ("grpc.http2.max_deallocating_streams", limits.max_streams),
         ("grpc.max_allowed_incoming_connections", limits.max_connections),
         # One bound, not a lower one from which on calls fail by chance and a higher one.
         ("grpc.max_metadata_size", limits.max_metadata),
