@@ -4,6 +4,8 @@
 FROM python:3.12-slim AS build
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY src src
+COPY proto proto
 COPY evaluator evaluator
 COPY export export
 COPY training training

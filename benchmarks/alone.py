@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 BEGUN = time.perf_counter()  # before the other imports, which are part of getting ready
 
 if TYPE_CHECKING:
-    from evaluator.datasets.sample import Dataset, Reader, Sample
-    from evaluator.engine.session import Session
+    from prelunet.evaluator.datasets.sample import Dataset, Reader, Sample
+    from prelunet.evaluator.engine.session import Session
 
 Json = dict[str, Any]
 
@@ -48,8 +48,8 @@ def competitor(task: Mapping[str, Any]) -> Json:
     task: name, folder and threads of its `Case`, height, width, scale.
     """
     from competitors import COMPETITORS, Case, NotAvailable
-    from evaluator.contract import golden_image
-    from evaluator.protocols import Protocol
+    from prelunet.evaluator.contract import golden_image
+    from prelunet.evaluator.protocols import Protocol
 
     protocol = Protocol("largest view", "dense", (task["scale"],), mirror=True)
     try:
@@ -66,9 +66,9 @@ def classify(task: Mapping[str, Any]) -> Json:
 
     task: model, device, precision, protocol, height, width, calls.
     """
-    from evaluator.contract import golden_image
-    from evaluator.engine.classify import classify_images
-    from evaluator.protocols import make_protocol
+    from prelunet.evaluator.contract import golden_image
+    from prelunet.evaluator.engine.classify import classify_images
+    from prelunet.evaluator.protocols import make_protocol
 
     session, loaded = _load(task)
     protocol = make_protocol(task["protocol"], session.contract)
@@ -94,11 +94,11 @@ def validate(task: Mapping[str, Any]) -> Json:
 
     task: model, device, precision, protocol, data, images.
     """
-    from evaluator.datasets import open_dataset
-    from evaluator.protocols import make_protocol
-    from evaluator.validation.run import describe_dataset, run_info
-    from evaluator.validation.validate import validate as run_validation
-    from evaluator.verbs.memory import foretold
+    from prelunet.evaluator.datasets import open_dataset
+    from prelunet.evaluator.protocols import make_protocol
+    from prelunet.evaluator.validation.run import describe_dataset, run_info
+    from prelunet.evaluator.validation.validate import validate as run_validation
+    from prelunet.evaluator.verbs.memory import foretold
 
     session, loaded = _load(task)
     dataset = repeated(open_dataset(Path(task["data"]), split="val", class_names=None), task["images"])
@@ -127,8 +127,8 @@ def validate(task: Mapping[str, Any]) -> Json:
 
 
 def _load(task: Mapping[str, Any]) -> "tuple[Session, Json]":
-    from evaluator.engine.session import Placement, open_placed
     from machine import resident_mb
+    from prelunet.evaluator.engine.session import Placement, open_placed
 
     session = open_placed(Path(task["model"]), Placement(task["device"], task["precision"]))
     loaded = {"loading_mb": _peak_mb(), "settled_mb": resident_mb()}
@@ -137,7 +137,7 @@ def _load(task: Mapping[str, Any]) -> "tuple[Session, Json]":
 
 
 def _peak_mb() -> int:
-    from evaluator.validation.benchmark import peak_memory
+    from prelunet.evaluator.validation.benchmark import peak_memory
 
     return round(peak_memory() / 2**20)
 
@@ -164,7 +164,7 @@ def repeated(dataset: "Dataset", images: int) -> "Dataset":
 
     images: a multiple of the given ones, or fewer: each size has the same mix of shapes.
     """
-    from evaluator.datasets import Sample, select
+    from prelunet.evaluator.datasets import Sample, select
 
     given = len(dataset.samples)
     if images < given:

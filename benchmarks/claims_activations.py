@@ -21,10 +21,10 @@ import numpy as np
 
 from claims_statistics import interval_of_mean
 from machine import header, write_result
+from prelunet.training.architectures import Activation
+from prelunet.training.loop import Execution, train
+from prelunet.training.recipe import Recipe, read_recipe
 from tables import markdown
-from training.architectures import Activation
-from training.loop import Execution, train
-from training.recipe import Recipe, read_recipe
 
 ORDER: tuple[Activation, ...] = ("relu", "lrelu", "prelu-shared", "prelu")
 PAIRS: tuple[tuple[Activation, Activation], ...] = (

@@ -16,20 +16,20 @@ from typing import Any
 import numpy as np
 
 from claims_statistics import interval_of_mean
-from evaluator.datasets import DatasetPlace, open_place
-from evaluator.engine.session import open_session
-from evaluator.protocols import make_protocol
-from evaluator.validation.run import describe_dataset, run_info
-from evaluator.validation.validate import validate
-from export.exporting import export_checkpoint
 from machine import header, write_result
+from prelunet.evaluator.datasets import DatasetPlace, open_place
+from prelunet.evaluator.engine.session import open_session
+from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.validation.run import describe_dataset, run_info
+from prelunet.evaluator.validation.validate import validate
+from prelunet.export.exporting import export_checkpoint
+from prelunet.training.checkpoints import read_checkpoint
+from prelunet.training.embedded import embedded_dataset_path
+from prelunet.training.inspection import summarise_slopes
+from prelunet.training.loop import Execution, train
+from prelunet.training.recipe import read_recipe
+from prelunet.training.slope_trend import slope_trend
 from tables import markdown
-from training.checkpoints import read_checkpoint
-from training.embedded import embedded_dataset_path
-from training.inspection import summarise_slopes
-from training.loop import Execution, train
-from training.recipe import read_recipe
-from training.slope_trend import slope_trend
 
 PROTOCOLS = ("center", "multi-scale")
 

@@ -33,17 +33,17 @@ from typing import Any
 import numpy as np
 
 from claims_statistics import interval_of_mean
-from evaluator.errors import DivergenceError
-from evaluator.files import write_atomically
-from evaluator.reporting.charts import chart_spec
-from evaluator.reporting.drawing import draw_svg
 from machine import header, write_result
+from prelunet.evaluator.errors import DivergenceError
+from prelunet.evaluator.files import write_atomically
+from prelunet.evaluator.reporting.charts import chart_spec
+from prelunet.evaluator.reporting.drawing import draw_svg
+from prelunet.training.architectures import Activation
+from prelunet.training.initialization import Rule
+from prelunet.training.loop import Execution, train
+from prelunet.training.recipe import Recipe
+from prelunet.training.run_folder import METRICS_FILE
 from tables import markdown
-from training.architectures import Activation
-from training.initialization import Rule
-from training.loop import Execution, train
-from training.recipe import Recipe
-from training.run_folder import METRICS_FILE
 
 RATE, HIGHER_RATE = 0.005, 0.01
 CLASSES, GUESSING = 10, 90.0  # percent: the error of one who always says the same class

@@ -39,16 +39,16 @@ import torch.nn.functional as F
 from PIL import Image
 
 from claims_statistics import interval_of_mean
-from evaluator.datasets import open_dataset, select
-from evaluator.files import write_atomically
-from evaluator.reporting.charts import chart_spec
-from evaluator.reporting.drawing import draw_svg
 from machine import header, write_result
+from prelunet.evaluator.datasets import open_dataset, select
+from prelunet.evaluator.files import write_atomically
+from prelunet.evaluator.reporting.charts import chart_spec
+from prelunet.evaluator.reporting.drawing import draw_svg
+from prelunet.training.architectures import Activation
+from prelunet.training.embedded import embedded_dataset_path
+from prelunet.training.initialization import initial_slope
+from prelunet.training.network import activate
 from tables import markdown
-from training.architectures import Activation
-from training.embedded import embedded_dataset_path
-from training.initialization import initial_slope
-from training.network import activate
 
 FloatArray = npt.NDArray[np.float64]
 ACTIVATIONS: tuple[Activation, Activation] = ("relu", "prelu")

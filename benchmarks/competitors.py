@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from evaluator.engine import openvino_runtime
-from evaluator.engine.classify import classify_images
-from evaluator.engine.onnx_runtime import import_runtime
-from evaluator.engine.session import Device, Session, open_session
-from evaluator.errors import EnvironmentFault
-from evaluator.imaging.views import make_views
-from evaluator.machine import knows_bf16
-from evaluator.protocols import Protocol
+from prelunet.evaluator.engine import openvino_runtime
+from prelunet.evaluator.engine.classify import classify_images
+from prelunet.evaluator.engine.onnx_runtime import import_runtime
+from prelunet.evaluator.engine.session import Device, Session, open_session
+from prelunet.evaluator.errors import EnvironmentFault
+from prelunet.evaluator.imaging.views import make_views
+from prelunet.evaluator.machine import knows_bf16
+from prelunet.evaluator.protocols import Protocol
 
 if TYPE_CHECKING:
     from dense_torch import DenseNet
@@ -92,8 +92,8 @@ class Case:
         import torch
 
         from dense_torch import DenseNet
-        from training.checkpoints import read_checkpoint
-        from training.network import network_from_checkpoint
+        from prelunet.training.checkpoints import read_checkpoint
+        from prelunet.training.network import network_from_checkpoint
 
         torch.set_num_threads(self.threads)
         checkpoint = read_checkpoint(self.checkpoint)

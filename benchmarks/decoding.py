@@ -28,15 +28,15 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from evaluator.engine.classify import combine, run_views
-from evaluator.engine.session import open_session
-from evaluator.imaging.canvas import pack
-from evaluator.imaging.decode import decode_image, decode_rgb, image_size
-from evaluator.imaging.resize import Picture, resize_to_scales, resized_size
-from evaluator.imaging.views import ViewImage
-from evaluator.protocols import make_protocol
 from machine import cpu, header, write_result
 from photos import load_photos
+from prelunet.evaluator.engine.classify import combine, run_views
+from prelunet.evaluator.engine.session import open_session
+from prelunet.evaluator.imaging.canvas import pack
+from prelunet.evaluator.imaging.decode import decode_image, decode_rgb, image_size
+from prelunet.evaluator.imaging.resize import Picture, resize_to_scales, resized_size
+from prelunet.evaluator.imaging.views import ViewImage
+from prelunet.evaluator.protocols import make_protocol
 from tables import markdown
 
 Pixels = np.ndarray

@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from export.model import fc1_channel_last
-from export.pyramid import plan_pools, pyramid_bins
-from training.architectures import Architecture, Pool
-from training.network import Layer, PreluNet, activate
+from prelunet.export.model import fc1_channel_last
+from prelunet.export.pyramid import plan_pools, pyramid_bins
+from prelunet.training.architectures import Architecture, Pool
+from prelunet.training.network import Layer, PreluNet, activate
 
 
 class DenseNet(nn.Module):

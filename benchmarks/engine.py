@@ -22,17 +22,17 @@ from typing import Any
 from alone import run_alone
 from competitors import COMPETITORS, REFERENCE, Case, NotAvailable, Opened
 from engine_table import goals_of, rows_of, tables
-from evaluator.engine.session import open_session
-from evaluator.files import sha256_of
-from evaluator.machine import cores
-from evaluator.progress import progress
-from evaluator.protocols import Protocol, make_protocol
-from evaluator.validation.benchmark import peak_memory
 from interleaved import Limits, Reference, Visit, measure, warm_up
 from machine import digest_of, header, resident_mb, write_result
 from nets import write_files
 from photos import Photo, load_photos
-from training.architectures import architecture
+from prelunet.evaluator.engine.session import open_session
+from prelunet.evaluator.files import sha256_of
+from prelunet.evaluator.machine import cores
+from prelunet.evaluator.progress import progress
+from prelunet.evaluator.protocols import Protocol, make_protocol
+from prelunet.evaluator.validation.benchmark import peak_memory
+from prelunet.training.architectures import architecture
 
 Json = dict[str, Any]
 

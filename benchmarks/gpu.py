@@ -26,7 +26,7 @@ from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # the project is not installed where this runs
+sys.path.insert(0, str(ROOT / "src"))  # the project is not installed where this runs
 
 from gpu_table import PARTS, goals, table, write_into  # noqa: E402
 from results import Results, read_results  # noqa: E402
@@ -108,7 +108,7 @@ def _measure(options: argparse.Namespace, words: Sequence[str]) -> int:
 def _check_torch(device: str) -> None:
     import torch
 
-    from evaluator.engine.onnx_runtime import import_runtime
+    from prelunet.evaluator.engine.onnx_runtime import import_runtime
 
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit(

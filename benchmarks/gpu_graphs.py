@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from evaluator.contract import INPUTS, OUTPUTS
-from evaluator.engine.onnx_runtime import import_runtime
 from gpu_rewrites import with_split_concats
+from prelunet.evaluator.contract import INPUTS, OUTPUTS
+from prelunet.evaluator.engine.onnx_runtime import import_runtime
 from rig import Rig, raw_session
 
 # Images, height, width. A single crop is where the launches of a hundred kernels cost most.

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from evaluator.contract import golden_image
-from evaluator.engine.session import Outputs, Session
-from evaluator.engine.tolerances import tolerance_of
-from export.verification import judged_as, rubbish_canvas
 from nets import MEAN
+from prelunet.evaluator.contract import golden_image
+from prelunet.evaluator.engine.session import Outputs, Session
+from prelunet.evaluator.engine.tolerances import tolerance_of
+from prelunet.export.verification import judged_as, rubbish_canvas
+from prelunet.training.dense import dense_windows
 from results import Results
 from rig import Rig
-from training.dense import dense_windows
 
 NETS = ("A", "C", "E")
 CANVASES = ("ragged", "exact")

@@ -16,9 +16,9 @@ import numpy as np
 
 import gpu_graphs
 import gpu_uploads
-from evaluator.contract import INPUTS, OUTPUTS
-from evaluator.engine.onnx_runtime import import_runtime
 from gpu_rewrites import with_padded_conv1
+from prelunet.evaluator.contract import INPUTS, OUTPUTS
+from prelunet.evaluator.engine.onnx_runtime import import_runtime
 from results import Results
 from rig import Rig, Timing, provider_options, raw_session
 

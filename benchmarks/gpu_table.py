@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evaluator.engine.memory import GPU_RATE, GPU_SWITCH_SECONDS
+from prelunet.evaluator.engine.memory import GPU_RATE, GPU_SWITCH_SECONDS
 from results import read_results
 from tables import markdown
 

@@ -17,15 +17,15 @@ import numpy as np
 import torch
 
 from dense_torch import DenseNet
-from evaluator.datasets.sample import Sample
-from evaluator.engine.stages import Stages
-from evaluator.imaging.views import ViewImage
-from evaluator.protocols import make_protocol
-from evaluator.validation.pipeline import Pipeline
 from gpu_sweep import Bound
 from gpu_throughput import THREADS, Work, resized_noise
 from imagenet_sizes import draw
 from nets import MEAN
+from prelunet.evaluator.datasets.sample import Sample
+from prelunet.evaluator.engine.stages import Stages
+from prelunet.evaluator.imaging.views import ViewImage
+from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.validation.pipeline import Pipeline
 from results import Results
 from rig import Rig, check_provider, raw_session
 

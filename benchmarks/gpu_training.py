@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from evaluator.complexity import multiply_adds
 from nets import MEAN
+from prelunet.evaluator.complexity import multiply_adds
+from prelunet.training.dense import subtract_mean
+from prelunet.training.dropout import dropout_factors
+from prelunet.training.group import Group
+from prelunet.training.network import parameter_groups
+from prelunet.training.parallel import Options, make_parallel
 from results import Results
 from rig import CROP, Rig
-from training.dense import subtract_mean
-from training.dropout import dropout_factors
-from training.group import Group
-from training.network import parameter_groups
-from training.parallel import Options, make_parallel
 
 NETS = ("A", "C")
 PRECISIONS = ("bf16", "tf32", "fp32")

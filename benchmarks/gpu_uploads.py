@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from evaluator.engine.onnx_runtime import import_runtime
-from evaluator.engine.session import Session
+from prelunet.evaluator.engine.onnx_runtime import import_runtime
+from prelunet.evaluator.engine.session import Session
 from rig import Rig
 
 SHAPE = (8, 480, 640)  # images, height, width: 7.4 MB

@@ -31,19 +31,19 @@ from PIL import Image
 
 from alone import run_alone
 from competitors import Precision
-from evaluator.contract import golden_image
-from evaluator.engine.classify import classify_images
-from evaluator.engine.session import Device, Placement, Session, open_placed
-from evaluator.errors import EnvironmentFault
-from evaluator.imaging.resize import resized_size
-from evaluator.protocols import make_protocol
 from growth_plots import draw, tables
 from interleaved import deviation, gflop_of, shuffled, timed, windows_of, within
 from machine import cpu, digest_of, header
+from prelunet.evaluator.contract import golden_image
+from prelunet.evaluator.engine.classify import classify_images
+from prelunet.evaluator.engine.session import Device, Placement, Session, open_placed
+from prelunet.evaluator.errors import EnvironmentFault
+from prelunet.evaluator.imaging.resize import resized_size
+from prelunet.evaluator.protocols import make_protocol
+from prelunet.training.architectures import parameter_shapes
+from prelunet.training.embedded import embedded_dataset_path
 from results import Results
 from rig import Rig
-from training.architectures import parameter_shapes
-from training.embedded import embedded_dataset_path
 
 PACKAGES = ("prelunet", "onnxruntime", "onnxruntime-gpu", "openvino", "numpy", "pillow")  # that can change a number
 MEASURED = ("evaluator/engine", "evaluator/imaging", "evaluator/validation", "export",

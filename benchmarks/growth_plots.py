@@ -6,8 +6,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from evaluator.reporting.charts import chart_spec
-from evaluator.reporting.drawing import draw_svg
+from prelunet.evaluator.reporting.charts import chart_spec
+from prelunet.evaluator.reporting.drawing import draw_svg
 from tables import cell, markdown
 
 Json = dict[str, Any]

@@ -22,13 +22,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from evaluator.contract import ClassEntry
-from evaluator.datasets.sample import Sample
-from evaluator.engine.scores import rank_of, shortest, top_k
-from evaluator.protocols import Protocol
-from evaluator.validation.predictions import Prediction
-from evaluator.validation.run import CHUNK, RunInfo
-from evaluator.validation.writer import open_run
+from prelunet.evaluator.contract import ClassEntry
+from prelunet.evaluator.datasets.sample import Sample
+from prelunet.evaluator.engine.scores import rank_of, shortest, top_k
+from prelunet.evaluator.protocols import Protocol
+from prelunet.evaluator.validation.predictions import Prediction
+from prelunet.evaluator.validation.run import CHUNK, RunInfo
+from prelunet.evaluator.validation.writer import open_run
 
 CLASSES, PER_CLASS = 1000, 50
 PERFECT, HOPELESS, RIVALS = 113, 5, 8

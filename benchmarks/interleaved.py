@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from competitors import COMPETITORS, REFERENCE, TOLERANCES, Answer, Opened, Precision, Scores
-from evaluator.complexity import multiply_adds
-from evaluator.imaging.resize import resized_size
-from evaluator.protocols import Protocol
 from nets import CLASSES
 from photos import Photo
-from training.architectures import Architecture
+from prelunet.evaluator.complexity import multiply_adds
+from prelunet.evaluator.imaging.resize import resized_size
+from prelunet.evaluator.protocols import Protocol
+from prelunet.training.architectures import Architecture
 
 SAMPLED_CROPS = 16  # of the naive competitor, in images that have more: one of its batches
 

@@ -27,18 +27,18 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from evaluator.contract import golden_image
-from evaluator.datasets.opening import open_dataset
-from evaluator.imaging.decode import decode_image
-from evaluator.imaging.resize import resized_size
 from imagenet_sizes import draw
 from interleaved import shuffled
 from machine import header, write_result
+from prelunet.evaluator.contract import golden_image
+from prelunet.evaluator.datasets.opening import open_dataset
+from prelunet.evaluator.imaging.decode import decode_image
+from prelunet.evaluator.imaging.resize import resized_size
+from prelunet.training.augmentation import VIEW, places_of_step, random_stream, training_view
+from prelunet.training.loading import training_batches
+from prelunet.training.pictures import TRAINING_CAP, Pictures
+from prelunet.training.recipe import Recipe
 from tables import markdown
-from training.augmentation import VIEW, places_of_step, random_stream, training_view
-from training.loading import training_batches
-from training.pictures import TRAINING_CAP, Pictures
-from training.recipe import Recipe
 
 QUALITY = 95  # of JPEGs that are made here, about that of ImageNet's
 RECIPE = Recipe(

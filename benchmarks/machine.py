@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from evaluator.files import write_atomically
-from evaluator.machine import cores, cpu_fact
+from prelunet.evaluator.files import write_atomically
+from prelunet.evaluator.machine import cores, cpu_fact
 
 ROOT = Path(__file__).parent.parent
 _WIDE = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")  # what arithmetic can profit from

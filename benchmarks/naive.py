@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dense_torch import DenseNet
-from evaluator.imaging.views import ViewImage, make_views
-from evaluator.protocols import Protocol
+from prelunet.evaluator.imaging.views import ViewImage, make_views
+from prelunet.evaluator.protocols import Protocol
 
 CROPS_AT_ONCE = 16
 Pixels = npt.NDArray[np.uint8]

@@ -8,9 +8,9 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from evaluator.complexity import multiply_adds
-from training.architectures import Architecture, architecture, parameter_shapes
-from training.network import HEAD
+from prelunet.evaluator.complexity import multiply_adds
+from prelunet.training.architectures import Architecture, architecture, parameter_shapes
+from prelunet.training.network import HEAD
 
 CLASSES, BATCH = 1000, 128
 BACKWARD = 2  # times the forward's arithmetic: gradients of the input, and of the weights

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from training.architectures import Architecture, Conv, architecture
-from training.group import Group, open_group
-from training.initialization import initial_tensors
-from training.network import PreluNet, load_tensors, parameter_groups
-from training.parallel import Options, make_parallel
+from prelunet.training.architectures import Architecture, Conv, architecture
+from prelunet.training.group import Group, open_group
+from prelunet.training.initialization import initial_tensors
+from prelunet.training.network import PreluNet, load_tensors, parameter_groups
+from prelunet.training.parallel import Options, make_parallel
 
 CLASSES, BATCH = 100, 32
 WARM = 2  # steps before

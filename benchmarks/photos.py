@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from evaluator.contract import golden_image
-from evaluator.errors import ImageError
-from evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.contract import golden_image
+from prelunet.evaluator.errors import ImageError
+from prelunet.evaluator.imaging.decode import decode_rgb
 
 # Height and width of photos as ImageNet has them: half of them 4:3 at 500 pixels, others with odd sides.
 SIZES = ((375, 500), (500, 375), (333, 500), (500, 334), (427, 640), (371, 487), (500, 500), (768, 1024), (281, 500))

@@ -65,7 +65,7 @@ def _measure(arguments: list[str]) -> tuple[float, int]:
     """Run a verb; returns seconds and the peak of its memory in MB."""
     start = time.perf_counter()
     with subprocess.Popen(
-        [sys.executable, "-c", "from evaluator.cli import main; main()", *arguments],
+        [sys.executable, "-c", "from prelunet.evaluator.cli import main; main()", *arguments],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     ) as process:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evaluator.engine.runtime import is_lost, lacks_memory
-from evaluator.files import write_atomically
+from prelunet.evaluator.engine.runtime import is_lost, lacks_memory
+from prelunet.evaluator.files import write_atomically
 
 IDENTITY = ("device", "tiny", "gpu", "versions", "source")
 

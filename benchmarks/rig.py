@@ -22,17 +22,17 @@ import onnx
 import PIL
 import torch
 
-from evaluator.complexity import multiply_adds
-from evaluator.contract import Canvas, ModelContract, Precision
-from evaluator.engine.cuda import cuda_options
-from evaluator.engine.onnx_runtime import CPU, CUDA, import_runtime
-from evaluator.engine.session import Placement, Session, open_placed
-from evaluator.errors import EnvironmentFault
-from export.model import build_model, contract_of
 from machine import digest_of, machine
 from nets import MEAN, class_entries, telling_tensors
-from training.architectures import Architecture, Conv, Pool, architecture
-from training.network import PreluNet, load_tensors
+from prelunet.evaluator.complexity import multiply_adds
+from prelunet.evaluator.contract import Canvas, ModelContract, Precision
+from prelunet.evaluator.engine.cuda import cuda_options
+from prelunet.evaluator.engine.onnx_runtime import CPU, CUDA, import_runtime
+from prelunet.evaluator.engine.session import Placement, Session, open_placed
+from prelunet.evaluator.errors import EnvironmentFault
+from prelunet.export.model import build_model, contract_of
+from prelunet.training.architectures import Architecture, Conv, Pool, architecture
+from prelunet.training.network import PreluNet, load_tensors
 
 CROP = 224  # pixels, of the nets that are measured; all lengths in this benchmark are told for it
 # What a model file depends on.

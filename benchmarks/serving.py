@@ -25,10 +25,10 @@ from pathlib import Path
 
 from PIL import Image
 
-from evaluator.contract import golden_image
-from evaluator.machine import cores
 from machine import header
 from photos import load_photos
+from prelunet.evaluator.contract import golden_image
+from prelunet.evaluator.machine import cores
 from results import Results
 from rig import Rig, digest_of
 from serving_bench import Bench, Pictures

@@ -12,9 +12,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from evaluator.errors import EnvironmentFault
-from evaluator.protocols import Protocol
 from interleaved import shuffled
+from prelunet.evaluator.errors import EnvironmentFault
+from prelunet.evaluator.protocols import Protocol
 from rig import Rig
 from serving_peers import STARTERS, Server, Spec, start_ours
 from serving_worker import Worker

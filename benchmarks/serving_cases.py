@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from evaluator.engine.session import open_session
-from evaluator.protocols import Protocol, make_protocol
+from prelunet.evaluator.engine.session import open_session
+from prelunet.evaluator.protocols import Protocol, make_protocol
 from results import Results
 from serving_bench import (
     Asking,

@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from evaluator.datasets.sample import Dataset, Sample
-from evaluator.engine.classify import classify_images
-from evaluator.engine.session import Session, open_session
-from evaluator.imaging.decode import decode_image
-from evaluator.protocols import Protocol, make_protocol
-from evaluator.validation.pipeline import PORTIONS_OF_PIXELS, evaluate_chunks
+from prelunet.evaluator.datasets.sample import Dataset, Sample
+from prelunet.evaluator.engine.classify import classify_images
+from prelunet.evaluator.engine.session import Session, open_session
+from prelunet.evaluator.imaging.decode import decode_image
+from prelunet.evaluator.protocols import Protocol, make_protocol
+from prelunet.evaluator.validation.pipeline import PORTIONS_OF_PIXELS, evaluate_chunks
 from serving_worker import Json, answer_questions
 
 WAYS = ("validate", "classify_images")

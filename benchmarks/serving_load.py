@@ -19,10 +19,10 @@ from typing import Any
 import grpc.aio
 import numpy as np
 
-from evaluator.pb.inference import inference_pb2 as oip
-from evaluator.pb.inference import inference_pb2_grpc as oip_grpc
-from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from prelunet.evaluator.pb.inference import inference_pb2 as oip
+from prelunet.evaluator.pb.inference import inference_pb2_grpc as oip_grpc
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from serving_worker import answer_questions
 
 TOP = 5

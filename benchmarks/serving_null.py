@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from evaluator.cli import main
-from evaluator.engine.session import Outputs, Session
+from prelunet.evaluator.cli import main
+from prelunet.evaluator.engine.session import Outputs, Session
 
 
 def answer_zeros(session: Session, staged: Any) -> Outputs:

@@ -24,9 +24,9 @@ from typing import Any
 
 import grpc
 
-from evaluator.errors import EnvironmentFault
-from evaluator.pb.inference import inference_pb2 as pb
-from evaluator.pb.inference import inference_pb2_grpc as pb_grpc
+from prelunet.evaluator.errors import EnvironmentFault
+from prelunet.evaluator.pb.inference import inference_pb2 as pb
+from prelunet.evaluator.pb.inference import inference_pb2_grpc as pb_grpc
 
 HERE = Path(__file__).parent
 START_SECONDS, STOP_SECONDS = 120.0, 20.0
@@ -159,7 +159,7 @@ def start_ours(models: Mapping[str, Path], threads: int, folder: Path, *, null: 
     options = ["--port", str(port), "--device", "cpu", "--threads", str(threads), "--lame-duck", "0"]
     for name, file in models.items():
         options += ["--model", f"{name}={file}"]
-    program = [str(HERE / "serving_null.py")] if null else ["-c", "from evaluator.cli import main; main()"]
+    program = [str(HERE / "serving_null.py")] if null else ["-c", "from prelunet.evaluator.cli import main; main()"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
     settings = {"threads": threads, "options": "defaults of prelunet serve, but --lame-duck 0"}
     name = "prelunet, null" if null else "prelunet"

@@ -27,16 +27,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from evaluator.machine import cores
 from machine import header, write_result
+from prelunet.evaluator.machine import cores
+from prelunet.training.architectures import Architecture, Pool
+from prelunet.training.embedded import embedded_dataset_path
+from prelunet.training.interrupts import Signals
+from prelunet.training.loading import Batch
+from prelunet.training.loop import ALONE, Execution, Trainer
+from prelunet.training.recipe import Recipe, read_recipe
+from prelunet.training.splits import open_splits
 from tables import markdown
-from training.architectures import Architecture, Pool
-from training.embedded import embedded_dataset_path
-from training.interrupts import Signals
-from training.loading import Batch
-from training.loop import ALONE, Execution, Trainer
-from training.recipe import Recipe, read_recipe
-from training.splits import open_splits
 
 GOAL = 1.05
 AGREE = 1e-4  # of the first loss: the order of sums differs, and nothing else

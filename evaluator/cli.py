@@ -20,7 +20,7 @@ import typer
 import typer.core
 from typer.main import get_command as build_command
 
-from evaluator.errors import (
+from prelunet.evaluator.errors import (
     EnvironmentFault,
     Interrupted,
     PreluNetError,
@@ -29,7 +29,7 @@ from evaluator.errors import (
     from_os_error,
     outcome_of,
 )
-from evaluator.terminal import printable
+from prelunet.evaluator.terminal import printable
 
 
 @dataclass(frozen=True)
@@ -54,17 +54,27 @@ VERBS: dict[str, Verb] = {  # in the order of the work
     "export": Verb("Turn a checkpoint into one ONNX file, dense head inside."),
     "adopt": Verb("Wrap a foreign ONNX classifier of one image size into a model file."),
     "verify": Verb("Check a model on this machine with its golden images."),
-    "protocols": Verb("List the ways of looking at an image, and their cost.", "evaluator.verbs.protocols:protocols"),
-    "classify": Verb("Classify images, with a model file or through a server.", "evaluator.verbs.classify:classify"),
-    "validate": Verb("Evaluate a model on a dataset; the same command resumes.", "evaluator.verbs.validate:validate"),
-    "merge": Verb("Join the shards of a run to one run.", "evaluator.verbs.merge:merge"),
-    "ensemble": Verb("Average the scores of several models' runs.", "evaluator.verbs.ensemble:ensemble"),
-    "submission": Verb("Write or check a file for the ILSVRC server.", "evaluator.verbs.submission:submission"),
-    "report": Verb("Write report.json, classes.csv and report.html of a run.", "evaluator.verbs.report:report"),
-    "compare": Verb("Tell which of two runs is better, class by class.", "evaluator.verbs.compare:compare"),
-    "bench": Verb("Measure where the time of an evaluation goes.", "evaluator.verbs.bench:bench"),
-    "serve": Verb("Serve models over gRPC.", "evaluator.verbs.serve:serve", configured=True),
-    "doctor": Verb("Say what this machine can run, and what to mend.", "evaluator.verbs.doctor:doctor"),
+    "protocols": Verb(
+        "List the ways of looking at an image, and their cost.", "prelunet.evaluator.verbs.protocols:protocols"
+    ),
+    "classify": Verb(
+        "Classify images, with a model file or through a server.", "prelunet.evaluator.verbs.classify:classify"
+    ),
+    "validate": Verb(
+        "Evaluate a model on a dataset; the same command resumes.", "prelunet.evaluator.verbs.validate:validate"
+    ),
+    "merge": Verb("Join the shards of a run to one run.", "prelunet.evaluator.verbs.merge:merge"),
+    "ensemble": Verb("Average the scores of several models' runs.", "prelunet.evaluator.verbs.ensemble:ensemble"),
+    "submission": Verb(
+        "Write or check a file for the ILSVRC server.", "prelunet.evaluator.verbs.submission:submission"
+    ),
+    "report": Verb(
+        "Write report.json, classes.csv and report.html of a run.", "prelunet.evaluator.verbs.report:report"
+    ),
+    "compare": Verb("Tell which of two runs is better, class by class.", "prelunet.evaluator.verbs.compare:compare"),
+    "bench": Verb("Measure where the time of an evaluation goes.", "prelunet.evaluator.verbs.bench:bench"),
+    "serve": Verb("Serve models over gRPC.", "prelunet.evaluator.verbs.serve:serve", configured=True),
+    "doctor": Verb("Say what this machine can run, and what to mend.", "prelunet.evaluator.verbs.doctor:doctor"),
 }
 
 
@@ -111,7 +121,7 @@ def _class_of(verb: Verb) -> type[typer.core.TyperCommand] | None:
     """Return what parses a verb's options, None for the usual."""
     if not verb.configured:
         return None
-    from evaluator.verbs.settings import Configured
+    from prelunet.evaluator.verbs.settings import Configured
 
     return Configured
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from evaluator.contract import TrunkLayer, feature_map_side
-from evaluator.strict import a_list, an_object, one_of, whole
+from prelunet.evaluator.contract import TrunkLayer, feature_map_side
+from prelunet.evaluator.strict import a_list, an_object, one_of, whole
 
 
 def multiply_adds(architecture: Mapping[str, Any], height: int, width: int, classes: int) -> int:

@@ -15,8 +15,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from evaluator.errors import ContractError
-from evaluator.strict import check_plain, parse_json
+from prelunet.evaluator.errors import ContractError
+from prelunet.evaluator.strict import check_plain, parse_json
 
 CONTRACT_VERSION = 1
 PREFIX = "prelunet."

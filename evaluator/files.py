@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from evaluator.errors import EnvironmentFault, RunFolderError, UsageError, from_os_error
+from prelunet.evaluator.errors import EnvironmentFault, RunFolderError, UsageError, from_os_error
 
 
 def sha256_of(path: Path) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol as Interface
 
-from evaluator.terminal import printable
+from prelunet.evaluator.terminal import printable
 
 PLAIN_INTERVAL = 10.0  # seconds between two plain lines
 RECENT = 60.0  # seconds over which the rate is taken, and at least MARKS steps, however long they last

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args, get_type_hints
 
-from evaluator.contract import MOST_SCALES, Interpolation, ModelContract, center_scale
-from evaluator.errors import UsageError
-from evaluator.strict import a_list, flag, one_of, record, text, whole
+from prelunet.evaluator.contract import MOST_SCALES, Interpolation, ModelContract, center_scale
+from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.strict import a_list, flag, one_of, record, text, whole
 
 Kind = Literal["dense", "spp-18", "center", "ten-crop"]
 Part = Literal["whole", "nine", "top-left", "top-right", "bottom-left", "bottom-right", "center"]

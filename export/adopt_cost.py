@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 from onnx import ModelProto, helper
 
-from export.adopt_net import Interface
+from prelunet.export.adopt_net import Interface
 
 # What takes multiply-adds that the shapes of its inputs and outputs do not tell, or calls another graph.
 _UNCOUNTED = {

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from evaluator.contract import ModelContract
-from export.adopt_net import Interface
-from training.preprocessing import Preprocessing
+from prelunet.evaluator.contract import ModelContract
+from prelunet.export.adopt_net import Interface
+from prelunet.training.preprocessing import Preprocessing
 
 PREFIX = "net/"
 OLDEST_IR = 8  # initializers need not be inputs (since 4), functions exist (since 8)

@@ -12,9 +12,9 @@ import onnx
 from onnx import ModelProto, NodeProto, TensorProto, external_data_helper
 from onnx.helper import tensor_dtype_to_np_dtype
 
-from evaluator.errors import ContractError, UsageError, from_os_error
-from export.outputs import check_not_input
-from training.preprocessing import Layout
+from prelunet.evaluator.errors import ContractError, UsageError, from_os_error
+from prelunet.export.outputs import check_not_input
+from prelunet.training.preprocessing import Layout
 
 # Protobuf's own limit of one file, less a margin for what we add.
 MAX_BYTES = 2**31 - 2**24

@@ -12,21 +12,21 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto
 
-from evaluator.contract import ClassEntry, ModelContract, TrunkLayer, golden_image
-from evaluator.datasets.class_list import read_class_list
-from evaluator.engine.onnx_runtime import PlainNet
-from evaluator.engine.runtime import reason_of
-from evaluator.engine.scores import softmax
-from evaluator.engine.session import open_session
-from evaluator.engine.tolerances import Deviation, deviation
-from evaluator.errors import ContractError, EnvironmentFault, UsageError
-from evaluator.files import open_atomically, sha256_of
-from export.adopt_cost import multiply_adds
-from export.adopt_graph import prepare_net, probability_floor, wrap_net
-from export.adopt_net import Interface, find_interface, opset_of, random_operators, read_net, uses_half
-from export.outputs import check_not_input
-from export.verification import golden_answer
-from training.preprocessing import Layout, Preprocessing
+from prelunet.evaluator.contract import ClassEntry, ModelContract, TrunkLayer, golden_image
+from prelunet.evaluator.datasets.class_list import read_class_list
+from prelunet.evaluator.engine.onnx_runtime import PlainNet
+from prelunet.evaluator.engine.runtime import reason_of
+from prelunet.evaluator.engine.scores import softmax
+from prelunet.evaluator.engine.session import open_session
+from prelunet.evaluator.engine.tolerances import Deviation, deviation
+from prelunet.evaluator.errors import ContractError, EnvironmentFault, UsageError
+from prelunet.evaluator.files import open_atomically, sha256_of
+from prelunet.export.adopt_cost import multiply_adds
+from prelunet.export.adopt_graph import prepare_net, probability_floor, wrap_net
+from prelunet.export.adopt_net import Interface, find_interface, opset_of, random_operators, read_net, uses_half
+from prelunet.export.outputs import check_not_input
+from prelunet.export.verification import golden_answer
+from prelunet.training.preprocessing import Layout, Preprocessing
 
 Kind = Literal["auto", "logits", "softmax"]
 Pixels = npt.NDArray[np.uint8]

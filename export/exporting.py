@@ -11,24 +11,19 @@ import numpy.typing as npt
 import torch
 from onnx import checker
 
-from evaluator.contract import Canvas, ModelContract, Precision, golden_image, golden_sizes
-from evaluator.engine.session import Outputs, open_session
-from evaluator.engine.tolerances import Deviation, deviation, tolerance_of
-from evaluator.errors import CheckFailed, CheckpointError, UsageError
-from evaluator.files import open_atomically, sha256_of
-from export.model import build_model, contract_of
-from export.outputs import check_not_input
-from export.precision import (
-    check_magnitudes,
-    measure_magnitudes,
-    precision_warnings,
-    rounding_losses,
-)
-from export.verification import golden_answer, index_in, judged_as, run_cases
-from training.checkpoints import Checkpoint, read_checkpoint
-from training.dense import dense_windows
-from training.inspection import summarise_slopes
-from training.network import network_from_checkpoint
+from prelunet.evaluator.contract import Canvas, ModelContract, Precision, golden_image, golden_sizes
+from prelunet.evaluator.engine.session import Outputs, open_session
+from prelunet.evaluator.engine.tolerances import Deviation, deviation, tolerance_of
+from prelunet.evaluator.errors import CheckFailed, CheckpointError, UsageError
+from prelunet.evaluator.files import open_atomically, sha256_of
+from prelunet.export.model import build_model, contract_of
+from prelunet.export.outputs import check_not_input
+from prelunet.export.precision import check_magnitudes, measure_magnitudes, precision_warnings, rounding_losses
+from prelunet.export.verification import golden_answer, index_in, judged_as, run_cases
+from prelunet.training.checkpoints import Checkpoint, read_checkpoint
+from prelunet.training.dense import dense_windows
+from prelunet.training.inspection import summarise_slopes
+from prelunet.training.network import network_from_checkpoint
 
 WindowArrays = tuple[npt.NDArray[np.floating], npt.NDArray[np.floating]]
 

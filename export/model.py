@@ -20,12 +20,12 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 
-from evaluator.contract import Canvas, ClassEntry, MeanKind, ModelContract, Precision, default_scales
-from evaluator.protocols import LONG_SIDE_CAP
-from export.graph import Graph
-from export.precision import round_to_half
-from export.pyramid import plan_pools, pyramid_bins
-from training.architectures import LRELU_SLOPE, Activation, Architecture, Conv, Pool
+from prelunet.evaluator.contract import Canvas, ClassEntry, MeanKind, ModelContract, Precision, default_scales
+from prelunet.evaluator.protocols import LONG_SIDE_CAP
+from prelunet.export.graph import Graph
+from prelunet.export.precision import round_to_half
+from prelunet.export.pyramid import plan_pools, pyramid_bins
+from prelunet.training.architectures import LRELU_SLOPE, Activation, Architecture, Conv, Pool
 
 MAX_SIDE = 4096  # pixels, or more where `multi-scale` needs it; the graph cuts its masks from a constant of that length
 _AT_ONCE = 64  # rows that are transposed together: a whole fc1 of 500 MB takes six times as long

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from evaluator.errors import UsageError
+from prelunet.evaluator.errors import UsageError
 
 
 def check_not_input(output: Path, inputs: Iterable[Path]) -> None:

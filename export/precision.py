@@ -16,11 +16,11 @@ import numpy.typing as npt
 import onnx
 from onnx import ModelProto, TensorProto, helper
 
-from evaluator.contract import ModelContract, golden_image, golden_sizes
-from evaluator.engine.onnx_runtime import PlainNet
-from evaluator.errors import UsageError
-from evaluator.imaging.canvas import pack
-from training.architectures import Architecture
+from prelunet.evaluator.contract import ModelContract, golden_image, golden_sizes
+from prelunet.evaluator.engine.onnx_runtime import PlainNet
+from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.imaging.canvas import pack
+from prelunet.training.architectures import Architecture
 
 LARGEST = 65504.0  # the largest float16
 HEADROOM = 8.0  # a net that comes nearer to LARGEST is warned of: other images, and sums on their way, go further

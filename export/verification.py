@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from evaluator.contract import GoldenImage, ModelContract, golden_image
-from evaluator.engine.session import Outputs, Session
-from evaluator.engine.tolerances import Deviation, deviation, tolerance_of
-from evaluator.errors import ContractError
-from evaluator.imaging.canvas import pack
+from prelunet.evaluator.contract import GoldenImage, ModelContract, golden_image
+from prelunet.evaluator.engine.session import Outputs, Session
+from prelunet.evaluator.engine.tolerances import Deviation, deviation, tolerance_of
+from prelunet.evaluator.errors import ContractError
+from prelunet.evaluator.imaging.canvas import pack
 
 # Significant digits of golden scores and logits: as many as tell all float32 numbers apart. Rounding moves a number by
 # 5e-9 of its size at most, 2,000 times less than any tolerance. With other instruction sets (MKL_CBWR) 25 of 12,000

@@ -9,11 +9,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from PIL import Image
 
-from evaluator.pb.inference import inference_pb2 as oip
-from evaluator.pb.inference import inference_pb2_grpc as oip_grpc
-from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from inference_calls import IMAGE, image_input, infer_request, parameters, raw, scores_output
+from prelunet.evaluator.pb.inference import inference_pb2 as oip
+from prelunet.evaluator.pb.inference import inference_pb2_grpc as oip_grpc
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 
 RUBBISH = b"\xff\xff\xff\xff\x01"  # a tag that never ends
 INFER = "/inference.GRPCInferenceService/ModelInfer"

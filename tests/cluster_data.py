@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from evaluator.datasets.opening import open_dataset
-from evaluator.datasets.sample import Dataset
-from evaluator.engine.classify import Model
-from evaluator.engine.session import Session
-from evaluator.protocols import Protocol, make_protocol
-from evaluator.validation.run import CHUNK, RunInfo, describe_dataset, run_info
 from fakes import repeated
+from prelunet.evaluator.datasets.opening import open_dataset
+from prelunet.evaluator.datasets.sample import Dataset
+from prelunet.evaluator.engine.classify import Model
+from prelunet.evaluator.engine.session import Session
+from prelunet.evaluator.protocols import Protocol, make_protocol
+from prelunet.evaluator.validation.run import CHUNK, RunInfo, describe_dataset, run_info
 
 IMAGES = 100
 COPIES = 9  # of each image

@@ -11,8 +11,8 @@ from PIL import Image
 
 from cluster_data import IMAGES, opened
 from conftest import Exported
-from evaluator.datasets.sample import Dataset
-from evaluator.engine.session import Session, open_session
+from prelunet.evaluator.datasets.sample import Dataset
+from prelunet.evaluator.engine.session import Session, open_session
 
 
 @pytest.fixture(scope="module")

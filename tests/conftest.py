@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evaluator.contract import Canvas, ModelContract
-from evaluator.engine.session import Session, open_session
-from export.exporting import export_checkpoint
+from prelunet.evaluator.contract import Canvas, ModelContract
+from prelunet.evaluator.engine.session import Session, open_session
+from prelunet.export.exporting import export_checkpoint
+from prelunet.training.architectures import Activation
+from prelunet.training.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
 from telling import telling_checkpoint
-from training.architectures import Activation
-from training.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
 
 
 @pytest.fixture(scope="session", autouse=True)

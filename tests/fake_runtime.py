@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from evaluator.contract import INPUTS, OUTPUTS, ModelContract
 from fakes import fake_contract
+from prelunet.evaluator.contract import INPUTS, OUTPUTS, ModelContract
 
 CPU, CUDA, OPENVINO = "CPUExecutionProvider", "CUDAExecutionProvider", "OpenVINOExecutionProvider"
 

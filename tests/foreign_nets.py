@@ -12,9 +12,9 @@ import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
-from evaluator.engine.session import Session, open_session
-from export.adopting import Adopted, AdoptOptions, adopt
-from training.preprocessing import Preprocessing
+from prelunet.evaluator.engine.session import Session, open_session
+from prelunet.export.adopting import Adopted, AdoptOptions, adopt
+from prelunet.training.preprocessing import Preprocessing
 
 CROP = 40
 CLASSES = 7

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from evaluator.contract import ClassEntry
+from prelunet.evaluator.contract import ClassEntry
+from prelunet.training.architectures import Activation, Architecture, Conv, parameter_shapes
+from prelunet.training.importing import Imported, import_net
+from prelunet.training.preprocessing import Preprocessing
 from tiny import CLASSES, TINY
-from training.architectures import Activation, Architecture, Conv, parameter_shapes
-from training.importing import Imported, import_net
-from training.preprocessing import Preprocessing
 
 ENTRIES = tuple(ClassEntry(f"n{index:08}", f"thing {index}") for index in range(CLASSES))
 PLAIN = Preprocessing((123.0, 117.0, 104.0), (1.0, 1.0, 1.0), pixel_range=255)

@@ -15,7 +15,7 @@ from typing import Any
 
 # Its server imports torch once, and each process is forked from it: seconds less, and no thread of pytest's is copied.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch._dynamo", "training.parallel", "training.hybrid"])
+CONTEXT.set_forkserver_preload(["torch._dynamo", "prelunet.training.parallel", "prelunet.training.hybrid"])
 
 
 @dataclass(frozen=True)

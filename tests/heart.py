@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from evaluator.engine.batching import BatchRules
-from evaluator.engine.classify import Classified
-from evaluator.engine.session import Outputs
-from evaluator.errors import DeviceLost
-from evaluator.imaging.decode import DecodeLimits
-from evaluator.protocols import Protocol, make_protocol
-from evaluator.serving.caller import Caller
-from evaluator.serving.files import ModelFile
-from evaluator.serving.models import Models
-from evaluator.serving.options import QueueOptions
 from fakes import FakeSession, fake_contract
+from prelunet.evaluator.engine.batching import BatchRules
+from prelunet.evaluator.engine.classify import Classified
+from prelunet.evaluator.engine.session import Outputs
+from prelunet.evaluator.errors import DeviceLost
+from prelunet.evaluator.imaging.decode import DecodeLimits
+from prelunet.evaluator.protocols import Protocol, make_protocol
+from prelunet.evaluator.serving.caller import Caller
+from prelunet.evaluator.serving.files import ModelFile
+from prelunet.evaluator.serving.models import Models
+from prelunet.evaluator.serving.options import QueueOptions
 from serving_harness import png
 
 CONTRACT = fake_contract()

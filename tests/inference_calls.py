@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from evaluator.pb.inference import inference_pb2 as pb
+from prelunet.evaluator.pb.inference import inference_pb2 as pb
 from serving_harness import png
 
 IMAGE = png(40, 57, seed=1)

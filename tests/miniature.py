@@ -11,7 +11,7 @@ import numpy as np
 import scipy.io
 from PIL import Image
 
-from evaluator.contract import ClassEntry
+from prelunet.evaluator.contract import ClassEntry
 
 # Twelve classes, so that "10" sorts before "2" and devkit ids can be told from indices. Two are cranes, as in ImageNet.
 NAMES = (

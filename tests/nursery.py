@@ -17,13 +17,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from evaluator.datasets.opening import open_dataset
-from evaluator.engine.session import open_session
-from evaluator.protocols import make_protocol
-from evaluator.validation.cluster import Cluster, on_ray
-from evaluator.validation.run import describe_dataset, run_info
-from evaluator.validation.writer import RunWriter
 from fakes import FakeSession, repeated, validated
+from prelunet.evaluator.datasets.opening import open_dataset
+from prelunet.evaluator.engine.session import open_session
+from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.validation.cluster import Cluster, on_ray
+from prelunet.evaluator.validation.run import describe_dataset, run_info
+from prelunet.evaluator.validation.writer import RunWriter
 
 TESTS = str(Path(__file__).parent)
 DEADLY = ("fsync", "truncate", "replace", "unlink")  # functions of `os` that change files

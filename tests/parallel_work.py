@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evaluator.errors import EnvironmentFault
-from training.architectures import Architecture, Conv, Pool, parameter_shapes
-from training.buckets import GradientBuckets
-from training.group import Group, open_group
-from training.network import PreluNet, load_tensors, parameter_groups
-from training.parallel import DropoutFactors, Kind, Options, Parallel, Step, make_parallel
-from training.recipe import Precision
+from prelunet.evaluator.errors import EnvironmentFault
+from prelunet.training.architectures import Architecture, Conv, Pool, parameter_shapes
+from prelunet.training.buckets import GradientBuckets
+from prelunet.training.group import Group, open_group
+from prelunet.training.network import PreluNet, load_tensors, parameter_groups
+from prelunet.training.parallel import DropoutFactors, Kind, Options, Parallel, Step, make_parallel
+from prelunet.training.recipe import Precision
 
 SMALL = Architecture(
     "small",

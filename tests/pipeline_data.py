@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from evaluator.datasets.opening import open_dataset
-from evaluator.datasets.sample import Dataset, Sample
-from evaluator.engine.batching import BatchRules
-from evaluator.engine.session import Outputs
-from evaluator.protocols import make_protocol
-from evaluator.validation.pipeline import ChunkResult
 from fakes import FakeSession, fake_contract
+from prelunet.evaluator.datasets.opening import open_dataset
+from prelunet.evaluator.datasets.sample import Dataset, Sample
+from prelunet.evaluator.engine.batching import BatchRules
+from prelunet.evaluator.engine.session import Outputs
+from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.validation.pipeline import ChunkResult
 
 CLASSES = [entry.wnid for entry in fake_contract().classes]
 CENTER = make_protocol("center", fake_contract())

@@ -5,10 +5,10 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from evaluator.datasets.sample import Reader, Sample
-from evaluator.errors import PreluNetError
-from evaluator.validation.cluster import Worker
-from evaluator.validation.validate import ChunkResult
+from prelunet.evaluator.datasets.sample import Reader, Sample
+from prelunet.evaluator.errors import PreluNetError
+from prelunet.evaluator.validation.cluster import Worker
+from prelunet.evaluator.validation.validate import ChunkResult
 
 FATAL = "8/"  # beginning of the names of images that no worker survives
 

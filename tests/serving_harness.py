@@ -15,17 +15,17 @@ import numpy as np
 from grpc_health.v1 import health, health_pb2_grpc
 from PIL import Image
 
-from evaluator.engine.session import Outputs
-from evaluator.errors import DeviceLost
-from evaluator.imaging.decode import DecodeLimits
-from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from evaluator.serving.files import ModelFile
-from evaluator.serving.interceptor import Calls, ErrorsToStatus
-from evaluator.serving.metrics import Metrics
-from evaluator.serving.models import Models
-from evaluator.serving.options import Limits, QueueOptions
-from evaluator.serving.server import Server
 from fakes import FakeSession
+from prelunet.evaluator.engine.session import Outputs
+from prelunet.evaluator.errors import DeviceLost
+from prelunet.evaluator.imaging.decode import DecodeLimits
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from prelunet.evaluator.serving.files import ModelFile
+from prelunet.evaluator.serving.interceptor import Calls, ErrorsToStatus
+from prelunet.evaluator.serving.metrics import Metrics
+from prelunet.evaluator.serving.models import Models
+from prelunet.evaluator.serving.options import Limits, QueueOptions
+from prelunet.evaluator.serving.server import Server
 
 
 @dataclass(frozen=True)

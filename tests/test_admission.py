@@ -13,19 +13,19 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from evaluator.engine.batching import BatchRules
-from evaluator.errors import DeadlinePassed, ImageError, Overloaded, UsageError
-from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from evaluator.protocols import make_protocol
-from evaluator.serving.caller import Caller
-from evaluator.serving.metrics import Metrics
-from evaluator.serving.models import Models
-from evaluator.serving.options import QueueOptions
-from evaluator.serving.request import Lane, Request, views_and_pixels
-from evaluator.serving.waiting import Waiting
 from fakes import FakeSession, fake_contract
 from heart import HeldSession, counted, served, until
+from prelunet.evaluator.engine.batching import BatchRules
+from prelunet.evaluator.errors import DeadlinePassed, ImageError, Overloaded, UsageError
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.serving.caller import Caller
+from prelunet.evaluator.serving.metrics import Metrics
+from prelunet.evaluator.serving.models import Models
+from prelunet.evaluator.serving.options import QueueOptions
+from prelunet.evaluator.serving.request import Lane, Request, views_and_pixels
+from prelunet.evaluator.serving.waiting import Waiting
 from serving_harness import png, running_server
 
 CENTER = make_protocol("center", fake_contract())

@@ -12,17 +12,6 @@ from onnx import TensorProto, helper
 from PIL import Image
 
 from conftest import with_contract
-from evaluator.cli import run
-from evaluator.client import Client
-from evaluator.contract import golden_image
-from evaluator.engine.classify import classify_images
-from evaluator.engine.onnx_runtime import PlainNet
-from evaluator.engine.session import open_session
-from evaluator.errors import ContractError, UsageError
-from evaluator.imaging.decode import decode_rgb
-from evaluator.protocols import default_protocol, make_protocol
-from export.adopting import AdoptOptions, adopt
-from export.verification import verify
 from foreign_nets import (
     BYTES,
     CLASSES,
@@ -51,8 +40,19 @@ from foreign_nets import (
     transposed,
     write_classes,
 )
+from prelunet.evaluator.cli import run
+from prelunet.evaluator.client import Client
+from prelunet.evaluator.contract import golden_image
+from prelunet.evaluator.engine.classify import classify_images
+from prelunet.evaluator.engine.onnx_runtime import PlainNet
+from prelunet.evaluator.engine.session import open_session
+from prelunet.evaluator.errors import ContractError, UsageError
+from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.protocols import default_protocol, make_protocol
+from prelunet.export.adopting import AdoptOptions, adopt
+from prelunet.export.verification import verify
+from prelunet.training.preprocessing import Preprocessing
 from serving_harness import running_server
-from training.preprocessing import Preprocessing
 
 PHOTOS = (photo(61, 83, "PNG"), photo(97, 52, "JPEG", seed=1), photo(40, 40, "PNG", seed=2))
 

@@ -11,15 +11,15 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from evaluator.cli import run
-from evaluator.contract import golden_image
-from evaluator.engine.onnx_runtime import PlainNet
-from evaluator.errors import ContractError, UsageError
-from export.adopt_net import random_operators
-from export.adopting import AdoptOptions, adopt
-from export.exporting import export_checkpoint
 from foreign_nets import CLASSES, CROP, HALF, RGB, Build, Nodes, adopted, features, net, photo, write_classes
-from training.preprocessing import Preprocessing
+from prelunet.evaluator.cli import run
+from prelunet.evaluator.contract import golden_image
+from prelunet.evaluator.engine.onnx_runtime import PlainNet
+from prelunet.evaluator.errors import ContractError, UsageError
+from prelunet.export.adopt_net import random_operators
+from prelunet.export.adopting import AdoptOptions, adopt
+from prelunet.export.exporting import export_checkpoint
+from prelunet.training.preprocessing import Preprocessing
 
 NUMBERS = ["--mean", "0.5", "--std", "0.2"]
 
@@ -60,8 +60,8 @@ def test_weights_of_a_branch_that_lie_in_another_file_are_not_replaced_either(pl
 
 
 def test_export_does_not_replace_its_checkpoint(tmp_path: Path) -> None:
+    from prelunet.training.checkpoints import write_checkpoint
     from tiny import tiny_checkpoint  # brings torch
-    from training.checkpoints import write_checkpoint
 
     path = tmp_path / "net.safetensors"
     write_checkpoint(path, tiny_checkpoint())

@@ -9,8 +9,6 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from evaluator.errors import ContractError, EnvironmentFault, PreluNetError, UsageError
-from export.adopting import AdoptOptions, adopt
 from foreign_nets import (
     BYTES,
     CLASSES,
@@ -29,7 +27,9 @@ from foreign_nets import (
     softmax_end,
     write_classes,
 )
-from training.preprocessing import Preprocessing, three_numbers
+from prelunet.evaluator.errors import ContractError, EnvironmentFault, PreluNetError, UsageError
+from prelunet.export.adopting import AdoptOptions, adopt
+from prelunet.training.preprocessing import Preprocessing, three_numbers
 
 
 def sigmoid(n: Nodes, x: str) -> str:

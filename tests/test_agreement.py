@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from evaluator.errors import UsageError
-from training import first_words
-from training.agreement import check_alike, check_place
-from training.group import Group
-from training.splits import Splits, open_splits
+from prelunet.evaluator.errors import UsageError
+from prelunet.training import first_words
+from prelunet.training.agreement import check_alike, check_place
+from prelunet.training.group import Group
+from prelunet.training.splits import Splits, open_splits
 from training_folders import RECIPE, make_dataset
 
 ALONE = Group(0, 1, torch.device("cpu"))

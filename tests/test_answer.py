@@ -9,12 +9,12 @@ import pytest
 from PIL import Image
 
 from conftest import Exported
-from evaluator.cli import run
-from evaluator.engine.answer import answer_from_json, answer_of, top_asked
-from evaluator.engine.classify import classify_images
-from evaluator.errors import UsageError
-from evaluator.protocols import make_protocol
 from fakes import FakeSession
+from prelunet.evaluator.cli import run
+from prelunet.evaluator.engine.answer import answer_from_json, answer_of, top_asked
+from prelunet.evaluator.engine.classify import classify_images
+from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.protocols import make_protocol
 from serving_harness import running_server
 from telling import noise
 

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from evaluator.complexity import multiply_adds
-from evaluator.errors import UsageError
-from tiny import TINY
-from training.architectures import (
+from prelunet.evaluator.complexity import multiply_adds
+from prelunet.evaluator.errors import UsageError
+from prelunet.training.architectures import (
     ARCHITECTURES,
     Activation,
     Architecture,
@@ -17,6 +16,7 @@ from training.architectures import (
     architecture_from_json,
     parameter_shapes,
 )
+from tiny import TINY
 
 
 def count(net: Architecture, kind: str = "", classes: int = 1000) -> int:

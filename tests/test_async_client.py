@@ -14,15 +14,15 @@ import grpc
 import grpc.aio
 import pytest
 
-import evaluator.client.aio
+import prelunet.evaluator.client.aio
 from client_harness import QUICK, Growth, Plain, Scripted, served, text_of
-from evaluator.client import AsyncClient, Client
-from evaluator.client.aio_streams import StreamEnd
-from evaluator.client.retries import Attempts
-from evaluator.datasets.sample import Dataset, Sample
-from evaluator.errors import ImageError, Overloaded, UsageError
-from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from fakes import FakeSession
+from prelunet.evaluator.client import AsyncClient, Client
+from prelunet.evaluator.client.aio_streams import StreamEnd
+from prelunet.evaluator.client.retries import Attempts
+from prelunet.evaluator.datasets.sample import Dataset, Sample
+from prelunet.evaluator.errors import ImageError, Overloaded, UsageError
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from serving_harness import png, running_server
 
 
@@ -216,13 +216,13 @@ def test_what_may_take_long_is_done_in_threads(monkeypatch: pytest.MonkeyPatch) 
         list(requests)
         yield pb.EvaluateResponse(report=pb.Report(worst=pb.WorstClasses()))
 
-    reading = evaluator.client.aio.answer_from_message
+    reading = prelunet.evaluator.client.aio.answer_from_message
 
     def noting(message: pb.ClassifyResponse) -> Any:
         where[f"{len(message.predictions)} predictions"] = threading.get_ident()
         return reading(message)
 
-    monkeypatch.setattr(evaluator.client.aio, "answer_from_message", noting)
+    monkeypatch.setattr(prelunet.evaluator.client.aio, "answer_from_message", noting)
 
     async def use(client: AsyncClient) -> None:
         here = threading.get_ident()
@@ -304,7 +304,7 @@ def test_the_server_s_status_is_told_though_grpc_puts_its_own_in_the_place(late:
 
 
 def test_a_status_that_never_comes_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evaluator.client.aio_streams._PATIENCE", 0.01)
+    monkeypatch.setattr("prelunet.evaluator.client.aio_streams._PATIENCE", 0.01)
 
     async def check() -> None:
         stream = Ending()

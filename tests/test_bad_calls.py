@@ -25,16 +25,16 @@ from bad_calls import (
     of_image,
     outcome_of,
 )
-from evaluator.engine.classify import classify_images
-from evaluator.errors import OutOfMemory
-from evaluator.imaging.decode import decode_rgb
-from evaluator.pb.inference import inference_pb2 as oip
-from evaluator.pb.inference import inference_pb2_grpc as oip_grpc
-from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from evaluator.protocols import make_protocol
 from fakes import FakeSession, fake_contract
 from inference_calls import IMAGE, infer_request, scores_in
+from prelunet.evaluator.engine.classify import classify_images
+from prelunet.evaluator.errors import OutOfMemory
+from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.pb.inference import inference_pb2 as oip
+from prelunet.evaluator.pb.inference import inference_pb2_grpc as oip_grpc
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from prelunet.evaluator.protocols import make_protocol
 from serving_harness import png, running_server
 from test_decode import ACCEPTED, REFUSED
 

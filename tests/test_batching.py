@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evaluator.engine.batching import Batch, BatchRules, Plan, plan_batches
+from prelunet.evaluator.engine.batching import Batch, BatchRules, Plan, plan_batches
 
 MAX_SIDE = 100
 Shape = tuple[int, int]

@@ -15,20 +15,20 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from evaluator.cli import run
-from evaluator.complexity import multiply_adds
-from evaluator.datasets.opening import open_place
-from evaluator.datasets.sample import Dataset, DatasetPlace
-from evaluator.engine.session import Outputs, Placement
-from evaluator.engine.stages import STAGES, Tally
-from evaluator.errors import DatasetError
-from evaluator.imaging.decode import decode_rgb
-from evaluator.imaging.views import make_views
-from evaluator.machine import knows_bf16
-from evaluator.protocols import make_protocol
-from evaluator.validation.benchmark import Alone, Measurement, benchmark, computed_alone
-from evaluator.validation.bottleneck import Surroundings, advice, cause_of, in_words
 from fakes import FakeSession, fake_contract
+from prelunet.evaluator.cli import run
+from prelunet.evaluator.complexity import multiply_adds
+from prelunet.evaluator.datasets.opening import open_place
+from prelunet.evaluator.datasets.sample import Dataset, DatasetPlace
+from prelunet.evaluator.engine.session import Outputs, Placement
+from prelunet.evaluator.engine.stages import STAGES, Tally
+from prelunet.evaluator.errors import DatasetError
+from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.imaging.views import make_views
+from prelunet.evaluator.machine import knows_bf16
+from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.validation.benchmark import Alone, Measurement, benchmark, computed_alone
+from prelunet.evaluator.validation.bottleneck import Surroundings, advice, cause_of, in_words
 
 TWO_SCALES = make_protocol("dense-29-36", fake_contract())
 IMAGES, BAD = 25, 11
@@ -134,8 +134,8 @@ def test_computing_alone_ends_when_there_is_enough_of_it_and_is_spread_over_all(
             clock.now += 0.5
             return super().compute(staged)
 
-    monkeypatch.setattr("evaluator.validation.benchmark.time", clock)
-    monkeypatch.setattr("evaluator.validation.benchmark.ALONE", enough)
+    monkeypatch.setattr("prelunet.evaluator.validation.benchmark.time", clock)
+    monkeypatch.setattr("prelunet.evaluator.validation.benchmark.ALONE", enough)
     images = [[sample] for sample in dataset.samples[:8]]
     alone = computed_alone(Clocked(), replace(dataset, reader=Noting()), TWO_SCALES, images, 2)
     assert alone.seconds == len(read) == alone.batches / 2
@@ -167,7 +167,7 @@ def test_an_adopted_net_that_does_not_tell_its_cost_has_no_gflops(dataset: Datas
 def test_the_peak_of_memory_is_told_in_bytes_and_stays_when_memory_is_given_back() -> None:
     """In a process of its own: the peak of this one is that of all tests before."""
     code = """
-from evaluator.validation.benchmark import peak_memory
+from prelunet.evaluator.validation.benchmark import peak_memory
 before, held = peak_memory(), bytearray(b"x") * 2**27
 del held
 print(before, peak_memory())
@@ -325,8 +325,8 @@ class Opened(FakeSession):
 def command(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Give the command line with a model behind `open_sessions`."""
     session = Opened(Placement("cpu"))
-    monkeypatch.setattr("evaluator.verbs.bench.open_sessions", lambda *_: [session])
-    monkeypatch.setattr("evaluator.verbs.bench.knows_bf16", lambda: True)
+    monkeypatch.setattr("prelunet.evaluator.verbs.bench.open_sessions", lambda *_: [session])
+    monkeypatch.setattr("prelunet.evaluator.verbs.bench.knows_bf16", lambda: True)
     (tmp_path / "m.onnx").write_bytes(b"x" * 100)
 
     def call(*more: str, images: Path = data) -> int:
@@ -401,7 +401,7 @@ def test_interrupted_it_says_that_nothing_is_kept(
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("evaluator.verbs.bench.benchmark", interrupt)
+    monkeypatch.setattr("prelunet.evaluator.verbs.bench.benchmark", interrupt)
     assert command("--limit", "5") == 4
     assert "nothing is kept" in capsys.readouterr().err
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 from PIL import Image
 
-from evaluator.contract import golden_image
-from evaluator.engine import openvino_runtime
-from evaluator.imaging.views import make_views
-from evaluator.protocols import Protocol
+from prelunet.evaluator.contract import golden_image
+from prelunet.evaluator.engine import openvino_runtime
+from prelunet.evaluator.imaging.views import make_views
+from prelunet.evaluator.protocols import Protocol
+from prelunet.training.architectures import ACTIVATIONS, architecture
+from prelunet.training.checkpoints import Checkpoint
+from prelunet.training.dense import dense_windows, subtract_mean
+from prelunet.training.network import PreluNet, load_tensors, network_from_checkpoint
 from telling import noise, telling_checkpoint
 from tiny import tiny_checkpoint
-from training.architectures import ACTIVATIONS, architecture
-from training.checkpoints import Checkpoint
-from training.dense import dense_windows, subtract_mean
-from training.network import PreluNet, load_tensors, network_from_checkpoint
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 from competitors import COMPETITORS, REFERENCE, Case, NotAvailable, Opened, in_pairs  # noqa: E402

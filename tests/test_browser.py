@@ -13,9 +13,9 @@ import pytest
 from playwright.sync_api import expect
 
 from browsing import HOSTILE, LAPTOP, PHONE, Watched, brightness, names_of
-from evaluator.reporting.report import Report
-from evaluator.validation.predictions import Prediction
-from evaluator.validation.run import read_run
+from prelunet.evaluator.reporting.report import Report
+from prelunet.evaluator.validation.predictions import Prediction
+from prelunet.evaluator.validation.run import read_run
 
 pytestmark = pytest.mark.browser
 

@@ -13,13 +13,13 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-import evaluator.files
-from evaluator.errors import CheckpointError, EnvironmentFault, UsageError
-from evaluator.files import sha256_of
+import prelunet.evaluator.files
+from prelunet.evaluator.errors import CheckpointError, EnvironmentFault, UsageError
+from prelunet.evaluator.files import sha256_of
+from prelunet.training.architectures import ACTIVATIONS, Activation
+from prelunet.training.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
+from prelunet.training.state_dicts import read_state_dict
 from tiny import CLASSES, mean_image, tiny_checkpoint
-from training.architectures import ACTIVATIONS, Activation
-from training.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
-from training.state_dicts import read_state_dict
 
 
 def assert_same(actual: Checkpoint, expected: Checkpoint) -> None:
@@ -364,7 +364,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(tmp_path: Path, monkeypatc
     def full(_descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(evaluator.files.os, "fsync", full)
+    monkeypatch.setattr(prelunet.evaluator.files.os, "fsync", full)
     with pytest.raises(EnvironmentFault, match="the disk is full"):
         write_checkpoint(path, tiny_checkpoint(metrics={"step": 2}))
     assert list(tmp_path.iterdir()) == [path]

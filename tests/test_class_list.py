@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from evaluator.datasets.class_list import MAX_CLASSES, read_class_list
-from evaluator.errors import EnvironmentFault, UsageError
+from prelunet.evaluator.datasets.class_list import MAX_CLASSES, read_class_list
+from prelunet.evaluator.errors import EnvironmentFault, UsageError
 
 PAIRS = [("n01440764", "tench, Tinca tinca"), ("n01443537", "goldfish"), ("n02012849", "crane")]
 

@@ -12,13 +12,13 @@ import pytest
 from PIL import Image
 
 from conftest import Exported
-from evaluator.cli import run
-from evaluator.engine.classify import classify_images, combine, run_views
-from evaluator.engine.session import Outputs
-from evaluator.errors import ContractError
-from evaluator.imaging.views import ViewImage, make_views
-from evaluator.protocols import Protocol, View, make_protocol
 from fakes import FakeSession, fake_contract
+from prelunet.evaluator.cli import run
+from prelunet.evaluator.engine.classify import classify_images, combine, run_views
+from prelunet.evaluator.engine.session import Outputs
+from prelunet.evaluator.errors import ContractError
+from prelunet.evaluator.imaging.views import ViewImage, make_views
+from prelunet.evaluator.protocols import Protocol, View, make_protocol
 
 RNG = np.random.default_rng(8)
 
@@ -157,7 +157,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Image.fromarray(PICTURES[0]).save(tmp_path / "good.png")
     Image.fromarray(PICTURES[1]).save(tmp_path / "other.png")
     (tmp_path / "bad.jpg").write_text("no image")
-    monkeypatch.setattr("evaluator.verbs.classify.open_session", lambda _path, _device, **_: FakeSession())
+    monkeypatch.setattr("prelunet.evaluator.verbs.classify.open_session", lambda _path, _device, **_: FakeSession())
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -178,8 +178,8 @@ def test_a_view_that_does_not_fit_into_this_machine_is_refused_unless_a_gpu_has_
     files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, provider: str, code: int
 ) -> None:
     session = FakeSession(provider=provider)
-    monkeypatch.setattr("evaluator.verbs.classify.open_session", lambda _path, _device, **_: session)
-    monkeypatch.setattr("evaluator.verbs.classify.machine_memory", lambda: 2**20)
+    monkeypatch.setattr("prelunet.evaluator.verbs.classify.open_session", lambda _path, _device, **_: session)
+    monkeypatch.setattr("prelunet.evaluator.verbs.classify.machine_memory", lambda: 2**20)
     assert run(["classify", "good.png", "--model", "m.onnx"]) == code
     assert ("this machine has 1.00M" in capsys.readouterr().err) == (code == 2)
 
@@ -236,7 +236,7 @@ def test_an_image_is_resized_as_it_was_decoded_and_not_copied_whole(
         given.append(isinstance(image, Image.Image))
         return make_views(image, protocol)
 
-    monkeypatch.setattr("evaluator.engine.classify.make_views", noting)
+    monkeypatch.setattr("prelunet.evaluator.engine.classify.make_views", noting)
     assert run(["classify", "good.png", "other.png", "--model", "m.onnx"]) == 0
     assert given == [True, True]
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from conftest import Exported
-from evaluator import cli
-from evaluator.cli import VERBS, run
-from evaluator.errors import EnvironmentFault
-from evaluator.terminal import printable, say
+from prelunet.evaluator import cli
+from prelunet.evaluator.cli import VERBS, run
+from prelunet.evaluator.errors import EnvironmentFault
+from prelunet.evaluator.terminal import printable, say
 
 ROOT = Path(__file__).parent.parent
 
@@ -25,7 +25,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_help_lists_every_verb_and_imports_none_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     code = (
-        "import sys; from evaluator.cli import run; run(['--help']); "
+        "import sys; from prelunet.evaluator.cli import run; run(['--help']); "
         "heavy = {'numpy', 'torch', 'onnx', 'onnxruntime', 'grpc', 'PIL', 'scipy', 'jinja2'} & set(sys.modules); "
         "sys.stderr.write(f'heavy: {heavy}')"
     )
@@ -143,7 +143,7 @@ def test_an_interrupt_says_that_the_same_command_goes_on(
 def test_a_reader_that_goes_away_ends_the_program_quietly(exported: dict[str, Exported]) -> None:
     images = [str(ROOT / "tests" / "data" / "hostile" / "grey-16-bit.png"), "-"]
     command = ["classify", "--model", str(exported["demo-image"].path), "--device", "cpu", "--json", *images]
-    code = "import sys; from evaluator.cli import main; main(sys.argv[1:])"
+    code = "import sys; from prelunet.evaluator.cli import main; main(sys.argv[1:])"
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # as it is for users
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code, *command], env=buffered, **pipes) as process:

@@ -17,12 +17,13 @@ from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from client_harness import QUICK, Growth, Plain, Scripted, served
-from evaluator.client import Client, Retries
-from evaluator.client.connection import CHANNEL_OPTIONS
-from evaluator.datasets.sample import Dataset, Sample
-from evaluator.engine.classify import classify_images
-from evaluator.engine.scores import shortest
-from evaluator.errors import (
+from fakes import FakeSession
+from prelunet.evaluator.client import Client, Retries
+from prelunet.evaluator.client.connection import CHANNEL_OPTIONS
+from prelunet.evaluator.datasets.sample import Dataset, Sample
+from prelunet.evaluator.engine.classify import classify_images
+from prelunet.evaluator.engine.scores import shortest
+from prelunet.evaluator.errors import (
     OUTCOMES,
     DatasetError,
     DeadlinePassed,
@@ -35,11 +36,10 @@ from evaluator.errors import (
     UsageError,
     outcome_of,
 )
-from evaluator.imaging.decode import decode_rgb
-from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from evaluator.protocols import Changes, make_protocol
-from evaluator.serving.status import MAX_MESSAGE, status_of
-from fakes import FakeSession
+from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from prelunet.evaluator.protocols import Changes, make_protocol
+from prelunet.evaluator.serving.status import MAX_MESSAGE, status_of
 from serving_harness import png, running_server
 
 
@@ -150,7 +150,9 @@ def test_a_server_s_refusal_is_the_error_it_had(client: Client, arguments: dict,
 
 def test_an_answer_above_the_client_s_own_limit_is_told_from_an_image_above_the_server_s(monkeypatch) -> None:
     others = tuple(option for option in CHANNEL_OPTIONS if "max_receive" not in option[0])
-    monkeypatch.setattr("evaluator.client.sync.CHANNEL_OPTIONS", (*others, ("grpc.max_receive_message_length", 100)))
+    monkeypatch.setattr(
+        "prelunet.evaluator.client.sync.CHANNEL_OPTIONS", (*others, ("grpc.max_receive_message_length", 100))
+    )
     with running_server(fake=FakeSession()) as server, Client(server.address) as client:
         with pytest.raises(
             UsageError, match=r"the answer is larger than this client takes\. Ask for less .*100"
@@ -347,9 +349,16 @@ def test_details_of_a_status_that_are_not_ours_are_left_alone(details: bytes) ->
 
 
 def test_the_client_takes_nothing_from_the_server_but_statuses_and_messages() -> None:
-    program = "import evaluator.client, sys; print(*sorted(n for n in sys.modules if n.startswith('evaluator.serv')))"
+    program = (
+        "import prelunet.evaluator.client, sys; "
+        "print(*sorted(name for name in sys.modules if name.startswith('prelunet.evaluator.serv')))"
+    )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout.split() == ["evaluator.serving", "evaluator.serving.status", "evaluator.serving.wire"]
+    assert result.stdout.split() == [
+        "prelunet.evaluator.serving",
+        "prelunet.evaluator.serving.status",
+        "prelunet.evaluator.serving.wire",
+    ]
 
 
 def test_an_error_that_was_handled_keeps_nothing_alive() -> None:

@@ -10,9 +10,9 @@ import grpc
 import pytest
 
 from client_harness import BOTH, Relay, Scripted, served, text_of
-from evaluator.client import Client, Retries
-from evaluator.client.addresses import checked_address
-from evaluator.errors import EnvironmentFault, NotReady, UsageError
+from prelunet.evaluator.client import Client, Retries
+from prelunet.evaluator.client.addresses import checked_address
+from prelunet.evaluator.errors import EnvironmentFault, NotReady, UsageError
 
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"  # an HTTP/2 server's first frame; with it a connection is one
 GOAWAY = b"\0\0\x08\7" + bytes(5) + bytes(8)  # with no further call taken

@@ -8,10 +8,10 @@ import grpc
 import pytest
 
 from client_harness import QUICK, Scripted, served
-from evaluator import errors
-from evaluator.client import Client, Retries
-from evaluator.errors import OUTCOMES, PreluNetError, outcome_of
 from fakes import FakeSession
+from prelunet.evaluator import errors
+from prelunet.evaluator.client import Client, Retries
+from prelunet.evaluator.errors import OUTCOMES, PreluNetError, outcome_of
 from serving_harness import png, running_server
 
 PAGE = (Path(__file__).parent.parent / "docs" / "client.md").read_text()

@@ -13,20 +13,12 @@ import numpy as np
 import pytest
 
 from cluster_data import info_of
-from evaluator.cli import run
-from evaluator.datasets.sample import Dataset, Sample
-from evaluator.engine.session import Session
-from evaluator.errors import EnvironmentFault, UsageError
-from evaluator.validation.cluster import (
-    AHEAD,
-    ATTEMPTS,
-    PATIENCE,
-    Cluster,
-    Crew,
-    on_ray,
-    room,
-)
-from evaluator.validation.validate import WorkersLost
+from prelunet.evaluator.cli import run
+from prelunet.evaluator.datasets.sample import Dataset, Sample
+from prelunet.evaluator.engine.session import Session
+from prelunet.evaluator.errors import EnvironmentFault, UsageError
+from prelunet.evaluator.validation.cluster import AHEAD, ATTEMPTS, PATIENCE, Cluster, Crew, on_ray, room
+from prelunet.evaluator.validation.validate import WorkersLost
 
 pytest_plugins = ("cluster_fixtures",)
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from training.augmentation import COLOR, VIEW, random_stream, training_view
-from training.color import color_axes, color_shift
+from prelunet.training.augmentation import COLOR, VIEW, random_stream, training_view
+from prelunet.training.color import color_axes, color_shift
 from training_folders import RECIPE
 
 COLORFUL = replace(RECIPE, color=0.1)

@@ -12,14 +12,14 @@ from typing import Any
 import jsonschema
 import pytest
 
-from evaluator import cli
-from evaluator.errors import RunFolderError
-from evaluator.reporting.compare import compare_runs, comparison_csv, judgement, shown_p
-from evaluator.reporting.compare_write import write_comparison
-from evaluator.reporting.paired import adjusted_p, difference_interval, mcnemar
-from evaluator.reporting.statistics import macro_interval
-from evaluator.reporting.text import json_bytes
-from evaluator.validation.run import read_run
+from prelunet.evaluator import cli
+from prelunet.evaluator.errors import RunFolderError
+from prelunet.evaluator.reporting.compare import compare_runs, comparison_csv, judgement, shown_p
+from prelunet.evaluator.reporting.compare_write import write_comparison
+from prelunet.evaluator.reporting.paired import adjusted_p, difference_interval, mcnemar
+from prelunet.evaluator.reporting.statistics import macro_interval
+from prelunet.evaluator.reporting.text import json_bytes
+from prelunet.evaluator.validation.run import read_run
 from run_folders import CLASSES, evaluated, refused, write_run
 
 SCHEMA = json.loads((Path(__file__).parent.parent / "docs" / "compare.schema.json").read_text(encoding="utf-8"))
@@ -366,7 +366,7 @@ def test_verb_writes_three_files_named_after_the_baseline_and_says_who_is_better
 
 def test_help_needs_neither_templates_nor_charts() -> None:
     code = (
-        "import sys; from evaluator import cli; "
+        "import sys; from prelunet.evaluator import cli; "
         "codes = [cli.run([verb, '--help']) for verb in ('compare', 'report')]; "
         "sys.exit(str(codes) + str({'jinja2', 'vl_convert', 'scipy'} & set(sys.modules)))"
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from evaluator import cli
+from prelunet.evaluator import cli
 from run_folders import evaluated, refused, write_run
 
 LINES = [evaluated("n01/a.jpg", 0, [0, 1, 2, 3, 4], 1), evaluated("n02/a.jpg", 1, [1, 3, 2, 0, 4], 1)]

@@ -9,14 +9,15 @@ import pytest
 import vl_convert
 from PIL import Image
 
-from evaluator import cli
-from evaluator.datasets import DatasetPlace, open_dataset, open_place
-from evaluator.datasets.sample import Dataset
-from evaluator.errors import DatasetError
-from evaluator.reporting.charts import FEW_CLASSES
-from evaluator.reporting.compare import compare_runs
-from evaluator.reporting.compare_charts import difference_chart
-from evaluator.reporting.compare_page import (
+from pages import Elements
+from prelunet.evaluator import cli
+from prelunet.evaluator.datasets import DatasetPlace, open_dataset, open_place
+from prelunet.evaluator.datasets.sample import Dataset
+from prelunet.evaluator.errors import DatasetError
+from prelunet.evaluator.reporting.charts import FEW_CLASSES
+from prelunet.evaluator.reporting.compare import compare_runs
+from prelunet.evaluator.reporting.compare_charts import difference_chart
+from prelunet.evaluator.reporting.compare_page import (
     LEFT_OUT_SHOWN,
     MOVED_MOST,
     SHOWN_OF_A_KIND,
@@ -26,12 +27,11 @@ from evaluator.reporting.compare_page import (
     render_comparison,
     run_titles,
 )
-from evaluator.reporting.compare_write import write_comparison
-from evaluator.reporting.gallery import SHOWN_OF_A_CLASS
-from evaluator.reporting.html import VEGA_LITE
-from evaluator.reporting.text import signed
-from evaluator.validation.run import read_run
-from pages import Elements
+from prelunet.evaluator.reporting.compare_write import write_comparison
+from prelunet.evaluator.reporting.gallery import SHOWN_OF_A_CLASS
+from prelunet.evaluator.reporting.html import VEGA_LITE
+from prelunet.evaluator.reporting.text import signed
+from prelunet.evaluator.validation.run import read_run
 from run_folders import CLASSES, MULTI_SCALE, evaluated, refused, write_run
 
 WNIDS = [entry["wnid"] for entry in CLASSES]
@@ -174,7 +174,7 @@ def test_the_dataset_of_the_flipped_images_is_opened_once(tmp_path: Path, monkey
         opened.append(place.path)
         return open_place(place, classes)
 
-    monkeypatch.setattr("evaluator.reporting.gallery.open_place", open_place_once)
+    monkeypatch.setattr("prelunet.evaluator.reporting.gallery.open_place", open_place_once)
     a = [right(files[0], 0), wrong(files[1], 1, 0)]
     b = [wrong(files[0], 0, 1), right(files[1], 1)]
     data = tmp_path / "data"

@@ -6,12 +6,6 @@ import threading
 import numpy as np
 import pytest
 
-from evaluator.engine.batching import BatchRules
-from evaluator.engine.classify import classify_images
-from evaluator.imaging.decode import decode_rgb
-from evaluator.protocols import Protocol, make_protocol
-from evaluator.serving.classifier import Classifier
-from evaluator.serving.options import QueueOptions
 from fakes import FakeSession, fake_contract
 from heart import (
     GPU_RULES,
@@ -27,6 +21,12 @@ from heart import (
     until,
     with_models,
 )
+from prelunet.evaluator.engine.batching import BatchRules
+from prelunet.evaluator.engine.classify import classify_images
+from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.protocols import Protocol, make_protocol
+from prelunet.evaluator.serving.classifier import Classifier
+from prelunet.evaluator.serving.options import QueueOptions
 from serving_harness import png
 
 

@@ -15,15 +15,15 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from evaluator.errors import EnvironmentFault
-from evaluator.serving import models
-from evaluator.serving.files import ModelFile
-from evaluator.serving.options import Limits, ServeOptions
-from evaluator.serving.run import serve
-from evaluator.serving.server import Server
-from evaluator.serving.transport import allow_open_files, is_everywhere, is_loopback, join, why_not
 from fakes import FakeSession
 from in_a_loop import in_a_loop, new_channel, refused
+from prelunet.evaluator.errors import EnvironmentFault
+from prelunet.evaluator.serving import models
+from prelunet.evaluator.serving.files import ModelFile
+from prelunet.evaluator.serving.options import Limits, ServeOptions
+from prelunet.evaluator.serving.run import serve
+from prelunet.evaluator.serving.server import Server
+from prelunet.evaluator.serving.transport import allow_open_files, is_everywhere, is_loopback, join, why_not
 from raw_http2 import (
     ACK,
     DATA,

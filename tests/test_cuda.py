@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evaluator.contract import OUTPUTS
-from evaluator.engine import cuda
-from evaluator.engine.cuda import ARENA_STEP, SLOTS, CudaBinding, CudaRuntime, cuda_options
-from evaluator.errors import EnvironmentFault
+from prelunet.evaluator.contract import OUTPUTS
+from prelunet.evaluator.engine import cuda
+from prelunet.evaluator.engine.cuda import ARENA_STEP, SLOTS, CudaBinding, CudaRuntime, cuda_options
+from prelunet.evaluator.errors import EnvironmentFault
 
 CLASSES = 6
 

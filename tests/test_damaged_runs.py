@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from evaluator import cli
-from evaluator.datasets import open_dataset
-from evaluator.errors import RunFolderError
-from evaluator.reporting.gallery import make_gallery
-from evaluator.validation.run import read_run
-from evaluator.validation.run_log import find_dataset
+from prelunet.evaluator import cli
+from prelunet.evaluator.datasets import open_dataset
+from prelunet.evaluator.errors import RunFolderError
+from prelunet.evaluator.reporting.gallery import make_gallery
+from prelunet.evaluator.validation.run import read_run
+from prelunet.evaluator.validation.run_log import find_dataset
 from run_folders import CLASSES, evaluated, refused, write_run
 
 LINES = [

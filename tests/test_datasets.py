@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evaluator.datasets import Dataset, Sample, open_dataset
-from evaluator.errors import DatasetError, EnvironmentFault, PreluNetError, UsageError
+from prelunet.evaluator.datasets import Dataset, Sample, open_dataset
+from prelunet.evaluator.errors import DatasetError, EnvironmentFault, PreluNetError, UsageError
 
 # Contents need not be images: a dataset hands out bytes. Not in sorted order, of different lengths.
 VAL = {

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from evaluator.errors import EnvironmentFault, ImageError, UsageError
-from evaluator.imaging import decode
-from evaluator.imaging.decode import DecodeLimits, decode_image, decode_rgb, image_size
+from prelunet.evaluator.errors import EnvironmentFault, ImageError, UsageError
+from prelunet.evaluator.imaging import decode
+from prelunet.evaluator.imaging.decode import DecodeLimits, decode_image, decode_rgb, image_size
 
 DATA = Path(__file__).parent / "data" / "hostile"
 HOSTILE = sorted(DATA.iterdir())
@@ -277,8 +277,8 @@ def test_threads_decode_as_one_thread_does() -> None:
 def test_hostile_files_need_little_memory_and_say_nothing_on_stderr() -> None:
     program = f"""
 import json, pathlib, resource
-from evaluator.errors import ImageError
-from evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.errors import ImageError
+from prelunet.evaluator.imaging.decode import decode_rgb
 # 8 MB of text or profile in two files, and the decoders' own tables; the bombs promise 200 MB to 30 GB.
 used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 100_000_000,) * 2)
@@ -396,8 +396,8 @@ def test_a_broken_tiff_leaves_nothing_on_stderr() -> None:
     script = """if True:
         import io
         from PIL import Image
-        from evaluator.errors import ImageError
-        from evaluator.imaging.decode import decode_rgb
+        from prelunet.evaluator.errors import ImageError
+        from prelunet.evaluator.imaging.decode import decode_rgb
 
         whole = io.BytesIO()
         Image.effect_noise((60, 40), 80).convert("RGB").save(whole, "TIFF", compression="tiff_lzw")

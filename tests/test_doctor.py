@@ -15,14 +15,14 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from conftest import Exported, with_contract
-from evaluator.cli import run
-from evaluator.contract import OUTPUTS
-from evaluator.engine import onnx_runtime, openvino_runtime
-from evaluator.errors import EnvironmentFault
-from evaluator.serving.server import Server
-from evaluator.verbs import examination
-from evaluator.verbs.examination import TRIAL_MODEL, Finding, examine_machine
 from fakes import FakeSession
+from prelunet.evaluator.cli import run
+from prelunet.evaluator.contract import OUTPUTS
+from prelunet.evaluator.engine import onnx_runtime, openvino_runtime
+from prelunet.evaluator.errors import EnvironmentFault
+from prelunet.evaluator.serving.server import Server
+from prelunet.evaluator.verbs import examination
+from prelunet.evaluator.verbs.examination import TRIAL_MODEL, Finding, examine_machine
 from serving_harness import in_a_thread, running_server
 
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evaluator.errors import ImageError, Overloaded
-from evaluator.serving.door import Door
-from evaluator.serving.metrics import Metrics
-from evaluator.serving.options import QueueOptions
 from fakes import FakeSession
 from heart import until
+from prelunet.evaluator.errors import ImageError, Overloaded
+from prelunet.evaluator.serving.door import Door
+from prelunet.evaluator.serving.metrics import Metrics
+from prelunet.evaluator.serving.options import QueueOptions
 
 
 def made_door(**queue: int) -> tuple[Door, Metrics]:

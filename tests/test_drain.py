@@ -17,24 +17,24 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from evaluator.errors import DeviceLost, NotReady
-from evaluator.imaging.decode import DecodeLimits
-from evaluator.pb.inference import inference_pb2 as inference_pb
-from evaluator.pb.inference import inference_pb2_grpc as inference_grpc
-from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from evaluator.serving import drain, models, watchdog
-from evaluator.serving import server as server_module
-from evaluator.serving.drain import Ended, Events, until_ended
-from evaluator.serving.files import ModelFile
-from evaluator.serving.metrics import Metrics
-from evaluator.serving.models import Models
-from evaluator.serving.options import Limits, ServeOptions
-from evaluator.serving.run import serve
-from evaluator.serving.server import SERVICES, Server
-from evaluator.serving.status import error_from
 from fakes import FakeSession
 from in_a_loop import in_a_loop, new_channel, refused, until
+from prelunet.evaluator.errors import DeviceLost, NotReady
+from prelunet.evaluator.imaging.decode import DecodeLimits
+from prelunet.evaluator.pb.inference import inference_pb2 as inference_pb
+from prelunet.evaluator.pb.inference import inference_pb2_grpc as inference_grpc
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from prelunet.evaluator.serving import drain, models, watchdog
+from prelunet.evaluator.serving import server as server_module
+from prelunet.evaluator.serving.drain import Ended, Events, until_ended
+from prelunet.evaluator.serving.files import ModelFile
+from prelunet.evaluator.serving.metrics import Metrics
+from prelunet.evaluator.serving.models import Models
+from prelunet.evaluator.serving.options import Limits, ServeOptions
+from prelunet.evaluator.serving.run import serve
+from prelunet.evaluator.serving.server import SERVICES, Server
+from prelunet.evaluator.serving.status import error_from
 from raw_http2 import (
     DATA,
     END_HEADERS,
@@ -458,7 +458,7 @@ async def test_while_models_are_loaded_health_says_no_and_calls_are_told_to_come
         return ports[-1]
 
     monkeypatch.setattr(models, "open_placed", slowly)
-    monkeypatch.setattr("evaluator.serving.run.Server", listening)
+    monkeypatch.setattr("prelunet.evaluator.serving.run.Server", listening)
     announced = asyncio.Event()
     options = ServeOptions((ModelFile("model", Path("model.onnx")),), port=0, lame_duck=0)
     serving = asyncio.create_task(serve(options, lambda _: announced.set()))
@@ -504,7 +504,7 @@ async def test_a_signal_while_models_are_loaded_ends_the_server_before_it_answer
     def announce(line: str) -> None:
         raise AssertionError(f"this should not have been said: {line}")
 
-    monkeypatch.setattr("evaluator.serving.run.Events", listening)
+    monkeypatch.setattr("prelunet.evaluator.serving.run.Events", listening)
     monkeypatch.setattr(models, "open_placed", and_then_a_signal)
     files = (ModelFile("a", Path("a.onnx")), ModelFile("b", Path("b.onnx")))
     assert await serve(ServeOptions(files, port=0), announce) == Ended()

@@ -14,15 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from evaluator.datasets import open_dataset
-from evaluator.reporting import embedded as module
-from evaluator.reporting import gallery as pictures
-from evaluator.reporting.embedded import embedded, fair_share, fold
-from evaluator.reporting.gallery import BUDGET, TILE, Gallery, make_gallery, mistakes_in_turns
-from evaluator.reporting.page import render_page
-from evaluator.reporting.report import build_report
-from evaluator.validation.predictions import Prediction
-from evaluator.validation.run import Run, read_run
+from prelunet.evaluator.datasets import open_dataset
+from prelunet.evaluator.reporting import embedded as module
+from prelunet.evaluator.reporting import gallery as pictures
+from prelunet.evaluator.reporting.embedded import embedded, fair_share, fold
+from prelunet.evaluator.reporting.gallery import BUDGET, TILE, Gallery, make_gallery, mistakes_in_turns
+from prelunet.evaluator.reporting.page import render_page
+from prelunet.evaluator.reporting.report import build_report
+from prelunet.evaluator.validation.predictions import Prediction
+from prelunet.evaluator.validation.run import Run, read_run
 from run_folders import CLASSES, evaluated, refused, write_run
 
 COUNT = 7  # classes of run_folders

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evaluator.imaging.decode import decode_rgb
-from training.embedded import embedded_dataset_path
-from training.splits import open_splits
+from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.training.embedded import embedded_dataset_path
+from prelunet.training.splits import open_splits
 
 ROOT = Path(__file__).parent.parent
 LICENCE_FILES = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["license-files"]

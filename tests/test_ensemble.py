@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evaluator.cli import run as prelunet
-from evaluator.datasets import DatasetPlace
-from evaluator.datasets.sample import UNLABELLED
-from evaluator.errors import RunFolderError, UsageError
-from evaluator.reporting.statistics import wilson_interval
-from evaluator.validation.ensemble import Tally, ensemble
-from evaluator.validation.run import read_run
-from evaluator.validation.run_log import find_dataset
-from evaluator.validation.stored import BLOCK, check_scores, read_rows
-from evaluator.validation.writer import RunWriter
+from prelunet.evaluator.cli import run as prelunet
+from prelunet.evaluator.datasets import DatasetPlace
+from prelunet.evaluator.datasets.sample import UNLABELLED
+from prelunet.evaluator.errors import RunFolderError, UsageError
+from prelunet.evaluator.reporting.statistics import wilson_interval
+from prelunet.evaluator.validation.ensemble import Tally, ensemble
+from prelunet.evaluator.validation.run import read_run
+from prelunet.evaluator.validation.run_log import find_dataset
+from prelunet.evaluator.validation.stored import BLOCK, check_scores, read_rows
+from prelunet.evaluator.validation.writer import RunWriter
 from scored_runs import CLASSES, best_first, changed_info, random_scores, write_scored_run
 
 RESULT = ("run.json", "predictions.jsonl", "scores.f32.npy")

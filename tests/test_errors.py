@@ -7,8 +7,16 @@ from pathlib import Path
 import grpc
 import pytest
 
-from evaluator import errors
-from evaluator.errors import INTERNAL, OUTCOMES, EnvironmentFault, PreluNetError, UsageError, from_os_error, outcome_of
+from prelunet.evaluator import errors
+from prelunet.evaluator.errors import (
+    INTERNAL,
+    OUTCOMES,
+    EnvironmentFault,
+    PreluNetError,
+    UsageError,
+    from_os_error,
+    outcome_of,
+)
 
 
 def kinds_below(kind: type[PreluNetError]) -> set[type[PreluNetError]]:

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-import export.exporting
-from evaluator.cli import run
-from evaluator.errors import PreluNetError, UsageError
-from export.exporting import export_checkpoint
+import prelunet.export.exporting
+from prelunet.evaluator.cli import run
+from prelunet.evaluator.errors import PreluNetError, UsageError
+from prelunet.export.exporting import export_checkpoint
+from prelunet.training.checkpoints import write_checkpoint
 from tiny import tiny_checkpoint
-from training.checkpoints import write_checkpoint
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def work(*_: object) -> None:
         pytest.fail("the work has begun")
 
-    monkeypatch.setattr(export.exporting, "_oracle", work)
+    monkeypatch.setattr(prelunet.export.exporting, "_oracle", work)
     path = tmp_path / "net.safetensors"
     write_checkpoint(path, tiny_checkpoint())
     return path
@@ -53,7 +53,7 @@ def test_work_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.Monk
     def fail(*_: object) -> None:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(export.exporting, "_oracle", fail)
+    monkeypatch.setattr(prelunet.export.exporting, "_oracle", fail)
     write_checkpoint(tmp_path / "net", tiny_checkpoint())
     with pytest.raises(RuntimeError, match="out of luck"):
         export_checkpoint(tmp_path / "net", tmp_path / "net.onnx")

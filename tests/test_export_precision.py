@@ -17,15 +17,15 @@ import torch
 from torch.nn import functional as F
 
 import reference
-from evaluator.cli import run
-from evaluator.contract import Canvas, Precision
-from evaluator.engine.onnx_runtime import PlainNet
-from evaluator.engine.session import Session, open_session
-from evaluator.engine.tolerances import Deviation, tolerance_of
-from evaluator.errors import CheckFailed, UsageError
-from evaluator.imaging.canvas import pack
-from export.exporting import Export, export_checkpoint
-from export.precision import (
+from prelunet.evaluator.cli import run
+from prelunet.evaluator.contract import Canvas, Precision
+from prelunet.evaluator.engine.onnx_runtime import PlainNet
+from prelunet.evaluator.engine.session import Session, open_session
+from prelunet.evaluator.engine.tolerances import Deviation, tolerance_of
+from prelunet.evaluator.errors import CheckFailed, UsageError
+from prelunet.evaluator.imaging.canvas import pack
+from prelunet.export.exporting import Export, export_checkpoint
+from prelunet.export.precision import (
     add_probes,
     check_magnitudes,
     measure_magnitudes,
@@ -35,13 +35,13 @@ from export.precision import (
     round_to_half,
     rounding_losses,
 )
-from export.verification import judged_as, rubbish_canvas, verify
+from prelunet.export.verification import judged_as, rubbish_canvas, verify
+from prelunet.training.architectures import Activation, Architecture, Conv, architecture, parameter_shapes
+from prelunet.training.checkpoints import Checkpoint, write_checkpoint
+from prelunet.training.dense import dense_windows
+from prelunet.training.network import network_from_checkpoint
 from telling import asymmetric_mean, noise, telling_checkpoint, without
 from tiny import tiny_checkpoint
-from training.architectures import Activation, Architecture, Conv, architecture, parameter_shapes
-from training.checkpoints import Checkpoint, write_checkpoint
-from training.dense import dense_windows
-from training.network import network_from_checkpoint
 
 # Measured here: scores off by up to 1e-3, logits by 1e-3 of the largest, by rounded parameters and the few roundings
 # between layers that are left. What is wrong in a graph leaves more than 2e-2 of the largest logit.
@@ -257,7 +257,7 @@ def test_every_result_of_half_arithmetic_is_probed(tmp_path: Path, activation: A
 def test_a_parameter_beyond_half_is_refused_by_name_before_the_work_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("export.exporting._oracle", lambda _: pytest.fail("the work has begun"))
+    monkeypatch.setattr("prelunet.export.exporting._oracle", lambda _: pytest.fail("the work has begun"))
     checkpoint = tiny_checkpoint()
     weight = checkpoint.tensors["conv2.weight"].copy()
     weight[1, 2, 0, 1], weight[0, 0, 0, 0] = -65520, 65519  # the first that rounds to infinity, and the last that not
@@ -501,7 +501,7 @@ def test_verify_holds_a_half_file_to_the_tolerance_of_half_precision(
 def test_export_refuses_a_half_file_that_is_off_and_says_which_precision_to_try(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("export.model.fc1_channel_last", lambda weight, _architecture: weight.T)
+    monkeypatch.setattr("prelunet.export.model.fc1_channel_last", lambda weight, _architecture: weight.T)
     with pytest.raises(CheckFailed, match=r"within 0\.01:(?s:.*)--precision fp32"):
         half_file(tmp_path, thin("demo"))
     assert [path.name for path in tmp_path.iterdir()] == ["net.safetensors"]

@@ -8,12 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from evaluator.engine.batching import BatchRules
-from evaluator.engine.classify import classify_images
-from evaluator.errors import DeviceLost, OutOfMemory
-from evaluator.imaging.decode import decode_rgb
-from evaluator.serving import compute
-from evaluator.serving.options import QueueOptions
 from fakes import FakeSession
 from heart import (
     GPU_RULES,
@@ -29,6 +23,12 @@ from heart import (
     until,
     with_models,
 )
+from prelunet.evaluator.engine.batching import BatchRules
+from prelunet.evaluator.engine.classify import classify_images
+from prelunet.evaluator.errors import DeviceLost, OutOfMemory
+from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.serving import compute
+from prelunet.evaluator.serving.options import QueueOptions
 from serving_harness import png
 
 MAGIC = 7  # seed of an image that some sessions do not bear

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evaluator.serving.fairness import FairQueue
+from prelunet.evaluator.serving.fairness import FairQueue
 
 
 class Oracle:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-import evaluator.files
-from evaluator.errors import EnvironmentFault, RunFolderError, UsageError
-from evaluator.files import (
+import prelunet.evaluator.files
+from prelunet.evaluator.errors import EnvironmentFault, RunFolderError, UsageError
+from prelunet.evaluator.files import (
     locked_folder,
     make_folder,
     open_atomically,
@@ -66,7 +66,7 @@ def test_a_full_disk_is_told_with_the_name_of_the_file_and_leaves_the_old_one(
     def full(_descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(evaluator.files.os, "fsync", full)
+    monkeypatch.setattr(prelunet.evaluator.files.os, "fsync", full)
     with pytest.raises(EnvironmentFault, match=r"run\.json: the disk is full; free some space"):
         write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
@@ -158,7 +158,7 @@ def test_a_link_that_leads_to_itself_is_replaced(tmp_path: Path) -> None:
 HOLD = """
 import sys, time
 from pathlib import Path
-from evaluator.files import locked_folder
+from prelunet.evaluator.files import locked_folder
 with locked_folder(Path(sys.argv[1]), "--out"):
     print("held", flush=True)
     time.sleep(60)
@@ -189,7 +189,7 @@ def test_where_there_are_no_locks_another_file_system_is_asked_for(
     def no_locks(_descriptor: int, _operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(evaluator.files.fcntl, "flock", no_locks)
+    monkeypatch.setattr(prelunet.evaluator.files.fcntl, "flock", no_locks)
     with (
         pytest.raises(EnvironmentFault, match=r"cannot be locked.*another file system with --out"),
         locked_folder(tmp_path, "--out"),

@@ -8,8 +8,8 @@ import onnx
 import onnxruntime
 import pytest
 
-from evaluator.contract import ModelContract, TrunkLayer
-from evaluator.engine.footprint import (
+from prelunet.evaluator.contract import ModelContract, TrunkLayer
+from prelunet.evaluator.engine.footprint import (
     COPIES,
     WORKSPACE,
     batch_bytes,
@@ -18,12 +18,12 @@ from evaluator.engine.footprint import (
     weights_bytes,
     window_bytes,
 )
-from evaluator.errors import ContractError
-from export.exporting import export_checkpoint
+from prelunet.evaluator.errors import ContractError
+from prelunet.export.exporting import export_checkpoint
+from prelunet.training.architectures import architecture, parameter_shapes
+from prelunet.training.checkpoints import write_checkpoint
 from test_protocol_costs import contract_of
 from tiny import CLASSES, TINY, tiny_checkpoint
-from training.architectures import architecture, parameter_shapes
-from training.checkpoints import write_checkpoint
 
 ADOPTED = {"name": "resnet", "activation": "unknown"}
 

@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from evaluator.engine.memory import image_bytes, memory_need
-from evaluator.engine.session import Placement
-from evaluator.errors import UsageError
-from evaluator.imaging.decode import LARGEST_DECODING, DecodeLimits
-from evaluator.machine import cores
-from evaluator.protocols import make_protocol
-from evaluator.serving.door import with_reserve
-from evaluator.serving.files import ModelFile
-from evaluator.serving.foretold import largest_decoding, memory_of_serving
-from evaluator.serving.options import QueueOptions, ServeOptions
 from fakes import FakeSession, fake_contract
+from prelunet.evaluator.engine.memory import image_bytes, memory_need
+from prelunet.evaluator.engine.session import Placement
+from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.imaging.decode import LARGEST_DECODING, DecodeLimits
+from prelunet.evaluator.machine import cores
+from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.serving.door import with_reserve
+from prelunet.evaluator.serving.files import ModelFile
+from prelunet.evaluator.serving.foretold import largest_decoding, memory_of_serving
+from prelunet.evaluator.serving.options import QueueOptions, ServeOptions
 
 OPTIONS = ServeOptions((ModelFile("a", Path("a.onnx")),))
 

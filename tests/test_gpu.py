@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from conftest import Exported
-from evaluator.contract import golden_image
-from evaluator.engine.gpus import visible_gpus
-from evaluator.engine.session import Precision, open_session
-from evaluator.engine.tolerances import tolerance_of
+from prelunet.evaluator.contract import golden_image
+from prelunet.evaluator.engine.gpus import visible_gpus
+from prelunet.evaluator.engine.session import Precision, open_session
+from prelunet.evaluator.engine.tolerances import tolerance_of
 
 pytestmark = [
     pytest.mark.gpu,

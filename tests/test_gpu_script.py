@@ -19,13 +19,13 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from evaluator.complexity import multiply_adds
-from evaluator.contract import golden_image
-from evaluator.engine import session as session_module
-from evaluator.engine.memory import portion_within
-from evaluator.imaging.resize import resized_size
-from evaluator.protocols import make_protocol
-from training.architectures import architecture
+from prelunet.evaluator.complexity import multiply_adds
+from prelunet.evaluator.contract import golden_image
+from prelunet.evaluator.engine import session as session_module
+from prelunet.evaluator.engine.memory import portion_within
+from prelunet.evaluator.imaging.resize import resized_size
+from prelunet.evaluator.protocols import make_protocol
+from prelunet.training.architectures import architecture
 
 ROOT = Path(__file__).parent.parent
 import gpu  # noqa: E402
@@ -96,8 +96,9 @@ class Rehearsals:
     def __init__(self, bare: Path, folder: Path) -> None:
         self.folder = folder
         self._bare, self._checkout = bare, folder / "checkout"
-        for name in ("evaluator", "export", "training", "benchmarks"):
-            shutil.copytree(ROOT / name, self._checkout / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+        for name in ("src", "evaluator", "export", "training", "benchmarks"):
+            left_out = shutil.ignore_patterns("__pycache__", "results")
+            shutil.copytree(ROOT / name, self._checkout / name, symlinks=True, ignore=left_out)
         self._done: dict[str, subprocess.CompletedProcess[str]] = {}
 
     def of(self, part: str) -> "subprocess.CompletedProcess[str]":

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from evaluator.cli import run
-from evaluator.engine.batching import BatchRules
-from evaluator.engine.gpus import open_sessions
-from evaluator.engine.session import Placement
-from evaluator.errors import EnvironmentFault, UsageError
 from fakes import FakeSession
+from prelunet.evaluator.cli import run
+from prelunet.evaluator.engine.batching import BatchRules
+from prelunet.evaluator.engine.gpus import open_sessions
+from prelunet.evaluator.engine.session import Placement
+from prelunet.evaluator.errors import EnvironmentFault, UsageError
 
 MODEL = Path("m.onnx")
 
@@ -45,8 +45,8 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     found = Machine()
-    monkeypatch.setattr("evaluator.engine.gpus.open_placed", found.open)
-    monkeypatch.setattr("evaluator.engine.gpus.visible_gpus", lambda: found.count)
+    monkeypatch.setattr("prelunet.evaluator.engine.gpus.open_placed", found.open)
+    monkeypatch.setattr("prelunet.evaluator.engine.gpus.visible_gpus", lambda: found.count)
     return found
 
 
@@ -106,7 +106,7 @@ def test_limits_of_main_memory_and_of_the_gpu_are_two(
         found.append(placement)
         raise UsageError("far enough")
 
-    monkeypatch.setattr(f"evaluator.verbs.{verb}.open_sessions", opening)
+    monkeypatch.setattr(f"prelunet.evaluator.verbs.{verb}.open_sessions", opening)
     call = [verb, "--model", "m.onnx", "--data", str(tmp_path), *(["--run", "r"] if verb == "validate" else [])]
     assert run([*call, "--memory-limit", "3G", "--gpu-memory-limit", "500M", "--device", "cuda"]) == 2
     assert run(call) == 2

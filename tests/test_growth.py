@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from evaluator.complexity import multiply_adds
-from evaluator.datasets import Dataset, Sample
-from evaluator.errors import EnvironmentFault
+from prelunet.evaluator.complexity import multiply_adds
+from prelunet.evaluator.datasets import Dataset, Sample
+from prelunet.evaluator.errors import EnvironmentFault
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 import growth  # noqa: E402

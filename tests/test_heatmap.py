@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from evaluator.contract import ModelContract, default_scales
-from evaluator.engine.classify import Classified, ViewResult, classify_images
-from evaluator.engine.heatmap import heat_maps, window_centres
-from evaluator.engine.overlay import colours, draw_heat_maps, png_bytes
-from evaluator.protocols import Protocol, View, make_protocol
 from fakes import FakeSession, fake_contract
-from training.architectures import architecture
+from prelunet.evaluator.contract import ModelContract, default_scales
+from prelunet.evaluator.engine.classify import Classified, ViewResult, classify_images
+from prelunet.evaluator.engine.heatmap import heat_maps, window_centres
+from prelunet.evaluator.engine.overlay import colours, draw_heat_maps, png_bytes
+from prelunet.evaluator.protocols import Protocol, View, make_protocol
+from prelunet.training.architectures import architecture
 
 CONTRACT = fake_contract()
 

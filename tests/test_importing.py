@@ -10,16 +10,16 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from evaluator.cli import run
-from evaluator.errors import CheckpointError, UsageError
 from foreign_torch import ENTRIES, PLAIN, Foreign, our_names, tiny_import
+from prelunet.evaluator.cli import run
+from prelunet.evaluator.errors import CheckpointError, UsageError
+from prelunet.training.architectures import Activation, architecture, parameter_shapes
+from prelunet.training.checkpoints import Checkpoint, read_checkpoint
+from prelunet.training.importing import import_net, preprocessing_of
+from prelunet.training.name_map import NameMap, read_name_map
+from prelunet.training.network import network_from_checkpoint
+from prelunet.training.preprocessing import Preprocessing
 from tiny import CLASSES, TINY
-from training.architectures import Activation, architecture, parameter_shapes
-from training.checkpoints import Checkpoint, read_checkpoint
-from training.importing import import_net, preprocessing_of
-from training.name_map import NameMap, read_name_map
-from training.network import network_from_checkpoint
-from training.preprocessing import Preprocessing
 
 
 def pixels(count: int = 2, side: int = TINY.crop) -> np.ndarray:

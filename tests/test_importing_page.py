@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from evaluator.cli import run
+from prelunet.evaluator.cli import run
 
 PAGE = (Path(__file__).parent.parent / "docs" / "importing.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)

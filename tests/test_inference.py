@@ -15,16 +15,16 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bad_calls import large_bmp
-from evaluator.engine.classify import classify_images
-from evaluator.imaging.decode import decode_rgb
-from evaluator.pb.inference import inference_pb2 as pb
-from evaluator.pb.inference import inference_pb2_grpc as pb_grpc
-from evaluator.protocols import Changes, make_protocol
-from evaluator.serving import inference_messages
-from evaluator.serving.inference import NOT_OFFERED, SERVICE, InferenceServicer
-from evaluator.serving.options import QueueOptions
 from fakes import FakeSession, fake_contract
 from inference_calls import IMAGE, image_input, infer_request, raw, scores_in, scores_output, texts_in
+from prelunet.evaluator.engine.classify import classify_images
+from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.pb.inference import inference_pb2 as pb
+from prelunet.evaluator.pb.inference import inference_pb2_grpc as pb_grpc
+from prelunet.evaluator.protocols import Changes, make_protocol
+from prelunet.evaluator.serving import inference_messages
+from prelunet.evaluator.serving.inference import NOT_OFFERED, SERVICE, InferenceServicer
+from prelunet.evaluator.serving.options import QueueOptions
 from serving_harness import eventually, png, running_server
 
 HOSTILE = Path(__file__).parent / "data" / "hostile"

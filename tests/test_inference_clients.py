@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evaluator.engine.classify import classify_images
-from evaluator.imaging.decode import decode_rgb
-from evaluator.pb.inference import inference_pb2 as pb
-from evaluator.protocols import Changes, make_protocol
-from evaluator.serving.inference import NOT_OFFERED
 from fakes import FakeSession
 from inference_calls import IMAGE
+from prelunet.evaluator.engine.classify import classify_images
+from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.pb.inference import inference_pb2 as pb
+from prelunet.evaluator.protocols import Changes, make_protocol
+from prelunet.evaluator.serving.inference import NOT_OFFERED
 from serving_harness import Running, png, running_server
 from triton_fields import fields_of
 
@@ -169,7 +169,7 @@ def test_tritonclient_is_told_of_server_and_models(told) -> None:
 
 @needs_triton
 def test_our_client_and_tritonclient_live_in_one_process() -> None:
-    program = [sys.executable, "-c", "import evaluator.client, tritonclient.grpc, tritonclient.grpc.aio"]
+    program = [sys.executable, "-c", "import prelunet.evaluator.client, tritonclient.grpc, tritonclient.grpc.aio"]
     done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
 

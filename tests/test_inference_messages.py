@@ -8,15 +8,15 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evaluator.errors import ImageError, UsageError
-from evaluator.pb.inference import inference_pb2 as pb
-from evaluator.serving.caller import Caller
-from evaluator.serving.inference_messages import asked_of
-from evaluator.serving.inference_statistics import model_statistics
-from evaluator.serving.metrics import Metrics
-from evaluator.serving.ordered import in_order
 from fakes import FakeSession, fake_contract
 from inference_calls import IMAGE, image_input, infer_request, parameters, raw, scores_output
+from prelunet.evaluator.errors import ImageError, UsageError
+from prelunet.evaluator.pb.inference import inference_pb2 as pb
+from prelunet.evaluator.serving.caller import Caller
+from prelunet.evaluator.serving.inference_messages import asked_of
+from prelunet.evaluator.serving.inference_statistics import model_statistics
+from prelunet.evaluator.serving.metrics import Metrics
+from prelunet.evaluator.serving.ordered import in_order
 
 
 def test_statistics_are_in_nanoseconds_and_each_in_its_field() -> None:

@@ -9,13 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evaluator.cli import run
-from evaluator.contract import ClassEntry
-from evaluator.datasets.class_list import read_class_list
-from evaluator.errors import UsageError
-from training.architectures import ACTIVATIONS, ARCHITECTURES, Activation, Architecture, architecture, parameter_shapes
-from training.checkpoints import read_checkpoint
-from training.initialization import RULES, Initialization, Rule, initial_slope, initial_tensors, parse_classes
+from prelunet.evaluator.cli import run
+from prelunet.evaluator.contract import ClassEntry
+from prelunet.evaluator.datasets.class_list import read_class_list
+from prelunet.evaluator.errors import UsageError
+from prelunet.training.architectures import (
+    ACTIVATIONS,
+    ARCHITECTURES,
+    Activation,
+    Architecture,
+    architecture,
+    parameter_shapes,
+)
+from prelunet.training.checkpoints import read_checkpoint
+from prelunet.training.initialization import RULES, Initialization, Rule, initial_slope, initial_tensors, parse_classes
 
 SHAPE = (48, 20, 3, 5)  # of a kernel that takes 20 channels to 48, and is not even square: n_in 300, n_out 720
 
@@ -307,7 +314,9 @@ def test_init_refuses_what_it_cannot_build_and_writes_nothing(
 def test_init_tells_of_a_missing_folder_before_it_draws_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("training.verbs.init.initial_tensors", lambda *_arguments: pytest.fail("weights are drawn"))
+    monkeypatch.setattr(
+        "prelunet.training.verbs.init.initial_tensors", lambda *_arguments: pytest.fail("weights are drawn")
+    )
     assert run([*INIT, "-o", str(tmp_path / "missing/net.safetensors")]) == 2
     assert f"the folder {tmp_path / 'missing'} does not exist" in capsys.readouterr().err
 
@@ -315,6 +324,6 @@ def test_init_tells_of_a_missing_folder_before_it_draws_weights(
 def test_init_needs_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['torch'] = sys.modules['onnx'] = None\n"
-        f"from evaluator.cli import run; sys.exit(run({[*INIT, '-o', str(tmp_path / 'net')]!r}))"
+        f"from prelunet.evaluator.cli import run; sys.exit(run({[*INIT, '-o', str(tmp_path / 'net')]!r}))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,13 +11,13 @@ import numpy as np
 import onnx
 import pytest
 
-from evaluator.cli import run
-from evaluator.errors import CheckpointError, ContractError, UsageError
-from evaluator.files import sha256_of
+from prelunet.evaluator.cli import run
+from prelunet.evaluator.errors import CheckpointError, ContractError, UsageError
+from prelunet.evaluator.files import sha256_of
+from prelunet.training.architectures import Activation, architecture
+from prelunet.training.checkpoints import write_checkpoint
+from prelunet.training.inspection import PAPER_SLOPES, beside_the_paper, inspect_file, summarise_slopes
 from tiny import mean_image, tiny_checkpoint
-from training.architectures import Activation, architecture
-from training.checkpoints import write_checkpoint
-from training.inspection import PAPER_SLOPES, beside_the_paper, inspect_file, summarise_slopes
 
 if TYPE_CHECKING:
     from conftest import Exported
@@ -154,7 +154,8 @@ def test_a_model_whose_training_is_told_in_nonsense_is_refused(
 
 def test_a_model_is_inspected_without_torch_onnx_and_safetensors(exported: "dict[str, Exported]") -> None:
     blocked = "import sys\nfor name in ('torch', 'onnx', 'safetensors'): sys.modules[name] = None\n"
-    code = f"{blocked}from evaluator.cli import run; sys.exit(run(['inspect', {str(exported['demo-channel'].path)!r}]))"
+    inspect = f"sys.exit(run(['inspect', {str(exported['demo-channel'].path)!r}]))"
+    code = f"{blocked}from prelunet.evaluator.cli import run; {inspect}"
     result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert "32, 48, 60 px for multi-scale" in result.stdout
     assert "conv3_2" in result.stdout
@@ -164,7 +165,7 @@ def test_a_checkpoint_without_safetensors_installed_names_the_extra(tmp_path: Pa
     write_checkpoint(tmp_path / "net", tiny_checkpoint())
     code = (
         "import sys; sys.modules['safetensors'] = None\n"
-        f"from evaluator.cli import run; sys.exit(run(['inspect', {str(tmp_path / 'net')!r}]))"
+        f"from prelunet.evaluator.cli import run; sys.exit(run(['inspect', {str(tmp_path / 'net')!r}]))"
     )
     result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert result.returncode == 5

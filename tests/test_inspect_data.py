@@ -12,19 +12,19 @@ import pytest
 import torch
 from scipy.stats import spearmanr
 
-from evaluator.cli import run
-from evaluator.datasets import open_dataset
-from evaluator.imaging.decode import decode_image
-from evaluator.imaging.views import make_views
-from evaluator.protocols import Protocol
+from prelunet.evaluator.cli import run
+from prelunet.evaluator.datasets import open_dataset
+from prelunet.evaluator.imaging.decode import decode_image
+from prelunet.evaluator.imaging.views import make_views
+from prelunet.evaluator.protocols import Protocol
+from prelunet.training.checkpoints import read_checkpoint, write_checkpoint
+from prelunet.training.dense import subtract_mean
+from prelunet.training.diagnosis import measure
+from prelunet.training.diagnosis_log import DiagnosisLog, LayerResponse
+from prelunet.training.inspection import inspect_file
+from prelunet.training.network import network_from_checkpoint
+from prelunet.training.slope_trend import slope_trend
 from tiny import TINY, mean_image, tiny_checkpoint
-from training.checkpoints import read_checkpoint, write_checkpoint
-from training.dense import subtract_mean
-from training.diagnosis import measure
-from training.diagnosis_log import DiagnosisLog, LayerResponse
-from training.inspection import inspect_file
-from training.network import network_from_checkpoint
-from training.slope_trend import slope_trend
 from training_folders import make_dataset, write_image
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ IMAGES = 150  # two whole chunks and a part
 COPIES = 9  # of the images in a long run, which has 22 chunks
 KILLS = 20
 KILLS_OF_THE_PROGRAM = 5
-PRELUNET = [sys.executable, "-c", "from evaluator.cli import main; main()"]
+PRELUNET = [sys.executable, "-c", "from prelunet.evaluator.cli import main; main()"]
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evaluator.engine.batching import BatchRules, plan_batches
-from evaluator.engine.classify import classify_images, plan_views
-from evaluator.engine.ladder import ASPECTS, Ladder, ladder_for
-from evaluator.engine.warm_up import MOST_PIXELS, ladder_of, rules_to_serve, warm_up
-from evaluator.imaging.views import make_views
-from evaluator.protocols import make_protocol
 from fakes import FakeSession, fake_contract
+from prelunet.evaluator.engine.batching import BatchRules, plan_batches
+from prelunet.evaluator.engine.classify import classify_images, plan_views
+from prelunet.evaluator.engine.ladder import ASPECTS, Ladder, ladder_for
+from prelunet.evaluator.engine.warm_up import MOST_PIXELS, ladder_of, rules_to_serve, warm_up
+from prelunet.evaluator.imaging.views import make_views
+from prelunet.evaluator.protocols import make_protocol
 
 LADDER = ladder_for(224, (256, 384, 480), 32, 2048)
 RULES = BatchRules(32, 20_000, 2**23, 2_000_000)
@@ -157,7 +157,7 @@ def test_scores_do_not_depend_on_the_ladder() -> None:
     protocol = make_protocol("dense-32", session.contract)
     images = [random.integers(0, 256, (*sides, 3), np.uint8) for sides in [(40, 61), (90, 31), (50, 50)]]
     views = [view for image in images for view in make_views(image, protocol)]
-    from evaluator.engine.classify import run_batch
+    from prelunet.evaluator.engine.classify import run_batch
 
     results: dict[int, Any] = {}
     for batch in plan_views(session, views, ladder_of(session)).batches:

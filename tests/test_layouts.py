@@ -10,12 +10,6 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from evaluator.datasets import Dataset, DatasetPlace, open_place
-from evaluator.imaging.decode import decode_rgb
-from evaluator.protocols import make_protocol
-from evaluator.reporting.gallery import make_gallery
-from evaluator.reporting.report import build_report
-from evaluator.validation.run_log import find_dataset
 from fakes import FakeSession, fake_contract, validated
 from miniature import (
     BAD,
@@ -38,6 +32,12 @@ from miniature import (
     write_tar,
     write_zip,
 )
+from prelunet.evaluator.datasets import Dataset, DatasetPlace, open_place
+from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.reporting.gallery import make_gallery
+from prelunet.evaluator.reporting.report import build_report
+from prelunet.evaluator.validation.run_log import find_dataset
 
 CONTRACT = replace(fake_contract(), classes=CLASSES)
 CENTER = make_protocol("center", CONTRACT)

@@ -9,11 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evaluator.contract import ClassEntry
-from evaluator.datasets import Dataset, DatasetPlace, open_dataset, open_place
-from evaluator.datasets.imagenet import read_devkit_ids
-from evaluator.errors import DatasetError, PreluNetError, UsageError
-from evaluator.reporting.suspicion import label_order_suspicion
 from miniature import (
     CLASSES,
     DATA,
@@ -33,6 +28,11 @@ from miniature import (
     write_tar,
     write_zip,
 )
+from prelunet.evaluator.contract import ClassEntry
+from prelunet.evaluator.datasets import Dataset, DatasetPlace, open_dataset, open_place
+from prelunet.evaluator.datasets.imagenet import read_devkit_ids
+from prelunet.evaluator.errors import DatasetError, PreluNetError, UsageError
+from prelunet.evaluator.reporting.suspicion import label_order_suspicion
 
 
 @pytest.fixture(scope="module")

@@ -8,20 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from evaluator.engine.batching import BatchRules, Plan
-from evaluator.engine.classify import classify_images
-from evaluator.errors import DeadlinePassed, Interrupted
-from evaluator.imaging.decode import decode_rgb
-from evaluator.imaging.room import DecodingRoom
-from evaluator.imaging.views import ViewImage
-from evaluator.machine import cores
-from evaluator.protocols import View
-from evaluator.serving import compute
-from evaluator.serving.caller import Caller
-from evaluator.serving.metrics import Metrics
-from evaluator.serving.options import QueueOptions
-from evaluator.serving.request import Lane, Request, Speed
-from evaluator.serving.waiting import Waiting, ready_views
 from fakes import FakeSession
 from heart import (
     GPU_RULES,
@@ -38,6 +24,20 @@ from heart import (
     until,
     with_models,
 )
+from prelunet.evaluator.engine.batching import BatchRules, Plan
+from prelunet.evaluator.engine.classify import classify_images
+from prelunet.evaluator.errors import DeadlinePassed, Interrupted
+from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.imaging.room import DecodingRoom
+from prelunet.evaluator.imaging.views import ViewImage
+from prelunet.evaluator.machine import cores
+from prelunet.evaluator.protocols import View
+from prelunet.evaluator.serving import compute
+from prelunet.evaluator.serving.caller import Caller
+from prelunet.evaluator.serving.metrics import Metrics
+from prelunet.evaluator.serving.options import QueueOptions
+from prelunet.evaluator.serving.request import Lane, Request, Speed
+from prelunet.evaluator.serving.waiting import Waiting, ready_views
 from serving_harness import eventually, png
 
 

@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 import torch
 
-from evaluator.errors import DatasetError, EnvironmentFault, OutOfMemory
-from evaluator.imaging.decode import decode_rgb
-from training import loading, processes
-from training.augmentation import SUBSTITUTE, places_of_step, random_stream, training_view
-from training.color import color_shift
-from training.loading import TRIES, Batch, evaluation_batches, make_batch, training_batches
-from training.pictures import Pictures
-from training.processes import map_in_processes
-from training.splits import open_splits
+from prelunet.evaluator.errors import DatasetError, EnvironmentFault, OutOfMemory
+from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.training import loading, processes
+from prelunet.training.augmentation import SUBSTITUTE, places_of_step, random_stream, training_view
+from prelunet.training.color import color_shift
+from prelunet.training.loading import TRIES, Batch, evaluation_batches, make_batch, training_batches
+from prelunet.training.pictures import Pictures
+from prelunet.training.processes import map_in_processes
+from prelunet.training.splits import open_splits
 from training_folders import RECIPE, make_dataset
 
 COLORFUL = replace(RECIPE, color=0.1)

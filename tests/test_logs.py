@@ -14,10 +14,10 @@ from contextvars import copy_context
 
 import pytest
 
-from evaluator.errors import ImageError
-from evaluator.serving import logs
-from evaluator.serving.calls import Call, note, set_current
-from evaluator.serving.logs import (
+from prelunet.evaluator.errors import ImageError
+from prelunet.evaluator.serving import logs
+from prelunet.evaluator.serving.calls import Call, note, set_current
+from prelunet.evaluator.serving.logs import (
     FORMS,
     MAX_FIELD,
     MAX_MESSAGE,
@@ -55,7 +55,7 @@ def written(form: str) -> Iterator[io.StringIO]:
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(FORMS[form]())
-    logger = logging.getLogger("evaluator.serving.logs")
+    logger = logging.getLogger("prelunet.evaluator.serving.logs")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
@@ -189,7 +189,7 @@ def test_the_line_of_a_call_says_what_was_asked_and_how_it_ended() -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line.pop("time"))
     assert line == {
         "level": "INFO",
-        "logger": "evaluator.serving.logs",
+        "logger": "prelunet.evaluator.serving.logs",
         "message": "call ended",
         "request_id": "id-1",
         "method": "prelunet.v1.PreluNetService/ClassifyStream",
@@ -204,10 +204,10 @@ def test_the_line_of_a_call_says_what_was_asked_and_how_it_ended() -> None:
 
 PROGRAM = """
 import logging, sys, warnings
-from evaluator.serving.logs import set_up
+from prelunet.evaluator.serving.logs import set_up
 set_up({form!r}, {level!r})
-logging.getLogger("evaluator.some.module").debug("ours, debug")
-logging.getLogger("evaluator.some.module").info("ours, info")
+logging.getLogger("prelunet.some.module").debug("ours, debug")
+logging.getLogger("prelunet.some.module").info("ours, info")
 logging.getLogger("PIL.PngImagePlugin").debug("STREAM of an image")
 logging.getLogger("PIL.PngImagePlugin").warning("what is wrong with an image")
 logging.getLogger("onnxruntime").warning("of a library")
@@ -238,7 +238,7 @@ def test_a_process_logs_our_lines_from_its_level_on_and_those_of_libraries_but_p
 
 WITHOUT_FILES = """
 import asyncio, os, resource, socket
-from evaluator.serving.logs import set_up
+from prelunet.evaluator.serving.logs import set_up
 
 async def main():
     failed, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -324,8 +324,8 @@ def test_a_log_that_nobody_can_read_any_more_stops_nothing() -> None:
 
 def test_a_process_whose_log_is_not_read_ends_all_the_same() -> None:
     program = (
-        "import logging; from evaluator.serving.logs import set_up; set_up()\n"
-        "for _ in range(5000): logging.getLogger('evaluator').info('x' * 200)\n"
+        "import logging; from prelunet.evaluator.serving.logs import set_up; set_up()\n"
+        "for _ in range(5000): logging.getLogger('prelunet').info('x' * 200)\n"
         "print('done')"
     )
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)

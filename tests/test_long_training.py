@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-import training.loop
-from evaluator.errors import (
+import prelunet.training.loop
+from prelunet.evaluator.errors import (
     CheckpointError,
     DatasetError,
     EnvironmentFault,
@@ -23,18 +23,18 @@ from evaluator.errors import (
     RunFolderError,
     UsageError,
 )
-from evaluator.files import sha256_of
-from training.checkpoints import read_checkpoint
-from training.diagnosis_log import read_diagnosis
-from training.group import Group
-from training.initialization import initial_tensors
-from training.keeping import Keeping
-from training.loading import Batch
-from training.loop import Execution, Trainer, train
-from training.metrics import Errors
-from training.pictures import Pictures
-from training.splits import open_splits
-from training.stats import survey
+from prelunet.evaluator.files import sha256_of
+from prelunet.training.checkpoints import read_checkpoint
+from prelunet.training.diagnosis_log import read_diagnosis
+from prelunet.training.group import Group
+from prelunet.training.initialization import initial_tensors
+from prelunet.training.keeping import Keeping
+from prelunet.training.loading import Batch
+from prelunet.training.loop import Execution, Trainer, train
+from prelunet.training.metrics import Errors
+from prelunet.training.pictures import Pictures
+from prelunet.training.splits import open_splits
+from prelunet.training.stats import survey
 from training_folders import RECIPE, lines_of, make_dataset
 
 
@@ -148,7 +148,7 @@ import os, sys
 from functools import partial
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-import training.loop as loop
+import prelunet.training.loop as loop
 from test_long_training import COLORFUL
 
 loop.Pictures = partial(loop.Pictures, memory=0)  # so that worker processes decode
@@ -170,7 +170,7 @@ COLORFUL = replace(RECIPE, color=0.1, dropout=0.5, steps=14, save_every=7, evalu
 def test_with_workers_and_colour_a_run_killed_in_the_middle_ends_as_an_undisturbed_one_bit_for_bit(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training.loop, "Pictures", partial(Pictures, memory=0))
+    monkeypatch.setattr(prelunet.training.loop, "Pictures", partial(Pictures, memory=0))
     undisturbed, folder = tmp_path / "undisturbed", tmp_path / "run"
     train(COLORFUL, data, undisturbed, execution=Execution(workers=3))
     script = KILLED.format(tests=str(Path(__file__).parent), when=8, data=str(data), folder=str(folder))
@@ -426,7 +426,7 @@ def test_a_diagnosis_and_events_are_written_at_every_evaluation_and_cut_where_a_
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("training.keeping.write_state", _after(2, fails))
+        patch.setattr("prelunet.training.keeping.write_state", _after(2, fails))
         with pytest.raises(OSError, match="No space"):  # step 10 is measured and written down, but never saved
             train(replace(RECIPE, save_every=100), data, folder, execution=execution)
     assert [entry["step"] for entry in read_diagnosis(folder)] == [5, 10]
@@ -446,7 +446,7 @@ def test_a_diagnosis_and_events_are_written_at_every_evaluation_and_cut_where_a_
 
 def _after(calls: int, action: Any) -> Any:
     """Return a stand-in for write_state that works that often and then does something else."""
-    from training.state import write_state
+    from prelunet.training.state import write_state
 
     left = iter(range(calls))
     return lambda *arguments: write_state(*arguments) if next(left, None) is not None else action()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from evaluator.machine import cores, machine_memory
+from prelunet.evaluator.machine import cores, machine_memory
 
 
 def write(root: Path, groups: str, limits: dict[str, str]) -> None:

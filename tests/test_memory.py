@@ -7,10 +7,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from evaluator.contract import ModelContract
-from evaluator.engine.batching import MAX_PIXELS, MAX_WINDOWS, BatchRules, plan_batches
-from evaluator.engine.footprint import WORKSPACE, batch_bytes, bytes_at, operations_a_pixel, weights_bytes
-from evaluator.engine.memory import (
+from fakes import fake_contract
+from prelunet.evaluator.contract import ModelContract
+from prelunet.evaluator.engine.batching import MAX_PIXELS, MAX_WINDOWS, BatchRules, plan_batches
+from prelunet.evaluator.engine.footprint import WORKSPACE, batch_bytes, bytes_at, operations_a_pixel, weights_bytes
+from prelunet.evaluator.engine.memory import (
     MemoryNeed,
     Running,
     cpu_rules,
@@ -24,9 +25,8 @@ from evaluator.engine.memory import (
     require_room,
     rules_within,
 )
-from evaluator.errors import UsageError
-from evaluator.protocols import Protocol, make_protocol
-from fakes import fake_contract
+from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.protocols import Protocol, make_protocol
 from test_protocol_costs import contract_of
 
 G = 2**30

@@ -3,15 +3,15 @@
 import pytest
 
 from conftest import Exported
-from evaluator.datasets.sample import Sample
-from evaluator.engine import onnx_runtime
-from evaluator.engine.memory import Running, memory_need
-from evaluator.engine.session import Placement, open_placed
-from evaluator.errors import UsageError
-from evaluator.protocols import make_protocol
-from evaluator.verbs import memory as memory_module
-from evaluator.verbs.memory import foretold, tell_memory
 from fakes import FakeSession
+from prelunet.evaluator.datasets.sample import Sample
+from prelunet.evaluator.engine import onnx_runtime
+from prelunet.evaluator.engine.memory import Running, memory_need
+from prelunet.evaluator.engine.session import Placement, open_placed
+from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.verbs import memory as memory_module
+from prelunet.evaluator.verbs.memory import foretold, tell_memory
 
 
 def test_a_run_within_its_limit_is_told_with_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from evaluator.cli import run as prelunet
-from evaluator.datasets import DatasetPlace, open_dataset
-from evaluator.datasets.sample import Dataset
-from evaluator.errors import RunFolderError, UsageError
-from evaluator.protocols import make_protocol
-from evaluator.validation.merge import merge
-from evaluator.validation.run import describe_dataset, read_run, run_info
-from evaluator.validation.run_log import find_dataset
-from evaluator.validation.validate import validate
-from evaluator.validation.writer import RunWriter
 from fakes import FakeSession, fake_contract
+from prelunet.evaluator.cli import run as prelunet
+from prelunet.evaluator.datasets import DatasetPlace, open_dataset
+from prelunet.evaluator.datasets.sample import Dataset
+from prelunet.evaluator.errors import RunFolderError, UsageError
+from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.validation.merge import merge
+from prelunet.evaluator.validation.run import describe_dataset, read_run, run_info
+from prelunet.evaluator.validation.run_log import find_dataset
+from prelunet.evaluator.validation.validate import validate
+from prelunet.evaluator.validation.writer import RunWriter
 from scored_runs import changed_info
 
 RESULT = ("run.json", "predictions.jsonl", "scores.f32.npy")
@@ -90,7 +90,7 @@ def test_merged_shards_are_byte_for_byte_the_run_of_one_machine(
 def test_shards_of_more_images_than_are_copied_at_a_time_are_merged(
     dataset: Dataset, whole: dict[str, bytes], three: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("evaluator.validation.merge.BLOCK", 20)  # two chunks and a part
+    monkeypatch.setattr("prelunet.evaluator.validation.merge.BLOCK", 20)  # two chunks and a part
     merge(three, tmp_path / "merged")
     assert contents(tmp_path / "merged") == whole
 
@@ -125,7 +125,7 @@ def test_a_merge_that_was_killed_is_no_run_until_the_same_command_has_finished_i
         append(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr("evaluator.validation.merge.BLOCK", CHUNK)
+        patch.setattr("prelunet.evaluator.validation.merge.BLOCK", CHUNK)
         patch.setattr(RunWriter, "append", stopping)
         with pytest.raises(KeyboardInterrupt):
             merge(three, tmp_path / "merged")

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from evaluator.errors import EnvironmentFault
-from evaluator.serving import exposition
-from evaluator.serving.exposition import MAX_CONNECTIONS, MAX_REQUEST, Exposition
-from evaluator.serving.metrics import Metrics
 from fakes import FakeSession
 from in_a_loop import in_a_loop, until
+from prelunet.evaluator.errors import EnvironmentFault
+from prelunet.evaluator.serving import exposition
+from prelunet.evaluator.serving.exposition import MAX_CONNECTIONS, MAX_REQUEST, Exposition
+from prelunet.evaluator.serving.metrics import Metrics
 
 
 @asynccontextmanager

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from evaluator.errors import UsageError
-from training.name_map import NameMap, read_name_map
+from prelunet.evaluator.errors import UsageError
+from prelunet.training.name_map import NameMap, read_name_map
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from evaluator.errors import Overloaded
-from evaluator.serving import door as door_module
-from evaluator.serving.door import Pace
+from prelunet.evaluator.errors import Overloaded
+from prelunet.evaluator.serving import door as door_module
+from prelunet.evaluator.serving.door import Pace
 from test_door import made_door
 
 

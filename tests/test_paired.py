@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from statsmodels.stats import contingency_tables, multitest
 
-from evaluator.reporting.paired import NONE, PairedErrors, adjusted_p, difference_interval, mcnemar
+from prelunet.evaluator.reporting.paired import NONE, PairedErrors, adjusted_p, difference_interval, mcnemar
 
 Z = 1.959963984540054  # 97.5 % point of the normal distribution
 REASON = 5e-6  # p-values are kept to 6 significant digits

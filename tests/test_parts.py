@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from google.protobuf.message import DecodeError, Message
 
-from evaluator.pb.inference import inference_pb2 as oip
-from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from evaluator.serving.parts import has_more_parts
 from inference_calls import IMAGE, image_input, infer_request, parameters, scores_output
+from prelunet.evaluator.pb.inference import inference_pb2 as oip
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.serving.parts import has_more_parts
 
 INFER = oip.ModelInferRequest.DESCRIPTOR
 

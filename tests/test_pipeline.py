@@ -12,18 +12,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from evaluator.datasets.sample import Dataset, Sample
-from evaluator.engine.batching import BatchRules
-from evaluator.engine.classify import Classified, ViewResult, classify_images, combine
-from evaluator.engine.scores import nine_windows
-from evaluator.engine.session import Outputs
-from evaluator.engine.stages import Stages
-from evaluator.errors import ImageError
-from evaluator.imaging.decode import decode_rgb
-from evaluator.imaging.views import ViewImage, make_views
-from evaluator.protocols import Protocol, make_protocol
-from evaluator.validation.pipeline import evaluate_chunks
-from evaluator.validation.predictions import Prediction, prediction_of
 from fakes import FakeSession, fake_contract
 from pipeline_data import (
     BAD,
@@ -39,6 +27,18 @@ from pipeline_data import (
     laid_out,
     no_thread_is_left,
 )
+from prelunet.evaluator.datasets.sample import Dataset, Sample
+from prelunet.evaluator.engine.batching import BatchRules
+from prelunet.evaluator.engine.classify import Classified, ViewResult, classify_images, combine
+from prelunet.evaluator.engine.scores import nine_windows
+from prelunet.evaluator.engine.session import Outputs
+from prelunet.evaluator.engine.stages import Stages
+from prelunet.evaluator.errors import ImageError
+from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.imaging.views import ViewImage, make_views
+from prelunet.evaluator.protocols import Protocol, make_protocol
+from prelunet.evaluator.validation.pipeline import evaluate_chunks
+from prelunet.evaluator.validation.predictions import Prediction, prediction_of
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_no_image_is_copied_whole_into_an_array(dataset: Dataset, monkeypatch: p
         given.append(isinstance(image, Image.Image))
         return made(image, protocol)
 
-    monkeypatch.setattr("evaluator.validation.pipeline.make_views", noting)
+    monkeypatch.setattr("prelunet.evaluator.validation.pipeline.make_views", noting)
     list(evaluate_chunks([FakeSession()], dataset, TWO_SCALES, [dataset.samples], 20, 2))
     assert given == [True] * (IMAGES - len(BAD))
 
@@ -165,7 +165,7 @@ def test_two_portions_of_pixels_for_each_session_are_in_memory_and_no_more(
         made.append(weakref.ref(views[0].image))
         return views
 
-    monkeypatch.setattr("evaluator.validation.pipeline.make_views", making)
+    monkeypatch.setattr("prelunet.evaluator.validation.pipeline.make_views", making)
     good = [sample for index, sample in enumerate(dataset.samples) if index not in BAD]
     list(evaluate_chunks([Slow() for _ in range(sessions)], dataset, TWO_SCALES, [good], 6, 1))
     assert len(made) == len(good)

@@ -14,10 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evaluator.datasets.sample import Dataset
-from evaluator.engine.session import Outputs
-from evaluator.errors import ContractError, DatasetError, UsageError
-from evaluator.validation.pipeline import Pipeline, evaluate_chunks
 from fakes import FakeSession, fake_contract
 from pipeline_data import (
     CENTER,
@@ -30,6 +26,10 @@ from pipeline_data import (
     no_thread_is_left,
     until_it_fails,
 )
+from prelunet.evaluator.datasets.sample import Dataset
+from prelunet.evaluator.engine.session import Outputs
+from prelunet.evaluator.errors import ContractError, DatasetError, UsageError
+from prelunet.evaluator.validation.pipeline import Pipeline, evaluate_chunks
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evaluator.validation import predictions
-from evaluator.validation.predictions import prediction_from_json, read_predictions
+from prelunet.evaluator.validation import predictions
+from prelunet.evaluator.validation.predictions import prediction_from_json, read_predictions
 
 IMAGES = 2500  # not a multiple of what is made at a time
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from conftest import Exported
-from evaluator.cli import run
-from evaluator.complexity import multiply_adds
-from evaluator.contract import ClassEntry, ModelContract
-from evaluator.engine.protocol_costs import ProtocolCost, paper_contract, protocol_costs
-from evaluator.errors import ContractError
-from evaluator.protocols import PROTOCOL_NAMES
-from evaluator.verbs.protocols import in_units, table
-from training.architectures import architecture
+from prelunet.evaluator.cli import run
+from prelunet.evaluator.complexity import multiply_adds
+from prelunet.evaluator.contract import ClassEntry, ModelContract
+from prelunet.evaluator.engine.protocol_costs import ProtocolCost, paper_contract, protocol_costs
+from prelunet.evaluator.errors import ContractError
+from prelunet.evaluator.protocols import PROTOCOL_NAMES
+from prelunet.evaluator.verbs.protocols import in_units, table
+from prelunet.training.architectures import architecture
 
 ROOT = Path(__file__).parents[1]
 IMAGENET = (375, 500)  # 3:4, so that 480 becomes 480x640

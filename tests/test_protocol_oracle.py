@@ -10,14 +10,14 @@ from PIL import Image
 
 import protocol_oracle
 from conftest import Exported
-from evaluator.engine import classify, scores
-from evaluator.engine.classify import classify_images
-from evaluator.engine.memory import gpu_rules
-from evaluator.engine.protocol_costs import paper_contract
-from evaluator.engine.session import Outputs, Session
-from evaluator.imaging import resize, views
-from evaluator.protocols import Changes, Protocol, make_protocol
 from fakes import FakeSession
+from prelunet.evaluator.engine import classify, scores
+from prelunet.evaluator.engine.classify import classify_images
+from prelunet.evaluator.engine.memory import gpu_rules
+from prelunet.evaluator.engine.protocol_costs import paper_contract
+from prelunet.evaluator.engine.session import Outputs, Session
+from prelunet.evaluator.imaging import resize, views
+from prelunet.evaluator.protocols import Changes, Protocol, make_protocol
 from protocol_oracle import CORNERS_AND_CENTRE, Oracle, Seen, average, softmax
 from telling import noise
 

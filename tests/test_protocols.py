@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 
 from conftest import Exported
-from evaluator.contract import default_scales
-from evaluator.engine.protocol_costs import paper_contract
-from evaluator.errors import UsageError
-from evaluator.protocols import (
+from fakes import fake_contract
+from prelunet.evaluator.contract import default_scales
+from prelunet.evaluator.engine.protocol_costs import paper_contract
+from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.protocols import (
     Changes,
     Protocol,
     View,
@@ -19,8 +20,7 @@ from evaluator.protocols import (
     protocol_from_json,
     view_from_json,
 )
-from evaluator.verbs.options import protocol_asked
-from fakes import fake_contract
+from prelunet.evaluator.verbs.options import protocol_asked
 
 
 def test_default_scales_are_the_papers_at_a_crop_of_224_and_in_proportion_elsewhere() -> None:

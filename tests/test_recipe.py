@@ -7,16 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from evaluator.errors import UsageError
-from training.recipe import (
-    Recipe,
-    automatic_crop,
-    fit_to_crop,
-    read_recipe,
-    recipe_from_values,
-    recipe_names,
-)
-from training.schedule import rate_at, stalls
+from prelunet.evaluator.errors import UsageError
+from prelunet.training.recipe import Recipe, automatic_crop, fit_to_crop, read_recipe, recipe_from_values, recipe_names
+from prelunet.training.schedule import rate_at, stalls
 
 SMALL = read_recipe("small")
 
@@ -35,7 +28,9 @@ def test_a_recipe_survives_the_way_through_json() -> None:
 
 def test_each_recipe_begins_with_its_command_and_what_to_expect() -> None:
     for name in recipe_names():
-        lines = (resources.files("training") / "recipes" / f"{name}.toml").read_text(encoding="utf-8").splitlines()
+        lines = (
+            (resources.files("prelunet.training") / "recipes" / f"{name}.toml").read_text(encoding="utf-8").splitlines()
+        )
         head = "\n".join(lines[: lines.index("")])
         assert f"prelunet train --recipe {name} " in head
         assert "# Time: " in head
@@ -125,7 +120,7 @@ HEXADECIMAL = "0x1" + 5000 * "0"  # which Python reads, but does not write out i
 )
 def test_a_number_beyond_all_measure_is_refused(tmp_path: Path, line: str, message: str) -> None:
     key = line.partition("=")[0]
-    small = (resources.files("training") / "recipes" / "small.toml").read_text(encoding="utf-8").splitlines()
+    small = (resources.files("prelunet.training") / "recipes" / "small.toml").read_text(encoding="utf-8").splitlines()
     (tmp_path / "mine.toml").write_text("\n".join([*(other for other in small if not other.startswith(key)), line]))
     with pytest.raises(UsageError, match=message):
         read_recipe(str(tmp_path / "mine.toml"))

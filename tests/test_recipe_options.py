@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from evaluator.cli import run as run_program
-from evaluator.errors import UsageError
-from training.recipe import Recipe, read_recipe
-from training.verbs.recipe_options import changed
+from prelunet.evaluator.cli import run as run_program
+from prelunet.evaluator.errors import UsageError
+from prelunet.training.recipe import Recipe, read_recipe
+from prelunet.training.verbs.recipe_options import changed
 
 SMALL = read_recipe("small")
 

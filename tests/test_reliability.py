@@ -19,11 +19,11 @@ import pytest
 from google.protobuf.message import DecodeError
 from PIL import Image
 
-from evaluator.errors import ImageError
-from evaluator.pb.inference import inference_pb2 as oip
-from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from evaluator.serving.interceptor import Calls
+from prelunet.evaluator.errors import ImageError
+from prelunet.evaluator.pb.inference import inference_pb2 as oip
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from prelunet.evaluator.serving.interceptor import Calls
 from reliability import bad_clients, deadlines, faults, fuzzing, memory, mutation, overload, run, soak
 from reliability.asking import new_channel, percentiles, same
 from reliability.fuzz_cases import SERVICES, Case, case_of, methods
@@ -85,10 +85,10 @@ def test_metrics_are_summed_over_the_labels_that_are_not_named() -> None:
 
 def test_errors_in_a_log_are_told_from_what_libraries_write_there() -> None:
     lines = [
-        {"level": "WARNING", "logger": "evaluator.serving", "message": "a"},
-        {"level": "ERROR", "logger": "evaluator.serving", "message": "b"},
+        {"level": "WARNING", "logger": "prelunet.evaluator.serving", "message": "a"},
+        {"level": "ERROR", "logger": "prelunet.evaluator.serving", "message": "b"},
         {"level": "ERROR", "logger": "PIL.TiffImagePlugin", "message": "c"},
-        {"level": "CRITICAL", "logger": "evaluator.serving.drain", "message": "d"},
+        {"level": "CRITICAL", "logger": "prelunet.evaluator.serving.drain", "message": "d"},
     ]
     log = "\n".join(["TIFFReadDirectory: odd", "", *map(json.dumps, lines), "[1, 2]"])
     ended = Exit(0, "", log)

@@ -14,14 +14,20 @@ import jsonschema
 import numpy as np
 import pytest
 
-from evaluator import cli
-from evaluator.engine.scores import rank_of, top_k
-from evaluator.errors import RunFolderError, UsageError
-from evaluator.reporting.report import build_report, classes_csv, describe_protocol, error_with_interval, headline
-from evaluator.reporting.statistics import TOPS, macro_interval, wilson_interval
-from evaluator.reporting.suspicion import label_order_suspicion
-from evaluator.reporting.text import json_bytes
-from evaluator.validation.run import Run, read_run
+from prelunet.evaluator import cli
+from prelunet.evaluator.engine.scores import rank_of, top_k
+from prelunet.evaluator.errors import RunFolderError, UsageError
+from prelunet.evaluator.reporting.report import (
+    build_report,
+    classes_csv,
+    describe_protocol,
+    error_with_interval,
+    headline,
+)
+from prelunet.evaluator.reporting.statistics import TOPS, macro_interval, wilson_interval
+from prelunet.evaluator.reporting.suspicion import label_order_suspicion
+from prelunet.evaluator.reporting.text import json_bytes
+from prelunet.evaluator.validation.run import Run, read_run
 from run_folders import CLASSES, MULTI_SCALE, VIEWS, evaluated, refused, write_run
 
 SCHEMA = json.loads((Path(__file__).parent.parent / "docs" / "report.schema.json").read_text(encoding="utf-8"))

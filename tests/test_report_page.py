@@ -11,27 +11,21 @@ import pytest
 import vl_convert
 from PIL import Image
 
-from evaluator import cli
-from evaluator.datasets import DatasetPlace, open_dataset
-from evaluator.errors import DatasetError
-from evaluator.protocols import make_protocol
-from evaluator.reporting.charts import FEW_CLASSES, bin_sizes_chart, error_chart, reliability_chart
-from evaluator.reporting.gallery import (
-    SHOWN,
-    SHOWN_OF_A_CLASS,
-    THUMBNAIL,
-    choose_mistakes,
-    make_gallery,
-)
-from evaluator.reporting.html import VEGA_LITE
-from evaluator.reporting.page import averaging_rows, render_page
-from evaluator.reporting.report import build_report
-from evaluator.reporting.tables import worst_classes
-from evaluator.reporting.write import write_report
-from evaluator.validation.run import read_run
-from evaluator.validation.run_log import find_dataset
 from fakes import FakeSession, fake_contract, validated
 from pages import Elements
+from prelunet.evaluator import cli
+from prelunet.evaluator.datasets import DatasetPlace, open_dataset
+from prelunet.evaluator.errors import DatasetError
+from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.reporting.charts import FEW_CLASSES, bin_sizes_chart, error_chart, reliability_chart
+from prelunet.evaluator.reporting.gallery import SHOWN, SHOWN_OF_A_CLASS, THUMBNAIL, choose_mistakes, make_gallery
+from prelunet.evaluator.reporting.html import VEGA_LITE
+from prelunet.evaluator.reporting.page import averaging_rows, render_page
+from prelunet.evaluator.reporting.report import build_report
+from prelunet.evaluator.reporting.tables import worst_classes
+from prelunet.evaluator.reporting.write import write_report
+from prelunet.evaluator.validation.run import read_run
+from prelunet.evaluator.validation.run_log import find_dataset
 from run_folders import CLASSES, evaluated, refused, write_run
 
 WNIDS = [entry["wnid"] for entry in CLASSES]

@@ -11,18 +11,18 @@ from collections.abc import AsyncIterator, Iterator
 import grpc
 import pytest
 
-from evaluator.errors import ImageError, Overloaded
-from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from evaluator.serving.caller import Caller
-from evaluator.serving.calls import REQUEST_ID, current, note, request_id_from
-from evaluator.serving.interceptor import Calls
-from evaluator.serving.logs import JsonLines
-from evaluator.serving.service import caller_of
 from fakes import FakeSession
+from prelunet.evaluator.errors import ImageError, Overloaded
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from prelunet.evaluator.serving.caller import Caller
+from prelunet.evaluator.serving.calls import REQUEST_ID, current, note, request_id_from
+from prelunet.evaluator.serving.interceptor import Calls
+from prelunet.evaluator.serving.logs import JsonLines
+from prelunet.evaluator.serving.service import caller_of
 from serving_harness import eventually, png, running_server, running_servicer
 
-log = logging.getLogger("evaluator.test_request_ids")
+log = logging.getLogger("prelunet.test_request_ids")
 
 
 class Toy(pb_grpc.PreluNetServiceServicer):
@@ -203,7 +203,7 @@ def test_every_line_that_is_logged_for_a_call_has_its_id_and_method(stub, calls)
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(json.loads(JsonLines().format(record)))
 
-    kept, logger = Kept(), logging.getLogger("evaluator")
+    kept, logger = Kept(), logging.getLogger("prelunet")
     logger.addHandler(kept)
     logger.setLevel(logging.INFO)
     try:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from evaluator.contract import Interpolation, golden_image
-from evaluator.imaging.resize import resize_part, resize_shorter_side, resize_to_scales, resized_size
+from prelunet.evaluator.contract import Interpolation, golden_image
+from prelunet.evaluator.imaging.resize import resize_part, resize_shorter_side, resize_to_scales, resized_size
 
 UInt8Array = npt.NDArray[np.uint8]
 Float64Array = npt.NDArray[np.float64]

@@ -11,10 +11,10 @@ import grpc
 import pytest
 
 from client_harness import AT_ONCE, BOTH, QUICK, Relay, Scripted, served, text_of
-from evaluator.client import Client, Retries
-from evaluator.client.connection import CHANNEL_OPTIONS
-from evaluator.client.retries import Attempts, Budget
-from evaluator.errors import (
+from prelunet.evaluator.client import Client, Retries
+from prelunet.evaluator.client.connection import CHANNEL_OPTIONS
+from prelunet.evaluator.client.retries import Attempts, Budget
+from prelunet.evaluator.errors import (
     DeadlinePassed,
     DeviceLost,
     EnvironmentFault,
@@ -74,7 +74,7 @@ def test_what_an_overloaded_server_asks_to_wait_comes_on_top() -> None:
 
 def test_no_attempt_is_begun_that_could_not_begin_before_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("evaluator.client.retries.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("prelunet.evaluator.client.retries.time.monotonic", lambda: now[0])
     of = attempts(Retries(attempts=9, first=1, most=9), deadline=103.0)
     assert of.begin() == 3
     assert of.pause(PASSING) == 1
@@ -351,13 +351,13 @@ def test_that_calls_wait_for_a_server_is_told_once_until_there_is_an_answer(clie
     server.script.append(NotReady("the server is loading its models"))
     with served(server) as another, client_of(another, retries=QUICK) as client:
         client.classify(b"cat")  # an attempt like any other: nobody waits
-    told = [record.getMessage() for record in caplog.records if record.name.startswith("evaluator.client")]
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("prelunet.evaluator.client")]
     assert told == [f"trying again for up to 20 s: {address}: the server is loading its models"] * 2
 
 
 def test_the_waits_for_an_absent_server_grow_to_the_most_and_fit_into_the_time_left(monkeypatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("evaluator.client.retries.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("prelunet.evaluator.client.retries.time.monotonic", lambda: now[0])
 
     def waits(of: Attempts) -> list[float]:
         found = []
@@ -388,7 +388,7 @@ def test_the_waits_for_an_absent_server_grow_to_the_most_and_fit_into_the_time_l
 
 def test_an_absence_takes_no_attempt_and_begins_anew_after_any_other_failure_or_an_answer(monkeypatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("evaluator.client.retries.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("prelunet.evaluator.client.retries.time.monotonic", lambda: now[0])
     of = attempts(Retries(attempts=3, first=1, most=4, restart=10))
     pauses = []
     for absent in (True, True, False, True, True, False, False):
@@ -431,8 +431,8 @@ def test_a_call_to_a_machine_that_vanished_is_made_again_without_a_deadline(
     arrived, gate = threading.Event(), threading.Event()
     pings = [(name, 200 if "keepalive" in name or "ping_timeout" in name else value) for name, value in CHANNEL_OPTIONS]
     assert sorted(value for name, value in CHANNEL_OPTIONS if (name, value) not in pings) == [10_000, 10_000, 30_000]
-    monkeypatch.setattr("evaluator.client.sync.CHANNEL_OPTIONS", pings)
-    monkeypatch.setattr("evaluator.client.aio.CHANNEL_OPTIONS", pings)
+    monkeypatch.setattr("prelunet.evaluator.client.sync.CHANNEL_OPTIONS", pings)
+    monkeypatch.setattr("prelunet.evaluator.client.aio.CHANNEL_OPTIONS", pings)
 
     def hold(request, context):
         arrived.set()

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from PIL import Image
 
-from evaluator.errors import DeadlinePassed, ImageError
-from evaluator.imaging.decode import LARGEST_DECODING, DecodeLimits, decode_image, decoding_bytes
-from evaluator.imaging.room import ROOM, DecodingRoom
+from prelunet.evaluator.errors import DeadlinePassed, ImageError
+from prelunet.evaluator.imaging.decode import LARGEST_DECODING, DecodeLimits, decode_image, decoding_bytes
+from prelunet.evaluator.imaging.room import ROOM, DecodingRoom
 from serving_harness import eventually
 
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from evaluator.engine.batching import BatchRules
-from evaluator.protocols import make_protocol
-from evaluator.validation.run import Batching, batching_from_json, run_info, run_info_from_json
 from fakes import FakeSession, fake_contract
+from prelunet.evaluator.engine.batching import BatchRules
+from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.validation.run import Batching, batching_from_json, run_info, run_info_from_json
 
 DATASET = {"name": "val", "fingerprint": "ab" * 32, "images": 5000, "layout": "class folders", "selection": None}
 

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from evaluator.datasets import open_dataset
-from evaluator.datasets.sample import Dataset, Sample
-from evaluator.differences import differences
-from evaluator.errors import EnvironmentFault, PreluNetError, RunFolderError
-from evaluator.protocols import make_protocol
-from evaluator.validation.predictions import Prediction
-from evaluator.validation.run import RunInfo, describe_dataset, read_run, run_info
-from evaluator.validation.writer import open_run, scores_header
 from fakes import FakeSession
+from prelunet.evaluator.datasets import open_dataset
+from prelunet.evaluator.datasets.sample import Dataset, Sample
+from prelunet.evaluator.differences import differences
+from prelunet.evaluator.errors import EnvironmentFault, PreluNetError, RunFolderError
+from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.validation.predictions import Prediction
+from prelunet.evaluator.validation.run import RunInfo, describe_dataset, read_run, run_info
+from prelunet.evaluator.validation.writer import open_run, scores_header
 
 SESSION = FakeSession()
 CLASSES = 6

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evaluator.engine.scores import (
+from prelunet.evaluator.engine.scores import (
     average_views,
     check_finite,
     nine_places,
@@ -19,8 +19,8 @@ from evaluator.engine.scores import (
     top_k,
     view_weights,
 )
-from evaluator.errors import ContractError
-from evaluator.protocols import View
+from prelunet.evaluator.errors import ContractError
+from prelunet.evaluator.protocols import View
 
 VIEWS = [View(30, False), View(30, True), View(44, False), View(44, True), View(60, False)]  # one scale without mirror
 WINDOWS = [(1, 2), (1, 2), (3, 5), (3, 5), (4, 7)]

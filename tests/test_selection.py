@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evaluator.contract import ClassEntry
-from evaluator.datasets import Dataset, DatasetPlace, Sample, classes_asked, select
-from evaluator.errors import DatasetError, UsageError
 from miniature import CLASSES, WNIDS
+from prelunet.evaluator.contract import ClassEntry
+from prelunet.evaluator.datasets import Dataset, DatasetPlace, Sample, classes_asked, select
+from prelunet.evaluator.errors import DatasetError, UsageError
 
 
 class _Nothing:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from evaluator.cli import run
-from evaluator.errors import DeviceLost
-from evaluator.imaging.decode import DecodeLimits
-from evaluator.serving.drain import Ended
-from evaluator.serving.options import Limits, QueueOptions, ServeOptions
-from evaluator.verbs import serve as serve_verb
+from prelunet.evaluator.cli import run
+from prelunet.evaluator.errors import DeviceLost
+from prelunet.evaluator.imaging.decode import DecodeLimits
+from prelunet.evaluator.serving.drain import Ended
+from prelunet.evaluator.serving.options import Limits, QueueOptions, ServeOptions
+from prelunet.evaluator.verbs import serve as serve_verb
 
 ROOT = Path(__file__).parent.parent
 MODEL = ("--model", "demo=demo.onnx")

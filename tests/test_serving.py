@@ -21,27 +21,27 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from PIL import Image
 
 from conftest import Exported
-from evaluator.cli import run
-from evaluator.engine import classify, overlay
-from evaluator.engine.answer import Timings, answer_of
-from evaluator.engine.classify import classify_images
-from evaluator.engine.overlay import draw_heat_maps
-from evaluator.errors import EnvironmentFault, UsageError
-from evaluator.imaging import views
-from evaluator.imaging.decode import decode_rgb
-from evaluator.pb.inference import inference_pb2 as inference_pb
-from evaluator.pb.inference import inference_pb2_grpc as inference_grpc
-from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from evaluator.protocols import Changes, make_protocol
-from evaluator.serving import evaluation, messages, models
-from evaluator.serving.files import ModelFile, parse_models
-from evaluator.serving.options import Limits, ServeOptions
-from evaluator.serving.run import serve
-from evaluator.serving.server import Server
-from evaluator.serving.service import SERVICE
-from evaluator.serving.wire import answer_from_message
 from fakes import FakeSession, fake_contract
+from prelunet.evaluator.cli import run
+from prelunet.evaluator.engine import classify, overlay
+from prelunet.evaluator.engine.answer import Timings, answer_of
+from prelunet.evaluator.engine.classify import classify_images
+from prelunet.evaluator.engine.overlay import draw_heat_maps
+from prelunet.evaluator.errors import EnvironmentFault, UsageError
+from prelunet.evaluator.imaging import views
+from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.pb.inference import inference_pb2 as inference_pb
+from prelunet.evaluator.pb.inference import inference_pb2_grpc as inference_grpc
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from prelunet.evaluator.protocols import Changes, make_protocol
+from prelunet.evaluator.serving import evaluation, messages, models
+from prelunet.evaluator.serving.files import ModelFile, parse_models
+from prelunet.evaluator.serving.options import Limits, ServeOptions
+from prelunet.evaluator.serving.run import serve
+from prelunet.evaluator.serving.server import Server
+from prelunet.evaluator.serving.service import SERVICE
+from prelunet.evaluator.serving.wire import answer_from_message
 from serving_harness import Gated, eventually, png, running_server
 
 HOSTILE = sorted((Path(__file__).parent / "data" / "hostile").iterdir())
@@ -464,13 +464,13 @@ def test_committed_messages_are_those_of_the_proto_file(tmp_path: Path) -> None:
     pytest.importorskip("grpc_tools", reason="needs grpcio-tools (extra dev)")
     root = Path(__file__).parent.parent
     outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
-    file = "evaluator/pb/prelunet/v1/prelunet.proto"
-    protoc = [sys.executable, "-m", "grpc_tools.protoc", "--proto_path=evaluator/pb=proto"]
+    file = "prelunet/evaluator/pb/prelunet/v1/prelunet.proto"
+    protoc = [sys.executable, "-m", "grpc_tools.protoc", "--proto_path=prelunet/evaluator/pb=proto"]
     subprocess.run([*protoc, *outputs, file], cwd=root, check=True)
     made = sorted((tmp_path / file).parent.iterdir())
     assert len(made) == 3
     for path in made:
-        committed = root / path.relative_to(tmp_path)
+        committed = root / "src" / path.relative_to(tmp_path)
         assert committed.read_text() == path.read_text(), f"{committed} is stale: run tools/generate_proto.sh"
 
 

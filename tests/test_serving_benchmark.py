@@ -20,12 +20,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from evaluator.engine.classify import classify_images
-from evaluator.errors import EnvironmentFault
-from evaluator.imaging.decode import decode_image
-from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from evaluator.protocols import make_protocol
+from prelunet.evaluator.engine.classify import classify_images
+from prelunet.evaluator.errors import EnvironmentFault
+from prelunet.evaluator.imaging.decode import decode_image
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from prelunet.evaluator.protocols import make_protocol
 from serving_harness import running_server
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"

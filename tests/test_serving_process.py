@@ -18,20 +18,20 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from evaluator.client import Client, Retries
-from evaluator.errors import DeviceLost, EnvironmentFault, ImageError
-from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from evaluator.serving.drain import TOGETHER
+from prelunet.evaluator.client import Client, Retries
+from prelunet.evaluator.errors import DeviceLost, EnvironmentFault, ImageError
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from prelunet.evaluator.serving.drain import TOGETHER
 from serving_harness import png
 
-PRELUNET = [sys.executable, "-c", "from evaluator.cli import main; main()"]
+PRELUNET = [sys.executable, "-c", "from prelunet.evaluator.cli import main; main()"]
 LOSING = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from evaluator.cli import main
-from evaluator.errors import DeviceLost
-from evaluator.serving import models
+from prelunet.evaluator.cli import main
+from prelunet.evaluator.errors import DeviceLost
+from prelunet.evaluator.serving import models
 from fakes import FakeSession
 
 class Losing(FakeSession):
@@ -45,7 +45,7 @@ main()
 """  # a program whose device is lost at an image of width 99
 HANGING = LOSING.replace('raise DeviceLost("the GPU of /secret/place is gone")', "threading.Event().wait()").replace(
     "main()\n",
-    "from evaluator.serving import drain, watchdog\n"
+    "from prelunet.evaluator.serving import drain, watchdog\n"
     "import threading\n"
     "watchdog.FIRST = watchdog.LEAST = 1.0; watchdog.TICK = 0.1; drain.CLOSING = 0.2\n"
     "main()\n",

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from evaluator.datasets.sample import Dataset
-from evaluator.engine.session import Outputs
-from evaluator.engine.stages import STAGES, Stages
-from evaluator.imaging.decode import decode_rgb
-from evaluator.imaging.views import make_views
-from evaluator.validation.pipeline import evaluate_chunks
 from fakes import FakeSession
 from pipeline_data import BAD, IMAGES, SHARED_CANVASES, TWO_SCALES, laid_out, no_thread_is_left
+from prelunet.evaluator.datasets.sample import Dataset
+from prelunet.evaluator.engine.session import Outputs
+from prelunet.evaluator.engine.stages import STAGES, Stages
+from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.imaging.views import make_views
+from prelunet.evaluator.validation.pipeline import evaluate_chunks
 
 
 @pytest.fixture(scope="module")

@@ -8,16 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evaluator.engine.batching import Batch, BatchRules, Plan
-from evaluator.engine.session import Outputs, Placement
-from evaluator.errors import DeviceLost
-from evaluator.protocols import make_protocol
-from evaluator.serving import compute
-from evaluator.serving import models as models_module
-from evaluator.serving.files import ModelFile
-from evaluator.serving.metrics import Metrics
-from evaluator.serving.models import load_models
-from evaluator.serving.request import Lane
 from fakes import FakeSession
 from heart import (
     GPU_RULES,
@@ -31,6 +21,16 @@ from heart import (
     until,
     with_models,
 )
+from prelunet.evaluator.engine.batching import Batch, BatchRules, Plan
+from prelunet.evaluator.engine.session import Outputs, Placement
+from prelunet.evaluator.errors import DeviceLost
+from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.serving import compute
+from prelunet.evaluator.serving import models as models_module
+from prelunet.evaluator.serving.files import ModelFile
+from prelunet.evaluator.serving.metrics import Metrics
+from prelunet.evaluator.serving.models import load_models
+from prelunet.evaluator.serving.request import Lane
 from serving_harness import png
 
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from evaluator.contract import ClassEntry
-from evaluator.errors import CheckpointError, UsageError
+from prelunet.evaluator.contract import ClassEntry
+from prelunet.evaluator.errors import CheckpointError, UsageError
+from prelunet.training.architectures import Architecture, Conv, architecture
+from prelunet.training.checkpoints import Checkpoint, write_checkpoint
+from prelunet.training.initialization import Initialization, initial_tensors
+from prelunet.training.network import PreluNet, load_tensors
+from prelunet.training.start import LAST_LAYER, Start, sha256_of_start, start_from
 from tiny import CLASSES, TINY, mean_image, tiny_checkpoint
-from training.architectures import Architecture, Conv, architecture
-from training.checkpoints import Checkpoint, write_checkpoint
-from training.initialization import Initialization, initial_tensors
-from training.network import PreluNet, load_tensors
-from training.start import LAST_LAYER, Start, sha256_of_start, start_from
 
 INITIALIZATION = Initialization(rule="fan-in", fc_stds=(0.02, 0.03, 0.04))
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from evaluator.imaging.decode import DecodeLimits
-from evaluator.serving import run
-from evaluator.serving.files import ModelFile
-from evaluator.serving.models import Models
-from evaluator.serving.options import Limits, ServeOptions
 from fakes import FakeSession
+from prelunet.evaluator.imaging.decode import DecodeLimits
+from prelunet.evaluator.serving import run
+from prelunet.evaluator.serving.files import ModelFile
+from prelunet.evaluator.serving.models import Models
+from prelunet.evaluator.serving.options import Limits, ServeOptions
 
 
 def start_line(**sessions: Any) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from evaluator.errors import RunFolderError
-from training.loop import train
+from prelunet.evaluator.errors import RunFolderError
+from prelunet.training.loop import train
 from training_folders import RECIPE, make_dataset
 
 State = dict[str, Any]

@@ -14,10 +14,10 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from evaluator.errors import CheckpointError, UsageError
 from foreign_torch import our_names, tiny_import
+from prelunet.evaluator.errors import CheckpointError, UsageError
+from prelunet.training.checkpoints import write_checkpoint
 from tiny import CLASSES
-from training.checkpoints import write_checkpoint
 
 
 @pytest.fixture

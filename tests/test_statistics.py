@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from statsmodels.stats.proportion import proportion_confint
 
-from evaluator.reporting.statistics import (
+from prelunet.evaluator.reporting.statistics import (
     BINS,
     calibration,
     error_percent,

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from evaluator import cli
-from evaluator.datasets.sample import Dataset
-from evaluator.errors import DatasetError
-from evaluator.imaging.decode import decode_rgb
-from training import stats
-from training.beginning import beginning
-from training.pictures import Pictures
-from training.splits import open_splits
-from training.stats import Survey, cache_folder, survey
+from prelunet.evaluator import cli
+from prelunet.evaluator.datasets.sample import Dataset
+from prelunet.evaluator.errors import DatasetError
+from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.training import stats
+from prelunet.training.beginning import beginning
+from prelunet.training.pictures import Pictures
+from prelunet.training.splits import open_splits
+from prelunet.training.stats import Survey, cache_folder, survey
 from training_folders import RECIPE, make_dataset, write_image
 
 

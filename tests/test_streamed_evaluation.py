@@ -13,28 +13,28 @@ import jsonschema
 import pytest
 from google.protobuf.descriptor import Descriptor
 
-from evaluator.client import Client
-from evaluator.contract import ClassEntry
-from evaluator.datasets.opening import open_dataset
-from evaluator.engine.classify import classify_images
-from evaluator.errors import DatasetError, UsageError
-from evaluator.imaging.decode import DecodeLimits, decode_rgb
-from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from evaluator.protocols import make_protocol
-from evaluator.reporting.report import build_report
-from evaluator.reporting.text import json_bytes
-from evaluator.serving import evaluation
-from evaluator.serving.classifier import Classifier
-from evaluator.serving.evaluation import IN_FLIGHT, LabelledImage, Progress, evaluate
-from evaluator.serving.files import ModelFile
-from evaluator.serving.messages import REFUSALS_LISTED, progress_message, report_message
-from evaluator.serving.models import Models
-from evaluator.serving.options import QueueOptions
-from evaluator.serving.wire import report_from_message
-from evaluator.validation.predictions import Prediction, prediction_of
-from evaluator.validation.run import Run, run_info
 from fakes import FakeSession, fake_contract, validated
+from prelunet.evaluator.client import Client
+from prelunet.evaluator.contract import ClassEntry
+from prelunet.evaluator.datasets.opening import open_dataset
+from prelunet.evaluator.engine.classify import classify_images
+from prelunet.evaluator.errors import DatasetError, UsageError
+from prelunet.evaluator.imaging.decode import DecodeLimits, decode_rgb
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.reporting.report import build_report
+from prelunet.evaluator.reporting.text import json_bytes
+from prelunet.evaluator.serving import evaluation
+from prelunet.evaluator.serving.classifier import Classifier
+from prelunet.evaluator.serving.evaluation import IN_FLIGHT, LabelledImage, Progress, evaluate
+from prelunet.evaluator.serving.files import ModelFile
+from prelunet.evaluator.serving.messages import REFUSALS_LISTED, progress_message, report_message
+from prelunet.evaluator.serving.models import Models
+from prelunet.evaluator.serving.options import QueueOptions
+from prelunet.evaluator.serving.wire import report_from_message
+from prelunet.evaluator.validation.predictions import Prediction, prediction_of
+from prelunet.evaluator.validation.run import Run, run_info
 from serving_harness import Gated, eventually, png, running_server
 
 SCHEMA = json.loads((Path(__file__).parent.parent / "docs" / "report.schema.json").read_text())

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evaluator.cli import run as prelunet
-from evaluator.errors import CheckFailed, RunFolderError, UsageError
-from evaluator.validation import submission
-from evaluator.validation.ensemble import ensemble
-from evaluator.validation.run import read_run
-from evaluator.validation.submission import check_submission, write_submission
+from prelunet.evaluator.cli import run as prelunet
+from prelunet.evaluator.errors import CheckFailed, RunFolderError, UsageError
+from prelunet.evaluator.validation import submission
+from prelunet.evaluator.validation.ensemble import ensemble
+from prelunet.evaluator.validation.run import read_run
+from prelunet.evaluator.validation.submission import check_submission, write_submission
 from scored_runs import best_first, changed_info, random_scores, write_scored_run
 
 IMAGES = 40

@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 import torch
 
-from evaluator.errors import EnvironmentFault, Interrupted, RunFolderError, UsageError
-from training import interrupts
-from training.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
-from training.interrupts import Signals, heard_signals
-from training.loop import Trainer, train
-from training.network import network_from_checkpoint, tensors_of
-from training.pictures import Pictures
-from training.splits import open_splits
-from training.stats import survey
+from prelunet.evaluator.errors import EnvironmentFault, Interrupted, RunFolderError, UsageError
+from prelunet.training import interrupts
+from prelunet.training.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
+from prelunet.training.interrupts import Signals, heard_signals
+from prelunet.training.loop import Trainer, train
+from prelunet.training.network import network_from_checkpoint, tensors_of
+from prelunet.training.pictures import Pictures
+from prelunet.training.splits import open_splits
+from prelunet.training.stats import survey
 from training_folders import RECIPE, make_dataset
 
 FILES = ("last.safetensors", "best.safetensors", "training.json")
@@ -118,7 +118,7 @@ def test_slopes_are_not_decayed_and_weights_are(data: Path, tmp_path: Path) -> N
 
 KILL = """
 import os, sys
-import training.loop as loop
+import prelunet.training.loop as loop
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from training_folders import RECIPE
@@ -187,7 +187,7 @@ def test_checkpoints_that_a_crash_left_behind_the_state_are_brought_to_it_at_the
         write_checkpoint(path, checkpoint)
 
     with monkeypatch.context() as patch:
-        patch.setattr("training.keeping.write_checkpoint", killed)
+        patch.setattr("prelunet.training.keeping.write_checkpoint", killed)
         with pytest.raises(_Killed):
             train(RECIPE, data, folder)
     assert not (folder / "best.safetensors").exists()
@@ -332,7 +332,7 @@ def test_a_full_disk_keeps_the_last_good_files_and_the_same_command_goes_on(
         real(descriptor)
 
     with monkeypatch.context() as patch:
-        patch.setattr("evaluator.files.os.fsync", full)
+        patch.setattr("prelunet.evaluator.files.os.fsync", full)
         with pytest.raises(EnvironmentFault, match="disk is full"):
             train(RECIPE, data, folder)
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []

@@ -10,19 +10,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from evaluator.datasets.opening import open_dataset
-from evaluator.errors import DatasetError, ImageError, UsageError
-from evaluator.imaging.resize import resize_shorter_side
 from miniature import write_tar
-from training.augmentation import (
-    VIEW,
-    epoch_order,
-    places_of_step,
-    random_stream,
-    training_view,
-)
-from training.pictures import TRAINING_CAP, Pictures, map_ahead
-from training.splits import median_shorter_side, open_splits
+from prelunet.evaluator.datasets.opening import open_dataset
+from prelunet.evaluator.errors import DatasetError, ImageError, UsageError
+from prelunet.evaluator.imaging.resize import resize_shorter_side
+from prelunet.training.augmentation import VIEW, epoch_order, places_of_step, random_stream, training_view
+from prelunet.training.pictures import TRAINING_CAP, Pictures, map_ahead
+from prelunet.training.splits import median_shorter_side, open_splits
 from training_folders import RECIPE, make_dataset, write_image
 
 

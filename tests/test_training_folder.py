@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from evaluator.errors import Interrupted, RunFolderError, UsageError
-from evaluator.files import locked_folder
-from training.checkpoints import Checkpoint, read_checkpoint
-from training.loop import Trainer, train
-from training.recipe import Recipe
+from prelunet.evaluator.errors import Interrupted, RunFolderError, UsageError
+from prelunet.evaluator.files import locked_folder
+from prelunet.training.checkpoints import Checkpoint, read_checkpoint
+from prelunet.training.loop import Trainer, train
+from prelunet.training.recipe import Recipe
 from training_folders import RECIPE, make_dataset
 
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch.distributed.run import get_args_parser
 
-from evaluator.cli import run
-from evaluator.files import sha256_of
 from gloo import free_port
-from training.checkpoints import read_checkpoint
+from prelunet.evaluator.cli import run
+from prelunet.evaluator.files import sha256_of
+from prelunet.training.checkpoints import read_checkpoint
 from training_folders import RECIPE, lines_of, make_dataset
 
 
@@ -35,7 +35,7 @@ from pathlib import Path
 sys.path.insert(0, {tests!r})
 import torch
 torch.set_num_threads(1)
-from evaluator.cli import run
+from prelunet.evaluator.cli import run
 sys.exit(run({arguments!r}))
 """
 

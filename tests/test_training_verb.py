@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evaluator.cli import run as run_program
-from evaluator.engine.scores import ranks_of
-from evaluator.errors import DatasetError, RunFolderError, UsageError
-from training.loop import train
-from training.metrics import MetricsLog, errors_of, mistakes
-from training.verbs import train as train_verb
+from prelunet.evaluator.cli import run as run_program
+from prelunet.evaluator.engine.scores import ranks_of
+from prelunet.evaluator.errors import DatasetError, RunFolderError, UsageError
+from prelunet.training.loop import train
+from prelunet.training.metrics import MetricsLog, errors_of, mistakes
+from prelunet.training.verbs import train as train_verb
 from training_folders import RECIPE, make_dataset, write_image
 
 

@@ -14,20 +14,20 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from conftest import Exported
-from evaluator.cli import run
-from evaluator.datasets.opening import open_dataset
-from evaluator.datasets.sample import Dataset
-from evaluator.engine.classify import classify_images
-from evaluator.engine.memory import portion_within
-from evaluator.engine.session import Outputs
-from evaluator.errors import ContractError, DatasetError, EnvironmentFault, Interrupted, RunFolderError
-from evaluator.imaging.decode import decode_rgb
-from evaluator.imaging.views import make_views
-from evaluator.protocols import make_protocol
-from evaluator.reporting.statistics import wilson_interval
-from evaluator.validation.run import CHUNK, read_run
-from evaluator.validation.writer import scores_header
 from fakes import FakeSession, fake_contract, validated
+from prelunet.evaluator.cli import run
+from prelunet.evaluator.datasets.opening import open_dataset
+from prelunet.evaluator.datasets.sample import Dataset
+from prelunet.evaluator.engine.classify import classify_images
+from prelunet.evaluator.engine.memory import portion_within
+from prelunet.evaluator.engine.session import Outputs
+from prelunet.evaluator.errors import ContractError, DatasetError, EnvironmentFault, Interrupted, RunFolderError
+from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.imaging.views import make_views
+from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.reporting.statistics import wilson_interval
+from prelunet.evaluator.validation.run import CHUNK, read_run
+from prelunet.evaluator.validation.writer import scores_header
 
 RESULT = ("run.json", "predictions.jsonl", "scores.f32.npy")
 CLASSES = [entry.wnid for entry in fake_contract().classes]
@@ -174,7 +174,9 @@ def test_a_chunk_is_prepared_in_parts_that_fit_into_memory_even_if_all_images_ar
 def test_a_chunk_in_parts_gives_the_same_lines_and_scores(
     dataset: Dataset, tmp_path: Path, undisturbed: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("evaluator.engine.memory.PORTION_BYTES", 10 * 3 * 28 * 28)  # of crops of 28: 7 portions, of 10
+    monkeypatch.setattr(
+        "prelunet.evaluator.engine.memory.PORTION_BYTES", 10 * 3 * 28 * 28
+    )  # of crops of 28: 7 portions, of 10
     found = validated(FakeSession(), dataset, CENTER, tmp_path)
     assert found.info.batching is not None
     assert found.info.batching.images_together == 10
@@ -257,7 +259,7 @@ def test_cut_anywhere_a_run_ends_in_the_same_bytes_and_whole_chunks_are_not_done
 @pytest.fixture
 def command(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Give the command line with a model behind `open_sessions`."""
-    monkeypatch.setattr("evaluator.verbs.validate.open_sessions", lambda *_: [FakeSession()])
+    monkeypatch.setattr("prelunet.evaluator.verbs.validate.open_sessions", lambda *_: [FakeSession()])
 
     def call(*more: str, protocol: str = "center", images: Path = data) -> int:
         folder = tmp_path / "run"
@@ -325,7 +327,7 @@ def test_an_interrupted_validation_exits_4_and_a_full_disk_5(
 ) -> None:
     for error, code in [(KeyboardInterrupt(), 4), (EnvironmentFault("disk"), 5)]:
         stopping = Stopping(1, error)
-        monkeypatch.setattr("evaluator.verbs.validate.open_sessions", lambda *_, session=stopping: [session])
+        monkeypatch.setattr("prelunet.evaluator.verbs.validate.open_sessions", lambda *_, session=stopping: [session])
         assert command() == code
     told = capsys.readouterr().err
     assert "64 of 150 images are done" in told

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from conftest import Exported
-from evaluator.cli import run
-from evaluator.contract import ClassEntry
-from evaluator.validation.run import read_run
 from fakes import FakeSession, fake_contract
 from miniature import CLASSES, DATA, FOLDERS, IMAGES, WNIDS, write_devkit, write_folder, write_list, write_tar
+from prelunet.evaluator.cli import run
+from prelunet.evaluator.contract import ClassEntry
+from prelunet.evaluator.validation.run import read_run
 
 SESSION = FakeSession(replace(fake_contract(), classes=CLASSES))
 
@@ -22,7 +22,7 @@ SESSION = FakeSession(replace(fake_contract(), classes=CLASSES))
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Give the command line with a model behind `open_sessions`."""
-    monkeypatch.setattr("evaluator.verbs.validate.open_sessions", lambda *_: [SESSION])
+    monkeypatch.setattr("prelunet.evaluator.verbs.validate.open_sessions", lambda *_: [SESSION])
 
     def call(data: Path, *more: str, folder: str = "run") -> int:
         options = ["--model", "m.onnx", "--data", str(data), "--run", str(tmp_path / folder), "--protocol", "center"]
@@ -120,7 +120,7 @@ def test_an_error_of_guessing_over_many_classes_is_told_with_its_suspicion(
 ) -> None:
     classes = tuple(ClassEntry(f"n{index:08}", f"class {index}") for index in range(200))
     session = FakeSession(replace(fake_contract(), classes=classes))
-    monkeypatch.setattr("evaluator.verbs.validate.open_sessions", lambda *_: [session])
+    monkeypatch.setattr("prelunet.evaluator.verbs.validate.open_sessions", lambda *_: [session])
     data = write_folder(tmp_path / "lone" / "images", DATA)
     assert command(data, "--no-labels", folder="answers") == 0
     answers = {line.file: line.top[0][0] for line in read_run(tmp_path / "answers").predictions if line.top}

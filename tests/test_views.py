@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from evaluator.errors import UsageError
-from evaluator.imaging.resize import resize_shorter_side
-from evaluator.imaging.views import center_crop, make_views
-from evaluator.protocols import Protocol, View
+from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.imaging.resize import resize_shorter_side
+from prelunet.evaluator.imaging.views import center_crop, make_views
+from prelunet.evaluator.protocols import Protocol, View
 
 IMAGE = np.random.default_rng(3).integers(0, 256, (41, 67, 3), dtype=np.uint8)
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from evaluator.errors import DeviceLost
-from evaluator.serving import drain, watchdog
-from evaluator.serving.metrics import Metrics
-from evaluator.serving.options import QueueOptions
-from evaluator.serving.request import Lane
-from evaluator.serving.watchdog import FIRST, LEAST, TICK, TIMES, Watchdog
 from fakes import FakeSession
 from heart import GPU_RULES, HeldSession, all_decoded, ask, counted, dense, occupied, served, with_models
 from heart import until as until_true
+from prelunet.evaluator.errors import DeviceLost
+from prelunet.evaluator.serving import drain, watchdog
+from prelunet.evaluator.serving.metrics import Metrics
+from prelunet.evaluator.serving.options import QueueOptions
+from prelunet.evaluator.serving.request import Lane
+from prelunet.evaluator.serving.watchdog import FIRST, LEAST, TICK, TIMES, Watchdog
 from serving_harness import png
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from training.recipe import Recipe
+from prelunet.training.recipe import Recipe
 
 # demo's trunk at crop 12 has a 3x3 map: the smallest that its pyramid {3, 2, 1} allows
 RECIPE = Recipe(

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A clean environment with the extra `cpu` alone has no torch, no onnx and no ray. It verifies, serves, classifies,
 # validates whole and in shards, merges, compares, combines and reports, and says of the rest which extra brings it;
-# `openvino` added to it works, too.
+# `openvino` added to it works, too. Files of a user's own that are named like our folders do not get in the way.
 # The models come from .venv, which can export.
 #   tools/check_install.sh [PYTHON]
 set -euo pipefail
@@ -36,6 +36,23 @@ done
 
 cd "$work" # so that nothing is imported from the checkout
 export PATH=$work/venv/bin:$PATH
+for name in evaluator export training; do
+  if python -c "import $name" 2>/dev/null; then
+    echo "the wheel installed '$name' beside prelunet" >&2
+    exit 1
+  fi
+done
+python -c "
+from importlib.resources import files
+import prelunet
+names = ('py.typed', 'proto/prelunet/v1/prelunet.proto', 'proto/inference/inference.proto', 'training/recipes/A.toml',
+         'training/data/fashion_mnist.zip', 'evaluator/reporting/report.html.j2', 'evaluator/reporting/report.css',
+         'evaluator/reporting/report.js')
+missing = [name for name in names if not (files(prelunet) / name).is_file()]
+assert not missing, f'missing from the wheel: {missing}'"
+mkdir training
+echo 'raise ImportError("this file is a user\'s own")' | tee evaluator.py export.py >training/__init__.py
+export PYTHONPATH=.
 
 # Runs a command that must exit 5 and name the extra that it lacks.
 lacks_extra() {

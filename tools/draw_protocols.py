@@ -8,11 +8,11 @@ The places come from the evaluator itself, at the sizes of models A, B and C and
 from collections.abc import Sequence
 from pathlib import Path
 
-from evaluator.engine.protocol_costs import paper_contract
-from evaluator.engine.scores import nine_places
-from evaluator.imaging.resize import resized_size
-from evaluator.imaging.views import crop_origin
-from evaluator.protocols import PARTS
+from prelunet.evaluator.engine.protocol_costs import paper_contract
+from prelunet.evaluator.engine.scores import nine_places
+from prelunet.evaluator.imaging.resize import resized_size
+from prelunet.evaluator.imaging.views import crop_origin
+from prelunet.evaluator.protocols import PARTS
 
 PICTURE = Path("docs/images/protocols.svg")
 IMAGE = (375, 500)  # height, width

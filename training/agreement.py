@@ -5,10 +5,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from evaluator.differences import differences, shown
-from evaluator.errors import EnvironmentFault, UsageError
-from training.group import Group
-from training.run_folder import open_run_folder
+from prelunet.evaluator.differences import differences, shown
+from prelunet.evaluator.errors import EnvironmentFault, UsageError
+from prelunet.training.group import Group
+from prelunet.training.run_folder import open_run_folder
 
 
 def check_place(folder: Path, dataset: Path) -> None:

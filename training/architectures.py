@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
-from evaluator.contract import TrunkLayer, feature_map_side, trunk_stride
-from evaluator.errors import UsageError
-from evaluator.strict import a_list, an_object, one_of, text, whole
+from prelunet.evaluator.contract import TrunkLayer, feature_map_side, trunk_stride
+from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.strict import a_list, an_object, one_of, text, whole
 
 Activation = Literal["prelu", "prelu-shared", "relu", "lrelu"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)

@@ -9,9 +9,9 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from evaluator.imaging.resize import Picture, resize_part, resized_size
-from training.pictures import TRAINING_CAP, UInt8Array
-from training.recipe import Recipe
+from prelunet.evaluator.imaging.resize import Picture, resize_part, resized_size
+from prelunet.training.pictures import TRAINING_CAP, UInt8Array
+from prelunet.training.recipe import Recipe
 
 ORDER, VIEW, DROPOUT, COLOR, SUBSTITUTE = range(5)  # independent random streams of one seed
 

@@ -4,14 +4,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from evaluator.datasets.sample import Dataset
-from training.checkpoints import FloatArray
-from training.initialization import initial_tensors
-from training.recipe import Recipe
-from training.splits import Splits
-from training.start import start_from
-from training.state import Progress
-from training.stats import Survey, still_holds, survey
+from prelunet.evaluator.datasets.sample import Dataset
+from prelunet.training.checkpoints import FloatArray
+from prelunet.training.initialization import initial_tensors
+from prelunet.training.recipe import Recipe
+from prelunet.training.splits import Splits
+from prelunet.training.start import start_from
+from prelunet.training.state import Progress
+from prelunet.training.stats import Survey, still_holds, survey
 
 
 def beginning(

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from training.group import Group, Pending
+from prelunet.training.group import Group, Pending
 
 
 class Bucket:

@@ -12,11 +12,11 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from evaluator.contract import ClassEntry
-from evaluator.errors import CheckpointError, UsageError
-from evaluator.files import open_atomically, require_plain
-from evaluator.strict import a_list, check_plain, parse_json, record, text, whole
-from training.architectures import MAX_SIDE, Architecture, architecture_from_json, parameter_shapes
+from prelunet.evaluator.contract import ClassEntry
+from prelunet.evaluator.errors import CheckpointError, UsageError
+from prelunet.evaluator.files import open_atomically, require_plain
+from prelunet.evaluator.strict import a_list, check_plain, parse_json, record, text, whole
+from prelunet.training.architectures import MAX_SIDE, Architecture, architecture_from_json, parameter_shapes
 
 FloatArray = npt.NDArray[np.float32]
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from training.augmentation import COLOR, random_stream
-from training.pictures import FloatArray
-from training.recipe import Recipe
+from prelunet.training.augmentation import COLOR, random_stream
+from prelunet.training.pictures import FloatArray
+from prelunet.training.recipe import Recipe
 
 
 def color_axes(count: int, sums: Sequence[int], products: Sequence[Sequence[int]]) -> FloatArray:

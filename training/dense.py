@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from training.network import PreluNet
+from prelunet.training.network import PreluNet
 
 WINDOWS_AT_ONCE = 64  # bounds the memory: 64 windows of model C and their features are 60 MB in float32
 

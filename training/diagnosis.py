@@ -14,15 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evaluator.contract import center_scale
-from evaluator.datasets import DatasetPlace, open_place
-from evaluator.errors import DatasetError
-from evaluator.progress import progress
-from training.checkpoints import Checkpoint
-from training.dense import subtract_mean
-from training.diagnosis_log import IMAGES, LayerResponse
-from training.network import PreluNet, network_from_checkpoint
-from training.pictures import UNREADABLE, Pictures
+from prelunet.evaluator.contract import center_scale
+from prelunet.evaluator.datasets import DatasetPlace, open_place
+from prelunet.evaluator.errors import DatasetError
+from prelunet.evaluator.progress import progress
+from prelunet.training.checkpoints import Checkpoint
+from prelunet.training.dense import subtract_mean
+from prelunet.training.diagnosis_log import IMAGES, LayerResponse
+from prelunet.training.network import PreluNet, network_from_checkpoint
+from prelunet.training.pictures import UNREADABLE, Pictures
 
 PIXELS_AT_ONCE = 2**19  # 10 crops of 224: their responses and gradients in model C take about 1.5 GB
 

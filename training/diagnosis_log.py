@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evaluator.errors import UsageError, from_os_error
-from evaluator.strict import a_list, an_object, parse_json, record, text, whole
-from training.metrics import MetricsLog
-from training.run_folder import DIAGNOSIS_FILE
+from prelunet.evaluator.errors import UsageError, from_os_error
+from prelunet.evaluator.strict import a_list, an_object, parse_json, record, text, whole
+from prelunet.training.metrics import MetricsLog
+from prelunet.training.run_folder import DIAGNOSIS_FILE
 
 IMAGES = 256  # on which layers are measured unless another number is asked for
 DIGITS = 6  # significant; more would only tell in which order a machine adds up

@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from evaluator.reporting.charts import Spec, chart_spec
-from evaluator.reporting.drawing import draw_svg
-from training.diagnosis_log import std
+from prelunet.evaluator.reporting.charts import Spec, chart_spec
+from prelunet.evaluator.reporting.drawing import draw_svg
+from prelunet.training.diagnosis_log import std
 
 Layers = Sequence[Mapping[str, Any]]
 

@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from evaluator.terminal import printable
-from training.diagnosis_log import std
-from training.slope_trend import slope_trend
+from prelunet.evaluator.terminal import printable
+from prelunet.training.diagnosis_log import std
+from prelunet.training.slope_trend import slope_trend
 
 Layers = Sequence[Mapping[str, Any]]
 

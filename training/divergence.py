@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from training.diagnosis import batches, responses_and_loss
-from training.network import PreluNet
+from prelunet.training.diagnosis import batches, responses_and_loss
+from prelunet.training.network import PreluNet
 
 
 def where_not_finite(net: PreluNet, images: Tensor, labels: Tensor) -> str:

@@ -6,7 +6,7 @@ Source: PReLU-nets, section 4 "Training": 50 % on the first two fc layers.
 import numpy as np
 import numpy.typing as npt
 
-from training.augmentation import DROPOUT, random_stream
+from prelunet.training.augmentation import DROPOUT, random_stream
 
 
 def dropout_factors(

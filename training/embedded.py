@@ -3,7 +3,7 @@
 from importlib import resources
 from pathlib import Path
 
-from evaluator.errors import EnvironmentFault
+from prelunet.evaluator.errors import EnvironmentFault
 
 
 def embedded_dataset_path() -> Path:
@@ -11,7 +11,7 @@ def embedded_dataset_path() -> Path:
 
     Raises EnvironmentFault when it is no plain file, as in an installation without package data.
     """
-    path = Path(str(resources.files("training") / "data" / "fashion_mnist.zip"))
+    path = Path(str(resources.files("prelunet.training") / "data" / "fashion_mnist.zip"))
     if not path.is_file():
         raise EnvironmentFault(f"{path}: the embedded dataset is not there. Install prelunet again, as files")
     return path

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from evaluator.datasets.layouts import SHARDS
-from training.group import Group, computes_bf16
-from training.parallel import Kind
-from training.recipe import Recipe
-from training.splits import Splits
+from prelunet.evaluator.datasets.layouts import SHARDS
+from prelunet.training.group import Group, computes_bf16
+from prelunet.training.parallel import Kind
+from prelunet.training.recipe import Recipe
+from prelunet.training.splits import Splits
 
 
 def first_words(recipe: Recipe, splits: Splits, group: Group, parallel: Kind | None) -> Iterator[str]:

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evaluator.errors import EnvironmentFault, UsageError
-from evaluator.machine import knows_bf16
+from prelunet.evaluator.errors import EnvironmentFault, UsageError
+from prelunet.evaluator.machine import knows_bf16
 
 Value = TypeVar("Value")
 

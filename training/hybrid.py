@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.buckets import GradientBuckets
-from training.group import Group, Pending
-from training.network import HEAD, Factors, PreluNet
-from training.parallel import DropoutFactors, Options, Parallel, Step, at, split
+from prelunet.training.buckets import GradientBuckets
+from prelunet.training.group import Group, Pending
+from prelunet.training.network import HEAD, Factors, PreluNet
+from prelunet.training.parallel import DropoutFactors, Options, Parallel, Step, at, split
 
 
 class Hybrid(Parallel):

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evaluator.contract import ClassEntry
-from evaluator.errors import CheckpointError, UsageError, from_os_error
-from training.architectures import ACTIVATIONS, ARCHITECTURES, Architecture, architecture, parameter_shapes
-from training.checkpoints import Checkpoint, FloatArray, is_finite, name_faults
-from training.name_map import NameMap, Renamed
-from training.preprocessing import Preprocessing, three_numbers
-from training.state_dicts import StateDict, read_state_dict
+from prelunet.evaluator.contract import ClassEntry
+from prelunet.evaluator.errors import CheckpointError, UsageError, from_os_error
+from prelunet.training.architectures import ACTIVATIONS, ARCHITECTURES, Architecture, architecture, parameter_shapes
+from prelunet.training.checkpoints import Checkpoint, FloatArray, is_finite, name_faults
+from prelunet.training.name_map import NameMap, Renamed
+from prelunet.training.preprocessing import Preprocessing, three_numbers
+from prelunet.training.state_dicts import StateDict, read_state_dict
 
 How = Literal["by name", "by the map", "by order"]
 Shapes = Mapping[str, tuple[int, ...]]

@@ -10,11 +10,11 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from evaluator.contract import ClassEntry
-from evaluator.datasets.class_list import MAX_CLASSES, read_class_list
-from evaluator.errors import UsageError
-from training.architectures import LRELU_SLOPE, Activation, Architecture, parameter_shapes
-from training.checkpoints import FloatArray
+from prelunet.evaluator.contract import ClassEntry
+from prelunet.evaluator.datasets.class_list import MAX_CLASSES, read_class_list
+from prelunet.evaluator.errors import UsageError
+from prelunet.training.architectures import LRELU_SLOPE, Activation, Architecture, parameter_shapes
+from prelunet.training.checkpoints import FloatArray
 
 Rule = Literal["fan-out", "fan-in", "average", "xavier", "gaussian"]
 FirstLayer = Literal["half", "exact"]

@@ -14,15 +14,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from evaluator.complexity import multiply_adds
-from evaluator.contract import ClassEntry, how_to_write
-from evaluator.engine.session import Session, open_session
-from evaluator.errors import ContractError, UsageError, from_os_error
-from evaluator.files import require_plain, sha256_of
-from evaluator.strict import an_object, text, whole
-from evaluator.terminal import printable
-from training.architectures import Architecture, architecture_from_json, parameter_shapes
-from training.slope_trend import slope_trend
+from prelunet.evaluator.complexity import multiply_adds
+from prelunet.evaluator.contract import ClassEntry, how_to_write
+from prelunet.evaluator.engine.session import Session, open_session
+from prelunet.evaluator.errors import ContractError, UsageError, from_os_error
+from prelunet.evaluator.files import require_plain, sha256_of
+from prelunet.evaluator.strict import an_object, text, whole
+from prelunet.evaluator.terminal import printable
+from prelunet.training.architectures import Architecture, architecture_from_json, parameter_shapes
+from prelunet.training.slope_trend import slope_trend
 
 # PReLU-nets, Table 1 (model E): layer → learned slope, shared by the channels, and mean of the channels' own.
 PAPER_SLOPES: dict[str, tuple[float, float]] = {
@@ -115,7 +115,7 @@ def _slopes_and_trend(slopes: Sequence[Mapping[str, Any]], activation: str) -> d
 
 
 def _inspect_checkpoint(path: Path) -> dict[str, Any]:
-    from training.checkpoints import read_checkpoint  # here, so that a model file is inspected without safetensors
+    from prelunet.training.checkpoints import read_checkpoint
 
     checkpoint = read_checkpoint(path)
     is_image = checkpoint.mean.ndim == 3

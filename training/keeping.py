@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from evaluator.errors import CheckpointError, UsageError
-from training.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
-from training.network import PreluNet, tensors_of
-from training.recipe import Recipe
-from training.run_folder import BEST_FILE, LAST_FILE, STATE_FILE, kept_name
-from training.splits import Splits
-from training.state import Progress, State, damaged, read_state, write_state
+from prelunet.evaluator.errors import CheckpointError, UsageError
+from prelunet.training.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
+from prelunet.training.network import PreluNet, tensors_of
+from prelunet.training.recipe import Recipe
+from prelunet.training.run_folder import BEST_FILE, LAST_FILE, STATE_FILE, kept_name
+from prelunet.training.splits import Splits
+from prelunet.training.state import Progress, State, damaged, read_state, write_state
 
 
 class Keeping:

@@ -12,14 +12,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from evaluator.datasets.sample import Sample
-from evaluator.errors import DatasetError
-from evaluator.imaging.resize import Picture
-from training.augmentation import SUBSTITUTE, places_of_step, random_stream, training_view
-from training.color import color_shift
-from training.pictures import UNREADABLE, WORKERS, FloatArray, Pictures, UInt8Array, central_view, map_ahead
-from training.processes import map_in_processes
-from training.recipe import Recipe
+from prelunet.evaluator.datasets.sample import Sample
+from prelunet.evaluator.errors import DatasetError
+from prelunet.evaluator.imaging.resize import Picture
+from prelunet.training.augmentation import SUBSTITUTE, places_of_step, random_stream, training_view
+from prelunet.training.color import color_shift
+from prelunet.training.pictures import UNREADABLE, WORKERS, FloatArray, Pictures, UInt8Array, central_view, map_ahead
+from prelunet.training.processes import map_in_processes
+from prelunet.training.recipe import Recipe
 
 Int64Array = npt.NDArray[np.int64]
 Place = tuple[int | None, int]  # epoch, or None for the view of the evaluation; image index

@@ -16,34 +16,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evaluator.engine.scores import ranks_of
-from evaluator.errors import DatasetError, DivergenceError, Interrupted
-from evaluator.progress import Advance, progress
-from training.agreement import check_alike, check_place, held_folder
-from training.beginning import beginning
-from training.dense import subtract_mean
-from training.diagnosis import measure, spread_views
-from training.diagnosis_log import LayerResponse
-from training.divergence import where_not_finite
-from training.dropout import dropout_factors
-from training.embedded import embedded_dataset_path
-from training.first_words import first_words
-from training.group import Group, open_group
-from training.interrupts import Signals, heard_signals
-from training.keeping import Keeping, is_kept
-from training.loading import Batch, evaluation_batches, training_batches
-from training.losses import Losses
-from training.metrics import Errors, errors_of, mistakes
-from training.network import PreluNet, load_tensors, parameter_groups
-from training.parallel import DropoutFactors, Kind, Options, check_batch, make_parallel
-from training.pictures import Pictures
-from training.recipe import Recipe
-from training.run_folder import LAST_FILE
-from training.schedule import rate_at, stalls
-from training.splits import Splits, open_splits
-from training.start import sha256_of_start
-from training.state import momentum_of
-from training.tracking import Tracking
+from prelunet.evaluator.engine.scores import ranks_of
+from prelunet.evaluator.errors import DatasetError, DivergenceError, Interrupted
+from prelunet.evaluator.progress import Advance, progress
+from prelunet.training.agreement import check_alike, check_place, held_folder
+from prelunet.training.beginning import beginning
+from prelunet.training.dense import subtract_mean
+from prelunet.training.diagnosis import measure, spread_views
+from prelunet.training.diagnosis_log import LayerResponse
+from prelunet.training.divergence import where_not_finite
+from prelunet.training.dropout import dropout_factors
+from prelunet.training.embedded import embedded_dataset_path
+from prelunet.training.first_words import first_words
+from prelunet.training.group import Group, open_group
+from prelunet.training.interrupts import Signals, heard_signals
+from prelunet.training.keeping import Keeping, is_kept
+from prelunet.training.loading import Batch, evaluation_batches, training_batches
+from prelunet.training.losses import Losses
+from prelunet.training.metrics import Errors, errors_of, mistakes
+from prelunet.training.network import PreluNet, load_tensors, parameter_groups
+from prelunet.training.parallel import DropoutFactors, Kind, Options, check_batch, make_parallel
+from prelunet.training.pictures import Pictures
+from prelunet.training.recipe import Recipe
+from prelunet.training.run_folder import LAST_FILE
+from prelunet.training.schedule import rate_at, stalls
+from prelunet.training.splits import Splits, open_splits
+from prelunet.training.start import sha256_of_start
+from prelunet.training.state import momentum_of
+from prelunet.training.tracking import Tracking
 
 LOG_EVERY = 20  # steps
 EVALUATION_BATCH = 256  # crops at once, over all processes

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterable
 
-from evaluator.datasets.sample import Dataset
-from evaluator.errors import DatasetError
-from training.group import Group
+from prelunet.evaluator.datasets.sample import Dataset
+from prelunet.evaluator.errors import DatasetError
+from prelunet.training.group import Group
 
 TOLD = 10  # images that are named at once
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from evaluator.errors import RunFolderError
-from evaluator.files import write_atomically
-from evaluator.strict import an_object, parse_json, whole
+from prelunet.evaluator.errors import RunFolderError
+from prelunet.evaluator.files import write_atomically
+from prelunet.evaluator.strict import an_object, parse_json, whole
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evaluator.errors import UsageError, from_os_error
-from evaluator.strict import an_object, check_plain, parse_json
+from prelunet.evaluator.errors import UsageError, from_os_error
+from prelunet.evaluator.strict import an_object, check_plain, parse_json
 
 _WILDCARD = re.compile(r"\*\*|\*")
 _MATCHES = {"*": r"([^.]+)", "**": r"(.+)"}

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.architectures import LRELU_SLOPE, Activation, Architecture, Pool, parameter_shapes
-from training.checkpoints import Checkpoint, FloatArray
+from prelunet.training.architectures import LRELU_SLOPE, Activation, Architecture, Pool, parameter_shapes
+from prelunet.training.checkpoints import Checkpoint, FloatArray
 
 HEAD = ("fc1", "fc2", "fc3")
 Factors: TypeAlias = tuple[Tensor, Tensor]  # of dropout: what the outputs of fc1 and fc2 are multiplied by, (N, hidden)

@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from evaluator.errors import UsageError
-from training.buckets import GradientBuckets
-from training.group import Group
-from training.network import Factors, PreluNet
-from training.recipe import Precision
+from prelunet.evaluator.errors import UsageError
+from prelunet.training.buckets import GradientBuckets
+from prelunet.training.group import Group
+from prelunet.training.network import Factors, PreluNet
+from prelunet.training.recipe import Precision
 
 Kind = Literal["ddp", "hybrid"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -180,7 +180,7 @@ def make_parallel(kind: Kind, net: PreluNet, group: Group, options: Options = Op
     """
     if kind not in KINDS:
         raise UsageError(f"no way to train in parallel '{kind}'. There are: {', '.join(KINDS)}")
-    from training.hybrid import Hybrid  # here, since it builds on this module
+    from prelunet.training.hybrid import Hybrid
 
     if kind == "ddp" or group.size == 1:
         return DataParallel(net, group, options)

@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from evaluator.datasets.sample import Dataset, Sample
-from evaluator.errors import DatasetError, ImageError
-from evaluator.imaging.decode import decode_image
-from evaluator.imaging.resize import Picture, resize_shorter_side
-from evaluator.imaging.views import center_crop
-from evaluator.machine import cores
+from prelunet.evaluator.datasets.sample import Dataset, Sample
+from prelunet.evaluator.errors import DatasetError, ImageError
+from prelunet.evaluator.imaging.decode import decode_image
+from prelunet.evaluator.imaging.resize import Picture, resize_shorter_side
+from prelunet.evaluator.imaging.views import center_crop
+from prelunet.evaluator.machine import cores
 
 UInt8Array = npt.NDArray[np.uint8]
 FloatArray = npt.NDArray[np.float32]

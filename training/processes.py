@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from evaluator.errors import EnvironmentFault, PreluNetError, from_os_error
+from prelunet.evaluator.errors import EnvironmentFault, PreluNetError, from_os_error
 
 UInt8Array = npt.NDArray[np.uint8]
 Item = TypeVar("Item")

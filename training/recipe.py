@@ -11,11 +11,11 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from evaluator.contract import center_scale
-from evaluator.errors import UsageError
-from evaluator.files import require_plain
-from training.architectures import ACTIVATIONS, ARCHITECTURES, MAX_SIDE, Activation, Architecture, architecture
-from training.initialization import FIRST_LAYERS, RULES, FirstLayer, Initialization, Rule
+from prelunet.evaluator.contract import center_scale
+from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.files import require_plain
+from prelunet.training.architectures import ACTIVATIONS, ARCHITECTURES, MAX_SIDE, Activation, Architecture, architecture
+from prelunet.training.initialization import FIRST_LAYERS, RULES, FirstLayer, Initialization, Rule
 
 RatePolicy = Literal["at", "plateau"]
 Mean = Literal["image", "channel"]
@@ -185,7 +185,7 @@ class Recipe:
 
 def recipe_names() -> list[str]:
     """Return the names of the recipes that come with prelunet, sorted."""
-    folder = resources.files("training") / "recipes"
+    folder = resources.files("prelunet.training") / "recipes"
     return sorted(file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))
 
 
@@ -202,7 +202,7 @@ def read_recipe(name_or_file: str) -> Recipe:
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{path}: cannot be read ({error}). Give the path of a recipe, or a name") from error
     elif name_or_file in recipe_names():
-        text = (resources.files("training") / "recipes" / f"{name_or_file}.toml").read_text(encoding="utf-8")
+        text = (resources.files("prelunet.training") / "recipes" / f"{name_or_file}.toml").read_text(encoding="utf-8")
     else:
         raise UsageError(
             f"no recipe '{name_or_file}'. There are: {', '.join(recipe_names())}; or give a file FILE.toml"

@@ -18,11 +18,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from evaluator.differences import differences, shown
-from evaluator.errors import RunFolderError
-from evaluator.files import locked_folder, make_folder, remove_leftovers, write_atomically
-from evaluator.strict import an_object, check_plain, parse_json
-from training.recipe import OF_EXECUTION
+from prelunet.evaluator.differences import differences, shown
+from prelunet.evaluator.errors import RunFolderError
+from prelunet.evaluator.files import locked_folder, make_folder, remove_leftovers, write_atomically
+from prelunet.evaluator.strict import an_object, check_plain, parse_json
+from prelunet.training.recipe import OF_EXECUTION
 
 RUN_VERSION = 1
 TRAINING_FILE, STATE_FILE, METRICS_FILE = "training.json", "state.pt", "metrics.jsonl"

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from training.recipe import Recipe
+from prelunet.training.recipe import Recipe
 
 
 def rate_at(recipe: Recipe, step: int, drops: int = 0) -> float:

@@ -6,11 +6,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from evaluator.contract import CONTROL, ClassEntry
-from evaluator.datasets.opening import open_dataset
-from evaluator.datasets.sample import Dataset
-from evaluator.errors import DatasetError, ImageError
-from evaluator.imaging.decode import image_size
+from prelunet.evaluator.contract import CONTROL, ClassEntry
+from prelunet.evaluator.datasets.opening import open_dataset
+from prelunet.evaluator.datasets.sample import Dataset
+from prelunet.evaluator.errors import DatasetError, ImageError
+from prelunet.evaluator.imaging.decode import image_size
 
 
 @dataclass(frozen=True)

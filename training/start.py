@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from evaluator.contract import ClassEntry
-from evaluator.differences import differences, shown
-from evaluator.errors import UsageError
-from evaluator.files import sha256_of
-from training.architectures import Architecture
-from training.checkpoints import Checkpoint, FloatArray, read_checkpoint
-from training.initialization import Initialization, initial_tensors
-from training.run_folder import BEST_FILE, LAST_FILE
+from prelunet.evaluator.contract import ClassEntry
+from prelunet.evaluator.differences import differences, shown
+from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.files import sha256_of
+from prelunet.training.architectures import Architecture
+from prelunet.training.checkpoints import Checkpoint, FloatArray, read_checkpoint
+from prelunet.training.initialization import Initialization, initial_tensors
+from prelunet.training.run_folder import BEST_FILE, LAST_FILE
 
 LAST_LAYER = ("fc3.weight", "fc3.bias")
 

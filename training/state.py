@@ -22,13 +22,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from evaluator.errors import EnvironmentFault, RunFolderError
-from evaluator.files import open_atomically
-from evaluator.strict import an_object, text, whole
-from training.checkpoints import is_finite
-from training.metrics import Errors
-from training.network import PreluNet
-from training.pictures import FloatArray
+from prelunet.evaluator.errors import EnvironmentFault, RunFolderError
+from prelunet.evaluator.files import open_atomically
+from prelunet.evaluator.strict import an_object, text, whole
+from prelunet.training.checkpoints import is_finite
+from prelunet.training.metrics import Errors
+from prelunet.training.network import PreluNet
+from prelunet.training.pictures import FloatArray
 
 STATE_VERSION = 2
 _MOMENTUM = "momentum_buffer"  # of torch's SGD

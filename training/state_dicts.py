@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evaluator.errors import CheckpointError, UsageError
-from evaluator.files import require_plain
-from training.checkpoints import PREFIX
+from prelunet.evaluator.errors import CheckpointError, UsageError
+from prelunet.evaluator.files import require_plain
+from prelunet.training.checkpoints import PREFIX
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "net")  # keys under which training scripts keep the net
 _DEEPEST = 4  # such keys inside each other; a pickle may hold itself

@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from evaluator.datasets.sample import Dataset, Sample
-from evaluator.errors import DatasetError, ImageError, PreluNetError
-from evaluator.files import open_atomically
-from evaluator.imaging.decode import decode_image
-from evaluator.progress import progress
-from evaluator.strict import an_object, parse_json, whole
-from training.color import color_axes
-from training.pictures import WORKERS, FloatArray, UInt8Array, central_view, map_ahead
+from prelunet.evaluator.datasets.sample import Dataset, Sample
+from prelunet.evaluator.errors import DatasetError, ImageError, PreluNetError
+from prelunet.evaluator.files import open_atomically
+from prelunet.evaluator.imaging.decode import decode_image
+from prelunet.evaluator.progress import progress
+from prelunet.evaluator.strict import an_object, parse_json, whole
+from prelunet.training.color import color_axes
+from prelunet.training.pictures import WORKERS, FloatArray, UInt8Array, central_view, map_ahead
 
 Int64Array = npt.NDArray[np.int64]
 

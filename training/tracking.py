@@ -7,10 +7,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from evaluator.errors import EnvironmentFault
-from training.diagnosis_log import DiagnosisLog, LayerResponse
-from training.metrics import MetricsLog
-from training.run_folder import DIAGNOSIS_FILE, EVENTS_FOLDER, METRICS_FILE
+from prelunet.evaluator.errors import EnvironmentFault
+from prelunet.training.diagnosis_log import DiagnosisLog, LayerResponse
+from prelunet.training.metrics import MetricsLog
+from prelunet.training.run_folder import DIAGNOSIS_FILE, EVENTS_FOLDER, METRICS_FILE
 
 _TITLES = {  # key of metrics.jsonl → its name in TensorBoard
     "loss": "train/loss",

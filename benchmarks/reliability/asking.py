@@ -11,8 +11,8 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from reliability.process import Metrics, Served
 
 TOLERANCE = 1e-4  # of a score: sums in another order, as another batch gives them

@@ -9,8 +9,8 @@ from typing import Any
 
 import grpc.aio
 
-from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from reliability.asking import classify, new_channel, settled, until
 from reliability.process import Served
 from reliability.rigged import GPU_PIXELS, write_control

@@ -10,8 +10,8 @@ from typing import Any
 from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.message import Message
 
-from evaluator.pb.inference import inference_pb2 as oip
-from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.pb.inference import inference_pb2 as oip
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from reliability.mutation import damage_message, damaged_bytes, damaged_picture, odd_wire
 from reliability.pictures import Picture, hostile_pictures, made_pictures
 

@@ -18,9 +18,9 @@ import grpc
 import grpc.aio
 from PIL import Image
 
-from evaluator.client.aio_streams import StreamEnd
-from evaluator.pb.inference import inference_pb2 as oip
-from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.client.aio_streams import StreamEnd
+from prelunet.evaluator.pb.inference import inference_pb2 as oip
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from reliability import fuzz_cases, stand
 from reliability.asking import Good, new_channel, settled
 from reliability.fuzz_cases import case_of, method_at

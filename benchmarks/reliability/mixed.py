@@ -12,10 +12,10 @@ import grpc.aio
 import numpy as np
 from PIL import Image
 
-from evaluator.pb.inference import inference_pb2 as oip
-from evaluator.pb.inference import inference_pb2_grpc as oip_grpc
-from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from prelunet.evaluator.pb.inference import inference_pb2 as oip
+from prelunet.evaluator.pb.inference import inference_pb2_grpc as oip_grpc
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from reliability.asking import CALL_SECONDS, classify
 from reliability.pictures import encoded, good_pictures, hostile_pictures, pixels
 

@@ -17,10 +17,10 @@ from typing import Any, Self
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from evaluator.engine.memory import parse_memory
+from prelunet.evaluator.engine.memory import parse_memory
 
 ROOT = Path(__file__).parent.parent.parent
-PRELUNET = (sys.executable, "-c", "from evaluator.cli import main; main()")
+PRELUNET = (sys.executable, "-c", "from prelunet.evaluator.cli import main; main()")
 RIGGED = (sys.executable, str(Path(__file__).parent / "rigged.py"))
 STARTING = 120.0  # seconds for the start line
 _PILLOW = '"logger": "PIL.'  # in its lines of the log

@@ -29,12 +29,12 @@ from typing import Any
 
 import numpy as np
 
-from evaluator.cli import main
-from evaluator.engine.memory import gpu_rules
-from evaluator.engine.session import Outputs, Session
-from evaluator.errors import DeviceLost, OutOfMemory
-from evaluator.serving import classifier, models
-from evaluator.verbs import serve
+from prelunet.evaluator.cli import main
+from prelunet.evaluator.engine.memory import gpu_rules
+from prelunet.evaluator.engine.session import Outputs, Session
+from prelunet.evaluator.errors import DeviceLost, OutOfMemory
+from prelunet.evaluator.serving import classifier, models
+from prelunet.evaluator.verbs import serve
 
 MARK = 77  # every value of the picture that a fault is for
 GPU_PIXELS = 2**15  # of a batch by the rules of a GPU: few enough for a CPU to warm up every rung

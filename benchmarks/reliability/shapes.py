@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import grpc.aio
 
-from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from reliability.asking import CALL_SECONDS, classify, new_channel
 from reliability.pictures import encoded, pixels
 from reliability.process import Served

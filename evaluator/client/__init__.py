@@ -7,9 +7,9 @@ with Client("127.0.0.1:50051") as client:
 docs/client.md shows the rest: asyncio, many images, evaluations, deadlines and retries.
 """
 
-from evaluator.client.aio import AsyncClient
-from evaluator.client.results import Progress, ServedModel
-from evaluator.client.retries import Retries
-from evaluator.client.sync import Client
+from prelunet.evaluator.client.aio import AsyncClient
+from prelunet.evaluator.client.results import Progress, ServedModel
+from prelunet.evaluator.client.retries import Retries
+from prelunet.evaluator.client.sync import Client
 
 __all__ = ["AsyncClient", "Client", "Progress", "Retries", "ServedModel"]

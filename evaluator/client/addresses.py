@@ -2,7 +2,7 @@
 
 import re
 
-from evaluator.errors import UsageError
+from prelunet.evaluator.errors import UsageError
 
 # What gRPC takes beside host:port; it knows the names of further ones by itself.
 _OWN_KINDS = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:", "xds:")

@@ -9,19 +9,27 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 
-from evaluator.client.aio_streams import AsyncExchange, LabelledImages, StreamEnd
-from evaluator.client.calls import RETRIES, Call, Terms, Timeout
-from evaluator.client.connection import CHANNEL_OPTIONS
-from evaluator.client.many import AHEAD, Many, Told
-from evaluator.client.requests import classify_request, evaluate_start
-from evaluator.client.results import HEALTH, Evaluation, Progress, ServedModel, is_serving, not_there, served_model
-from evaluator.client.retries import Retries
-from evaluator.datasets.sample import Dataset
-from evaluator.engine.answer import Answer
-from evaluator.errors import Interrupted, PreluNetError, UsageError
-from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from evaluator.serving.wire import answer_from_message
+from prelunet.evaluator.client.aio_streams import AsyncExchange, LabelledImages, StreamEnd
+from prelunet.evaluator.client.calls import RETRIES, Call, Terms, Timeout
+from prelunet.evaluator.client.connection import CHANNEL_OPTIONS
+from prelunet.evaluator.client.many import AHEAD, Many, Told
+from prelunet.evaluator.client.requests import classify_request, evaluate_start
+from prelunet.evaluator.client.results import (
+    HEALTH,
+    Evaluation,
+    Progress,
+    ServedModel,
+    is_serving,
+    not_there,
+    served_model,
+)
+from prelunet.evaluator.client.retries import Retries
+from prelunet.evaluator.datasets.sample import Dataset
+from prelunet.evaluator.engine.answer import Answer
+from prelunet.evaluator.errors import Interrupted, PreluNetError, UsageError
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from prelunet.evaluator.serving.wire import answer_from_message
 
 _FEW = 50  # predictions; an answer that tells 1000 classes takes 20 ms to read, too long for an event loop
 

@@ -8,10 +8,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from evaluator.client.many import Many, Told
-from evaluator.client.requests import labelled_image
-from evaluator.datasets.sample import Dataset
-from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.client.many import Many, Told
+from prelunet.evaluator.client.requests import labelled_image
+from prelunet.evaluator.datasets.sample import Dataset
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 
 _UNTOLD = "Internal error from Core"  # gRPC's words for a request that it could not send
 _PATIENCE = 1.0  # seconds for the status that follows; it has arrived already, or is under way inside of this process

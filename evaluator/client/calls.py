@@ -8,11 +8,11 @@ from typing import Any, Literal, TypeAlias
 
 import grpc
 
-from evaluator.client.addresses import checked_address
-from evaluator.client.retries import Attempts, Budget, Retries
-from evaluator.errors import Interrupted, NotReady, Overloaded, PreluNetError, UsageError
-from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from evaluator.serving.status import error_from, error_named, is_absent
+from prelunet.evaluator.client.addresses import checked_address
+from prelunet.evaluator.client.retries import Attempts, Budget, Retries
+from prelunet.evaluator.errors import Interrupted, NotReady, Overloaded, PreluNetError, UsageError
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.serving.status import error_from, error_named, is_absent
 
 Timeout: TypeAlias = float | Literal["client"] | None
 """Seconds for a call, retries included; None to wait for ever; "client": as its client was told."""

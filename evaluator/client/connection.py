@@ -1,6 +1,6 @@
 """How a client's connection behaves."""
 
-from evaluator.serving.status import MAX_MESSAGE
+from prelunet.evaluator.serving.status import MAX_MESSAGE
 
 PING_INTERVAL = 30  # seconds; a server cuts off who pings more often than `Limits.min_ping_interval` allows: 5 s
 PING_TIMEOUT = 10  # seconds

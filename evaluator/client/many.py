@@ -17,11 +17,11 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from evaluator.client.calls import Call, Terms
-from evaluator.client.requests import stream_request
-from evaluator.client.retries import Attempts
-from evaluator.errors import DeadlinePassed, ImageError, PreluNetError, UsageError
-from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.client.calls import Call, Terms
+from prelunet.evaluator.client.requests import stream_request
+from prelunet.evaluator.client.retries import Attempts
+from prelunet.evaluator.errors import DeadlinePassed, ImageError, PreluNetError, UsageError
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 
 AHEAD = 32  # images; a server leaves as many of a stream unanswered before it reads no further
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from evaluator.datasets.sample import Dataset, Sample
-from evaluator.errors import DatasetError, ImageError, UsageError
-from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from evaluator.serving.status import MAX_MESSAGE
+from prelunet.evaluator.datasets.sample import Dataset, Sample
+from prelunet.evaluator.errors import DatasetError, ImageError, UsageError
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.serving.status import MAX_MESSAGE
 
 _ROOM = 4096  # bytes of a message for the file's name, its class and the framing
 

@@ -7,10 +7,10 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2
 
-from evaluator.client.calls import Call
-from evaluator.contract import ClassEntry
-from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from evaluator.serving.wire import report_from_message, to_plain
+from prelunet.evaluator.client.calls import Call
+from prelunet.evaluator.contract import ClassEntry
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.serving.wire import report_from_message, to_plain
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
-from evaluator.errors import PreluNetError, UsageError
+from prelunet.evaluator.errors import PreluNetError, UsageError
 
 
 @dataclass(frozen=True)

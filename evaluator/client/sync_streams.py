@@ -5,10 +5,10 @@ from collections.abc import Iterable, Iterator
 
 import grpc
 
-from evaluator.client.many import Many, Told
-from evaluator.client.requests import labelled_image
-from evaluator.datasets.sample import Dataset
-from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.client.many import Many, Told
+from prelunet.evaluator.client.requests import labelled_image
+from prelunet.evaluator.datasets.sample import Dataset
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 
 
 class Exchange:

@@ -1,8 +1,8 @@
 """A folder or an archive of images as labelled samples."""
 
-from evaluator.datasets.opening import open_dataset, open_images, open_place
-from evaluator.datasets.sample import Dataset, DatasetPlace, Reader, Sample
-from evaluator.datasets.selection import classes_asked, select
+from prelunet.evaluator.datasets.opening import open_dataset, open_images, open_place
+from prelunet.evaluator.datasets.sample import Dataset, DatasetPlace, Reader, Sample
+from prelunet.evaluator.datasets.selection import classes_asked, select
 
 __all__ = [
     "Dataset", "DatasetPlace", "Reader", "Sample",

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from evaluator.datasets.folders import is_image_name, is_visible, reading_error
-from evaluator.datasets.members import Member, MemberTable
-from evaluator.datasets.source import LABEL_SUFFIXES, too_large
-from evaluator.datasets.unpacking import compression_of, is_copy, unpacked
-from evaluator.errors import DatasetError, PreluNetError
+from prelunet.evaluator.datasets.folders import is_image_name, is_visible, reading_error
+from prelunet.evaluator.datasets.members import Member, MemberTable
+from prelunet.evaluator.datasets.source import LABEL_SUFFIXES, too_large
+from prelunet.evaluator.datasets.unpacking import compression_of, is_copy, unpacked
+from prelunet.evaluator.errors import DatasetError, PreluNetError
 
 _ZIP_MAGICS = (b"PK\x03\x04", b"PK\x05\x06")  # the second begins a zip without members
 _ZIP_LOCAL_HEADER = struct.Struct("<26xHH")  # name and extra field lengths; APPNOTE.TXT, section 4.3.7

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
-from evaluator.datasets.classes import ClassList
-from evaluator.datasets.source import some
-from evaluator.errors import DatasetError
+from prelunet.evaluator.datasets.classes import ClassList
+from prelunet.evaluator.datasets.source import some
+from prelunet.evaluator.errors import DatasetError
 
 
 def labels_of_folders(folders: Sequence[str], classes: ClassList, place: str) -> tuple[dict[str, int], list[str]]:

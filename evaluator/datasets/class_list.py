@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from evaluator.contract import ClassEntry
-from evaluator.datasets.classes import WNID
-from evaluator.errors import UsageError, from_os_error
-from evaluator.strict import a_list, parse_json, record, text
+from prelunet.evaluator.contract import ClassEntry
+from prelunet.evaluator.datasets.classes import WNID
+from prelunet.evaluator.errors import UsageError, from_os_error
+from prelunet.evaluator.strict import a_list, parse_json, record, text
 
 MAX_CLASSES = 100_000  # a typing error beyond this would ask for more memory than machines have
 

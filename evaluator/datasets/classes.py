@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from evaluator.datasets.source import some
-from evaluator.errors import DatasetError
+from prelunet.evaluator.datasets.source import some
+from prelunet.evaluator.errors import DatasetError
 
 NUMBER = re.compile(r"-?\d{1,9}", re.ASCII)
 WNID = re.compile(r"n\d{8}", re.ASCII)  # of ImageNet

@@ -8,10 +8,10 @@ import os.path
 from collections.abc import Iterator
 from pathlib import Path
 
-from evaluator.datasets.folders import FolderSource, label_file
-from evaluator.datasets.imagenet import GROUND_TRUTH
-from evaluator.datasets.source import LabelFile, Source
-from evaluator.errors import DatasetError, UsageError
+from prelunet.evaluator.datasets.folders import FolderSource, label_file
+from prelunet.evaluator.datasets.imagenet import GROUND_TRUTH
+from prelunet.evaluator.datasets.source import LabelFile, Source
+from prelunet.evaluator.errors import DatasetError, UsageError
 
 _LISTS = ("val.txt", "val.csv", "labels.txt", "labels.csv", "LOC_val_solution.csv")
 

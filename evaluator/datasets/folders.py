@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from evaluator.datasets.source import LABEL_SUFFIXES, LabelFile, too_large
-from evaluator.errors import DatasetError, PreluNetError, from_os_error
-from evaluator.imaging.decode import SUFFIXES
+from prelunet.evaluator.datasets.source import LABEL_SUFFIXES, LabelFile, too_large
+from prelunet.evaluator.errors import DatasetError, PreluNetError, from_os_error
+from prelunet.evaluator.imaging.decode import SUFFIXES
 
 
 def is_image_name(name: str) -> bool:

@@ -9,12 +9,12 @@ import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from evaluator.datasets.classes import WNID, ClassList
-from evaluator.datasets.folders import label_file
-from evaluator.datasets.lists import check_number
-from evaluator.datasets.matlab import LARGEST, read_synsets
-from evaluator.datasets.source import LabelFile, some
-from evaluator.errors import DatasetError, UsageError
+from prelunet.evaluator.datasets.classes import WNID, ClassList
+from prelunet.evaluator.datasets.folders import label_file
+from prelunet.evaluator.datasets.lists import check_number
+from prelunet.evaluator.datasets.matlab import LARGEST, read_synsets
+from prelunet.evaluator.datasets.source import LabelFile, some
+from prelunet.evaluator.errors import DatasetError, UsageError
 
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 MATLAB = "meta.mat"

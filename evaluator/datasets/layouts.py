@@ -8,23 +8,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from evaluator.datasets.archives import ArchiveSource
-from evaluator.datasets.class_folders import check_filled, labels_of_folders
-from evaluator.datasets.classes import ClassList
-from evaluator.datasets.detect import found_labels, named_labels
-from evaluator.datasets.folders import FolderSource
-from evaluator.datasets.imagenet import GROUND_TRUTH, labels_of_devkit, wnids_in_names
-from evaluator.datasets.lists import labels_of_list
-from evaluator.datasets.sample import UNLABELLED, Reader
-from evaluator.datasets.source import LabelFile, Source, place_of, some
-from evaluator.datasets.webdataset import (
+from prelunet.evaluator.datasets.archives import ArchiveSource
+from prelunet.evaluator.datasets.class_folders import check_filled, labels_of_folders
+from prelunet.evaluator.datasets.classes import ClassList
+from prelunet.evaluator.datasets.detect import found_labels, named_labels
+from prelunet.evaluator.datasets.folders import FolderSource
+from prelunet.evaluator.datasets.imagenet import GROUND_TRUTH, labels_of_devkit, wnids_in_names
+from prelunet.evaluator.datasets.lists import labels_of_list
+from prelunet.evaluator.datasets.sample import UNLABELLED, Reader
+from prelunet.evaluator.datasets.source import LabelFile, Source, place_of, some
+from prelunet.evaluator.datasets.webdataset import (
     is_shard,
     labels_in_shard,
     open_shards,
     open_training_shards,
     shards_of_split,
 )
-from evaluator.errors import DatasetError
+from prelunet.evaluator.errors import DatasetError
 
 SHARDS = "webdataset shards"  # as a layout is called
 

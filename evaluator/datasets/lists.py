@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
-from evaluator.datasets.classes import ClassList
-from evaluator.datasets.source import LabelFile, some
-from evaluator.errors import DatasetError
-from evaluator.imaging.decode import SUFFIXES
+from prelunet.evaluator.datasets.classes import ClassList
+from prelunet.evaluator.datasets.source import LabelFile, some
+from prelunet.evaluator.errors import DatasetError
+from prelunet.evaluator.imaging.decode import SUFFIXES
 
 _NAME_HEADERS = {"name", "file", "filename", "file_name", "image", "imageid", "image_id", "path", "id"}
 _LABEL_HEADERS = {"label", "wnid", "class", "predictionstring", "synset", "class_id", "index", "target"}

@@ -4,16 +4,16 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from evaluator.contract import ClassEntry
-from evaluator.datasets.archives import ArchiveSource, open_archive
-from evaluator.datasets.classes import ClassList
-from evaluator.datasets.detect import has_list
-from evaluator.datasets.folders import FolderSource, reading_error
-from evaluator.datasets.layouts import find_layout, images_in, training_layout
-from evaluator.datasets.sample import Dataset, DatasetPlace, Sample
-from evaluator.datasets.selection import select
-from evaluator.datasets.source import Source, join, place_of
-from evaluator.errors import DatasetError, UsageError
+from prelunet.evaluator.contract import ClassEntry
+from prelunet.evaluator.datasets.archives import ArchiveSource, open_archive
+from prelunet.evaluator.datasets.classes import ClassList
+from prelunet.evaluator.datasets.detect import has_list
+from prelunet.evaluator.datasets.folders import FolderSource, reading_error
+from prelunet.evaluator.datasets.layouts import find_layout, images_in, training_layout
+from prelunet.evaluator.datasets.sample import Dataset, DatasetPlace, Sample
+from prelunet.evaluator.datasets.selection import select
+from prelunet.evaluator.datasets.source import Source, join, place_of
+from prelunet.evaluator.errors import DatasetError, UsageError
 
 SPLITS = ("train", "val")
 _SETS = (*SPLITS, "test")  # of ImageNet; the last one without labels

@@ -7,8 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol as Interface
 
-from evaluator.errors import DatasetError, ImageError
-from evaluator.imaging.decode import DecodeLimits
+from prelunet.evaluator.errors import DatasetError, ImageError
+from prelunet.evaluator.imaging.decode import DecodeLimits
 
 UNLABELLED = -1  # the label of an image whose class nobody has told, as those of ImageNet's test set
 

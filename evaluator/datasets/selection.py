@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from evaluator.contract import ClassEntry
-from evaluator.datasets.classes import ClassList
-from evaluator.datasets.folders import label_file
-from evaluator.datasets.sample import Dataset, Sample
-from evaluator.datasets.source import some
-from evaluator.errors import DatasetError, UsageError
+from prelunet.evaluator.contract import ClassEntry
+from prelunet.evaluator.datasets.classes import ClassList
+from prelunet.evaluator.datasets.folders import label_file
+from prelunet.evaluator.datasets.sample import Dataset, Sample
+from prelunet.evaluator.datasets.source import some
+from prelunet.evaluator.errors import DatasetError, UsageError
 
 _NAMED = 8  # classes that a selection names; more are told by their number and a digest
 

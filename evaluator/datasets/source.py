@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol as Interface
 
-from evaluator.datasets.sample import Reader
-from evaluator.errors import DatasetError
-from evaluator.terminal import printable
+from prelunet.evaluator.datasets.sample import Reader
+from prelunet.evaluator.errors import DatasetError
+from prelunet.evaluator.terminal import printable
 
 # Of files that are no images: lists of labels, a devkit's files, the labels in webdataset shards.
 LABEL_SUFFIXES = (".txt", ".csv", ".mat", ".cls", ".json")

@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from evaluator.datasets.archives import ArchiveReader, ArchiveSource, open_archive
-from evaluator.datasets.classes import NUMBER, ClassList
-from evaluator.datasets.members import MemberTable
-from evaluator.datasets.sample import UNLABELLED
-from evaluator.datasets.source import join, some
-from evaluator.errors import DatasetError
-from evaluator.progress import progress
-from evaluator.strict import an_object, parse_json
+from prelunet.evaluator.datasets.archives import ArchiveReader, ArchiveSource, open_archive
+from prelunet.evaluator.datasets.classes import NUMBER, ClassList
+from prelunet.evaluator.datasets.members import MemberTable
+from prelunet.evaluator.datasets.sample import UNLABELLED
+from prelunet.evaluator.datasets.source import join, some
+from prelunet.evaluator.errors import DatasetError
+from prelunet.evaluator.progress import progress
+from prelunet.evaluator.strict import an_object, parse_json
 
 _SUFFIXES = {".cls": 64 * 1024, ".json": 1024**2}  # and the most bytes that one may have
 

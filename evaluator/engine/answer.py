@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from evaluator.engine.classify import Classified, Model
-from evaluator.engine.scores import shortest
-from evaluator.errors import UsageError
-from evaluator.protocols import Protocol
+from prelunet.evaluator.engine.classify import Classified, Model
+from prelunet.evaluator.engine.scores import shortest
+from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.protocols import Protocol
 
 TOP = 5  # classes that are told unless another number is asked for
 

@@ -22,10 +22,10 @@ from typing import Protocol as Interface
 import numpy as np
 import numpy.typing as npt
 
-from evaluator.contract import ModelContract
-from evaluator.engine.batching import Batch, BatchRules, Plan, plan_batches
-from evaluator.engine.ladder import Ladder
-from evaluator.engine.scores import (
+from prelunet.evaluator.contract import ModelContract
+from prelunet.evaluator.engine.batching import Batch, BatchRules, Plan, plan_batches
+from prelunet.evaluator.engine.ladder import Ladder
+from prelunet.evaluator.engine.scores import (
     average_views,
     check_finite,
     nine_windows,
@@ -35,11 +35,11 @@ from evaluator.engine.scores import (
     top_k,
     view_weights,
 )
-from evaluator.engine.session import Circumstances, Outputs
-from evaluator.imaging.canvas import pack
-from evaluator.imaging.resize import Picture
-from evaluator.imaging.views import ViewImage, make_views
-from evaluator.protocols import Averaging, Protocol, View
+from prelunet.evaluator.engine.session import Circumstances, Outputs
+from prelunet.evaluator.imaging.canvas import pack
+from prelunet.evaluator.imaging.resize import Picture
+from prelunet.evaluator.imaging.views import ViewImage, make_views
+from prelunet.evaluator.protocols import Averaging, Protocol, View
 
 FloatArray = npt.NDArray[np.float32]
 Pixels = npt.NDArray[np.uint8]

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from evaluator.contract import OUTPUTS
-from evaluator.errors import EnvironmentFault
+from prelunet.evaluator.contract import OUTPUTS
+from prelunet.evaluator.errors import EnvironmentFault
 
 GpuPrecision = Literal["fp32", "tf32", "fp16"]
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from math import ceil, inf
 from typing import Literal
 
-from evaluator.complexity import multiply_adds
-from evaluator.contract import PREFIX, ModelContract, TrunkLayer, how_to_write
-from evaluator.errors import ContractError
-from evaluator.imaging.resize import resized_size
-from evaluator.strict import a_list, an_object, one_of, whole
+from prelunet.evaluator.complexity import multiply_adds
+from prelunet.evaluator.contract import PREFIX, ModelContract, TrunkLayer, how_to_write
+from prelunet.evaluator.errors import ContractError
+from prelunet.evaluator.imaging.resize import resized_size
+from prelunet.evaluator.strict import a_list, an_object, one_of, whole
 
 Runtime = Literal["cpu", "openvino", "cuda"]  # cpu: onnxruntime's own
 

@@ -4,9 +4,9 @@ import ctypes
 from dataclasses import replace
 from pathlib import Path
 
-from evaluator.differences import differences, shown
-from evaluator.engine.session import Placement, Session, open_placed
-from evaluator.errors import EnvironmentFault, UsageError
+from prelunet.evaluator.differences import differences, shown
+from prelunet.evaluator.engine.session import Placement, Session, open_placed
+from prelunet.evaluator.errors import EnvironmentFault, UsageError
 
 _DRIVER = "libcuda.so.1"  # comes with the driver, whichever CUDA the runtime brings
 _ON_A_CPU = "There one session uses all cores: leave --gpus out, and see --threads"

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from evaluator.contract import ModelContract
-from evaluator.engine.classify import Classified, ViewResult
-from evaluator.imaging.resize import resized_size
-from evaluator.imaging.views import crop_origin
-from evaluator.protocols import Protocol
+from prelunet.evaluator.contract import ModelContract
+from prelunet.evaluator.engine.classify import Classified, ViewResult
+from prelunet.evaluator.imaging.resize import resized_size
+from prelunet.evaluator.imaging.views import crop_origin
+from prelunet.evaluator.protocols import Protocol
 
 FloatArray = npt.NDArray[np.float64]
 

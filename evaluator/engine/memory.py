@@ -21,13 +21,20 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from evaluator.contract import ModelContract
-from evaluator.engine.batching import MAX_PIXELS, MAX_WINDOWS, MOST, BatchRules
-from evaluator.engine.footprint import WORKSPACE, Runtime, batch_bytes, bytes_at, operations_a_pixel, weights_bytes
-from evaluator.errors import UsageError
-from evaluator.imaging.resize import resized_size
-from evaluator.imaging.room import GPU_ROOM, ROOM
-from evaluator.protocols import Protocol
+from prelunet.evaluator.contract import ModelContract
+from prelunet.evaluator.engine.batching import MAX_PIXELS, MAX_WINDOWS, MOST, BatchRules
+from prelunet.evaluator.engine.footprint import (
+    WORKSPACE,
+    Runtime,
+    batch_bytes,
+    bytes_at,
+    operations_a_pixel,
+    weights_bytes,
+)
+from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.imaging.resize import resized_size
+from prelunet.evaluator.imaging.room import GPU_ROOM, ROOM
+from prelunet.evaluator.protocols import Protocol
 
 # Measured on models A and C (712 and 1,323 MB) and on A in float16, with onnxruntime 1.31.1 and OpenVINO 2026.4.1, on
 # Linux; in sizes of the weights in float32, which is what these runtimes turn those of a float16 file into.

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from evaluator.contract import OUTPUTS
-from evaluator.engine.cuda import CudaBinding, CudaRuntime, GpuPrecision, cuda_options
-from evaluator.engine.model_metadata import stated_precision
-from evaluator.engine.runtime import Array, lacks_memory, load_error, reason_of
-from evaluator.errors import ContractError, EnvironmentFault, how_to_install
+from prelunet.evaluator.contract import OUTPUTS
+from prelunet.evaluator.engine.cuda import CudaBinding, CudaRuntime, GpuPrecision, cuda_options
+from prelunet.evaluator.engine.model_metadata import stated_precision
+from prelunet.evaluator.engine.runtime import Array, lacks_memory, load_error, reason_of
+from prelunet.evaluator.errors import ContractError, EnvironmentFault, how_to_install
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 

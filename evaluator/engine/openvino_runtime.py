@@ -17,9 +17,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from evaluator.contract import OUTPUTS
-from evaluator.engine.runtime import load_error
-from evaluator.errors import ContractError, EnvironmentFault, how_to_install
+from prelunet.evaluator.contract import OUTPUTS
+from prelunet.evaluator.engine.runtime import load_error
+from prelunet.evaluator.errors import ContractError, EnvironmentFault, how_to_install
 
 PROVIDER = "OpenVINO"
 CpuPrecision = Literal["fp32", "bf16"]

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
-from evaluator.contract import ModelContract
-from evaluator.engine.classify import Classified
-from evaluator.engine.heatmap import heat_maps
-from evaluator.protocols import Protocol
+from prelunet.evaluator.contract import ModelContract
+from prelunet.evaluator.engine.classify import Classified
+from prelunet.evaluator.engine.heatmap import heat_maps
+from prelunet.evaluator.protocols import Protocol
 
 Pixels = npt.NDArray[np.uint8]
 

@@ -9,8 +9,8 @@ from typing import Protocol as Interface
 import numpy as np
 import numpy.typing as npt
 
-from evaluator.contract import how_to_write
-from evaluator.errors import ContractError, EnvironmentFault
+from prelunet.evaluator.contract import how_to_write
+from prelunet.evaluator.errors import ContractError, EnvironmentFault
 
 Array = npt.NDArray[Any]
 

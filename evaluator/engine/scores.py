@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from evaluator.errors import ContractError
-from evaluator.protocols import Averaging, View, Weights
+from prelunet.evaluator.errors import ContractError
+from prelunet.evaluator.protocols import Averaging, View, Weights
 
 FloatArray = npt.NDArray[np.float32]
 DoubleArray = npt.NDArray[np.float64]

@@ -17,16 +17,16 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from evaluator.contract import INPUTS, OUTPUTS, ModelContract, contract_from_metadata, how_to_write
-from evaluator.engine import onnx_runtime, openvino_runtime
-from evaluator.engine.batching import BatchRules
-from evaluator.engine.footprint import Runtime
-from evaluator.engine.memory import cpu_rules, gpu_rules, require_loading
-from evaluator.engine.model_metadata import stated_precision
-from evaluator.engine.runtime import LoadedModel, is_lost, lacks_memory, reason_of
-from evaluator.engine.trial import check_it_runs, run_largest
-from evaluator.errors import ContractError, DeviceLost, EnvironmentFault, OutOfMemory, UsageError
-from evaluator.files import sha256_of
+from prelunet.evaluator.contract import INPUTS, OUTPUTS, ModelContract, contract_from_metadata, how_to_write
+from prelunet.evaluator.engine import onnx_runtime, openvino_runtime
+from prelunet.evaluator.engine.batching import BatchRules
+from prelunet.evaluator.engine.footprint import Runtime
+from prelunet.evaluator.engine.memory import cpu_rules, gpu_rules, require_loading
+from prelunet.evaluator.engine.model_metadata import stated_precision
+from prelunet.evaluator.engine.runtime import LoadedModel, is_lost, lacks_memory, reason_of
+from prelunet.evaluator.engine.trial import check_it_runs, run_largest
+from prelunet.evaluator.errors import ContractError, DeviceLost, EnvironmentFault, OutOfMemory, UsageError
+from prelunet.evaluator.files import sha256_of
 
 Device = Literal["auto", "cpu", "openvino", "cuda"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:  # which itself compares, when it opens a file
-    from evaluator.engine.session import Outputs
+    from prelunet.evaluator.engine.session import Outputs
 
 FloatArray = npt.NDArray[np.floating]
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from evaluator.contract import golden_image
-from evaluator.engine.runtime import reason_of
-from evaluator.engine.tolerances import deviation, tolerance_of
-from evaluator.errors import EnvironmentFault, PreluNetError
+from prelunet.evaluator.contract import golden_image
+from prelunet.evaluator.engine.runtime import reason_of
+from prelunet.evaluator.engine.tolerances import deviation, tolerance_of
+from prelunet.evaluator.errors import EnvironmentFault, PreluNetError
 
 if TYPE_CHECKING:  # which calls this when it opens a file
-    from evaluator.engine.session import Session
+    from prelunet.evaluator.engine.session import Session
 
 log = logging.getLogger(__name__)
 

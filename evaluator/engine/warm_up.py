@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from evaluator.engine.batching import BatchRules
-from evaluator.engine.ladder import Ladder, ladder_for
-from evaluator.engine.session import Session
+from prelunet.evaluator.engine.batching import BatchRules
+from prelunet.evaluator.engine.ladder import Ladder, ladder_for
+from prelunet.evaluator.engine.session import Session
 
 # Of a batch of a server, in pixels: four times what a plan costs to change (model C in fp16), and some 50 ms that
 # whoever comes next has to wait. Assumed, not measured here.

@@ -31,7 +31,7 @@ from PIL import (  # the plugins by name: Pillow would load them at the first im
     WebPImagePlugin,
 )
 
-from evaluator.errors import ImageError, OutOfMemory, PreluNetError, UsageError
+from prelunet.evaluator.errors import ImageError, OutOfMemory, PreluNetError, UsageError
 
 UInt8Array = npt.NDArray[np.uint8]
 

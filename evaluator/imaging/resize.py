@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from evaluator.contract import Interpolation
-from evaluator.protocols import LONG_SIDE_CAP
+from prelunet.evaluator.contract import Interpolation
+from prelunet.evaluator.protocols import LONG_SIDE_CAP
 
 UInt8Array = npt.NDArray[np.uint8]
 Picture = UInt8Array | Image.Image  # (H, W, 3), or what `decode_image` gives

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from evaluator.errors import DeadlinePassed
+from prelunet.evaluator.errors import DeadlinePassed
 
 ROOM = 5 * 2**26  # bytes: the largest JPEG that is accepted, of 64 Mpixel, fits if it is neither progressive nor CMYK
 GPU_ROOM = 2**30  # beside a GPU, which may wait for sixteen threads that all decode 12 Mpixel

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from evaluator.errors import UsageError
-from evaluator.imaging.resize import Picture, resize_to_scales
-from evaluator.protocols import Part, Protocol, View
+from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.imaging.resize import Picture, resize_to_scales
+from prelunet.evaluator.protocols import Part, Protocol, View
 
 UInt8Array = npt.NDArray[np.uint8]
 

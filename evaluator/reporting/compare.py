@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from evaluator.errors import RunFolderError
-from evaluator.reporting.paired import NONE, SIGNIFICANCE, PairedErrors, adjusted_p
-from evaluator.reporting.statistics import TOPS, error_percent, macro_error, macro_interval, wilson_interval
-from evaluator.validation.predictions import Prediction
-from evaluator.validation.run import Run, require_labels, require_same_images, require_whole
+from prelunet.evaluator.errors import RunFolderError
+from prelunet.evaluator.reporting.paired import NONE, SIGNIFICANCE, PairedErrors, adjusted_p
+from prelunet.evaluator.reporting.statistics import TOPS, error_percent, macro_error, macro_interval, wilson_interval
+from prelunet.evaluator.validation.predictions import Prediction
+from prelunet.evaluator.validation.run import Run, require_labels, require_same_images, require_whole
 
 COMPARISON_VERSION = 1
 METRICS = {f"top{k}": k for k in TOPS}  # an image is wrong when the rank of its class is beyond this

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from evaluator.reporting.charts import FEW_CLASSES, Spec, chart_spec, class_axis
-from evaluator.reporting.compare import Comparison
-from evaluator.reporting.text import signed
+from prelunet.evaluator.reporting.charts import FEW_CLASSES, Spec, chart_spec, class_axis
+from prelunet.evaluator.reporting.compare import Comparison
+from prelunet.evaluator.reporting.text import signed
 
 ROW = 24  # pixels of a named class
 CHANGES = ("improved", "unchanged", "worse")

@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from evaluator.reporting.charts import FEW_CLASSES
-from evaluator.reporting.compare import METRICS, Comparison, judgement, shown_p
-from evaluator.reporting.compare_charts import change_of, difference_chart
-from evaluator.reporting.gallery import Gallery, choose_mistakes, make_galleries
-from evaluator.reporting.html import render_html
-from evaluator.reporting.report import describe_protocol, short_provider
-from evaluator.reporting.statistics import NO_MACRO_INTERVAL
-from evaluator.validation.run import Run
+from prelunet.evaluator.reporting.charts import FEW_CLASSES
+from prelunet.evaluator.reporting.compare import METRICS, Comparison, judgement, shown_p
+from prelunet.evaluator.reporting.compare_charts import change_of, difference_chart
+from prelunet.evaluator.reporting.gallery import Gallery, choose_mistakes, make_galleries
+from prelunet.evaluator.reporting.html import render_html
+from prelunet.evaluator.reporting.report import describe_protocol, short_provider
+from prelunet.evaluator.reporting.statistics import NO_MACRO_INTERVAL
+from prelunet.evaluator.validation.run import Run
 
 SHOWN_OF_A_KIND = 24  # flipped images of each kind on the page; compare.json has all
 MOVED_MOST = 10  # classes

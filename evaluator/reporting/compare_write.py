@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evaluator.errors import RunFolderError, UsageError
-from evaluator.files import make_folder, write_atomically
-from evaluator.reporting.compare import Comparison, compare_runs, comparison_csv
-from evaluator.reporting.compare_page import gather_flips, render_comparison
-from evaluator.reporting.report import describe_protocol
-from evaluator.reporting.text import json_bytes
-from evaluator.reporting.write import REPORT_FOLDER
-from evaluator.strict import parse_json
-from evaluator.validation.run import read_run
+from prelunet.evaluator.errors import RunFolderError, UsageError
+from prelunet.evaluator.files import make_folder, write_atomically
+from prelunet.evaluator.reporting.compare import Comparison, compare_runs, comparison_csv
+from prelunet.evaluator.reporting.compare_page import gather_flips, render_comparison
+from prelunet.evaluator.reporting.report import describe_protocol
+from prelunet.evaluator.reporting.text import json_bytes
+from prelunet.evaluator.reporting.write import REPORT_FOLDER
+from prelunet.evaluator.strict import parse_json
+from prelunet.evaluator.validation.run import read_run
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
-from evaluator.reporting.charts import Spec
-from evaluator.reporting.html import VEGA_LITE
+from prelunet.evaluator.reporting.charts import Spec
+from prelunet.evaluator.reporting.html import VEGA_LITE
 
 _VARIABLE = re.compile(r"var\((--[a-z-]+)\)")
 
@@ -25,7 +25,7 @@ def draw_svg(spec: Spec) -> bytes:
 
 def _coloured(spec: Any) -> Any:
     """Replace the CSS variables in all texts of a specification."""
-    css = (resources.files("evaluator.reporting") / "report.css").read_text(encoding="utf-8")
+    css = (resources.files("prelunet.evaluator.reporting") / "report.css").read_text(encoding="utf-8")
     light = dict(re.findall(r"(--[a-z-]+):\s*([^;]+);", css[css.index("{") : css.index("}")]))
 
     def coloured(value: Any) -> Any:

@@ -7,12 +7,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from evaluator.protocols import View
-from evaluator.reporting.gallery import Gallery
-from evaluator.reporting.report import Report
-from evaluator.reporting.statistics import TOPS
-from evaluator.validation.predictions import Prediction
-from evaluator.validation.run import Run
+from prelunet.evaluator.protocols import View
+from prelunet.evaluator.reporting.gallery import Gallery
+from prelunet.evaluator.reporting.report import Report
+from prelunet.evaluator.reporting.statistics import TOPS
+from prelunet.evaluator.validation.predictions import Prediction
+from prelunet.evaluator.validation.run import Run
 
 LISTED = 60_000  # images whose answers the page holds, about 45 bytes each; of more, every class gives its first ones
 PER_MILLE = 1000  # scores as three digits

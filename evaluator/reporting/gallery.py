@@ -15,14 +15,14 @@ from pathlib import Path
 
 from PIL import Image
 
-from evaluator.datasets import DatasetPlace, open_place
-from evaluator.datasets.sample import Dataset, Sample
-from evaluator.errors import DatasetError, PreluNetError, RunFolderError
-from evaluator.imaging.decode import decode_rgb
-from evaluator.machine import cores
-from evaluator.validation.predictions import Prediction
-from evaluator.validation.run import Run
-from evaluator.validation.run_log import find_dataset
+from prelunet.evaluator.datasets import DatasetPlace, open_place
+from prelunet.evaluator.datasets.sample import Dataset, Sample
+from prelunet.evaluator.errors import DatasetError, PreluNetError, RunFolderError
+from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.machine import cores
+from prelunet.evaluator.validation.predictions import Prediction
+from prelunet.evaluator.validation.run import Run
+from prelunet.evaluator.validation.run_log import find_dataset
 
 SHOWN = 48  # images in the gallery
 SHOWN_OF_A_CLASS = 3  # so that one hopeless class does not fill the gallery

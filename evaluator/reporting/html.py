@@ -8,7 +8,7 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from evaluator.reporting.text import signed
+from prelunet.evaluator.reporting.text import signed
 
 if TYPE_CHECKING:
     import jinja2
@@ -32,7 +32,7 @@ def _environment() -> "jinja2.Environment":
     import vl_convert
 
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("evaluator.reporting", "."),
+        loader=jinja2.PackageLoader("prelunet.evaluator.reporting", "."),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -54,7 +54,7 @@ def _environment() -> "jinja2.Environment":
 
 
 def _asset(name: str) -> str:
-    return (resources.files("evaluator.reporting") / name).read_text(encoding="utf-8")
+    return (resources.files("prelunet.evaluator.reporting") / name).read_text(encoding="utf-8")
 
 
 def _percent(value: float | None, digits: int = 1) -> str:

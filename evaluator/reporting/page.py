@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from evaluator.reporting.charts import FEW_CLASSES, bin_sizes_chart, error_chart, reliability_chart
-from evaluator.reporting.embedded import describe_view, embedded
-from evaluator.reporting.gallery import Gallery
-from evaluator.reporting.html import render_html
-from evaluator.reporting.report import Report, describe_protocol, headline, short_provider
-from evaluator.reporting.statistics import NO_MACRO_INTERVAL
-from evaluator.reporting.tables import worst_classes
-from evaluator.validation.run import Run
+from prelunet.evaluator.reporting.charts import FEW_CLASSES, bin_sizes_chart, error_chart, reliability_chart
+from prelunet.evaluator.reporting.embedded import describe_view, embedded
+from prelunet.evaluator.reporting.gallery import Gallery
+from prelunet.evaluator.reporting.html import render_html
+from prelunet.evaluator.reporting.report import Report, describe_protocol, headline, short_provider
+from prelunet.evaluator.reporting.statistics import NO_MACRO_INTERVAL
+from prelunet.evaluator.reporting.tables import worst_classes
+from prelunet.evaluator.validation.run import Run
 
 WORST_CLASSES = 10
 NAMED_OPENLY = 12  # more perfect classes than this are named when asked for

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from evaluator.reporting.statistics import CONFIDENCE, DECIMALS, error_percent
+from prelunet.evaluator.reporting.statistics import CONFIDENCE, DECIMALS, error_percent
 
 SIGNIFICANCE = 0.05  # a difference stands when chance alone would give one as large less often than this
 P_DIGITS = 6  # significant digits of a p-value in a file

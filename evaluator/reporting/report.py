@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from evaluator.protocols import Kind
-from evaluator.reporting.statistics import TOPS, calibration, rank_summary
-from evaluator.reporting.suspicion import label_order_suspicion
-from evaluator.reporting.tables import (
+from prelunet.evaluator.protocols import Kind
+from prelunet.evaluator.reporting.statistics import TOPS, calibration, rank_summary
+from prelunet.evaluator.reporting.suspicion import label_order_suspicion
+from prelunet.evaluator.reporting.tables import (
     Evaluated,
     class_table,
     confusion_pairs,
@@ -27,7 +27,7 @@ from evaluator.reporting.tables import (
     view_table,
     worst_matrix,
 )
-from evaluator.validation.run import Run, require_labels, require_whole
+from prelunet.evaluator.validation.run import Run, require_labels, require_whole
 
 REPORT_VERSION = 2
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from evaluator.contract import ClassEntry
-from evaluator.protocols import View
-from evaluator.reporting.statistics import (
+from prelunet.evaluator.contract import ClassEntry
+from prelunet.evaluator.protocols import View
+from prelunet.evaluator.reporting.statistics import (
     DECIMALS,
     TOPS,
     error_percent,
@@ -22,7 +22,7 @@ from evaluator.reporting.statistics import (
     macro_interval,
     wilson_interval,
 )
-from evaluator.validation.predictions import Prediction
+from prelunet.evaluator.validation.predictions import Prediction
 
 CONFUSIONS_OF_A_CLASS = 5
 CONFUSIONS_OVERALL = 50

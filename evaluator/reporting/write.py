@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from evaluator.files import make_folder, write_atomically
-from evaluator.reporting.gallery import make_gallery
-from evaluator.reporting.page import render_page
-from evaluator.reporting.report import Report, build_report, classes_csv
-from evaluator.reporting.text import json_bytes
-from evaluator.validation.run import read_run
+from prelunet.evaluator.files import make_folder, write_atomically
+from prelunet.evaluator.reporting.gallery import make_gallery
+from prelunet.evaluator.reporting.page import render_page
+from prelunet.evaluator.reporting.report import Report, build_report, classes_csv
+from prelunet.evaluator.reporting.text import json_bytes
+from prelunet.evaluator.validation.run import read_run
 
 REPORT_FOLDER = "report"
 

@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass, replace
 
-from evaluator.errors import DeadlinePassed
+from prelunet.evaluator.errors import DeadlinePassed
 
 
 @dataclass(frozen=True)

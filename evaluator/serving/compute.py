@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from evaluator.engine.batching import Batch, Plan
-from evaluator.engine.classify import PackedBatch, ViewResult, pack_batch, plan_views, results_of
-from evaluator.errors import ContractError, DeviceLost, OutOfMemory, UsageError
-from evaluator.serving.request import Lane, ReadyView, Request, known
-from evaluator.serving.waiting import Waiting
-from evaluator.serving.watchdog import Watchdog
+from prelunet.evaluator.engine.batching import Batch, Plan
+from prelunet.evaluator.engine.classify import PackedBatch, ViewResult, pack_batch, plan_views, results_of
+from prelunet.evaluator.errors import ContractError, DeviceLost, OutOfMemory, UsageError
+from prelunet.evaluator.serving.request import Lane, ReadyView, Request, known
+from prelunet.evaluator.serving.waiting import Waiting
+from prelunet.evaluator.serving.watchdog import Watchdog
 
 _SHORTER = 2  # times less time than its batch is expected to take: such a view is not run
 

@@ -4,16 +4,16 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from evaluator.engine.answer import Timings
-from evaluator.engine.session import Placement
-from evaluator.errors import DeviceLost
-from evaluator.machine import cores
-from evaluator.serving.compute import ComputeThread
-from evaluator.serving.metrics import ModelMetrics
-from evaluator.serving.options import QueueOptions
-from evaluator.serving.preparing import Preparers
-from evaluator.serving.request import Outcome, Request, deliver, known
-from evaluator.serving.waiting import Waiting
+from prelunet.evaluator.engine.answer import Timings
+from prelunet.evaluator.engine.session import Placement
+from prelunet.evaluator.errors import DeviceLost
+from prelunet.evaluator.machine import cores
+from prelunet.evaluator.serving.compute import ComputeThread
+from prelunet.evaluator.serving.metrics import ModelMetrics
+from prelunet.evaluator.serving.options import QueueOptions
+from prelunet.evaluator.serving.preparing import Preparers
+from prelunet.evaluator.serving.request import Outcome, Request, deliver, known
+from prelunet.evaluator.serving.waiting import Waiting
 
 
 def device_of(placement: Placement) -> str:

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
-from evaluator.errors import Overloaded
-from evaluator.serving.metrics import ModelMetrics
-from evaluator.serving.options import QueueOptions
+from prelunet.evaluator.errors import Overloaded
+from prelunet.evaluator.serving.metrics import ModelMetrics
+from prelunet.evaluator.serving.options import QueueOptions
 
 SOONEST, LATEST = 0.05, 30.0  # seconds after which a caller may be told to come back
 UNKNOWN = 1.0  # where nothing was answered yet

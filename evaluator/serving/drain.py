@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from evaluator.errors import DeviceLost
-from evaluator.serving.models import Models
-from evaluator.serving.server import Server
+from prelunet.evaluator.errors import DeviceLost
+from prelunet.evaluator.serving.models import Models
+from prelunet.evaluator.serving.server import Server
 
 Event: TypeAlias = signal.Signals | DeviceLost
 

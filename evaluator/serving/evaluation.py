@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from evaluator.datasets.sample import Dataset, Sample
-from evaluator.errors import DatasetError, ImageError, UsageError
-from evaluator.protocols import Protocol
-from evaluator.reporting.report import Report, build_report
-from evaluator.serving.caller import Caller
-from evaluator.serving.classifier import Classifier
-from evaluator.serving.options import Limits
-from evaluator.validation.predictions import Prediction, Predictions, prediction_of
-from evaluator.validation.run import Run, describe_dataset, run_info
+from prelunet.evaluator.datasets.sample import Dataset, Sample
+from prelunet.evaluator.errors import DatasetError, ImageError, UsageError
+from prelunet.evaluator.protocols import Protocol
+from prelunet.evaluator.reporting.report import Report, build_report
+from prelunet.evaluator.serving.caller import Caller
+from prelunet.evaluator.serving.classifier import Classifier
+from prelunet.evaluator.serving.options import Limits
+from prelunet.evaluator.validation.predictions import Prediction, Predictions, prediction_of
+from prelunet.evaluator.validation.run import Run, describe_dataset, run_info
 
 IN_FLIGHT = 32  # images of one evaluation that are held at a time; the client waits while so many are unanswered
 PROGRESS = 1.0  # seconds at least from one progress to the next

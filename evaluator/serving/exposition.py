@@ -9,8 +9,8 @@ import socket
 import time
 from collections.abc import Callable
 
-from evaluator.errors import EnvironmentFault
-from evaluator.serving.transport import is_everywhere, join, why_not
+from prelunet.evaluator.errors import EnvironmentFault
+from prelunet.evaluator.serving.transport import is_everywhere, join, why_not
 
 MAX_REQUEST = 8192  # bytes of request line and headers
 MAX_CONNECTIONS = 16  # at once; Prometheus needs one

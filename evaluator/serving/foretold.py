@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 
-from evaluator.engine.footprint import Runtime
-from evaluator.engine.memory import MemoryNeed, Running, image_bytes, in_bytes, memory_need
-from evaluator.engine.session import Session
-from evaluator.errors import UsageError
-from evaluator.imaging.decode import LARGEST_DECODING, DecodeLimits
-from evaluator.machine import cores
-from evaluator.protocols import default_protocol, make_protocol
-from evaluator.serving.door import with_reserve
-from evaluator.serving.options import ServeOptions
+from prelunet.evaluator.engine.footprint import Runtime
+from prelunet.evaluator.engine.memory import MemoryNeed, Running, image_bytes, in_bytes, memory_need
+from prelunet.evaluator.engine.session import Session
+from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.imaging.decode import LARGEST_DECODING, DecodeLimits
+from prelunet.evaluator.machine import cores
+from prelunet.evaluator.protocols import default_protocol, make_protocol
+from prelunet.evaluator.serving.door import with_reserve
+from prelunet.evaluator.serving.options import ServeOptions
 
 # Times that an encoded image lies in memory while it waits: by itself, and for a moment in the message that it came in.
 # Measured with 150 images of 1.3 MB: 1.3.

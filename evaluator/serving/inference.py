@@ -9,22 +9,22 @@ from typing import TypeVar
 import grpc
 import grpc.aio
 
-from evaluator.engine.classify import Classified
-from evaluator.engine.scores import FloatArray
-from evaluator.errors import ImageError, ModelNotFound, UsageError
-from evaluator.pb.inference import inference_pb2 as pb
-from evaluator.pb.inference import inference_pb2_grpc as pb_grpc
-from evaluator.serving import calls
-from evaluator.serving import inference_messages as messages
-from evaluator.serving.caller import Caller
-from evaluator.serving.classifier import Classifier
-from evaluator.serving.inference_statistics import model_statistics
-from evaluator.serving.logs import cut, incident_of
-from evaluator.serving.models import Models
-from evaluator.serving.ordered import in_order
-from evaluator.serving.service import Context, caller_of
-from evaluator.serving.status import text_of
-from evaluator.serving.streaming import HELD
+from prelunet.evaluator.engine.classify import Classified
+from prelunet.evaluator.engine.scores import FloatArray
+from prelunet.evaluator.errors import ImageError, ModelNotFound, UsageError
+from prelunet.evaluator.pb.inference import inference_pb2 as pb
+from prelunet.evaluator.pb.inference import inference_pb2_grpc as pb_grpc
+from prelunet.evaluator.serving import calls
+from prelunet.evaluator.serving import inference_messages as messages
+from prelunet.evaluator.serving.caller import Caller
+from prelunet.evaluator.serving.classifier import Classifier
+from prelunet.evaluator.serving.inference_statistics import model_statistics
+from prelunet.evaluator.serving.logs import cut, incident_of
+from prelunet.evaluator.serving.models import Models
+from prelunet.evaluator.serving.ordered import in_order
+from prelunet.evaluator.serving.service import Context, caller_of
+from prelunet.evaluator.serving.status import text_of
+from prelunet.evaluator.serving.streaming import HELD
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 

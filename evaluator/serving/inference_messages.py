@@ -8,13 +8,13 @@ from typing import TypeAlias
 
 import numpy as np
 
-from evaluator.contract import MOST_SCALES, ModelContract
-from evaluator.engine.scores import FloatArray, top_k
-from evaluator.errors import UsageError
-from evaluator.pb.inference import inference_pb2 as pb
-from evaluator.protocols import Changes, Protocol, default_protocol, make_protocol
-from evaluator.serving.classifier import Classifier
-from evaluator.serving.logs import cut
+from prelunet.evaluator.contract import MOST_SCALES, ModelContract
+from prelunet.evaluator.engine.scores import FloatArray, top_k
+from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.pb.inference import inference_pb2 as pb
+from prelunet.evaluator.protocols import Changes, Protocol, default_protocol, make_protocol
+from prelunet.evaluator.serving.classifier import Classifier
+from prelunet.evaluator.serving.logs import cut
 
 Value: TypeAlias = bool | int | float | str
 Parameters: TypeAlias = Mapping[str, pb.InferParameter]

@@ -2,9 +2,9 @@
 
 from prometheus_client import Gauge, Histogram, Summary
 
-from evaluator.pb.inference import inference_pb2 as pb
-from evaluator.serving.inference_messages import VERSION
-from evaluator.serving.metrics import Metrics
+from prelunet.evaluator.pb.inference import inference_pb2 as pb
+from prelunet.evaluator.serving.inference_messages import VERSION
+from prelunet.evaluator.serving.metrics import Metrics
 
 _STAGES = {"queue": "queue", "compute_input": "decode", "compute_infer": "compute", "compute_output": "average"}
 

@@ -12,13 +12,13 @@ import grpc.aio
 from google.protobuf import descriptor_pool
 from google.protobuf.message import DecodeError
 
-from evaluator.errors import DeadlinePassed, Overloaded, UsageError
-from evaluator.serving.calls import REQUEST_ID, Call, request_id_from, set_current
-from evaluator.serving.logs import incident_of, log_call
-from evaluator.serving.metrics import Metrics
-from evaluator.serving.options import Limits
-from evaluator.serving.parts import has_more_parts
-from evaluator.serving.status import reason_for, status_of
+from prelunet.evaluator.errors import DeadlinePassed, Overloaded, UsageError
+from prelunet.evaluator.serving.calls import REQUEST_ID, Call, request_id_from, set_current
+from prelunet.evaluator.serving.logs import incident_of, log_call
+from prelunet.evaluator.serving.metrics import Metrics
+from prelunet.evaluator.serving.options import Limits
+from prelunet.evaluator.serving.parts import has_more_parts
+from prelunet.evaluator.serving.status import reason_for, status_of
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 MaybeHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"

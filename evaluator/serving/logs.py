@@ -16,8 +16,8 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
-from evaluator.serving import calls
-from evaluator.serving.status import may_be_told
+from prelunet.evaluator.serving import calls
+from prelunet.evaluator.serving.status import may_be_told
 
 MAX_MESSAGE = 2000  # characters
 MAX_FIELD = 600  # as much as a caller is told of an error
@@ -126,7 +126,7 @@ def set_up(form: str = "text", level: str = "INFO") -> None:
     handler = Stderr()
     handler.setFormatter(FORMS[form]())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    logging.getLogger("evaluator").setLevel(level)
+    logging.getLogger("prelunet").setLevel(level)
     logging.captureWarnings(capture=True)
     # What it says of a broken image is in the error that its caller gets.
     logging.getLogger("PIL").setLevel(logging.CRITICAL)

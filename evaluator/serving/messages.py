@@ -6,17 +6,17 @@ from pathlib import PurePosixPath
 
 from google.protobuf.json_format import ParseDict
 
-from evaluator.contract import MOST_SCALES, ModelContract
-from evaluator.engine.answer import Answer, top_asked
-from evaluator.engine.session import Circumstances
-from evaluator.errors import DatasetError, Overloaded, UsageError
-from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from evaluator.protocols import Changes, Protocol, default_protocol, make_protocol
-from evaluator.reporting.report import Report
-from evaluator.serving.classifier import Classifier
-from evaluator.serving.evaluation import LabelledImage, Progress
-from evaluator.serving.status import code_of, reason_for, text_of
-from evaluator.serving.wire import with_lists
+from prelunet.evaluator.contract import MOST_SCALES, ModelContract
+from prelunet.evaluator.engine.answer import Answer, top_asked
+from prelunet.evaluator.engine.session import Circumstances
+from prelunet.evaluator.errors import DatasetError, Overloaded, UsageError
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.protocols import Changes, Protocol, default_protocol, make_protocol
+from prelunet.evaluator.reporting.report import Report
+from prelunet.evaluator.serving.classifier import Classifier
+from prelunet.evaluator.serving.evaluation import LabelledImage, Progress
+from prelunet.evaluator.serving.status import code_of, reason_for, text_of
+from prelunet.evaluator.serving.wire import with_lists
 
 MAX_FILE_NAME = 1024  # characters
 # Of a report's refused images so many are listed, with so many bytes of names and reasons together: all of a million

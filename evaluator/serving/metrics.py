@@ -6,7 +6,7 @@ knows what a request is.
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary, generate_latest
 
-from evaluator.engine.session import Session
+from prelunet.evaluator.engine.session import Session
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _VIEWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

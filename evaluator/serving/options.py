@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from evaluator.engine.session import Placement
-from evaluator.imaging.decode import DecodeLimits
-from evaluator.serving.files import ModelFile
+from prelunet.evaluator.engine.session import Placement
+from prelunet.evaluator.imaging.decode import DecodeLimits
+from prelunet.evaluator.serving.files import ModelFile
 
 OTHER_FILES = 256  # open in a server beside connections: libraries, model files, sockets of its own
 

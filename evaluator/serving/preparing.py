@@ -2,9 +2,9 @@
 
 import threading
 
-from evaluator.machine import cores
-from evaluator.serving.request import known
-from evaluator.serving.waiting import Waiting, ready_views
+from prelunet.evaluator.machine import cores
+from prelunet.evaluator.serving.request import known
+from prelunet.evaluator.serving.waiting import Waiting, ready_views
 
 
 class Preparers:

@@ -10,15 +10,15 @@ from functools import lru_cache
 from statistics import median
 from typing import Any
 
-from evaluator.engine.answer import Timings
-from evaluator.engine.classify import ViewResult
-from evaluator.engine.session import Session
-from evaluator.engine.warm_up import ladder_of
-from evaluator.errors import OutOfMemory
-from evaluator.imaging.views import ViewImage
-from evaluator.protocols import Protocol
-from evaluator.serving.caller import Caller
-from evaluator.serving.metrics import ModelMetrics
+from prelunet.evaluator.engine.answer import Timings
+from prelunet.evaluator.engine.classify import ViewResult
+from prelunet.evaluator.engine.session import Session
+from prelunet.evaluator.engine.warm_up import ladder_of
+from prelunet.evaluator.errors import OutOfMemory
+from prelunet.evaluator.imaging.views import ViewImage
+from prelunet.evaluator.protocols import Protocol
+from prelunet.evaluator.serving.caller import Caller
+from prelunet.evaluator.serving.metrics import ModelMetrics
 
 _BATCHES = 8  # by which a model's speed is told
 # Pixels of a view that take as long to make as one byte of an image to decode and resize: 17 ns, a pixel 3 ns. A JPEG

@@ -9,21 +9,21 @@ from dataclasses import replace
 import grpc
 from prometheus_client import ProcessCollector
 
-from evaluator.engine.memory import in_bytes
-from evaluator.engine.session import Session
-from evaluator.errors import EnvironmentFault, Interrupted
-from evaluator.imaging.room import decoding_room
-from evaluator.machine import machine_memory
-from evaluator.serving.classifier import Classifier
-from evaluator.serving.drain import Ended, Events, until_ended
-from evaluator.serving.exposition import Exposition
-from evaluator.serving.files import ModelFile
-from evaluator.serving.foretold import largest_decoding, memory_of_serving
-from evaluator.serving.metrics import Metrics
-from evaluator.serving.models import Models, load_models
-from evaluator.serving.options import OTHER_FILES, Limits, ServeOptions
-from evaluator.serving.server import Server
-from evaluator.serving.transport import allow_open_files, is_loopback
+from prelunet.evaluator.engine.memory import in_bytes
+from prelunet.evaluator.engine.session import Session
+from prelunet.evaluator.errors import EnvironmentFault, Interrupted
+from prelunet.evaluator.imaging.room import decoding_room
+from prelunet.evaluator.machine import machine_memory
+from prelunet.evaluator.serving.classifier import Classifier
+from prelunet.evaluator.serving.drain import Ended, Events, until_ended
+from prelunet.evaluator.serving.exposition import Exposition
+from prelunet.evaluator.serving.files import ModelFile
+from prelunet.evaluator.serving.foretold import largest_decoding, memory_of_serving
+from prelunet.evaluator.serving.metrics import Metrics
+from prelunet.evaluator.serving.models import Models, load_models
+from prelunet.evaluator.serving.options import OTHER_FILES, Limits, ServeOptions
+from prelunet.evaluator.serving.server import Server
+from prelunet.evaluator.serving.transport import allow_open_files, is_loopback
 
 log = logging.getLogger(__name__)
 

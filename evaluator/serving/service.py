@@ -9,16 +9,16 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
-from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from evaluator.protocols import Protocol
-from evaluator.serving import calls, messages
-from evaluator.serving.caller import Caller
-from evaluator.serving.classifier import Classifier
-from evaluator.serving.evaluation import LabelledImage, Progress, evaluate
-from evaluator.serving.models import Models
-from evaluator.serving.options import Limits
-from evaluator.serving.streaming import classify_stream
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from prelunet.evaluator.protocols import Protocol
+from prelunet.evaluator.serving import calls, messages
+from prelunet.evaluator.serving.caller import Caller
+from prelunet.evaluator.serving.classifier import Classifier
+from prelunet.evaluator.serving.evaluation import LabelledImage, Progress, evaluate
+from prelunet.evaluator.serving.models import Models
+from prelunet.evaluator.serving.options import Limits
+from prelunet.evaluator.serving.streaming import classify_stream
 
 SERVICE = pb.DESCRIPTOR.services_by_name["PreluNetService"].full_name
 

@@ -16,7 +16,7 @@ from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
-from evaluator.errors import (
+from prelunet.evaluator.errors import (
     OUTCOMES,
     DatasetError,
     DeadlinePassed,

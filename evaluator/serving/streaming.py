@@ -15,11 +15,11 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeAlias
 
-from evaluator.errors import UsageError
-from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from evaluator.serving import calls
-from evaluator.serving.logs import incident_of
-from evaluator.serving.messages import call_error
+from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.serving import calls
+from prelunet.evaluator.serving.logs import incident_of
+from prelunet.evaluator.serving.messages import call_error
 
 HELD = 32  # places of one stream: requests of it that may be unanswered
 _OF_A_HEAT_MAP = 8  # places: a PNG file of 0.8 MB, so four at a time, which keeps four cores drawing

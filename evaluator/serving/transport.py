@@ -5,8 +5,8 @@ import ipaddress
 import resource
 import socket
 
-from evaluator.serving.options import OTHER_FILES, Limits
-from evaluator.serving.status import MAX_MESSAGE
+from prelunet.evaluator.serving.options import OTHER_FILES, Limits
+from prelunet.evaluator.serving.status import MAX_MESSAGE
 
 
 def channel_options(limits: Limits) -> list[tuple[str, int]]:

@@ -13,11 +13,11 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 
-from evaluator.errors import DeadlinePassed, DeviceLost, Interrupted
-from evaluator.imaging.views import ViewImage
-from evaluator.serving.fairness import FairQueue
-from evaluator.serving.options import QueueOptions
-from evaluator.serving.request import Lane, Outcome, ReadyView, Request, deliver
+from prelunet.evaluator.errors import DeadlinePassed, DeviceLost, Interrupted
+from prelunet.evaluator.imaging.views import ViewImage
+from prelunet.evaluator.serving.fairness import FairQueue
+from prelunet.evaluator.serving.options import QueueOptions
+from prelunet.evaluator.serving.request import Lane, Outcome, ReadyView, Request, deliver
 
 # Of the room for ready views, as much is for clients who have some there already. The rest is for the others, so that
 # their images are decoded while a batch of a busy client runs, and not after it.

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from evaluator.errors import DeviceLost
-from evaluator.serving.request import Lane, ReadyView
+from prelunet.evaluator.errors import DeviceLost
+from prelunet.evaluator.serving.request import Lane, ReadyView
 
 # A batch hangs when it takes so many times as long as the longest of its model did, in proportion where it is larger.
 # On a machine full of other work they differ by ten; a false alarm ends a server that works, a late one only prolongs

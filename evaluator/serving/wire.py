@@ -6,8 +6,8 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from evaluator.engine.answer import Answer, answer_from_json
-from evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.engine.answer import Answer, answer_from_json
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 
 
 def to_plain(message: Message) -> dict[str, Any]:

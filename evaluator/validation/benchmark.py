@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evaluator.contract import ModelContract
-from evaluator.datasets.sample import Dataset, Sample
-from evaluator.engine.classify import Model, pack_batch, plan_views
-from evaluator.engine.protocol_costs import multiply_adds_of_view
-from evaluator.engine.stages import STAGES, Stage, Stages, Tally
-from evaluator.errors import DatasetError, ImageError
-from evaluator.progress import progress
-from evaluator.protocols import Protocol
-from evaluator.validation.pipeline import Prepared, decoding_threads, evaluate_chunks, prepare
+from prelunet.evaluator.contract import ModelContract
+from prelunet.evaluator.datasets.sample import Dataset, Sample
+from prelunet.evaluator.engine.classify import Model, pack_batch, plan_views
+from prelunet.evaluator.engine.protocol_costs import multiply_adds_of_view
+from prelunet.evaluator.engine.stages import STAGES, Stage, Stages, Tally
+from prelunet.evaluator.errors import DatasetError, ImageError
+from prelunet.evaluator.progress import progress
+from prelunet.evaluator.protocols import Protocol
+from prelunet.evaluator.validation.pipeline import Prepared, decoding_threads, evaluate_chunks, prepare
 
 BELIEVED_SHARE = 1 / 20  # of the seconds asked for is the least that a pass must take to be believed
 FIRST_PASS = 2  # images for each session

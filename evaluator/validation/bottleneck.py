@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from evaluator.engine.memory import GPU_SWITCH_SECONDS
-from evaluator.validation.benchmark import Measurement
-from evaluator.validation.pipeline import MAX_THREADS
+from prelunet.evaluator.engine.memory import GPU_SWITCH_SECONDS
+from prelunet.evaluator.validation.benchmark import Measurement
+from prelunet.evaluator.validation.pipeline import MAX_THREADS
 
 BUSY = 0.9  # of the time: a session that needs so much of it, or is kept at it so long, bounds the whole
 FEEDS = 0.7  # of the time: a step that is busy so much keeps a session waiting

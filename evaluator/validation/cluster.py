@@ -21,16 +21,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from evaluator.datasets.sample import Dataset, Sample
-from evaluator.differences import differences, shown
-from evaluator.engine.classify import Model
-from evaluator.engine.session import Outputs, Placement, Session, open_placed
-from evaluator.errors import DatasetError, EnvironmentFault, PreluNetError
-from evaluator.protocols import Protocol
-from evaluator.validation.joining import connected, host_and_port, reason_of
-from evaluator.validation.pipeline import ChunkResult, evaluate_chunks
-from evaluator.validation.run import Batching, RunInfo
-from evaluator.validation.validate import Evaluation, WorkersLost
+from prelunet.evaluator.datasets.sample import Dataset, Sample
+from prelunet.evaluator.differences import differences, shown
+from prelunet.evaluator.engine.classify import Model
+from prelunet.evaluator.engine.session import Outputs, Placement, Session, open_placed
+from prelunet.evaluator.errors import DatasetError, EnvironmentFault, PreluNetError
+from prelunet.evaluator.protocols import Protocol
+from prelunet.evaluator.validation.joining import connected, host_and_port, reason_of
+from prelunet.evaluator.validation.pipeline import ChunkResult, evaluate_chunks
+from prelunet.evaluator.validation.run import Batching, RunInfo
+from prelunet.evaluator.validation.validate import Evaluation, WorkersLost
 
 IN_HAND = 2  # chunks that a worker has: while the session computes one, threads decode the other
 AHEAD = 4  # chunks per worker that may be begun before the first of them is finished and can be written

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from evaluator.errors import UsageError
-from evaluator.validation.run_log import RESUMED, STARTED, last_beginning
-from evaluator.validation.writer import RunWriter
+from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.validation.run_log import RESUMED, STARTED, last_beginning
+from prelunet.evaluator.validation.writer import RunWriter
 
 _OF_THE_SOURCE = {"event", "date", "done"}  # of a beginning in its log, not what a derived run takes over
 

@@ -7,10 +7,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from evaluator.contract import CONTROL, LONGEST_NAME, ClassEntry
-from evaluator.datasets.sample import UNLABELLED
-from evaluator.strict import a_list, an_object, check_plain, record, text, whole
-from evaluator.terminal import printable
+from prelunet.evaluator.contract import CONTROL, LONGEST_NAME, ClassEntry
+from prelunet.evaluator.datasets.sample import UNLABELLED
+from prelunet.evaluator.strict import a_list, an_object, check_plain, record, text, whole
+from prelunet.evaluator.terminal import printable
 
 MOST_SHARDS = 999_999
 _NOWHERE = {"", ".", ".."}  # parts of a path that lead out of a folder, or to itself

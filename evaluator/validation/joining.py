@@ -16,7 +16,7 @@ from contextlib import contextmanager, redirect_stdout
 from types import FrameType, ModuleType
 from typing import Any, TextIO, cast
 
-from evaluator.errors import EnvironmentFault, UsageError, how_to_install
+from prelunet.evaluator.errors import EnvironmentFault, UsageError, how_to_install
 
 JOINING = 120  # seconds after which a cluster that neither takes us in nor refuses us is given up
 

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evaluator.contract import ClassEntry, ModelContract
-from evaluator.datasets.sample import UNLABELLED, Dataset
-from evaluator.engine.batching import BatchRules
-from evaluator.engine.classify import Model
-from evaluator.engine.memory import portion_within
-from evaluator.errors import RunFolderError, UsageError
-from evaluator.protocols import Protocol, View, protocol_from_json
-from evaluator.strict import a_list, an_object, parse_json, record, whole
-from evaluator.terminal import printable
-from evaluator.validation.described import (
+from prelunet.evaluator.contract import ClassEntry, ModelContract
+from prelunet.evaluator.datasets.sample import UNLABELLED, Dataset
+from prelunet.evaluator.engine.batching import BatchRules
+from prelunet.evaluator.engine.classify import Model
+from prelunet.evaluator.engine.memory import portion_within
+from prelunet.evaluator.errors import RunFolderError, UsageError
+from prelunet.evaluator.protocols import Protocol, View, protocol_from_json
+from prelunet.evaluator.strict import a_list, an_object, parse_json, record, whole
+from prelunet.evaluator.terminal import printable
+from prelunet.evaluator.validation.described import (
     circumstances_part,
     class_entries,
     dataset_part,
@@ -25,7 +25,7 @@ from evaluator.validation.described import (
     shard_part,
     words,
 )
-from evaluator.validation.predictions import Prediction, read_predictions
+from prelunet.evaluator.validation.predictions import Prediction, read_predictions
 
 RUN_VERSION = 3
 CHUNK = 64  # images: the unit of writing, resuming and sharding

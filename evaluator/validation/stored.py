@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from evaluator.datasets.sample import UNLABELLED
-from evaluator.engine.scores import ranks_of
-from evaluator.errors import RunFolderError
-from evaluator.progress import progress
-from evaluator.terminal import printable
-from evaluator.validation.predictions import Prediction
-from evaluator.validation.run import SCORES_FILE, Run, RunInfo
-from evaluator.validation.writer import scores_header
+from prelunet.evaluator.datasets.sample import UNLABELLED
+from prelunet.evaluator.engine.scores import ranks_of
+from prelunet.evaluator.errors import RunFolderError
+from prelunet.evaluator.progress import progress
+from prelunet.evaluator.terminal import printable
+from prelunet.evaluator.validation.predictions import Prediction
+from prelunet.evaluator.validation.run import SCORES_FILE, Run, RunInfo
+from prelunet.evaluator.validation.writer import scores_header
 
 BLOCK = 1024  # images read at a time: 4 MB at 1000 classes
 SUM_TOLERANCE = 1e-3  # of a row: half precision may add or lose as much; float32 alone stays below 1e-6

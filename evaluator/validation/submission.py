@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from evaluator.datasets.imagenet import GROUND_TRUTH, MAPPINGS, MATLAB
-from evaluator.errors import CheckFailed, RunFolderError, UsageError
-from evaluator.files import open_atomically
-from evaluator.terminal import printable
-from evaluator.validation.predictions import Prediction
-from evaluator.validation.run import Run, is_run_folder, require_whole
+from prelunet.evaluator.datasets.imagenet import GROUND_TRUTH, MAPPINGS, MATLAB
+from prelunet.evaluator.errors import CheckFailed, RunFolderError, UsageError
+from prelunet.evaluator.files import open_atomically
+from prelunet.evaluator.terminal import printable
+from prelunet.evaluator.validation.predictions import Prediction
+from prelunet.evaluator.validation.run import Run, is_run_folder, require_whole
 
 GUESSES = 5  # per image
 DEVKIT_IDS = 1000

@@ -9,16 +9,16 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from evaluator.contract import ModelContract
-from evaluator.datasets.sample import UNLABELLED, Dataset, DatasetPlace, Sample
-from evaluator.engine.classify import Model
-from evaluator.engine.stages import Stages
-from evaluator.errors import DatasetError, EnvironmentFault, Interrupted, UsageError
-from evaluator.progress import progress
-from evaluator.validation.pipeline import ChunkResult, evaluate_chunks
-from evaluator.validation.run import Run, RunInfo, read_run
-from evaluator.validation.run_log import RESUMED, STARTED, place_to_log
-from evaluator.validation.writer import RunWriter, open_run
+from prelunet.evaluator.contract import ModelContract
+from prelunet.evaluator.datasets.sample import UNLABELLED, Dataset, DatasetPlace, Sample
+from prelunet.evaluator.engine.classify import Model
+from prelunet.evaluator.engine.stages import Stages
+from prelunet.evaluator.errors import DatasetError, EnvironmentFault, Interrupted, UsageError
+from prelunet.evaluator.progress import progress
+from prelunet.evaluator.validation.pipeline import ChunkResult, evaluate_chunks
+from prelunet.evaluator.validation.run import Run, RunInfo, read_run
+from prelunet.evaluator.validation.run_log import RESUMED, STARTED, place_to_log
+from prelunet.evaluator.validation.writer import RunWriter, open_run
 
 # Who evaluates: gives the result of each chunk of samples that it is handed, in their order.
 Evaluation = Callable[[Sequence[Sequence[Sample]]], Generator[ChunkResult, None, None]]

@@ -18,14 +18,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from evaluator.datasets.sample import Sample
-from evaluator.differences import differences, shown
-from evaluator.errors import EnvironmentFault, RunFolderError
-from evaluator.files import leftovers, locked_folder, make_folder, remove_leftovers, write_atomically
-from evaluator.strict import parse_json
-from evaluator.validation.predictions import Prediction, prediction_from_json
-from evaluator.validation.run import PREDICTIONS_FILE, RUN_FILE, SCORES_FILE, RunInfo, is_run_folder, read_run_info
-from evaluator.validation.run_log import LOG_FILE
+from prelunet.evaluator.datasets.sample import Sample
+from prelunet.evaluator.differences import differences, shown
+from prelunet.evaluator.errors import EnvironmentFault, RunFolderError
+from prelunet.evaluator.files import leftovers, locked_folder, make_folder, remove_leftovers, write_atomically
+from prelunet.evaluator.strict import parse_json
+from prelunet.evaluator.validation.predictions import Prediction, prediction_from_json
+from prelunet.evaluator.validation.run import (
+    PREDICTIONS_FILE,
+    RUN_FILE,
+    SCORES_FILE,
+    RunInfo,
+    is_run_folder,
+    read_run_info,
+)
+from prelunet.evaluator.validation.run_log import LOG_FILE
 
 # What is said of a run that is started anew, and no longer true of it.
 _REPORTS = ("report.json", "classes.csv", "report.html", "compared-with-*/compare.*")

@@ -6,21 +6,21 @@ from typing import Annotated, Any
 
 import typer
 
-from evaluator.datasets import Dataset, open_images
-from evaluator.engine.gpus import open_sessions
-from evaluator.engine.memory import MemoryNeed, in_bytes
-from evaluator.engine.session import Session
-from evaluator.engine.stages import STAGES
-from evaluator.errors import Interrupted
-from evaluator.files import require_writable, write_atomically
-from evaluator.machine import cores, knows_bf16
-from evaluator.protocols import Protocol
-from evaluator.terminal import say
-from evaluator.validation.benchmark import Measurement, benchmark
-from evaluator.validation.bottleneck import Surroundings, advice, in_words
-from evaluator.validation.run import describe_dataset, run_info
-from evaluator.verbs.memory import foretold
-from evaluator.verbs.options import (
+from prelunet.evaluator.datasets import Dataset, open_images
+from prelunet.evaluator.engine.gpus import open_sessions
+from prelunet.evaluator.engine.memory import MemoryNeed, in_bytes
+from prelunet.evaluator.engine.session import Session
+from prelunet.evaluator.engine.stages import STAGES
+from prelunet.evaluator.errors import Interrupted
+from prelunet.evaluator.files import require_writable, write_atomically
+from prelunet.evaluator.machine import cores, knows_bf16
+from prelunet.evaluator.protocols import Protocol
+from prelunet.evaluator.terminal import say
+from prelunet.evaluator.validation.benchmark import Measurement, benchmark
+from prelunet.evaluator.validation.bottleneck import Surroundings, advice, in_words
+from prelunet.evaluator.validation.run import describe_dataset, run_info
+from prelunet.evaluator.verbs.memory import foretold
+from prelunet.evaluator.verbs.options import (
     DeviceOption,
     FlipOption,
     GpuMemoryOption,

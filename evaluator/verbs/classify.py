@@ -11,18 +11,18 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from evaluator.engine.answer import Answer, answer_of, top_asked
-from evaluator.engine.classify import classify_images
-from evaluator.engine.memory import require_room
-from evaluator.engine.overlay import draw_heat_maps, png_bytes
-from evaluator.engine.session import Device, Session, open_session
-from evaluator.errors import ImageError, UsageError
-from evaluator.files import write_atomically
-from evaluator.imaging.decode import DecodeLimits, decode_image
-from evaluator.machine import machine_memory
-from evaluator.protocols import Protocol
-from evaluator.terminal import say
-from evaluator.verbs.options import MaybeModelOption, PrecisionOption, ProtocolOption, protocol_asked
+from prelunet.evaluator.engine.answer import Answer, answer_of, top_asked
+from prelunet.evaluator.engine.classify import classify_images
+from prelunet.evaluator.engine.memory import require_room
+from prelunet.evaluator.engine.overlay import draw_heat_maps, png_bytes
+from prelunet.evaluator.engine.session import Device, Session, open_session
+from prelunet.evaluator.errors import ImageError, UsageError
+from prelunet.evaluator.files import write_atomically
+from prelunet.evaluator.imaging.decode import DecodeLimits, decode_image
+from prelunet.evaluator.machine import machine_memory
+from prelunet.evaluator.protocols import Protocol
+from prelunet.evaluator.terminal import say
+from prelunet.evaluator.verbs.options import MaybeModelOption, PrecisionOption, ProtocolOption, protocol_asked
 
 DEFAULT_TIMEOUT = 60.0  # seconds
 
@@ -70,7 +70,7 @@ def classify(
         elif server is not None and model is None:
             if device is not None or precision is not None:
                 raise UsageError("--device and --precision belong to --model: a server has chosen them at its start")
-            from evaluator.client import Client, Retries  # here: a model file is classified without loading gRPC
+            from prelunet.evaluator.client import Client, Retries
 
             retries = Retries(restart=0)  # who sits before a terminal wants to hear soon that nothing listens there
             client = stack.enter_context(Client(server, timeout=timeout or DEFAULT_TIMEOUT, retries=retries))

@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 import typer
 
-from evaluator.errors import CheckFailed, UsageError
-from evaluator.reporting.compare import METRICS, Comparison, judgement, shown_p
-from evaluator.reporting.compare_page import protocol_remark
-from evaluator.reporting.compare_write import WrittenComparison, write_comparison
-from evaluator.reporting.report import describe_protocol, short_provider
-from evaluator.reporting.text import json_bytes, signed
-from evaluator.terminal import say
+from prelunet.evaluator.errors import CheckFailed, UsageError
+from prelunet.evaluator.reporting.compare import METRICS, Comparison, judgement, shown_p
+from prelunet.evaluator.reporting.compare_page import protocol_remark
+from prelunet.evaluator.reporting.compare_write import WrittenComparison, write_comparison
+from prelunet.evaluator.reporting.report import describe_protocol, short_provider
+from prelunet.evaluator.reporting.text import json_bytes, signed
+from prelunet.evaluator.terminal import say
 
 Metric = Literal["top1", "top5", "both"]
 

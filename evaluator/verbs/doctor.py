@@ -8,14 +8,20 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from evaluator.engine.session import Session
-from evaluator.errors import CheckFailed
-from evaluator.serving.files import ModelFile
-from evaluator.serving.foretold import memory_of_serving
-from evaluator.serving.options import ServeOptions
-from evaluator.terminal import printable, say
-from evaluator.verbs.examination import Finding, examine_machine, examine_model, examine_server
-from evaluator.verbs.options import DeviceOption, MaybeModelOption, PrecisionOption, ThreadsOption, placement_asked
+from prelunet.evaluator.engine.session import Session
+from prelunet.evaluator.errors import CheckFailed
+from prelunet.evaluator.serving.files import ModelFile
+from prelunet.evaluator.serving.foretold import memory_of_serving
+from prelunet.evaluator.serving.options import ServeOptions
+from prelunet.evaluator.terminal import printable, say
+from prelunet.evaluator.verbs.examination import Finding, examine_machine, examine_model, examine_server
+from prelunet.evaluator.verbs.options import (
+    DeviceOption,
+    MaybeModelOption,
+    PrecisionOption,
+    ThreadsOption,
+    placement_asked,
+)
 
 
 def doctor(
@@ -35,7 +41,7 @@ def doctor(
     Exits 6 when something is wrong, with what to do about it.
     """
     if server is not None:
-        from evaluator.client.addresses import checked_address  # here: without a server nothing loads gRPC
+        from prelunet.evaluator.client.addresses import checked_address
 
         checked_address(server)
     findings = list(examine_machine(host, port))

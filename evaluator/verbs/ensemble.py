@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from evaluator.errors import UsageError
-from evaluator.reporting.report import error_with_interval
-from evaluator.reporting.statistics import error_percent, wilson_interval
-from evaluator.terminal import say
-from evaluator.validation.ensemble import Ensemble, Tally
-from evaluator.validation.ensemble import ensemble as average_runs
+from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.reporting.report import error_with_interval
+from prelunet.evaluator.reporting.statistics import error_percent, wilson_interval
+from prelunet.evaluator.terminal import say
+from prelunet.evaluator.validation.ensemble import Ensemble, Tally
+from prelunet.evaluator.validation.ensemble import ensemble as average_runs
 
 
 def ensemble(

@@ -17,16 +17,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from evaluator.contract import ModelContract, golden_image
-from evaluator.engine import onnx_runtime, openvino_runtime
-from evaluator.engine.gpus import visible_gpus
-from evaluator.engine.memory import in_bytes
-from evaluator.engine.runtime import LoadedModel
-from evaluator.engine.session import Placement, Session, open_placed
-from evaluator.engine.tolerances import Deviation, deviation, tolerance_of
-from evaluator.errors import PreluNetError, how_to_install
-from evaluator.machine import cores, machine_memory
-from evaluator.serving.options import OTHER_FILES, Limits
+from prelunet.evaluator.contract import ModelContract, golden_image
+from prelunet.evaluator.engine import onnx_runtime, openvino_runtime
+from prelunet.evaluator.engine.gpus import visible_gpus
+from prelunet.evaluator.engine.memory import in_bytes
+from prelunet.evaluator.engine.runtime import LoadedModel
+from prelunet.evaluator.engine.session import Placement, Session, open_placed
+from prelunet.evaluator.engine.tolerances import Deviation, deviation, tolerance_of
+from prelunet.evaluator.errors import PreluNetError, how_to_install
+from prelunet.evaluator.machine import cores, machine_memory
+from prelunet.evaluator.serving.options import OTHER_FILES, Limits
 
 State = Literal["ok", "note", "wrong"]
 
@@ -264,7 +264,7 @@ def examine_server(address: str, timeout: float) -> Iterator[Finding]:
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    from evaluator.client import Client, Retries
+    from prelunet.evaluator.client import Client, Retries
 
     options = [("grpc.enable_http_proxy", 0)]  # the address is meant as it stands, as the client has it
     with grpc.insecure_channel(address, options=options) as channel:

@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 
-from evaluator.datasets.sample import Sample
-from evaluator.engine.footprint import Runtime
-from evaluator.engine.memory import MemoryNeed, Running, in_bytes, memory_need, require_fits
-from evaluator.engine.session import Session
-from evaluator.imaging.decode import LARGEST_DECODING
-from evaluator.imaging.room import decoding_room
-from evaluator.machine import machine_memory
-from evaluator.protocols import Protocol
-from evaluator.terminal import say
-from evaluator.validation.pipeline import decoding_threads
+from prelunet.evaluator.datasets.sample import Sample
+from prelunet.evaluator.engine.footprint import Runtime
+from prelunet.evaluator.engine.memory import MemoryNeed, Running, in_bytes, memory_need, require_fits
+from prelunet.evaluator.engine.session import Session
+from prelunet.evaluator.imaging.decode import LARGEST_DECODING
+from prelunet.evaluator.imaging.room import decoding_room
+from prelunet.evaluator.machine import machine_memory
+from prelunet.evaluator.protocols import Protocol
+from prelunet.evaluator.terminal import say
+from prelunet.evaluator.validation.pipeline import decoding_threads
 
 
 def foretold(

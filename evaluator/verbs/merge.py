@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from evaluator.terminal import say
-from evaluator.validation.merge import merge as join_shards
+from prelunet.evaluator.terminal import say
+from prelunet.evaluator.validation.merge import merge as join_shards
 
 
 def merge(

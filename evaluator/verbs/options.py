@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from evaluator.contract import ModelContract
-from evaluator.engine.memory import parse_memory
-from evaluator.engine.session import Device, Placement, Precision
-from evaluator.errors import UsageError
-from evaluator.protocols import Averaging, Changes, Protocol, Weights, default_protocol, make_protocol
+from prelunet.evaluator.contract import ModelContract
+from prelunet.evaluator.engine.memory import parse_memory
+from prelunet.evaluator.engine.session import Device, Placement, Precision
+from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.protocols import Averaging, Changes, Protocol, Weights, default_protocol, make_protocol
 
 _MODEL_HELP = "Model file, as `prelunet export` wrote it."
 ModelOption = Annotated[Path, typer.Option("--model", help=_MODEL_HELP)]

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from evaluator.contract import ModelContract, default_scales
-from evaluator.engine.protocol_costs import ProtocolCost, paper_contract, protocol_costs
-from evaluator.errors import UsageError
-from evaluator.terminal import say
+from prelunet.evaluator.contract import ModelContract, default_scales
+from prelunet.evaluator.engine.protocol_costs import ProtocolCost, paper_contract, protocol_costs
+from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.terminal import say
 
 UNKNOWN = "?"
 HEADERS = ("protocol", "kind", "scales", "views", "windows", "multiply-adds", "x center", "from")
@@ -58,7 +58,7 @@ def _refusals(costs: Sequence[ProtocolCost]) -> list[str]:
 
 
 def _contract_of(model: Path) -> ModelContract:
-    from evaluator.engine.session import open_session  # here, so that no runtime is loaded for the paper's sizes
+    from prelunet.evaluator.engine.session import open_session
 
     return open_session(model, "cpu").contract
 

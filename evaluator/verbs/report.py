@@ -5,12 +5,12 @@ from typing import Annotated
 
 import typer
 
-from evaluator.reporting.report import Report, error_with_interval, headline
-from evaluator.reporting.statistics import NO_MACRO_INTERVAL, TOPS
-from evaluator.reporting.tables import worst_classes
-from evaluator.reporting.text import json_bytes
-from evaluator.reporting.write import WrittenReport, write_report
-from evaluator.terminal import say
+from prelunet.evaluator.reporting.report import Report, error_with_interval, headline
+from prelunet.evaluator.reporting.statistics import NO_MACRO_INTERVAL, TOPS
+from prelunet.evaluator.reporting.tables import worst_classes
+from prelunet.evaluator.reporting.text import json_bytes
+from prelunet.evaluator.reporting.write import WrittenReport, write_report
+from prelunet.evaluator.terminal import say
 
 WORST_PRINTED = 5
 

@@ -10,14 +10,14 @@ from typing import Annotated, Literal, TextIO
 
 import typer
 
-from evaluator.errors import outcome_of
-from evaluator.imaging.decode import DecodeLimits
-from evaluator.serving.files import parse_models, require_files
-from evaluator.serving.logs import flush, set_up
-from evaluator.serving.options import Limits, QueueOptions, ServeOptions
-from evaluator.serving.run import serve as serve_until_stopped
-from evaluator.terminal import say
-from evaluator.verbs.options import (
+from prelunet.evaluator.errors import outcome_of
+from prelunet.evaluator.imaging.decode import DecodeLimits
+from prelunet.evaluator.serving.files import parse_models, require_files
+from prelunet.evaluator.serving.logs import flush, set_up
+from prelunet.evaluator.serving.options import Limits, QueueOptions, ServeOptions
+from prelunet.evaluator.serving.run import serve as serve_until_stopped
+from prelunet.evaluator.terminal import say
+from prelunet.evaluator.verbs.options import (
     DeviceOption,
     GpuMemoryOption,
     MemoryOption,
@@ -25,8 +25,8 @@ from evaluator.verbs.options import (
     ThreadsOption,
     placement_asked,
 )
-from evaluator.verbs.settings import read_config
-from evaluator.verbs.settings import show_config as as_config
+from prelunet.evaluator.verbs.settings import read_config
+from prelunet.evaluator.verbs.settings import show_config as as_config
 
 _DAY = 86_400.0  # seconds
 

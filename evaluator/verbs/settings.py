@@ -15,7 +15,7 @@ from typing import Any
 import typer
 import typer.core
 
-from evaluator.errors import UsageError
+from prelunet.evaluator.errors import UsageError
 
 _NOT_IN_A_FILE = frozenset({"config", "show_config", "help"})
 # What Kubernetes sets in every pod for a Service whose name begins like our variables; not meant for us.

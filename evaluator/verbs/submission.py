@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from evaluator.datasets.imagenet import read_devkit_ids
-from evaluator.errors import UsageError
-from evaluator.terminal import say
-from evaluator.validation.run import read_run
-from evaluator.validation.submission import (
+from prelunet.evaluator.datasets.imagenet import read_devkit_ids
+from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.terminal import say
+from prelunet.evaluator.validation.run import read_run
+from prelunet.evaluator.validation.submission import (
     GUESSES,
     PLACEHOLDER,
     check_submission,

@@ -7,19 +7,19 @@ from typing import Annotated, Any
 
 import typer
 
-from evaluator.contract import ClassEntry
-from evaluator.datasets import Dataset, DatasetPlace, classes_asked, open_place
-from evaluator.datasets.sample import UNLABELLED
-from evaluator.engine.gpus import open_sessions
-from evaluator.errors import UsageError
-from evaluator.reporting.report import Report, build_report, error_with_interval
-from evaluator.reporting.statistics import TOPS
-from evaluator.terminal import say
-from evaluator.validation.cluster import IN_HAND, Cluster, on_ray
-from evaluator.validation.run import Run, RunInfo, describe_dataset, run_info
-from evaluator.validation.validate import validate as evaluate_dataset
-from evaluator.verbs.memory import foretold, tell_memory
-from evaluator.verbs.options import (
+from prelunet.evaluator.contract import ClassEntry
+from prelunet.evaluator.datasets import Dataset, DatasetPlace, classes_asked, open_place
+from prelunet.evaluator.datasets.sample import UNLABELLED
+from prelunet.evaluator.engine.gpus import open_sessions
+from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.reporting.report import Report, build_report, error_with_interval
+from prelunet.evaluator.reporting.statistics import TOPS
+from prelunet.evaluator.terminal import say
+from prelunet.evaluator.validation.cluster import IN_HAND, Cluster, on_ray
+from prelunet.evaluator.validation.run import Run, RunInfo, describe_dataset, run_info
+from prelunet.evaluator.validation.validate import validate as evaluate_dataset
+from prelunet.evaluator.verbs.memory import foretold, tell_memory
+from prelunet.evaluator.verbs.options import (
     AveragingOption,
     DeviceOption,
     FlipOption,

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from evaluator.contract import Interpolation
-from evaluator.errors import UsageError
-from evaluator.terminal import say
+from prelunet.evaluator.contract import Interpolation
+from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.terminal import say
 
 if TYPE_CHECKING:
-    from export.adopting import Adopted
+    from prelunet.export.adopting import Adopted
 
 
 def adopt(
@@ -52,9 +52,9 @@ def adopt(
 
     The file is compared with the net itself in onnxruntime before it gets its name; on a mismatch no file is left.
     """
-    from export.adopting import AdoptOptions  # here, so that --help needs no onnx
-    from export.adopting import adopt as adopt_net
-    from training.preprocessing import Preprocessing, three_numbers
+    from prelunet.export.adopting import AdoptOptions
+    from prelunet.export.adopting import adopt as adopt_net
+    from prelunet.training.preprocessing import Preprocessing, three_numbers
 
     if output.exists() and not force:
         raise UsageError(f"{output}: exists already. Choose another name, or replace it with --force")

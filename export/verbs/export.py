@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from evaluator.contract import Canvas, Precision
-from evaluator.errors import UsageError
-from evaluator.terminal import say
+from prelunet.evaluator.contract import Canvas, Precision
+from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.terminal import say
 
 
 def export(
@@ -30,8 +30,8 @@ def export(
     The file is compared with the torch net on images of several sizes before it gets its name; on a mismatch no file
     is left.
     """
-    from export.exporting import export_checkpoint  # here, so that --help needs neither torch nor onnx
-    from export.precision import LARGEST, farthest_layer
+    from prelunet.export.exporting import export_checkpoint
+    from prelunet.export.precision import LARGEST, farthest_layer
 
     if output.exists() and not force:
         raise UsageError(f"{output}: exists already. Choose another name, or replace it with --force")

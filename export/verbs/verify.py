@@ -9,13 +9,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from evaluator.engine.session import open_session
-from evaluator.engine.tolerances import tolerance_of
-from evaluator.errors import CheckFailed
-from evaluator.terminal import say
-from evaluator.verbs.options import DeviceOption, PrecisionOption, ThreadsOption
-from export.verification import judged_as
-from export.verification import verify as verify_session
+from prelunet.evaluator.engine.session import open_session
+from prelunet.evaluator.engine.tolerances import tolerance_of
+from prelunet.evaluator.errors import CheckFailed
+from prelunet.evaluator.terminal import say
+from prelunet.evaluator.verbs.options import DeviceOption, PrecisionOption, ThreadsOption
+from prelunet.export.verification import judged_as
+from prelunet.export.verification import verify as verify_session
 
 
 def verify(

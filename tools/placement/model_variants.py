@@ -11,10 +11,10 @@ from typing import get_args
 import numpy as np
 from onnx import ModelProto, TensorProto, helper
 
-from evaluator.contract import Canvas, ClassEntry, MeanKind, Precision
-from export.graph import IR_VERSION, OPSET
-from export.model import build_model, contract_of
-from training.architectures import architecture, parameter_shapes
+from prelunet.evaluator.contract import Canvas, ClassEntry, MeanKind, Precision
+from prelunet.export.graph import IR_VERSION, OPSET
+from prelunet.export.model import build_model, contract_of
+from prelunet.training.architectures import architecture, parameter_shapes
 
 CLASSES = 1000
 NARROW = 64  # neurons of fc1 and fc2, which are most of a file and change no more than the size of a product

@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime
 
-from evaluator.contract import ModelContract, contract_from_metadata
-from evaluator.engine.onnx_runtime import OnnxRuntimeModel, load_on_cuda
-from evaluator.errors import PreluNetError
+from prelunet.evaluator.contract import ModelContract, contract_from_metadata
+from prelunet.evaluator.engine.onnx_runtime import OnnxRuntimeModel, load_on_cuda
+from prelunet.evaluator.errors import PreluNetError
 
 Batch = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 

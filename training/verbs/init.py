@@ -7,11 +7,11 @@ from typing import Annotated, cast
 import numpy as np
 import typer
 
-from evaluator.errors import UsageError
-from evaluator.files import require_writable
-from evaluator.terminal import say
-from training.architectures import ACTIVATIONS, ARCHITECTURES, MAX_SIDE, Activation, architecture
-from training.initialization import (
+from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.files import require_writable
+from prelunet.evaluator.terminal import say
+from prelunet.training.architectures import ACTIVATIONS, ARCHITECTURES, MAX_SIDE, Activation, architecture
+from prelunet.training.initialization import (
     CHANNEL_MEAN,
     FIRST_LAYERS,
     RULES,
@@ -21,7 +21,7 @@ from training.initialization import (
     initial_tensors,
     parse_classes,
 )
-from training.verbs.sizes import sizes
+from prelunet.training.verbs.sizes import sizes
 
 
 def init(
@@ -63,7 +63,7 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
     """Write an initialised, untrained checkpoint with ImageNet's channel mean."""
-    from training.checkpoints import Checkpoint, write_checkpoint  # here, so that --help needs no safetensors
+    from prelunet.training.checkpoints import Checkpoint, write_checkpoint
 
     net = architecture(arch, activation=cast(Activation, activation), crop=crop)  # which refuses unknown names
     initialization = _initialization(rule, std, first_layer)

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from evaluator.datasets import DatasetPlace
-from evaluator.errors import UsageError
-from evaluator.files import require_writable, write_atomically
-from evaluator.terminal import say
-from training.diagnosis_log import IMAGES, read_diagnosis
-from training.inspection import inspect_file, print_inspection
+from prelunet.evaluator.datasets import DatasetPlace
+from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.files import require_writable, write_atomically
+from prelunet.evaluator.terminal import say
+from prelunet.training.diagnosis_log import IMAGES, read_diagnosis
+from prelunet.training.inspection import inspect_file, print_inspection
 
 
 def inspect(
@@ -76,8 +76,8 @@ def _show_responses(file: Path, data: DatasetPlace, images: int | None, plot: Pa
         raise UsageError(
             f"{file}: a model file keeps no layers to look into. Give the checkpoint that it was exported from"
         )
-    from training.checkpoints import read_checkpoint  # here: a model file is inspected without torch
-    from training.diagnosis import diagnose
+    from prelunet.training.checkpoints import read_checkpoint
+    from prelunet.training.diagnosis import diagnose
 
     found = diagnose(read_checkpoint(file), data, images or IMAGES)
     for name, reason in found.refused.items():
@@ -90,13 +90,13 @@ def _show_responses(file: Path, data: DatasetPlace, images: int | None, plot: Pa
         as_json=as_json,
     )
     if not as_json:
-        from training.diagnosis_tables import print_responses
+        from prelunet.training.diagnosis_tables import print_responses
 
         console = Console()
         console.print()
         print_responses(layers, found.images, inspection["architecture"]["activation"], console)
     if plot is not None:
-        from training.diagnosis_plot import draw_layers
+        from prelunet.training.diagnosis_plot import draw_layers
 
         _write_plot(plot, draw_layers(layers))
 
@@ -112,11 +112,11 @@ def _show_history(folder: Path, data: Path | None, plot: Path | None, *, as_json
     if as_json:
         say(json.dumps({"kind": "history", "folder": folder.name, "measurements": entries}, indent=2))
     else:
-        from training.diagnosis_tables import print_history
+        from prelunet.training.diagnosis_tables import print_history
 
         print_history(entries, Console())
     if plot is not None:
-        from training.diagnosis_plot import draw_history
+        from prelunet.training.diagnosis_plot import draw_history
 
         _write_plot(plot, draw_history(entries))
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from evaluator.errors import UsageError
-from training.recipe import CHOICES, Recipe, typed
+from prelunet.evaluator.errors import UsageError
+from prelunet.training.recipe import CHOICES, Recipe, typed
 
 PANEL = "Keys of the recipe, to be given instead of its own"
 

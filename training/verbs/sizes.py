@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evaluator.complexity import multiply_adds
+from prelunet.evaluator.complexity import multiply_adds
 
 if TYPE_CHECKING:
-    from training.checkpoints import Checkpoint
+    from prelunet.training.checkpoints import Checkpoint
 
 
 def sizes(checkpoint: "Checkpoint", path: Path) -> str:

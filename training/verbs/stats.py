@@ -10,14 +10,14 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from evaluator.contract import center_scale
-from evaluator.datasets.opening import open_dataset
-from evaluator.datasets.sample import Dataset
-from evaluator.errors import DatasetError, UsageError
-from evaluator.terminal import say
-from training.architectures import MAX_SIDE
-from training.splits import open_splits
-from training.stats import Survey, cache_folder, survey
+from prelunet.evaluator.contract import center_scale
+from prelunet.evaluator.datasets.opening import open_dataset
+from prelunet.evaluator.datasets.sample import Dataset
+from prelunet.evaluator.errors import DatasetError, UsageError
+from prelunet.evaluator.terminal import say
+from prelunet.training.architectures import MAX_SIDE
+from prelunet.training.splits import open_splits
+from prelunet.training.stats import Survey, cache_folder, survey
 
 
 def stats(

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from evaluator.datasets.opening import open_dataset
-from evaluator.errors import UsageError
-from evaluator.terminal import say
-from training.architectures import architecture
-from training.embedded import embedded_dataset_path
-from training.recipe import Recipe, automatic_crop, fit_to_crop, read_recipe, recipe_names
-from training.splits import median_shorter_side
-from training.verbs.recipe_options import changed, with_recipe_options
+from prelunet.evaluator.datasets.opening import open_dataset
+from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.terminal import say
+from prelunet.training.architectures import architecture
+from prelunet.training.embedded import embedded_dataset_path
+from prelunet.training.recipe import Recipe, automatic_crop, fit_to_crop, read_recipe, recipe_names
+from prelunet.training.splits import median_shorter_side
+from prelunet.training.verbs.recipe_options import changed, with_recipe_options
 
 if TYPE_CHECKING:
-    from training.loop import Training
-    from training.parallel import Kind
+    from prelunet.training.loop import Training
+    from prelunet.training.parallel import Kind
 
 
 def _train(
@@ -73,9 +73,9 @@ def _train(
 
     On several GPUs: torchrun --nproc-per-node N --no-python prelunet train ...
     """
-    from training.loop import Execution  # here, so that --help needs no torch
-    from training.loop import train as run_training
-    from training.stats import cache_folder
+    from prelunet.training.loop import Execution
+    from prelunet.training.loop import train as run_training
+    from prelunet.training.stats import cache_folder
 
     if parallel not in {None, "ddp", "hybrid"}:
         raise UsageError(f"--parallel {parallel}: should be ddp or hybrid")

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from evaluator.pb.inference import inference_pb2 as evaluator_dot_pb_dot_inference_dot_inference__pb2
+from prelunet.evaluator.pb.inference import inference_pb2 as prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2
 
 GRPC_GENERATED_VERSION = '1.81.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in evaluator/pb/inference/inference_pb2_grpc.py depends on'
+        + ' but the generated code in prelunet/evaluator/pb/inference/inference_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -37,53 +37,53 @@ class GRPCInferenceServiceStub:
         """
         self.ServerLive = channel.unary_unary(
                 '/inference.GRPCInferenceService/ServerLive',
-                request_serializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerLiveRequest.SerializeToString,
-                response_deserializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerLiveResponse.FromString,
+                request_serializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerLiveRequest.SerializeToString,
+                response_deserializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerLiveResponse.FromString,
                 _registered_method=True)
         self.ServerReady = channel.unary_unary(
                 '/inference.GRPCInferenceService/ServerReady',
-                request_serializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerReadyRequest.SerializeToString,
-                response_deserializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerReadyResponse.FromString,
+                request_serializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerReadyRequest.SerializeToString,
+                response_deserializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerReadyResponse.FromString,
                 _registered_method=True)
         self.ModelReady = channel.unary_unary(
                 '/inference.GRPCInferenceService/ModelReady',
-                request_serializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelReadyRequest.SerializeToString,
-                response_deserializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelReadyResponse.FromString,
+                request_serializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelReadyRequest.SerializeToString,
+                response_deserializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelReadyResponse.FromString,
                 _registered_method=True)
         self.ServerMetadata = channel.unary_unary(
                 '/inference.GRPCInferenceService/ServerMetadata',
-                request_serializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerMetadataRequest.SerializeToString,
-                response_deserializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerMetadataResponse.FromString,
+                request_serializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerMetadataRequest.SerializeToString,
+                response_deserializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerMetadataResponse.FromString,
                 _registered_method=True)
         self.ModelMetadata = channel.unary_unary(
                 '/inference.GRPCInferenceService/ModelMetadata',
-                request_serializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelMetadataRequest.SerializeToString,
-                response_deserializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelMetadataResponse.FromString,
+                request_serializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelMetadataRequest.SerializeToString,
+                response_deserializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelMetadataResponse.FromString,
                 _registered_method=True)
         self.ModelInfer = channel.unary_unary(
                 '/inference.GRPCInferenceService/ModelInfer',
-                request_serializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelInferRequest.SerializeToString,
-                response_deserializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelInferResponse.FromString,
+                request_serializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelInferRequest.SerializeToString,
+                response_deserializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelInferResponse.FromString,
                 _registered_method=True)
         self.ModelStreamInfer = channel.stream_stream(
                 '/inference.GRPCInferenceService/ModelStreamInfer',
-                request_serializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelInferRequest.SerializeToString,
-                response_deserializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelStreamInferResponse.FromString,
+                request_serializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelInferRequest.SerializeToString,
+                response_deserializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelStreamInferResponse.FromString,
                 _registered_method=True)
         self.ModelConfig = channel.unary_unary(
                 '/inference.GRPCInferenceService/ModelConfig',
-                request_serializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelConfigRequest.SerializeToString,
-                response_deserializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelConfigResponse.FromString,
+                request_serializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelConfigRequest.SerializeToString,
+                response_deserializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelConfigResponse.FromString,
                 _registered_method=True)
         self.ModelStatistics = channel.unary_unary(
                 '/inference.GRPCInferenceService/ModelStatistics',
-                request_serializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelStatisticsRequest.SerializeToString,
-                response_deserializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelStatisticsResponse.FromString,
+                request_serializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelStatisticsRequest.SerializeToString,
+                response_deserializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelStatisticsResponse.FromString,
                 _registered_method=True)
         self.RepositoryIndex = channel.unary_unary(
                 '/inference.GRPCInferenceService/RepositoryIndex',
-                request_serializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.RepositoryIndexRequest.SerializeToString,
-                response_deserializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.RepositoryIndexResponse.FromString,
+                request_serializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.RepositoryIndexRequest.SerializeToString,
+                response_deserializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.RepositoryIndexResponse.FromString,
                 _registered_method=True)
 
 
@@ -167,53 +167,53 @@ def add_GRPCInferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'ServerLive': grpc.unary_unary_rpc_method_handler(
                     servicer.ServerLive,
-                    request_deserializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerLiveRequest.FromString,
-                    response_serializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerLiveResponse.SerializeToString,
+                    request_deserializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerLiveRequest.FromString,
+                    response_serializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerLiveResponse.SerializeToString,
             ),
             'ServerReady': grpc.unary_unary_rpc_method_handler(
                     servicer.ServerReady,
-                    request_deserializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerReadyRequest.FromString,
-                    response_serializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerReadyResponse.SerializeToString,
+                    request_deserializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerReadyRequest.FromString,
+                    response_serializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerReadyResponse.SerializeToString,
             ),
             'ModelReady': grpc.unary_unary_rpc_method_handler(
                     servicer.ModelReady,
-                    request_deserializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelReadyRequest.FromString,
-                    response_serializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelReadyResponse.SerializeToString,
+                    request_deserializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelReadyRequest.FromString,
+                    response_serializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelReadyResponse.SerializeToString,
             ),
             'ServerMetadata': grpc.unary_unary_rpc_method_handler(
                     servicer.ServerMetadata,
-                    request_deserializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerMetadataRequest.FromString,
-                    response_serializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerMetadataResponse.SerializeToString,
+                    request_deserializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerMetadataRequest.FromString,
+                    response_serializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerMetadataResponse.SerializeToString,
             ),
             'ModelMetadata': grpc.unary_unary_rpc_method_handler(
                     servicer.ModelMetadata,
-                    request_deserializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelMetadataRequest.FromString,
-                    response_serializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelMetadataResponse.SerializeToString,
+                    request_deserializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelMetadataRequest.FromString,
+                    response_serializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelMetadataResponse.SerializeToString,
             ),
             'ModelInfer': grpc.unary_unary_rpc_method_handler(
                     servicer.ModelInfer,
-                    request_deserializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelInferRequest.FromString,
-                    response_serializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelInferResponse.SerializeToString,
+                    request_deserializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelInferRequest.FromString,
+                    response_serializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelInferResponse.SerializeToString,
             ),
             'ModelStreamInfer': grpc.stream_stream_rpc_method_handler(
                     servicer.ModelStreamInfer,
-                    request_deserializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelInferRequest.FromString,
-                    response_serializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelStreamInferResponse.SerializeToString,
+                    request_deserializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelInferRequest.FromString,
+                    response_serializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelStreamInferResponse.SerializeToString,
             ),
             'ModelConfig': grpc.unary_unary_rpc_method_handler(
                     servicer.ModelConfig,
-                    request_deserializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelConfigRequest.FromString,
-                    response_serializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelConfigResponse.SerializeToString,
+                    request_deserializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelConfigRequest.FromString,
+                    response_serializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelConfigResponse.SerializeToString,
             ),
             'ModelStatistics': grpc.unary_unary_rpc_method_handler(
                     servicer.ModelStatistics,
-                    request_deserializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelStatisticsRequest.FromString,
-                    response_serializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelStatisticsResponse.SerializeToString,
+                    request_deserializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelStatisticsRequest.FromString,
+                    response_serializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelStatisticsResponse.SerializeToString,
             ),
             'RepositoryIndex': grpc.unary_unary_rpc_method_handler(
                     servicer.RepositoryIndex,
-                    request_deserializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.RepositoryIndexRequest.FromString,
-                    response_serializer=evaluator_dot_pb_dot_inference_dot_inference__pb2.RepositoryIndexResponse.SerializeToString,
+                    request_deserializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.RepositoryIndexRequest.FromString,
+                    response_serializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.RepositoryIndexResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -242,8 +242,8 @@ class GRPCInferenceService:
             request,
             target,
             '/inference.GRPCInferenceService/ServerLive',
-            evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerLiveRequest.SerializeToString,
-            evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerLiveResponse.FromString,
+            prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerLiveRequest.SerializeToString,
+            prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerLiveResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -269,8 +269,8 @@ class GRPCInferenceService:
             request,
             target,
             '/inference.GRPCInferenceService/ServerReady',
-            evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerReadyRequest.SerializeToString,
-            evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerReadyResponse.FromString,
+            prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerReadyRequest.SerializeToString,
+            prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerReadyResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -296,8 +296,8 @@ class GRPCInferenceService:
             request,
             target,
             '/inference.GRPCInferenceService/ModelReady',
-            evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelReadyRequest.SerializeToString,
-            evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelReadyResponse.FromString,
+            prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelReadyRequest.SerializeToString,
+            prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelReadyResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -323,8 +323,8 @@ class GRPCInferenceService:
             request,
             target,
             '/inference.GRPCInferenceService/ServerMetadata',
-            evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerMetadataRequest.SerializeToString,
-            evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerMetadataResponse.FromString,
+            prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerMetadataRequest.SerializeToString,
+            prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ServerMetadataResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -350,8 +350,8 @@ class GRPCInferenceService:
             request,
             target,
             '/inference.GRPCInferenceService/ModelMetadata',
-            evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelMetadataRequest.SerializeToString,
-            evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelMetadataResponse.FromString,
+            prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelMetadataRequest.SerializeToString,
+            prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelMetadataResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -377,8 +377,8 @@ class GRPCInferenceService:
             request,
             target,
             '/inference.GRPCInferenceService/ModelInfer',
-            evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelInferRequest.SerializeToString,
-            evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelInferResponse.FromString,
+            prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelInferRequest.SerializeToString,
+            prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelInferResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -404,8 +404,8 @@ class GRPCInferenceService:
             request_iterator,
             target,
             '/inference.GRPCInferenceService/ModelStreamInfer',
-            evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelInferRequest.SerializeToString,
-            evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelStreamInferResponse.FromString,
+            prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelInferRequest.SerializeToString,
+            prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelStreamInferResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -431,8 +431,8 @@ class GRPCInferenceService:
             request,
             target,
             '/inference.GRPCInferenceService/ModelConfig',
-            evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelConfigRequest.SerializeToString,
-            evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelConfigResponse.FromString,
+            prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelConfigRequest.SerializeToString,
+            prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelConfigResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -458,8 +458,8 @@ class GRPCInferenceService:
             request,
             target,
             '/inference.GRPCInferenceService/ModelStatistics',
-            evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelStatisticsRequest.SerializeToString,
-            evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelStatisticsResponse.FromString,
+            prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelStatisticsRequest.SerializeToString,
+            prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.ModelStatisticsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -485,8 +485,8 @@ class GRPCInferenceService:
             request,
             target,
             '/inference.GRPCInferenceService/RepositoryIndex',
-            evaluator_dot_pb_dot_inference_dot_inference__pb2.RepositoryIndexRequest.SerializeToString,
-            evaluator_dot_pb_dot_inference_dot_inference__pb2.RepositoryIndexResponse.FromString,
+            prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.RepositoryIndexRequest.SerializeToString,
+            prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.RepositoryIndexResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from evaluator.pb.prelunet.v1 import prelunet_pb2 as evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as prelunet_dot_evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2
 
 GRPC_GENERATED_VERSION = '1.81.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in evaluator/pb/prelunet/v1/prelunet_pb2_grpc.py depends on'
+        + ' but the generated code in prelunet/evaluator/pb/prelunet/v1/prelunet_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -37,28 +37,28 @@ class PreluNetServiceStub:
         """
         self.Classify = channel.unary_unary(
                 '/prelunet.v1.PreluNetService/Classify',
-                request_serializer=evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ClassifyRequest.SerializeToString,
-                response_deserializer=evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ClassifyResponse.FromString,
+                request_serializer=prelunet_dot_evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ClassifyRequest.SerializeToString,
+                response_deserializer=prelunet_dot_evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ClassifyResponse.FromString,
                 _registered_method=True)
         self.ClassifyStream = channel.stream_stream(
                 '/prelunet.v1.PreluNetService/ClassifyStream',
-                request_serializer=evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ClassifyStreamRequest.SerializeToString,
-                response_deserializer=evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ClassifyStreamResponse.FromString,
+                request_serializer=prelunet_dot_evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ClassifyStreamRequest.SerializeToString,
+                response_deserializer=prelunet_dot_evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ClassifyStreamResponse.FromString,
                 _registered_method=True)
         self.Evaluate = channel.stream_stream(
                 '/prelunet.v1.PreluNetService/Evaluate',
-                request_serializer=evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.EvaluateRequest.SerializeToString,
-                response_deserializer=evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.EvaluateResponse.FromString,
+                request_serializer=prelunet_dot_evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.EvaluateRequest.SerializeToString,
+                response_deserializer=prelunet_dot_evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.EvaluateResponse.FromString,
                 _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/prelunet.v1.PreluNetService/ListModels',
-                request_serializer=evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ListModelsRequest.SerializeToString,
-                response_deserializer=evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ListModelsResponse.FromString,
+                request_serializer=prelunet_dot_evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ListModelsRequest.SerializeToString,
+                response_deserializer=prelunet_dot_evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
         self.GetModel = channel.unary_unary(
                 '/prelunet.v1.PreluNetService/GetModel',
-                request_serializer=evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.GetModelRequest.SerializeToString,
-                response_deserializer=evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.GetModelResponse.FromString,
+                request_serializer=prelunet_dot_evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.GetModelRequest.SerializeToString,
+                response_deserializer=prelunet_dot_evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.GetModelResponse.FromString,
                 _registered_method=True)
 
 
@@ -113,28 +113,28 @@ def add_PreluNetServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Classify': grpc.unary_unary_rpc_method_handler(
                     servicer.Classify,
-                    request_deserializer=evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ClassifyRequest.FromString,
-                    response_serializer=evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ClassifyResponse.SerializeToString,
+                    request_deserializer=prelunet_dot_evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ClassifyRequest.FromString,
+                    response_serializer=prelunet_dot_evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ClassifyResponse.SerializeToString,
             ),
             'ClassifyStream': grpc.stream_stream_rpc_method_handler(
                     servicer.ClassifyStream,
-                    request_deserializer=evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ClassifyStreamRequest.FromString,
-                    response_serializer=evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ClassifyStreamResponse.SerializeToString,
+                    request_deserializer=prelunet_dot_evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ClassifyStreamRequest.FromString,
+                    response_serializer=prelunet_dot_evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ClassifyStreamResponse.SerializeToString,
             ),
             'Evaluate': grpc.stream_stream_rpc_method_handler(
                     servicer.Evaluate,
-                    request_deserializer=evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.EvaluateRequest.FromString,
-                    response_serializer=evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.EvaluateResponse.SerializeToString,
+                    request_deserializer=prelunet_dot_evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.EvaluateRequest.FromString,
+                    response_serializer=prelunet_dot_evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.EvaluateResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
-                    request_deserializer=evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ListModelsRequest.FromString,
-                    response_serializer=evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ListModelsResponse.SerializeToString,
+                    request_deserializer=prelunet_dot_evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ListModelsRequest.FromString,
+                    response_serializer=prelunet_dot_evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ListModelsResponse.SerializeToString,
             ),
             'GetModel': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModel,
-                    request_deserializer=evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.GetModelRequest.FromString,
-                    response_serializer=evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.GetModelResponse.SerializeToString,
+                    request_deserializer=prelunet_dot_evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.GetModelRequest.FromString,
+                    response_serializer=prelunet_dot_evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.GetModelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -163,8 +163,8 @@ class PreluNetService:
             request,
             target,
             '/prelunet.v1.PreluNetService/Classify',
-            evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ClassifyRequest.SerializeToString,
-            evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ClassifyResponse.FromString,
+            prelunet_dot_evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ClassifyRequest.SerializeToString,
+            prelunet_dot_evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ClassifyResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -190,8 +190,8 @@ class PreluNetService:
             request_iterator,
             target,
             '/prelunet.v1.PreluNetService/ClassifyStream',
-            evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ClassifyStreamRequest.SerializeToString,
-            evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ClassifyStreamResponse.FromString,
+            prelunet_dot_evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ClassifyStreamRequest.SerializeToString,
+            prelunet_dot_evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ClassifyStreamResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -217,8 +217,8 @@ class PreluNetService:
             request_iterator,
             target,
             '/prelunet.v1.PreluNetService/Evaluate',
-            evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.EvaluateRequest.SerializeToString,
-            evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.EvaluateResponse.FromString,
+            prelunet_dot_evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.EvaluateRequest.SerializeToString,
+            prelunet_dot_evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.EvaluateResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -244,8 +244,8 @@ class PreluNetService:
             request,
             target,
             '/prelunet.v1.PreluNetService/ListModels',
-            evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ListModelsRequest.SerializeToString,
-            evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ListModelsResponse.FromString,
+            prelunet_dot_evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ListModelsRequest.SerializeToString,
+            prelunet_dot_evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.ListModelsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -271,8 +271,8 @@ class PreluNetService:
             request,
             target,
             '/prelunet.v1.PreluNetService/GetModel',
-            evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.GetModelRequest.SerializeToString,
-            evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.GetModelResponse.FromString,
+            prelunet_dot_evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.GetModelRequest.SerializeToString,
+            prelunet_dot_evaluator_dot_pb_dot_prelunet_dot_v1_dot_prelunet__pb2.GetModelResponse.FromString,
             options,
             channel_credentials,
             insecure,
