@@ -5,6 +5,7 @@
 # make test-browser  opens the report in Chromium, laptop and phone; `make test` does so too where there is one
 # make check-install  a clean environment without torch and onnx serves, validates, reports
 # make check-placement  without a GPU: every node of the model files is placed on CUDA, without copies inside
+# make stats         lines, functions, modules with one importer and circles of imports
 # make lint lint-proto format proto bench pins clean
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ BUF_VERSION := 1.75.0
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-browser lint lint-proto check-install check-placement format proto bench pins clean
+.PHONY: demo test test-browser lint lint-proto check-install check-placement format proto bench stats pins clean
 
 demo: .venv/with-train
 	PATH="$(CURDIR)/$(BIN):$$PATH" tools/demo.sh $(DATA)
@@ -53,6 +54,9 @@ proto: .venv/with-dev
 
 bench: .venv/with-dev
 	$(BIN)/python benchmarks/engine.py --output benchmarks/results/engine-cpu.json
+
+stats:
+	$(PYTHON) tools/stats.py
 
 pins: .venv/with-dev
 	(sed '/^[^#]/,$$d' constraints.txt; $(BIN)/pip freeze --all --exclude-editable --exclude pip | sed 's/+cpu$$//') > constraints.new

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 BEGUN = time.perf_counter()  # before the other imports, which are part of getting ready
 
 if TYPE_CHECKING:
-    from prelunet.evaluator.datasets.sample import Dataset, Reader, Sample
+    from prelunet.evaluator.datasets.dataset import Dataset, Reader, Sample
     from prelunet.evaluator.engine.session import Session
 
 Json = dict[str, Any]
@@ -98,7 +98,7 @@ def validate(task: Mapping[str, Any]) -> Json:
     from prelunet.evaluator.protocols import make_protocol
     from prelunet.evaluator.validation.run import describe_dataset, run_info
     from prelunet.evaluator.validation.validate import validate as run_validation
-    from prelunet.evaluator.verbs.memory import foretold
+    from prelunet.evaluator.verbs.options import foretold
 
     session, loaded = _load(task)
     dataset = repeated(open_dataset(Path(task["data"]), split="val", class_names=None), task["images"])
@@ -128,7 +128,8 @@ def validate(task: Mapping[str, Any]) -> Json:
 
 def _load(task: Mapping[str, Any]) -> "tuple[Session, Json]":
     from machine import resident_mb
-    from prelunet.evaluator.engine.session import Placement, open_placed
+    from prelunet.evaluator.engine.load import open_placed
+    from prelunet.evaluator.engine.session import Placement
 
     session = open_placed(Path(task["model"]), Placement(task["device"], task["precision"]))
     loaded = {"loading_mb": _peak_mb(), "settled_mb": resident_mb()}
@@ -137,7 +138,7 @@ def _load(task: Mapping[str, Any]) -> "tuple[Session, Json]":
 
 
 def _peak_mb() -> int:
-    from prelunet.evaluator.validation.benchmark import peak_memory
+    from prelunet.evaluator.profiling.profile import peak_memory
 
     return round(peak_memory() / 2**20)
 

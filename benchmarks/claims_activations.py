@@ -21,8 +21,9 @@ import numpy as np
 
 from claims_statistics import interval_of_mean
 from machine import header, write_result
-from prelunet.training.architectures import Activation
-from prelunet.training.loop import Execution, train
+from prelunet.evaluator.architectures import Activation
+from prelunet.training.loop.train import train
+from prelunet.training.loop.trainer import Execution
 from prelunet.training.recipe import Recipe, read_recipe
 from tables import markdown
 

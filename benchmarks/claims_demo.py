@@ -18,17 +18,18 @@ import numpy as np
 from claims_statistics import interval_of_mean
 from machine import header, write_result
 from prelunet.evaluator.datasets import DatasetPlace, open_place
-from prelunet.evaluator.engine.session import open_session
+from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.protocols import make_protocol
 from prelunet.evaluator.validation.run import describe_dataset, run_info
 from prelunet.evaluator.validation.validate import validate
-from prelunet.export.exporting import export_checkpoint
-from prelunet.training.checkpoints import read_checkpoint
-from prelunet.training.embedded import embedded_dataset_path
-from prelunet.training.inspection import summarise_slopes
-from prelunet.training.loop import Execution, train
+from prelunet.export.dense.export import export_checkpoint
+from prelunet.training.data.splits import embedded_dataset_path
+from prelunet.training.inspection.describe_file import summarise_slopes
+from prelunet.training.inspection.slope_trend import slope_trend
+from prelunet.training.loop.train import train
+from prelunet.training.loop.trainer import Execution
+from prelunet.training.net.checkpoints import read_checkpoint
 from prelunet.training.recipe import read_recipe
-from prelunet.training.slope_trend import slope_trend
 from tables import markdown
 
 PROTOCOLS = ("center", "multi-scale")

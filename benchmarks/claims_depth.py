@@ -34,15 +34,16 @@ import numpy as np
 
 from claims_statistics import interval_of_mean
 from machine import header, write_result
+from prelunet.evaluator.architectures import Activation
 from prelunet.evaluator.errors import DivergenceError
 from prelunet.evaluator.files import write_atomically
 from prelunet.evaluator.reporting.charts import chart_spec
-from prelunet.evaluator.reporting.drawing import draw_svg
-from prelunet.training.architectures import Activation
-from prelunet.training.initialization import Rule
-from prelunet.training.loop import Execution, train
+from prelunet.evaluator.reporting.html import draw_svg
+from prelunet.training.loop.train import train
+from prelunet.training.loop.trainer import Execution
+from prelunet.training.net.initialization import Rule
 from prelunet.training.recipe import Recipe
-from prelunet.training.run_folder import METRICS_FILE
+from prelunet.training.run_state.run_folder import METRICS_FILE
 from tables import markdown
 
 RATE, HIGHER_RATE = 0.005, 0.01

@@ -40,14 +40,14 @@ from PIL import Image
 
 from claims_statistics import interval_of_mean
 from machine import header, write_result
+from prelunet.evaluator.architectures import Activation
 from prelunet.evaluator.datasets import open_dataset, select
 from prelunet.evaluator.files import write_atomically
 from prelunet.evaluator.reporting.charts import chart_spec
-from prelunet.evaluator.reporting.drawing import draw_svg
-from prelunet.training.architectures import Activation
-from prelunet.training.embedded import embedded_dataset_path
-from prelunet.training.initialization import initial_slope
-from prelunet.training.network import activate
+from prelunet.evaluator.reporting.html import draw_svg
+from prelunet.training.data.splits import embedded_dataset_path
+from prelunet.training.net.initialization import initial_slope
+from prelunet.training.net.network import activate
 from tables import markdown
 
 FloatArray = npt.NDArray[np.float64]

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from prelunet.evaluator.engine import openvino_runtime
 from prelunet.evaluator.engine.classify import classify_images
-from prelunet.evaluator.engine.onnx_runtime import import_runtime
-from prelunet.evaluator.engine.session import Device, Session, open_session
+from prelunet.evaluator.engine.load import open_session
+from prelunet.evaluator.engine.runtimes import openvino as openvino_runtime
+from prelunet.evaluator.engine.runtimes.onnx import import_runtime
+from prelunet.evaluator.engine.session import Device, Session
 from prelunet.evaluator.errors import EnvironmentFault
 from prelunet.evaluator.imaging.views import make_views
 from prelunet.evaluator.machine import knows_bf16
@@ -48,7 +49,7 @@ class Case:
     """One net in its files, in `folder`, and what several competitors share of it in memory.
 
     checkpoint: `net.safetensors`; plain: `plain.onnx`, `dense_torch.export_plain`; ours: `ours.onnx`,
-    `export.exporting.export_checkpoint`. threads: of every competitor.
+    `export.dense.export.export_checkpoint`. threads: of every competitor.
     """
 
     folder: Path
@@ -92,8 +93,8 @@ class Case:
         import torch
 
         from dense_torch import DenseNet
-        from prelunet.training.checkpoints import read_checkpoint
-        from prelunet.training.network import network_from_checkpoint
+        from prelunet.training.net.checkpoints import read_checkpoint
+        from prelunet.training.net.network import network_from_checkpoint
 
         torch.set_num_threads(self.threads)
         checkpoint = read_checkpoint(self.checkpoint)
@@ -291,7 +292,7 @@ def _channels_first(images: Pixels) -> npt.NDArray[np.float32]:
     return np.ascontiguousarray(images.transpose(0, 3, 1, 2), np.float32)
 
 
-REFERENCE = "torch eager"  # what scores are compared with; a test holds it against training.dense
+REFERENCE = "torch eager"  # what scores are compared with; a test holds it against training.net.dense_reference
 COMPETITORS: Mapping[str, Competitor] = {
     competitor.name: competitor
     for competitor in (

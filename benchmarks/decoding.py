@@ -31,7 +31,7 @@ from PIL import Image
 from machine import cpu, header, write_result
 from photos import load_photos
 from prelunet.evaluator.engine.classify import combine, run_views
-from prelunet.evaluator.engine.session import open_session
+from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.imaging.canvas import pack
 from prelunet.evaluator.imaging.decode import decode_image, decode_rgb, image_size
 from prelunet.evaluator.imaging.resize import Picture, resize_to_scales, resized_size

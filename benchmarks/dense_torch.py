@@ -1,17 +1,17 @@
 """Dense evaluation in torch as fast as we know to write it: what the engine is compared with, on CPUs and GPUs.
 
 The convolutions run once over the whole image; every bin of the pyramid is one stride-1 max pool for all windows, each
-pool made of a smaller one (`export.pyramid`); the bins of each window are gathered, channels last, and meet fc1, fc2
-and fc3 as three matrix products. Other exact forms were slower: milliseconds of pyramid and fc1 alone, model A,
-float32, two views, torch 2.13 on 2 AVX-512 cores that were not idle (2026-11-20; the least of
-four, channels first and last):
+pool made of a smaller one (`export.dense.pyramid`); the bins of each window are gathered, channels last, and meet fc1,
+fc2 and fc3 as three matrix products. Other exact forms were slower: milliseconds of pyramid and fc1 alone, model A,
+float32, two views, torch 2.13 on 2 AVX-512 cores that were not idle (2026-11-20; the least of four, channels first and
+last):
 
     view       gathered, oneDNN's product   dilated convolutions   gathered, 1x1 convolution   gathered, F.linear (MKL)
     256x341    35, 44                       183, 192               178, 179                    81, 86
     384x512    253, 271                     430, 434               381, 407                    523, 542
     480x640    562, 606                     740, 771               657, 693                    1109, 1176
 
-It is right: `tests/test_benchmarks.py` compares it with `training.dense`, window by window, in float64.
+It is right: `tests/test_benchmarks.py` compares it with `training.net.dense_reference`, window by window, in float64.
 """
 
 import warnings
@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prelunet.export.model import fc1_channel_last
-from prelunet.export.pyramid import plan_pools, pyramid_bins
-from prelunet.training.architectures import Architecture, Pool
-from prelunet.training.network import Layer, PreluNet, activate
+from prelunet.evaluator.architectures import Architecture, Pool
+from prelunet.export.dense.build import fc1_channel_last
+from prelunet.export.dense.pyramid import plan_pools, pyramid_bins
+from prelunet.training.net.network import Layer, PreluNet, activate
 
 
 class DenseNet(nn.Module):

@@ -26,13 +26,13 @@ from interleaved import Limits, Reference, Visit, measure, warm_up
 from machine import digest_of, header, resident_mb, write_result
 from nets import write_files
 from photos import Photo, load_photos
-from prelunet.evaluator.engine.session import open_session
+from prelunet.evaluator.architectures import architecture
+from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.files import sha256_of
 from prelunet.evaluator.machine import cores
-from prelunet.evaluator.progress import progress
+from prelunet.evaluator.profiling.profile import peak_memory
 from prelunet.evaluator.protocols import Protocol, make_protocol
-from prelunet.evaluator.validation.benchmark import peak_memory
-from prelunet.training.architectures import architecture
+from prelunet.evaluator.terminal import progress
 
 Json = dict[str, Any]
 

@@ -108,7 +108,7 @@ def _measure(options: argparse.Namespace, words: Sequence[str]) -> int:
 def _check_torch(device: str) -> None:
     import torch
 
-    from prelunet.evaluator.engine.onnx_runtime import import_runtime
+    from prelunet.evaluator.engine.runtimes.onnx import import_runtime
 
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit(

@@ -16,7 +16,7 @@ import numpy as np
 
 from gpu_rewrites import with_split_concats
 from prelunet.evaluator.contract import INPUTS, OUTPUTS
-from prelunet.evaluator.engine.onnx_runtime import import_runtime
+from prelunet.evaluator.engine.runtimes.onnx import import_runtime
 from rig import Rig, raw_session
 
 # Images, height, width. A single crop is where the launches of a hundred kernels cost most.

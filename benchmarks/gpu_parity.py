@@ -1,7 +1,7 @@
 """Part `parity`: how far every kind of file is from the float64 torch net, window by window, on this device.
 
-The oracle is `training.dense.dense_windows` in float64, on the same GPU for speed. Every image is run alone and, in a
-ragged file, together with all others on one canvas full of rubbish, which must change nothing.
+The oracle is `training.net.dense_reference.dense_windows` in float64, on the same GPU for speed. Every image is run
+alone and, in a ragged file, together with all others on one canvas full of rubbish, which must change nothing.
 """
 
 from collections.abc import Mapping
@@ -12,9 +12,8 @@ import numpy as np
 from nets import MEAN
 from prelunet.evaluator.contract import golden_image
 from prelunet.evaluator.engine.session import Outputs, Session
-from prelunet.evaluator.engine.tolerances import tolerance_of
-from prelunet.export.verification import judged_as, rubbish_canvas
-from prelunet.training.dense import dense_windows
+from prelunet.evaluator.engine.verify import judged_as, rubbish_canvas, tolerance_of
+from prelunet.training.net.dense_reference import dense_windows
 from results import Results
 from rig import Rig
 

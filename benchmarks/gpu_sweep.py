@@ -18,7 +18,7 @@ import gpu_graphs
 import gpu_uploads
 from gpu_rewrites import with_padded_conv1
 from prelunet.evaluator.contract import INPUTS, OUTPUTS
-from prelunet.evaluator.engine.onnx_runtime import import_runtime
+from prelunet.evaluator.engine.runtimes.onnx import import_runtime
 from results import Results
 from rig import Rig, Timing, provider_options, raw_session
 

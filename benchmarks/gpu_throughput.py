@@ -22,17 +22,17 @@ from PIL import Image
 
 from imagenet_sizes import draw
 from prelunet.evaluator.contract import ModelContract
-from prelunet.evaluator.datasets.sample import Dataset, Sample
+from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.engine.batching import plan_batches
 from prelunet.evaluator.engine.classify import combine
 from prelunet.evaluator.engine.memory import gpu_rules, portion_within
 from prelunet.evaluator.engine.session import Session
-from prelunet.evaluator.engine.stages import Stages
 from prelunet.evaluator.imaging.resize import resized_size
 from prelunet.evaluator.imaging.views import ViewImage
 from prelunet.evaluator.protocols import Protocol, make_protocol
 from prelunet.evaluator.validation.pipeline import Pipeline, evaluate_chunks
 from prelunet.evaluator.validation.run import Batching, describe_dataset, run_info
+from prelunet.evaluator.validation.timing import Stages
 from results import Results
 from rig import Rig
 

@@ -21,11 +21,11 @@ from gpu_sweep import Bound
 from gpu_throughput import THREADS, Work, resized_noise
 from imagenet_sizes import draw
 from nets import MEAN
-from prelunet.evaluator.datasets.sample import Sample
-from prelunet.evaluator.engine.stages import Stages
+from prelunet.evaluator.datasets.dataset import Sample
 from prelunet.evaluator.imaging.views import ViewImage
 from prelunet.evaluator.protocols import make_protocol
 from prelunet.evaluator.validation.pipeline import Pipeline
+from prelunet.evaluator.validation.timing import Stages
 from results import Results
 from rig import Rig, check_provider, raw_session
 

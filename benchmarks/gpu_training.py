@@ -1,4 +1,4 @@
-"""Part `training`: images per second of training steps as `training.loop` takes them, at 224 pixels.
+"""Part `training`: images per second of training steps as `training.loop.trainer` takes them, at 224 pixels.
 
 One step: mean subtracted, dropout drawn, forward, cross entropy, backward, the loss read, SGD with momentum in our
 parameter groups. The images are on the device already; loading them is measured by loading.py.
@@ -13,12 +13,13 @@ import numpy as np
 import torch
 
 from nets import MEAN
-from prelunet.evaluator.complexity import multiply_adds
-from prelunet.training.dense import subtract_mean
-from prelunet.training.dropout import dropout_factors
-from prelunet.training.group import Group
-from prelunet.training.network import parameter_groups
-from prelunet.training.parallel import Options, make_parallel
+from prelunet.evaluator.architectures import multiply_adds
+from prelunet.training.data.augmentation import dropout_factors
+from prelunet.training.distributed.base import Options
+from prelunet.training.distributed.data_parallel import make_parallel
+from prelunet.training.distributed.process_group import Group
+from prelunet.training.net.dense_reference import subtract_mean
+from prelunet.training.net.network import parameter_groups
 from results import Results
 from rig import CROP, Rig
 

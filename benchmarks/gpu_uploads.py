@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from prelunet.evaluator.engine.onnx_runtime import import_runtime
+from prelunet.evaluator.engine.runtimes.onnx import import_runtime
 from prelunet.evaluator.engine.session import Session
 from rig import Rig
 

@@ -34,14 +34,15 @@ from competitors import Precision
 from growth_plots import draw, tables
 from interleaved import deviation, gflop_of, shuffled, timed, windows_of, within
 from machine import cpu, digest_of, header
+from prelunet.evaluator.architectures import parameter_shapes
 from prelunet.evaluator.contract import golden_image
 from prelunet.evaluator.engine.classify import classify_images
-from prelunet.evaluator.engine.session import Device, Placement, Session, open_placed
+from prelunet.evaluator.engine.load import open_placed
+from prelunet.evaluator.engine.session import Device, Placement, Session
 from prelunet.evaluator.errors import EnvironmentFault
 from prelunet.evaluator.imaging.resize import resized_size
 from prelunet.evaluator.protocols import make_protocol
-from prelunet.training.architectures import parameter_shapes
-from prelunet.training.embedded import embedded_dataset_path
+from prelunet.training.data.splits import embedded_dataset_path
 from results import Results
 from rig import Rig
 

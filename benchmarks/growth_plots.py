@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from prelunet.evaluator.reporting.charts import chart_spec
-from prelunet.evaluator.reporting.drawing import draw_svg
+from prelunet.evaluator.reporting.html import draw_svg
 from tables import cell, markdown
 
 Json = dict[str, Any]

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prelunet.evaluator.contract import ClassEntry
-from prelunet.evaluator.datasets.sample import Sample
+from prelunet.evaluator.datasets.dataset import Sample
 from prelunet.evaluator.engine.scores import rank_of, shortest, top_k
 from prelunet.evaluator.protocols import Protocol
 from prelunet.evaluator.validation.predictions import Prediction

@@ -12,10 +12,9 @@ import numpy as np
 from competitors import COMPETITORS, REFERENCE, TOLERANCES, Answer, Opened, Precision, Scores
 from nets import CLASSES
 from photos import Photo
-from prelunet.evaluator.complexity import multiply_adds
+from prelunet.evaluator.architectures import Architecture, multiply_adds
 from prelunet.evaluator.imaging.resize import resized_size
 from prelunet.evaluator.protocols import Protocol
-from prelunet.training.architectures import Architecture
 
 SAMPLED_CROPS = 16  # of the naive competitor, in images that have more: one of its batches
 

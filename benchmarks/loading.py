@@ -31,12 +31,12 @@ from imagenet_sizes import draw
 from interleaved import shuffled
 from machine import header, write_result
 from prelunet.evaluator.contract import golden_image
-from prelunet.evaluator.datasets.opening import open_dataset
+from prelunet.evaluator.datasets.open import open_dataset
 from prelunet.evaluator.imaging.decode import decode_image
 from prelunet.evaluator.imaging.resize import resized_size
-from prelunet.training.augmentation import VIEW, places_of_step, random_stream, training_view
-from prelunet.training.loading import training_batches
-from prelunet.training.pictures import TRAINING_CAP, Pictures
+from prelunet.training.data.augmentation import VIEW, places_of_step, random_stream, training_view
+from prelunet.training.data.image_cache import TRAINING_CAP, Pictures
+from prelunet.training.data.loader import training_batches
 from prelunet.training.recipe import Recipe
 from tables import markdown
 

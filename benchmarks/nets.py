@@ -8,12 +8,12 @@ import numpy.typing as npt
 import torch
 
 from dense_torch import DenseNet, export_plain
+from prelunet.evaluator.architectures import Architecture, architecture
 from prelunet.evaluator.contract import ClassEntry, golden_image
-from prelunet.training.architectures import Architecture, architecture
-from prelunet.training.checkpoints import Checkpoint, write_checkpoint
-from prelunet.training.dense import subtract_mean
-from prelunet.training.initialization import CHANNEL_MEAN, initial_tensors
-from prelunet.training.network import PreluNet, load_tensors, network_from_checkpoint
+from prelunet.training.net.checkpoints import Checkpoint, write_checkpoint
+from prelunet.training.net.dense_reference import subtract_mean
+from prelunet.training.net.initialization import CHANNEL_MEAN, initial_tensors
+from prelunet.training.net.network import PreluNet, load_tensors, network_from_checkpoint
 
 CLASSES = 1000
 MEAN = np.array(CHANNEL_MEAN, np.float32)
@@ -22,7 +22,7 @@ SPREAD = 3.0  # standard deviation of the logits of one crop
 
 def write_files(name: str, folder: Path) -> None:
     """Write an architecture's checkpoint, plain export and model file: `net.safetensors`, `plain.onnx`, `ours.onnx`."""
-    from prelunet.export.exporting import export_checkpoint
+    from prelunet.export.dense.export import export_checkpoint
 
     net = architecture(name)
     checkpoint = Checkpoint(net, class_entries(CLASSES), MEAN, telling_tensors(net, CLASSES))

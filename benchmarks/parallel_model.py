@@ -8,9 +8,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from prelunet.evaluator.complexity import multiply_adds
-from prelunet.training.architectures import Architecture, architecture, parameter_shapes
-from prelunet.training.network import HEAD
+from prelunet.evaluator.architectures import Architecture, architecture, multiply_adds, parameter_shapes
+from prelunet.training.net.network import HEAD
 
 CLASSES, BATCH = 1000, 128
 BACKWARD = 2  # times the forward's arithmetic: gradients of the input, and of the weights

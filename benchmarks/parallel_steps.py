@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from prelunet.training.architectures import Architecture, Conv, architecture
-from prelunet.training.group import Group, open_group
-from prelunet.training.initialization import initial_tensors
-from prelunet.training.network import PreluNet, load_tensors, parameter_groups
-from prelunet.training.parallel import Options, make_parallel
+from prelunet.evaluator.architectures import Architecture, Conv, architecture
+from prelunet.training.distributed.base import Options
+from prelunet.training.distributed.data_parallel import make_parallel
+from prelunet.training.distributed.process_group import Group, open_group
+from prelunet.training.net.initialization import initial_tensors
+from prelunet.training.net.network import PreluNet, load_tensors, parameter_groups
 
 CLASSES, BATCH = 100, 32
 WARM = 2  # steps before

@@ -17,12 +17,13 @@ import numpy as np
 
 from machine import header, write_result
 from prelunet.evaluator.datasets import DatasetPlace, open_place
-from prelunet.evaluator.engine.session import Placement, open_placed
+from prelunet.evaluator.engine.load import open_placed
+from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.errors import EnvironmentFault
 from prelunet.evaluator.protocols import make_protocol
 from prelunet.evaluator.reporting.compare import compare_runs
 from prelunet.evaluator.validation.run import Run, describe_dataset, run_info
-from prelunet.evaluator.validation.stored import read_rows
+from prelunet.evaluator.validation.stored_runs import read_rows
 from prelunet.evaluator.validation.validate import validate
 from tables import markdown
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prelunet.evaluator.engine.runtime import is_lost, lacks_memory
+from prelunet.evaluator.engine.runtimes.base import is_lost, lacks_memory
 from prelunet.evaluator.files import write_atomically
 
 IDENTITY = ("device", "tiny", "gpu", "versions", "source")

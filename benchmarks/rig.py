@@ -24,19 +24,19 @@ import torch
 
 from machine import digest_of, machine
 from nets import MEAN, class_entries, telling_tensors
-from prelunet.evaluator.complexity import multiply_adds
+from prelunet.evaluator.architectures import Architecture, Conv, Pool, architecture, multiply_adds
 from prelunet.evaluator.contract import Canvas, ModelContract, Precision
-from prelunet.evaluator.engine.cuda import cuda_options
-from prelunet.evaluator.engine.onnx_runtime import CPU, CUDA, import_runtime
-from prelunet.evaluator.engine.session import Placement, Session, open_placed
+from prelunet.evaluator.engine.load import open_placed
+from prelunet.evaluator.engine.runtimes.cuda import cuda_options
+from prelunet.evaluator.engine.runtimes.onnx import CPU, CUDA, import_runtime
+from prelunet.evaluator.engine.session import Placement, Session
 from prelunet.evaluator.errors import EnvironmentFault
-from prelunet.export.model import build_model, contract_of
-from prelunet.training.architectures import Architecture, Conv, Pool, architecture
-from prelunet.training.network import PreluNet, load_tensors
+from prelunet.export.dense.build import build_model, contract_of
+from prelunet.training.net.network import PreluNet, load_tensors
 
 CROP = 224  # pixels, of the nets that are measured; all lengths in this benchmark are told for it
 # What a model file depends on.
-MAKE_FILES = ("export", "evaluator/contract.py", "training/architectures.py", "training/initialization.py",
+MAKE_FILES = ("export", "evaluator/contract.py", "evaluator/architectures.py", "training/net/initialization.py",
               "benchmarks/nets.py")  # fmt: skip
 PEAK_SIDE = 8192  # of the matrices whose product gives the peak
 SMI = "driver_version,clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu,pstate,memory.used"

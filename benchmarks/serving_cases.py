@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from prelunet.evaluator.engine.session import open_session
+from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.protocols import Protocol, make_protocol
 from results import Results
 from serving_bench import (

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from prelunet.evaluator.datasets.sample import Dataset, Sample
+from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.engine.classify import classify_images
-from prelunet.evaluator.engine.session import Session, open_session
+from prelunet.evaluator.engine.load import open_session
+from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.imaging.decode import decode_image
 from prelunet.evaluator.protocols import Protocol, make_protocol
 from prelunet.evaluator.validation.pipeline import PORTIONS_OF_PIXELS, evaluate_chunks

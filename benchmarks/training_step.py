@@ -28,14 +28,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from machine import header, write_result
+from prelunet.evaluator.architectures import Architecture, Pool
 from prelunet.evaluator.machine import cores
-from prelunet.training.architectures import Architecture, Pool
-from prelunet.training.embedded import embedded_dataset_path
-from prelunet.training.interrupts import Signals
-from prelunet.training.loading import Batch
-from prelunet.training.loop import ALONE, Execution, Trainer
+from prelunet.training.data.loader import Batch
+from prelunet.training.data.splits import embedded_dataset_path, open_splits
+from prelunet.training.loop.signals import Signals
+from prelunet.training.loop.trainer import ALONE, Execution, Trainer
 from prelunet.training.recipe import Recipe, read_recipe
-from prelunet.training.splits import open_splits
 from tables import markdown
 
 GOAL = 1.05

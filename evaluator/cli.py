@@ -121,7 +121,7 @@ def _class_of(verb: Verb) -> type[typer.core.TyperCommand] | None:
     """Return what parses a verb's options, None for the usual."""
     if not verb.configured:
         return None
-    from prelunet.evaluator.verbs.settings import Configured
+    from prelunet.evaluator.verbs.config_file import Configured
 
     return Configured
 

@@ -7,7 +7,7 @@ nothing else passes between the two. Pure functions; no runtime is imported here
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -15,8 +15,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from prelunet.evaluator.architectures import TrunkLayer, feature_map_side, trunk_stride
 from prelunet.evaluator.errors import ContractError
-from prelunet.evaluator.strict import check_plain, parse_json
+from prelunet.evaluator.json_checks import check_plain, parse_json
 
 CONTRACT_VERSION = 1
 PREFIX = "prelunet."
@@ -46,31 +47,6 @@ class ClassEntry:
     def to_json(self) -> dict[str, str]:
         """Return the class as plain data, as all files hold it."""
         return {"wnid": self.wnid, "name": self.name}
-
-
-@dataclass(frozen=True)
-class TrunkLayer:
-    """One layer of the trunk as far as sizes are concerned; pools round down."""
-
-    kernel: int
-    stride: int
-    pad: int
-
-    def output_side(self, side: int) -> int:
-        """Return how many rows (or columns) the layer gives for `side` of them; may be < 1 for tiny inputs."""
-        return (side + 2 * self.pad - self.kernel) // self.stride + 1
-
-
-def feature_map_side(trunk: Iterable[TrunkLayer], side: int) -> int:
-    """Return the rows (columns) of the feature map of an image with `side` rows (columns)."""
-    for layer in trunk:
-        side = layer.output_side(side)
-    return side
-
-
-def trunk_stride(trunk: Iterable[TrunkLayer]) -> int:
-    """Return the distance in pixels between two neighbouring cells of the feature map."""
-    return math.prod(layer.stride for layer in trunk)
 
 
 @dataclass(frozen=True)

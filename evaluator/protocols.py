@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from prelunet.evaluator.contract import MOST_SCALES, Interpolation, ModelContract, center_scale
 from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.strict import a_list, flag, one_of, record, text, whole
+from prelunet.evaluator.json_checks import a_list, flag, one_of, record, text, whole
 
 Kind = Literal["dense", "spp-18", "center", "ten-crop"]
 Part = Literal["whole", "nine", "top-left", "top-right", "bottom-left", "bottom-right", "center"]

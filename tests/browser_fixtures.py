@@ -17,7 +17,7 @@ from playwright.sync_api import Browser, sync_playwright
 
 from browsing import HOSTILE, LAPTOP, Watched, imagenet_shape
 from prelunet.evaluator.datasets import open_dataset
-from prelunet.evaluator.reporting.write import write_report
+from prelunet.evaluator.reporting.page import write_report
 from run_folders import evaluated, refused, write_run
 
 INSTALL = "install it with: apt-get install --no-install-recommends chromium fonts-dejavu-core"

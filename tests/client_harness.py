@@ -20,7 +20,7 @@ from prelunet.evaluator.client import AsyncClient, Client, Retries
 from prelunet.evaluator.errors import ImageError, Overloaded
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from prelunet.evaluator.serving.status import code_of, reason_for, status_of
+from prelunet.evaluator.rpc.status import code_of, reason_for, status_of
 
 QUICK = Retries(first=0.001, most=0.001, restart=0)
 AT_ONCE = Overloaded("too much to do", retry_after=0.001)

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from fakes import repeated
-from prelunet.evaluator.datasets.opening import open_dataset
-from prelunet.evaluator.datasets.sample import Dataset
+from prelunet.evaluator.datasets.dataset import Dataset
+from prelunet.evaluator.datasets.open import open_dataset
 from prelunet.evaluator.engine.classify import Model
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.protocols import Protocol, make_protocol

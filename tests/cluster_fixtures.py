@@ -11,8 +11,9 @@ from PIL import Image
 
 from cluster_data import IMAGES, opened
 from conftest import Exported
-from prelunet.evaluator.datasets.sample import Dataset
-from prelunet.evaluator.engine.session import Session, open_session
+from prelunet.evaluator.datasets.dataset import Dataset
+from prelunet.evaluator.engine.load import open_session
+from prelunet.evaluator.engine.session import Session
 
 
 @pytest.fixture(scope="module")

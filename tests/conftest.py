@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prelunet.evaluator.architectures import Activation
 from prelunet.evaluator.contract import Canvas, ModelContract
-from prelunet.evaluator.engine.session import Session, open_session
-from prelunet.export.exporting import export_checkpoint
-from prelunet.training.architectures import Activation
-from prelunet.training.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
+from prelunet.evaluator.engine.load import open_session
+from prelunet.evaluator.engine.session import Session
+from prelunet.export.dense.export import export_checkpoint
+from prelunet.training.net.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
 from telling import telling_checkpoint
 
 

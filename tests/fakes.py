@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from prelunet.evaluator.architectures import architecture
 from prelunet.evaluator.contract import ClassEntry, ModelContract, default_scales
-from prelunet.evaluator.datasets.sample import Dataset, Reader
+from prelunet.evaluator.datasets.dataset import Dataset, Reader
 from prelunet.evaluator.engine.batching import BatchRules
 from prelunet.evaluator.engine.memory import gpu_rules
 from prelunet.evaluator.engine.session import Circumstances, Outputs, Placement, check_canvas
 from prelunet.evaluator.protocols import Protocol
 from prelunet.evaluator.validation.run import Run, describe_dataset, run_info
 from prelunet.evaluator.validation.validate import validate
-from prelunet.training.architectures import architecture
 
 
 def fake_contract(classes: int = 6, **changes: Any) -> ModelContract:

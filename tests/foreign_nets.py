@@ -12,9 +12,10 @@ import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
-from prelunet.evaluator.engine.session import Session, open_session
-from prelunet.export.adopting import Adopted, AdoptOptions, adopt
-from prelunet.training.preprocessing import Preprocessing
+from prelunet.evaluator.engine.load import open_session
+from prelunet.evaluator.engine.session import Session
+from prelunet.export.foreign.adopt import Adopted, AdoptOptions, adopt
+from prelunet.training.importing.preprocessing import Preprocessing
 
 CROP = 40
 CLASSES = 7

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from prelunet.evaluator.architectures import Activation, Architecture, Conv, parameter_shapes
 from prelunet.evaluator.contract import ClassEntry
-from prelunet.training.architectures import Activation, Architecture, Conv, parameter_shapes
-from prelunet.training.importing import Imported, import_net
-from prelunet.training.preprocessing import Preprocessing
+from prelunet.training.importing.import_net import Imported, import_net
+from prelunet.training.importing.preprocessing import Preprocessing
 from tiny import CLASSES, TINY
 
 ENTRIES = tuple(ClassEntry(f"n{index:08}", f"thing {index}") for index in range(CLASSES))

@@ -15,7 +15,9 @@ from typing import Any
 
 # Its server imports torch once, and each process is forked from it: seconds less, and no thread of pytest's is copied.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch._dynamo", "prelunet.training.parallel", "prelunet.training.hybrid"])
+CONTEXT.set_forkserver_preload(
+    ["torch._dynamo", "prelunet.training.distributed.base", "prelunet.training.distributed.hybrid"]
+)
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,11 @@ from prelunet.evaluator.engine.batching import BatchRules
 from prelunet.evaluator.engine.classify import Classified
 from prelunet.evaluator.engine.session import Outputs
 from prelunet.evaluator.errors import DeviceLost
-from prelunet.evaluator.imaging.decode import DecodeLimits
+from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.protocols import Protocol, make_protocol
-from prelunet.evaluator.serving.caller import Caller
-from prelunet.evaluator.serving.files import ModelFile
 from prelunet.evaluator.serving.models import Models
-from prelunet.evaluator.serving.options import QueueOptions
+from prelunet.evaluator.serving.observability.call_context import Caller
+from prelunet.evaluator.serving.options import ModelFile, QueueOptions
 from serving_harness import png
 
 CONTRACT = fake_contract()

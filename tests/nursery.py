@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from fakes import FakeSession, repeated, validated
-from prelunet.evaluator.datasets.opening import open_dataset
-from prelunet.evaluator.engine.session import open_session
+from prelunet.evaluator.datasets.open import open_dataset
+from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.protocols import make_protocol
-from prelunet.evaluator.validation.cluster import Cluster, on_ray
+from prelunet.evaluator.validation.ray_cluster import Cluster, on_ray
 from prelunet.evaluator.validation.run import describe_dataset, run_info
 from prelunet.evaluator.validation.writer import RunWriter
 

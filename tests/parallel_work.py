@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from prelunet.evaluator.architectures import Architecture, Conv, Pool, parameter_shapes
 from prelunet.evaluator.errors import EnvironmentFault
-from prelunet.training.architectures import Architecture, Conv, Pool, parameter_shapes
-from prelunet.training.buckets import GradientBuckets
-from prelunet.training.group import Group, open_group
-from prelunet.training.network import PreluNet, load_tensors, parameter_groups
-from prelunet.training.parallel import DropoutFactors, Kind, Options, Parallel, Step, make_parallel
+from prelunet.training.distributed.base import DropoutFactors, Kind, Options, Parallel, Step
+from prelunet.training.distributed.data_parallel import make_parallel
+from prelunet.training.distributed.gradient_buckets import GradientBuckets
+from prelunet.training.distributed.process_group import Group, open_group
+from prelunet.training.net.network import PreluNet, load_tensors, parameter_groups
 from prelunet.training.recipe import Precision
 
 SMALL = Architecture(

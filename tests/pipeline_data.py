@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from fakes import FakeSession, fake_contract
-from prelunet.evaluator.datasets.opening import open_dataset
-from prelunet.evaluator.datasets.sample import Dataset, Sample
+from prelunet.evaluator.datasets.dataset import Dataset, Sample
+from prelunet.evaluator.datasets.open import open_dataset
 from prelunet.evaluator.engine.batching import BatchRules
 from prelunet.evaluator.engine.session import Outputs
 from prelunet.evaluator.protocols import make_protocol

@@ -5,9 +5,9 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prelunet.evaluator.datasets.sample import Reader, Sample
+from prelunet.evaluator.datasets.dataset import Reader, Sample
 from prelunet.evaluator.errors import PreluNetError
-from prelunet.evaluator.validation.cluster import Worker
+from prelunet.evaluator.validation.ray_cluster import Worker
 from prelunet.evaluator.validation.validate import ChunkResult
 
 FATAL = "8/"  # beginning of the names of images that no worker survives

@@ -18,13 +18,12 @@ from PIL import Image
 from fakes import FakeSession
 from prelunet.evaluator.engine.session import Outputs
 from prelunet.evaluator.errors import DeviceLost
-from prelunet.evaluator.imaging.decode import DecodeLimits
+from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from prelunet.evaluator.serving.files import ModelFile
-from prelunet.evaluator.serving.interceptor import Calls, ErrorsToStatus
-from prelunet.evaluator.serving.metrics import Metrics
+from prelunet.evaluator.serving.api.interceptor import Calls, ErrorsToStatus
 from prelunet.evaluator.serving.models import Models
-from prelunet.evaluator.serving.options import Limits, QueueOptions
+from prelunet.evaluator.serving.observability.metrics import Metrics
+from prelunet.evaluator.serving.options import Limits, ModelFile, QueueOptions
 from prelunet.evaluator.serving.server import Server
 
 

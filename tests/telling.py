@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 
 import reference
+from prelunet.evaluator.architectures import Activation, Architecture, architecture
 from prelunet.evaluator.contract import ClassEntry
-from prelunet.training.architectures import Activation, Architecture, architecture
-from prelunet.training.checkpoints import Checkpoint
-from prelunet.training.initialization import initial_tensors
+from prelunet.training.net.checkpoints import Checkpoint
+from prelunet.training.net.initialization import initial_tensors
 
 CHANNEL_MEAN = np.array([123.68, 116.78, 103.94], np.float32)
 

@@ -20,12 +20,12 @@ from prelunet.evaluator.errors import DeadlinePassed, ImageError, Overloaded, Us
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.protocols import make_protocol
-from prelunet.evaluator.serving.caller import Caller
-from prelunet.evaluator.serving.metrics import Metrics
 from prelunet.evaluator.serving.models import Models
+from prelunet.evaluator.serving.observability.call_context import Caller
+from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import QueueOptions
-from prelunet.evaluator.serving.request import Lane, Request, views_and_pixels
-from prelunet.evaluator.serving.waiting import Waiting
+from prelunet.evaluator.serving.scheduling.queue import Waiting
+from prelunet.evaluator.serving.scheduling.request import Lane, Request, views_and_pixels
 from serving_harness import png, running_server
 
 CENTER = make_protocol("center", fake_contract())

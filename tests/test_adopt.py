@@ -44,14 +44,14 @@ from prelunet.evaluator.cli import run
 from prelunet.evaluator.client import Client
 from prelunet.evaluator.contract import golden_image
 from prelunet.evaluator.engine.classify import classify_images
-from prelunet.evaluator.engine.onnx_runtime import PlainNet
-from prelunet.evaluator.engine.session import open_session
+from prelunet.evaluator.engine.load import open_session
+from prelunet.evaluator.engine.runtimes.onnx import PlainNet
+from prelunet.evaluator.engine.verify import verify
 from prelunet.evaluator.errors import ContractError, UsageError
 from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.protocols import default_protocol, make_protocol
-from prelunet.export.adopting import AdoptOptions, adopt
-from prelunet.export.verification import verify
-from prelunet.training.preprocessing import Preprocessing
+from prelunet.export.foreign.adopt import AdoptOptions, adopt
+from prelunet.training.importing.preprocessing import Preprocessing
 from serving_harness import running_server
 
 PHOTOS = (photo(61, 83, "PNG"), photo(97, 52, "JPEG", seed=1), photo(40, 40, "PNG", seed=2))

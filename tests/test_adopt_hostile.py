@@ -14,12 +14,12 @@ from onnx import TensorProto, helper
 from foreign_nets import CLASSES, CROP, HALF, RGB, Build, Nodes, adopted, features, net, photo, write_classes
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.contract import golden_image
-from prelunet.evaluator.engine.onnx_runtime import PlainNet
+from prelunet.evaluator.engine.runtimes.onnx import PlainNet
 from prelunet.evaluator.errors import ContractError, UsageError
-from prelunet.export.adopt_net import random_operators
-from prelunet.export.adopting import AdoptOptions, adopt
-from prelunet.export.exporting import export_checkpoint
-from prelunet.training.preprocessing import Preprocessing
+from prelunet.export.dense.export import export_checkpoint
+from prelunet.export.foreign.adopt import AdoptOptions, adopt
+from prelunet.export.foreign.read_net import random_operators
+from prelunet.training.importing.preprocessing import Preprocessing
 
 NUMBERS = ["--mean", "0.5", "--std", "0.2"]
 
@@ -60,7 +60,7 @@ def test_weights_of_a_branch_that_lie_in_another_file_are_not_replaced_either(pl
 
 
 def test_export_does_not_replace_its_checkpoint(tmp_path: Path) -> None:
-    from prelunet.training.checkpoints import write_checkpoint
+    from prelunet.training.net.checkpoints import write_checkpoint
     from tiny import tiny_checkpoint  # brings torch
 
     path = tmp_path / "net.safetensors"

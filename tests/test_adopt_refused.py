@@ -28,8 +28,8 @@ from foreign_nets import (
     write_classes,
 )
 from prelunet.evaluator.errors import ContractError, EnvironmentFault, PreluNetError, UsageError
-from prelunet.export.adopting import AdoptOptions, adopt
-from prelunet.training.preprocessing import Preprocessing, three_numbers
+from prelunet.export.foreign.adopt import AdoptOptions, adopt
+from prelunet.training.importing.preprocessing import Preprocessing, three_numbers
 
 
 def sigmoid(n: Nodes, x: str) -> str:

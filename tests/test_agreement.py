@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from prelunet.evaluator.errors import UsageError
-from prelunet.training import first_words
-from prelunet.training.agreement import check_alike, check_place
-from prelunet.training.group import Group
-from prelunet.training.splits import Splits, open_splits
+from prelunet.training.data.splits import Splits, open_splits
+from prelunet.training.distributed.process_group import Group
+from prelunet.training.loop import setup
+from prelunet.training.loop.setup import check_alike, check_place
 from training_folders import RECIPE, make_dataset
 
 ALONE = Group(0, 1, torch.device("cpu"))
@@ -61,15 +61,15 @@ def splits(tmp_path: Path) -> Splits:
 
 
 def words(splits: Splits, precision: Any = "fp32") -> list[str]:
-    return list(first_words.first_words(replace(RECIPE, precision=precision), splits, ALONE, None))
+    return list(setup.first_words(replace(RECIPE, precision=precision), splits, ALONE, None))
 
 
 def test_imitated_bf16_is_told(splits: Splits, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_words, "computes_bf16", lambda _device: False)
+    monkeypatch.setattr(setup, "computes_bf16", lambda _device: False)
     assert words(splits, "bf16")[0] == "training on cpu, bf16"
     assert "this cpu has no bfloat16" in words(splits, "bf16")[-1]
     assert len(words(splits)) == 2  # fp32 needs none
-    monkeypatch.setattr(first_words, "computes_bf16", lambda _device: True)
+    monkeypatch.setattr(setup, "computes_bf16", lambda _device: True)
     assert len(words(splits, "bf16")) == 2
 
 

@@ -10,9 +10,9 @@ from PIL import Image
 
 from conftest import Exported
 from fakes import FakeSession
+from prelunet.evaluator.answer import answer_from_json, top_asked
 from prelunet.evaluator.cli import run
-from prelunet.evaluator.engine.answer import answer_from_json, answer_of, top_asked
-from prelunet.evaluator.engine.classify import classify_images
+from prelunet.evaluator.engine.classify import answer_of, classify_images
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.protocols import make_protocol
 from serving_harness import running_server

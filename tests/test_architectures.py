@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from prelunet.evaluator.complexity import multiply_adds
-from prelunet.evaluator.errors import UsageError
-from prelunet.training.architectures import (
+from prelunet.evaluator.architectures import (
     ARCHITECTURES,
     Activation,
     Architecture,
     architecture,
     architecture_from_json,
+    multiply_adds,
     parameter_shapes,
 )
+from prelunet.evaluator.errors import UsageError
 from tiny import TINY
 
 

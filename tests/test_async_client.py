@@ -18,9 +18,9 @@ import prelunet.evaluator.client.aio
 from client_harness import QUICK, Growth, Plain, Scripted, served, text_of
 from fakes import FakeSession
 from prelunet.evaluator.client import AsyncClient, Client
-from prelunet.evaluator.client.aio_streams import StreamEnd
-from prelunet.evaluator.client.retries import Attempts
-from prelunet.evaluator.datasets.sample import Dataset, Sample
+from prelunet.evaluator.client.calls import Attempts
+from prelunet.evaluator.client.streams import StreamEnd
+from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.errors import ImageError, Overloaded, UsageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from serving_harness import png, running_server
@@ -304,7 +304,7 @@ def test_the_server_s_status_is_told_though_grpc_puts_its_own_in_the_place(late:
 
 
 def test_a_status_that_never_comes_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prelunet.evaluator.client.aio_streams._PATIENCE", 0.01)
+    monkeypatch.setattr("prelunet.evaluator.client.streams._PATIENCE", 0.01)
 
     async def check() -> None:
         stream = Ending()

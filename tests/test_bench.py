@@ -16,19 +16,19 @@ import pytest
 from PIL import Image
 
 from fakes import FakeSession, fake_contract
+from prelunet.evaluator.architectures import multiply_adds
 from prelunet.evaluator.cli import run
-from prelunet.evaluator.complexity import multiply_adds
-from prelunet.evaluator.datasets.opening import open_place
-from prelunet.evaluator.datasets.sample import Dataset, DatasetPlace
+from prelunet.evaluator.datasets.dataset import Dataset, DatasetPlace
+from prelunet.evaluator.datasets.open import open_place
 from prelunet.evaluator.engine.session import Outputs, Placement
-from prelunet.evaluator.engine.stages import STAGES, Tally
 from prelunet.evaluator.errors import DatasetError
 from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.imaging.views import make_views
 from prelunet.evaluator.machine import knows_bf16
+from prelunet.evaluator.profiling.bottleneck import Surroundings, advice, cause_of, in_words
+from prelunet.evaluator.profiling.profile import Alone, Measurement, benchmark, computed_alone
 from prelunet.evaluator.protocols import make_protocol
-from prelunet.evaluator.validation.benchmark import Alone, Measurement, benchmark, computed_alone
-from prelunet.evaluator.validation.bottleneck import Surroundings, advice, cause_of, in_words
+from prelunet.evaluator.validation.timing import STAGES, Tally
 
 TWO_SCALES = make_protocol("dense-29-36", fake_contract())
 IMAGES, BAD = 25, 11
@@ -134,8 +134,8 @@ def test_computing_alone_ends_when_there_is_enough_of_it_and_is_spread_over_all(
             clock.now += 0.5
             return super().compute(staged)
 
-    monkeypatch.setattr("prelunet.evaluator.validation.benchmark.time", clock)
-    monkeypatch.setattr("prelunet.evaluator.validation.benchmark.ALONE", enough)
+    monkeypatch.setattr("prelunet.evaluator.profiling.profile.time", clock)
+    monkeypatch.setattr("prelunet.evaluator.profiling.profile.ALONE", enough)
     images = [[sample] for sample in dataset.samples[:8]]
     alone = computed_alone(Clocked(), replace(dataset, reader=Noting()), TWO_SCALES, images, 2)
     assert alone.seconds == len(read) == alone.batches / 2
@@ -167,7 +167,7 @@ def test_an_adopted_net_that_does_not_tell_its_cost_has_no_gflops(dataset: Datas
 def test_the_peak_of_memory_is_told_in_bytes_and_stays_when_memory_is_given_back() -> None:
     """In a process of its own: the peak of this one is that of all tests before."""
     code = """
-from prelunet.evaluator.validation.benchmark import peak_memory
+from prelunet.evaluator.profiling.profile import peak_memory
 before, held = peak_memory(), bytearray(b"x") * 2**27
 del held
 print(before, peak_memory())

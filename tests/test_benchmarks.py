@@ -11,14 +11,14 @@ import pytest
 import torch
 from PIL import Image
 
+from prelunet.evaluator.architectures import ACTIVATIONS, architecture
 from prelunet.evaluator.contract import golden_image
-from prelunet.evaluator.engine import openvino_runtime
+from prelunet.evaluator.engine.runtimes import openvino
 from prelunet.evaluator.imaging.views import make_views
 from prelunet.evaluator.protocols import Protocol
-from prelunet.training.architectures import ACTIVATIONS, architecture
-from prelunet.training.checkpoints import Checkpoint
-from prelunet.training.dense import dense_windows, subtract_mean
-from prelunet.training.network import PreluNet, load_tensors, network_from_checkpoint
+from prelunet.training.net.checkpoints import Checkpoint
+from prelunet.training.net.dense_reference import dense_windows, subtract_mean
+from prelunet.training.net.network import PreluNet, load_tensors, network_from_checkpoint
 from telling import noise, telling_checkpoint
 from tiny import tiny_checkpoint
 
@@ -325,8 +325,8 @@ def test_a_compiler_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch, tmp
 def test_openvino_that_computes_in_another_precision_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     checkpoint = tiny_checkpoint()
     export_plain(DenseNet(network_from_checkpoint(checkpoint), checkpoint.mean), tmp_path / "plain.onnx")
-    monkeypatch.setattr(openvino_runtime, "check_processor", lambda precision: None)
-    monkeypatch.setattr(openvino_runtime, "_precisions", lambda compiled: {"f32"})
+    monkeypatch.setattr(openvino, "check_processor", lambda precision: None)
+    monkeypatch.setattr(openvino, "_precisions", lambda compiled: {"f32"})
     with pytest.raises(NotAvailable, match=r"bf16: .* computes in f32"):
         COMPETITORS["openvino, plain export, bf16"].open(Case(tmp_path, 1))
 

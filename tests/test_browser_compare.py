@@ -10,7 +10,7 @@ from playwright.sync_api import Page, expect
 
 from browsing import HOSTILE, LAPTOP, PHONE, Watched, brightness, imagenet_shape, names_of
 from prelunet.evaluator.reporting.compare import Comparison
-from prelunet.evaluator.reporting.compare_write import write_comparison
+from prelunet.evaluator.reporting.compare_page import write_comparison
 from run_folders import evaluated, refused, write_run
 
 pytestmark = pytest.mark.browser

@@ -14,11 +14,11 @@ import safetensors
 import safetensors.numpy
 
 import prelunet.evaluator.files
+from prelunet.evaluator.architectures import ACTIVATIONS, Activation
 from prelunet.evaluator.errors import CheckpointError, EnvironmentFault, UsageError
 from prelunet.evaluator.files import sha256_of
-from prelunet.training.architectures import ACTIVATIONS, Activation
-from prelunet.training.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
-from prelunet.training.state_dicts import read_state_dict
+from prelunet.training.importing.state_dicts import read_state_dict
+from prelunet.training.net.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
 from tiny import CLASSES, mean_image, tiny_checkpoint
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from prelunet.evaluator.datasets.class_list import MAX_CLASSES, read_class_list
+from prelunet.evaluator.datasets.labels.class_file import MAX_CLASSES, read_class_list
 from prelunet.evaluator.errors import EnvironmentFault, UsageError
 
 PAIRS = [("n01440764", "tench, Tinca tinca"), ("n01443537", "goldfish"), ("n02012849", "crane")]

@@ -19,8 +19,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from client_harness import QUICK, Growth, Plain, Scripted, served
 from fakes import FakeSession
 from prelunet.evaluator.client import Client, Retries
-from prelunet.evaluator.client.connection import CHANNEL_OPTIONS
-from prelunet.evaluator.datasets.sample import Dataset, Sample
+from prelunet.evaluator.client.channel import CHANNEL_OPTIONS
+from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.engine.scores import shortest
 from prelunet.evaluator.errors import (
@@ -39,7 +39,7 @@ from prelunet.evaluator.errors import (
 from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.protocols import Changes, make_protocol
-from prelunet.evaluator.serving.status import MAX_MESSAGE, status_of
+from prelunet.evaluator.rpc.status import MAX_MESSAGE, status_of
 from serving_harness import png, running_server
 
 
@@ -348,17 +348,14 @@ def test_details_of_a_status_that_are_not_ours_are_left_alone(details: bytes) ->
     assert type(caught.value) is EnvironmentFault
 
 
-def test_the_client_takes_nothing_from_the_server_but_statuses_and_messages() -> None:
+def test_the_client_loads_nothing_of_the_server() -> None:
     program = (
         "import prelunet.evaluator.client, sys; "
+        "assert 'prelunet.evaluator.client.sync' in sys.modules; "
         "print(*sorted(name for name in sys.modules if name.startswith('prelunet.evaluator.serv')))"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout.split() == [
-        "prelunet.evaluator.serving",
-        "prelunet.evaluator.serving.status",
-        "prelunet.evaluator.serving.wire",
-    ]
+    assert result.stdout.split() == []
 
 
 def test_an_error_that_was_handled_keeps_nothing_alive() -> None:

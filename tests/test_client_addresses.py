@@ -11,7 +11,7 @@ import pytest
 
 from client_harness import BOTH, Relay, Scripted, served, text_of
 from prelunet.evaluator.client import Client, Retries
-from prelunet.evaluator.client.addresses import checked_address
+from prelunet.evaluator.client.channel import checked_address
 from prelunet.evaluator.errors import EnvironmentFault, NotReady, UsageError
 
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"  # an HTTP/2 server's first frame; with it a connection is one

@@ -11,10 +11,10 @@ import pytest
 from client_harness import BOTH, QUICK, Scripted, served
 from prelunet.evaluator.client import Progress
 from prelunet.evaluator.client.calls import Call
-from prelunet.evaluator.datasets.sample import Dataset, Sample
+from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.errors import DatasetError, EnvironmentFault, Interrupted, NotReady, PreluNetError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from prelunet.evaluator.serving.status import status_of
+from prelunet.evaluator.rpc.status import status_of
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 CANCELLED = grpc.StatusCode.CANCELLED

@@ -14,9 +14,9 @@ import pytest
 from client_harness import AT_ONCE, BOTH, QUICK, Relay, Scripted, answer_to, answers_to, bad, good, served, text_of
 from prelunet.evaluator.client import Client, Retries
 from prelunet.evaluator.client.calls import Terms
-from prelunet.evaluator.client.many import Many
-from prelunet.evaluator.client.requests import classify_request
-from prelunet.evaluator.client.sync_streams import Exchange
+from prelunet.evaluator.client.messages import classify_request
+from prelunet.evaluator.client.streams import Many
+from prelunet.evaluator.client.sync import Exchange
 from prelunet.evaluator.errors import (
     DeadlinePassed,
     EnvironmentFault,
@@ -28,7 +28,7 @@ from prelunet.evaluator.errors import (
     UsageError,
 )
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from prelunet.evaluator.serving.status import MAX_MESSAGE
+from prelunet.evaluator.rpc.status import MAX_MESSAGE
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 PETS = [b"cat", b"dog", b"fox", b"owl", b"rat"]
@@ -125,7 +125,7 @@ def test_a_bad_image_has_its_own_error_and_the_stream_goes_on(client_of) -> None
 def test_an_image_that_no_message_can_carry_is_refused_here_and_the_others_are_answered(
     client_of, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prelunet.evaluator.client.requests.MAX_MESSAGE", 4096 + 5)  # three bytes and the framing
+    monkeypatch.setattr("prelunet.evaluator.client.messages.MAX_MESSAGE", 4096 + 5)  # three bytes and the framing
     images = [*[b"large"] * 50, b"cat", b"dog", *[b"large"] * 50, b"fox"]
     with served(Scripted()) as address, client_of(address) as client:
         results = dict(told(client.classify_many(images, ahead=4)))
@@ -140,7 +140,7 @@ def test_an_image_that_no_message_can_carry_is_refused_here_and_the_others_are_a
 
 
 def test_refused_images_whose_errors_nobody_takes_are_held_back_too(client_of, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prelunet.evaluator.client.requests.MAX_MESSAGE", 4096)
+    monkeypatch.setattr("prelunet.evaluator.client.messages.MAX_MESSAGE", 4096)
     asked = taken = 0
 
     def images() -> Iterator[bytes]:

@@ -23,12 +23,12 @@ import pytest
 from cluster_data import CHUNKS, COPIES, TOTAL, info_of, looks, opened
 from fakes import validated
 from nursery import nursery
-from prelunet.evaluator.datasets.sample import Dataset, Sample
+from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.engine.classify import Model
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import DatasetError, EnvironmentFault, Interrupted
-from prelunet.evaluator.validation.cluster import ATTEMPTS, Cluster, on_ray
 from prelunet.evaluator.validation.pipeline import ChunkResult
+from prelunet.evaluator.validation.ray_cluster import ATTEMPTS, Cluster, on_ray
 from prelunet.evaluator.validation.run import CHUNK
 from ray_workers import Dying, Mistaken, Stillborn
 
@@ -208,7 +208,7 @@ def test_killed_workers_are_replaced_and_each_image_is_counted_once(
 def test_images_that_no_worker_survives_end_the_run_which_the_same_command_goes_on_with(
     on_cluster: Validate, tmp_path: Path, local: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prelunet.evaluator.validation.cluster.Worker", Dying)
+    monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.Worker", Dying)
     with pytest.raises(EnvironmentFault) as caught:
         on_cluster()
     done = lines_in(tmp_path / "run")
@@ -224,7 +224,7 @@ def test_images_that_no_worker_survives_end_the_run_which_the_same_command_goes_
 def test_workers_that_cannot_be_started_are_not_started_for_ever(
     on_cluster: Validate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prelunet.evaluator.validation.cluster.Worker", Stillborn)
+    monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.Worker", Stillborn)
     with pytest.raises(EnvironmentFault, match=f"{ATTEMPTS * CPUS} workers in a row were lost at their start .* 0 of"):
         on_cluster()
 
@@ -232,7 +232,7 @@ def test_workers_that_cannot_be_started_are_not_started_for_ever(
 def test_a_mistake_of_ours_on_a_worker_is_told_with_its_place(
     on_cluster: Validate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prelunet.evaluator.validation.cluster.Worker", Mistaken)
+    monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.Worker", Mistaken)
     with pytest.raises(ZeroDivisionError, match=r"ray_workers\.py"):
         on_cluster()
 
@@ -266,7 +266,7 @@ def test_ctrl_c_and_sigterm_end_the_workers_and_keep_what_is_done(
 def test_a_handler_of_sigterm_that_is_not_pythons_is_no_obstacle(
     on_cluster: Validate, tmp_path: Path, local: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, on_sigterm: Any
 ) -> None:
-    monkeypatch.setattr("prelunet.evaluator.validation.joining.signal.getsignal", lambda _: None)
+    monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.signal.getsignal", lambda _: None)
     on_cluster()
     assert contents(tmp_path / "run") == local
 

@@ -14,10 +14,10 @@ import pytest
 
 from cluster_data import info_of
 from prelunet.evaluator.cli import run
-from prelunet.evaluator.datasets.sample import Dataset, Sample
+from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import EnvironmentFault, UsageError
-from prelunet.evaluator.validation.cluster import AHEAD, ATTEMPTS, PATIENCE, Cluster, Crew, on_ray, room
+from prelunet.evaluator.validation.ray_cluster import AHEAD, ATTEMPTS, PATIENCE, Cluster, Crew, on_ray, room
 from prelunet.evaluator.validation.validate import WorkersLost
 
 pytest_plugins = ("cluster_fixtures",)

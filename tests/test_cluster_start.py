@@ -15,11 +15,11 @@ import pytest
 
 from cluster_data import TOTAL, looks
 from fakes import validated
-from prelunet.evaluator.datasets.sample import Dataset, Sample
+from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import EnvironmentFault, Interrupted
-from prelunet.evaluator.validation.joining import connected
 from prelunet.evaluator.validation.pipeline import ChunkResult
+from prelunet.evaluator.validation.ray_cluster import connected
 
 pytest_plugins = ("cluster_fixtures",)
 
@@ -90,7 +90,7 @@ def try_for_ever() -> None:
 
 
 def test_a_start_that_hangs_is_given_up(starting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prelunet.evaluator.validation.joining.JOINING", 1)
+    monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.JOINING", 1)
     with pytest.raises(EnvironmentFault, match=r"--ray local: no cluster could be joined \(no answer for 1 s\)"):
         starting(try_for_ever)
 

@@ -18,12 +18,12 @@ import pytest
 from onnx import numpy_helper
 
 from cluster_data import looks
-from prelunet.evaluator.datasets.sample import Dataset
+from prelunet.evaluator.datasets.dataset import Dataset
 from prelunet.evaluator.engine.session import Placement, Session
 from prelunet.evaluator.errors import ContractError, DatasetError, EnvironmentFault, PreluNetError, UsageError
 from prelunet.evaluator.files import sha256_of
-from prelunet.evaluator.validation.cluster import Job, Worker
 from prelunet.evaluator.validation.pipeline import evaluate_chunks
+from prelunet.evaluator.validation.ray_cluster import Job, Worker
 from prelunet.evaluator.validation.run import CHUNK, Batching
 from ray_workers import OtherThere
 
@@ -69,7 +69,7 @@ def test_two_threads_of_a_worker_run_the_session_one_after_the_other(
         return compute(staged)
 
     monkeypatch.setattr(session, "compute", crowded)
-    monkeypatch.setattr("prelunet.evaluator.validation.cluster.open_placed", lambda *_, **__: session)
+    monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.open_placed", lambda *_, **__: session)
     worker = Worker(job)
     assert isinstance(worker.start(), str)
     with ThreadPoolExecutor(2) as pool:

@@ -5,8 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from prelunet.training.augmentation import COLOR, VIEW, random_stream, training_view
-from prelunet.training.color import color_axes, color_shift
+from prelunet.training.data.augmentation import COLOR, VIEW, color_axes, color_shift, random_stream, training_view
 from training_folders import RECIPE
 
 COLORFUL = replace(RECIPE, color=0.1)

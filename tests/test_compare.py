@@ -15,10 +15,10 @@ import pytest
 from prelunet.evaluator import cli
 from prelunet.evaluator.errors import RunFolderError
 from prelunet.evaluator.reporting.compare import compare_runs, comparison_csv, judgement, shown_p
-from prelunet.evaluator.reporting.compare_write import write_comparison
+from prelunet.evaluator.reporting.compare_page import write_comparison
+from prelunet.evaluator.reporting.html import json_bytes
 from prelunet.evaluator.reporting.paired import adjusted_p, difference_interval, mcnemar
 from prelunet.evaluator.reporting.statistics import macro_interval
-from prelunet.evaluator.reporting.text import json_bytes
 from prelunet.evaluator.validation.run import read_run
 from run_folders import CLASSES, evaluated, refused, write_run
 

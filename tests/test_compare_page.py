@@ -12,7 +12,7 @@ from PIL import Image
 from pages import Elements
 from prelunet.evaluator import cli
 from prelunet.evaluator.datasets import DatasetPlace, open_dataset, open_place
-from prelunet.evaluator.datasets.sample import Dataset
+from prelunet.evaluator.datasets.dataset import Dataset
 from prelunet.evaluator.errors import DatasetError
 from prelunet.evaluator.reporting.charts import FEW_CLASSES
 from prelunet.evaluator.reporting.compare import compare_runs
@@ -26,11 +26,10 @@ from prelunet.evaluator.reporting.compare_page import (
     protocol_remark,
     render_comparison,
     run_titles,
+    write_comparison,
 )
-from prelunet.evaluator.reporting.compare_write import write_comparison
 from prelunet.evaluator.reporting.gallery import SHOWN_OF_A_CLASS
-from prelunet.evaluator.reporting.html import VEGA_LITE
-from prelunet.evaluator.reporting.text import signed
+from prelunet.evaluator.reporting.html import VEGA_LITE, signed
 from prelunet.evaluator.validation.run import read_run
 from run_folders import CLASSES, MULTI_SCALE, evaluated, refused, write_run
 
@@ -104,7 +103,7 @@ def test_page_asks_the_network_for_nothing(tmp_path: Path) -> None:
             address = attributes.get(name)
             if address is not None:
                 assert re.match(r"data:|#|compare\.(json|csv)$", address), (tag, name, address[:80])
-    folder = Path(cli.__file__).parent / "reporting"
+    folder = Path(cli.__file__).parent / "reporting" / "page_files"
     css = (folder / "compare.css").read_text()
     assert "url(" not in css
     assert "@import" not in css

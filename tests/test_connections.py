@@ -19,11 +19,10 @@ from fakes import FakeSession
 from in_a_loop import in_a_loop, new_channel, refused
 from prelunet.evaluator.errors import EnvironmentFault
 from prelunet.evaluator.serving import models
-from prelunet.evaluator.serving.files import ModelFile
-from prelunet.evaluator.serving.options import Limits, ServeOptions
-from prelunet.evaluator.serving.run import serve
+from prelunet.evaluator.serving.lifecycle import serve
+from prelunet.evaluator.serving.network import allow_open_files, is_everywhere, is_loopback, join, why_not
+from prelunet.evaluator.serving.options import Limits, ModelFile, ServeOptions
 from prelunet.evaluator.serving.server import Server
-from prelunet.evaluator.serving.transport import allow_open_files, is_everywhere, is_loopback, join, why_not
 from raw_http2 import (
     ACK,
     DATA,

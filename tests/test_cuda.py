@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from prelunet.evaluator.contract import OUTPUTS
-from prelunet.evaluator.engine import cuda
-from prelunet.evaluator.engine.cuda import ARENA_STEP, SLOTS, CudaBinding, CudaRuntime, cuda_options
+from prelunet.evaluator.engine.runtimes import cuda
+from prelunet.evaluator.engine.runtimes.cuda import ARENA_STEP, SLOTS, CudaBinding, CudaRuntime, cuda_options
 from prelunet.evaluator.errors import EnvironmentFault
 
 CLASSES = 6

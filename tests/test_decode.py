@@ -21,7 +21,8 @@ from PIL import Image
 
 from prelunet.evaluator.errors import EnvironmentFault, ImageError, UsageError
 from prelunet.evaluator.imaging import decode
-from prelunet.evaluator.imaging.decode import DecodeLimits, decode_image, decode_rgb, image_size
+from prelunet.evaluator.imaging.decode import decode_image, decode_rgb, image_size
+from prelunet.evaluator.imaging.limits import DecodeLimits
 
 DATA = Path(__file__).parent / "data" / "hostile"
 HOSTILE = sorted(DATA.iterdir())

@@ -11,7 +11,7 @@ import pytest
 
 import reference
 from conftest import Exported, export_telling
-from prelunet.export.verification import rubbish_canvas
+from prelunet.evaluator.engine.verify import rubbish_canvas
 from telling import noise
 
 # Float32 over 20 layers and sums of 32,256 terms: about 3e-6 was measured, so 1e-5 is a bound with little air.

@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import prelunet.training.diagnosis
+import prelunet.training.inspection.layer_statistics
+from prelunet.evaluator.architectures import ACTIVATIONS, Activation
 from prelunet.evaluator.datasets import open_dataset
 from prelunet.evaluator.errors import RunFolderError, UsageError
-from prelunet.training.architectures import ACTIVATIONS, Activation
-from prelunet.training.diagnosis import measure, spread_views
-from prelunet.training.diagnosis_log import DiagnosisLog, LayerResponse, read_diagnosis, std
-from prelunet.training.network import PreluNet, network_from_checkpoint
-from prelunet.training.pictures import Pictures
+from prelunet.training.data.image_cache import Pictures
+from prelunet.training.inspection.layer_log import DiagnosisLog, LayerResponse, read_diagnosis, std
+from prelunet.training.inspection.layer_statistics import measure, spread_views
+from prelunet.training.net.network import PreluNet, network_from_checkpoint
 from tiny import CLASSES, TINY, tiny_checkpoint
 from training_folders import make_dataset
 
@@ -98,7 +98,7 @@ def test_batches_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch) -> N
     net, (images, labels) = float64_net(), some_images(count=7)
     whole = measure(net, images, labels)
     shown: list[int] = []
-    monkeypatch.setattr(prelunet.training.diagnosis, "PIXELS_AT_ONCE", 3 * TINY.crop**2 + 1)
+    monkeypatch.setattr(prelunet.training.inspection.layer_statistics, "PIXELS_AT_ONCE", 3 * TINY.crop**2 + 1)
     parts = measure(net, images, labels, shown.append)
     assert shown == [3, 3, 1]
     for one, other in zip(whole, parts, strict=True):

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import prelunet.training.diagnosis
-from prelunet.training.divergence import where_not_finite
-from prelunet.training.network import PreluNet, network_from_checkpoint
+import prelunet.training.inspection.layer_statistics
+from prelunet.training.inspection.layer_statistics import where_not_finite
+from prelunet.training.net.network import PreluNet, network_from_checkpoint
 from tiny import CLASSES, TINY, tiny_checkpoint
 
 NAN, INFINITY = float("nan"), float("inf")
@@ -84,7 +84,9 @@ def test_the_first_layer_whose_response_overflows_is_named(changes: dict[str, fl
 def test_the_first_layer_is_named_whatever_part_of_the_batch_it_is_in(
     monkeypatch: pytest.MonkeyPatch, place: int
 ) -> None:
-    monkeypatch.setattr(prelunet.training.diagnosis, "PIXELS_AT_ONCE", TINY.crop**2)  # one image at a time
+    monkeypatch.setattr(
+        prelunet.training.inspection.layer_statistics, "PIXELS_AT_ONCE", TINY.crop**2
+    )  # one image at a time
     images, labels = some_images()
     images[:, 0], images[place, 0] = 0.0, 1.0  # one image alone reaches conv1's infinity
     net = net_with({"fc2.weight": 3e38})  # at which every image fails

@@ -18,11 +18,12 @@ from conftest import Exported, with_contract
 from fakes import FakeSession
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.contract import OUTPUTS
-from prelunet.evaluator.engine import onnx_runtime, openvino_runtime
+from prelunet.evaluator.engine.runtimes import onnx as onnx_runtime
+from prelunet.evaluator.engine.runtimes import openvino
 from prelunet.evaluator.errors import EnvironmentFault
 from prelunet.evaluator.serving.server import Server
-from prelunet.evaluator.verbs import examination
-from prelunet.evaluator.verbs.examination import TRIAL_MODEL, Finding, examine_machine
+from prelunet.evaluator.verbs import doctor_checks
+from prelunet.evaluator.verbs.doctor_checks import TRIAL_MODEL, Finding, examine_machine
 from serving_harness import in_a_thread, running_server
 
 
@@ -142,7 +143,7 @@ def test_gpus_are_tried_one_by_one(
         loaded.packages = {"gpu": "H100"}
         return loaded, 0
 
-    monkeypatch.setattr(examination, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(doctor_checks, "visible_gpus", lambda: gpus)
     monkeypatch.setattr(onnx_runtime, "knows_cuda", lambda: knows)
     monkeypatch.setattr(onnx_runtime, "load_on_cuda", on_gpu)
     finding = found("device cuda")
@@ -157,7 +158,7 @@ def test_openvino_tells_its_precisions(monkeypatch: pytest.MonkeyPatch, works: t
             raise EnvironmentFault("computes in f32 instead")
         return onnx_runtime.load_on_cpu(path)
 
-    monkeypatch.setattr(openvino_runtime, "load", load)
+    monkeypatch.setattr(openvino, "load", load)
     finding = found("device openvino")
     assert (finding.state, told in finding.told) == ("ok", True)
 
@@ -205,7 +206,7 @@ def test_a_model_whose_scores_are_off_is_found(
     first, *others = model.session.contract.golden
     scores = (first.scores[0] + 1e-3, *first.scores[1:])
     wrong = replace(model.session.contract, golden=(*others, replace(first, scores=scores)))
-    monkeypatch.setattr(examination, "open_placed", lambda *_, **__: with_contract(model.session, wrong))
+    monkeypatch.setattr(doctor_checks, "open_placed", lambda *_, **__: with_contract(model.session, wrong))
     code, findings, said = doctor(capsys, "--model", str(model.path), "--port", "0")
     assert (code, findings["model"]["state"]) == (6, "wrong")
     assert "golden images are off by 1.0e-03" in said

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from fakes import FakeSession
 from heart import until
 from prelunet.evaluator.errors import ImageError, Overloaded
-from prelunet.evaluator.serving.door import Door
-from prelunet.evaluator.serving.metrics import Metrics
+from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import QueueOptions
+from prelunet.evaluator.serving.scheduling.admission import Door
 
 
 def made_door(**queue: int) -> tuple[Door, Metrics]:

@@ -20,21 +20,20 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from fakes import FakeSession
 from in_a_loop import in_a_loop, new_channel, refused, until
 from prelunet.evaluator.errors import DeviceLost, NotReady
-from prelunet.evaluator.imaging.decode import DecodeLimits
+from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.pb.inference import inference_pb2 as inference_pb
 from prelunet.evaluator.pb.inference import inference_pb2_grpc as inference_grpc
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from prelunet.evaluator.serving import drain, models, watchdog
+from prelunet.evaluator.rpc.status import error_from
+from prelunet.evaluator.serving import lifecycle, models
 from prelunet.evaluator.serving import server as server_module
-from prelunet.evaluator.serving.drain import Ended, Events, until_ended
-from prelunet.evaluator.serving.files import ModelFile
-from prelunet.evaluator.serving.metrics import Metrics
+from prelunet.evaluator.serving.lifecycle import Ended, Events, serve, until_ended
 from prelunet.evaluator.serving.models import Models
-from prelunet.evaluator.serving.options import Limits, ServeOptions
-from prelunet.evaluator.serving.run import serve
+from prelunet.evaluator.serving.observability.metrics import Metrics
+from prelunet.evaluator.serving.options import Limits, ModelFile, ServeOptions
+from prelunet.evaluator.serving.scheduling import watchdog
 from prelunet.evaluator.serving.server import SERVICES, Server
-from prelunet.evaluator.serving.status import error_from
 from raw_http2 import (
     DATA,
     END_HEADERS,
@@ -161,7 +160,7 @@ async def test_a_signal_that_is_sent_twice_is_one(monkeypatch: pytest.MonkeyPatc
     os.kill(os.getpid(), signal.SIGINT)
     assert await events.next(LONG) == signal.SIGTERM
     assert await events.next(0.1) is None
-    monkeypatch.setattr(drain, "TOGETHER", 0.0)
+    monkeypatch.setattr(lifecycle, "TOGETHER", 0.0)
     os.kill(os.getpid(), signal.SIGINT)
     assert await events.next(LONG) == signal.SIGINT
 
@@ -415,7 +414,7 @@ async def test_a_device_that_is_lost_while_calls_end_is_told_to_them(monkeypatch
 
 @in_a_loop
 async def test_a_device_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drain, "CLOSING", 0.2)
+    monkeypatch.setattr(lifecycle, "CLOSING", 0.2)
     session = Gated()
     async with stopping(session, lame_duck=0, grace=0.1) as stop, new_channel(stop.address) as channel:
         call = asyncio.create_task(classify(channel))
@@ -430,7 +429,7 @@ async def test_a_device_that_hangs_is_noticed_without_a_signal_and_callers_are_t
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(server_module, "FAREWELL", 0.5)
-    monkeypatch.setattr(drain, "CLOSING", 0.2)
+    monkeypatch.setattr(lifecycle, "CLOSING", 0.2)
     monkeypatch.setattr(watchdog, "FIRST", 0.05)
     monkeypatch.setattr(watchdog, "TICK", 0.01)
     async with stopping(Gated()) as stop, new_channel(stop.address) as channel:
@@ -458,7 +457,7 @@ async def test_while_models_are_loaded_health_says_no_and_calls_are_told_to_come
         return ports[-1]
 
     monkeypatch.setattr(models, "open_placed", slowly)
-    monkeypatch.setattr("prelunet.evaluator.serving.run.Server", listening)
+    monkeypatch.setattr("prelunet.evaluator.serving.lifecycle.Server", listening)
     announced = asyncio.Event()
     options = ServeOptions((ModelFile("model", Path("model.onnx")),), port=0, lame_duck=0)
     serving = asyncio.create_task(serve(options, lambda _: announced.set()))
@@ -504,7 +503,7 @@ async def test_a_signal_while_models_are_loaded_ends_the_server_before_it_answer
     def announce(line: str) -> None:
         raise AssertionError(f"this should not have been said: {line}")
 
-    monkeypatch.setattr("prelunet.evaluator.serving.run.Events", listening)
+    monkeypatch.setattr("prelunet.evaluator.serving.lifecycle.Events", listening)
     monkeypatch.setattr(models, "open_placed", and_then_a_signal)
     files = (ModelFile("a", Path("a.onnx")), ModelFile("b", Path("b.onnx")))
     assert await serve(ServeOptions(files, port=0), announce) == Ended()

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from prelunet.training.dropout import dropout_factors
+from prelunet.training.data.augmentation import dropout_factors
 
 
 def test_a_row_loses_the_same_units_whichever_process_asks() -> None:

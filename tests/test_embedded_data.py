@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from prelunet.evaluator.imaging.decode import decode_rgb
-from prelunet.training.embedded import embedded_dataset_path
-from prelunet.training.splits import open_splits
+from prelunet.training.data.splits import embedded_dataset_path, open_splits
 
 ROOT = Path(__file__).parent.parent
 LICENCE_FILES = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["license-files"]

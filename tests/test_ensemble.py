@@ -11,13 +11,13 @@ import pytest
 
 from prelunet.evaluator.cli import run as prelunet
 from prelunet.evaluator.datasets import DatasetPlace
-from prelunet.evaluator.datasets.sample import UNLABELLED
+from prelunet.evaluator.datasets.dataset import UNLABELLED
 from prelunet.evaluator.errors import RunFolderError, UsageError
 from prelunet.evaluator.reporting.statistics import wilson_interval
 from prelunet.evaluator.validation.ensemble import Tally, ensemble
 from prelunet.evaluator.validation.run import read_run
 from prelunet.evaluator.validation.run_log import find_dataset
-from prelunet.evaluator.validation.stored import BLOCK, check_scores, read_rows
+from prelunet.evaluator.validation.stored_runs import BLOCK, check_scores, read_rows
 from prelunet.evaluator.validation.writer import RunWriter
 from scored_runs import CLASSES, best_first, changed_info, random_scores, write_scored_run
 

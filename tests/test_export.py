@@ -15,16 +15,16 @@ import torch
 
 from conftest import Exported, with_contract
 from fakes import fake_contract
+from prelunet.evaluator.architectures import architecture
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.contract import ModelContract, contract_from_metadata, golden_image
-from prelunet.evaluator.engine.session import open_session
+from prelunet.evaluator.engine.load import open_session
+from prelunet.evaluator.engine.verify import verify
 from prelunet.evaluator.errors import CheckpointError, ContractError, EnvironmentFault, UsageError
-from prelunet.export.exporting import export_checkpoint
-from prelunet.export.model import fc1_channel_last
-from prelunet.export.verification import verify
-from prelunet.training.architectures import architecture
-from prelunet.training.checkpoints import write_checkpoint
-from prelunet.training.dense import dense_windows
+from prelunet.export.dense.build import fc1_channel_last
+from prelunet.export.dense.export import export_checkpoint
+from prelunet.training.net.checkpoints import write_checkpoint
+from prelunet.training.net.dense_reference import dense_windows
 from telling import noise
 
 
@@ -63,7 +63,7 @@ def test_the_same_checkpoint_gives_the_same_bytes_with_any_number_of_threads(
     exported: dict[str, Exported], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, before, files = exported["demo-image"].checkpoint_path, torch.get_num_threads(), []
-    monkeypatch.setattr("prelunet.export.verification.GOLDEN_DIGITS", 17)  # rounding must not hide what threads do
+    monkeypatch.setattr("prelunet.evaluator.engine.verify.GOLDEN_DIGITS", 17)  # rounding must not hide what threads do
     try:
         for threads in (1, 2, 8):  # the oracle's sums in float64 differ from each to the next
             torch.set_num_threads(threads)
@@ -81,7 +81,7 @@ def test_golden_scores_that_differ_in_their_last_bits_as_between_processors_give
     def on_another_processor(*arguments: Any) -> tuple[Any, ...]:
         return tuple(np.nextafter(array, np.inf) for array in dense_windows(*arguments))
 
-    monkeypatch.setattr("prelunet.export.exporting.dense_windows", on_another_processor)
+    monkeypatch.setattr("prelunet.export.dense.export.dense_windows", on_another_processor)
     export_checkpoint(exported["demo-image"].checkpoint_path, tmp_path / "model.onnx")
     assert (tmp_path / "model.onnx").read_bytes() == exported["demo-image"].path.read_bytes()
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-import prelunet.export.exporting
+import prelunet.export.dense.export
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.errors import PreluNetError, UsageError
-from prelunet.export.exporting import export_checkpoint
-from prelunet.training.checkpoints import write_checkpoint
+from prelunet.export.dense.export import export_checkpoint
+from prelunet.training.net.checkpoints import write_checkpoint
 from tiny import tiny_checkpoint
 
 
@@ -20,7 +20,7 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def work(*_: object) -> None:
         pytest.fail("the work has begun")
 
-    monkeypatch.setattr(prelunet.export.exporting, "_oracle", work)
+    monkeypatch.setattr(prelunet.export.dense.export, "_oracle", work)
     path = tmp_path / "net.safetensors"
     write_checkpoint(path, tiny_checkpoint())
     return path
@@ -53,7 +53,7 @@ def test_work_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.Monk
     def fail(*_: object) -> None:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(prelunet.export.exporting, "_oracle", fail)
+    monkeypatch.setattr(prelunet.export.dense.export, "_oracle", fail)
     write_checkpoint(tmp_path / "net", tiny_checkpoint())
     with pytest.raises(RuntimeError, match="out of luck"):
         export_checkpoint(tmp_path / "net", tmp_path / "net.onnx")

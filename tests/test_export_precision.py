@@ -1,7 +1,7 @@
 """Model files in half precision: what is float16 in them and what is not, whose scores they give, what is refused.
 
 onnxruntime's CPU provider computes these files in float32 and leaves out most roundings between layers; what a GPU's
-rounding after every operation costs is in the reasons for the tolerances (`evaluator.engine.tolerances.TOLERANCES`).
+rounding after every operation costs is in the reasons for the tolerances (`evaluator.engine.verify.TOLERANCES`).
 """
 
 import json
@@ -17,15 +17,17 @@ import torch
 from torch.nn import functional as F
 
 import reference
+from prelunet.evaluator.architectures import Activation, Architecture, Conv, architecture, parameter_shapes
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.contract import Canvas, Precision
-from prelunet.evaluator.engine.onnx_runtime import PlainNet
-from prelunet.evaluator.engine.session import Session, open_session
-from prelunet.evaluator.engine.tolerances import Deviation, tolerance_of
+from prelunet.evaluator.engine.load import open_session
+from prelunet.evaluator.engine.runtimes.onnx import PlainNet
+from prelunet.evaluator.engine.session import Session
+from prelunet.evaluator.engine.verify import Deviation, judged_as, rubbish_canvas, tolerance_of, verify
 from prelunet.evaluator.errors import CheckFailed, UsageError
 from prelunet.evaluator.imaging.canvas import pack
-from prelunet.export.exporting import Export, export_checkpoint
-from prelunet.export.precision import (
+from prelunet.export.dense.export import Export, export_checkpoint
+from prelunet.export.dense.half_precision import (
     add_probes,
     check_magnitudes,
     measure_magnitudes,
@@ -35,11 +37,9 @@ from prelunet.export.precision import (
     round_to_half,
     rounding_losses,
 )
-from prelunet.export.verification import judged_as, rubbish_canvas, verify
-from prelunet.training.architectures import Activation, Architecture, Conv, architecture, parameter_shapes
-from prelunet.training.checkpoints import Checkpoint, write_checkpoint
-from prelunet.training.dense import dense_windows
-from prelunet.training.network import network_from_checkpoint
+from prelunet.training.net.checkpoints import Checkpoint, write_checkpoint
+from prelunet.training.net.dense_reference import dense_windows
+from prelunet.training.net.network import network_from_checkpoint
 from telling import asymmetric_mean, noise, telling_checkpoint, without
 from tiny import tiny_checkpoint
 
@@ -257,7 +257,7 @@ def test_every_result_of_half_arithmetic_is_probed(tmp_path: Path, activation: A
 def test_a_parameter_beyond_half_is_refused_by_name_before_the_work_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("prelunet.export.exporting._oracle", lambda _: pytest.fail("the work has begun"))
+    monkeypatch.setattr("prelunet.export.dense.export._oracle", lambda _: pytest.fail("the work has begun"))
     checkpoint = tiny_checkpoint()
     weight = checkpoint.tensors["conv2.weight"].copy()
     weight[1, 2, 0, 1], weight[0, 0, 0, 0] = -65520, 65519  # the first that rounds to infinity, and the last that not
@@ -501,7 +501,7 @@ def test_verify_holds_a_half_file_to_the_tolerance_of_half_precision(
 def test_export_refuses_a_half_file_that_is_off_and_says_which_precision_to_try(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prelunet.export.model.fc1_channel_last", lambda weight, _architecture: weight.T)
+    monkeypatch.setattr("prelunet.export.dense.build.fc1_channel_last", lambda weight, _architecture: weight.T)
     with pytest.raises(CheckFailed, match=r"within 0\.01:(?s:.*)--precision fp32"):
         half_file(tmp_path, thin("demo"))
     assert [path.name for path in tmp_path.iterdir()] == ["net.safetensors"]

@@ -27,8 +27,8 @@ from prelunet.evaluator.engine.batching import BatchRules
 from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.errors import DeviceLost, OutOfMemory
 from prelunet.evaluator.imaging.decode import decode_rgb
-from prelunet.evaluator.serving import compute
 from prelunet.evaluator.serving.options import QueueOptions
+from prelunet.evaluator.serving.scheduling import executor
 from serving_harness import png
 
 MAGIC = 7  # seed of an image that some sessions do not bear
@@ -190,7 +190,7 @@ def test_an_error_outside_of_the_session_fails_one_request_and_the_thread_lives_
                     def no_memory(*_arguments, **_options):
                         raise MemoryError("planted")
 
-                    patch.setattr(compute, function, no_memory)
+                    patch.setattr(executor, function, no_memory)
                     with pytest.raises(OutOfMemory, match="too little main memory"):
                         await ask(models, png(32, 41), dense(32))
                 await ask(models, png(32, 41), dense(32))

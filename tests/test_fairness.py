@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prelunet.evaluator.serving.fairness import FairQueue
+from prelunet.evaluator.serving.scheduling.fair_queue import FairQueue
 
 
 class Oracle:

@@ -8,8 +8,9 @@ import onnx
 import onnxruntime
 import pytest
 
-from prelunet.evaluator.contract import ModelContract, TrunkLayer
-from prelunet.evaluator.engine.footprint import (
+from prelunet.evaluator.architectures import TrunkLayer, architecture, parameter_shapes
+from prelunet.evaluator.contract import ModelContract
+from prelunet.evaluator.engine.memory import (
     COPIES,
     WORKSPACE,
     batch_bytes,
@@ -19,9 +20,8 @@ from prelunet.evaluator.engine.footprint import (
     window_bytes,
 )
 from prelunet.evaluator.errors import ContractError
-from prelunet.export.exporting import export_checkpoint
-from prelunet.training.architectures import architecture, parameter_shapes
-from prelunet.training.checkpoints import write_checkpoint
+from prelunet.export.dense.export import export_checkpoint
+from prelunet.training.net.checkpoints import write_checkpoint
 from test_protocol_costs import contract_of
 from tiny import CLASSES, TINY, tiny_checkpoint
 

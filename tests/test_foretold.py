@@ -9,13 +9,13 @@ from fakes import FakeSession, fake_contract
 from prelunet.evaluator.engine.memory import image_bytes, memory_need
 from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.imaging.decode import LARGEST_DECODING, DecodeLimits
+from prelunet.evaluator.imaging.decode import LARGEST_DECODING
+from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.machine import cores
 from prelunet.evaluator.protocols import make_protocol
-from prelunet.evaluator.serving.door import with_reserve
-from prelunet.evaluator.serving.files import ModelFile
-from prelunet.evaluator.serving.foretold import largest_decoding, memory_of_serving
-from prelunet.evaluator.serving.options import QueueOptions, ServeOptions
+from prelunet.evaluator.serving.memory import largest_decoding, memory_of_serving
+from prelunet.evaluator.serving.options import ModelFile, QueueOptions, ServeOptions
+from prelunet.evaluator.serving.scheduling.admission import with_reserve
 
 OPTIONS = ServeOptions((ModelFile("a", Path("a.onnx")),))
 

@@ -10,9 +10,9 @@ import pytest
 
 from conftest import Exported
 from prelunet.evaluator.contract import golden_image
-from prelunet.evaluator.engine.gpus import visible_gpus
-from prelunet.evaluator.engine.session import Precision, open_session
-from prelunet.evaluator.engine.tolerances import tolerance_of
+from prelunet.evaluator.engine.load import open_session, visible_gpus
+from prelunet.evaluator.engine.session import Precision
+from prelunet.evaluator.engine.verify import tolerance_of
 
 pytestmark = [
     pytest.mark.gpu,

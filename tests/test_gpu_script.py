@@ -19,13 +19,12 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from prelunet.evaluator.complexity import multiply_adds
+from prelunet.evaluator.architectures import architecture, multiply_adds
 from prelunet.evaluator.contract import golden_image
-from prelunet.evaluator.engine import session as session_module
+from prelunet.evaluator.engine import load
 from prelunet.evaluator.engine.memory import portion_within
 from prelunet.evaluator.imaging.resize import resized_size
 from prelunet.evaluator.protocols import make_protocol
-from prelunet.training.architectures import architecture
 
 ROOT = Path(__file__).parent.parent
 import gpu  # noqa: E402
@@ -559,7 +558,7 @@ def test_a_checkout_that_is_not_installed_says_so_in_its_versions(monkeypatch: p
         return "1"
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    assert session_module._versions({})["prelunet"] == "not installed"
+    assert load._versions({})["prelunet"] == "not installed"
 
 
 def test_the_mean_and_biases_of_the_measured_nets_are_not_zero(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from fakes import FakeSession
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.engine.batching import BatchRules
-from prelunet.evaluator.engine.gpus import open_sessions
+from prelunet.evaluator.engine.load import open_sessions
 from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.errors import EnvironmentFault, UsageError
 
@@ -45,8 +45,8 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     found = Machine()
-    monkeypatch.setattr("prelunet.evaluator.engine.gpus.open_placed", found.open)
-    monkeypatch.setattr("prelunet.evaluator.engine.gpus.visible_gpus", lambda: found.count)
+    monkeypatch.setattr("prelunet.evaluator.engine.load.open_placed", found.open)
+    monkeypatch.setattr("prelunet.evaluator.engine.load.visible_gpus", lambda: found.count)
     return found
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from prelunet.evaluator.complexity import multiply_adds
+from prelunet.evaluator.architectures import multiply_adds
 from prelunet.evaluator.datasets import Dataset, Sample
 from prelunet.evaluator.errors import EnvironmentFault
 

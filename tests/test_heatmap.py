@@ -8,12 +8,11 @@ import pytest
 from PIL import Image
 
 from fakes import FakeSession, fake_contract
+from prelunet.evaluator.architectures import architecture
 from prelunet.evaluator.contract import ModelContract, default_scales
 from prelunet.evaluator.engine.classify import Classified, ViewResult, classify_images
-from prelunet.evaluator.engine.heatmap import heat_maps, window_centres
-from prelunet.evaluator.engine.overlay import colours, draw_heat_maps, png_bytes
+from prelunet.evaluator.engine.heatmap import colours, draw_heat_maps, heat_maps, png_bytes, window_centres
 from prelunet.evaluator.protocols import Protocol, View, make_protocol
-from prelunet.training.architectures import architecture
 
 CONTRACT = fake_contract()
 

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from foreign_torch import ENTRIES, PLAIN, Foreign, our_names, tiny_import
+from prelunet.evaluator.architectures import Activation, architecture, parameter_shapes
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.errors import CheckpointError, UsageError
-from prelunet.training.architectures import Activation, architecture, parameter_shapes
-from prelunet.training.checkpoints import Checkpoint, read_checkpoint
-from prelunet.training.importing import import_net, preprocessing_of
-from prelunet.training.name_map import NameMap, read_name_map
-from prelunet.training.network import network_from_checkpoint
-from prelunet.training.preprocessing import Preprocessing
+from prelunet.training.importing.import_net import import_net, preprocessing_of
+from prelunet.training.importing.name_map import NameMap, read_name_map
+from prelunet.training.importing.preprocessing import Preprocessing
+from prelunet.training.net.checkpoints import Checkpoint, read_checkpoint
+from prelunet.training.net.network import network_from_checkpoint
 from tiny import CLASSES, TINY
 
 

@@ -22,8 +22,8 @@ from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.pb.inference import inference_pb2 as pb
 from prelunet.evaluator.pb.inference import inference_pb2_grpc as pb_grpc
 from prelunet.evaluator.protocols import Changes, make_protocol
-from prelunet.evaluator.serving import inference_messages
-from prelunet.evaluator.serving.inference import NOT_OFFERED, SERVICE, InferenceServicer
+from prelunet.evaluator.serving.api import inference_messages
+from prelunet.evaluator.serving.api.inference import NOT_OFFERED, SERVICE, InferenceServicer
 from prelunet.evaluator.serving.options import QueueOptions
 from serving_harness import eventually, png, running_server
 

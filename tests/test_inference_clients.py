@@ -21,7 +21,7 @@ from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.pb.inference import inference_pb2 as pb
 from prelunet.evaluator.protocols import Changes, make_protocol
-from prelunet.evaluator.serving.inference import NOT_OFFERED
+from prelunet.evaluator.serving.api.inference import NOT_OFFERED
 from serving_harness import Running, png, running_server
 from triton_fields import fields_of
 

@@ -12,11 +12,10 @@ from fakes import FakeSession, fake_contract
 from inference_calls import IMAGE, image_input, infer_request, parameters, raw, scores_output
 from prelunet.evaluator.errors import ImageError, UsageError
 from prelunet.evaluator.pb.inference import inference_pb2 as pb
-from prelunet.evaluator.serving.caller import Caller
-from prelunet.evaluator.serving.inference_messages import asked_of
-from prelunet.evaluator.serving.inference_statistics import model_statistics
-from prelunet.evaluator.serving.metrics import Metrics
-from prelunet.evaluator.serving.ordered import in_order
+from prelunet.evaluator.serving.api.inference import in_order, model_statistics
+from prelunet.evaluator.serving.api.inference_messages import asked_of
+from prelunet.evaluator.serving.observability.call_context import Caller
+from prelunet.evaluator.serving.observability.metrics import Metrics
 
 
 def test_statistics_are_in_nanoseconds_and_each_in_its_field() -> None:

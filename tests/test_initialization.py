@@ -9,11 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prelunet.evaluator.cli import run
-from prelunet.evaluator.contract import ClassEntry
-from prelunet.evaluator.datasets.class_list import read_class_list
-from prelunet.evaluator.errors import UsageError
-from prelunet.training.architectures import (
+from prelunet.evaluator.architectures import (
     ACTIVATIONS,
     ARCHITECTURES,
     Activation,
@@ -21,8 +17,19 @@ from prelunet.training.architectures import (
     architecture,
     parameter_shapes,
 )
-from prelunet.training.checkpoints import read_checkpoint
-from prelunet.training.initialization import RULES, Initialization, Rule, initial_slope, initial_tensors, parse_classes
+from prelunet.evaluator.cli import run
+from prelunet.evaluator.contract import ClassEntry
+from prelunet.evaluator.datasets.labels.class_file import read_class_list
+from prelunet.evaluator.errors import UsageError
+from prelunet.training.net.checkpoints import read_checkpoint
+from prelunet.training.net.initialization import (
+    RULES,
+    Initialization,
+    Rule,
+    initial_slope,
+    initial_tensors,
+    parse_classes,
+)
 
 SHAPE = (48, 20, 3, 5)  # of a kernel that takes 20 channels to 48, and is not even square: n_in 300, n_out 720
 

@@ -11,12 +11,12 @@ import numpy as np
 import onnx
 import pytest
 
+from prelunet.evaluator.architectures import Activation, architecture
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.errors import CheckpointError, ContractError, UsageError
 from prelunet.evaluator.files import sha256_of
-from prelunet.training.architectures import Activation, architecture
-from prelunet.training.checkpoints import write_checkpoint
-from prelunet.training.inspection import PAPER_SLOPES, beside_the_paper, inspect_file, summarise_slopes
+from prelunet.training.inspection.describe_file import PAPER_SLOPES, beside_the_paper, inspect_file, summarise_slopes
+from prelunet.training.net.checkpoints import write_checkpoint
 from tiny import mean_image, tiny_checkpoint
 
 if TYPE_CHECKING:

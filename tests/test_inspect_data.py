@@ -17,13 +17,13 @@ from prelunet.evaluator.datasets import open_dataset
 from prelunet.evaluator.imaging.decode import decode_image
 from prelunet.evaluator.imaging.views import make_views
 from prelunet.evaluator.protocols import Protocol
-from prelunet.training.checkpoints import read_checkpoint, write_checkpoint
-from prelunet.training.dense import subtract_mean
-from prelunet.training.diagnosis import measure
-from prelunet.training.diagnosis_log import DiagnosisLog, LayerResponse
-from prelunet.training.inspection import inspect_file
-from prelunet.training.network import network_from_checkpoint
-from prelunet.training.slope_trend import slope_trend
+from prelunet.training.inspection.describe_file import inspect_file
+from prelunet.training.inspection.layer_log import DiagnosisLog, LayerResponse
+from prelunet.training.inspection.layer_statistics import measure
+from prelunet.training.inspection.slope_trend import slope_trend
+from prelunet.training.net.checkpoints import read_checkpoint, write_checkpoint
+from prelunet.training.net.dense_reference import subtract_mean
+from prelunet.training.net.network import network_from_checkpoint
 from tiny import TINY, mean_image, tiny_checkpoint
 from training_folders import make_dataset, write_image
 

@@ -23,11 +23,11 @@ from in_a_loop import until
 from prelunet.evaluator.errors import OUTCOMES, DeadlinePassed, ImageError, Overloaded, PreluNetError, UsageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from prelunet.evaluator.serving.calls import Call, note
-from prelunet.evaluator.serving.interceptor import Calls, _status_of_one_gone, _Watched
-from prelunet.evaluator.serving.metrics import Metrics
+from prelunet.evaluator.rpc.status import error_from
+from prelunet.evaluator.serving.api.interceptor import Calls, _status_of_one_gone, _Watched
+from prelunet.evaluator.serving.observability.call_context import Call, note
+from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import Limits
-from prelunet.evaluator.serving.status import error_from
 from raw_http2 import DATA, END_HEADERS, HEADERS, call_headers, connection, frame
 from serving_harness import eventually, running_server, running_servicer
 

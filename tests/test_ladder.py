@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from fakes import FakeSession, fake_contract
 from prelunet.evaluator.engine.batching import BatchRules, plan_batches
 from prelunet.evaluator.engine.classify import classify_images, plan_views
-from prelunet.evaluator.engine.ladder import ASPECTS, Ladder, ladder_for
-from prelunet.evaluator.engine.warm_up import MOST_PIXELS, ladder_of, rules_to_serve, warm_up
+from prelunet.evaluator.engine.shape_buckets import ASPECTS, Ladder, ladder_for
 from prelunet.evaluator.imaging.views import make_views
 from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.serving.scheduling.warm_up import MOST_PIXELS, ladder_of, rules_to_serve, warm_up
 
 LADDER = ladder_for(224, (256, 384, 480), 32, 2048)
 RULES = BatchRules(32, 20_000, 2**23, 2_000_000)

@@ -16,9 +16,9 @@ import pytest
 
 from miniature import CLASSES, DATA, FOLDERS, WNIDS, write_folder, write_tar, write_zip
 from prelunet.evaluator.datasets import DatasetPlace, open_dataset, open_place
-from prelunet.evaluator.datasets.members import Member, MemberTable
-from prelunet.evaluator.datasets.unpacking import _read as unpacking_read
-from prelunet.evaluator.datasets.unpacking import unpacked_path
+from prelunet.evaluator.datasets.sources.archive_index import Member, MemberTable
+from prelunet.evaluator.datasets.sources.decompress import _read as unpacking_read
+from prelunet.evaluator.datasets.sources.decompress import unpacked_path
 from prelunet.evaluator.errors import DatasetError, EnvironmentFault
 
 MANY = 20_000
@@ -57,7 +57,7 @@ def closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Give a folder in which nothing may be written beside archives; the temporary folder is `tmp` beside it."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(
-        "prelunet.evaluator.datasets.unpacking.tempfile.gettempdir", lambda: os.fspath(tmp_path / "tmp")
+        "prelunet.evaluator.datasets.sources.decompress.tempfile.gettempdir", lambda: os.fspath(tmp_path / "tmp")
     )
     monkeypatch.setattr(os, "access", lambda path, _mode: tmp_path / "closed" not in (Path(path), Path(path).parent))
     return tmp_path / "closed"
@@ -118,11 +118,11 @@ def test_files_and_links_that_are_not_ours_are_neither_overwritten_nor_followed(
 def test_a_bomb_is_not_unpacked_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_tar(tmp_path / "val.tar.gz", FOLDERS | {"huge.txt": bytes(30 * 1024**2)}, "w:gz")
     written: list[int] = []
-    monkeypatch.setattr("prelunet.evaluator.datasets.unpacking._ALWAYS_ALLOWED", 40 * 1024**2)
+    monkeypatch.setattr("prelunet.evaluator.datasets.sources.decompress._ALWAYS_ALLOWED", 40 * 1024**2)
     assert len(open_place(DatasetPlace(path), CLASSES).samples) == len(DATA)
     unpacked_path(path).unlink()
-    monkeypatch.setattr("prelunet.evaluator.datasets.unpacking._ALWAYS_ALLOWED", 1024**2)
-    monkeypatch.setattr("prelunet.evaluator.datasets.unpacking._read", _counting(written))
+    monkeypatch.setattr("prelunet.evaluator.datasets.sources.decompress._ALWAYS_ALLOWED", 1024**2)
+    monkeypatch.setattr("prelunet.evaluator.datasets.sources.decompress._read", _counting(written))
     with pytest.raises(DatasetError, match=r"bytes that unpack to more than .* unpack it by hand"):
         open_place(DatasetPlace(path), CLASSES)
     assert sum(written) < 1024**2 + 20 * path.stat().st_size + 2 * 1024**2

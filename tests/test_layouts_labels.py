@@ -30,9 +30,9 @@ from miniature import (
 )
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.datasets import Dataset, DatasetPlace, open_dataset, open_place
-from prelunet.evaluator.datasets.imagenet import read_devkit_ids
+from prelunet.evaluator.datasets.labels.imagenet_devkit import read_devkit_ids
 from prelunet.evaluator.errors import DatasetError, PreluNetError, UsageError
-from prelunet.evaluator.reporting.suspicion import label_order_suspicion
+from prelunet.evaluator.reporting.report import label_order_suspicion
 
 
 @pytest.fixture(scope="module")

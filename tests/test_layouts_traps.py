@@ -28,8 +28,8 @@ from miniature import (
 )
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.datasets import Dataset, DatasetPlace, classes_asked, open_place
-from prelunet.evaluator.datasets.imagenet import read_devkit_ids
-from prelunet.evaluator.datasets.source import some
+from prelunet.evaluator.datasets.labels.imagenet_devkit import read_devkit_ids
+from prelunet.evaluator.datasets.sources.base import some
 from prelunet.evaluator.errors import DatasetError, UsageError
 
 FEW = {f"{letter}.png": letter.encode() for letter in "abcdefghi"}
@@ -152,7 +152,7 @@ def test_no_labels_leave_no_classes_to_choose(few: Path) -> None:
 def test_a_list_of_any_suffix_that_is_far_too_large_is_not_read(
     few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr("prelunet.evaluator.datasets.source.LabelFile.data.__defaults__", (4096,))
+    monkeypatch.setattr("prelunet.evaluator.datasets.sources.base.LabelFile.data.__defaults__", (4096,))
     rows = table(tmp_path, *(f"{name}\t3" for name in FEW), name=name)
     assert len(opened(few, rows).samples) == 9
     os.truncate(rows, 4097)
@@ -164,7 +164,7 @@ def test_a_list_of_any_suffix_that_is_far_too_large_is_not_read(
 def test_a_list_in_an_archive_that_is_far_too_large_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prelunet.evaluator.datasets.source.LabelFile.data.__defaults__", (4096,))
+    monkeypatch.setattr("prelunet.evaluator.datasets.sources.base.LabelFile.data.__defaults__", (4096,))
     path = write_zip(tmp_path / "val.zip", FEW | {"labels.csv": b"a.png,1\n" * 1000})
     assert f"{path}: labels.csv: more than 4,096 bytes" in refusal(path)
 
@@ -223,9 +223,9 @@ def test_a_reader_of_meta_mat_that_fails_is_told_as_a_damaged_file(
 ) -> None:
     path = write_devkit(tmp_path / "kit") / "data" / "meta.mat"
     (tmp_path / "reader.py").write_text(program)
-    monkeypatch.setattr("prelunet.evaluator.datasets.matlab.__file__", str(tmp_path / "reader.py"))
+    monkeypatch.setattr("prelunet.evaluator.datasets.labels.read_meta_mat.__file__", str(tmp_path / "reader.py"))
     if "sleep" in program:
-        monkeypatch.setattr("prelunet.evaluator.datasets.matlab._PATIENCE", 0.3)
+        monkeypatch.setattr("prelunet.evaluator.datasets.labels.read_meta_mat._PATIENCE", 0.3)
     with pytest.raises(DatasetError, match=rf"{path}: .* \({said}\)\. Take the file from the devkit anew"):
         read_devkit_ids(path)
 

@@ -28,16 +28,16 @@ from prelunet.evaluator.engine.batching import BatchRules, Plan
 from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.errors import DeadlinePassed, Interrupted
 from prelunet.evaluator.imaging.decode import decode_rgb
-from prelunet.evaluator.imaging.room import DecodingRoom
+from prelunet.evaluator.imaging.decode_memory import DecodingRoom
 from prelunet.evaluator.imaging.views import ViewImage
 from prelunet.evaluator.machine import cores
 from prelunet.evaluator.protocols import View
-from prelunet.evaluator.serving import compute
-from prelunet.evaluator.serving.caller import Caller
-from prelunet.evaluator.serving.metrics import Metrics
+from prelunet.evaluator.serving.observability.call_context import Caller
+from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import QueueOptions
-from prelunet.evaluator.serving.request import Lane, Request, Speed
-from prelunet.evaluator.serving.waiting import Waiting, ready_views
+from prelunet.evaluator.serving.scheduling import executor
+from prelunet.evaluator.serving.scheduling.queue import Waiting, ready_views
+from prelunet.evaluator.serving.scheduling.request import Lane, Request, Speed
 from serving_harness import eventually, png
 
 
@@ -248,7 +248,7 @@ def test_a_view_that_is_computed_though_its_caller_has_left_is_counted(monkeypat
 
 
 def test_who_leaves_while_a_batch_is_planned_is_not_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    session, plan_views = HeldSession(), compute.plan_views
+    session, plan_views = HeldSession(), executor.plan_views
 
     async def scenario() -> None:
         with served(fake=session) as models:
@@ -263,7 +263,7 @@ def test_who_leaves_while_a_batch_is_planned_is_not_in_it(monkeypatch: pytest.Mo
                     models.get("")._waiting.fail(waiting[1].request, RuntimeError("planted"))
                 return plan
 
-            monkeypatch.setattr(compute, "plan_views", planned)
+            monkeypatch.setattr(executor, "plan_views", planned)
             session.free()
             became = await asyncio.gather(*tasks, return_exceptions=True)
             assert sum(isinstance(answer, RuntimeError) for answer in became) == 1

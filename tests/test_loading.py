@@ -19,13 +19,12 @@ import torch
 
 from prelunet.evaluator.errors import DatasetError, EnvironmentFault, OutOfMemory
 from prelunet.evaluator.imaging.decode import decode_rgb
-from prelunet.training import loading, processes
-from prelunet.training.augmentation import SUBSTITUTE, places_of_step, random_stream, training_view
-from prelunet.training.color import color_shift
-from prelunet.training.loading import TRIES, Batch, evaluation_batches, make_batch, training_batches
-from prelunet.training.pictures import Pictures
-from prelunet.training.processes import map_in_processes
-from prelunet.training.splits import open_splits
+from prelunet.training.data import loader, worker_processes
+from prelunet.training.data.augmentation import SUBSTITUTE, color_shift, places_of_step, random_stream, training_view
+from prelunet.training.data.image_cache import Pictures
+from prelunet.training.data.loader import TRIES, Batch, evaluation_batches, make_batch, training_batches
+from prelunet.training.data.splits import open_splits
+from prelunet.training.data.worker_processes import map_in_processes
 from training_folders import RECIPE, make_dataset
 
 COLORFUL = replace(RECIPE, color=0.1)
@@ -218,7 +217,7 @@ def test_arrays_and_what_lies_beside_them_come_in_the_order_of_the_items(
     monkeypatch: pytest.MonkeyPatch, room: int | None
 ) -> None:
     if room is not None:
-        monkeypatch.setattr(processes, "_free_shared_memory", lambda: room)
+        monkeypatch.setattr(worker_processes, "_free_shared_memory", lambda: room)
     found = list(map_in_processes(doubled, range(30), 3, 3))
     assert [rest for _, rest in found] == [2 * item for item in range(30)]
     for item, (array, _) in enumerate(found):
@@ -230,8 +229,8 @@ def test_arrays_and_what_lies_beside_them_come_in_the_order_of_the_items(
 def test_the_processes_of_a_training_share_the_shared_memory_of_their_machine(
     folder: Path, monkeypatch: pytest.MonkeyPatch, here: int, shared: bool
 ) -> None:
-    enough = (processes.AHEAD + 2) * 3 * RECIPE.batch * RECIPE.crop**2  # for one process with one worker
-    monkeypatch.setattr(processes, "_free_shared_memory", lambda: 2 * enough)
+    enough = (worker_processes.AHEAD + 2) * 3 * RECIPE.batch * RECIPE.crop**2  # for one process with one worker
+    monkeypatch.setattr(worker_processes, "_free_shared_memory", lambda: 2 * enough)
     splits = open_splits(folder)
     train, val = Pictures(splits.train, {}, memory=0), Pictures(splits.val, {}, memory=0)
     for batch in (
@@ -251,8 +250,8 @@ def test_the_processes_of_a_training_share_the_cores_of_their_machine_unless_tol
         started.append(count)
         return iter(())
 
-    monkeypatch.setattr(loading, "WORKERS", 7)
-    monkeypatch.setattr(loading, "map_in_processes", noting)
+    monkeypatch.setattr(loader, "WORKERS", 7)
+    monkeypatch.setattr(loader, "map_in_processes", noting)
     pictures = Pictures(open_splits(folder).train, {}, memory=0)
     assert list(training_batches(pictures, RECIPE, 0, workers=workers, here=here)) == []
     assert list(evaluation_batches(pictures, RECIPE, 4, workers=workers, here=here)) == []
@@ -269,7 +268,7 @@ def test_items_are_asked_for_ahead_but_never_all_at_once() -> None:
 
     results = map_in_processes(doubled, items(), 2, 3)
     assert [next(results)[1] for _ in range(3)] == [0, 2, 4]
-    assert len(asked) <= 3 + 2 * processes.AHEAD + 1
+    assert len(asked) <= 3 + 2 * worker_processes.AHEAD + 1
 
 
 @pytest.mark.parametrize(
@@ -327,7 +326,7 @@ def more_than_a_pipe_holds(item: int) -> tuple[np.ndarray, int]:
 
 
 def read_and_wait(connection: Connection) -> None:
-    processes._free_shared_memory = lambda: 0  # through pipes, where a worker waits until somebody reads
+    worker_processes._free_shared_memory = lambda: 0  # through pipes, where a worker waits until somebody reads
     results = map_in_processes(more_than_a_pipe_holds, range(100), 2, 1_000_000)
     connection.send({next(results)[1] for _ in range(2)})
     signal.pause()

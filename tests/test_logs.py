@@ -15,9 +15,9 @@ from contextvars import copy_context
 import pytest
 
 from prelunet.evaluator.errors import ImageError
-from prelunet.evaluator.serving import logs
-from prelunet.evaluator.serving.calls import Call, note, set_current
-from prelunet.evaluator.serving.logs import (
+from prelunet.evaluator.serving.observability import logs
+from prelunet.evaluator.serving.observability.call_context import Call, note, set_current
+from prelunet.evaluator.serving.observability.logs import (
     FORMS,
     MAX_FIELD,
     MAX_MESSAGE,
@@ -55,7 +55,7 @@ def written(form: str) -> Iterator[io.StringIO]:
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(FORMS[form]())
-    logger = logging.getLogger("prelunet.evaluator.serving.logs")
+    logger = logging.getLogger("prelunet.evaluator.serving.observability.logs")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
@@ -189,7 +189,7 @@ def test_the_line_of_a_call_says_what_was_asked_and_how_it_ended() -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line.pop("time"))
     assert line == {
         "level": "INFO",
-        "logger": "prelunet.evaluator.serving.logs",
+        "logger": "prelunet.evaluator.serving.observability.logs",
         "message": "call ended",
         "request_id": "id-1",
         "method": "prelunet.v1.PreluNetService/ClassifyStream",
@@ -204,7 +204,7 @@ def test_the_line_of_a_call_says_what_was_asked_and_how_it_ended() -> None:
 
 PROGRAM = """
 import logging, sys, warnings
-from prelunet.evaluator.serving.logs import set_up
+from prelunet.evaluator.serving.observability.logs import set_up
 set_up({form!r}, {level!r})
 logging.getLogger("prelunet.some.module").debug("ours, debug")
 logging.getLogger("prelunet.some.module").info("ours, info")
@@ -238,7 +238,7 @@ def test_a_process_logs_our_lines_from_its_level_on_and_those_of_libraries_but_p
 
 WITHOUT_FILES = """
 import asyncio, os, resource, socket
-from prelunet.evaluator.serving.logs import set_up
+from prelunet.evaluator.serving.observability.logs import set_up
 
 async def main():
     failed, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -324,7 +324,7 @@ def test_a_log_that_nobody_can_read_any_more_stops_nothing() -> None:
 
 def test_a_process_whose_log_is_not_read_ends_all_the_same() -> None:
     program = (
-        "import logging; from prelunet.evaluator.serving.logs import set_up; set_up()\n"
+        "import logging; from prelunet.evaluator.serving.observability.logs import set_up; set_up()\n"
         "for _ in range(5000): logging.getLogger('prelunet').info('x' * 200)\n"
         "print('done')"
     )

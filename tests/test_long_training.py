@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-import prelunet.training.loop
+import prelunet.training.loop.trainer
 from prelunet.evaluator.errors import (
     CheckpointError,
     DatasetError,
@@ -24,17 +24,18 @@ from prelunet.evaluator.errors import (
     UsageError,
 )
 from prelunet.evaluator.files import sha256_of
-from prelunet.training.checkpoints import read_checkpoint
-from prelunet.training.diagnosis_log import read_diagnosis
-from prelunet.training.group import Group
-from prelunet.training.initialization import initial_tensors
-from prelunet.training.keeping import Keeping
-from prelunet.training.loading import Batch
-from prelunet.training.loop import Execution, Trainer, train
-from prelunet.training.metrics import Errors
-from prelunet.training.pictures import Pictures
-from prelunet.training.splits import open_splits
-from prelunet.training.stats import survey
+from prelunet.training.data.dataset_statistics import survey
+from prelunet.training.data.image_cache import Pictures
+from prelunet.training.data.loader import Batch
+from prelunet.training.data.splits import open_splits
+from prelunet.training.distributed.process_group import Group
+from prelunet.training.inspection.layer_log import read_diagnosis
+from prelunet.training.loop.train import train
+from prelunet.training.loop.trainer import Execution, Trainer
+from prelunet.training.net.checkpoints import read_checkpoint
+from prelunet.training.net.initialization import initial_tensors
+from prelunet.training.run_state.checkpoint_manager import Keeping
+from prelunet.training.run_state.metrics_log import Errors
 from training_folders import RECIPE, lines_of, make_dataset
 
 
@@ -148,7 +149,8 @@ import os, sys
 from functools import partial
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-import prelunet.training.loop as loop
+import prelunet.training.loop.trainer as loop
+from prelunet.training.loop.train import train
 from test_long_training import COLORFUL
 
 loop.Pictures = partial(loop.Pictures, memory=0)  # so that worker processes decode
@@ -162,7 +164,7 @@ def killed(self, *arguments):
     return step(self, *arguments)
 
 loop.Trainer._step = killed
-loop.train(COLORFUL, Path({data!r}), Path({folder!r}), execution=loop.Execution(workers=2))
+train(COLORFUL, Path({data!r}), Path({folder!r}), execution=loop.Execution(workers=2))
 """
 COLORFUL = replace(RECIPE, color=0.1, dropout=0.5, steps=14, save_every=7, evaluate_every=14)
 
@@ -170,7 +172,7 @@ COLORFUL = replace(RECIPE, color=0.1, dropout=0.5, steps=14, save_every=7, evalu
 def test_with_workers_and_colour_a_run_killed_in_the_middle_ends_as_an_undisturbed_one_bit_for_bit(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prelunet.training.loop, "Pictures", partial(Pictures, memory=0))
+    monkeypatch.setattr(prelunet.training.loop.trainer, "Pictures", partial(Pictures, memory=0))
     undisturbed, folder = tmp_path / "undisturbed", tmp_path / "run"
     train(COLORFUL, data, undisturbed, execution=Execution(workers=3))
     script = KILLED.format(tests=str(Path(__file__).parent), when=8, data=str(data), folder=str(folder))
@@ -426,7 +428,7 @@ def test_a_diagnosis_and_events_are_written_at_every_evaluation_and_cut_where_a_
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("prelunet.training.keeping.write_state", _after(2, fails))
+        patch.setattr("prelunet.training.run_state.checkpoint_manager.write_state", _after(2, fails))
         with pytest.raises(OSError, match="No space"):  # step 10 is measured and written down, but never saved
             train(replace(RECIPE, save_every=100), data, folder, execution=execution)
     assert [entry["step"] for entry in read_diagnosis(folder)] == [5, 10]
@@ -446,7 +448,7 @@ def test_a_diagnosis_and_events_are_written_at_every_evaluation_and_cut_where_a_
 
 def _after(calls: int, action: Any) -> Any:
     """Return a stand-in for write_state that works that often and then does something else."""
-    from prelunet.training.state import write_state
+    from prelunet.training.run_state.resume_state import write_state
 
     left = iter(range(calls))
     return lambda *arguments: write_state(*arguments) if next(left, None) is not None else action()

@@ -10,20 +10,24 @@ from hypothesis import strategies as st
 from fakes import fake_contract
 from prelunet.evaluator.contract import ModelContract
 from prelunet.evaluator.engine.batching import MAX_PIXELS, MAX_WINDOWS, BatchRules, plan_batches
-from prelunet.evaluator.engine.footprint import WORKSPACE, batch_bytes, bytes_at, operations_a_pixel, weights_bytes
 from prelunet.evaluator.engine.memory import (
+    WORKSPACE,
     MemoryNeed,
     Running,
+    batch_bytes,
+    bytes_at,
     cpu_rules,
     gpu_rules,
     image_bytes,
     in_bytes,
     memory_need,
+    operations_a_pixel,
     parse_memory,
     portion_within,
     require_fits,
     require_room,
     rules_within,
+    weights_bytes,
 )
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.protocols import Protocol, make_protocol

@@ -4,14 +4,15 @@ import pytest
 
 from conftest import Exported
 from fakes import FakeSession
-from prelunet.evaluator.datasets.sample import Sample
-from prelunet.evaluator.engine import onnx_runtime
+from prelunet.evaluator.datasets.dataset import Sample
+from prelunet.evaluator.engine.load import open_placed
 from prelunet.evaluator.engine.memory import Running, memory_need
-from prelunet.evaluator.engine.session import Placement, open_placed
+from prelunet.evaluator.engine.runtimes import onnx
+from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.protocols import make_protocol
-from prelunet.evaluator.verbs import memory as memory_module
-from prelunet.evaluator.verbs.memory import foretold, tell_memory
+from prelunet.evaluator.verbs import options as memory_module
+from prelunet.evaluator.verbs.options import foretold, tell_memory
 
 
 def test_a_run_within_its_limit_is_told_with_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,7 +40,7 @@ def test_a_limit_below_what_loading_takes_is_refused_before_the_file_is_loaded(
     exported: dict[str, Exported], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = exported["demo-channel"].path
-    monkeypatch.setattr(onnx_runtime, "load_on_cpu", None)  # a call of it would be another error
+    monkeypatch.setattr(onnx, "load_on_cpu", None)  # a call of it would be another error
     with pytest.raises(UsageError, match=r"--memory-limit 128M: loading the model alone takes up to 13\dM"):
         open_placed(path, Placement("cpu", memory=2**27))
 

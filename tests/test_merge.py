@@ -15,7 +15,7 @@ from PIL import Image
 from fakes import FakeSession, fake_contract
 from prelunet.evaluator.cli import run as prelunet
 from prelunet.evaluator.datasets import DatasetPlace, open_dataset
-from prelunet.evaluator.datasets.sample import Dataset
+from prelunet.evaluator.datasets.dataset import Dataset
 from prelunet.evaluator.errors import RunFolderError, UsageError
 from prelunet.evaluator.protocols import make_protocol
 from prelunet.evaluator.validation.merge import merge

@@ -14,9 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from fakes import FakeSession
 from in_a_loop import in_a_loop, until
 from prelunet.evaluator.errors import EnvironmentFault
-from prelunet.evaluator.serving import exposition
-from prelunet.evaluator.serving.exposition import MAX_CONNECTIONS, MAX_REQUEST, Exposition
-from prelunet.evaluator.serving.metrics import Metrics
+from prelunet.evaluator.serving.observability import metrics_http
+from prelunet.evaluator.serving.observability.metrics import Metrics
+from prelunet.evaluator.serving.observability.metrics_http import MAX_CONNECTIONS, MAX_REQUEST, Exposition
 
 
 @asynccontextmanager
@@ -115,7 +115,7 @@ async def test_of_too_many_clients_that_ask_for_nothing_whole_the_oldest_makes_r
 async def test_of_too_many_clients_that_do_not_take_their_answer_the_oldest_makes_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(exposition, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(metrics_http, "MAX_CONNECTIONS", 2)
     texts = [b"x" * 2**24, b"x" * 2**24, b"in time"]  # more than a connection's buffers
     port = Exposition(lambda: texts.pop(0), patience=600)
     await port.open("127.0.0.1", 0)
@@ -204,7 +204,7 @@ async def test_a_scrape_that_is_being_answered_when_the_port_closes_gets_its_ans
 
 @in_a_loop
 async def test_a_scrape_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exposition, "FAREWELL", 0.05)
+    monkeypatch.setattr(metrics_http, "FAREWELL", 0.05)
     asked, go_on = threading.Event(), threading.Event()
 
     def hanging() -> bytes:

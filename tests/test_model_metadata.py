@@ -6,7 +6,7 @@ import onnx
 import pytest
 
 from conftest import Exported
-from prelunet.evaluator.engine.model_metadata import read_metadata
+from prelunet.evaluator.engine.runtimes.onnx_metadata import read_metadata
 
 
 def test_the_metadata_of_an_exported_file_are_read_as_they_were_written(exported: dict[str, Exported]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from prelunet.evaluator.errors import UsageError
-from prelunet.training.name_map import NameMap, read_name_map
+from prelunet.training.importing.name_map import NameMap, read_name_map
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,19 @@ import pytest
 import torch
 from torch import nn
 
-import prelunet.training.dense
+import prelunet.training.net.dense_reference
+from prelunet.evaluator.architectures import (
+    ACTIVATIONS,
+    ARCHITECTURES,
+    Activation,
+    Pool,
+    architecture,
+    parameter_shapes,
+)
 from prelunet.evaluator.contract import golden_image
-from prelunet.training.architectures import ACTIVATIONS, ARCHITECTURES, Activation, Pool, architecture, parameter_shapes
-from prelunet.training.checkpoints import Checkpoint
-from prelunet.training.dense import dense_windows, subtract_mean
-from prelunet.training.network import PreluNet, load_tensors, network_from_checkpoint, parameter_groups, tensors_of
+from prelunet.training.net.checkpoints import Checkpoint
+from prelunet.training.net.dense_reference import dense_windows, subtract_mean
+from prelunet.training.net.network import PreluNet, load_tensors, network_from_checkpoint, parameter_groups, tensors_of
 from tiny import CLASSES, TINY, mean_image, tiny_checkpoint
 
 ROUNDING = {"rtol": 0, "atol": 1e-12}  # float64 on both sides: only the order of sums of order 1 to 100 differs
@@ -256,7 +263,7 @@ def test_dense_evaluation_in_pieces_gives_the_same_as_in_one(monkeypatch: pytest
     checkpoint = tiny_checkpoint()
     net, image = float64_net(checkpoint), golden_image(45, 60)
     whole = dense_windows(net, image, checkpoint.mean)
-    monkeypatch.setattr(prelunet.training.dense, "WINDOWS_AT_ONCE", 7)
+    monkeypatch.setattr(prelunet.training.net.dense_reference, "WINDOWS_AT_ONCE", 7)
     pieces = dense_windows(net, image, checkpoint.mean)
     assert whole[0].shape[0] * whole[0].shape[1] % 7, "the last piece should be a smaller one"
     np.testing.assert_allclose(pieces[1], whole[1], rtol=1e-12)  # matrix products of other sizes add up otherwise

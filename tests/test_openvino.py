@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from conftest import Exported
-from prelunet.evaluator.engine import openvino_runtime
-from prelunet.evaluator.engine.session import open_session
+from prelunet.evaluator.engine.load import open_session
+from prelunet.evaluator.engine.runtimes import openvino as openvino_runtime
+from prelunet.evaluator.engine.verify import rubbish_canvas
 from prelunet.evaluator.errors import ContractError, EnvironmentFault, UsageError
-from prelunet.export.verification import rubbish_canvas
 from telling import noise
 from test_dense_scores import oracle_of
 
@@ -53,7 +53,7 @@ MANY_SHAPES = """
 import sys
 from pathlib import Path
 import numpy as np
-from prelunet.evaluator.engine.session import open_session
+from prelunet.evaluator.engine.load import open_session
 
 def megabytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
@@ -210,7 +210,7 @@ def test_ctrl_c_is_an_interrupt_also_when_a_session_was_freed_in_another_thread(
     code = (
         "import os, signal, threading, time\n"
         "from pathlib import Path\n"
-        "from prelunet.evaluator.engine.session import open_session\n"
+        "from prelunet.evaluator.engine.load import open_session\n"
         f"kept = [open_session(Path({str(exported['demo-image'].path)!r}), 'openvino')]\n"
         "freeing = threading.Thread(target=kept.clear)\n"
         "freeing.start(); freeing.join()\n"

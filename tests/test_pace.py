@@ -5,8 +5,8 @@ import random
 import pytest
 
 from prelunet.evaluator.errors import Overloaded
-from prelunet.evaluator.serving import door as door_module
-from prelunet.evaluator.serving.door import Pace
+from prelunet.evaluator.serving.scheduling import admission as door_module
+from prelunet.evaluator.serving.scheduling.admission import Pace
 from test_door import made_door
 
 

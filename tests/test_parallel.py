@@ -15,9 +15,10 @@ from gloo import run_in_processes, run_to_the_end
 from parallel_model import costs, sent_bytes
 from parallel_work import Case
 from prelunet.evaluator.errors import EnvironmentFault, UsageError
-from prelunet.training.group import Group, open_group
-from prelunet.training.network import HEAD
-from prelunet.training.parallel import KINDS, Options, check_batch, make_parallel, split
+from prelunet.training.distributed.base import KINDS, Options, check_batch, split
+from prelunet.training.distributed.data_parallel import make_parallel
+from prelunet.training.distributed.process_group import Group, open_group
+from prelunet.training.net.network import HEAD
 
 KINDS_OF_MANY = ("ddp", "hybrid")
 SIZES = (2, 4)
@@ -197,7 +198,7 @@ def test_torchruns_processes_find_each_other(tmp_path: Path) -> None:
     script = tmp_path / "sums.py"
     script.write_text(
         "import os\n"
-        "from prelunet.training.group import open_group\n"
+        "from prelunet.training.distributed.process_group import open_group\n"
         "with open_group('cpu') as group:\n"
         "    os.write(1, f'{group.size} {group.total(group.rank + 1)}\\n'.encode())\n"  # whole, whoever else writes
     )

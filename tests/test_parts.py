@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError, Message
 from inference_calls import IMAGE, image_input, infer_request, parameters, scores_output
 from prelunet.evaluator.pb.inference import inference_pb2 as oip
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from prelunet.evaluator.serving.parts import has_more_parts
+from prelunet.evaluator.serving.api.interceptor import has_more_parts
 
 INFER = oip.ModelInferRequest.DESCRIPTOR
 

@@ -27,18 +27,18 @@ from pipeline_data import (
     laid_out,
     no_thread_is_left,
 )
-from prelunet.evaluator.datasets.sample import Dataset, Sample
+from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.engine.batching import BatchRules
 from prelunet.evaluator.engine.classify import Classified, ViewResult, classify_images, combine
 from prelunet.evaluator.engine.scores import nine_windows
 from prelunet.evaluator.engine.session import Outputs
-from prelunet.evaluator.engine.stages import Stages
 from prelunet.evaluator.errors import ImageError
 from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.imaging.views import ViewImage, make_views
 from prelunet.evaluator.protocols import Protocol, make_protocol
 from prelunet.evaluator.validation.pipeline import evaluate_chunks
 from prelunet.evaluator.validation.predictions import Prediction, prediction_of
+from prelunet.evaluator.validation.timing import Stages
 
 
 @pytest.fixture(scope="module")

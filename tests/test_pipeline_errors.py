@@ -26,7 +26,7 @@ from pipeline_data import (
     no_thread_is_left,
     until_it_fails,
 )
-from prelunet.evaluator.datasets.sample import Dataset
+from prelunet.evaluator.datasets.dataset import Dataset
 from prelunet.evaluator.engine.session import Outputs
 from prelunet.evaluator.errors import ContractError, DatasetError, UsageError
 from prelunet.evaluator.validation.pipeline import Pipeline, evaluate_chunks

@@ -4,8 +4,8 @@ import io
 
 import pytest
 
-from prelunet.evaluator import progress as progress_module
-from prelunet.evaluator.progress import progress
+from prelunet.evaluator import terminal as progress_module
+from prelunet.evaluator.terminal import progress
 
 
 class Clock:

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 
 from conftest import Exported
+from prelunet.evaluator.architectures import architecture, multiply_adds
 from prelunet.evaluator.cli import run
-from prelunet.evaluator.complexity import multiply_adds
 from prelunet.evaluator.contract import ClassEntry, ModelContract
 from prelunet.evaluator.engine.protocol_costs import ProtocolCost, paper_contract, protocol_costs
 from prelunet.evaluator.errors import ContractError
 from prelunet.evaluator.protocols import PROTOCOL_NAMES
 from prelunet.evaluator.verbs.protocols import in_units, table
-from prelunet.training.architectures import architecture
 
 ROOT = Path(__file__).parents[1]
 IMAGENET = (375, 500)  # 3:4, so that 480 becomes 480x640

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from prelunet.export.pyramid import axis_bins, plan_pools, pyramid_bins
+from prelunet.export.dense.pyramid import axis_bins, plan_pools, pyramid_bins
 
 NETS = [(14, (7, 3, 2, 1)), (18, (6, 3, 2, 1)), (7, (3, 2, 1)), (13, (5, 4, 3, 1)), (20, (3, 2, 1))]
 

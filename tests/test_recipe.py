@@ -8,8 +8,16 @@ from pathlib import Path
 import pytest
 
 from prelunet.evaluator.errors import UsageError
-from prelunet.training.recipe import Recipe, automatic_crop, fit_to_crop, read_recipe, recipe_from_values, recipe_names
-from prelunet.training.schedule import rate_at, stalls
+from prelunet.training.recipe import (
+    Recipe,
+    automatic_crop,
+    fit_to_crop,
+    rate_at,
+    read_recipe,
+    recipe_from_values,
+    recipe_names,
+    stalls,
+)
 
 SMALL = read_recipe("small")
 

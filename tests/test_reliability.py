@@ -23,7 +23,7 @@ from prelunet.evaluator.errors import ImageError
 from prelunet.evaluator.pb.inference import inference_pb2 as oip
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from prelunet.evaluator.serving.interceptor import Calls
+from prelunet.evaluator.serving.api.interceptor import Calls
 from reliability import bad_clients, deadlines, faults, fuzzing, memory, mutation, overload, run, soak
 from reliability.asking import new_channel, percentiles, same
 from reliability.fuzz_cases import SERVICES, Case, case_of, methods
@@ -88,7 +88,7 @@ def test_errors_in_a_log_are_told_from_what_libraries_write_there() -> None:
         {"level": "WARNING", "logger": "prelunet.evaluator.serving", "message": "a"},
         {"level": "ERROR", "logger": "prelunet.evaluator.serving", "message": "b"},
         {"level": "ERROR", "logger": "PIL.TiffImagePlugin", "message": "c"},
-        {"level": "CRITICAL", "logger": "prelunet.evaluator.serving.drain", "message": "d"},
+        {"level": "CRITICAL", "logger": "prelunet.evaluator.serving.lifecycle", "message": "d"},
     ]
     log = "\n".join(["TIFFReadDirectory: odd", "", *map(json.dumps, lines), "[1, 2]"])
     ended = Exit(0, "", log)

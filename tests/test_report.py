@@ -17,16 +17,16 @@ import pytest
 from prelunet.evaluator import cli
 from prelunet.evaluator.engine.scores import rank_of, top_k
 from prelunet.evaluator.errors import RunFolderError, UsageError
+from prelunet.evaluator.reporting.html import json_bytes
 from prelunet.evaluator.reporting.report import (
     build_report,
     classes_csv,
     describe_protocol,
     error_with_interval,
     headline,
+    label_order_suspicion,
 )
 from prelunet.evaluator.reporting.statistics import TOPS, macro_interval, wilson_interval
-from prelunet.evaluator.reporting.suspicion import label_order_suspicion
-from prelunet.evaluator.reporting.text import json_bytes
 from prelunet.evaluator.validation.run import Run, read_run
 from run_folders import CLASSES, MULTI_SCALE, VIEWS, evaluated, refused, write_run
 

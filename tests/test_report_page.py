@@ -20,10 +20,9 @@ from prelunet.evaluator.protocols import make_protocol
 from prelunet.evaluator.reporting.charts import FEW_CLASSES, bin_sizes_chart, error_chart, reliability_chart
 from prelunet.evaluator.reporting.gallery import SHOWN, SHOWN_OF_A_CLASS, THUMBNAIL, choose_mistakes, make_gallery
 from prelunet.evaluator.reporting.html import VEGA_LITE
-from prelunet.evaluator.reporting.page import averaging_rows, render_page
+from prelunet.evaluator.reporting.page import averaging_rows, render_page, write_report
 from prelunet.evaluator.reporting.report import build_report
 from prelunet.evaluator.reporting.tables import worst_classes
-from prelunet.evaluator.reporting.write import write_report
 from prelunet.evaluator.validation.run import read_run
 from prelunet.evaluator.validation.run_log import find_dataset
 from run_folders import CLASSES, evaluated, refused, write_run
@@ -82,7 +81,7 @@ def test_page_asks_the_network_for_nothing(tmp_path: Path) -> None:
             address = attributes.get(name)
             if address is not None:
                 assert re.match(r"data:|#[\w-]+$|report\.json$|classes\.csv$", address), (tag, name, address[:80])
-    for css in (Path(cli.__file__).parent / "reporting").glob("*.css"):
+    for css in (Path(cli.__file__).parent / "reporting" / "page_files").glob("*.css"):
         assert "url(" not in css.read_text()
         assert "@import" not in css.read_text()
 
@@ -110,7 +109,7 @@ def test_hostile_class_and_file_names_stay_text(tmp_path: Path) -> None:
 
 def test_scripts_of_the_page_cannot_end_early() -> None:
     bundle = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=VEGA_LITE)
-    ours = [path.read_text() for path in (Path(cli.__file__).parent / "reporting").glob("*.js")]
+    ours = [path.read_text() for path in (Path(cli.__file__).parent / "reporting" / "page_files").glob("*.js")]
     assert len(ours) >= 4
     for script in (bundle, *ours):
         assert "</script" not in script.lower()

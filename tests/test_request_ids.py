@@ -15,11 +15,16 @@ from fakes import FakeSession
 from prelunet.evaluator.errors import ImageError, Overloaded
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from prelunet.evaluator.serving.caller import Caller
-from prelunet.evaluator.serving.calls import REQUEST_ID, current, note, request_id_from
-from prelunet.evaluator.serving.interceptor import Calls
-from prelunet.evaluator.serving.logs import JsonLines
-from prelunet.evaluator.serving.service import caller_of
+from prelunet.evaluator.serving.api.interceptor import Calls
+from prelunet.evaluator.serving.observability.call_context import (
+    REQUEST_ID,
+    Caller,
+    caller_of,
+    current,
+    note,
+    request_id_from,
+)
+from prelunet.evaluator.serving.observability.logs import JsonLines
 from serving_harness import eventually, png, running_server, running_servicer
 
 log = logging.getLogger("prelunet.test_request_ids")

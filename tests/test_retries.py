@@ -12,8 +12,8 @@ import pytest
 
 from client_harness import AT_ONCE, BOTH, QUICK, Relay, Scripted, served, text_of
 from prelunet.evaluator.client import Client, Retries
-from prelunet.evaluator.client.connection import CHANNEL_OPTIONS
-from prelunet.evaluator.client.retries import Attempts, Budget
+from prelunet.evaluator.client.calls import Attempts, Budget
+from prelunet.evaluator.client.channel import CHANNEL_OPTIONS
 from prelunet.evaluator.errors import (
     DeadlinePassed,
     DeviceLost,
@@ -74,7 +74,7 @@ def test_what_an_overloaded_server_asks_to_wait_comes_on_top() -> None:
 
 def test_no_attempt_is_begun_that_could_not_begin_before_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("prelunet.evaluator.client.retries.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("prelunet.evaluator.client.calls.time.monotonic", lambda: now[0])
     of = attempts(Retries(attempts=9, first=1, most=9), deadline=103.0)
     assert of.begin() == 3
     assert of.pause(PASSING) == 1
@@ -357,7 +357,7 @@ def test_that_calls_wait_for_a_server_is_told_once_until_there_is_an_answer(clie
 
 def test_the_waits_for_an_absent_server_grow_to_the_most_and_fit_into_the_time_left(monkeypatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("prelunet.evaluator.client.retries.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("prelunet.evaluator.client.calls.time.monotonic", lambda: now[0])
 
     def waits(of: Attempts) -> list[float]:
         found = []
@@ -388,7 +388,7 @@ def test_the_waits_for_an_absent_server_grow_to_the_most_and_fit_into_the_time_l
 
 def test_an_absence_takes_no_attempt_and_begins_anew_after_any_other_failure_or_an_answer(monkeypatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("prelunet.evaluator.client.retries.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("prelunet.evaluator.client.calls.time.monotonic", lambda: now[0])
     of = attempts(Retries(attempts=3, first=1, most=4, restart=10))
     pauses = []
     for absent in (True, True, False, True, True, False, False):

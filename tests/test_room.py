@@ -9,8 +9,9 @@ import pytest
 from PIL import Image
 
 from prelunet.evaluator.errors import DeadlinePassed, ImageError
-from prelunet.evaluator.imaging.decode import LARGEST_DECODING, DecodeLimits, decode_image, decoding_bytes
-from prelunet.evaluator.imaging.room import ROOM, DecodingRoom
+from prelunet.evaluator.imaging.decode import LARGEST_DECODING, decode_image, decoding_bytes
+from prelunet.evaluator.imaging.decode_memory import ROOM, DecodingRoom
+from prelunet.evaluator.imaging.limits import DecodeLimits
 from serving_harness import eventually
 
 

@@ -16,9 +16,9 @@ from PIL import Image
 
 from fakes import FakeSession
 from prelunet.evaluator.datasets import open_dataset
-from prelunet.evaluator.datasets.sample import Dataset, Sample
-from prelunet.evaluator.differences import differences
+from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.errors import EnvironmentFault, PreluNetError, RunFolderError
+from prelunet.evaluator.json_checks import differences
 from prelunet.evaluator.protocols import make_protocol
 from prelunet.evaluator.validation.predictions import Prediction
 from prelunet.evaluator.validation.run import RunInfo, describe_dataset, read_run, run_info

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from conftest import Exported
-from prelunet.evaluator.engine.session import open_session
+from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.errors import EnvironmentFault
 
 
@@ -56,7 +56,7 @@ def test_the_runtime_leaves_nothing_in_the_users_home(exported: dict[str, Export
     """onnxruntime 1.31 keeps a device id and a store of events there, to upload them, unless it is told not to."""
     environment = {key: value for key, value in os.environ.items() if key != "ORT_DISABLE_TELEMETRY"}
     code = (
-        "from pathlib import Path; from prelunet.evaluator.engine.session import open_session; "
+        "from pathlib import Path; from prelunet.evaluator.engine.load import open_session; "
         f"open_session(Path({str(exported['demo-channel'].path)!r}), 'cpu')"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={**environment, "HOME": str(tmp_path)})

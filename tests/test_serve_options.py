@@ -11,8 +11,8 @@ import pytest
 
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.errors import DeviceLost
-from prelunet.evaluator.imaging.decode import DecodeLimits
-from prelunet.evaluator.serving.drain import Ended
+from prelunet.evaluator.imaging.limits import DecodeLimits
+from prelunet.evaluator.serving.lifecycle import Ended
 from prelunet.evaluator.serving.options import Limits, QueueOptions, ServeOptions
 from prelunet.evaluator.verbs import serve as serve_verb
 

@@ -22,11 +22,12 @@ from PIL import Image
 
 from conftest import Exported
 from fakes import FakeSession, fake_contract
+from prelunet.evaluator.answer import Timings
 from prelunet.evaluator.cli import run
-from prelunet.evaluator.engine import classify, overlay
-from prelunet.evaluator.engine.answer import Timings, answer_of
-from prelunet.evaluator.engine.classify import classify_images
-from prelunet.evaluator.engine.overlay import draw_heat_maps
+from prelunet.evaluator.engine import classify
+from prelunet.evaluator.engine import heatmap as overlay
+from prelunet.evaluator.engine.classify import answer_of, classify_images
+from prelunet.evaluator.engine.heatmap import draw_heat_maps
 from prelunet.evaluator.errors import EnvironmentFault, UsageError
 from prelunet.evaluator.imaging import views
 from prelunet.evaluator.imaging.decode import decode_rgb
@@ -35,13 +36,13 @@ from prelunet.evaluator.pb.inference import inference_pb2_grpc as inference_grpc
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.protocols import Changes, make_protocol
-from prelunet.evaluator.serving import evaluation, messages, models
-from prelunet.evaluator.serving.files import ModelFile, parse_models
-from prelunet.evaluator.serving.options import Limits, ServeOptions
-from prelunet.evaluator.serving.run import serve
+from prelunet.evaluator.rpc.convert import answer_from_message
+from prelunet.evaluator.serving import models
+from prelunet.evaluator.serving.api import evaluation, prelunet_messages
+from prelunet.evaluator.serving.api.prelunet import SERVICE
+from prelunet.evaluator.serving.lifecycle import serve
+from prelunet.evaluator.serving.options import Limits, ModelFile, ServeOptions, parse_models
 from prelunet.evaluator.serving.server import Server
-from prelunet.evaluator.serving.service import SERVICE
-from prelunet.evaluator.serving.wire import answer_from_message
 from serving_harness import Gated, eventually, png, running_server
 
 HOSTILE = sorted((Path(__file__).parent / "data" / "hostile").iterdir())
@@ -145,7 +146,7 @@ def test_the_message_of_an_answer_is_its_json_with_every_field_and_digit() -> No
         protocol = make_protocol(name, session.contract)
         (classified,) = classify_images(session, [decode_rgb(png(40, 57))], protocol)
         answer = replace(answer_of(session, "fake", protocol, classified, 1000, b"a picture"), timings=timings)
-        message = messages.classify_response(answer)
+        message = prelunet_messages.classify_response(answer)
         assert message == ParseDict({**answer.to_json()}, pb.ClassifyResponse(heatmap=b"a picture"))
         back = answer_from_message(pb.ClassifyResponse.FromString(message.SerializeToString()))
         assert (back, back.timings, back.heatmap) == (answer, timings, b"a picture")
@@ -366,7 +367,7 @@ def test_nothing_long_runs_on_the_event_loops_own_thread(monkeypatch) -> None:
         (classify, "average_views"),
         (overlay, "heat_maps"),
         (evaluation, "build_report"),
-        (messages, "report_message"),
+        (prelunet_messages, "report_message"),
     ]:
         record(owner, name)
     start = pb.EvaluateRequest(start=pb.EvaluateStart(dataset="photos"))

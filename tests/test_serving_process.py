@@ -22,7 +22,7 @@ from prelunet.evaluator.client import Client, Retries
 from prelunet.evaluator.errors import DeviceLost, EnvironmentFault, ImageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from prelunet.evaluator.serving.drain import TOGETHER
+from prelunet.evaluator.serving.lifecycle import TOGETHER
 from serving_harness import png
 
 PRELUNET = [sys.executable, "-c", "from prelunet.evaluator.cli import main; main()"]
@@ -45,9 +45,9 @@ main()
 """  # a program whose device is lost at an image of width 99
 HANGING = LOSING.replace('raise DeviceLost("the GPU of /secret/place is gone")', "threading.Event().wait()").replace(
     "main()\n",
-    "from prelunet.evaluator.serving import drain, watchdog\n"
+    "from prelunet.evaluator.serving import lifecycle\nfrom prelunet.evaluator.serving.scheduling import watchdog\n"
     "import threading\n"
-    "watchdog.FIRST = watchdog.LEAST = 1.0; watchdog.TICK = 0.1; drain.CLOSING = 0.2\n"
+    "watchdog.FIRST = watchdog.LEAST = 1.0; watchdog.TICK = 0.1; lifecycle.CLOSING = 0.2\n"
     "main()\n",
 )  # and one that hangs there instead
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

@@ -15,10 +15,11 @@ import pytest
 from fake_runtime import CPU, CUDA, GIB, OPENVINO, FakeBinding, FakeCard, FakeRuntime, nothing, runtime_error
 from fakes import fake_contract
 from prelunet.evaluator.contract import INPUTS, OUTPUTS, GoldenImage, ModelContract, golden_image
-from prelunet.evaluator.engine import onnx_runtime
+from prelunet.evaluator.engine.load import open_placed, open_session
 from prelunet.evaluator.engine.memory import gpu_rules
-from prelunet.evaluator.engine.runtime import lacks_memory, reason_of
-from prelunet.evaluator.engine.session import Device, Placement, Precision, open_placed, open_session
+from prelunet.evaluator.engine.runtimes import onnx as onnx_runtime
+from prelunet.evaluator.engine.runtimes.base import lacks_memory, reason_of
+from prelunet.evaluator.engine.session import Device, Placement, Precision
 from prelunet.evaluator.errors import ContractError, EnvironmentFault, UsageError
 from prelunet.evaluator.serving.models import ModelFile, load_models
 

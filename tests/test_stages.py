@@ -9,12 +9,12 @@ import pytest
 
 from fakes import FakeSession
 from pipeline_data import BAD, IMAGES, SHARED_CANVASES, TWO_SCALES, laid_out, no_thread_is_left
-from prelunet.evaluator.datasets.sample import Dataset
+from prelunet.evaluator.datasets.dataset import Dataset
 from prelunet.evaluator.engine.session import Outputs
-from prelunet.evaluator.engine.stages import STAGES, Stages
 from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.imaging.views import make_views
 from prelunet.evaluator.validation.pipeline import evaluate_chunks
+from prelunet.evaluator.validation.timing import STAGES, Stages
 
 
 @pytest.fixture(scope="module")

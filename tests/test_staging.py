@@ -25,12 +25,12 @@ from prelunet.evaluator.engine.batching import Batch, BatchRules, Plan
 from prelunet.evaluator.engine.session import Outputs, Placement
 from prelunet.evaluator.errors import DeviceLost
 from prelunet.evaluator.protocols import make_protocol
-from prelunet.evaluator.serving import compute
 from prelunet.evaluator.serving import models as models_module
-from prelunet.evaluator.serving.files import ModelFile
-from prelunet.evaluator.serving.metrics import Metrics
 from prelunet.evaluator.serving.models import load_models
-from prelunet.evaluator.serving.request import Lane
+from prelunet.evaluator.serving.observability.metrics import Metrics
+from prelunet.evaluator.serving.options import ModelFile
+from prelunet.evaluator.serving.scheduling import executor
+from prelunet.evaluator.serving.scheduling.request import Lane
 from serving_harness import png
 
 
@@ -65,7 +65,7 @@ def test_beside_a_gpu_a_full_batch_is_staged_while_another_is_computed_and_no_ot
 def test_enough_views_for_a_batch_of_which_no_batch_is_full_are_not_staged_ahead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    threads, found, is_full = [], [], compute._is_full
+    threads, found, is_full = [], [], executor._is_full
 
     class Staging(HeldSession):
         def stage(self, images, sizes):
@@ -76,7 +76,7 @@ def test_enough_views_for_a_batch_of_which_no_batch_is_full_are_not_staged_ahead
         found.append(is_full(*arguments))
         return found[-1]
 
-    monkeypatch.setattr(compute, "_is_full", watched)
+    monkeypatch.setattr(executor, "_is_full", watched)
     session = Staging(
         provider="CUDAExecutionProvider", rules=replace(GPU_RULES, max_pixels=3 * 48 * 64, switch_pixels=1)
     )
@@ -111,7 +111,7 @@ def test_a_batch_is_full_where_one_more_view_would_not_fit_or_goes_into_another(
     rules = replace(GPU_RULES, max_pixels=5 * 32 * 44 + 1)
     session = FakeSession(provider="CUDAExecutionProvider", rules=rules)
     lane = Lane("fake", session, Metrics().of_model("fake", session), lambda *_: [])
-    assert compute._is_full(Plan(tuple(batches), 1), lane) == full
+    assert executor._is_full(Plan(tuple(batches), 1), lane) == full
 
 
 def test_batches_of_a_gpu_keep_to_what_has_run_before_the_server_was_ready(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from prelunet.evaluator.architectures import Architecture, Conv, architecture
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.errors import CheckpointError, UsageError
-from prelunet.training.architectures import Architecture, Conv, architecture
-from prelunet.training.checkpoints import Checkpoint, write_checkpoint
-from prelunet.training.initialization import Initialization, initial_tensors
-from prelunet.training.network import PreluNet, load_tensors
-from prelunet.training.start import LAST_LAYER, Start, sha256_of_start, start_from
+from prelunet.training.loop.fine_tune import LAST_LAYER, Start, sha256_of_start, start_from
+from prelunet.training.net.checkpoints import Checkpoint, write_checkpoint
+from prelunet.training.net.initialization import Initialization, initial_tensors
+from prelunet.training.net.network import PreluNet, load_tensors
 from tiny import CLASSES, TINY, mean_image, tiny_checkpoint
 
 INITIALIZATION = Initialization(rule="fan-in", fc_stds=(0.02, 0.03, 0.04))

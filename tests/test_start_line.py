@@ -8,17 +8,16 @@ from typing import Any
 import pytest
 
 from fakes import FakeSession
-from prelunet.evaluator.imaging.decode import DecodeLimits
-from prelunet.evaluator.serving import run
-from prelunet.evaluator.serving.files import ModelFile
+from prelunet.evaluator.imaging.limits import DecodeLimits
+from prelunet.evaluator.serving import lifecycle
 from prelunet.evaluator.serving.models import Models
-from prelunet.evaluator.serving.options import Limits, ServeOptions
+from prelunet.evaluator.serving.options import Limits, ModelFile, ServeOptions
 
 
 def start_line(**sessions: Any) -> str:
     models = Models([(ModelFile(name, Path("m.onnx")), session) for name, session in sessions.items()], DecodeLimits())
     try:
-        return run._start_line("127.0.0.1:1", "", models, 3 * 2**30)
+        return lifecycle._start_line("127.0.0.1:1", "", models, 3 * 2**30)
     finally:
         models.close()
 
@@ -43,8 +42,8 @@ def test_what_a_very_large_image_takes_beside_all_else_is_said(
 ) -> None:
     options = ServeOptions((), limits=Limits(image=DecodeLimits(max_pixels=pixels)))
     session: Any = FakeSession()
-    with caplog.at_level(logging.INFO, run.__name__):
-        run._foretell([session], options)
+    with caplog.at_level(logging.INFO, lifecycle.__name__):
+        lifecycle._foretell([session], options)
     lines = [record.message for record in caplog.records if "decoded by itself" in record.message]
     assert bool(lines) is told
     if told:  # 32 bytes a pixel, without the 320 MiB of the room for decoding

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from prelunet.evaluator.errors import RunFolderError
-from prelunet.training.loop import train
+from prelunet.training.loop.train import train
 from training_folders import RECIPE, make_dataset
 
 State = dict[str, Any]

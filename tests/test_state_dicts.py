@@ -16,7 +16,7 @@ from torch import nn
 
 from foreign_torch import our_names, tiny_import
 from prelunet.evaluator.errors import CheckpointError, UsageError
-from prelunet.training.checkpoints import write_checkpoint
+from prelunet.training.net.checkpoints import write_checkpoint
 from tiny import CLASSES
 
 

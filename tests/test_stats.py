@@ -11,14 +11,14 @@ import pytest
 from PIL import Image
 
 from prelunet.evaluator import cli
-from prelunet.evaluator.datasets.sample import Dataset
+from prelunet.evaluator.datasets.dataset import Dataset
 from prelunet.evaluator.errors import DatasetError
 from prelunet.evaluator.imaging.decode import decode_rgb
-from prelunet.training import stats
-from prelunet.training.beginning import beginning
-from prelunet.training.pictures import Pictures
-from prelunet.training.splits import open_splits
-from prelunet.training.stats import Survey, cache_folder, survey
+from prelunet.training.data import dataset_statistics
+from prelunet.training.data.dataset_statistics import Survey, cache_folder, survey
+from prelunet.training.data.image_cache import Pictures
+from prelunet.training.data.splits import open_splits
+from prelunet.training.loop.setup import beginning
 from training_folders import RECIPE, make_dataset, write_image
 
 
@@ -41,7 +41,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
         looked.append(data)
         return Image.fromarray(decode_rgb(data))
 
-    monkeypatch.setattr(stats, "decode_image", noting)
+    monkeypatch.setattr(dataset_statistics, "decode_image", noting)
     return looked
 
 
@@ -164,8 +164,8 @@ def test_an_interrupted_survey_goes_on_where_it_was_saved(
     dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoded: list[bytes], stopped_at: int
 ) -> None:
     expected = survey(dataset, "train/", scale=14, crop=12)
-    monkeypatch.setattr(stats, "SAVE_EVERY", -1.0)  # after each image
-    in_order = stats.map_ahead
+    monkeypatch.setattr(dataset_statistics, "SAVE_EVERY", -1.0)  # after each image
+    in_order = dataset_statistics.map_ahead
 
     def interrupted(*arguments: object) -> Iterator[object]:
         for number, found in enumerate(in_order(*arguments)):  # type: ignore[arg-type]
@@ -173,10 +173,10 @@ def test_an_interrupted_survey_goes_on_where_it_was_saved(
                 raise KeyboardInterrupt
             yield found
 
-    monkeypatch.setattr(stats, "map_ahead", interrupted)
+    monkeypatch.setattr(dataset_statistics, "map_ahead", interrupted)
     with pytest.raises(KeyboardInterrupt):
         survey(dataset, "train/", scale=14, crop=12, cache=tmp_path, workers=1)
-    monkeypatch.setattr(stats, "map_ahead", in_order)
+    monkeypatch.setattr(dataset_statistics, "map_ahead", in_order)
     decoded.clear()
     assert_equal(survey(dataset, "train/", scale=14, crop=12, cache=tmp_path), expected)
     assert len(decoded) == 21 - stopped_at

@@ -8,7 +8,7 @@ import pytest
 
 from prelunet.evaluator.errors import RunFolderError
 from prelunet.evaluator.validation.run import read_run
-from prelunet.evaluator.validation.stored import BLOCK, SUM_TOLERANCE, check_scores, read_rows
+from prelunet.evaluator.validation.stored_runs import BLOCK, SUM_TOLERANCE, check_scores, read_rows
 from scored_runs import random_scores, write_scored_run
 
 IMAGES = BLOCK + 40  # a whole block and a part

@@ -16,23 +16,23 @@ from google.protobuf.descriptor import Descriptor
 from fakes import FakeSession, fake_contract, validated
 from prelunet.evaluator.client import Client
 from prelunet.evaluator.contract import ClassEntry
-from prelunet.evaluator.datasets.opening import open_dataset
+from prelunet.evaluator.datasets.open import open_dataset
 from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.errors import DatasetError, UsageError
-from prelunet.evaluator.imaging.decode import DecodeLimits, decode_rgb
+from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.reporting.html import json_bytes
 from prelunet.evaluator.reporting.report import build_report
-from prelunet.evaluator.reporting.text import json_bytes
-from prelunet.evaluator.serving import evaluation
+from prelunet.evaluator.rpc.convert import report_from_message
+from prelunet.evaluator.serving.api import evaluation
+from prelunet.evaluator.serving.api.evaluation import IN_FLIGHT, LabelledImage, Progress, evaluate
+from prelunet.evaluator.serving.api.prelunet_messages import REFUSALS_LISTED, progress_message, report_message
 from prelunet.evaluator.serving.classifier import Classifier
-from prelunet.evaluator.serving.evaluation import IN_FLIGHT, LabelledImage, Progress, evaluate
-from prelunet.evaluator.serving.files import ModelFile
-from prelunet.evaluator.serving.messages import REFUSALS_LISTED, progress_message, report_message
 from prelunet.evaluator.serving.models import Models
-from prelunet.evaluator.serving.options import QueueOptions
-from prelunet.evaluator.serving.wire import report_from_message
+from prelunet.evaluator.serving.options import ModelFile, QueueOptions
 from prelunet.evaluator.validation.predictions import Prediction, prediction_of
 from prelunet.evaluator.validation.run import Run, run_info
 from serving_harness import Gated, eventually, png, running_server

@@ -15,9 +15,9 @@ from fakes import FakeSession, fake_contract
 from prelunet.evaluator.errors import ImageError, ModelNotFound, Overloaded
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from prelunet.evaluator.rpc.status import error_from, reason_for
+from prelunet.evaluator.serving.api.prelunet import HELD, MAX_ID, classify_stream, places_of
 from prelunet.evaluator.serving.options import QueueOptions
-from prelunet.evaluator.serving.status import error_from, reason_for
-from prelunet.evaluator.serving.streaming import HELD, MAX_ID, classify_stream, places_of
 from serving_harness import Gated, eventually, png, running_server
 
 

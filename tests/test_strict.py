@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from prelunet.evaluator.strict import MAX_DEPTH, check_plain, flag, parse_json, record, text, whole
+from prelunet.evaluator.json_checks import MAX_DEPTH, check_plain, flag, parse_json, record, text, whole
 
 
 def nested(depth: int) -> Any:

@@ -16,14 +16,15 @@ import pytest
 import torch
 
 from prelunet.evaluator.errors import EnvironmentFault, Interrupted, RunFolderError, UsageError
-from prelunet.training import interrupts
-from prelunet.training.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
-from prelunet.training.interrupts import Signals, heard_signals
-from prelunet.training.loop import Trainer, train
-from prelunet.training.network import network_from_checkpoint, tensors_of
-from prelunet.training.pictures import Pictures
-from prelunet.training.splits import open_splits
-from prelunet.training.stats import survey
+from prelunet.training.data.dataset_statistics import survey
+from prelunet.training.data.image_cache import Pictures
+from prelunet.training.data.splits import open_splits
+from prelunet.training.loop import signals as interrupts
+from prelunet.training.loop.signals import Signals, heard_signals
+from prelunet.training.loop.train import train
+from prelunet.training.loop.trainer import Trainer
+from prelunet.training.net.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
+from prelunet.training.net.network import network_from_checkpoint, tensors_of
 from training_folders import RECIPE, make_dataset
 
 FILES = ("last.safetensors", "best.safetensors", "training.json")
@@ -118,7 +119,8 @@ def test_slopes_are_not_decayed_and_weights_are(data: Path, tmp_path: Path) -> N
 
 KILL = """
 import os, sys
-import prelunet.training.loop as loop
+import prelunet.training.loop.trainer as loop
+from prelunet.training.loop.train import train
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from training_folders import RECIPE
@@ -139,7 +141,7 @@ if place in keeping:
     keeping[place] = killed
 else:
     setattr(loop.Trainer, place, killed)
-loop.train(RECIPE, Path({data!r}), Path({folder!r}))
+train(RECIPE, Path({data!r}), Path({folder!r}))
 """
 
 
@@ -187,7 +189,7 @@ def test_checkpoints_that_a_crash_left_behind_the_state_are_brought_to_it_at_the
         write_checkpoint(path, checkpoint)
 
     with monkeypatch.context() as patch:
-        patch.setattr("prelunet.training.keeping.write_checkpoint", killed)
+        patch.setattr("prelunet.training.run_state.checkpoint_manager.write_checkpoint", killed)
         with pytest.raises(_Killed):
             train(RECIPE, data, folder)
     assert not (folder / "best.safetensors").exists()

@@ -11,12 +11,12 @@ import pytest
 from PIL import Image
 
 from miniature import write_tar
-from prelunet.evaluator.datasets.opening import open_dataset
+from prelunet.evaluator.datasets.open import open_dataset
 from prelunet.evaluator.errors import DatasetError, ImageError, UsageError
 from prelunet.evaluator.imaging.resize import resize_shorter_side
-from prelunet.training.augmentation import VIEW, epoch_order, places_of_step, random_stream, training_view
-from prelunet.training.pictures import TRAINING_CAP, Pictures, map_ahead
-from prelunet.training.splits import median_shorter_side, open_splits
+from prelunet.training.data.augmentation import VIEW, epoch_order, places_of_step, random_stream, training_view
+from prelunet.training.data.image_cache import TRAINING_CAP, Pictures, map_ahead
+from prelunet.training.data.splits import median_shorter_side, open_splits
 from training_folders import RECIPE, make_dataset, write_image
 
 

@@ -13,8 +13,9 @@ import torch
 
 from prelunet.evaluator.errors import Interrupted, RunFolderError, UsageError
 from prelunet.evaluator.files import locked_folder
-from prelunet.training.checkpoints import Checkpoint, read_checkpoint
-from prelunet.training.loop import Trainer, train
+from prelunet.training.loop.train import train
+from prelunet.training.loop.trainer import Trainer
+from prelunet.training.net.checkpoints import Checkpoint, read_checkpoint
 from prelunet.training.recipe import Recipe
 from training_folders import RECIPE, make_dataset
 

@@ -19,7 +19,7 @@ from torch.distributed.run import get_args_parser
 from gloo import free_port
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.files import sha256_of
-from prelunet.training.checkpoints import read_checkpoint
+from prelunet.training.net.checkpoints import read_checkpoint
 from training_folders import RECIPE, lines_of, make_dataset
 
 

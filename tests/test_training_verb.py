@@ -11,8 +11,8 @@ import pytest
 from prelunet.evaluator.cli import run as run_program
 from prelunet.evaluator.engine.scores import ranks_of
 from prelunet.evaluator.errors import DatasetError, RunFolderError, UsageError
-from prelunet.training.loop import train
-from prelunet.training.metrics import MetricsLog, errors_of, mistakes
+from prelunet.training.loop.train import train
+from prelunet.training.run_state.metrics_log import MetricsLog, errors_of, mistakes
 from prelunet.training.verbs import train as train_verb
 from training_folders import RECIPE, make_dataset, write_image
 

@@ -16,8 +16,8 @@ from PIL import Image
 from conftest import Exported
 from fakes import FakeSession, fake_contract, validated
 from prelunet.evaluator.cli import run
-from prelunet.evaluator.datasets.opening import open_dataset
-from prelunet.evaluator.datasets.sample import Dataset
+from prelunet.evaluator.datasets.dataset import Dataset
+from prelunet.evaluator.datasets.open import open_dataset
 from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.engine.memory import portion_within
 from prelunet.evaluator.engine.session import Outputs

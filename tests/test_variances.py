@@ -24,9 +24,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import prelunet.training.initialization
-from prelunet.training.architectures import Architecture, Conv
-from prelunet.training.initialization import FirstLayer, Initialization, initial_tensors
+import prelunet.training.net.initialization
+from prelunet.evaluator.architectures import Architecture, Conv
+from prelunet.training.net.initialization import FirstLayer, Initialization, initial_tensors
 
 ONE_LAYER, ALL_LAYERS, DEEP = 0.36, 0.04, 3.0
 NETS = 20
@@ -70,7 +70,7 @@ def sizes(initialization: Initialization, slope: float, depth: int = 30) -> Size
     """Measure the first `depth` layers of NETS nets whose activations have this slope."""
     image, responses, gradients = [], [], []
     for seed in range(NETS):
-        with patch.object(prelunet.training.initialization, "INITIAL_SLOPE", slope):
+        with patch.object(prelunet.training.net.initialization, "INITIAL_SLOPE", slope):
             tensors = initial_tensors(NET, 2, seed, initialization)
         random = torch.Generator().manual_seed(seed)
         maps = torch.randn(2, 3, NET.crop, NET.crop, generator=random)

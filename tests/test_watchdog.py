@@ -12,11 +12,12 @@ from fakes import FakeSession
 from heart import GPU_RULES, HeldSession, all_decoded, ask, counted, dense, occupied, served, with_models
 from heart import until as until_true
 from prelunet.evaluator.errors import DeviceLost
-from prelunet.evaluator.serving import drain, watchdog
-from prelunet.evaluator.serving.metrics import Metrics
+from prelunet.evaluator.serving import lifecycle
+from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import QueueOptions
-from prelunet.evaluator.serving.request import Lane
-from prelunet.evaluator.serving.watchdog import FIRST, LEAST, TICK, TIMES, Watchdog
+from prelunet.evaluator.serving.scheduling import watchdog
+from prelunet.evaluator.serving.scheduling.request import Lane
+from prelunet.evaluator.serving.scheduling.watchdog import FIRST, LEAST, TICK, TIMES, Watchdog
 from serving_harness import png
 
 
@@ -120,7 +121,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "FIRST", 0.05)
     monkeypatch.setattr(watchdog, "LEAST", 0.05)
     monkeypatch.setattr(watchdog, "TICK", 0.01)
-    monkeypatch.setattr(drain, "CLOSING", 0.2)
+    monkeypatch.setattr(lifecycle, "CLOSING", 0.2)
 
 
 @pytest.mark.usefixtures("impatient")

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from prelunet.evaluator.architectures import Activation, Architecture, Conv, Pool, parameter_shapes
 from prelunet.evaluator.contract import ClassEntry
-from prelunet.training.architectures import Activation, Architecture, Conv, Pool, parameter_shapes
-from prelunet.training.checkpoints import Checkpoint
+from prelunet.training.net.checkpoints import Checkpoint
 
 # crop 24 → 12 → 6 → 7: a window of 7x7 cells, stride 4; level 3 has bins that overlap
 TINY = Architecture(

@@ -4,18 +4,25 @@ Every number of a training run is in its recipe; the recipe is stored in the run
 """
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
+from prelunet.evaluator.architectures import (
+    ACTIVATIONS,
+    ARCHITECTURES,
+    MAX_SIDE,
+    Activation,
+    Architecture,
+    architecture,
+)
 from prelunet.evaluator.contract import center_scale
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.files import require_plain
-from prelunet.training.architectures import ACTIVATIONS, ARCHITECTURES, MAX_SIDE, Activation, Architecture, architecture
-from prelunet.training.initialization import FIRST_LAYERS, RULES, FirstLayer, Initialization, Rule
+from prelunet.training.net.initialization import FIRST_LAYERS, RULES, FirstLayer, Initialization, Rule
 
 RatePolicy = Literal["at", "plateau"]
 Mean = Literal["image", "channel"]
@@ -278,3 +285,38 @@ def fit_to_crop(recipe: Recipe, crop: int) -> Recipe:
 def automatic_crop(median_shorter_side: float, stride: int) -> int:
     """Return 7/8 of the median shorter side (224 of 256, as in the paper), rounded to the net's stride, halves up."""
     return max(1, int(median_shorter_side * 7 / 8 / stride + 0.5)) * stride
+
+
+# The learning rate over a run.
+
+
+def rate_at(recipe: Recipe, step: int, drops: int = 0) -> float:
+    """Return the learning rate of a step, counted from 0.
+
+    drops: how often the error has stalled until then (`stalls`), for the rate_policy `plateau`. The paper lowers the
+    rate twice by ten "when the error plateaus" (PReLU-nets, section 4); with `at` the places are fixed.
+    """
+    if recipe.rate_policy == "at":
+        drops = sum(step >= part * recipe.length for part in recipe.rate_drops)
+    return recipe.rate * recipe.rate_factor ** min(drops, _most(recipe))
+
+
+def _most(recipe: Recipe) -> int:
+    return recipe.most_drops if recipe.rate_policy == "plateau" else len(recipe.rate_drops)
+
+
+def stalls(errors: Sequence[float], patience: int) -> int:
+    """Return how often the error on val/ has stalled, given its measurements in their order.
+
+    It stalls when none of `patience` measurements in a row is below the lowest one before them; counting begins anew
+    after that, from the next measurement on.
+    """
+    found, lowest, waited = 0, float("inf"), 0
+    for error in errors:
+        if error < lowest:
+            lowest, waited = error, 0
+        else:
+            waited += 1
+        if waited == patience:
+            found, lowest, waited = found + 1, float("inf"), 0
+    return found

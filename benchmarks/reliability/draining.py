@@ -19,7 +19,7 @@ from prelunet.evaluator.client import Client
 from prelunet.evaluator.errors import NotReady, PreluNetError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from prelunet.evaluator.serving.status import error_from, is_absent
+from prelunet.evaluator.rpc.status import error_from, is_absent
 from reliability.asking import CALL_SECONDS, NOT_SERVING, SERVING, classify, new_channel
 from reliability.process import Exit
 from reliability.stand import Case, Json, Stand, verdict

@@ -18,7 +18,7 @@ import grpc
 import grpc.aio
 from PIL import Image
 
-from prelunet.evaluator.client.aio_streams import StreamEnd
+from prelunet.evaluator.client.streams import StreamEnd
 from prelunet.evaluator.pb.inference import inference_pb2 as oip
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from reliability import fuzz_cases, stand

@@ -15,7 +15,7 @@ import grpc.aio
 from prelunet.evaluator.errors import Overloaded
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from prelunet.evaluator.serving.status import error_from
+from prelunet.evaluator.rpc.status import error_from
 from reliability.asking import Good, classify, new_channel, percentiles, settled, until
 from reliability.process import Served
 from reliability.rigged import write_control

@@ -9,27 +9,26 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 
-from prelunet.evaluator.client.aio_streams import AsyncExchange, LabelledImages, StreamEnd
-from prelunet.evaluator.client.calls import RETRIES, Call, Terms, Timeout
-from prelunet.evaluator.client.connection import CHANNEL_OPTIONS
-from prelunet.evaluator.client.many import AHEAD, Many, Told
-from prelunet.evaluator.client.requests import classify_request, evaluate_start
-from prelunet.evaluator.client.results import (
+from prelunet.evaluator.answer import Answer
+from prelunet.evaluator.client.calls import RETRIES, Call, Retries, Terms, Timeout
+from prelunet.evaluator.client.channel import CHANNEL_OPTIONS
+from prelunet.evaluator.client.messages import (
     HEALTH,
     Evaluation,
     Progress,
     ServedModel,
+    classify_request,
+    evaluate_start,
     is_serving,
     not_there,
     served_model,
 )
-from prelunet.evaluator.client.retries import Retries
-from prelunet.evaluator.datasets.sample import Dataset
-from prelunet.evaluator.engine.answer import Answer
+from prelunet.evaluator.client.streams import AHEAD, AsyncExchange, LabelledImages, Many, StreamEnd, Told
+from prelunet.evaluator.datasets.dataset import Dataset
 from prelunet.evaluator.errors import Interrupted, PreluNetError, UsageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from prelunet.evaluator.serving.wire import answer_from_message
+from prelunet.evaluator.rpc.convert import answer_from_message
 
 _FEW = 50  # predictions; an answer that tells 1000 classes takes 20 ms to read, too long for an event loop
 

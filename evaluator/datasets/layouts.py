@@ -3,20 +3,19 @@
 Nothing is guessed: where two readings are possible, the error names both and the option that decides.
 """
 
+import os.path
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from prelunet.evaluator.datasets.archives import ArchiveSource
-from prelunet.evaluator.datasets.class_folders import check_filled, labels_of_folders
-from prelunet.evaluator.datasets.classes import ClassList
-from prelunet.evaluator.datasets.detect import found_labels, named_labels
-from prelunet.evaluator.datasets.folders import FolderSource
-from prelunet.evaluator.datasets.imagenet import GROUND_TRUTH, labels_of_devkit, wnids_in_names
-from prelunet.evaluator.datasets.lists import labels_of_list
-from prelunet.evaluator.datasets.sample import UNLABELLED, Reader
-from prelunet.evaluator.datasets.source import LabelFile, Source, place_of, some
+from prelunet.evaluator.datasets.dataset import UNLABELLED, Reader
+from prelunet.evaluator.datasets.labels.class_names import ClassList
+from prelunet.evaluator.datasets.labels.imagenet_devkit import GROUND_TRUTH, labels_of_devkit, wnids_in_names
+from prelunet.evaluator.datasets.labels.label_lists import labels_of_list
+from prelunet.evaluator.datasets.sources.archive import ArchiveSource
+from prelunet.evaluator.datasets.sources.base import LabelFile, Source, place_of, some
+from prelunet.evaluator.datasets.sources.folder import FolderSource, label_file
 from prelunet.evaluator.datasets.webdataset import (
     is_shard,
     labels_in_shard,
@@ -24,7 +23,7 @@ from prelunet.evaluator.datasets.webdataset import (
     open_training_shards,
     shards_of_split,
 )
-from prelunet.evaluator.errors import DatasetError
+from prelunet.evaluator.errors import DatasetError, UsageError
 
 SHARDS = "webdataset shards"  # as a layout is called
 
@@ -211,3 +210,152 @@ def _check_names(names: Iterable[str], place: str) -> None:
             name.encode()
         except UnicodeEncodeError as error:
             raise DatasetError(f"{place}: the name {name!a} is not UTF-8. Rename it") from error
+
+
+# Labels from the folders that images lie in: named by wnid, by number, or by the name of the class.
+
+
+def labels_of_folders(folders: Sequence[str], classes: ClassList, place: str) -> tuple[dict[str, int], list[str]]:
+    """Return the class index of each class folder, and what a person should know of it.
+
+    folders: sorted; place: where they lie, for people. Raises DatasetError when a folder is no class of the model, or
+    may be several.
+    """
+    index, remarks = _understood(folders, classes, place)
+    _check_apart(index, classes, place)
+    found = set(index.values())
+    lacking = [wnid for number, wnid in enumerate(classes.wnids) if number not in found]
+    if lacking:
+        remarks.append(
+            f"{place}: no folders for {len(lacking):,} of the model's {len(classes.wnids):,} classes "
+            f"({some(lacking)}); labels stay those of the whole model"
+        )
+    return index, remarks
+
+
+def _understood(folders: Sequence[str], classes: ClassList, place: str) -> tuple[dict[str, int], list[str]]:
+    if all(folder in classes.by_wnid for folder in folders):
+        return {folder: classes.by_wnid[folder] for folder in folders}, []
+    numbers = classes.folder_numbers(folders, place)
+    if numbers is not None:
+        return numbers, [
+            f"{place}: the folders are the numbers 0 to {len(folders) - 1}, taken as class indices in the order of the "
+            "numbers (as text, 10 would come before 2)"
+        ]
+    unknown = [folder for folder in folders if not classes.knows(folder)]
+    if unknown:
+        raise DatasetError(
+            f"{place}: {len(unknown)} of {len(folders)} class folders are not among the model's {len(classes.wnids)} "
+            f"classes: {some(unknown)}. The model's begin with {some(classes.wnids)}. "
+            "Rename the folders to the model's wnids, take them away, or give the labels with --labels FILE"
+        )
+    meaning = classes.understand({folder: f"{place}/{folder}" for folder in folders})
+    return dict(meaning.index), [f"{place}: the folders are matched to the model's classes by {meaning.kind}"]
+
+
+def _check_apart(index: Mapping[str, int], classes: ClassList, place: str) -> None:
+    """Refuse two folders that mean one class: they may be two classes of another list."""
+    first: dict[int, str] = {}
+    for folder, number in index.items():
+        if number in first:
+            raise DatasetError(
+                f"{place}: the folders {some([first[number]])} and {some([folder])} both mean the class "
+                f"{classes.wnids[number]}. Put their images into one folder, or rename the wrong one"
+            )
+        first[number] = folder
+
+
+def check_filled(folders: Sequence[str], filled: set[str], place: str) -> None:
+    """Refuse class folders without images: rather a mistake in copying than a class that nobody needs."""
+    if empty := [name for name in folders if name not in filled]:
+        raise DatasetError(
+            f"{place}: no images in {len(empty)} of {len(folders)} class folders: {some(empty)}. "
+            "Put images there, or remove the folders"
+        )
+
+
+# Which file gives the labels of images that do not lie in class folders: the one that was named, or the only one.
+#
+# Looked for are names that are in use for this, in the folder of the images and in the one around it. Two such files
+# are one too many: which is right cannot be told from outside, and the wrong one gives errors that look like a bad
+# model.
+
+
+_LISTS = ("val.txt", "val.csv", "labels.txt", "labels.csv", "LOC_val_solution.csv")
+
+
+def named_labels(path: Path) -> LabelFile:
+    """Return the file that `--labels` names: a list, a ground truth, or the folder of a devkit.
+
+    Raises UsageError when nothing is there, DatasetError when a folder is no devkit.
+    """
+    if os.path.isdir(path):  # noqa: PTH112 - see _is_file
+        found = [label_file(folder / GROUND_TRUTH) for folder in _devkit_folders(path)]
+        if len(found) != 1:
+            raise DatasetError(
+                f"{path}: {'no' if not found else 'more than one'} {GROUND_TRUTH} here, nor in a folder `data` here. "
+                "Give the devkit's folder, or the file that holds the labels"
+            )
+        return found[0]
+    if not _is_file(path):
+        raise UsageError(f"{path}: no such file or folder. Give a list of labels, or the devkit's folder")
+    return label_file(path)
+
+
+def found_labels(source: Source, path: Path, inside: str) -> LabelFile | None:
+    """Return the one file in or beside a dataset that may give its labels, None when there is none.
+
+    path: of the dataset; inside: the folder in it that holds the images. Raises DatasetError when there are several.
+    """
+    candidates = {file.path: file for file in _candidates(source, path, inside)}
+    if len(candidates) > 1:
+        raise DatasetError(
+            f"{path}: more than one file may give the labels: {', '.join(map(str, candidates))}. "
+            "Say which with --labels FILE"
+        )
+    return next(iter(candidates.values()), None)
+
+
+def has_list(source: Source, path: Path, inside: str) -> bool:
+    """Say whether a folder in a dataset has a file in it, by its name, that may give labels."""
+    return not source.others(inside).keys().isdisjoint((*_names(path), GROUND_TRUTH))
+
+
+def _names(path: Path) -> tuple[str, ...]:
+    stem = path.name.partition(".")[0] or path.name
+    return (*_LISTS, f"{stem}.txt", f"{stem}.csv")
+
+
+def _candidates(source: Source, path: Path, inside: str) -> Iterator[LabelFile]:
+    own = _names(path)
+    around = inside.split("/") if inside else []
+    for folder in ("/".join(around[:depth]) for depth in range(len(around), -1, -1)):
+        names = source.others(folder)
+        for name in (*own, GROUND_TRUTH):
+            if name in names:
+                yield LabelFile(source, folder, name, path / folder / name)
+        if isinstance(source, FolderSource):
+            for devkit in _devkit_folders(path / folder):
+                yield label_file(devkit / GROUND_TRUTH)
+    if not inside or not isinstance(source, FolderSource):
+        beside = path.absolute().parent
+        for name in own:
+            if _is_file(beside / name) and beside / name != path.absolute():
+                yield label_file(beside / name)
+        for devkit in _devkit_folders(beside):
+            yield label_file(devkit / GROUND_TRUTH)
+
+
+def _devkit_folders(folder: Path) -> list[Path]:
+    """Return the folders with a ground truth: this one, `data` in it, and the same in folders named as a devkit."""
+    try:
+        devkits = sorted(entry for entry in folder.iterdir() if "devkit" in entry.name.lower() and entry.is_dir())
+    except OSError:  # a folder beside the dataset may be closed to this user, who did not ask for it
+        devkits = []
+    places = [place for base in (folder, *devkits) for place in (base, base / "data")]
+    return [place for place in places if _is_file(place / GROUND_TRUTH)]
+
+
+def _is_file(path: Path) -> bool:
+    """Say whether a file is there; not where its folder is closed, nor where its name is too long to be one."""
+    return os.path.isfile(path)  # noqa: PTH113 - Path.is_file raises in both cases

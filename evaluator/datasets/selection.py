@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from prelunet.evaluator.contract import ClassEntry
-from prelunet.evaluator.datasets.classes import ClassList
-from prelunet.evaluator.datasets.folders import label_file
-from prelunet.evaluator.datasets.sample import Dataset, Sample
-from prelunet.evaluator.datasets.source import some
+from prelunet.evaluator.datasets.dataset import Dataset, Sample
+from prelunet.evaluator.datasets.labels.class_names import ClassList
+from prelunet.evaluator.datasets.sources.base import some
+from prelunet.evaluator.datasets.sources.folder import label_file
 from prelunet.evaluator.errors import DatasetError, UsageError
 
 _NAMED = 8  # classes that a selection names; more are told by their number and a digest

@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from prelunet.evaluator.datasets.archives import ArchiveReader, ArchiveSource, open_archive
-from prelunet.evaluator.datasets.classes import NUMBER, ClassList
-from prelunet.evaluator.datasets.members import MemberTable
-from prelunet.evaluator.datasets.sample import UNLABELLED
-from prelunet.evaluator.datasets.source import join, some
+from prelunet.evaluator.datasets.dataset import UNLABELLED
+from prelunet.evaluator.datasets.labels.class_names import NUMBER, ClassList
+from prelunet.evaluator.datasets.sources.archive import ArchiveReader, ArchiveSource, open_archive
+from prelunet.evaluator.datasets.sources.archive_index import MemberTable
+from prelunet.evaluator.datasets.sources.base import join, some
 from prelunet.evaluator.errors import DatasetError
-from prelunet.evaluator.progress import progress
-from prelunet.evaluator.strict import an_object, parse_json
+from prelunet.evaluator.json_checks import an_object, parse_json
+from prelunet.evaluator.terminal import progress
 
 _SUFFIXES = {".cls": 64 * 1024, ".json": 1024**2}  # and the most bytes that one may have
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from prelunet.evaluator.engine.ladder import Ladder
-from prelunet.evaluator.strict import record, whole
+from prelunet.evaluator.engine.shape_buckets import Ladder
+from prelunet.evaluator.json_checks import record, whole
 
 # The two large things in memory, for the largest net (C: 896 channels, 63 bins; conv1 gives 96 channels at stride 2):
 # 63·896·4 bytes of pooled features per window, and 96·4/4 bytes per pixel for each of about three maps alive at conv1.

@@ -22,20 +22,22 @@ from typing import Protocol as Interface
 import numpy as np
 import numpy.typing as npt
 
+from prelunet.evaluator.answer import Answer, ClassScore, ViewSeen
 from prelunet.evaluator.contract import ModelContract
 from prelunet.evaluator.engine.batching import Batch, BatchRules, Plan, plan_batches
-from prelunet.evaluator.engine.ladder import Ladder
 from prelunet.evaluator.engine.scores import (
     average_views,
     check_finite,
     nine_windows,
     rank_of,
     ranks_of,
+    shortest,
     softmax,
     top_k,
     view_weights,
 )
 from prelunet.evaluator.engine.session import Circumstances, Outputs
+from prelunet.evaluator.engine.shape_buckets import Ladder
 from prelunet.evaluator.imaging.canvas import pack
 from prelunet.evaluator.imaging.resize import Picture
 from prelunet.evaluator.imaging.views import ViewImage, make_views
@@ -225,3 +227,25 @@ def _view_result(member: Member, outputs: Outputs, row: int, *, keep_windows: bo
             windows, scores, logits = nine_windows(window_scores)
         kept = window_scores.copy() if keep_windows else None
     return ViewResult(member.view, member.height, member.width, member.capped, windows, scores, logits, kept)
+
+
+def answer_of(
+    session: Model, name: str, protocol: Protocol, classified: Classified, top: int, heatmap: bytes = b""
+) -> Answer:
+    """Return the answer for one image. name: of the model; top: how many classes to tell."""
+    classes = session.contract.classes
+    return Answer(
+        predictions=tuple(
+            ClassScore(index, classes[index].wnid, classes[index].name, shortest(score))
+            for index, score in classified.top(top)
+        ),
+        model={"name": name, "sha256": session.model_sha256},
+        protocol=protocol.to_json(),
+        views=tuple(
+            ViewSeen(**seen.view.to_json(), windows={"rows": seen.windows[0], "columns": seen.windows[1]})
+            for seen in classified.views
+        ),
+        capped=classified.capped,
+        circumstances=session.circumstances.to_json(),
+        heatmap=heatmap,
+    )

@@ -3,10 +3,13 @@
 A map is plain interpolation of what the model said of each window; no gradient and no second model is involved.
 """
 
+import io
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image, ImageDraw, ImageFont
 
 from prelunet.evaluator.contract import ModelContract
 from prelunet.evaluator.engine.classify import Classified, ViewResult
@@ -106,3 +109,125 @@ def _mean_where_seen(maps: Sequence[FloatArray]) -> FloatArray:
     count = seen.sum(axis=0)
     total = np.where(seen, stack, 0).sum(axis=0)
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+# Heat maps drawn over their image: one picture that shows where each of the best classes is seen.
+
+
+Pixels = npt.NDArray[np.uint8]
+
+OVERLAYS = 5
+LONG_SIDE = 320  # pixels of a panel, to which tiny images are enlarged and huge ones shrunk
+SHORT_SIDE = 40  # pixels at least, so that a 1x20000 image is squeezed into something one can see
+LABEL_WIDTH = 220  # pixels at least for the text of a panel
+MARGIN, LINE, FONT_SIZE = 12, 21, 16  # pixels
+OPACITY = 0.6  # of the colours over the grey image
+UNSEEN = 0.7  # of white over the grey image where no view looked: unlike any colour of the map
+INK, PAPER = (20, 20, 20), (255, 255, 255)
+
+# The colour map "inferno" of matplotlib (CC0) at nine places: its lightness rises evenly from black to pale yellow, so
+# that equal steps of score look equal, in grey print and to colour-blind readers too.
+_COLOURS = np.array(
+    [(0, 0, 4), (31, 12, 72), (85, 15, 109), (136, 34, 106), (186, 54, 85),
+     (227, 89, 51), (249, 140, 10), (249, 201, 50), (252, 255, 164)],
+    np.float64,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture of the sheet with the two lines above it."""
+
+    picture: Pixels
+    title: str
+    detail: str
+
+
+def colours(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Turn values in 0..1, of any shape, into RGB colours in 0..255 along a new last axis."""
+    places = np.linspace(0, 1, len(_COLOURS))
+    return np.stack([np.interp(values, places, _COLOURS[:, channel]) for channel in range(3)], axis=-1)
+
+
+def draw_heat_maps(image: Pixels, classified: Classified, contract: ModelContract, protocol: Protocol) -> Pixels:
+    """Draw the image beside its five best classes' heat maps, uint8 (H, W, 3).
+
+    image: uint8 (h, w, 3); classified: of this image, made with keep_windows.
+    Each map is coloured from 0 to its own highest value, which stands above it as its peak: the score of the window
+    that is surest of the class, averaged over scales; but at least to a tenth of the highest peak of all, so that a
+    class that is hardly seen stays dark. Where no view looked, the image is faint and grey.
+    """
+    best = classified.top(OVERLAYS)
+    height, width = _panel_size(*image.shape[:2])
+    picture = np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC))
+    maps = heat_maps(
+        classified, [index for index, _ in best], image.shape[:2], (height, width), contract, protocol
+    )  # at the size of the panels: a map of 64 Mpixel would take gigabytes and show no more
+    views = f"{len(classified.views)} view" + "s" * (len(classified.views) != 1)
+    panels = [Panel(picture, f"{image.shape[1]}x{image.shape[0]} px", f"{protocol.name}, {views}")]
+    hardly = float(np.nanmax(maps)) / 10
+    for place, ((index, score), of_class) in enumerate(zip(best, maps, strict=True), start=1):
+        peak = float(np.nanmax(of_class))
+        title = f"{place}. {contract.classes[index].name}"
+        panels.append(
+            Panel(_overlay(picture, of_class, max(peak, hardly)), title, f"score {score:.1%}, peak {peak:.1%}")
+        )
+    legend = "peak of the class, or a tenth of the highest peak if that is more" + (
+        ", faint: not looked at" if np.isnan(maps).any() else ""
+    )
+    return _sheet(panels, legend, columns=6 if height > width else 3)
+
+
+def png_bytes(picture: Pixels) -> bytes:
+    """Encode a picture, uint8 (H, W, 3), as a PNG file."""
+    buffer = io.BytesIO()
+    Image.fromarray(picture).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def _panel_size(height: int, width: int) -> tuple[int, int]:
+    """Return height and width at which an image is shown: its longer side becomes LONG_SIDE."""
+    factor = LONG_SIDE / max(height, width)
+    return max(SHORT_SIDE, round(height * factor)), max(SHORT_SIDE, round(width * factor))
+
+
+def _overlay(picture: Pixels, of_class: npt.NDArray[np.float64], brightest: float) -> Pixels:
+    """Lay the colours of one map over the grey image; `brightest` is the value of the last colour."""
+    grey = (picture.astype(np.float64) @ (0.299, 0.587, 0.114))[:, :, None]  # luma of ITU-R BT.601
+    seen = ~np.isnan(of_class)
+    coloured = colours(np.where(seen, of_class, 0) / (brightest or 1))
+    blended = np.where(seen[:, :, None], (1 - OPACITY) * grey + OPACITY * coloured, (1 - UNSEEN) * grey + UNSEEN * 255)
+    return np.asarray(np.round(blended), np.uint8)
+
+
+def _sheet(panels: Sequence[Panel], legend: str, columns: int) -> Pixels:
+    """Arrange panels in rows, with the meaning of the colours below."""
+    height, width = panels[0].picture.shape[:2]
+    cell_width, cell_height = max(width, LABEL_WIDTH) + MARGIN, height + 2 * LINE + 2 * MARGIN
+    rows = -(-len(panels) // columns)
+    columns = min(columns, len(panels))
+    size = (columns * cell_width + MARGIN, rows * cell_height + LINE + 2 * MARGIN)
+    sheet = Image.new("RGB", size, PAPER)
+    draw = ImageDraw.Draw(sheet)
+    font = ImageFont.load_default(FONT_SIZE)
+    for place, panel in enumerate(panels):
+        left = MARGIN + place % columns * cell_width
+        top = MARGIN + place // columns * cell_height
+        draw.text((left, top), _fit(panel.title, cell_width - MARGIN, draw, font), INK, font)
+        draw.text((left, top + LINE), _fit(panel.detail, cell_width - MARGIN, draw, font), INK, font)
+        sheet.paste(Image.fromarray(panel.picture), (left, top + 2 * LINE))
+    top = size[1] - MARGIN - LINE
+    strip = OPACITY * colours(np.tile(np.linspace(0, 1, 120), (LINE - 4, 1))) + (1 - OPACITY) * 128
+    sheet.paste(Image.fromarray(np.asarray(np.round(strip), np.uint8)), (MARGIN + 20, top))
+    draw.text((MARGIN, top - 1), "0", INK, font)
+    draw.text((MARGIN + 148, top - 1), legend, INK, font)
+    return np.array(sheet)
+
+
+def _fit(text: str, width: int, draw: ImageDraw.ImageDraw, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
+    """Shorten a text to a width in pixels."""
+    if draw.textlength(text, font) <= width:
+        return text
+    while text and draw.textlength(text + "...", font) > width:
+        text = text[:-1]
+    return text + "..."

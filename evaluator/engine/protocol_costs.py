@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from prelunet.evaluator.complexity import multiply_adds
-from prelunet.evaluator.contract import ClassEntry, ModelContract, TrunkLayer, default_scales, how_to_write
+from prelunet.evaluator.architectures import TrunkLayer, multiply_adds
+from prelunet.evaluator.contract import ClassEntry, ModelContract, default_scales, how_to_write
 from prelunet.evaluator.engine.scores import nine_places
 from prelunet.evaluator.errors import ContractError, UsageError
 from prelunet.evaluator.imaging.resize import resized_size
+from prelunet.evaluator.json_checks import whole
 from prelunet.evaluator.protocols import PROTOCOL_NAMES, Kind, Protocol, View, make_protocol
-from prelunet.evaluator.strict import whole
 
 SOURCES: Mapping[str, str] = {  # by the names of PROTOCOL_NAMES
     "center": "PReLU-nets, Fig. 2",

@@ -11,7 +11,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -31,7 +30,8 @@ from PIL import (  # the plugins by name: Pillow would load them at the first im
     WebPImagePlugin,
 )
 
-from prelunet.evaluator.errors import ImageError, OutOfMemory, PreluNetError, UsageError
+from prelunet.evaluator.errors import ImageError, OutOfMemory, PreluNetError
+from prelunet.evaluator.imaging.limits import DecodeLimits
 
 UInt8Array = npt.NDArray[np.uint8]
 
@@ -48,8 +48,6 @@ _PLUGINS = (
 FORMATS = tuple(plugin.format for plugin in _PLUGINS if plugin.format != "MPO")
 SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ppm")  # in any case
 
-# Beyond this Pillow itself refuses: 178,956,970 pixels.
-_PILLOW_MAX_PIXELS = 2 * (1024**3 // 4 // 3)
 
 # Pillow warns of odd metadata, which a user can do nothing about. Set once here: catch_warnings is not thread-safe.
 warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -85,21 +83,6 @@ _UPRIGHT = {
 }
 
 
-@dataclass(frozen=True)
-class DecodeLimits:
-    """How large an image may be. max_bytes: of the encoded file; max_pixels: height times width."""
-
-    max_bytes: int = 32 * 1024 * 1024
-    max_pixels: int = 64_000_000
-
-    def __post_init__(self) -> None:
-        if self.max_bytes < 1 or not 1 <= self.max_pixels <= _PILLOW_MAX_PIXELS:
-            raise UsageError(
-                f"image limits should be at least 1 byte and between 1 and {_PILLOW_MAX_PIXELS} pixels, "
-                f"not {self.max_bytes} bytes and {self.max_pixels} pixels"
-            )
-
-
 _MOST_BYTES_A_PIXEL = 28 + 4  # WebP with transparency, and a copy that is rotated; see `decoding_bytes`
 LARGEST_DECODING = _MOST_BYTES_A_PIXEL * DecodeLimits.max_pixels  # bytes
 
@@ -127,7 +110,7 @@ def decode_image(
     """Decode as `decode_rgb` does, to Pillow's own RGB image.
 
     admit: told after the header, before any pixel, how many bytes decoding and resizing will take at most; it may wait
-    (`evaluator.imaging.room`).
+    (`evaluator.imaging.decode_memory`).
 
     For callers who resize next: the way through an array copies all pixels twice, which takes two fifths of the time
     of a 12-Mpixel photo at one scale (benchmarks/decoding.py) and half of its memory.

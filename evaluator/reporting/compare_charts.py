@@ -5,7 +5,7 @@ from typing import Any
 
 from prelunet.evaluator.reporting.charts import FEW_CLASSES, Spec, chart_spec, class_axis
 from prelunet.evaluator.reporting.compare import Comparison
-from prelunet.evaluator.reporting.text import signed
+from prelunet.evaluator.reporting.html import signed
 
 ROW = 24  # pixels of a named class
 CHANGES = ("improved", "unchanged", "worse")

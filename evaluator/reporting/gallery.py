@@ -16,7 +16,7 @@ from pathlib import Path
 from PIL import Image
 
 from prelunet.evaluator.datasets import DatasetPlace, open_place
-from prelunet.evaluator.datasets.sample import Dataset, Sample
+from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.errors import DatasetError, PreluNetError, RunFolderError
 from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.machine import cores

@@ -1,15 +1,25 @@
 """report.html: one self-contained page, made from report.json, the run's predictions and the gallery."""
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from prelunet.evaluator.files import make_folder, write_atomically
 from prelunet.evaluator.reporting.charts import FEW_CLASSES, bin_sizes_chart, error_chart, reliability_chart
 from prelunet.evaluator.reporting.embedded import describe_view, embedded
-from prelunet.evaluator.reporting.gallery import Gallery
-from prelunet.evaluator.reporting.html import render_html
-from prelunet.evaluator.reporting.report import Report, describe_protocol, headline, short_provider
+from prelunet.evaluator.reporting.gallery import Gallery, make_gallery
+from prelunet.evaluator.reporting.html import json_bytes, render_html
+from prelunet.evaluator.reporting.report import (
+    Report,
+    build_report,
+    classes_csv,
+    describe_protocol,
+    headline,
+    short_provider,
+)
 from prelunet.evaluator.reporting.statistics import NO_MACRO_INTERVAL
 from prelunet.evaluator.reporting.tables import worst_classes
-from prelunet.evaluator.validation.run import Run
+from prelunet.evaluator.validation.run import Run, read_run
 
 WORST_CLASSES = 10
 NAMED_OPENLY = 12  # more perfect classes than this are named when asked for
@@ -73,3 +83,43 @@ def averaging_rows(report: Report) -> list[dict[str, Any]]:
 
 def _row(kind: str, what: str, errors: dict[str, Any]) -> dict[str, Any]:
     return {"kind": kind, "what": what, "top1_error": errors["top1_error"], "top5_error": errors["top5_error"]}
+
+
+# Writes what `prelunet report` leaves in a run folder.
+
+
+REPORT_FOLDER = "report"
+
+
+@dataclass(frozen=True)
+class WrittenReport:
+    """A report and the files that hold it. missing: why the page has no pictures; None where it has, or needs none."""
+
+    report: Report
+    json: Path
+    csv: Path
+    html: Path
+    missing: str | None = None
+
+
+def write_report(folder: Path, *, out: Path | None = None, data: Path | None = None) -> WrittenReport:
+    """Write report.json, classes.csv and report.html of a finished run.
+
+    out: folder for them, made when it is missing; None for the run's own folder `report`.
+    data: folder or archive of the run's images, for the gallery; None looks where the run found them.
+    Raises RunFolderError when the run is missing, unfinished or damaged, DatasetError when `data` is another dataset,
+    EnvironmentFault or OSError when the files cannot be written; each file is whole or absent.
+    """
+    run = read_run(folder)
+    report = build_report(run)
+    gallery = make_gallery(run, data)
+    page = render_page(report, run, gallery)  # before any file is written: a wrong `data` leaves none
+    target = out or folder / REPORT_FOLDER
+    make_folder(target, "--out")
+    written = WrittenReport(
+        report, target / "report.json", target / "classes.csv", target / "report.html", gallery.missing
+    )
+    write_atomically(written.json, json_bytes(report))
+    write_atomically(written.csv, classes_csv(report))
+    write_atomically(written.html, page)
+    return written

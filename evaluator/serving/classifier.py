@@ -8,23 +8,24 @@ from typing import TypeVar
 
 import numpy as np
 
-from prelunet.evaluator.engine.answer import Answer, Timings, answer_of
+from prelunet.evaluator.answer import Answer, Timings
 from prelunet.evaluator.engine.batching import MAX_PIXELS
-from prelunet.evaluator.engine.classify import Classified, combine
-from prelunet.evaluator.engine.overlay import draw_heat_maps, png_bytes
+from prelunet.evaluator.engine.classify import Classified, answer_of, combine
+from prelunet.evaluator.engine.heatmap import draw_heat_maps, png_bytes
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.imaging.decode import DecodeLimits, decode_image
+from prelunet.evaluator.imaging.decode import decode_image
+from prelunet.evaluator.imaging.decode_memory import decoding_room
+from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.imaging.resize import resized_size
-from prelunet.evaluator.imaging.room import decoding_room
 from prelunet.evaluator.imaging.views import ViewImage, make_views
 from prelunet.evaluator.protocols import Protocol
-from prelunet.evaluator.serving.caller import Caller
-from prelunet.evaluator.serving.device import ServedDevice
-from prelunet.evaluator.serving.door import Door
-from prelunet.evaluator.serving.metrics import ModelMetrics
+from prelunet.evaluator.serving.observability.call_context import Caller
+from prelunet.evaluator.serving.observability.metrics import ModelMetrics
 from prelunet.evaluator.serving.options import QueueOptions
-from prelunet.evaluator.serving.request import Lane, Request
+from prelunet.evaluator.serving.scheduling.admission import Door
+from prelunet.evaluator.serving.scheduling.device import ServedDevice
+from prelunet.evaluator.serving.scheduling.request import Lane, Request
 
 Result = TypeVar("Result")
 

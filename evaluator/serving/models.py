@@ -4,16 +4,15 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-from prelunet.evaluator.engine.session import Placement, Session, open_placed
-from prelunet.evaluator.engine.trial import check_it_runs
-from prelunet.evaluator.engine.warm_up import ladder_of, rules_to_serve, warm_up
+from prelunet.evaluator.engine.load import check_it_runs, open_placed
+from prelunet.evaluator.engine.session import Placement, Session
 from prelunet.evaluator.errors import DeviceLost, Interrupted, ModelNotFound
-from prelunet.evaluator.imaging.decode import DecodeLimits
+from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.serving.classifier import Classifier
-from prelunet.evaluator.serving.device import ServedDevice, device_of
-from prelunet.evaluator.serving.files import ModelFile
-from prelunet.evaluator.serving.metrics import Metrics
-from prelunet.evaluator.serving.options import QueueOptions
+from prelunet.evaluator.serving.observability.metrics import Metrics
+from prelunet.evaluator.serving.options import ModelFile, QueueOptions
+from prelunet.evaluator.serving.scheduling.device import ServedDevice, device_of
+from prelunet.evaluator.serving.scheduling.warm_up import ladder_of, rules_to_serve, warm_up
 
 log = logging.getLogger(__name__)
 

@@ -14,16 +14,16 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from prelunet.evaluator.errors import EnvironmentFault, NotReady
-from prelunet.evaluator.imaging.decode import DecodeLimits
+from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from prelunet.evaluator.serving import inference
-from prelunet.evaluator.serving.health import Health
-from prelunet.evaluator.serving.interceptor import OURS, PROBES, Calls, ErrorsToStatus
-from prelunet.evaluator.serving.metrics import Metrics
+from prelunet.evaluator.serving.api import inference
+from prelunet.evaluator.serving.api.health import Health
+from prelunet.evaluator.serving.api.interceptor import OURS, PROBES, Calls, ErrorsToStatus
+from prelunet.evaluator.serving.api.prelunet import SERVICE, PreluNetServicer
 from prelunet.evaluator.serving.models import Models
+from prelunet.evaluator.serving.network import channel_options, join, why_not
+from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import Limits
-from prelunet.evaluator.serving.service import SERVICE, PreluNetServicer
-from prelunet.evaluator.serving.transport import channel_options, join, why_not
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 

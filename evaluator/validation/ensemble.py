@@ -15,17 +15,24 @@ from typing import Any
 
 import numpy as np
 
-from prelunet.evaluator.datasets.sample import UNLABELLED, Sample
-from prelunet.evaluator.differences import differences, shown
+from prelunet.evaluator.datasets.dataset import UNLABELLED, Sample
 from prelunet.evaluator.engine.scores import IntArray, ranks_of, shortest, top_k
 from prelunet.evaluator.errors import RunFolderError, UsageError
-from prelunet.evaluator.progress import progress
+from prelunet.evaluator.json_checks import differences, shown
 from prelunet.evaluator.protocols import options_of
-from prelunet.evaluator.validation.derived import begin, refuse_source_as_target
-from prelunet.evaluator.validation.described import fitting
+from prelunet.evaluator.terminal import progress
 from prelunet.evaluator.validation.predictions import TOP, Prediction
 from prelunet.evaluator.validation.run import Run, RunInfo, read_run, read_run_info, require_same_images, require_whole
-from prelunet.evaluator.validation.stored import BLOCK, Flags, FloatArray, check_scores, read_rows
+from prelunet.evaluator.validation.run_schema import fitting
+from prelunet.evaluator.validation.stored_runs import (
+    BLOCK,
+    Flags,
+    FloatArray,
+    begin,
+    check_scores,
+    read_rows,
+    refuse_source_as_target,
+)
 from prelunet.evaluator.validation.writer import RunWriter, open_run
 
 _NAME = "ensemble of {}"  # in place of a model file's

@@ -13,16 +13,14 @@ from shlex import join
 
 import numpy as np
 
-from prelunet.evaluator.datasets.sample import Sample
-from prelunet.evaluator.differences import differences, shown
+from prelunet.evaluator.datasets.dataset import Sample
 from prelunet.evaluator.errors import RunFolderError
-from prelunet.evaluator.progress import progress
+from prelunet.evaluator.json_checks import differences, shown
 from prelunet.evaluator.protocols import options_of
-from prelunet.evaluator.terminal import printable
-from prelunet.evaluator.validation.derived import begin, refuse_source_as_target
+from prelunet.evaluator.terminal import printable, progress
 from prelunet.evaluator.validation.run import Run, RunInfo, read_run, read_run_info
 from prelunet.evaluator.validation.run_log import find_dataset
-from prelunet.evaluator.validation.stored import BLOCK, check_scores, read_rows
+from prelunet.evaluator.validation.stored_runs import BLOCK, begin, check_scores, read_rows, refuse_source_as_target
 from prelunet.evaluator.validation.writer import NAMES, RunWriter, open_run
 
 _OF_A_SHARD = {("shard", "number"), *NAMES}  # in which shards of one run differ, or may

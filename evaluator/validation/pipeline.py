@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prelunet.evaluator.datasets.sample import Dataset, Sample
+from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.engine.batching import Batch
 from prelunet.evaluator.engine.classify import (
     Classified,
@@ -41,14 +41,14 @@ from prelunet.evaluator.engine.classify import (
     plan_views,
     results_of,
 )
-from prelunet.evaluator.engine.stages import Stages
 from prelunet.evaluator.errors import ContractError, ImageError
 from prelunet.evaluator.imaging.decode import decode_image
-from prelunet.evaluator.imaging.room import DecodingRoom, decoding_room
+from prelunet.evaluator.imaging.decode_memory import DecodingRoom, decoding_room
 from prelunet.evaluator.imaging.views import ViewImage, make_views
 from prelunet.evaluator.machine import cores
 from prelunet.evaluator.protocols import Protocol
 from prelunet.evaluator.validation.predictions import Prediction, prediction_of
+from prelunet.evaluator.validation.timing import Stages
 
 MAX_THREADS = 16  # beyond, the threads wait for the interpreter more than they decode
 PORTIONS_OF_PIXELS = 2  # for each session: one is packed and computed, one is decoded

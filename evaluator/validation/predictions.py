@@ -8,12 +8,12 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, BinaryIO, overload
 
-from prelunet.evaluator.datasets.sample import UNLABELLED
+from prelunet.evaluator.datasets.dataset import UNLABELLED
 from prelunet.evaluator.engine.classify import Classified
 from prelunet.evaluator.engine.scores import shortest
 from prelunet.evaluator.errors import RunFolderError
-from prelunet.evaluator.strict import flag, parse_json, record, text
-from prelunet.evaluator.validation.described import answers_of, checked_rank, label_of, relative_name, view_ranks_of
+from prelunet.evaluator.json_checks import flag, parse_json, record, text
+from prelunet.evaluator.validation.run_schema import answers_of, checked_rank, label_of, relative_name, view_ranks_of
 
 TOP = 5  # classes kept per image: the paper's top-5
 _BLOCK = 1024  # images made at a time while iterating

@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from prelunet.evaluator.contract import ClassEntry, ModelContract
-from prelunet.evaluator.datasets.sample import UNLABELLED, Dataset
+from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset
 from prelunet.evaluator.engine.batching import BatchRules
 from prelunet.evaluator.engine.classify import Model
 from prelunet.evaluator.engine.memory import portion_within
 from prelunet.evaluator.errors import RunFolderError, UsageError
+from prelunet.evaluator.json_checks import a_list, an_object, parse_json, record, whole
 from prelunet.evaluator.protocols import Protocol, View, protocol_from_json
-from prelunet.evaluator.strict import a_list, an_object, parse_json, record, whole
 from prelunet.evaluator.terminal import printable
-from prelunet.evaluator.validation.described import (
+from prelunet.evaluator.validation.predictions import Prediction, read_predictions
+from prelunet.evaluator.validation.run_schema import (
     circumstances_part,
     class_entries,
     dataset_part,
@@ -25,7 +26,6 @@ from prelunet.evaluator.validation.described import (
     shard_part,
     words,
 )
-from prelunet.evaluator.validation.predictions import Prediction, read_predictions
 
 RUN_VERSION = 3
 CHUNK = 64  # images: the unit of writing, resuming and sharding

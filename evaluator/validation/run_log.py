@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prelunet.evaluator.datasets.sample import DatasetPlace
-from prelunet.evaluator.strict import a_list, an_object, flag, parse_json, text, whole
+from prelunet.evaluator.datasets.dataset import DatasetPlace
+from prelunet.evaluator.json_checks import a_list, an_object, flag, parse_json, text, whole
 
 LOG_FILE = "log.jsonl"
 BEGINNINGS = STARTED, RESUMED = "start", "resume"  # events that name the dataset

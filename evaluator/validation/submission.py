@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from prelunet.evaluator.datasets.imagenet import GROUND_TRUTH, MAPPINGS, MATLAB
+from prelunet.evaluator.datasets.labels.imagenet_devkit import GROUND_TRUTH, MAPPINGS, MATLAB
 from prelunet.evaluator.errors import CheckFailed, RunFolderError, UsageError
 from prelunet.evaluator.files import open_atomically
 from prelunet.evaluator.terminal import printable

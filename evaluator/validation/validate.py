@@ -10,14 +10,14 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from prelunet.evaluator.contract import ModelContract
-from prelunet.evaluator.datasets.sample import UNLABELLED, Dataset, DatasetPlace, Sample
+from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset, DatasetPlace, Sample
 from prelunet.evaluator.engine.classify import Model
-from prelunet.evaluator.engine.stages import Stages
 from prelunet.evaluator.errors import DatasetError, EnvironmentFault, Interrupted, UsageError
-from prelunet.evaluator.progress import progress
+from prelunet.evaluator.terminal import progress
 from prelunet.evaluator.validation.pipeline import ChunkResult, evaluate_chunks
 from prelunet.evaluator.validation.run import Run, RunInfo, read_run
 from prelunet.evaluator.validation.run_log import RESUMED, STARTED, place_to_log
+from prelunet.evaluator.validation.timing import Stages
 from prelunet.evaluator.validation.writer import RunWriter, open_run
 
 # Who evaluates: gives the result of each chunk of samples that it is handed, in their order.

@@ -18,11 +18,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prelunet.evaluator.datasets.sample import Sample
-from prelunet.evaluator.differences import differences, shown
+from prelunet.evaluator.datasets.dataset import Sample
 from prelunet.evaluator.errors import EnvironmentFault, RunFolderError
 from prelunet.evaluator.files import leftovers, locked_folder, make_folder, remove_leftovers, write_atomically
-from prelunet.evaluator.strict import parse_json
+from prelunet.evaluator.json_checks import differences, parse_json, shown
 from prelunet.evaluator.validation.predictions import Prediction, prediction_from_json
 from prelunet.evaluator.validation.run import (
     PREDICTIONS_FILE,

@@ -7,19 +7,18 @@ from typing import Annotated, Any
 import typer
 
 from prelunet.evaluator.datasets import Dataset, open_images
-from prelunet.evaluator.engine.gpus import open_sessions
+from prelunet.evaluator.engine.load import open_sessions
 from prelunet.evaluator.engine.memory import MemoryNeed, in_bytes
 from prelunet.evaluator.engine.session import Session
-from prelunet.evaluator.engine.stages import STAGES
 from prelunet.evaluator.errors import Interrupted
 from prelunet.evaluator.files import require_writable, write_atomically
 from prelunet.evaluator.machine import cores, knows_bf16
+from prelunet.evaluator.profiling.bottleneck import Surroundings, advice, in_words
+from prelunet.evaluator.profiling.profile import Measurement, benchmark
 from prelunet.evaluator.protocols import Protocol
 from prelunet.evaluator.terminal import say
-from prelunet.evaluator.validation.benchmark import Measurement, benchmark
-from prelunet.evaluator.validation.bottleneck import Surroundings, advice, in_words
 from prelunet.evaluator.validation.run import describe_dataset, run_info
-from prelunet.evaluator.verbs.memory import foretold
+from prelunet.evaluator.validation.timing import STAGES
 from prelunet.evaluator.verbs.options import (
     DeviceOption,
     FlipOption,
@@ -30,6 +29,7 @@ from prelunet.evaluator.verbs.options import (
     PrecisionOption,
     ProtocolOption,
     ScalesOption,
+    foretold,
     placement_asked,
     protocol_asked,
 )

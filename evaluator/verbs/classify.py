@@ -11,14 +11,16 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from prelunet.evaluator.engine.answer import Answer, answer_of, top_asked
-from prelunet.evaluator.engine.classify import classify_images
+from prelunet.evaluator.answer import Answer, top_asked
+from prelunet.evaluator.engine.classify import answer_of, classify_images
+from prelunet.evaluator.engine.heatmap import draw_heat_maps, png_bytes
+from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.engine.memory import require_room
-from prelunet.evaluator.engine.overlay import draw_heat_maps, png_bytes
-from prelunet.evaluator.engine.session import Device, Session, open_session
+from prelunet.evaluator.engine.session import Device, Session
 from prelunet.evaluator.errors import ImageError, UsageError
 from prelunet.evaluator.files import write_atomically
-from prelunet.evaluator.imaging.decode import DecodeLimits, decode_image
+from prelunet.evaluator.imaging.decode import decode_image
+from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.machine import machine_memory
 from prelunet.evaluator.protocols import Protocol
 from prelunet.evaluator.terminal import say

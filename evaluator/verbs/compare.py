@@ -8,10 +8,9 @@ import typer
 
 from prelunet.evaluator.errors import CheckFailed, UsageError
 from prelunet.evaluator.reporting.compare import METRICS, Comparison, judgement, shown_p
-from prelunet.evaluator.reporting.compare_page import protocol_remark
-from prelunet.evaluator.reporting.compare_write import WrittenComparison, write_comparison
+from prelunet.evaluator.reporting.compare_page import WrittenComparison, protocol_remark, write_comparison
+from prelunet.evaluator.reporting.html import json_bytes, signed
 from prelunet.evaluator.reporting.report import describe_protocol, short_provider
-from prelunet.evaluator.reporting.text import json_bytes, signed
 from prelunet.evaluator.terminal import say
 
 Metric = Literal["top1", "top5", "both"]

@@ -10,11 +10,10 @@ from rich.table import Table
 
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import CheckFailed
-from prelunet.evaluator.serving.files import ModelFile
-from prelunet.evaluator.serving.foretold import memory_of_serving
-from prelunet.evaluator.serving.options import ServeOptions
+from prelunet.evaluator.serving.memory import memory_of_serving
+from prelunet.evaluator.serving.options import ModelFile, ServeOptions
 from prelunet.evaluator.terminal import printable, say
-from prelunet.evaluator.verbs.examination import Finding, examine_machine, examine_model, examine_server
+from prelunet.evaluator.verbs.doctor_checks import Finding, examine_machine, examine_model, examine_server
 from prelunet.evaluator.verbs.options import (
     DeviceOption,
     MaybeModelOption,
@@ -41,7 +40,7 @@ def doctor(
     Exits 6 when something is wrong, with what to do about it.
     """
     if server is not None:
-        from prelunet.evaluator.client.addresses import checked_address
+        from prelunet.evaluator.client.channel import checked_address
 
         checked_address(server)
     findings = list(examine_machine(host, port))

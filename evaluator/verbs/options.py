@@ -1,16 +1,31 @@
 """Options that several verbs share."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from prelunet.evaluator.contract import ModelContract
-from prelunet.evaluator.engine.memory import parse_memory
-from prelunet.evaluator.engine.session import Device, Placement, Precision
+from prelunet.evaluator.datasets.dataset import Sample
+from prelunet.evaluator.engine.memory import (
+    MemoryNeed,
+    Running,
+    Runtime,
+    in_bytes,
+    memory_need,
+    parse_memory,
+    require_fits,
+)
+from prelunet.evaluator.engine.session import Device, Placement, Precision, Session
 from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.imaging.decode import LARGEST_DECODING
+from prelunet.evaluator.imaging.decode_memory import decoding_room
+from prelunet.evaluator.machine import machine_memory
 from prelunet.evaluator.protocols import Averaging, Changes, Protocol, Weights, default_protocol, make_protocol
+from prelunet.evaluator.terminal import say
+from prelunet.evaluator.validation.pipeline import decoding_threads
 
 _MODEL_HELP = "Model file, as `prelunet export` wrote it."
 ModelOption = Annotated[Path, typer.Option("--model", help=_MODEL_HELP)]
@@ -102,3 +117,56 @@ def _scales(text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"[1-9]\d{0,4}(,[1-9]\d{0,4})*", text, re.ASCII):
         raise UsageError(f"--scales {text}: give shorter sides in pixels with commas between, as --scales 256,384")
     return tuple(map(int, text.split(",")))
+
+
+# What verbs say of the main memory that a run takes.
+
+
+def foretold(
+    session: Session,
+    protocol: Protocol,
+    chunk: int,
+    samples: Sequence[Sample] = (),
+    *,
+    sessions: int = 1,
+    pipelines: int = 1,
+) -> MemoryNeed:
+    """Return what a run takes of the main memory at most, in chunks of so many images.
+
+    samples: all that the dataset lists; sessions: like this one in the process; pipelines: that each of them serves.
+    Raises UsageError when that is more than `--memory-limit`.
+    """
+    contract, placement = session.contract, session.placement
+    on_gpu = session.circumstances.on_gpu
+    runtime: Runtime = "cuda" if on_gpu else "openvino" if placement.device == "openvino" else "cpu"
+    readers = pipelines * decoding_threads(placement.threads)
+    running = Running(
+        runtime,
+        session.circumstances.precision,
+        session.model_bytes,
+        session.rules if on_gpu else None,
+        sessions=sessions,
+        pipelines=pipelines,
+        images=len(samples),
+        encoded=readers * max((sample.size for sample in samples), default=0),
+    )
+    if placement.memory is None:
+        return memory_need(contract, protocol, chunk, None, running)
+    return require_fits(contract, protocol, chunk, placement.memory, running)
+
+
+def tell_memory(need: MemoryNeed, *, gpu: bool = False) -> None:
+    """Say what is needed at most, with a warning where the machine has less."""
+    room = decoding_room(gpu=gpu).size
+    say(f"memory: at most {need}", err=True)
+    say(
+        f"memory: an image that alone takes more than {in_bytes(room)} to decode (docs/performance.md) is decoded by "
+        f"itself and takes up to {in_bytes(LARGEST_DECODING - room)} more",
+        err=True,
+    )
+    if need.total > (there := machine_memory()):
+        say(
+            f"warning: this machine has {in_bytes(there)}. If images are as elongated as the protocol lets them be, "
+            "that is too little: give --memory-limit, or smaller --scales",
+            err=True,
+        )

@@ -58,7 +58,7 @@ def _refusals(costs: Sequence[ProtocolCost]) -> list[str]:
 
 
 def _contract_of(model: Path) -> ModelContract:
-    from prelunet.evaluator.engine.session import open_session
+    from prelunet.evaluator.engine.load import open_session
 
     return open_session(model, "cpu").contract
 

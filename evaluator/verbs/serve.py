@@ -11,12 +11,13 @@ from typing import Annotated, Literal, TextIO
 import typer
 
 from prelunet.evaluator.errors import outcome_of
-from prelunet.evaluator.imaging.decode import DecodeLimits
-from prelunet.evaluator.serving.files import parse_models, require_files
-from prelunet.evaluator.serving.logs import flush, set_up
-from prelunet.evaluator.serving.options import Limits, QueueOptions, ServeOptions
-from prelunet.evaluator.serving.run import serve as serve_until_stopped
+from prelunet.evaluator.imaging.limits import DecodeLimits
+from prelunet.evaluator.serving.lifecycle import serve as serve_until_stopped
+from prelunet.evaluator.serving.observability.logs import flush, set_up
+from prelunet.evaluator.serving.options import Limits, QueueOptions, ServeOptions, parse_models, require_files
 from prelunet.evaluator.terminal import say
+from prelunet.evaluator.verbs.config_file import read_config
+from prelunet.evaluator.verbs.config_file import show_config as as_config
 from prelunet.evaluator.verbs.options import (
     DeviceOption,
     GpuMemoryOption,
@@ -25,8 +26,6 @@ from prelunet.evaluator.verbs.options import (
     ThreadsOption,
     placement_asked,
 )
-from prelunet.evaluator.verbs.settings import read_config
-from prelunet.evaluator.verbs.settings import show_config as as_config
 
 _DAY = 86_400.0  # seconds
 

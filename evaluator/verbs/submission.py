@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from prelunet.evaluator.datasets.imagenet import read_devkit_ids
+from prelunet.evaluator.datasets.labels.imagenet_devkit import read_devkit_ids
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.terminal import say
 from prelunet.evaluator.validation.run import read_run

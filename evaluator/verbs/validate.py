@@ -9,16 +9,15 @@ import typer
 
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.datasets import Dataset, DatasetPlace, classes_asked, open_place
-from prelunet.evaluator.datasets.sample import UNLABELLED
-from prelunet.evaluator.engine.gpus import open_sessions
+from prelunet.evaluator.datasets.dataset import UNLABELLED
+from prelunet.evaluator.engine.load import open_sessions
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.reporting.report import Report, build_report, error_with_interval
 from prelunet.evaluator.reporting.statistics import TOPS
 from prelunet.evaluator.terminal import say
-from prelunet.evaluator.validation.cluster import IN_HAND, Cluster, on_ray
+from prelunet.evaluator.validation.ray_cluster import IN_HAND, Cluster, on_ray
 from prelunet.evaluator.validation.run import Run, RunInfo, describe_dataset, run_info
 from prelunet.evaluator.validation.validate import validate as evaluate_dataset
-from prelunet.evaluator.verbs.memory import foretold, tell_memory
 from prelunet.evaluator.verbs.options import (
     AveragingOption,
     DeviceOption,
@@ -31,8 +30,10 @@ from prelunet.evaluator.verbs.options import (
     ProtocolOption,
     ScalesOption,
     WeightsOption,
+    foretold,
     placement_asked,
     protocol_asked,
+    tell_memory,
 )
 
 # What --json prints of the report.

@@ -10,7 +10,7 @@ from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.terminal import say
 
 if TYPE_CHECKING:
-    from prelunet.export.adopting import Adopted
+    from prelunet.export.foreign.adopt import Adopted
 
 
 def adopt(
@@ -52,9 +52,9 @@ def adopt(
 
     The file is compared with the net itself in onnxruntime before it gets its name; on a mismatch no file is left.
     """
-    from prelunet.export.adopting import AdoptOptions
-    from prelunet.export.adopting import adopt as adopt_net
-    from prelunet.training.preprocessing import Preprocessing, three_numbers
+    from prelunet.export.foreign.adopt import AdoptOptions
+    from prelunet.export.foreign.adopt import adopt as adopt_net
+    from prelunet.training.importing.preprocessing import Preprocessing, three_numbers
 
     if output.exists() and not force:
         raise UsageError(f"{output}: exists already. Choose another name, or replace it with --force")

@@ -30,8 +30,8 @@ def export(
     The file is compared with the torch net on images of several sizes before it gets its name; on a mismatch no file
     is left.
     """
-    from prelunet.export.exporting import export_checkpoint
-    from prelunet.export.precision import LARGEST, farthest_layer
+    from prelunet.export.dense.export import export_checkpoint
+    from prelunet.export.dense.half_precision import LARGEST, farthest_layer
 
     if output.exists() and not force:
         raise UsageError(f"{output}: exists already. Choose another name, or replace it with --force")

@@ -11,10 +11,10 @@ from typing import get_args
 import numpy as np
 from onnx import ModelProto, TensorProto, helper
 
+from prelunet.evaluator.architectures import architecture, parameter_shapes
 from prelunet.evaluator.contract import Canvas, ClassEntry, MeanKind, Precision
-from prelunet.export.graph import IR_VERSION, OPSET
-from prelunet.export.model import build_model, contract_of
-from prelunet.training.architectures import architecture, parameter_shapes
+from prelunet.export.dense.build import build_model, contract_of
+from prelunet.export.onnx_graph import IR_VERSION, OPSET
 
 CLASSES = 1000
 NARROW = 64  # neurons of fc1 and fc2, which are most of a file and change no more than the size of a product
@@ -41,7 +41,7 @@ def variants(nets: str) -> Iterator[Variant]:
 
 
 def build(variant: Variant, *, whole: bool = False) -> ModelProto:
-    """Build the model of a variant with `export.model.build_model`.
+    """Build the model of a variant with `export.dense.build.build_model`.
 
     whole: with all neurons of fc1 and fc2; C then takes 1.3 GB of disk and 6 GB of memory on the way.
     """

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import onnxruntime
 
 from prelunet.evaluator.contract import ModelContract, contract_from_metadata
-from prelunet.evaluator.engine.onnx_runtime import OnnxRuntimeModel, load_on_cuda
+from prelunet.evaluator.engine.runtimes.onnx import OnnxRuntimeModel, load_on_cuda
 from prelunet.evaluator.errors import PreluNetError
 
 Batch = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]

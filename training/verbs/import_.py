@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
+from prelunet.evaluator.architectures import ACTIVATIONS, ARCHITECTURES, MAX_SIDE, Activation, architecture
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.files import require_writable
 from prelunet.evaluator.terminal import say
-from prelunet.training.architectures import ACTIVATIONS, ARCHITECTURES, MAX_SIDE, Activation, architecture
-from prelunet.training.initialization import parse_classes
-from prelunet.training.verbs.sizes import sizes
+from prelunet.training.net.checkpoints import sizes
+from prelunet.training.net.initialization import parse_classes
 
 if TYPE_CHECKING:
-    from prelunet.training.importing import Assignment, Imported
+    from prelunet.training.importing.import_net import Assignment, Imported
 
 
 def import_(
@@ -64,9 +64,9 @@ def import_(
     No code in the file is run. Tensors that are missing, unexpected or mis-shaped are all listed.
     """
     # Here, so that --help needs neither torch nor safetensors.
-    from prelunet.training.checkpoints import write_checkpoint
-    from prelunet.training.importing import import_net, preprocessing_of
-    from prelunet.training.name_map import read_name_map
+    from prelunet.training.importing.import_net import import_net, preprocessing_of
+    from prelunet.training.importing.name_map import read_name_map
+    from prelunet.training.net.checkpoints import write_checkpoint
 
     net = architecture(arch, activation=cast(Activation, activation), crop=crop)  # which refuses unknown names
     entries = parse_classes(classes)

@@ -7,11 +7,12 @@ from typing import Annotated, cast
 import numpy as np
 import typer
 
+from prelunet.evaluator.architectures import ACTIVATIONS, ARCHITECTURES, MAX_SIDE, Activation, architecture
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.files import require_writable
 from prelunet.evaluator.terminal import say
-from prelunet.training.architectures import ACTIVATIONS, ARCHITECTURES, MAX_SIDE, Activation, architecture
-from prelunet.training.initialization import (
+from prelunet.training.net.checkpoints import sizes
+from prelunet.training.net.initialization import (
     CHANNEL_MEAN,
     FIRST_LAYERS,
     RULES,
@@ -21,7 +22,6 @@ from prelunet.training.initialization import (
     initial_tensors,
     parse_classes,
 )
-from prelunet.training.verbs.sizes import sizes
 
 
 def init(
@@ -63,7 +63,7 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
     """Write an initialised, untrained checkpoint with ImageNet's channel mean."""
-    from prelunet.training.checkpoints import Checkpoint, write_checkpoint
+    from prelunet.training.net.checkpoints import Checkpoint, write_checkpoint
 
     net = architecture(arch, activation=cast(Activation, activation), crop=crop)  # which refuses unknown names
     initialization = _initialization(rule, std, first_layer)

@@ -12,8 +12,8 @@ from prelunet.evaluator.datasets import DatasetPlace
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.files import require_writable, write_atomically
 from prelunet.evaluator.terminal import say
-from prelunet.training.diagnosis_log import IMAGES, read_diagnosis
-from prelunet.training.inspection import inspect_file, print_inspection
+from prelunet.training.inspection.describe_file import inspect_file, print_inspection
+from prelunet.training.inspection.layer_log import IMAGES, read_diagnosis
 
 
 def inspect(
@@ -76,8 +76,8 @@ def _show_responses(file: Path, data: DatasetPlace, images: int | None, plot: Pa
         raise UsageError(
             f"{file}: a model file keeps no layers to look into. Give the checkpoint that it was exported from"
         )
-    from prelunet.training.checkpoints import read_checkpoint
-    from prelunet.training.diagnosis import diagnose
+    from prelunet.training.inspection.layer_statistics import diagnose
+    from prelunet.training.net.checkpoints import read_checkpoint
 
     found = diagnose(read_checkpoint(file), data, images or IMAGES)
     for name, reason in found.refused.items():
@@ -90,13 +90,13 @@ def _show_responses(file: Path, data: DatasetPlace, images: int | None, plot: Pa
         as_json=as_json,
     )
     if not as_json:
-        from prelunet.training.diagnosis_tables import print_responses
+        from prelunet.training.inspection.tables import print_responses
 
         console = Console()
         console.print()
         print_responses(layers, found.images, inspection["architecture"]["activation"], console)
     if plot is not None:
-        from prelunet.training.diagnosis_plot import draw_layers
+        from prelunet.training.inspection.plots import draw_layers
 
         _write_plot(plot, draw_layers(layers))
 
@@ -112,11 +112,11 @@ def _show_history(folder: Path, data: Path | None, plot: Path | None, *, as_json
     if as_json:
         say(json.dumps({"kind": "history", "folder": folder.name, "measurements": entries}, indent=2))
     else:
-        from prelunet.training.diagnosis_tables import print_history
+        from prelunet.training.inspection.tables import print_history
 
         print_history(entries, Console())
     if plot is not None:
-        from prelunet.training.diagnosis_plot import draw_history
+        from prelunet.training.inspection.plots import draw_history
 
         _write_plot(plot, draw_history(entries))
 

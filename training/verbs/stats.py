@@ -10,14 +10,14 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from prelunet.evaluator.architectures import MAX_SIDE
 from prelunet.evaluator.contract import center_scale
-from prelunet.evaluator.datasets.opening import open_dataset
-from prelunet.evaluator.datasets.sample import Dataset
+from prelunet.evaluator.datasets.dataset import Dataset
+from prelunet.evaluator.datasets.open import open_dataset
 from prelunet.evaluator.errors import DatasetError, UsageError
 from prelunet.evaluator.terminal import say
-from prelunet.training.architectures import MAX_SIDE
-from prelunet.training.splits import open_splits
-from prelunet.training.stats import Survey, cache_folder, survey
+from prelunet.training.data.dataset_statistics import Survey, cache_folder, survey
+from prelunet.training.data.splits import open_splits
 
 
 def stats(

@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from prelunet.evaluator.datasets.opening import open_dataset
+from prelunet.evaluator.architectures import architecture
+from prelunet.evaluator.datasets.open import open_dataset
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.terminal import say
-from prelunet.training.architectures import architecture
-from prelunet.training.embedded import embedded_dataset_path
+from prelunet.training.data.splits import embedded_dataset_path, median_shorter_side
 from prelunet.training.recipe import Recipe, automatic_crop, fit_to_crop, read_recipe, recipe_names
-from prelunet.training.splits import median_shorter_side
 from prelunet.training.verbs.recipe_options import changed, with_recipe_options
 
 if TYPE_CHECKING:
-    from prelunet.training.loop import Training
-    from prelunet.training.parallel import Kind
+    from prelunet.training.distributed.base import Kind
+    from prelunet.training.loop.train import Training
 
 
 def _train(
@@ -73,9 +72,9 @@ def _train(
 
     On several GPUs: torchrun --nproc-per-node N --no-python prelunet train ...
     """
-    from prelunet.training.loop import Execution
-    from prelunet.training.loop import train as run_training
-    from prelunet.training.stats import cache_folder
+    from prelunet.training.data.dataset_statistics import cache_folder
+    from prelunet.training.loop.train import train as run_training
+    from prelunet.training.loop.trainer import Execution
 
     if parallel not in {None, "ddp", "hybrid"}:
         raise UsageError(f"--parallel {parallel}: should be ddp or hybrid")

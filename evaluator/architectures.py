@@ -1,0 +1,292 @@
+"""The nets of the paper as data: Tables 1 and 3 of PReLU-nets (He et al. 2015), and a small one for the demo.
+
+Everything else (the torch net, the ONNX graph, the counts) is derived from these lists. Where the paper is silent:
+conv1 pads 3 (224 → 112 needs it), pools round down, and model E's 2x2 convolutions pad 0, 1, 0, 1, ... so that its maps
+stay "dominantly" 36 and 18 pixels wide.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar, Literal, get_args
+
+from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.json_checks import a_list, an_object, one_of, text, whole
+
+
+@dataclass(frozen=True)
+class TrunkLayer:
+    """One layer of the trunk as far as sizes are concerned; pools round down."""
+
+    kernel: int
+    stride: int
+    pad: int
+
+    def output_side(self, side: int) -> int:
+        """Return how many rows (or columns) the layer gives for `side` of them; may be < 1 for tiny inputs."""
+        return (side + 2 * self.pad - self.kernel) // self.stride + 1
+
+
+def feature_map_side(trunk: Iterable[TrunkLayer], side: int) -> int:
+    """Return the rows (columns) of the feature map of an image with `side` rows (columns)."""
+    for layer in trunk:
+        side = layer.output_side(side)
+    return side
+
+
+def trunk_stride(trunk: Iterable[TrunkLayer]) -> int:
+    """Return the distance in pixels between two neighbouring cells of the feature map."""
+    return math.prod(layer.stride for layer in trunk)
+
+
+Activation = Literal["prelu", "prelu-shared", "relu", "lrelu"]
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+_LAYER_NAME = re.compile(r"(conv|pool)\d+(_\d+)?")
+MAX_SIDE = 4096  # pixels: of a training crop, and of the shorter side of a training image
+LRELU_SLOPE = 0.01  # PReLU-nets, section 2.1: the fixed slope of leaky ReLU
+
+
+@dataclass(frozen=True)
+class Conv:
+    """One convolution; its activation follows. Sides and pads in pixels of its input."""
+
+    name: str
+    channels: int
+    kernel: int
+    stride: int = 1
+    pad: int = 0
+
+
+@dataclass(frozen=True)
+class Pool:
+    """One max pooling without padding, rounding down."""
+
+    name: str
+    kernel: int
+    stride: int
+
+    pad: ClassVar[int] = 0
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One net. spp_levels: bins per side, in the order of fc1's input; hidden: width of fc1 and fc2."""
+
+    name: str
+    trunk: tuple[Conv | Pool, ...]
+    spp_levels: tuple[int, ...]
+    hidden: int
+    crop: int
+    activation: Activation = "prelu"
+
+    def __post_init__(self) -> None:
+        if self.activation not in ACTIVATIONS:
+            raise UsageError(f"no activation '{self.activation}'. There are: {', '.join(ACTIVATIONS)}")
+        try:
+            whole(self.crop, "crop (pixels)", 1, MAX_SIDE)
+        except ValueError as error:
+            raise UsageError(f"architecture {self.name}: {error}") from error
+        names = [layer.name for layer in self.trunk]
+        if len(set(names)) < len(names) or not all(_LAYER_NAME.fullmatch(name) for name in names):
+            raise UsageError(f"architecture {self.name}: layers should have different names like conv2_1, pool2")
+        if self.window < max(self.spp_levels):
+            raise UsageError(
+                f"architecture {self.name}: a crop of {self.crop} px gives a {self.window}x{self.window} feature map, "
+                f"too small for {max(self.spp_levels)}x{max(self.spp_levels)} bins"
+            )
+
+    @property
+    def convs(self) -> tuple[Conv, ...]:
+        """Return the convolutions in order."""
+        return tuple(layer for layer in self.trunk if isinstance(layer, Conv))
+
+    @property
+    def layers(self) -> tuple[TrunkLayer, ...]:
+        """Return the trunk as far as sizes are concerned."""
+        return tuple(TrunkLayer(layer.kernel, layer.stride, layer.pad) for layer in self.trunk)
+
+    def feature_map_side(self, side: int) -> int:
+        """Return the rows (columns) of the feature map of an image with `side` rows (columns)."""
+        return feature_map_side(self.layers, side)
+
+    @property
+    def window(self) -> int:
+        """Return the side of the feature map of one training crop, which is the side of a window."""
+        return self.feature_map_side(self.crop)
+
+    @property
+    def trunk_stride(self) -> int:
+        """Return the product of all strides, in pixels."""
+        return trunk_stride(self.layers)
+
+    @property
+    def channels(self) -> int:
+        """Return the channels of the feature map."""
+        return self.convs[-1].channels
+
+    @property
+    def bins(self) -> int:
+        """Return the number of bins of the spatial pyramid."""
+        return sum(level * level for level in self.spp_levels)
+
+    def slope_count(self, width: int) -> int:
+        """Return how many slopes an activation over `width` channels learns."""
+        return {"prelu": width, "prelu-shared": 1}.get(self.activation, 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the architecture as plain data for checkpoints and model files."""
+        trunk = [{"kind": type(layer).__name__.lower(), **asdict(layer)} for layer in self.trunk]
+        return {**asdict(self), "trunk": trunk, "spp_levels": list(self.spp_levels)}
+
+
+def architecture_from_json(data: Any) -> Architecture:
+    """Read what `Architecture.to_json` wrote; raises ValueError, TypeError or UsageError when it is not that."""
+    fields = an_object(data, "an architecture")
+    trunk = tuple(_layer_from_json(layer) for layer in a_list(fields.get("trunk"), "trunk"))
+    levels = tuple(
+        whole(level, "a level of the pyramid", 1) for level in a_list(fields.get("spp_levels"), "spp_levels")
+    )
+    if not trunk or not levels:
+        raise ValueError("trunk and spp_levels should not be empty")
+    text(fields.get("name"), "name")
+    text(fields.get("activation", "prelu"), "activation")
+    whole(fields.get("hidden"), "hidden", 1)
+    return Architecture(**{**fields, "trunk": trunk, "spp_levels": levels})
+
+
+def _layer_from_json(data: Any) -> Conv | Pool:
+    fields = dict(an_object(data, "a layer"))
+    kind = one_of(fields.pop("kind", None), "kind of a layer", ("conv", "pool"))
+    for key, value in fields.items():
+        if key == "name":
+            text(value, "name of a layer")
+        else:
+            whole(value, f"{key} of a layer", 0 if key == "pad" else 1, MAX_SIDE)
+    return Conv(**fields) if kind == "conv" else Pool(**fields)
+
+
+def parameter_shapes(architecture: Architecture, classes: int) -> dict[str, tuple[int, ...]]:
+    """Return name → shape of every tensor of a checkpoint, in order (docs/contract.md, "Checkpoint")."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    fan_in = 3
+    for conv in architecture.convs:
+        shapes[f"{conv.name}.weight"] = (conv.channels, fan_in, conv.kernel, conv.kernel)
+        shapes[f"{conv.name}.bias"] = (conv.channels,)
+        if slopes := architecture.slope_count(conv.channels):
+            shapes[f"{conv.name}.slope"] = (slopes,)
+        fan_in = conv.channels
+    hidden = architecture.hidden
+    widths = (architecture.bins * architecture.channels, hidden, hidden, classes)
+    for index, name in enumerate(("fc1", "fc2", "fc3")):
+        shapes[f"{name}.weight"] = (widths[index + 1], widths[index])
+        shapes[f"{name}.bias"] = (widths[index + 1],)
+        if name != "fc3" and (slopes := architecture.slope_count(hidden)):
+            shapes[f"{name}.slope"] = (slopes,)
+    return shapes
+
+
+def _stages(first: int, per_stage: tuple[int, ...], widths: tuple[int, ...], pools: int) -> Iterator[Conv | Pool]:
+    """Yield the 3x3 stages of models A, B and C; a 2x2 pool follows each of the first `pools` stages."""
+    for stage, (count, width) in enumerate(zip(per_stage, widths, strict=True), start=first):
+        for index in range(1, count + 1):
+            yield Conv(f"conv{stage}_{index}", width, kernel=3, pad=1)
+        if stage - first < pools:
+            yield Pool(f"pool{stage}", kernel=2, stride=2)
+
+
+def _large(name: str, convs: int, conv1: int, widths: tuple[int, int, int]) -> Architecture:
+    """Build A, B or C of Table 3."""
+    head = (Conv("conv1", conv1, kernel=7, stride=2, pad=3), Pool("pool1", kernel=2, stride=2))
+    trunk = (*head, *_stages(2, (convs,) * 3, widths, pools=2))
+    return Architecture(name, trunk, spp_levels=(7, 3, 2, 1), hidden=4096, crop=224)
+
+
+def _stage_of_2x2(number: int, count: int, width: int) -> Iterator[Conv]:
+    """Yield a stage of model E."""
+    for i in range(count):
+        yield Conv(f"conv{number}_{i + 1}", width, kernel=2, pad=i % 2)
+
+
+def _small(name: str, extra: int = 0) -> Architecture:
+    """Build the 14-layer model of Table 1 (model E of He & Sun 2015), or its form with `extra` more convolutions."""
+    trunk: tuple[Conv | Pool, ...] = (
+        Conv("conv1", 64, kernel=7, stride=2, pad=3),
+        Pool("pool1", kernel=3, stride=3),
+        *_stage_of_2x2(2, 4, 128),
+        Pool("pool2", kernel=2, stride=2),
+        *_stage_of_2x2(3, 6 + extra, 256),
+    )
+    return Architecture(name, trunk, spp_levels=(6, 3, 2, 1), hidden=4096, crop=224)
+
+
+def _demo() -> Architecture:
+    """Build the small net of the demo: 28-pixel crops, stride 4, seconds to train on a CPU."""
+    trunk = tuple(_stages(1, (2, 2, 2), (24, 48, 96), pools=2))
+    return Architecture("demo", trunk, spp_levels=(3, 2, 1), hidden=256, crop=28)
+
+
+def _demo30() -> Architecture:
+    """Build E30 in miniature: its 1 + 4 + 22 convolutions, narrow, for 28-pixel crops; stride 4."""
+    trunk: tuple[Conv | Pool, ...] = (
+        Conv("conv1", 16, kernel=5, pad=2),
+        Pool("pool1", kernel=2, stride=2),
+        *_stage_of_2x2(2, 4, 32),
+        Pool("pool2", kernel=2, stride=2),
+        *_stage_of_2x2(3, 22, 48),
+    )
+    return Architecture("demo30", trunk, spp_levels=(3, 2, 1), hidden=256, crop=28)
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "A": _large("A", 5, 96, (256, 512, 512)),
+    "B": _large("B", 6, 96, (256, 512, 512)),
+    "C": _large("C", 6, 96, (384, 768, 896)),
+    "E": _small("E"),
+    "E30": _small("E30", extra=16),
+    "demo": _demo(),
+    "demo30": _demo30(),
+}
+
+
+def architecture(name: str, *, activation: Activation = "prelu", crop: int | None = None) -> Architecture:
+    """Return the architecture of that name with another activation or training crop if asked for.
+
+    Raises UsageError for an unknown name, a crop that leaves no window for the pyramid or is beyond all measure.
+    """
+    if name not in ARCHITECTURES:
+        raise UsageError(f"no architecture '{name}'. There are: {', '.join(ARCHITECTURES)}")
+    base = ARCHITECTURES[name]
+    return replace(base, activation=activation, crop=base.crop if crop is None else crop)
+
+
+# What a net costs, told from its architecture's data alone (`prelunet.architecture` in docs/contract.md).
+
+
+def multiply_adds(architecture: Mapping[str, Any], height: int, width: int, classes: int) -> int:
+    """Return the multiply-adds of one image of that size: convolutions once, fc layers for every window.
+
+    architecture: what `Architecture.to_json` gives; height, width: in pixels. At one crop this is the "complexity" of
+    Table 3. Raises ValueError for data that tells of no such net.
+    """
+    layers = [an_object(layer, "a layer") for layer in a_list(architecture.get("trunk"), "trunk")]
+    trunk = [_size_of(layer) for layer in layers]
+    window = feature_map_side(trunk, whole(architecture.get("crop"), "crop", 1))
+    hidden = whole(architecture.get("hidden"), "hidden", 1)
+    levels = a_list(architecture.get("spp_levels"), "spp_levels")
+    bins = sum(whole(level, "a level of the pyramid", 1) ** 2 for level in levels)
+    total, channels = 0, 3
+    for layer, size in zip(layers, trunk, strict=True):
+        height, width = size.output_side(height), size.output_side(width)
+        if one_of(layer.get("kind"), "kind of a layer", ("conv", "pool")) == "conv":
+            filters = whole(layer.get("channels"), "channels of a layer", 1)
+            total += size.kernel**2 * channels * filters * height * width
+            channels = filters
+    windows = max(0, height - window + 1) * max(0, width - window + 1)
+    return total + windows * (bins * channels * hidden + hidden * hidden + hidden * classes)
+
+
+def _size_of(layer: Mapping[str, Any]) -> TrunkLayer:
+    """Return a layer as far as sizes are concerned; pools, whose data have no pad, pad nothing."""
+    kernel, stride = (whole(layer.get(key), f"{key} of a layer", 1) for key in ("kernel", "stride"))
+    return TrunkLayer(kernel, stride, whole(layer.get("pad", 0), "pad of a layer", 0))

@@ -1,0 +1,187 @@
+"""What a client reads."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from prelunet.evaluator.client.calls import Call
+from prelunet.evaluator.contract import ClassEntry
+from prelunet.evaluator.datasets.dataset import Dataset, Sample
+from prelunet.evaluator.errors import DatasetError, ImageError, UsageError
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.rpc.convert import report_from_message, to_plain
+from prelunet.evaluator.rpc.status import MAX_MESSAGE
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What a server says of one model; sides in pixels, classes by class index."""
+
+    name: str
+    sha256: str
+    architecture: str
+    activation: str
+    classes: tuple[ClassEntry, ...]
+    crop: int
+    default_scales: tuple[int, ...]
+    max_side: int
+    canvas: str
+    circumstances: Mapping[str, Any]
+    checkpoint_sha256: str
+
+
+def served_model(model: pb.Model) -> ServedModel:
+    """Read what a server says of one model."""
+    return ServedModel(
+        name=model.name,
+        sha256=model.sha256,
+        architecture=model.architecture,
+        activation=model.activation,
+        classes=tuple(ClassEntry(entry.wnid, entry.name) for entry in model.classes),
+        crop=model.crop,
+        default_scales=tuple(model.default_scales),
+        max_side=model.max_side,
+        canvas=model.canvas,
+        circumstances=to_plain(model.circumstances),
+        checkpoint_sha256=model.checkpoint_sha256,
+    )
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far an evaluation is.
+
+    images: that are answered, refused ones included; refused: of them; top1_error: percent of the evaluated images so
+    far, None where there is none yet; seconds: since the evaluation began.
+    """
+
+    images: int
+    refused: int
+    top1_error: float | None
+    seconds: float
+
+
+class Evaluation:
+    """The answers of one evaluation. tell: called with every Progress."""
+
+    def __init__(self, call: Call, tell: Callable[[Progress], object] | None) -> None:
+        self._call = call
+        self._tell = tell
+        self._report: pb.Report | None = None
+
+    def read(self, response: pb.EvaluateResponse) -> None:
+        """Read one message."""
+        if response.HasField("report"):
+            self._report = response.report
+        elif self._tell is not None and response.HasField("progress"):
+            progress = response.progress
+            top1_error = progress.top1_error if progress.HasField("top1_error") else None
+            self._tell(Progress(progress.images, progress.refused, top1_error, progress.seconds))
+
+    def report(self) -> dict[str, Any]:
+        """Return the report, which is the last message."""
+        if self._report is None:
+            raise self._call.broken("the evaluation ended without a report")
+        return report_from_message(self._report)
+
+
+HEALTH = health_pb2.HealthCheckRequest()  # of the whole server
+_NOT_THERE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+def is_serving(response: health_pb2.HealthCheckResponse) -> bool:
+    """Whether a server says that it takes calls."""
+    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def not_there(failed: grpc.RpcError) -> bool:
+    """Whether a question about health failed because nothing answers."""
+    return failed.code() in _NOT_THERE
+
+
+# What a client sends.
+
+
+_ROOM = 4096  # bytes of a message for the file's name, its class and the framing
+
+
+def classify_request(
+    image: bytes,
+    *,
+    model: str | None = None,
+    protocol: str = "",
+    scales: Sequence[int] | None = None,
+    mirror: bool | None = None,
+    top_k: int | None = None,
+    heatmap: bool = False,
+    apply_exif: bool = False,
+) -> pb.ClassifyRequest:
+    """Return the request for one image; the arguments are those of `Client.classify`."""
+    if top_k is not None and not 1 <= top_k < 2**31:
+        raise UsageError(f"top_k is {top_k}, but a model can tell 1 to all of its classes")
+    return pb.ClassifyRequest(
+        image=image,
+        model=model or "",
+        protocol=protocol,
+        scales=_checked(scales),
+        mirror=mirror,
+        top_k=top_k,
+        heatmap=heatmap,
+        apply_exif=apply_exif,
+    )
+
+
+def stream_request(number: int, request: pb.ClassifyRequest) -> pb.ClassifyStreamRequest:
+    """Return one request of a stream; ImageError for an image that would end the stream instead of being refused."""
+    if (size := request.ByteSize()) > MAX_MESSAGE - _ROOM:
+        raise ImageError(f"{size} bytes are more than a message of {MAX_MESSAGE} bytes can carry. Send a smaller image")
+    return pb.ClassifyStreamRequest(id=str(number), request=request)
+
+
+def evaluate_start(
+    dataset: Dataset,
+    *,
+    model: str | None,
+    protocol: str,
+    scales: Sequence[int] | None,
+    mirror: bool | None,
+    apply_exif: bool,
+) -> pb.EvaluateRequest:
+    """Return the first message of an evaluation; the arguments are those of `Client.evaluate`."""
+    start = pb.EvaluateStart(
+        model=model or "",
+        protocol=protocol,
+        dataset=dataset.location.name,
+        scales=_checked(scales),
+        mirror=mirror,
+        apply_exif=apply_exif,
+    )
+    return pb.EvaluateRequest(start=start)
+
+
+def labelled_image(dataset: Dataset, sample: Sample) -> pb.EvaluateRequest:
+    """Read one image; its class is sent by name, since the server's order of classes decides."""
+    if not 0 <= sample.label < len(dataset.classes):
+        raise DatasetError(f"{sample.file}: its class is not known; a report needs the true class of every image")
+    try:
+        sample.file.encode()
+    except UnicodeEncodeError as error:
+        raise DatasetError(f"{sample.file!a}: a name that is no Unicode cannot be sent. Rename the file") from error
+    if sample.size > MAX_MESSAGE - _ROOM:
+        raise DatasetError(
+            f"{sample.file}: {sample.size} bytes are more than a message of {MAX_MESSAGE} bytes can carry. "
+            "Take the file out of the dataset, or use `prelunet validate`"
+        )
+    data = dataset.reader.read(sample.file)  # the server refuses what is too large for it, and counts it
+    return pb.EvaluateRequest(image=pb.LabelledImage(file=sample.file, data=data, wnid=dataset.classes[sample.label]))
+
+
+def _checked(scales: Sequence[int] | None) -> Sequence[int]:
+    """Return scales that a message can carry; the server knows which of them the model can be shown."""
+    for scale in scales or ():
+        if not 1 <= scale < 2**32:
+            raise UsageError(f"scales has {scale}, but a scale is the shorter side of an image in pixels")
+    return scales or ()

@@ -1,0 +1,1 @@
+"""Where an image's class comes from: lists, devkits, class files, names of folders."""

@@ -1,0 +1,183 @@
+"""ImageNet's devkit: its ground truth counts classes by ILSVRC2012_ID, 1 to 1000, which is not the order of wnids.
+
+The devkit's readme: line i of `ILSVRC2012_validation_ground_truth.txt` is the ILSVRC2012_ID of the i-th image in the
+order of the names; `synsets` in `meta.mat` has a row for each id, 1000 classes (num_children is 0) and their ancestors.
+"""
+
+import os
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from prelunet.evaluator.datasets.labels.class_names import WNID, ClassList
+from prelunet.evaluator.datasets.labels.label_lists import check_number
+from prelunet.evaluator.datasets.labels.read_meta_mat import LARGEST, read_synsets
+from prelunet.evaluator.datasets.sources.base import LabelFile, some
+from prelunet.evaluator.datasets.sources.folder import label_file
+from prelunet.evaluator.errors import DatasetError, UsageError
+
+GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
+MATLAB = "meta.mat"
+MAPPINGS = ("synsets.txt", "map_clsloc.txt", "wnids.txt")  # texts that may tell the wnid of each devkit id
+_VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})(?:_n\d{8})?\.\w+", re.ASCII)
+_LARGEST_ID = 999_999_999  # of nine digits, as in a text
+
+
+def labels_of_devkit(file: LabelFile, images: Sequence[str], classes: ClassList) -> tuple[list[int], list[str]]:
+    """Return the label of each image by the devkit's ground truth, and what a person should know of it.
+
+    file: the ground truth, with `meta.mat` or a text mapping beside it; images: names in sorted order.
+    Raises DatasetError where the two are not of the same number, an id has no wnid, or a wnid is no class of the model.
+    """
+    ids = _read_ids(file)
+    _check_counted(images, file.path)
+    check_number(len(ids), images, file.path)
+    mapping = _mapping_beside(file)
+    wnid_of = _read_mapping(mapping, classes.by_wnid)
+    index_of: dict[int, int] = {}
+    for line, devkit_id in enumerate(ids, start=1):
+        if devkit_id in index_of:
+            continue
+        if (wnid := wnid_of.get(devkit_id)) is None:
+            raise DatasetError(
+                f"{file.path}: line {line} has the id {devkit_id}, which {mapping.path} does not have. Take both files "
+                "from the same devkit"
+            )
+        if wnid not in classes.by_wnid:
+            raise DatasetError(
+                f"{file.path}: line {line} has the id {devkit_id}, which is {wnid}, none of the model's "
+                f"{len(classes.wnids)} classes ({some(classes.wnids)}). Give a dataset of the model's classes"
+            )
+        index_of[devkit_id] = classes.by_wnid[wnid]
+    return [index_of[devkit_id] for devkit_id in ids], [f"labels from {file.path}, its ids as in {mapping.path}"]
+
+
+def _read_ids(file: LabelFile) -> list[int]:
+    ids = []
+    for line, text in enumerate(file.text.splitlines(), start=1):
+        if not re.fullmatch(r"\s*[1-9]\d{0,8}\s*", text, re.ASCII):
+            raise DatasetError(
+                f"{file.path}: line {line} should be a devkit id, a number from 1 on, not {text!a:.80}. "
+                "Take the file from the devkit anew"
+            )
+        ids.append(int(text))
+    return ids
+
+
+def _check_counted(images: Sequence[str], path: Path) -> None:
+    """Where names carry ILSVRC's numbers, make sure that the i-th has the number i: the lines go by it."""
+    if test := [name for name in images if "_test_" in name.rpartition("/")[2].lower()]:
+        raise DatasetError(
+            f"{path}: the ground truth of validation images, but {some(test[:1])} is named as one of a test set. "
+            "Take it without labels: --no-labels"
+        )
+    for number, name in enumerate(images, start=1):
+        found = _VAL_NAME.fullmatch(name.rpartition("/")[2])
+        if found and int(found[1]) != number:
+            raise DatasetError(
+                f"{path}: {name} is image {number} in the order of the names, so the lines would give it another's "
+                "label. Restore the images that are missing, or give a list of names and labels"
+            )
+
+
+def read_devkit_ids(path: Path, wnids: Collection[str] = ()) -> dict[str, int]:
+    """Return the devkit id of each wnid. path: the devkit's folder, its meta.mat, or a text mapping.
+
+    wnids: of the model, which a text may have beside those that look like ImageNet's.
+    Raises UsageError when nothing is there, DatasetError when it tells no ids.
+    """
+    if os.path.isdir(path):  # noqa: PTH112 - Path.is_dir raises for a name that is too long
+        folder = path / "data" if (path / "data").is_dir() else path
+        file = _mapping_beside(label_file(folder / GROUND_TRUTH))
+    elif os.path.isfile(path):  # noqa: PTH113
+        file = label_file(path)
+    else:
+        raise UsageError(f"{path}: no such file or folder. Give the devkit's folder, its {MATLAB}, or a text mapping")
+    return {wnid: devkit_id for devkit_id, wnid in _read_mapping(file, wnids).items()}
+
+
+def _read_mapping(file: LabelFile, wnids: Collection[str]) -> dict[int, str]:
+    """Return the wnid of each devkit id. wnids: those that a text may have beside ImageNet's."""
+    found = _read_matlab(file) if file.name.endswith(".mat") else _read_text(file, wnids)
+    wnid_of = dict(found)
+    if not 0 < len(wnid_of) == len(set(wnid_of.values())) == len(found):
+        raise DatasetError(
+            f"{file.path}: {'an id or a wnid is there twice' if found else 'empty'}. Take the file from the devkit anew"
+        )
+    return wnid_of
+
+
+def _mapping_beside(ground_truth: LabelFile) -> LabelFile:
+    """Return the file beside the ground truth that tells the wnid of each devkit id."""
+    if (matlab := ground_truth.beside(MATLAB)) is not None:
+        return matlab
+    texts = [file for name in MAPPINGS if (file := ground_truth.beside(name)) is not None]
+    folder = ground_truth.path.parent
+    if len(texts) > 1:
+        raise DatasetError(
+            f"{folder}: {' and '.join(file.name for file in texts)} may both tell the wnids of devkit ids. "
+            f"Keep the right one there, or the devkit's {MATLAB}"
+        )
+    if not texts:
+        raise DatasetError(
+            f"{folder}: no {MATLAB} here to tell the wnids of devkit ids, nor a text ({', '.join(MAPPINGS)}) with "
+            f"lines `id wnid`. Put the devkit's {MATLAB} there: the ids are not in the order of the model's classes"
+        )
+    return texts[0]
+
+
+def _read_matlab(file: LabelFile) -> list[tuple[int, str]]:
+    """Read `synsets` of meta.mat: rows with ILSVRC2012_ID, WNID, …, num_children."""
+    try:
+        rows = read_synsets(file.data(LARGEST))
+        for row, (devkit_id, wnid, children) in enumerate(rows, start=1):
+            if not (devkit_id.is_integer() and 1 <= devkit_id <= _LARGEST_ID):
+                raise ValueError(f"row {row}, {wnid!a:.40}, has the id {devkit_id:g}, no number from 1 on")
+            if not (children.is_integer() and children >= 0):
+                raise ValueError(f"row {row}, {wnid!a:.40}, has {children:g} children")
+    except ValueError as error:
+        raise DatasetError(
+            f"{file.path}: no `synsets` of ILSVRC can be read here ({error!s:.200}). Take the file from the devkit anew"
+        ) from error
+    return [(int(devkit_id), wnid) for devkit_id, wnid, children in rows if children == 0]
+
+
+def _read_text(file: LabelFile, known: Collection[str]) -> list[tuple[int, str]]:
+    """Read lines `id wnid`, `wnid id`, or wnids alone, of which the i-th has the id i; more words may follow.
+
+    All lines are of one kind; which word is the wnid could not be told otherwise where wnids are numbers.
+    """
+    found: list[tuple[int, str]] = []
+    kind = None
+    for line, text in enumerate(file.text.splitlines(), start=1):
+        words = [word for word in re.split(r"[\s,]+", text.strip(), maxsplit=2) if word]
+        if not words:
+            continue
+        columns = [column for column, word in enumerate(words[:2]) if WNID.fullmatch(word) or word in known]
+        beside = [word for column, word in enumerate(words[:2]) if column not in columns]
+        numbers = [int(word) for word in beside if re.fullmatch(r"[1-9]\d{0,8}", word, re.ASCII)]
+        if len(columns) != 1 or (kind is not None and kind != (columns, bool(numbers))):
+            raise DatasetError(
+                f"{file.path}: line {line} should be `id wnid`, as `1 n02119789`, not {text!a:.80}. Mend the file"
+            )
+        kind = columns, bool(numbers)
+        found.append((numbers[0] if numbers else len(found) + 1, words[columns[0]]))
+    in_order = [wnid for _, wnid in found]
+    if kind is not None and not kind[1] and in_order == sorted(in_order):
+        raise DatasetError(
+            f"{file.path}: lists wnids in sorted order, which is the order of class indices, not of devkit ids. "
+            f"Put the devkit's {MATLAB} beside the ground truth, or write lines `id wnid`"
+        )
+    return found
+
+
+def wnids_in_names(images: Sequence[str], classes: ClassList) -> list[int] | None:
+    """Return the labels where every name ends in a wnid of the model (`ILSVRC2012_val_00000293_n01440764.JPEG`)."""
+    labels = []
+    for name in images:
+        stem = name.rpartition("/")[2].partition(".")[0]
+        label = classes.by_wnid.get(stem.rpartition("_")[2]) if WNID.fullmatch(stem[-9:]) else None
+        if label is None:
+            return None
+        labels.append(label)
+    return labels

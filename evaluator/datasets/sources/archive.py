@@ -1,0 +1,267 @@
+"""A .tar or .zip as a source of samples, read in place.
+
+Opening reads the list of members once. Afterwards each read opens the file, reads by offset and closes it: no handle
+is shared, so readers may be used from threads, forked and pickled. Refused are names that leave the archive ('..',
+absolute), two images of one name, and whatever has an image's name but is no plain file (links, devices, sparse
+files), because leaving it out would silently make the dataset another one.
+"""
+
+import os
+import stat
+import struct
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from prelunet.evaluator.datasets.sources.archive_index import Member, MemberTable
+from prelunet.evaluator.datasets.sources.base import LABEL_SUFFIXES, too_large
+from prelunet.evaluator.datasets.sources.decompress import compression_of, is_copy, unpacked
+from prelunet.evaluator.datasets.sources.folder import is_image_name, is_visible, reading_error
+from prelunet.evaluator.errors import DatasetError, PreluNetError
+
+_ZIP_MAGICS = (b"PK\x03\x04", b"PK\x05\x06")  # the second begins a zip without members
+_ZIP_LOCAL_HEADER = struct.Struct("<26xHH")  # name and extra field lengths; APPNOTE.TXT, section 4.3.7
+_ENCRYPTED = 0x1  # general purpose bit 0; APPNOTE.TXT, section 4.4.4
+_MAX_DEFLATE_RATIO = 1032  # 258 bytes from two bits; zlib's technical notes
+_TAR_MAGIC, _TAR_MAGIC_AT = b"ustar", 257  # POSIX.1-2017, pax, "ustar Interchange Format"
+_END_BLOCK = bytes(tarfile.BLOCKSIZE)
+
+
+@dataclass
+class ArchiveSource:
+    """The tree in an archive: folder → names of the folders directly inside ('' is the top), images, other files."""
+
+    path: Path
+    tree: dict[str, set[str]] = field(default_factory=dict)
+    members: MemberTable = field(default_factory=MemberTable)  # the images
+    labels: MemberTable = field(default_factory=MemberTable)  # files that may hold labels
+    _tables: dict[str, MemberTable] = field(default_factory=dict, repr=False)
+
+    def folders(self, inside: str) -> list[str]:
+        """Return the names of the visible folders directly inside, sorted."""
+        return sorted(self.tree.get(inside, ()))
+
+    def images(self, inside: str) -> Iterator[tuple[str, int]]:
+        """Yield name (relative to `inside`, with '/') and byte length of all images at any depth inside."""
+        table = self._below(inside)
+        yield from zip(table.names, table.sizes, strict=True)
+
+    def reader(self, inside: str) -> "ArchiveReader":
+        """Return a reader of the names that `images` yields; it shares them."""
+        return ArchiveReader((self.path,), self._below(inside))
+
+    def others(self, inside: str) -> dict[str, int]:
+        """Return name and byte length of the files directly inside that may hold labels."""
+        table = self.labels.below(inside)
+        return {name: size for name, size in zip(table.names, table.sizes, strict=True) if "/" not in name}
+
+    def read(self, name: str, most: int) -> bytes:
+        """Return the bytes of one of those, by its name from the top; DatasetError when it has more than `most`."""
+        member = self.labels.find(name)
+        if member is not None and member.size > most:
+            raise too_large(f"{self.path}: {name}", most)
+        return ArchiveReader((self.path,), self.labels).read(name)
+
+    def _below(self, inside: str) -> MemberTable:
+        if inside not in self._tables:
+            self._tables = {inside: self.members.below(inside)}  # one is kept: the names are many
+        return self._tables[inside]
+
+    def add_folder(self, parts: tuple[str, ...]) -> None:
+        """Enter a folder and all above it."""
+        for depth in range(len(parts)):
+            self.tree.setdefault("/".join(parts[:depth]), set()).add(parts[depth])
+
+    def add_image(self, parts: tuple[str, ...], member: Member) -> None:
+        """Enter an image and the folders above it."""
+        self.members.add("/".join(parts), member)
+        self.add_folder(parts[:-1])
+
+    def finish(self) -> "ArchiveSource":
+        """Sort the members; DatasetError when two have the same name. Nothing can be looked up before."""
+        if twice := self.members.sort() or self.labels.sort():
+            raise DatasetError(f"{self.path}: two members are named {twice}. Pack the folder anew")
+        return self
+
+
+@dataclass(frozen=True)
+class ArchiveReader:
+    """Reads images out of archives by offset. paths: of the volumes."""
+
+    paths: tuple[Path, ...]
+    members: MemberTable
+
+    def read(self, file: str) -> bytes:
+        """Return the bytes of the image of that name; DatasetError when the archive is gone or damaged there."""
+        member = self.members.find(file)
+        if member is None:
+            raise DatasetError(f"{self.paths[0]}: no member named {file}")
+        path = self.paths[member.volume]
+        try:
+            with path.open("rb", buffering=0) as archive:
+                data = _read_member(archive.fileno(), member)
+        except OSError as error:
+            raise reading_error(error, path) from error
+        if data is None:
+            raise DatasetError(f"{path}: the member {file} is damaged. Get the archive again from its source")
+        return data
+
+
+def _read_member(archive: int, member: Member) -> bytes | None:
+    """Read one member; None when the bytes there are not the ones that the archive's list promised."""
+    start = member.start
+    if member.zipped:
+        header = os.pread(archive, _ZIP_LOCAL_HEADER.size, start)
+        if len(header) != _ZIP_LOCAL_HEADER.size or header[:4] != _ZIP_MAGICS[0]:
+            return None
+        start += len(header) + sum(_ZIP_LOCAL_HEADER.unpack(header))
+    data = os.pread(archive, member.stored, start)
+    if member.deflated:
+        try:  # one byte more than promised is enough to see a lie; a bomb is not unpacked any further
+            data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, member.size + 1)
+        except zlib.error:
+            return None
+    if len(data) != member.size or (member.zipped and zlib.crc32(data) != member.crc):
+        return None
+    return data
+
+
+def open_archive(path: Path) -> ArchiveSource:
+    """Read the list of members of a .tar or .zip, told apart by their first bytes; of a .tar.gz, unpacked before.
+
+    The source's path is that of the archive that is read: of a compressed tar, of the plain one beside it.
+    Raises DatasetError when the file is no archive, damaged, cut, or holds what is refused.
+    """
+    try:
+        with path.open("rb") as file:
+            magic = file.read(6)
+            if (method := compression_of(magic)) is None:
+                file.seek(0)
+                return (_list_zip(path, file) if magic[:4] in _ZIP_MAGICS else _list_tar(path, file)).finish()
+        return open_archive(unpacked(path, method))
+    except PreluNetError:
+        raise
+    except OSError as error:
+        raise reading_error(error, path) from error
+    except Exception as error:  # on damaged bytes the archive modules raise far more than their own classes
+        raise DatasetError(
+            f"{path}: not a .tar or .zip, or a damaged one ({str(error) or type(error).__name__}). "
+            "Get it again from its source, or give a folder or an archive of images"
+        ) from error
+
+
+def _list_tar(path: Path, file: BinaryIO) -> ArchiveSource:
+    source, size = ArchiveSource(path), os.fstat(file.fileno()).st_size
+    with _open_tar(path, file, size) as archive:
+        end = 0
+        while (member := _next_member(path, archive, size)) is not None:
+            if archive.offset <= end:  # a negative size: read in circles by many a tarfile (CVE-2025-8194)
+                raise _damaged(path, end)
+            end = archive.offset
+            archive.members.clear()  # type: ignore[attr-defined]  # or it would keep about 1 KB for each of them
+            parts = _parts(path, member.name)
+            if member.isdir():
+                _add_visible_folder(source, parts)
+            elif _is_image(parts):
+                if not member.isreg() or member.issparse():
+                    raise _no_plain_file(path, member.name, "tar --dereference --hard-dereference -cf")
+                source.add_image(parts, Member(member.offset_data, member.size, member.size))
+            elif _is_label_file(parts) and member.isreg() and not member.issparse():
+                source.labels.add("/".join(parts), Member(member.offset_data, member.size, member.size))
+        # tarfile takes a damaged or cut header for the end; the true end is marked by a block of zeros.
+        file.seek(archive.offset)
+        if file.read(tarfile.BLOCKSIZE) != _END_BLOCK:
+            raise _damaged(path, min(archive.offset, size))
+    return source
+
+
+def _open_tar(path: Path, file: BinaryIO, size: int) -> tarfile.TarFile:
+    try:
+        return tarfile.open(fileobj=file, mode="r:")
+    except tarfile.ReadError as error:
+        file.seek(_TAR_MAGIC_AT)
+        if file.read(len(_TAR_MAGIC)) == _TAR_MAGIC:
+            raise _damaged(path, size if size < tarfile.BLOCKSIZE else 0) from error
+        raise
+
+
+def _next_member(path: Path, archive: tarfile.TarFile, size: int) -> tarfile.TarInfo | None:
+    try:
+        return archive.next()
+    except tarfile.ReadError as error:  # where the file ends within a member
+        raise _damaged(path, min(archive.offset, size)) from error
+
+
+def _list_zip(path: Path, file: BinaryIO) -> ArchiveSource:
+    source = ArchiveSource(path)
+    archive_size = os.fstat(file.fileno()).st_size
+    with zipfile.ZipFile(file) as archive:
+        for info in archive.infolist():
+            parts = _parts(path, info.filename)
+            if info.is_dir():
+                _add_visible_folder(source, parts)
+            elif _is_image(parts):
+                source.add_image(parts, _zip_member(path, info, archive_size))
+            elif _is_label_file(parts) and _is_plain(info) and _is_readable(info):
+                source.labels.add("/".join(parts), _zip_member(path, info, archive_size))
+    return source
+
+
+def _zip_member(path: Path, info: zipfile.ZipInfo, archive_size: int) -> Member:
+    """Return where a zip's file lies; DatasetError when it cannot be read in place or its numbers cannot be true."""
+    if not _is_plain(info):
+        raise _no_plain_file(path, info.filename, "zip -r (without --symlinks)")
+    if not _is_readable(info):
+        raise DatasetError(
+            f"{path}: {info.filename} is encrypted, or packed by another method than deflate. "
+            "Pack the folder anew with: zip -r"
+        )
+    deflated = info.compress_type == zipfile.ZIP_DEFLATED
+    largest = info.compress_size * (_MAX_DEFLATE_RATIO if deflated else 1)
+    if info.header_offset < 0 or info.compress_size > archive_size or info.file_size > largest:
+        raise _damaged(path, max(info.header_offset, 0))
+    return Member(info.header_offset, info.compress_size, info.file_size, 1, int(deflated), info.CRC)
+
+
+def _is_plain(info: zipfile.ZipInfo) -> bool:
+    return stat.S_IFMT(info.external_attr >> 16) in {0, stat.S_IFREG}
+
+
+def _is_readable(info: zipfile.ZipInfo) -> bool:
+    return not info.flag_bits & _ENCRYPTED and info.compress_type in {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}
+
+
+def _parts(path: Path, name: str) -> tuple[str, ...]:
+    """Split a member's name; DatasetError when it leads out of the archive."""
+    parts = tuple(part for part in name.split("/") if part not in {"", "."})
+    if name.startswith("/") or ".." in parts:
+        raise DatasetError(f"{path}: the member {name!r} leads out of the archive. Pack the folder with relative names")
+    return parts
+
+
+def _is_image(parts: tuple[str, ...]) -> bool:
+    return bool(parts) and is_image_name(parts[-1]) and all(map(is_visible, parts))
+
+
+def _is_label_file(parts: tuple[str, ...]) -> bool:
+    return bool(parts) and parts[-1].endswith(LABEL_SUFFIXES) and all(map(is_visible, parts))
+
+
+def _add_visible_folder(source: ArchiveSource, parts: tuple[str, ...]) -> None:
+    if all(map(is_visible, parts)):
+        source.add_folder(parts)
+
+
+def _no_plain_file(path: Path, name: str, command: str) -> DatasetError:
+    return DatasetError(
+        f"{path}: {name} has an image's name but is no plain file. Pack the folder anew with: {command}"
+    )
+
+
+def _damaged(path: Path, position: int) -> DatasetError:
+    again = "Delete this copy to unpack it anew, or get" if is_copy(path) else "Get"
+    return DatasetError(f"{path}: damaged or cut at byte {position}. {again} the archive again from its source")

@@ -1,0 +1,1 @@
+"""The runtimes that execute a model file, behind one interface."""

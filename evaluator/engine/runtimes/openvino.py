@@ -1,0 +1,157 @@
+"""Model files in OpenVINO, on the CPU. Only this module imports openvino.
+
+Its convolutions take PReLU in, and on CPUs with bfloat16 instructions (AVX512_BF16, AMX) it computes about twice as
+fast in that. Whether it does is read from the compiled model: on another CPU it would quietly go on in float32.
+
+In bf16 it also warps a mean image so, which nothing in its interface prevents. In a thin model A scores were then no
+further off than with a channel mean: the convolution behind it rounds what it gets to as few bits.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from prelunet.evaluator.contract import OUTPUTS
+from prelunet.evaluator.engine.runtimes.base import load_error
+from prelunet.evaluator.errors import ContractError, EnvironmentFault, how_to_install
+
+PROVIDER = "OpenVINO"
+CpuPrecision = Literal["fp32", "bf16"]
+
+HINTS: Mapping[CpuPrecision, str] = {"fp32": "f32", "bf16": "bf16"}
+# By itself OpenVINO keeps the code that it made for up to 5,000 shapes of each kind of layer: about 1 MB a shape, in
+# all 1.8 GB for 2,000 small images. Making it anew takes 0.6 ms a batch of the demo; 1 % of model A on small views.
+_NO_CACHE: Mapping[str, str] = {"CPU_RUNTIME_CACHE_CAPACITY": "0"}
+# The layers whose precision is the model's; a MatMul that is no FullyConnected belongs to a mean image.
+_ARITHMETIC = ("Convolution", "FullyConnected")
+
+
+class OpenVinoModel:
+    """A model file, compiled for this CPU; see `LoadedModel`."""
+
+    def __init__(self, runtime: ModuleType, model: Any, compiled: Any):
+        self.provider: str = PROVIDER
+        self.metadata: Mapping[str, str] = _metadata(model)
+        self.inputs: tuple[str, ...] = tuple(value.get_any_name() for value in model.inputs)
+        self.outputs: tuple[str, ...] = tuple(value.get_any_name() for value in model.outputs)
+        self.image_shape: Sequence[Any] = _lengths(model.inputs[0])
+        self.scores_shape: Sequence[Any] = _lengths(model.outputs[0])
+        self.packages: Mapping[str, str] = {"openvino": str(runtime.__version__).partition("-")[0]}
+        self._request = compiled.create_infer_request()
+
+    def stage(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> dict[str, Any]:
+        """Return the batch as it is: it is on the device already."""
+        return {"images": np.ascontiguousarray(images), "sizes": sizes}
+
+    def compute(self, staged: Mapping[str, Any]) -> list[Any]:
+        """Run a batch; see `LoadedModel.compute`."""
+        found = self._request.infer(staged, share_inputs=True)
+        *small, window_scores = (found[name] for name in OUTPUTS)
+        return [*small, lambda: window_scores]
+
+
+def load(path: Path, precision: CpuPrecision = "fp32", *, threads: int = 0) -> OpenVinoModel:
+    """Compile a model file for this CPU; threads: 0 is one per core.
+
+    Raises EnvironmentFault when openvino is missing or when this CPU does not compute in that precision, ContractError
+    when the file is no model.
+    """
+    runtime = _import()
+    check_processor(precision)
+    core = _core()
+    settings: dict[str, Any] = {
+        "INFERENCE_PRECISION_HINT": HINTS[precision],
+        "PERFORMANCE_HINT": "LATENCY",
+        **_NO_CACHE,
+    }
+    if threads:
+        settings["INFERENCE_NUM_THREADS"] = threads
+    try:
+        model = core.read_model(os.fspath(path))
+        _check_names(model, path)
+        compiled = core.compile_model(model, "CPU", settings)
+    except RuntimeError as error:
+        raise load_error(error, path, faulty="read_model" in str(error) or "onnx" in str(error)) from error
+    check_precision(compiled, precision)
+    return OpenVinoModel(runtime, model, compiled)
+
+
+@cache
+def _core() -> Any:
+    """Return OpenVINO's core, which is never freed.
+
+    Its CPU plugin gives the thread that makes it another stack for signal handlers. Freed in a second thread, as a
+    garbage collector may, it would take that memory back, and the next Ctrl-C would end in a segmentation fault.
+    """
+    return _import().Core()
+
+
+def _import() -> ModuleType:
+    try:
+        import openvino
+    except ImportError as error:
+        raise EnvironmentFault(
+            f"--device openvino: openvino cannot be imported ({error}). Bring it: {how_to_install('openvino')}"
+        ) from error
+    module: ModuleType = openvino
+    return module
+
+
+def _metadata(model: Any) -> dict[str, str]:
+    """Return the metadata of the ONNX file, which OpenVINO keeps under `framework`."""
+    if not model.has_rt_info(["framework"]):
+        return {}
+    found = model.get_rt_info(["framework"]).astype(dict)
+    return {key: value.value for key, value in found.items()}
+
+
+def _lengths(value: Any) -> list[Any]:
+    """Return a shape; what varies as None."""
+    return [length.get_length() if length.is_static else None for length in value.get_partial_shape()]
+
+
+def _check_names(model: Any, path: Path) -> None:
+    """Refuse a file with inputs or outputs that have no name: the caller compares names."""
+    for value in (*model.inputs, *model.outputs):
+        if not value.get_names():
+            raise ContractError(f"{path}: an input or output has no name, so this is no model file of prelunet")
+
+
+def check_processor(precision: CpuPrecision) -> None:
+    """Refuse what this CPU has no instructions for, before a model of gigabytes is compiled.
+
+    That it has them does not yet mean that a model runs in them: `check_precision`. Raises EnvironmentFault.
+    """
+    if precision == "bf16" and "BF16" not in _core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        raise _cannot(precision, "f32")
+
+
+def check_precision(compiled: Any, precision: CpuPrecision) -> None:
+    """Check in the compiled model that every convolution and fully connected layer runs in the precision asked for."""
+    found = _precisions(compiled)
+    if found != {HINTS[precision]}:
+        raise _cannot(precision, ", ".join(sorted(found)))
+
+
+def _cannot(precision: CpuPrecision, found: str) -> EnvironmentFault:
+    return EnvironmentFault(
+        f"--device openvino --precision {precision}: on this CPU OpenVINO computes in {found} instead. "
+        "bf16 needs a CPU with AVX512_BF16 or AMX; leave --precision out for fp32"
+    )
+
+
+def _precisions(compiled: Any) -> set[str]:
+    """Return in what the arithmetic of a compiled model runs, in OpenVINO's words."""
+    layers: Sequence[Any] = compiled.get_runtime_model().get_ordered_ops()
+    facts = [layer.get_rt_info() for layer in layers]
+    return {_text(fact["runtimePrecision"]) for fact in facts if _text(fact["layerType"]) in _ARITHMETIC}
+
+
+def _text(value: Any) -> str:
+    return str(getattr(value, "value", value))

@@ -1,0 +1,164 @@
+"""Plain data that others may have written: JSON that is JSON, and values of just the type and range that is meant.
+
+Python is lenient where a file should not be: its JSON has NaN and infinity, of a key that stands twice the last one
+counts, `true` counts as 1, and nesting without end overflows the stack. Everything here raises ValueError that says
+what is wrong; the caller says in which file.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+MAX_DEPTH = 32  # of nested lists and objects where any plain data may stand; ours need four
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):  # 1e999
+        raise ValueError(f"{digits[:20]} is no finite number")
+    return number
+
+
+def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):  # of two readers, one would take the first of both and one the last
+        (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {twice[:40]!a} stands twice in one object")
+    return found
+
+
+# The constants are NaN and the infinities.
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite, object_pairs_hook=_no_repeats)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the data of a JSON text in UTF-8."""
+    try:
+        return _DECODER.decode(text if isinstance(text, str) else text.decode("utf-8"))
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def check_plain(value: Any, depth: int = MAX_DEPTH) -> None:
+    """Check data of any shape: nested no deeper than so, and all its text can be printed (no lone surrogates)."""
+    if depth == 0:
+        raise ValueError("nested too deeply")
+    if isinstance(value, str):
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError("a text holds half a character (a lone surrogate)") from error
+    elif isinstance(value, dict | list):
+        for inner in value:
+            check_plain(inner, depth - 1)
+        for inner in value.values() if isinstance(value, dict) else ():
+            check_plain(inner, depth - 1)
+
+
+def record(value: Any, what: str, keys: AbstractSet[str]) -> dict[str, Any]:
+    """Return the value, an object with just these keys."""
+    found = an_object(value, what)
+    if found.keys() != keys:
+        lacks = [f"lacks '{key}'" for key in sorted(keys - found.keys())]
+        unknown = [f"has an unknown key {key[:40]!r}" for key in sorted(found.keys() - keys)]
+        raise ValueError(f"{what} {', '.join((lacks + unknown)[:5])}")
+    return found
+
+
+def an_object(value: Any, what: str) -> dict[str, Any]:
+    """Return the value, a JSON object."""
+    if type(value) is not dict:
+        raise ValueError(f"{what} should be an object, not {_shown(value)}")
+    return value
+
+
+def a_list(value: Any, what: str) -> list[Any]:
+    """Return the value, a list."""
+    if type(value) is not list:
+        raise ValueError(f"{what} should be a list, not {_shown(value)}")
+    return value
+
+
+def whole(value: Any, what: str, low: int, high: int | None = None) -> int:
+    """Return the value, a whole number from low to high."""
+    if type(value) is not int or value < low or (high is not None and value > high):
+        limits = f"from {low} to {high}" if high is not None else f"of at least {low}"
+        raise ValueError(f"{what} should be a whole number {limits}, not {_shown(value)}")
+    return value
+
+
+def text(value: Any, what: str) -> str:
+    """Return the value, a string."""
+    if type(value) is not str:
+        raise ValueError(f"{what} should be text, not {_shown(value)}")
+    return value
+
+
+def flag(value: Any, what: str) -> bool:
+    """Return the value, true or false."""
+    if type(value) is not bool:
+        raise ValueError(f"{what} should be true or false, not {_shown(value)}")
+    return value
+
+
+def one_of(value: Any, what: str, allowed: tuple[str, ...]) -> Any:
+    """Return the value, one of these words."""
+    if text(value, what) not in allowed:
+        raise ValueError(f"{what} should be one of {', '.join(allowed)}, not {_shown(value)}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    """Return a value in a few words: what is nested may be as deep as the stack."""
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    if isinstance(value, int) and abs(value) >= 10**20:
+        return "a number beyond all measure"
+    return json.dumps(value)[:40]
+
+
+# How two pieces of JSON data differ, for people who are refused because of it.
+
+
+_SHOWN = 8  # lines
+
+
+def differences(
+    there: Mapping[str, Any],
+    here: Mapping[str, Any],
+    *,
+    ignored: Collection[tuple[str, ...]] = (),
+    places: tuple[str, str] = ("in the folder", "now"),
+) -> list[str]:
+    """Compare field by field; one line for each that differs.
+
+    there: in a folder; here: asked for; ignored: paths; places: how a line calls there and here.
+    """
+    before, now = dict(_flatten(there)), dict(_flatten(here))
+    return [
+        f"{'.'.join(key)}: {before.get(key, '(absent)')} {places[0]}, {now.get(key, '(absent)')} {places[1]}"
+        for key in [*before, *(key for key in now if key not in before)]
+        if key not in ignored and before.get(key) != now.get(key)
+    ]
+
+
+def shown(found: Sequence[str]) -> str:
+    """Return differences as indented lines, the first eight of them."""
+    more = [f"... and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    return "\n".join(f"  {line}" for line in [*found[:_SHOWN], *more])
+
+
+def _flatten(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield (path, leaf) of nested JSON data; lists of numbers are leaves."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flatten(inner, (*path, key))
+    elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+        yield (*path, "length"), len(value)
+        for index, inner in enumerate(value):
+            yield from _flatten(inner, (*path, str(index)))
+    else:
+        yield path, value

@@ -1,0 +1,1 @@
+"""`prelunet bench`: where the time of an evaluation goes."""

@@ -1,0 +1,275 @@
+"""What `prelunet bench` measures: the pipeline of `validate` on a dataset's images, stage by stage, and what bounds it.
+
+Nothing is written. A warm-up, which does not count, tells how many images take the time that is asked for. Afterwards
+the session computes the same batches alone: in the pipeline, whatever takes cores from it makes its own time longer.
+"""
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prelunet.evaluator.contract import ModelContract
+from prelunet.evaluator.datasets.dataset import Dataset, Sample
+from prelunet.evaluator.engine.classify import Model, pack_batch, plan_views
+from prelunet.evaluator.engine.protocol_costs import multiply_adds_of_view
+from prelunet.evaluator.errors import DatasetError, ImageError
+from prelunet.evaluator.protocols import Protocol
+from prelunet.evaluator.terminal import progress
+from prelunet.evaluator.validation.pipeline import Prepared, decoding_threads, evaluate_chunks, prepare
+from prelunet.evaluator.validation.timing import STAGES, Stage, Stages, Tally
+
+BELIEVED_SHARE = 1 / 20  # of the seconds asked for is the least that a pass must take to be believed
+FIRST_PASS = 2  # images for each session
+PORTIONS = 4  # for each session at least, so that its steps overlap as in a long run
+ALONE = 10.0  # seconds of computing alone are enough, where the batches of a pass take longer
+_GOLDEN = (5**0.5 - 1) / 2
+
+_THREADS_OF: dict[Stage, str] = {
+    "read": "pool", "decode": "pool", "resize": "pool", "pack": "session", "upload": "session", "compute": "session",
+    "wait": "session", "average": "caller", "write": "caller",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Alone:
+    """Batches of a pass that a session computed again, with nothing else running.
+
+    seconds: of `Session.compute`; batches: how many; canvas_pixels: theirs, blank canvases included.
+    """
+
+    seconds: float
+    batches: int
+    canvas_pixels: int
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What was measured.
+
+    images: refused ones included; seconds: from the first image's bytes to the last one's scores; images_together: of
+    a portion; usually_together: as `validate` would have; sessions, threads: that computed, and that decoded;
+    canvases: different ones; multiply_adds: of all views without their padding, None where the model file does not
+    tell; memory: peak of this process so far, in bytes; alone: what computing takes without the rest.
+    """
+
+    images: int
+    refused: int
+    seconds: float
+    images_together: int
+    usually_together: int
+    sessions: int
+    threads: int
+    tally: Tally
+    canvases: int
+    multiply_adds: int | None
+    memory: int
+    alone: Alone
+
+    @property
+    def images_per_second(self) -> float:
+        """Return the rate."""
+        return self.images / self.seconds
+
+    @property
+    def gflops(self) -> float | None:
+        """Return billions of multiplications and additions each second, those for padding left out."""
+        return None if self.multiply_adds is None else 2 * self.multiply_adds / self.seconds / 1e9
+
+    @property
+    def pure_compute(self) -> float:
+        """Return in how many seconds one session would compute all batches with nothing else running.
+
+        From those that it did compute so, by their pixels.
+        """
+        return self.alone.seconds * self.tally.canvas_pixels / self.alone.canvas_pixels
+
+    @property
+    def wall_by_compute(self) -> float:
+        """Return by which factor the whole takes longer than the sessions alone; 1 is the best."""
+        return self.seconds * self.sessions / self.pure_compute
+
+    @property
+    def slowed(self) -> float:
+        """Return by which factor a session computes longer while everything else runs; 1 where nothing disturbs it."""
+        return self.tally.seconds["compute"] / self.pure_compute
+
+    def threads_of(self, stage: Stage) -> int:
+        """Return how many threads share a stage."""
+        return {"pool": self.threads, "session": self.sessions, "caller": 1}[_THREADS_OF[stage]]
+
+    def share(self, stage: Stage) -> float:
+        """Return at which part of the time a thread of a stage is busy with it, 0 to 1."""
+        return self.tally.seconds[stage] / (self.threads_of(stage) * self.seconds)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {
+            "images": self.images,
+            "refused": self.refused,
+            "seconds": round(self.seconds, 3),
+            "images_per_second": round(self.images_per_second, 4),
+            "gflops": self.gflops and round(self.gflops, 1),
+            "wall_by_compute": round(self.wall_by_compute, 4),
+            "slowed": round(self.slowed, 4),
+            "alone": {"batches": self.alone.batches, "seconds": round(self.alone.seconds, 4)},
+            "images_together": self.images_together,
+            "usually_together": self.usually_together,
+            "sessions": self.sessions,
+            "stages": [
+                {
+                    "stage": stage,
+                    "threads": self.threads_of(stage),
+                    "seconds": round(self.tally.seconds[stage], 4),
+                    "ms_per_image": round(1000 * self.tally.seconds[stage] / self.images, 3),
+                    "share": round(self.share(stage), 4),
+                }
+                for stage in STAGES
+                if stage != "write"
+            ],
+            "views": self.tally.views,
+            "batches": self.tally.batches,
+            "canvases": self.canvases,
+            "canvas_changes": self.tally.changes,
+            "padding": round(self.tally.padding, 4),
+            "memory_peak": self.memory,
+        }
+
+
+def benchmark(
+    sessions: Sequence[Model],
+    dataset: Dataset,
+    protocol: Protocol,
+    usually_together: int,
+    *,
+    threads: int = 0,
+    images: int | None = None,
+    seconds: float = 60.0,
+    announce: Callable[[str], None] = lambda _message: None,
+) -> Measurement:
+    """Measure the evaluation of a dataset's images, spread evenly over it; labels are not needed.
+
+    usually_together: images of a portion in a run, see `Batching`; threads: that decode, 0 for one per core; images:
+    how many, None for as many as take about so many seconds, at most all; announce: told in a sentence what is done.
+    Raises DatasetError when there are no images, or none that can be read, else as `evaluate_chunks`.
+    """
+    if not dataset.samples:
+        raise DatasetError(f"{dataset.location}: holds no images, so there is nothing to measure")
+
+    def one_pass(what: str, portions: Sequence[Sequence[Sample]], stages: Stages) -> tuple[float, int]:
+        """Evaluate images; returns the seconds, and how many were refused."""
+        refused, begun = 0, time.perf_counter()
+        results = evaluate_chunks(sessions, dataset, protocol, portions, len(portions[0]), threads, stages=stages)
+        with closing(results), progress(what, sum(map(len, portions)), "images") as advance:
+            for lines, _ in results:
+                refused += sum(line.refused is not None for line in lines)
+                advance(len(lines))
+            return time.perf_counter() - begun, refused
+
+    def portions_of(count: int) -> list[list[Sample]]:
+        return _portions(_spread(dataset.samples, count), usually_together, PORTIONS * len(sessions))
+
+    most = len(dataset.samples) if images is None else min(images, len(dataset.samples))
+    count, took = _warm_up(
+        lambda count: one_pass("warm-up", portions_of(count), Stages())[0],
+        FIRST_PASS * len(sessions), most, BELIEVED_SHARE * seconds,
+    )  # fmt: skip
+    if images is None:
+        most = max(1, min(most, round(seconds * count / took)))
+    announce(
+        f"measuring {most:,} of {len(dataset.samples):,} images, about {most * took / count:.0f} s; then computing the "
+        f"same batches alone, up to about {ALONE:.0f} s of them"
+    )
+    stages, portions = Stages(), portions_of(most)
+    took, refused = one_pass("measure", portions, stages)
+    tally, memory = stages.tally(), peak_memory()
+    if not tally.batches:
+        raise DatasetError(f"{dataset.location}: none of {most} images can be read, so there is nothing to measure")
+    multiply_adds = _multiply_adds(sessions[0].contract, stages.view_shapes())
+    alone = computed_alone(sessions[0], dataset, protocol, portions, decoding_threads(threads))
+    return Measurement(
+        most, refused, took, len(portions[0]), usually_together, len(sessions), decoding_threads(threads), tally,
+        len(stages.canvases()), multiply_adds, memory, alone,
+    )  # fmt: skip
+
+
+def computed_alone(
+    session: Model, dataset: Dataset, protocol: Protocol, portions: Sequence[Sequence[Sample]], threads: int
+) -> Alone:
+    """Compute the batches of a pass again, of one portion after the other, each when it is prepared and packed.
+
+    Ends with the portion with which ALONE seconds are reached, in an order of which every beginning is spread over all.
+    Raises DatasetError when no image can be read any more.
+    """
+    found, idle = Alone(0.0, 0, 0), Stages()
+    order = sorted(range(len(portions)), key=lambda number: number * _GOLDEN % 1)
+    with ThreadPoolExecutor(threads) as pool, progress("compute alone", len(portions), "portions") as advance:
+        for number in order:
+            prepared: list[Prepared] = list(
+                pool.map(lambda sample: prepare(dataset, sample, protocol, idle), portions[number])
+            )
+            views = [view for images in prepared if not isinstance(images, ImageError) for view in images]
+            for batch in plan_views(session, views).batches:
+                packed = pack_batch(batch, views)
+                staged = session.stage(packed.images, packed.sizes)
+                begun = time.perf_counter()
+                session.compute(staged)
+                took = time.perf_counter() - begun
+                pixels = batch.rows * batch.height * batch.width
+                found = Alone(found.seconds + took, found.batches + 1, found.canvas_pixels + pixels)
+            advance()
+            if found.seconds >= ALONE:
+                break
+    if not found.batches:
+        raise DatasetError(
+            f"{dataset.location}: no image can be read any more. Do not change them while they are measured"
+        )
+    return found
+
+
+def _warm_up(one_pass: Callable[[int], float], count: int, most: int, enough: float) -> tuple[int, float]:
+    """Evaluate more and more images until they take `enough` seconds; returns the last number and its seconds.
+
+    one_pass: evaluates so many and tells the seconds. The first ones twice, because a first call of a session may take
+    far longer than any other.
+    """
+    count = min(count, most)
+    one_pass(count)
+    while True:
+        took = one_pass(count)
+        if took >= enough or count == most:
+            return count, took
+        count = min(2 * count, most)
+
+
+def _spread(samples: Sequence[Sample], count: int) -> list[Sample]:
+    return [samples[number * len(samples) // count] for number in range(count)]
+
+
+def _portions(samples: list[Sample], most: int, enough: int) -> list[list[Sample]]:
+    """Cut images into portions of `most`, or of fewer where there would not be enough portions."""
+    size = min(most, -(-len(samples) // enough))
+    return [samples[start : start + size] for start in range(0, len(samples), size)]
+
+
+def _multiply_adds(contract: ModelContract, shapes: dict[tuple[int, int], int]) -> int | None:
+    counts = [(multiply_adds_of_view(contract, *shape), views) for shape, views in shapes.items()]
+    return sum(each * views for each, views in counts if each is not None) if counts[0][0] is not None else None
+
+
+def peak_memory() -> int:
+    """Return the most bytes that this process has had in memory.
+
+    From the kernel where it tells; `getrusage` begins with the peak of the process that started this one.
+    """
+    status = Path("/proc/self/status")
+    for line in status.read_text().splitlines() if status.exists() else ():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,1 @@
+"""The gRPC services and the interceptor that every call passes through."""

@@ -1,0 +1,284 @@
+"""The Open Inference Protocol: calls of proto/inference translated to and from the classifiers."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from functools import partial
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+from prometheus_client import Gauge, Histogram, Summary
+
+from prelunet.evaluator.engine.classify import Classified
+from prelunet.evaluator.engine.scores import FloatArray
+from prelunet.evaluator.errors import ImageError, ModelNotFound, UsageError
+from prelunet.evaluator.pb.inference import inference_pb2 as pb
+from prelunet.evaluator.pb.inference import inference_pb2_grpc as pb_grpc
+from prelunet.evaluator.rpc.status import text_of
+from prelunet.evaluator.serving.api import inference_messages as messages
+from prelunet.evaluator.serving.api.inference_messages import VERSION
+from prelunet.evaluator.serving.api.prelunet import HELD
+from prelunet.evaluator.serving.classifier import Classifier
+from prelunet.evaluator.serving.models import Models
+from prelunet.evaluator.serving.observability import call_context
+from prelunet.evaluator.serving.observability.call_context import Caller, Context, caller_of
+from prelunet.evaluator.serving.observability.logs import cut, incident_of
+from prelunet.evaluator.serving.observability.metrics import Metrics
+
+SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+
+Made = TypeVar("Made")
+
+_LARGE = 2**20  # bytes: copied twice in half a millisecond
+_MANY = 1000  # scores or texts: written in a millisecond
+
+_SHARED = "this server takes images in the message only; send them in `raw_input_contents` or `contents`"
+_FIXED = "the models of this server are fixed when it starts: prelunet serve --model NAME=MODEL.onnx"
+NOT_OFFERED: Mapping[str, str] = {
+    "RepositoryModelLoad": _FIXED,
+    "RepositoryModelUnload": _FIXED,
+    "SystemSharedMemoryStatus": _SHARED,
+    "SystemSharedMemoryRegister": _SHARED,
+    "SystemSharedMemoryUnregister": _SHARED,
+    "CudaSharedMemoryStatus": _SHARED,
+    "CudaSharedMemoryRegister": _SHARED,
+    "CudaSharedMemoryUnregister": _SHARED,
+    "TraceSetting": "this server has no trace settings",
+    "LogSettings": "this server's log is set when it starts",
+}
+
+
+def add_to_server(server: grpc.aio.Server, models: Models, ready: Callable[[], bool]) -> None:
+    """Let a server answer the Open Inference Protocol. ready: whether it takes new work, as health says."""
+    pb_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(models, ready), server)
+    refusals: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+        name: grpc.unary_unary_rpc_method_handler(_refusal(text)) for name, text in NOT_OFFERED.items()
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, refusals),))
+
+
+def _refusal(text: str) -> Callable[[bytes, Context], Awaitable[bytes]]:
+    async def refuse(_request: bytes, context: Context) -> bytes:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, text)
+
+    return refuse
+
+
+class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
+    """Translates calls."""
+
+    def __init__(self, models: Models, ready: Callable[[], bool]) -> None:
+        self._models = models
+        self._ready = ready
+
+    async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:  # noqa: ARG002, N802
+        """Tell that the server answers."""
+        return pb.ServerLiveResponse(live=True)
+
+    async def ServerReady(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:  # noqa: ARG002, N802
+        """Tell whether the server takes new work."""
+        return pb.ServerReadyResponse(ready=self._ready())
+
+    async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:  # noqa: ARG002, N802
+        """Tell whether a model takes new work."""
+        served = any(model.name == request.name for model in self._models.all())
+        return pb.ModelReadyResponse(ready=served and request.version in messages.VERSIONS and self._ready())
+
+    async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:  # noqa: ARG002, N802
+        """Tell what the server is."""
+        return messages.server_metadata()
+
+    async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:  # noqa: ARG002, N802
+        """Tell inputs and outputs of a model."""
+        return messages.model_metadata(self._model(request.name, request.version))
+
+    async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:  # noqa: ARG002, N802
+        """Tell Triton's configuration of a model."""
+        return pb.ModelConfigResponse(config=messages.model_config(self._model(request.name, request.version)))
+
+    async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:  # noqa: ARG002, N802
+        """Tell what one model, or each of them, has done."""
+        models = [self._model(request.name, request.version)] if request.name else self._models.all()
+        return pb.ModelStatisticsResponse(
+            model_stats=[model_statistics(model.name, self._models.metrics) for model in models]
+        )
+
+    async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:  # noqa: ARG002, N802
+        """Name the models."""
+        names = [model.name for model in self._models.all()]
+        return messages.repository_index(request, names, ready=self._ready())
+
+    async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:  # noqa: N802
+        """Classify the images of a request."""
+        call_context.note_id(request.id)
+        caller = caller_of(context)
+        classifier, asked = await self._asked(request)
+        del request  # while it waits; its images are in `asked`
+        return await self._infer(classifier, asked, caller)
+
+    async def ModelStreamInfer(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context
+    ) -> AsyncIterator[pb.ModelStreamInferResponse]:
+        """Classify the images of many requests."""
+        caller = caller_of(context)
+
+        async def answer(request: pb.ModelInferRequest) -> pb.ModelStreamInferResponse:
+            id_ = request.id
+            try:
+                classifier, asked = await self._asked(request)
+                del request
+                response = messages.streamed(await self._infer(classifier, asked, caller))
+                call_context.note_answer(failed=False)
+                return response
+            except Exception as error:  # it is this request's; the others go on
+                call_context.note_answer(failed=True)
+                return messages.streamed_error(id_, text_of(error, incident_of(error)))
+
+        async with aclosing(in_order(request_iterator, answer, HELD)) as responses:
+            async for response in responses:
+                yield response
+
+    def _model(self, name: str, version: str) -> Classifier:
+        """Return a served model; the protocol wants its name even where there is only one."""
+        if not name:
+            there = ", ".join(model.name for model in self._models.all())
+            raise ModelNotFound(f"the request names no model. There are: {there}")
+        if version not in messages.VERSIONS:
+            raise ModelNotFound(
+                f"model '{cut(name, messages.QUOTED)}' has no version '{cut(version, messages.QUOTED)}'. There is: "
+                f"{messages.VERSION}"
+            )
+        return self._models.get(name)
+
+    async def _asked(self, request: pb.ModelInferRequest) -> tuple[Classifier, messages.Asked]:
+        """Return which model a request asks, and for what."""
+        classifier = self._model(request.model_name, request.model_version)
+        read = partial(messages.asked_of, request, classifier.session.contract)
+        return classifier, await _made(read, long=_has_large_messages())
+
+    async def _infer(self, classifier: Classifier, asked: messages.Asked, caller: Caller) -> pb.ModelInferResponse:
+        """Classify the images of a request; all of them are let in, or none."""
+        contract = classifier.session.contract
+        if asked.timeout is not None:
+            caller = caller.within(asked.timeout)
+        size, views = sum(map(len, asked.images)), len(asked.images) * len(asked.protocol.views)
+        call_context.note(classifier.name, views)
+        with classifier.admitted(size, views, caller.client, len(asked.images)):
+            scores = await _scores_of(classifier, asked, caller)
+        long = len(scores) * (asked.top or len(contract.classes)) > _MANY
+        return await _made(partial(messages.infer_response, classifier.name, asked, scores, contract), long=long)
+
+
+def _has_large_messages() -> bool:
+    """Say whether the call that runs has sent so much that reading its message may take a millisecond."""
+    call = call_context.current()
+    return call is None or call.bytes > _LARGE
+
+
+async def _made(make: Callable[[], Made], *, long: bool) -> Made:
+    """Return what a function makes; what takes long is made in a thread, to which the way alone takes 0.1 ms."""
+    return await asyncio.to_thread(make) if long else make()
+
+
+async def _scores_of(classifier: Classifier, asked: messages.Asked, caller: Caller) -> list[FloatArray]:
+    """Classify every image of a request; the first that fails drops the others and is named in the error."""
+
+    async def one(index: int) -> FloatArray:
+        try:
+            return await classifier.classify(asked.images[index], asked.protocol, _its_scores, caller=caller)
+        except ImageError as error:
+            raise ImageError(f"{messages.INPUT}[{index}]: {error}") from error
+        except UsageError as error:
+            raise UsageError(f"{messages.INPUT}[{index}]: {error}") from error
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(index)) for index in range(len(asked.images))]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def _its_scores(classified: Classified) -> FloatArray:
+    return classified.scores
+
+
+# Triton's model statistics, read from what the server counts for Prometheus.
+
+
+_STAGES = {"queue": "queue", "compute_input": "decode", "compute_infer": "compute", "compute_output": "average"}
+
+
+def model_statistics(name: str, metrics: Metrics) -> pb.ModelStatistics:
+    """Return what one model has done since the server started."""
+    success = _duration(metrics.request_seconds.labels(name))
+    stages = {field: _duration(metrics.stage_seconds.labels(name, stage)) for field, stage in _STAGES.items()}
+    return pb.ModelStatistics(
+        name=name,
+        version=VERSION,
+        last_inference=round(1000 * _samples(metrics.last_answer.labels(name))[""]),
+        inference_count=success.count,
+        execution_count=_duration(metrics.batch_seconds.labels(name)).count,
+        inference_stats=pb.InferStatistics(
+            success=success, fail=_duration(metrics.failed_seconds.labels(name)), **stages
+        ),
+    )
+
+
+def _duration(instrument: Histogram | Summary) -> pb.StatisticDuration:
+    """Return how often something was observed, and the sum of its seconds in nanoseconds."""
+    samples = _samples(instrument)
+    return pb.StatisticDuration(count=round(samples["_count"]), ns=round(1e9 * samples["_sum"]))
+
+
+def _samples(instrument: Gauge | Histogram | Summary) -> dict[str, float]:
+    """Return an instrument's values by the ends of their names: "_count", "_sum", of a gauge "" alone."""
+    (metric,) = instrument.collect()
+    return {
+        sample.name.removeprefix(metric.name): sample.value for sample in metric.samples if "le" not in sample.labels
+    }
+
+
+# Many requests of a stream at a time, answered in their order.
+
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+
+
+async def in_order(
+    requests: AsyncIterator[Request], answer: Callable[[Request], Awaitable[Response]], most: int
+) -> AsyncGenerator[Response, None]:
+    """Yield the answer to each request, in the order of the requests.
+
+    most: requests that are read and whose answer is not yet taken; no further one is read meanwhile.
+    Raises what reading raises, once all that was read before is answered, and what `answer` raises. Closing the
+    generator cancels what is unanswered.
+    """
+    slots = asyncio.Semaphore(most)
+    answers: asyncio.Queue[asyncio.Future[Response] | None] = asyncio.Queue()
+
+    async def read() -> None:
+        try:
+            await slots.acquire()
+            async for request in requests:
+                answers.put_nowait(asyncio.ensure_future(answer(request)))
+                del request  # while the next is waited for
+                await slots.acquire()
+        finally:
+            answers.put_nowait(None)
+
+    reader = asyncio.create_task(read())
+    try:
+        while (task := await answers.get()) is not None:
+            yield await task
+            slots.release()
+        await reader
+    finally:
+        left: list[asyncio.Future[Any]] = [reader]
+        while not answers.empty():
+            left += filter(None, [answers.get_nowait()])
+        for each in left:
+            each.cancel()
+        await asyncio.gather(*left, return_exceptions=True)

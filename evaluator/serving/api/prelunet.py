@@ -1,0 +1,222 @@
+"""Our own service: calls of proto/prelunet/v1 translated to and from the classifiers."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from prelunet.evaluator.protocols import Protocol
+from prelunet.evaluator.serving.api import prelunet_messages
+from prelunet.evaluator.serving.api.evaluation import LabelledImage, Progress, evaluate
+from prelunet.evaluator.serving.api.prelunet_messages import call_error
+from prelunet.evaluator.serving.classifier import Classifier
+from prelunet.evaluator.serving.models import Models
+from prelunet.evaluator.serving.observability import call_context
+from prelunet.evaluator.serving.observability.call_context import Caller, Context, caller_of
+from prelunet.evaluator.serving.observability.logs import incident_of
+from prelunet.evaluator.serving.options import Limits
+
+SERVICE = pb.DESCRIPTOR.services_by_name["PreluNetService"].full_name
+
+_AT_ONCE = 100  # predictions that are written into a message on the event loop's thread, in 0.2 ms
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a request asks of a model. image: encoded; a message gives a new copy each time."""
+
+    classifier: Classifier
+    image: bytes
+    protocol: Protocol
+    top_k: int
+    heatmap: bool
+
+    async def answer(self, caller: Caller, inside: Callable[[], None] | None) -> pb.ClassifyResponse:
+        """Answer it; inside: see `PreluNetServicer._classify`."""
+        size, views = len(self.image), len(self.protocol.views)
+        async with AsyncExitStack() as door:
+            if inside is None:
+                door.enter_context(self.classifier.admitted(size, views, caller.client))
+            else:
+                await door.enter_async_context(self.classifier.entered(size, views, caller.client))
+                inside()
+            answer = await self.classifier.answer(
+                self.image, self.protocol, self.top_k, heatmap=self.heatmap, caller=caller
+            )
+        if self.top_k > _AT_ONCE:
+            return await asyncio.to_thread(prelunet_messages.classify_response, answer)
+        return prelunet_messages.classify_response(answer)
+
+
+class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
+    """Translates calls. evaluation_images: that one evaluation may have."""
+
+    def __init__(self, models: Models, evaluation_images: int = Limits.max_evaluation_images) -> None:
+        self._models = models
+        self._evaluation_images = evaluation_images
+
+    async def Classify(self, request: pb.ClassifyRequest, context: Context) -> pb.ClassifyResponse:  # noqa: N802
+        """Classify one image."""
+        answer = self._classify(request, caller_of(context))
+        del request  # its image lies in it a second time
+        return await answer
+
+    def _classify(
+        self, request: pb.ClassifyRequest, caller: Caller, inside: Callable[[], None] | None = None
+    ) -> Awaitable[pb.ClassifyResponse]:
+        """Read one request, of a call of its own or of a stream; what is returned answers it, without the message.
+
+        inside: given where the request waits while the queue is full, and called when it is in.
+        """
+        classifier = self._models.get(request.model)
+        contract = classifier.session.contract
+        protocol, top_k = (
+            prelunet_messages.protocol_asked(request, contract),
+            prelunet_messages.top_k_asked(request, contract),
+        )
+        call_context.note(classifier.name, len(protocol.views))
+        asked = _Asked(classifier, request.image, protocol, top_k, request.heatmap)
+        return asked.answer(caller, inside)
+
+    async def ClassifyStream(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.ClassifyStreamRequest], context: Context
+    ) -> None:
+        """Classify the images of a stream."""
+        caller = caller_of(context)
+        await classify_stream(
+            lambda request, inside: self._classify(request, caller, inside), request_iterator, context.write
+        )
+
+    async def Evaluate(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.EvaluateRequest], context: Context
+    ) -> None:
+        """Evaluate a streamed dataset."""
+        start = prelunet_messages.start_of(await anext(request_iterator, None))
+        classifier = self._models.get(start.model)
+        contract = classifier.session.contract
+        protocol = prelunet_messages.protocol_asked(start, contract)
+        call_context.note(classifier.name, 0)
+
+        async def images() -> AsyncGenerator[LabelledImage, None]:
+            async for request in request_iterator:
+                call_context.note(classifier.name, len(protocol.views))
+                yield prelunet_messages.image_of(request, contract)
+
+        async def tell(progress: Progress) -> None:
+            await context.write(pb.EvaluateResponse(progress=prelunet_messages.progress_message(progress)))
+
+        async with aclosing(images()) as labelled:
+            report = await evaluate(
+                classifier, protocol, start.dataset, labelled, tell, caller_of(context), most=self._evaluation_images
+            )
+        await context.write(
+            pb.EvaluateResponse(report=await asyncio.to_thread(prelunet_messages.report_message, report))
+        )
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:  # noqa: ARG002, N802
+        """Name the models."""
+        return pb.ListModelsResponse(models=map(prelunet_messages.model_identity, self._models.all()))
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:  # noqa: ARG002, N802
+        """Describe one model."""
+        return pb.GetModelResponse(model=prelunet_messages.model_message(self._models.get(request.name)))
+
+
+# Many images in one call: each is read, classified and answered by itself.
+#
+# A request of a stream is read only when one of `HELD` places is free, and its place is free once its answer has been
+# sent. So gRPC's own flow control holds up a caller who sends faster than the server classifies, and one who does not
+# read the answers does not fill the server's memory. While a request waits before a model's door the next is not read
+# either: what is inside is bounded there, and before it a stream has one message, as any other call.
+#
+# The door lets answers out that nobody reads, so it is the places that bound these: a place is worth about 100 kB, and
+# a request whose answer is larger takes as many places as it needs (`places_of`), before it is begun. Its size is known
+# beforehand only roughly; to wait until the answer is there would be too late, since by then others are being made. So
+# a stream keeps at most a few MB of answers, whatever it asks; what it asks next waits its turn, none overtakes it.
+
+
+HELD = 32  # places of one stream: requests of it that may be unanswered
+_OF_A_HEAT_MAP = 8  # places: a PNG file of 0.8 MB, so four at a time, which keeps four cores drawing
+_CLASSES_A_PLACE = 1000  # 40 kB when they are sent, and a few times that as objects
+MAX_ID = 128  # characters
+
+# Of a request and what to call once it is let in; what is awaited holds nothing of the message but what it needs.
+Classify: TypeAlias = Callable[[pb.ClassifyRequest, Callable[[], None]], Awaitable[pb.ClassifyResponse]]
+Send: TypeAlias = Callable[[pb.ClassifyStreamResponse], Awaitable[None]]
+
+
+async def classify_stream(classify: Classify, requests: AsyncIterator[pb.ClassifyStreamRequest], send: Send) -> None:
+    """Answer the requests of a stream, each as soon as it can be.
+
+    classify: as a call of its own would; its error is the answer to that request. send: waits while the caller reads
+    no further; it is never called twice at a time. An error of `requests` or of `send` ends the stream; then, and when
+    it is cancelled, all that is unanswered is cancelled too.
+    """
+    stream = _Stream(classify, send)
+    try:
+        async with asyncio.TaskGroup() as group:
+            while await stream.place.acquire() and (request := await anext(requests, None)) is not None:
+                places = places_of(request.request)
+                for _ in range(1, places):
+                    await stream.place.acquire()
+                inside = asyncio.Event()
+                group.create_task(stream.answer(request, stream.enter(request.id), inside, places))
+                del request  # while the next is waited for
+                await inside.wait()
+    except ExceptionGroup as failures:  # the first failure has cancelled the rest
+        raise failures.exceptions[0] from None
+
+
+def places_of(request: pb.ClassifyRequest) -> int:
+    """Return how many places of a stream the answer to a request takes, 1 to `HELD`."""
+    classes = -(-request.top_k // _CLASSES_A_PLACE)
+    return min(HELD, max(1, classes, _OF_A_HEAT_MAP if request.heatmap else 1))
+
+
+class _Stream:
+    """The unanswered requests of one stream. place: free for one more of them, or a part of one."""
+
+    def __init__(self, classify: Classify, send: Send) -> None:
+        self.place = asyncio.Semaphore(HELD)
+        self._classify = classify
+        self._send = send
+        self._sending = asyncio.Lock()
+        self._unanswered: set[str] = set()
+
+    def enter(self, id_: str) -> UsageError | None:
+        """Take the id of a request that was read; returns what is wrong with it, if it cannot be told from others."""
+        if not 1 <= len(id_) <= MAX_ID:
+            return UsageError(
+                f"a request's `id` should have 1 to {MAX_ID} characters, not {len(id_)}: '{id_[:MAX_ID]}'"
+            )
+        if id_ in self._unanswered:
+            return UsageError(f"the request with id '{id_}' has no answer yet; give each its own id until then")
+        self._unanswered.add(id_)
+        return None
+
+    async def answer(
+        self, request: pb.ClassifyStreamRequest, refusal: UsageError | None, inside: asyncio.Event, places: int
+    ) -> None:
+        """Answer one request and leave its places. inside: set once it holds up the next no more."""
+        if refusal is not None:
+            response = pb.ClassifyStreamResponse(error=call_error(refusal, ""))
+        else:
+            id_ = request.id
+            try:
+                answer = self._classify(request.request, inside.set)
+                del request  # its image lies in it a second time
+                response = pb.ClassifyStreamResponse(id=id_, response=await answer)
+                call_context.note_answer(failed=False)
+            except Exception as error:
+                call_context.note_answer(failed=True)
+                response = pb.ClassifyStreamResponse(id=id_, error=call_error(error, incident_of(error)))
+        inside.set()
+        async with self._sending:
+            self._unanswered.discard(response.id)  # not later: who has the answer may use the id again
+            await self._send(response)
+        for _ in range(places):
+            self.place.release()

@@ -1,0 +1,161 @@
+"""What the server reads from messages of proto/prelunet/v1 and writes into them. Nothing is computed here."""
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, islice
+from pathlib import PurePosixPath
+
+from google.protobuf.json_format import ParseDict
+
+from prelunet.evaluator.answer import Answer, top_asked
+from prelunet.evaluator.contract import MOST_SCALES, ModelContract
+from prelunet.evaluator.engine.session import Circumstances
+from prelunet.evaluator.errors import DatasetError, Overloaded, UsageError
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.protocols import Changes, Protocol, default_protocol, make_protocol
+from prelunet.evaluator.reporting.report import Report
+from prelunet.evaluator.rpc.convert import with_lists
+from prelunet.evaluator.rpc.status import code_of, reason_for, text_of
+from prelunet.evaluator.serving.api.evaluation import LabelledImage, Progress
+from prelunet.evaluator.serving.classifier import Classifier
+
+MAX_FILE_NAME = 1024  # characters
+# Of a report's refused images so many are listed, with so many bytes of names and reasons together: all of a million
+# would not fit into a message, and the client would learn that after hours, instead of the report.
+REFUSALS_LISTED = 1000
+_REFUSALS_BYTES = 2**20  # names of 4 kB there may be
+
+
+def protocol_asked(request: pb.ClassifyRequest | pb.EvaluateStart, contract: ModelContract) -> Protocol:
+    """Return the protocol that is asked for, of no name the default; UsageError for one that there is not."""
+    changes = Changes(
+        scales=tuple(request.scales[: MOST_SCALES + 1]) or None,  # one too many is refused like millions of them
+        mirror=request.mirror if request.HasField("mirror") else None,
+        apply_exif=request.apply_exif,
+    )
+    return make_protocol(request.protocol or default_protocol(contract), contract, changes)
+
+
+def top_k_asked(request: pb.ClassifyRequest, contract: ModelContract) -> int:
+    """Return how many predictions to answer; UsageError for a number outside 1 to the number of classes."""
+    return top_asked(request.top_k if request.HasField("top_k") else None, len(contract.classes))
+
+
+def classify_response(answer: Answer) -> pb.ClassifyResponse:
+    """Return the answer for one image as its twin on the wire.
+
+    Field by field: by way of JSON an answer of 1000 classes takes 20 ms.
+    """
+    return pb.ClassifyResponse(
+        predictions=[pb.Prediction(**vars(prediction)) for prediction in answer.predictions],
+        model=pb.ModelIdentity(**answer.model),
+        protocol=pb.Protocol(**answer.protocol),
+        views=[pb.View(**vars(view)) for view in answer.views],
+        capped=answer.capped,
+        circumstances=pb.Circumstances(**answer.circumstances),
+        heatmap=answer.heatmap,
+        timings=None if answer.timings is None else pb.Timings(**vars(answer.timings)),
+    )
+
+
+def call_error(error: BaseException, incident: str) -> pb.CallError:
+    """Return an error as an answer of a stream: the same as its status would say; incident: as for `status_of`."""
+    return pb.CallError(
+        code=code_of(error).value[0],
+        reason=reason_for(error),
+        message=text_of(error, incident),
+        retry_after_seconds=error.retry_after if isinstance(error, Overloaded) else None,
+    )
+
+
+def progress_message(progress: Progress) -> pb.EvaluateProgress:
+    """Return how far an evaluation is."""
+    return pb.EvaluateProgress(**vars(progress))
+
+
+def model_identity(classifier: Classifier) -> pb.ModelIdentity:
+    """Return name and hash of a served model."""
+    return pb.ModelIdentity(name=classifier.name, sha256=classifier.session.model_sha256)
+
+
+def model_message(classifier: Classifier) -> pb.Model:
+    """Return what a served model says of itself and what runs it."""
+    contract = classifier.session.contract
+    return pb.Model(
+        name=classifier.name,
+        sha256=classifier.session.model_sha256,
+        architecture=contract.name,
+        activation=contract.architecture["activation"],
+        classes=[pb.ClassEntry(wnid=entry.wnid, name=entry.name) for entry in contract.classes],
+        crop=contract.crop,
+        default_scales=contract.default_scales,
+        max_side=contract.max_side,
+        canvas=contract.canvas,
+        circumstances=circumstances_message(classifier.session.circumstances),
+        checkpoint_sha256=contract.checkpoint_sha256,
+    )
+
+
+def circumstances_message(circumstances: Circumstances) -> pb.Circumstances:
+    """Return what computes the answers."""
+    return ParseDict(circumstances.to_json(), pb.Circumstances())
+
+
+def start_of(request: pb.EvaluateRequest | None) -> pb.EvaluateStart:
+    """Return the first message of an evaluation; UsageError when it is not `start` or names no dataset."""
+    if request is None:
+        raise UsageError("the stream is empty; send `start` (model, protocol, dataset), then every image as `image`")
+    if request.WhichOneof("message") != "start":
+        raise UsageError("the first message of an evaluation should be `start` (model, protocol, dataset)")
+    if not PurePosixPath(request.start.dataset).name or len(request.start.dataset) > MAX_FILE_NAME:
+        raise UsageError(
+            f"`start` should name the dataset in 1 to {MAX_FILE_NAME} characters, as in dataset: 'flowers'"
+        )
+    return request.start
+
+
+def image_of(request: pb.EvaluateRequest, contract: ModelContract) -> LabelledImage:
+    """Return one labelled image of an evaluation; UsageError or DatasetError that names what is wrong with it."""
+    if request.WhichOneof("message") != "image":
+        raise UsageError("after `start`, which is sent once, every message of an evaluation should be an `image`")
+    image = request.image
+    if not 1 <= len(image.file) <= MAX_FILE_NAME:
+        raise DatasetError(f"an image's file name should have 1 to {MAX_FILE_NAME} characters, not {len(image.file)}")
+    if "\0" in image.file:
+        raise DatasetError("an image's file name should hold no NUL character")
+    return LabelledImage(image.file, image.data, _label_of(image, contract))
+
+
+def _label_of(image: pb.LabelledImage, contract: ModelContract) -> int:
+    """Return the class index of the truth, told as an index or as a wnid."""
+    truth = image.WhichOneof("truth")
+    if truth is None:
+        raise DatasetError(f"{image.file}: no true class; give `label` (class index) or `wnid`")
+    if truth == "label":
+        if image.label >= len(contract.classes):
+            raise DatasetError(
+                f"{image.file}: label {image.label}, but class indices are 0 to {len(contract.classes) - 1}"
+            )
+        return image.label
+    label = contract.class_index(image.wnid)
+    if label is None:
+        first = ", ".join(entry.wnid for entry in contract.classes[:5])
+        raise DatasetError(
+            f"{image.file}: the model has no class '{image.wnid}'. Its {len(contract.classes)} begin with {first}"
+        )
+    return label
+
+
+def report_message(report: Report) -> pb.Report:
+    """Return report.json as its twin on the wire; null becomes an unset field.
+
+    Of the refused images the first are listed, `REFUSALS_LISTED` at most; `refused` counts them all.
+    """
+    listed = {**report, "refusals": _first_refusals(report["refusals"])}
+    return ParseDict(with_lists(listed, lambda numbers: {"values": numbers}), pb.Report())
+
+
+def _first_refusals(refusals: Sequence[Mapping[str, str]]) -> Sequence[Mapping[str, str]]:
+    """Return as many refusals from the first on as a report in a message lists."""
+    first = refusals[:REFUSALS_LISTED]
+    sizes = accumulate(len(text.encode()) for each in first for text in (each["file"], each["reason"]))
+    return first[: sum(size <= _REFUSALS_BYTES for size in islice(sizes, 1, None, 2))]

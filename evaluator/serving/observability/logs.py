@@ -1,0 +1,218 @@
+"""Structured logs on stderr: a JSON object per line for programs, or a line of text for people.
+
+Texts of callers get into log lines, so neither form lets a text forge a line or a field: whatever could end a line or
+steer a terminal is escaped, values in text are quoted, lengths are limited. Nothing of an image is ever logged.
+"""
+
+import json
+import logging
+import math
+import os
+import queue
+import re
+import secrets
+import threading
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+from prelunet.evaluator.rpc.status import may_be_told
+from prelunet.evaluator.serving.observability import call_context
+
+MAX_MESSAGE = 2000  # characters
+MAX_FIELD = 600  # as much as a caller is told of an error
+MAX_TRACEBACK = 20_000
+MAX_WAITING = 4096  # lines; some 2 MB
+ACCEPTS_PAUSE = 60.0  # seconds
+_PLAIN = re.compile(r"[A-Za-z0-9._:/@%+,\[\]-]+")  # a value that needs no quotes
+
+log = logging.getLogger(__name__)
+
+
+def incident_of(error: BaseException) -> str:
+    """Log an error whose text is not for callers, with its traceback; returns the id under which the log has it."""
+    incident = secrets.token_hex(6)
+    if not may_be_told(error):
+        log.error("incident %s: %s", incident, type(error).__name__, exc_info=error)
+    return incident
+
+
+def log_call(call: call_context.Call, seconds: float) -> None:
+    """Log a call that has ended after so many seconds."""
+    fields: dict[str, Any] = {"peer": call.peer, "status": call.status, "seconds": round(seconds, 6)}
+    fields |= {"id": call.id, "model": ",".join(sorted(call.models)), "images": call.images, "failed": call.failed}
+    fields |= {"views": call.views, "bytes": call.bytes}
+    fields |= {"reason": call.reason, "error": call.error}
+    log.info("call ended", extra={"fields": {key: value for key, value in fields.items() if value}})
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object per line, in ASCII: `time` (UTC), `level`, `logger`, `message`, and what else there is."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a record as JSON."""
+        line = {**_head(record), "message": cut(record.getMessage(), MAX_MESSAGE), **_fields(record)}
+        if traceback := _traceback(record):
+            line["traceback"] = traceback
+        return json.dumps(line)
+
+
+class TextLines(logging.Formatter):
+    """`TIME LEVEL LOGGER field=value … | message`, then the lines of a traceback, each behind a bar.
+
+    The message comes last, so that nothing in it can pass for a field.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a record as text."""
+        fields = [f"{key}={_value(value)}" for key, value in _fields(record).items()]
+        line = " ".join([*_head(record).values(), *fields, "|", escaped(cut(record.getMessage(), MAX_MESSAGE))])
+        return "\n".join([line, *(f"    | {escaped(part)}" for part in _traceback(record).split("\n") if part)])
+
+
+class Stderr(logging.Handler):
+    """Writes lines in a thread of its own: whoever reads them slowly, or not at all, should not hold up a call.
+
+    So many lines wait at most; what comes while they do is dropped, and the next line tells how much it was.
+    """
+
+    def __init__(self, descriptor: int = 2) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self._lines: queue.Queue[str] = queue.Queue(MAX_WAITING)
+        self._dropped = 0
+        threading.Thread(target=self._write, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take a record; logging calls this in one thread at a time."""
+        try:
+            if self._dropped and not self._lines.full():
+                dropped, self._dropped = self._dropped, 0
+                notice = logging.LogRecord(
+                    log.name, logging.WARNING, "", 0, "%s lines dropped, stderr is read too slowly", (dropped,), None
+                )
+                self._lines.put_nowait(self.format(notice))
+            self._lines.put_nowait(self.format(record))
+        except queue.Full:
+            self._dropped += 1
+        except Exception:
+            self.handleError(record)
+
+    def flush(self) -> None:
+        """Wait until all is written, a second at most; logging calls this when the process ends."""
+        with self._lines.all_tasks_done:
+            self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, timeout=1)
+
+    def _write(self) -> None:
+        # Not by way of sys.stderr: a thread that waits there holds a lock that Python wants when it ends.
+        while True:
+            data = f"{self._lines.get()}\n".encode("utf-8", "backslashreplace")
+            try:
+                while data:
+                    data = data[os.write(self._descriptor, data) :]
+            except OSError:  # nobody is there to read it
+                pass
+            self._lines.task_done()
+
+
+FORMS = {"text": TextLines, "json": JsonLines}
+
+
+def set_up(form: str = "text", level: str = "INFO") -> None:
+    """Send the logs of this process to stderr. form: "text" or "json"; level: of our own log lines, as in `logging`.
+
+    Libraries are heard from WARNING on: below that, Pillow quotes the images that it decodes.
+    """
+    handler = Stderr()
+    handler.setFormatter(FORMS[form]())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("prelunet").setLevel(level)
+    logging.captureWarnings(capture=True)
+    # What it says of a broken image is in the error that its caller gets.
+    logging.getLogger("PIL").setLevel(logging.CRITICAL)
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_callers_doing)
+    logging.getLogger("asyncio").addFilter(AcceptsSparingly())
+
+
+def flush() -> None:
+    """Wait until what has been logged is written, a second at most.
+
+    Not logging.shutdown: it closes the handlers of every library, and one of them may hold a stream of somebody else.
+    """
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+
+
+# What gRPC logs, most with a traceback, of a caller who sends a path or a header that is no text, or who goes away in
+# the middle of an answer.
+_CALLERS_DOINGS = (
+    "Invalid encoding on",
+    "Unexpected [UnicodeDecodeError]",
+    "ExecuteBatchError raised in core",
+    "Failed sending error status",
+)
+
+
+def _is_no_callers_doing(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(_CALLERS_DOINGS)
+
+
+class AcceptsSparingly:
+    """Lets through one line a minute of a port that has no open file for a connection.
+
+    asyncio logs a hundred a second for each port, each with a traceback.
+    """
+
+    def __init__(self) -> None:
+        self._next = -math.inf
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Say whether a record is to be logged."""
+        if not str(record.msg).startswith("socket.accept() out of system resource"):
+            return True
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        self._next = now + ACCEPTS_PAUSE
+        return True
+
+
+def cut(text: str, most: int) -> str:
+    """Return a text of at most so many characters, with a mark where it was cut."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def escaped(text: str) -> str:
+    """Return a text without anything that could end a line, reorder it or steer a terminal."""
+    if text.isprintable() and "\\" not in text:
+        return text
+    return "".join(each if each.isprintable() and each != "\\" else _escape(each) for each in text)
+
+
+def _escape(character: str) -> str:
+    r"""Return a character as Python writes it: \n, \x1b, \u2028."""
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def _head(record: logging.LogRecord) -> dict[str, str]:
+    moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+    return {"time": moment.replace("+00:00", "Z"), "level": record.levelname, "logger": record.name}
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    """Return what is known beside the message: the call that runs, and the record's own `fields`."""
+    call = call_context.current()
+    of_call = {"request_id": call.request_id, "method": cut(call.method, MAX_FIELD)} if call else {}
+    own = getattr(record, "fields", {})
+    return of_call | {key: cut(value, MAX_FIELD) if isinstance(value, str) else value for key, value in own.items()}
+
+
+def _traceback(record: logging.LogRecord) -> str:
+    """Return the end of a record's traceback, which says where it happened and what."""
+    return logging.Formatter().formatException(record.exc_info)[-MAX_TRACEBACK:] if record.exc_info else ""
+
+
+def _value(value: Any) -> str:
+    """Return a value as text that ends where it should: plain, or in quotes."""
+    text = str(value)
+    return text if _PLAIN.fullmatch(text) else '"{}"'.format(escaped(text).replace('"', '\\"'))

@@ -1,0 +1,121 @@
+"""Prometheus' metrics over HTTP: `GET /metrics` and nothing else.
+
+Answered by the event loop, with one bound on everything a client may send and on how long it may take: the servers of
+the standard library and of prometheus-client wait for a slow client line by line, and for any number of them.
+"""
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable
+
+from prelunet.evaluator.errors import EnvironmentFault
+from prelunet.evaluator.serving.network import is_everywhere, join, why_not
+
+MAX_REQUEST = 8192  # bytes of request line and headers
+MAX_CONNECTIONS = 16  # at once; Prometheus needs one
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+PATIENCE = 10.0  # seconds for a request to come and its answer to be taken
+FAREWELL = 1.0  # seconds for answers that are being made when the port closes; they take some milliseconds
+_GLANCE = 0.01  # seconds between two looks whether any are left
+
+
+class Exposition:
+    """The HTTP port of the metrics.
+
+    text: what they are at the moment, called in a thread; patience: seconds for one client.
+    """
+
+    def __init__(self, text: Callable[[], bytes], *, patience: float = PATIENCE) -> None:
+        self._text = text
+        self._patience = patience
+        self._server: asyncio.Server | None = None
+        self._clients: dict[asyncio.StreamWriter, bool] = {}  # whether it is they who are waited for; the oldest first
+        self._answering = 0
+        self.address = ""
+
+    async def open(self, host: str, port: int) -> None:
+        """Take the port; 0 is a free one. Raises EnvironmentFault when it cannot be had."""
+        try:
+            if is_everywhere(host) and socket.has_dualstack_ipv6():
+                # asyncio itself would leave out IPv4, which gRPC answers there.
+                listener = socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=True)
+                self._server = await asyncio.start_server(self._serve, sock=listener, limit=MAX_REQUEST)
+            else:
+                self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_REQUEST)
+        except OSError as error:
+            raise EnvironmentFault(
+                f"cannot listen on {join(host, port)} for metrics: {why_not(host, port, '--metrics-port')}"
+            ) from error
+        self.address = join(host, self._server.sockets[0].getsockname()[1])
+
+    async def close(self) -> None:
+        """Give the port back, let answers end that are being made, and cut off who is still there."""
+        if self._server is None:
+            return
+        self._server.close()
+        end = time.monotonic() + FAREWELL
+        while self._answering and time.monotonic() < end:
+            await asyncio.sleep(_GLANCE)
+        for client in self._clients:
+            client.transport.abort()
+        while self._clients:
+            await asyncio.sleep(_GLANCE)
+
+    @property
+    def connections(self) -> int:
+        """Return how many are open."""
+        return len(self._clients)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one request and close the connection, whatever comes."""
+        if not self._make_room():
+            writer.transport.abort()
+            return
+        self._clients[writer] = True
+        try:
+            async with asyncio.timeout(self._patience):
+                request = await reader.readuntil(b"\r\n\r\n")
+                self._answering += 1
+                try:
+                    self._clients[writer] = False
+                    answer = await self._answer(request)
+                    self._clients[writer] = True
+                    writer.write(answer)
+                    writer.close()
+                    await writer.wait_closed()  # else the rest of an answer that nobody takes would stay for ever
+                finally:
+                    self._answering -= 1
+        except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
+            writer.transport.abort()  # no request in time, or none at all: nobody there to be told
+        finally:
+            self._clients.pop(writer, None)
+            writer.close()
+
+    def _make_room(self) -> bool:
+        """Say whether one more may come; where no place is left, the oldest client that is waited for gives up its own.
+
+        Else so many that say nothing would keep everybody out, for as long as they like.
+        """
+        if self.connections < MAX_CONNECTIONS:
+            return True
+        oldest = next((client for client, awaited in self._clients.items() if awaited), None)
+        if oldest is None:
+            return False
+        del self._clients[oldest]
+        oldest.transport.abort()
+        return True
+
+    async def _answer(self, request: bytes) -> bytes:
+        method, _, rest = request.partition(b"\r\n")[0].partition(b" ")
+        path = rest.partition(b" ")[0].partition(b"?")[0]
+        if path != b"/metrics":
+            return _response("404 Not Found", b"there is only /metrics\n")
+        if method != b"GET":
+            return _response("405 Method Not Allowed", b"only GET\n", "Allow: GET")
+        return _response("200 OK", await asyncio.to_thread(self._text), f"Content-Type: {CONTENT_TYPE}")
+
+
+def _response(status: str, body: bytes, header: str = "Content-Type: text/plain") -> bytes:
+    lines = (f"HTTP/1.1 {status}", header, f"Content-Length: {len(body)}", "Connection: close", "", "")
+    return "\r\n".join(lines).encode() + body

@@ -1,0 +1,1 @@
+"""Admission, queues, batches and the thread of each device."""

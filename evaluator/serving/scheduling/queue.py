@@ -1,0 +1,313 @@
+"""All that waits for one device, encoded and decoded; the threads that work on it meet only here.
+
+    encoded     images whose turn to be decoded has not come           as many as the doors of the models let in
+    decoding    in the hands of a thread                               one a thread
+    ready       views that the device could compute                    within ready_views and ready_bytes
+    taken       views in a batch                                       one batch, on a GPU two
+
+Encoded images and ready views each wait in fair order. A request is over once, for one reason: from then on none of
+its views is decoded or given to the device, and those that wait are dropped.
+"""
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+
+from prelunet.evaluator.errors import DeadlinePassed, DeviceLost, Interrupted
+from prelunet.evaluator.imaging.views import ViewImage
+from prelunet.evaluator.serving.options import QueueOptions
+from prelunet.evaluator.serving.scheduling.fair_queue import FairQueue
+from prelunet.evaluator.serving.scheduling.request import Lane, Outcome, ReadyView, Request, deliver
+
+# Of the room for ready views, as much is for clients who have some there already. The rest is for the others, so that
+# their images are decoded while a batch of a busy client runs, and not after it.
+_SHARE = 0.75
+_PLANNED = 3  # batches' worth of views that are planned at a time: to plan hundreds takes tens of milliseconds
+_TOO_LATE = "the time that this call was given {}, so it was not computed. Give it more time, or try again later"
+
+
+class Waiting:
+    """What waits for a device. All methods are safe in any thread, and none keeps the lock for long."""
+
+    def __init__(self, options: QueueOptions) -> None:
+        self._options = options
+        self._lock = threading.Lock()
+        self._decodable = threading.Condition(self._lock)
+        self._computable = threading.Condition(self._lock)
+        self._stageable = threading.Condition(self._lock)
+        self._answered = threading.Condition(self._lock)
+        self._encoded: FairQueue[Request] = FairQueue()
+        self._ready: FairQueue[ReadyView] = FairQueue()
+        self._decoding = 0  # requests
+        self._decoding_views = 0
+        self._decoded_bytes = 0.0  # of ready views, and expected of those that are being decoded
+        self._computing = False
+        self._staging_tried = False  # while this batch is computed
+        self._closed = False
+        self._lost: str | None = None  # what is said of the device
+
+    # The event loop
+
+    def add(self, request: Request) -> None:
+        """Let a request wait to be decoded. Raises DeviceLost, or Interrupted when nothing is let in any more."""
+        with self._lock:
+            if self._lost is not None:
+                raise DeviceLost(self._lost)
+            if self._closed or request.lane.closed:
+                raise Interrupted(f"model '{request.lane.name}' is served no more")
+            self._encoded.put(request, request.lane.name, request.caller.client, request.decoding)
+            request.lane.unanswered += 1
+            self._decodable.notify()
+
+    def leave(self, request: Request) -> None:
+        """Count the caller as gone, unless the request is over; what of it has not begun is dropped."""
+        if request.over is None:
+            with self._lock:
+                self._end(request, "expired" if request.expired(time.monotonic()) else "cancelled")
+
+    def expire(self, request: Request) -> None:
+        """Tell the caller that the time is over."""
+        self.fail(request, DeadlinePassed(_TOO_LATE.format("is over")), "expired")
+
+    def fail(self, request: Request, error: BaseException, why: str = "failed") -> None:
+        """End a request with an error, unless it is over."""
+        with self._lock:
+            self._fail(request, error, why)
+
+    # Threads that decode
+
+    def next_image(self) -> Request | None:
+        """Wait for the image whose turn it is, and for room for its views; None when there will be no more."""
+        with self._lock:
+            while True:
+                request = self._encoded.first()
+                if request is not None and request.expired(time.monotonic()):
+                    self._fail(request, DeadlinePassed(_TOO_LATE.format("is over")), "expired")
+                elif request is not None and self._has_room(request):
+                    break
+                elif request is None and self._closed:
+                    return None
+                else:
+                    self._decodable.wait()
+            self._encoded.take(request)
+            self._count_decoding(request, 1)
+            if self._encoded:
+                self._decodable.notify()  # there may be room for that too
+            request.begun = time.monotonic()
+            return request
+
+    def _has_room(self, request: Request) -> bool:
+        views = len(self._ready) + self._decoding_views
+        share = _SHARE if self._ready.has(request.lane.name, request.caller.client) else 1.0
+        return not views or (
+            views + request.views <= share * self._options.ready_views
+            and self._decoded_bytes + request.decoded_bytes <= share * self._options.ready_bytes
+        )
+
+    def _count_decoding(self, request: Request, sign: int) -> None:
+        request.lane.decoding += sign
+        self._decoding += sign
+        self._decoding_views += sign * request.views
+        self._decoded_bytes += sign * request.decoded_bytes
+
+    def decoded(self, request: Request, ready: Sequence[ReadyView]) -> None:
+        """Let the views of an image wait for the device; they are dropped if the request is over."""
+        lane = request.lane
+        with self._lock:
+            self._count_decoding(request, -1)
+            self._decodable.notify()
+            self._computable.notify()
+            if request.over is not None:
+                lane.metrics.dropped(request.why, len(ready))
+                return
+            if self._lost is not None:
+                self._fail(request, DeviceLost(self._lost))
+                return
+            request.ready = time.monotonic()
+            request.results, request.missing = [None] * len(ready), len(ready)
+            if not lane.ready_pixels:
+                lane.ready_since = request.ready
+            for view in ready:
+                self._ready.put(view, lane.name, request.caller.client, view.pixels)
+                self._count_ready(view, 1)
+            request.waiting.update(ready)
+            if self._computing:
+                self._stageable.notify()
+
+    def refused(self, request: Request, error: BaseException) -> None:
+        """End a request whose image could not be decoded."""
+        with self._lock:
+            self._count_decoding(request, -1)
+            self._decodable.notify()
+            self._computable.notify()
+            why = request.why or ("expired" if isinstance(error, DeadlinePassed) else "failed")
+            request.lane.metrics.dropped(why, request.views)
+            self._fail(request, error, why)
+
+    def _count_ready(self, view: ReadyView, sign: int) -> None:
+        lane = view.request.lane
+        lane.ready_pixels += sign * view.canvas_pixels
+        lane.ready_windows += sign * view.windows
+        self._decoded_bytes += sign * view.bytes
+
+    # The threads of the device
+
+    def next_views(self) -> list[ReadyView] | None:
+        """Wait for views, and give those of the model whose turn it is, in fair order; None when there will be none.
+
+        No more than a few batches hold. Where they are less than one batch and nothing else could be computed, others
+        of this model that are being decoded are waited for, as long as the options say.
+        """
+        with self._lock:
+            self._computing = False
+            while True:
+                first = self._ready.first()
+                if first is not None:
+                    lane = first.request.lane
+                    patience = lane.ready_since + self._options.batch_wait - time.monotonic()
+                    enough = self._ready.models() > 1 or lane.fills(lane.ready_pixels, lane.ready_windows)
+                    if patience <= 0 or enough or not lane.decoding:
+                        return self._planned(lane)
+                    self._computable.wait(patience)
+                elif self._finished():
+                    self._stageable.notify()
+                    return None
+                else:
+                    self._computable.wait()
+
+    def next_full(self) -> list[ReadyView] | None:
+        """Wait until, beside the batch that is computed, there is enough for a full one; then as `next_views`.
+
+        Once a batch at most.
+        """
+        with self._lock:
+            while not self._finished():
+                first = self._ready.first() if self._computing and not self._staging_tried else None
+                if first is not None:
+                    lane = first.request.lane
+                    if lane.fills(lane.ready_pixels, lane.ready_windows):
+                        self._staging_tried = True
+                        return self._planned(lane)
+                self._stageable.wait()
+            return None
+
+    def _planned(self, lane: Lane) -> list[ReadyView]:
+        views, pixels, windows = [], 0, 0
+        for view in self._ready.in_order(lane.name):
+            views.append(view)
+            pixels += view.canvas_pixels
+            windows += view.windows
+            if lane.fills(pixels, windows, _PLANNED):
+                break
+        return views
+
+    def take(self, views: Sequence[ReadyView]) -> bool:
+        """Take views for a batch; False, and nothing is taken, where one of them waits no more."""
+        with self._lock:
+            if not all(view in self._ready for view in views):
+                return False
+            for view in views:
+                self._ready.take(view)
+                self._count_ready(view, -1)
+                view.request.waiting.discard(view)
+            self._decodable.notify_all()
+            return True
+
+    def begin(self, views: Sequence[ReadyView]) -> tuple[list[ReadyView], float]:
+        """Return which views of a batch that is to run now somebody waits for, and the time of which this is true."""
+        wanted = []
+        with self._lock:
+            now = time.monotonic()
+            for view in views:
+                request = view.request
+                if request.over is None and not request.expired(now):
+                    wanted.append(view)
+                else:
+                    request.lane.metrics.dropped(request.why or "expired", 1)
+                    self._fail(request, DeadlinePassed(_TOO_LATE.format("is over")), "expired")
+            self._computing, self._staging_tried = True, False
+            self._stageable.notify()
+        return wanted, now
+
+    def give_up(self, requests: Iterable[Request]) -> None:
+        """End requests that have less time than their batch will take."""
+        with self._lock:
+            for request in requests:
+                self._fail(request, DeadlinePassed(_TOO_LATE.format("is shorter than a batch takes")), "expired")
+
+    def finish(self, requests: Iterable[Request]) -> list[Request]:
+        """Return those of the requests that are not over; from now on they are, because they are answered."""
+        with self._lock:
+            return [request for request in requests if self._end(request, "answered")]
+
+    def lose(self, error: DeviceLost, views: Sequence[ReadyView]) -> bool:
+        """Fail all that waits, these views' requests too, and all that will come; False if that was known."""
+        with self._lock:
+            news = self._lost is None
+            self._lost = self._lost or str(error)
+            waiting = [view.request for view in (*views, *self._ready)]
+            for request in {*waiting, *self._encoded}:
+                self._fail(request, DeviceLost(self._lost))
+        return news
+
+    # All of them
+
+    def _fail(self, request: Request, error: BaseException, why: str = "failed") -> None:
+        if self._end(request, why):
+            deliver([Outcome(request, error=error)])
+
+    def _end(self, request: Request, why: str) -> bool:
+        """Mark a request as over, and drop what of it waits; False if it was over."""
+        if request.over is not None:
+            return False
+        request.over, request.why, request.image = time.monotonic(), why, b""
+        if why != "answered":
+            request.lane.metrics.failed_seconds.observe(request.over - request.arrived)
+        dropped = 0
+        if request in self._encoded:
+            self._encoded.withdraw(request)
+            dropped = request.views
+        for view in request.waiting:
+            self._ready.withdraw(view)
+            self._count_ready(view, -1)
+            dropped += 1
+        request.waiting.clear()
+        if dropped:
+            request.lane.metrics.dropped(why, dropped)
+            self._decodable.notify_all()
+            self._computable.notify()
+        request.lane.unanswered -= 1
+        if not request.lane.unanswered:
+            self._answered.notify_all()
+        return True
+
+    def _finished(self) -> bool:
+        return self._closed and not (self._encoded or self._decoding or self._ready)
+
+    def close_lane(self, lane: Lane) -> None:
+        """Let nothing more in for a model, and wait until all is answered."""
+        with self._lock:
+            lane.closed = True
+            self._answered.wait_for(lambda: not lane.unanswered)
+
+    def close(self) -> None:
+        """Let nothing more in; the threads end when nothing waits."""
+        with self._lock:
+            self._closed = True
+            for condition in (self._decodable, self._computable, self._stageable):
+                condition.notify_all()
+
+
+def ready_views(request: Request, views: Sequence[ViewImage]) -> list[ReadyView]:
+    """Return the views of an image as they wait for the device."""
+    return [_ready_view(request, index, view) for index, view in enumerate(views)]
+
+
+def _ready_view(request: Request, index: int, view: ViewImage) -> ReadyView:
+    height, width = view.image.shape[:2]
+    canvas = request.lane.canvas_of(height, width)
+    rows, columns = request.lane.grid(*canvas)
+    share = 2 if request.protocol.mirror else 1
+    return ReadyView(
+        request, index, view, height * width, canvas[0] * canvas[1], rows * columns, view.image.nbytes / share
+    )

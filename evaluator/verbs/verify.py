@@ -1,0 +1,53 @@
+"""`prelunet verify`."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from prelunet.evaluator.engine.load import open_session
+from prelunet.evaluator.engine.verify import judged_as, tolerance_of
+from prelunet.evaluator.engine.verify import verify as verify_session
+from prelunet.evaluator.errors import CheckFailed
+from prelunet.evaluator.terminal import say
+from prelunet.evaluator.verbs.options import DeviceOption, PrecisionOption, ThreadsOption
+
+
+def verify(
+    model: Annotated[Path, typer.Argument(help="An exported model.")],
+    device: DeviceOption = "auto",
+    precision: PrecisionOption = None,
+    threads: ThreadsOption = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Run a model's golden images on this machine and print the deviation from a float64 oracle.
+
+    Exits 6 when a score is off by more than the tolerance.
+    """
+    session = open_session(model, device, precision=precision, threads=threads)
+    deviations = verify_session(session)
+    passed, tolerance = all(d.passed for d in deviations), tolerance_of(judged_as(session))
+    if as_json:
+        rows = [{**asdict(d), "passed": d.passed} for d in deviations]
+        report = {"model": session.model_sha256, "circumstances": session.circumstances.to_json(), "passed": passed}
+        say(json.dumps({**report, "tolerance": asdict(tolerance), "deviations": rows}))
+    else:
+        table = Table(
+            "image", "run", "scores off by", "logits off by (of largest)", "", title=str(session.circumstances)
+        )
+        for d in deviations:
+            verdict = "ok" if d.passed else "WRONG"
+            table.add_row(f"{d.height}x{d.width}", d.case, f"{d.scores:.1e}", f"{d.logits:.1e}", verdict)
+        Console().print(table)
+    bounds = f"{tolerance.scores:g} (scores) or {tolerance.logits:g} of the largest (logits)"
+    if not passed:
+        raise CheckFailed(
+            f"{model}: on {session.circumstances} the golden images are off by more than {bounds}. Do not trust this "
+            "device or runtime version with this model"
+        )
+    if not as_json:
+        say(f"{model}: verified on {session.circumstances}: off by no more than {bounds}")

@@ -1,0 +1,1 @@
+"""Builds the ONNX file of a PReLU-net, dense head inside."""

@@ -1,0 +1,362 @@
+"""The ONNX graph of a checkpoint, node by node: front, trunk, dense head (docs/contract.md, "Model file").
+
+Ragged batches. Every image carries one 0/1 vector of its valid rows and one of its valid columns, cut from a constant
+arange by the canvas's shape. A layer of kernel k, stride s and pad p turns a vector m into m[(k−1−2p)::s] (output j is
+valid when the last pixel it would need inside an image of its own is), and every tensor that enters a *padded*
+convolution is multiplied with the outer product of its vectors, so that each image sees the zeros that it would see
+alone. Pools need no mask: a valid output of an unpadded layer reads valid inputs only.
+
+No Range, no Shape but that of `images`, no GridSample, no If: each would leave the GPU or copy to the host.
+
+Half precision (fp16). Trunk and head compute in float16 with parameters that `export.dense.half_precision` has rounded.
+The front up to the first mask stays float32 (a canvas is subtracted from, and its rubbish removed, as exactly as ever),
+and so do softmax, masks of windows and averages: a sum of hundreds of halves would lose what they agree on.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+from onnx import ModelProto, TensorProto, ValueInfoProto, helper
+
+from prelunet.evaluator.architectures import LRELU_SLOPE, Activation, Architecture, Conv, Pool
+from prelunet.evaluator.contract import Canvas, ClassEntry, MeanKind, ModelContract, Precision, default_scales
+from prelunet.evaluator.protocols import LONG_SIDE_CAP
+from prelunet.export.dense.half_precision import round_to_half
+from prelunet.export.dense.pyramid import plan_pools, pyramid_bins
+from prelunet.export.onnx_graph import Graph
+
+MAX_SIDE = 4096  # pixels, or more where `multi-scale` needs it; the graph cuts its masks from a constant of that length
+_AT_ONCE = 64  # rows that are transposed together: a whole fc1 of 500 MB takes six times as long
+
+FloatArray = npt.NDArray[np.float32]
+Parameters = npt.NDArray[np.floating]  # float32, or float16 as `round_to_half` gives them
+
+
+@dataclass(frozen=True)
+class Valid:
+    """The 0/1 vectors behind a layer, float (N, rows) and (N, columns), that mark each image's own cells.
+
+    half: what they mask is float16; the vectors themselves are float32 all the same.
+    """
+
+    layer: str
+    half: bool = False
+
+    @property
+    def rows(self) -> str:
+        """Return the name of the vector of valid rows."""
+        return f"{self.layer}.valid_rows"
+
+    @property
+    def columns(self) -> str:
+        """Return the name of the vector of valid columns."""
+        return f"{self.layer}.valid_columns"
+
+
+def contract_of(
+    architecture: Architecture,
+    classes: Sequence[ClassEntry],
+    canvas: Canvas = "ragged",
+    precision: Precision = "fp32",
+    *,
+    mean_kind: MeanKind = "channel",
+    trained_scales: tuple[int, int] | None = None,
+    checkpoint_sha256: str,
+) -> ModelContract:
+    """State what the model file of a net must say of itself; whoever trained it adds `training` and golden images.
+
+    trained_scales: shorter sides between which it was trained, where that is known.
+    Raises ValueError for classes that a contract does not allow.
+    """
+    scales = default_scales(architecture.crop, trained_scales)
+    return ModelContract(
+        architecture=architecture.to_json(),
+        classes=tuple(classes),
+        mean_kind=mean_kind,
+        trunk=architecture.layers,
+        window=architecture.window,
+        spp_levels=architecture.spp_levels,
+        crop=architecture.crop,
+        default_scales=scales,
+        max_side=max(MAX_SIDE, LONG_SIDE_CAP * max(scales)),
+        canvas=canvas,
+        precision=precision,
+        checkpoint_sha256=checkpoint_sha256,
+    )
+
+
+def build_model(
+    architecture: Architecture,
+    tensors: Mapping[str, FloatArray],
+    mean: FloatArray,
+    contract: ModelContract,
+    version: str,
+) -> ModelProto:
+    """Build the model of a checkpoint's tensors; `mean` is (3,) or (crop, crop, 3); `version` that of prelunet.
+
+    Raises UsageError where the contract says fp16 and a tensor has numbers beyond it.
+    """
+    graph = Graph()
+    masked, half = contract.canvas == "ragged", contract.precision == "fp16"
+    image, valid = _front(graph, mean, contract.max_side, masked=masked)
+    parameters: Mapping[str, Parameters] = tensors
+    if half:
+        parameters = round_to_half(tensors)
+        image = graph.node("Cast", [image], "images.fp16", to=TensorProto.FLOAT16)
+        valid = replace(valid, half=True)
+    feature_map, valid = _trunk(graph, architecture, parameters, image, valid, masked=masked)
+    logits = _head(graph, architecture, parameters, feature_map)
+    if half:
+        logits = graph.node("Cast", [logits], "fc3.fp32", to=TensorProto.FLOAT)
+    _averages(graph, logits, _window_grid(graph, architecture, valid))
+    return graph.model(*_interface(len(contract.classes)), contract.to_metadata(), version)
+
+
+def _interface(classes: int) -> tuple[list[ValueInfoProto], list[ValueInfoProto]]:
+    """Return the inputs and outputs of the contract."""
+    info = helper.make_tensor_value_info
+    inputs = [info("images", TensorProto.UINT8, ["N", "H", "W", 3]), info("sizes", TensorProto.INT64, ["N", 2])]
+    outputs = [
+        info("scores", TensorProto.FLOAT, ["N", classes]),
+        info("logits", TensorProto.FLOAT, ["N", classes]),
+        info("windows", TensorProto.INT64, ["N", 2]),
+        info("window_scores", TensorProto.FLOAT, ["N", "Gh", "Gw", classes]),
+    ]
+    return inputs, outputs
+
+
+def _front(graph: Graph, mean: FloatArray, max_side: int, *, masked: bool) -> tuple[str, Valid]:
+    """Add cast, mean and the first mask: images → float (N, 3, H, W), zero outside each image."""
+    graph.constant("arange", np.arange(max_side, dtype=np.int64))
+    valid = Valid("images")
+    positions, sides = {}, {}
+    for index, axis in enumerate(("rows", "columns")):
+        length = graph.node("Shape", ["images"], f"canvas.{axis}", start=index + 1, end=index + 2)
+        positions[axis] = graph.node("Slice", ["arange", graph.integers(0), length], f"position.{axis}")
+        sides[axis] = graph.slice("sizes", f"side.{axis}", axis=1, start=index, end=index + 1)
+        inside = graph.node("Less", [positions[axis], sides[axis]], f"inside.{axis}")
+        graph.node("Cast", [inside], getattr(valid, axis), to=TensorProto.FLOAT)
+    channels_first = graph.node("Transpose", ["images"], "images.channels_first", perm=[0, 3, 1, 2])
+    image = graph.node("Cast", [channels_first], "images.float", to=TensorProto.FLOAT)
+    if mean.ndim == 1:
+        warped = graph.constant("mean", mean.reshape(1, 3, 1, 1))
+    else:
+        warped = _warped_mean(graph, mean, positions, sides)
+    image = graph.node("Sub", [image, warped], "images.centred")
+    return (_mask(graph, image, valid, "images.masked") if masked else image), valid
+
+
+def _warped_mean(graph: Graph, mean: FloatArray, positions: dict[str, str], sides: dict[str, str]) -> str:
+    """Add the mean image warped to each image's own size: R · M · Cᵀ, float (N, 3, H, W).
+
+    SPP-net, Appendix A, "Mean Subtraction". R (N, H, S) and C (N, W, S) hold the weights of bilinear interpolation
+    with half-pixel centres: max(0, 1 − |clip((y + ½)·S/h − ½, 0, S − 1) − j|). Without antialias, hence exact for
+    images no smaller than the mean, which `min_side` promises.
+    """
+    side = mean.shape[0]
+    planes = graph.constant("mean", mean.transpose(2, 0, 1)[None])
+    half = graph.constant("half", np.array(0.5, np.float32))
+    one = graph.constant("one", np.array(1, np.float32))
+    zero = graph.constant("zero", np.array(0, np.float32))
+    last = graph.constant("mean.last", np.array(side - 1, np.float32))
+    length = graph.constant("mean.side", np.array(side, np.float32))
+    cells = graph.constant("mean.cells", np.arange(side, dtype=np.float32))
+    weights = {}
+    for axis in ("rows", "columns"):
+        position = graph.node("Cast", [positions[axis]], f"mean.{axis}.position", to=TensorProto.FLOAT)
+        centre = graph.node("Add", [position, half], f"mean.{axis}.centre")
+        own = graph.node("Cast", [sides[axis]], f"mean.{axis}.own_side", to=TensorProto.FLOAT)
+        ratio = graph.node("Div", [length, own], f"mean.{axis}.ratio")  # (N, 1)
+        scaled = graph.node("Mul", [centre, ratio], f"mean.{axis}.scaled")  # (N, H)
+        shifted = graph.node("Sub", [scaled, half], f"mean.{axis}.shifted")
+        clipped = graph.node("Clip", [shifted, zero, last], f"mean.{axis}.clipped")
+        column = graph.unsqueeze(clipped, f"mean.{axis}.source", 2)
+        distance = graph.node(
+            "Abs", [graph.node("Sub", [column, cells], f"mean.{axis}.offset")], f"mean.{axis}.distance"
+        )
+        weight = graph.node("Sub", [one, distance], f"mean.{axis}.weight")
+        weights[axis] = graph.unsqueeze(graph.node("Relu", [weight], f"mean.{axis}.tent"), f"mean.{axis}.matrix", 1)
+    by_rows = graph.node("MatMul", [weights["rows"], planes], "mean.by_rows")
+    by_columns = graph.node("Transpose", [weights["columns"]], "mean.columns.transposed", perm=[0, 1, 3, 2])
+    return graph.node("MatMul", [by_rows, by_columns], "mean.warped")
+
+
+def _mask(graph: Graph, value: str, valid: Valid, output: str) -> str:
+    """Multiply (N, C, rows, columns) with 1 inside each image and 0 outside."""
+    mask = f"{valid.layer}.mask"
+    if not graph.has(mask):  # layers of equal size share it
+        rows = graph.unsqueeze(valid.rows, f"{valid.rows}.4d", 1, 3)
+        columns = graph.unsqueeze(valid.columns, f"{valid.columns}.4d", 1, 2)
+        graph.node("Mul", [rows, columns], mask)
+    if valid.half:
+        if not graph.has(f"{mask}.fp16"):
+            graph.node("Cast", [mask], f"{mask}.fp16", to=TensorProto.FLOAT16)
+        mask = f"{mask}.fp16"
+    return graph.node("Mul", [value, mask], output)
+
+
+def _trunk(
+    graph: Graph,
+    architecture: Architecture,
+    tensors: Mapping[str, Parameters],
+    value: str,
+    valid: Valid,
+    *,
+    masked: bool,
+) -> tuple[str, Valid]:
+    """Add the convolutions and poolings; return the feature map and its valid cells."""
+    for index, layer in enumerate(architecture.trunk):
+        if isinstance(layer, Pool):
+            sides = [layer.kernel] * 2
+            value = graph.node("MaxPool", [value], layer.name, kernel_shape=sides, strides=[layer.stride] * 2)
+        else:
+            if masked and layer.pad and index > 0:  # the front has masked the image itself
+                value = _mask(graph, value, valid, f"{layer.name}.masked")
+            value = _convolution(graph, layer, tensors, value)
+            value = _activation(graph, architecture.activation, tensors, layer.name, value, slope_shape=(-1, 1, 1))
+        valid = _valid_after(graph, valid, layer.name, layer.kernel, layer.stride, layer.pad)
+    return value, valid
+
+
+def _convolution(graph: Graph, layer: Conv, tensors: Mapping[str, Parameters], value: str) -> str:
+    weight = graph.constant(f"{layer.name}.weight", tensors[f"{layer.name}.weight"])
+    bias = graph.constant(f"{layer.name}.bias", tensors[f"{layer.name}.bias"])
+    return graph.node(
+        "Conv",
+        [value, weight, bias],
+        layer.name,
+        kernel_shape=[layer.kernel] * 2,
+        strides=[layer.stride] * 2,
+        pads=[layer.pad] * 4,  # symmetric: asymmetric pads leave cuDNN's fast path
+    )
+
+
+def _activation(
+    graph: Graph,
+    kind: Activation,
+    tensors: Mapping[str, Parameters],
+    layer: str,
+    value: str,
+    *,
+    slope_shape: tuple[int, ...],
+) -> str:
+    """Add a layer's activation; `slope_shape` puts per-channel slopes on the channel axis."""
+    output = f"{layer}.activation"
+    if kind == "relu":
+        return graph.node("Relu", [value], output)
+    if kind == "lrelu":
+        return graph.node("LeakyRelu", [value], output, alpha=LRELU_SLOPE)
+    slope = tensors[f"{layer}.slope"]
+    if kind == "prelu-shared":  # one number: the op that runtimes fuse into the convolution
+        return graph.node("LeakyRelu", [value], output, alpha=float(slope[0]))
+    return graph.node("PRelu", [value, graph.constant(f"{layer}.slope", slope.reshape(slope_shape))], output)
+
+
+def _valid_after(graph: Graph, valid: Valid, layer: str, kernel: int, stride: int, pad: int) -> Valid:
+    """Add the valid vectors behind a layer: m[(k−1−2p)::s], with a copy of m[0] in front where that starts at −1."""
+    start = kernel - 1 - 2 * pad
+    if start == 0 and stride == 1:
+        return valid
+    after = replace(valid, layer=layer)
+    for vector, output in ((valid.rows, after.rows), (valid.columns, after.columns)):
+        if start == -1:
+            assert stride == 1, f"{layer}: pad 1 for a kernel of 2 with a stride is in no architecture"
+            graph.node(
+                "Concat", [graph.slice(vector, f"{output}.first", axis=1, start=0, end=1), vector], output, axis=1
+            )
+        else:
+            assert start >= 0, f"{layer}: a pad of {pad} for a kernel of {kernel}"
+            graph.slice(vector, output, axis=1, start=start, step=stride)
+    return after
+
+
+def _window_grid(graph: Graph, architecture: Architecture, valid: Valid) -> Valid:
+    """Add the valid vectors of the grid of windows: a window counts when all its cells are the image's own."""
+    return _valid_after(graph, valid, "window", architecture.window, 1, 0)
+
+
+def fc1_channel_last(weight: Parameters, architecture: Architecture) -> Parameters:
+    """Turn fc1.weight of a checkpoint into the file's matrix.
+
+    weight: (hidden, bins·C), levels in order, each flattened (channel, row, column).
+    Returns (bins·C, hidden), levels in order, each (row, column, channel).
+    """
+    hidden, channels = weight.shape[0], architecture.channels
+    matrix, start = np.empty(weight.T.shape, weight.dtype), 0
+    for level in architecture.spp_levels:
+        size = channels * level * level
+        rows = matrix[start : start + size].reshape(level, level, channels, hidden)
+        for first in range(0, hidden, _AT_ONCE):
+            some = slice(first, first + _AT_ONCE)
+            block = weight[some, start : start + size].reshape(-1, channels, level, level)
+            rows[..., some] = block.transpose(2, 3, 1, 0)
+        start += size
+    return matrix
+
+
+def _head(graph: Graph, architecture: Architecture, tensors: Mapping[str, Parameters], feature_map: str) -> str:
+    """Add pyramid and fully connected layers over all windows; return the logits (N, Gh, Gw, K)."""
+    value = _gathered_pyramid(graph, architecture, feature_map)
+    for name in ("fc1", "fc2", "fc3"):
+        weight = tensors[f"{name}.weight"]
+        matrix = fc1_channel_last(weight, architecture) if name == "fc1" else weight.T
+        product = graph.node("MatMul", [value, graph.constant(f"{name}.weight", matrix)], f"{name}.product")
+        value = graph.node("Add", [product, graph.constant(f"{name}.bias", tensors[f"{name}.bias"])], name)
+        if name != "fc3":
+            # Of full rank, because the channel is last: some runtimes take a plain vector for slopes of axis 1.
+            value = _activation(graph, architecture.activation, tensors, name, value, slope_shape=(1, 1, 1, -1))
+    return value
+
+
+def _gathered_pyramid(graph: Graph, architecture: Architecture, feature_map: str) -> str:
+    """Add the pools and collect every window's bins: (N, C, rows, columns) → (N, Gh, Gw, bins·C).
+
+    The pool of a bin's size, read from the bin's offset on, is that bin for all windows. Its map has `window − size`
+    more rows than the grid has, which fixes how many to drop behind.
+    """
+    window = architecture.window
+    bins = pyramid_bins(window, architecture.spp_levels)
+    pools = {(1, 1): feature_map}
+    for step in plan_pools({(b.height, b.width) for b in bins}):
+        height, width = step.size
+        pools[step.size] = graph.node(
+            "MaxPool",
+            [pools[step.base]],
+            f"pool_{height}x{width}",
+            kernel_shape=list(step.kernel),
+            strides=[1, 1],
+        )
+    channel_last: dict[tuple[int, int], str] = {}
+    parts = []
+    for index, bin_ in enumerate(bins):
+        size = (bin_.height, bin_.width)
+        if size not in channel_last:
+            output = f"pool_{size[0]}x{size[1]}.channel_last"
+            channel_last[size] = graph.node("Transpose", [pools[size]], output, perm=[0, 2, 3, 1])
+        trims = (window - bin_.height - bin_.row, window - bin_.width - bin_.column)
+        parts.append(
+            graph.window_slice(
+                channel_last[size], f"bin_{index}", axes=(1, 2), starts=(bin_.row, bin_.column), trims=trims
+            )
+        )
+    return graph.node("Concat", parts, "pyramid", axis=3)
+
+
+def _averages(graph: Graph, logits: str, grid: Valid) -> None:
+    """Add softmax per window and the means over each image's own windows: the four outputs."""
+    rows = graph.unsqueeze(grid.rows, f"{grid.rows}.4d", 2, 3)
+    columns = graph.unsqueeze(grid.columns, f"{grid.columns}.4d", 1, 3)
+    mask = graph.node("Mul", [rows, columns], "grid")  # (N, Gh, Gw, 1)
+    counts = []
+    for axis, vector in (("rows", grid.rows), ("columns", grid.columns)):
+        counts.append(graph.node("ReduceSum", [vector, graph.integers(1)], f"windows.{axis}", keepdims=1))
+    count = graph.node("Mul", counts, "windows.count")  # (N, 1)
+    graph.node("Cast", [graph.node("Concat", counts, "windows.float", axis=1)], "windows", to=TensorProto.INT64)
+    softmax = graph.node("Softmax", [logits], "softmax", axis=-1)
+    graph.node("Mul", [softmax, mask], "window_scores")
+    valid_logits = graph.node("Mul", [logits, mask], "window_logits")
+    for name, value in (("scores", "window_scores"), ("logits", valid_logits)):
+        total = graph.node("ReduceSum", [value, graph.integers(1, 2)], f"{name}.sum", keepdims=0)
+        graph.node("Div", [total, count], name)

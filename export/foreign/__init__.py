@@ -1,0 +1,1 @@
+"""Wraps a fixed-size ONNX classifier into a model file."""

@@ -1,0 +1,342 @@
+"""A foreign ONNX classifier as a file: read with its external data, and its one image input and its scores found."""
+
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import ModelProto, NodeProto, TensorProto, external_data_helper, helper
+from onnx.helper import tensor_dtype_to_np_dtype
+
+from prelunet.evaluator.errors import ContractError, UsageError, from_os_error
+from prelunet.evaluator.files import check_not_input
+from prelunet.training.importing.preprocessing import Layout
+
+# Protobuf's own limit of one file, less a margin for what we add.
+MAX_BYTES = 2**31 - 2**24
+OLDEST_OPSET = 7  # since when elementwise operators broadcast, and the oldest that onnxruntime promises to run
+LARGEST_CROP = 4096  # pixels of a side, as of the nets of `prelunet init`
+MOST_PIXELS = 2**26  # of one batch, where a file fixes how many images it takes: 0.8 GB in float32
+_INPUT_TYPES = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.UINT8}
+_FLOATS = {"DOUBLE", "BFLOAT16"}  # other ways to hold what the types below hold
+_OUTPUT_TYPES = {TensorProto.FLOAT, TensorProto.FLOAT16}
+
+Side = int | None  # of a shape; None where the file leaves it open
+
+
+@dataclass(frozen=True)
+class Interface:
+    """Where pixels go into a net and where its scores come out.
+
+    input, output: names; input_type, output_type: of onnx (`TensorProto.FLOAT`, ...); batch: images that it takes at
+    once, None where the file leaves it open; crop: side of its images in pixels.
+    """
+
+    input: str
+    input_type: int
+    layout: Layout
+    batch: int | None
+    crop: int
+    output: str
+    output_type: int
+
+    def shape(self, images: int) -> tuple[int, int, int, int]:
+        """Return the shape of an input of so many images."""
+        if self.layout == "NCHW":
+            return (images, 3, self.crop, self.crop)
+        return (images, self.crop, self.crop, 3)
+
+    def feed(self, preprocessed: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the net's input for one image, (H, W, 3) in its channel order, repeated to a whole batch."""
+        image = preprocessed.transpose(2, 0, 1) if self.layout == "NCHW" else preprocessed
+        batch = np.repeat(image[None], self.batch or 1, axis=0)
+        with np.errstate(over="ignore"):  # what is infinity in half precision shows in the net's answer
+            return np.ascontiguousarray(batch.astype(tensor_dtype_to_np_dtype(self.input_type)))
+
+    @property
+    def takes_bytes(self) -> bool:
+        """Say whether the net takes pixels as they are in an image file."""
+        return self.input_type == TensorProto.UINT8
+
+    @property
+    def half(self) -> bool:
+        """Say whether the scores come out in half precision."""
+        return self.output_type == TensorProto.FLOAT16
+
+
+def read_net(path: Path, output: Path) -> ModelProto:
+    """Read an ONNX file with all its external data.
+
+    output: the file that will be written. Raises UsageError when the net cannot be read or output is a file of its
+    data, ContractError when it is no ONNX model, lacks a file of its data, holds
+    more than one file can hold, or is older than what runtimes promise to run.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise from_os_error(error) from error
+    try:
+        model = onnx.load_model_from_string(data, format="protobuf")
+    except Exception as error:  # protobuf's own class, which has no public name
+        raise ContractError(f"{path}: not an ONNX model. Give a file that ends in .onnx and is one") from error
+    if not model.graph.node or not model.opset_import:
+        raise ContractError(f"{path}: not an ONNX model, or one without a graph. Give a file that is one")
+    opset = opset_of(model)
+    if opset < OLDEST_OPSET:
+        raise ContractError(
+            f"{path}: opset {opset}, but opset {OLDEST_OPSET} is the oldest that runtimes promise to run. "
+            "Convert it with onnx.version_converter, or export the net again"
+        )
+    check_not_input(output, _external_files(path, model))
+    size = sum(_bytes_of(path, tensor) for tensor in model.graph.initializer)
+    if size > MAX_BYTES:
+        raise ContractError(
+            f"{path}: {size / 1e9:.2f} GB of weights, but one ONNX file holds less than {MAX_BYTES / 1e9:.2f} GB. "
+            "Convert the net to half precision first"
+        )
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of keys that it does not know and we do not need
+            external_data_helper.load_external_data_for_model(model, str(path.parent))
+    except Exception as error:  # onnx has several, and OSError
+        reason = " ".join(str(error).split())[:200]
+        raise ContractError(
+            f"{path}: its weights are in other files, which cannot be read ({reason}). Put them beside it"
+        ) from error
+    return model
+
+
+def opset_of(model: ModelProto) -> int:
+    """Return the version of the standard operators that a model uses."""
+    return max((entry.version for entry in model.opset_import if entry.domain in {"", "ai.onnx"}), default=0)
+
+
+def all_nodes(model: ModelProto) -> Iterator[NodeProto]:
+    """Yield every node of a net, with those of its branches, loops and functions."""
+    waiting = [*model.graph.node, *(node for function in model.functions for node in function.node)]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for attribute in node.attribute:
+            for graph in (attribute.g, *attribute.graphs):
+                waiting.extend(graph.node)
+
+
+def _external_files(path: Path, model: ModelProto) -> Iterator[Path]:
+    """Yield the files, other than its own, in which the weights of a net lie."""
+    graphs = [model.graph]
+    tensors: list[TensorProto] = []
+    for node in all_nodes(model):
+        for attribute in node.attribute:
+            graphs += [attribute.g, *attribute.graphs]
+            tensors += [attribute.t, *attribute.tensors]
+    for tensor in (*tensors, *(tensor for graph in graphs for tensor in graph.initializer)):
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                yield path.parent / entry.value
+
+
+def _bytes_of(path: Path, tensor: TensorProto) -> int:
+    if tensor.data_type == TensorProto.UNDEFINED:
+        return int(np.prod(tensor.dims, dtype=object))
+    try:
+        itemsize = tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+    except KeyError as error:
+        raise ContractError(
+            f"{path}: weights '{tensor.name}' are of an unknown type ({tensor.data_type}). Export the net again"
+        ) from error
+    return int(np.prod(tensor.dims, dtype=object)) * itemsize
+
+
+def random_operators(model: ModelProto) -> list[str]:
+    """Return which operators of a net draw random numbers, sorted."""
+    drawing = {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
+    found = {node.op_type for node in all_nodes(model)} & drawing
+    # Since opset 12 a Dropout drops only where its third input says that the net is being trained.
+    if any(node.op_type == "Dropout" and len(node.input) > 2 and node.input[2] for node in all_nodes(model)):
+        found.add("Dropout")
+    return sorted(found)
+
+
+def find_interface(
+    path: Path, model: ModelProto, *, crop: int | None, layout: Layout | None, output: str | None
+) -> Interface:
+    """Find the input and the output of a classifier from its declarations.
+
+    crop, layout: what the user said, needed where the file leaves it open; output: which of several.
+    Raises ContractError for a net that is no classifier of one colour image, UsageError for options that contradict
+    the file or lack.
+    """
+    constant = {tensor.name for tensor in model.graph.initializer}
+    inputs = [value for value in model.graph.input if value.name not in constant]
+    if len(inputs) != 1:
+        raise ContractError(
+            f"{path}: inputs {_names(inputs)}, but a classifier takes one, the pixels. Export it with one input"
+        )
+    (pixels,) = inputs
+    input_type, shape = _tensor_of(path, pixels, "input", _INPUT_TYPES)
+    if shape is None or len(shape) != 4:
+        found = "no stated shape" if shape is None else f"rank {len(shape)}"
+        raise ContractError(f"{path}: input '{pixels.name}' has {found}, but images in a batch have rank 4")
+    found_layout = _layout(path, shape, layout)
+    side = _crop(path, shape[2:] if found_layout == "NCHW" else shape[1:3], crop)
+    if side**2 * (shape[0] or 1) > MOST_PIXELS:
+        raise ContractError(
+            f"{path}: takes {shape[0]} images of {side}x{side} pixels at once, more than memory should hold. Export it "
+            "with a dynamic batch"
+        )
+    scores = _chosen_output(path, model, output)
+    output_type, _ = _tensor_of(path, scores, "output", _OUTPUT_TYPES)
+    return Interface(
+        input=pixels.name,
+        input_type=input_type,
+        layout=found_layout,
+        batch=shape[0],
+        crop=side,
+        output=scores.name,
+        output_type=output_type,
+    )
+
+
+def _names(values: Sequence[Any]) -> str:
+    return ", ".join(f"'{value.name}'" for value in values) or "none"
+
+
+def _chosen_output(path: Path, model: ModelProto, asked: str | None) -> Any:
+    """Return the declared output with the scores: the only one, or the one that was asked for."""
+    outputs = list(model.graph.output)
+    if asked is None and len(outputs) == 1:
+        return outputs[0]
+    for value in outputs:
+        if value.name == asked:
+            return value
+    if asked is None:
+        raise UsageError(f"{path}: outputs {_names(outputs)}. Say which holds the scores: --net-output NAME")
+    raise UsageError(f"{path}: no output '{asked}'. There are: {_names(outputs)}")
+
+
+def _tensor_of(path: Path, value: Any, what: str, allowed: Collection[int]) -> tuple[int, list[Side] | None]:
+    """Return type and shape of an input or output; ContractError for anything but a tensor of an allowed type."""
+    if value.type.WhichOneof("value") != "tensor_type":
+        kind = (value.type.WhichOneof("value") or "unknown").removesuffix("_type").replace("_", " ")
+        raise ContractError(f"{path}: {what} '{value.name}' is a {kind}, not a tensor. Export the net without it")
+    tensor = value.type.tensor_type
+    if tensor.elem_type not in allowed:
+        words = " or ".join(sorted(TensorProto.DataType.Name(kind) for kind in allowed))
+        known = tensor.elem_type in TensorProto.DataType.values()
+        kind = TensorProto.DataType.Name(tensor.elem_type) if known else f"of an unknown type ({tensor.elem_type})"
+        mend = "Convert the net to single or half precision" if kind in _FLOATS else "Export the net with one of these"
+        raise ContractError(f"{path}: {what} '{value.name}' is {kind}, not {words}. {mend}")
+    if not tensor.HasField("shape"):
+        return tensor.elem_type, None
+    return tensor.elem_type, [dim.dim_value if dim.dim_value > 0 else None for dim in tensor.shape.dim]
+
+
+def _layout(path: Path, shape: Sequence[Side], asked: Layout | None) -> Layout:
+    """Find where the channels are: the axis of 3; UsageError where that is open, or is not what was said."""
+    places: dict[Layout, Side] = {"NCHW": shape[1], "NHWC": shape[3]}
+    if asked is not None:
+        if places[asked] not in {3, None}:
+            raise UsageError(f"{path}: --layout {asked}, but its channels would be {places[asked]}. Leave it out")
+        return asked
+    found = [layout for layout, channels in places.items() if channels == 3]
+    if len(found) == 1:
+        return found[0]
+    if not found and None not in places.values():
+        raise ContractError(
+            f"{path}: an input of shape {_shape_text(shape)} has no axis of 3 channels; prelunet classifies colour "
+            "images"
+        )
+    raise UsageError(f"{path}: an input of shape {_shape_text(shape)}: say where its channels are, with --layout")
+
+
+def _crop(path: Path, sides: Sequence[Side], asked: int | None) -> int:
+    """Return the side of the net's images; UsageError where it is open, or is not what was said."""
+    fixed = {side for side in sides if side is not None}
+    if len(fixed) > 1:
+        raise ContractError(
+            f"{path}: takes images of {sides[0]}x{sides[1]} pixels, but crops are square. Export it for a square input"
+        )
+    side = fixed.pop() if fixed else asked
+    if side is None:
+        raise UsageError(f"{path}: takes images of any size. Say of which it was trained with: --crop PIXELS")
+    if asked not in {None, side}:
+        raise UsageError(f"{path}: --crop {asked}, but it takes images of {side}x{side} pixels. Say --crop {side}")
+    if side > LARGEST_CROP:
+        raise ContractError(
+            f"{path}: crops of {side}x{side} pixels, but {LARGEST_CROP} is the most. Export it for smaller images"
+        )
+    return side
+
+
+def _shape_text(shape: Sequence[Side]) -> str:
+    return "x".join("?" if side is None else str(side) for side in shape)
+
+
+def uses_half(model: ModelProto) -> bool:
+    """Say whether a net computes in half precision: it has weights of that type."""
+    return any(tensor.data_type == TensorProto.FLOAT16 for tensor in model.graph.initializer)
+
+
+# How many multiply-adds a foreign net takes, as far as its graph tells.
+
+
+# What takes multiply-adds that the shapes of its inputs and outputs do not tell, or calls another graph.
+_UNCOUNTED = {
+    *("ConvTranspose", "ConvInteger", "QLinearConv", "DeformConv", "MatMulInteger", "QLinearMatMul", "Einsum"),
+    *("LSTM", "GRU", "RNN", "Attention", "If", "Loop", "Scan"),
+}
+
+
+def multiply_adds(model: ModelProto, interface: Interface) -> int | None:
+    """Count the multiply-adds of one image: those of Conv, Gemm and MatMul, from the shapes that onnx infers.
+
+    None where they cannot be told: an unknown shape, another operator that multiplies, or none at all.
+    Changes the declared shapes of the model to those of one batch.
+    """
+    nodes = model.graph.node
+    if any(node.domain not in {"", "ai.onnx"} or node.op_type in _UNCOUNTED for node in nodes):
+        return None
+    _declare_shapes(model, interface)
+    try:
+        inferred = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+    except Exception:  # onnx has several; the count is one of the extras, and what it lacks is left out
+        return None
+    shapes = {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
+    for value in (*inferred.input, *inferred.value_info, *inferred.output):
+        dims = value.type.tensor_type.shape.dim
+        if all(dim.HasField("dim_value") for dim in dims):
+            shapes.setdefault(value.name, [dim.dim_value for dim in dims])
+    total = 0
+    for node in nodes:
+        if node.op_type in {"Conv", "Gemm", "MatMul"}:
+            terms = _terms(node, shapes)
+            if terms is None or node.output[0] not in shapes:
+                return None
+            total += terms * int(np.prod(shapes[node.output[0]]))
+    return total // (interface.batch or 1) or None
+
+
+def _terms(node: Any, shapes: Mapping[str, Sequence[int]]) -> int | None:
+    """Return how many products one number of a node's output is the sum of."""
+    operand = shapes.get(node.input[1 if node.op_type == "Conv" else 0])
+    if not operand:
+        return None
+    if node.op_type == "Conv":  # weights are (out, in / group, kernel...)
+        return int(np.prod(operand[1:]))
+    transposed = any(a.name == "transA" and helper.get_attribute_value(a) for a in node.attribute)
+    return operand[0] if transposed else operand[-1]
+
+
+def _declare_shapes(model: ModelProto, interface: Interface) -> None:
+    """Replace what a file says of its shapes by those of one whole batch."""
+    del model.graph.value_info[:]
+    for value in model.graph.output:
+        value.type.tensor_type.ClearField("shape")
+    for value in model.graph.input:
+        if value.name == interface.input:
+            tensor = helper.make_tensor_type_proto(interface.input_type, interface.shape(interface.batch or 1))
+            value.type.CopyFrom(tensor)

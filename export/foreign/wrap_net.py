@@ -1,0 +1,217 @@
+"""The contract's graph around a foreign net: pixels to its input in front, the four outputs behind.
+
+Only operators that mean the same from opset 7 on stand around the net, so that it keeps its own opset and operators.
+All its names get a prefix, because a tensor of it may well be called `images` or `logits`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+
+from prelunet.evaluator.contract import ModelContract
+from prelunet.export.foreign.read_net import Interface
+from prelunet.training.importing.preprocessing import Preprocessing
+
+PREFIX = "net/"
+OLDEST_IR = 8  # initializers need not be inputs (since 4), functions exist (since 8)
+
+
+def prepare_net(net: ModelProto) -> None:
+    """Give every name of a net's graph the prefix and take away what may hold paths and traces; changes it."""
+    _prepare_graph(net.graph)
+    for function in net.functions:
+        function.doc_string = ""
+        del function.metadata_props[:]
+        for node in function.node:
+            _strip(node)
+
+
+def _prepare_graph(graph: GraphProto) -> None:
+    # Every name in every subgraph alike: whatever a name refers to, it still does.
+    del graph.value_info[:]  # which tell the sizes of the batch that the net was exported with
+    del graph.metadata_props[:]
+    for tensor in graph.initializer:
+        tensor.name = _prefixed(tensor.name)
+        tensor.doc_string = ""
+    for sparse in graph.sparse_initializer:
+        sparse.values.name = _prefixed(sparse.values.name)
+        sparse.indices.name = _prefixed(sparse.indices.name)
+    for value in (*graph.input, *graph.output):
+        value.name = _prefixed(value.name)
+    del graph.quantization_annotation[:]  # which no runtime needs: quantised nets say it by operators
+    for node in graph.node:
+        _strip(node)
+        node.name = _prefixed(node.name)
+        node.input[:] = [_prefixed(name) for name in node.input]
+        node.output[:] = [_prefixed(name) for name in node.output]
+        for attribute in node.attribute:
+            for inner in _graphs_of(attribute):
+                _prepare_graph(inner)
+
+
+def _prefixed(name: str) -> str:
+    return PREFIX + name if name else ""  # an input or output that is left out has no name
+
+
+def _strip(node: NodeProto) -> None:
+    """Take away what exporters note beside a node: lines and paths of the program that made it."""
+    node.doc_string = ""
+    del node.metadata_props[:]
+
+
+def _graphs_of(attribute: AttributeProto) -> Sequence[GraphProto]:
+    return [attribute.g] if attribute.HasField("g") else list(attribute.graphs)
+
+
+class _Nodes:
+    """Collects nodes and constants of one graph; each node is named after its output."""
+
+    def __init__(self) -> None:
+        self.nodes: list[NodeProto] = []
+        self.constants: list[TensorProto] = []
+
+    def constant(self, name: str, value: Any) -> str:
+        self.constants.append(numpy_helper.from_array(value, name))
+        return name
+
+    def add(self, op: str, inputs: Sequence[str], output: str, **attributes: Any) -> str:
+        self.nodes.append(helper.make_node(op, list(inputs), [output], name=output, **attributes))
+        return output
+
+
+def wrap_net(
+    net: ModelProto,
+    interface: Interface,
+    preprocessing: Preprocessing,
+    contract: ModelContract,
+    *,
+    probabilities: bool,
+    one_by_one: bool,
+    version: str,
+) -> ModelProto:
+    """Build the model file of a net that `prepare_net` has prepared; `interface` has its names as they were.
+
+    probabilities: its output is behind a softmax; one_by_one: the images of a batch go through it one after another,
+    by a Scan; version: of prelunet.
+    """
+    classes = len(contract.classes)
+    around = _Nodes()
+    pixels = _front(around, interface, preprocessing)
+    if one_by_one:
+        raw = _scanned(around, net.graph, interface, pixels, classes)
+    else:
+        around.add("Identity", [pixels], _prefixed(interface.input))
+        _place(around, net.graph)
+        raw = _prefixed(interface.output)
+    _back(around, raw, interface, classes, probabilities=probabilities)
+    graph = helper.make_graph(around.nodes, "prelunet", *_interface(contract), around.constants)
+    if not one_by_one:
+        graph.sparse_initializer.extend(net.graph.sparse_initializer)
+    model = helper.make_model(
+        graph,
+        opset_imports=list(net.opset_import),
+        functions=list(net.functions),
+        ir_version=max(net.ir_version, OLDEST_IR),
+        producer_name="prelunet",
+        producer_version=version,
+    )
+    helper.set_model_props(model, contract.to_metadata())
+    return model
+
+
+def _interface(contract: ModelContract) -> tuple[list[Any], list[Any]]:
+    """Return the inputs and outputs of the contract, for canvases of one crop."""
+    info, crop, classes = helper.make_tensor_value_info, contract.crop, len(contract.classes)
+    inputs = [info("images", TensorProto.UINT8, ["N", crop, crop, 3]), info("sizes", TensorProto.INT64, ["N", 2])]
+    outputs = [
+        info("scores", TensorProto.FLOAT, ["N", classes]),
+        info("logits", TensorProto.FLOAT, ["N", classes]),
+        info("windows", TensorProto.INT64, ["N", 2]),
+        info("window_scores", TensorProto.FLOAT, ["N", 1, 1, classes]),
+    ]
+    return inputs, outputs
+
+
+def _front(around: _Nodes, interface: Interface, preprocessing: Preprocessing) -> str:
+    """Add what makes the net's input of `images`, in the same order of operations as `Preprocessing.plain`."""
+    value = "images"
+    if preprocessing.channels == "bgr":
+        order = around.constant("bgr", np.array([2, 1, 0], np.int64))
+        value = around.add("Gather", [value, order], "images.bgr", axis=3)
+    shape = (1, 1, 1, 3)
+    if interface.layout == "NCHW":
+        shape = (1, 3, 1, 1)
+        value = around.add("Transpose", [value], "images.channels_first", perm=[0, 3, 1, 2])
+    if preprocessing.mean is None or preprocessing.std is None:
+        return value
+    value = around.add("Cast", [value], "images.float", to=TensorProto.FLOAT)
+    if preprocessing.pixel_range == 1:
+        value = around.add("Div", [value, around.constant("white", np.array(255, np.float32))], "images.scaled")
+    mean = around.constant("mean", np.array(preprocessing.mean, np.float32).reshape(shape))
+    std = around.constant("std", np.array(preprocessing.std, np.float32).reshape(shape))
+    value = around.add("Div", [around.add("Sub", [value, mean], "images.centred"), std], "images.normalised")
+    if interface.input_type != TensorProto.FLOAT:
+        value = around.add("Cast", [value], "images.cast", to=interface.input_type)
+    return value
+
+
+def _place(graph: _Nodes, net: GraphProto) -> None:
+    graph.nodes.extend(net.node)
+    graph.constants.extend(net.initializer)
+
+
+def _scanned(around: _Nodes, net: GraphProto, interface: Interface, pixels: str, classes: int) -> str:
+    """Add a Scan that shows the net one image after another; return the name of its output (N, K).
+
+    A net of fixed batches of B gets the image B times, and the first row of what it says is kept.
+    """
+    batch, one = interface.batch or 1, interface.shape(1)
+    body = _Nodes()
+    whole = around.constant("one.shape", np.array(one, np.int64))
+    image = body.add("Reshape", ["one.image", whole], "one.batch")
+    target = _prefixed(interface.input)
+    if batch == 1:
+        body.add("Identity", [image], target)
+    else:
+        body.add("Concat", [image] * batch, target, axis=0)
+    _place(body, net)
+    rows = around.constant("one.rows", np.array([batch, classes], np.int64))
+    first = around.constant("one.first", np.array(0, np.int64))
+    table = body.add("Reshape", [_prefixed(interface.output), rows], "one.table")
+    body.add("Gather", [table, first], "one.scores", axis=0)
+    graph = helper.make_graph(
+        body.nodes,
+        "one_image",
+        [helper.make_tensor_value_info("one.image", interface.input_type, one[1:])],
+        [helper.make_tensor_value_info("one.scores", interface.output_type, [classes])],
+        body.constants,
+    )
+    graph.sparse_initializer.extend(net.sparse_initializer)
+    return around.add("Scan", [pixels], "net.scores", body=graph, num_scan_inputs=1)
+
+
+def _back(around: _Nodes, raw: str, interface: Interface, classes: int, *, probabilities: bool) -> None:
+    """Add the four outputs behind what the net says, (N, K) or (N, K, 1, 1)."""
+    value = around.add("Reshape", [raw, around.constant("table", np.array([-1, classes], np.int64))], "net.table")
+    value = around.add("Cast", [value], "net.float", to=TensorProto.FLOAT)
+    if probabilities:
+        around.add("Identity", [value], "scores")
+        floor = around.constant("floor", np.array(probability_floor(interface), np.float32))
+        around.add("Log", [around.add("Add", [value, floor], "net.positive")], "logits")
+    else:
+        around.add("Identity", [value], "logits")
+        around.add("Softmax", [value], "scores", axis=1)  # of a table, the same before opset 13 as since
+    grid = around.constant("grid", np.array([-1, 1, 1, classes], np.int64))
+    around.add("Reshape", ["scores", grid], "window_scores")
+    # floor(side / crop) windows, as the contract's trunk of one layer has it: one for each image.
+    around.add("Div", ["sizes", around.constant("crop", np.array(interface.crop, np.int64))], "windows")
+
+
+def probability_floor(interface: Interface) -> float:
+    """Return what is added to a probability before its logarithm is taken, which must be finite.
+
+    The smallest positive number of the net's own precision: nothing beside any probability that it can tell from 0.
+    """
+    return 2.0**-24 if interface.half else float(np.finfo(np.float32).tiny)

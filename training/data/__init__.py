@@ -1,0 +1,1 @@
+"""Images and labels as batches of training views."""

@@ -1,0 +1,112 @@
+"""The two halves of a training dataset: `train/` to learn from, `val/` to measure on."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from prelunet.evaluator.contract import CONTROL, ClassEntry
+from prelunet.evaluator.datasets.dataset import Dataset
+from prelunet.evaluator.datasets.open import open_dataset
+from prelunet.evaluator.errors import DatasetError, EnvironmentFault, ImageError
+from prelunet.evaluator.imaging.decode import image_size
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Training and validation images; both label by the training set's classes, in the order of the training set."""
+
+    train: Dataset
+    val: Dataset
+
+    @property
+    def classes(self) -> tuple[ClassEntry, ...]:
+        """Return the classes: the folder's name is the wnid, and with spaces for '-' and '_' the name.
+
+        Of shards what they have for a label stands for the folder's name.
+        """
+        return tuple(ClassEntry(wnid, wnid.replace("-", " ").replace("_", " ")) for wnid in self.train.classes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what decides the results of a training, without the place where the images lie."""
+        return {
+            "fingerprint": self.train.fingerprint,
+            "images": len(self.train.samples),
+            "val_fingerprint": self.val.fingerprint,
+            "val_images": len(self.val.samples),
+        }
+
+
+def open_splits(path: Path) -> Splits:
+    """Open a folder or archive that has `train/` and `val/` with class folders in them, or a folder with shards.
+
+    Shards lie in `train/` and `val/`, or side by side with these words in their names. A training class may be absent
+    from `val/`; not the other way round.
+    Raises DatasetError where one of the two is missing, a class folder is empty, there is only one class, or `val/` has
+    a class that the training never sees.
+    """
+    train = open_dataset(path, split="train")
+    val = open_dataset(path, split="val")
+    if train.reader == val.reader:  # neither folder exists, so both opened the top
+        raise DatasetError(
+            f"{path}: no folders 'train' and 'val' here. Put the class folders to learn from into {path / 'train'} "
+            f"and those to measure on into {path / 'val'}; webdataset shards may lie there, too"
+        )
+    if len(train.classes) < 2:
+        raise DatasetError(
+            f"{path}: train/ has one class only ({train.classes[0]}), so there is nothing to tell apart. "
+            "Add a folder for a second class"
+        )
+    if odd := [name for name in train.classes if CONTROL.search(name)]:
+        raise DatasetError(f"{path}: the class folder {odd[0]!a} has control characters in its name. Rename it")
+    unknown = sorted(set(val.classes) - set(train.classes))
+    if unknown:
+        raise DatasetError(
+            f"{path}: val/ has {len(unknown)} classes that train/ lacks: {', '.join(unknown[:5])}. "
+            "Add training images for them, or remove their folders from val/"
+        )
+    return Splits(train, _labelled_as(val, train.classes))
+
+
+def _labelled_as(dataset: Dataset, classes: tuple[str, ...]) -> Dataset:
+    """Return the dataset with labels counted in another, larger list of classes."""
+    index = {wnid: place for place, wnid in enumerate(classes)}
+    samples = [replace(sample, label=index[dataset.classes[sample.label]]) for sample in dataset.samples]
+    return Dataset(dataset.location, classes, samples, dataset.reader)
+
+
+def median_shorter_side(dataset: Dataset) -> float:
+    """Return the median of the shorter sides in pixels, read from the headers; images without one are left out.
+
+    Raises DatasetError when no image has a header that can be read.
+    """
+    sides = list(_shorter_sides(dataset))
+    if not sides:
+        raise DatasetError(
+            f"{dataset.location}: none of {len(dataset.samples)} training images can be read. Get the images again"
+        )
+    return float(median(sides))
+
+
+def _shorter_sides(dataset: Dataset) -> Iterator[int]:
+    for sample in dataset.samples:
+        try:
+            yield min(image_size(dataset.read(sample)))
+        except ImageError:
+            continue  # the survey before the training counts and names it
+
+
+# The dataset that comes with prelunet: part of Fashion-MNIST, made by tools/build_fashion_mnist.py.
+
+
+def embedded_dataset_path() -> Path:
+    """Return the path of the embedded archive: 10 classes, 6,000 images in train/ and 2,000 in val/, 5 to 28 pixels.
+
+    Raises EnvironmentFault when it is no plain file, as in an installation without package data.
+    """
+    path = Path(str(resources.files("prelunet.training") / "data" / "fashion_mnist.zip"))
+    if not path.is_file():
+        raise EnvironmentFault(f"{path}: the embedded dataset is not there. Install prelunet again, as files")
+    return path

@@ -1,0 +1,135 @@
+"""The paper's scheme for many GPUs (PReLU-nets, section 4 "Multi-GPU implementation", after Krizhevsky 2014).
+
+The convolutions are data parallel: every process has them, and some rows of the batch. The fully connected layers, most
+of the parameters, are in the first process alone: before fc1 all features come to it, it computes the head forward and
+backward for all rows, and the features' gradients go back. The fc gradients are never sent; those of the convolutions
+are summed while backward still goes on.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from prelunet.training.distributed.base import DropoutFactors, Options, Parallel, Step, at, split
+from prelunet.training.distributed.gradient_buckets import GradientBuckets
+from prelunet.training.distributed.process_group import Group, Pending
+from prelunet.training.net.network import HEAD, Factors, PreluNet
+
+
+class Hybrid(Parallel):
+    """The trunk in every process, the head in the first."""
+
+    def __init__(self, net: PreluNet, group: Group, options: Options) -> None:
+        super().__init__(net, group, options)
+        if not group.is_first:
+            net.drop_head()
+        self.width = net.architecture.bins * net.architecture.channels
+        # What autocast would round to in fc1 can be sent rounded.
+        self.sent_as = torch.bfloat16 if options.precision == "bf16" else torch.float32
+        self.buckets = GradientBuckets(self.shared, group, extra=2)
+        self._leaving: list[Pending] = []  # sent in this step, perhaps not yet arrived
+
+    @property
+    def shared(self) -> list[nn.Parameter]:
+        """Return the parameters of the trunk."""
+        return [parameter for name, parameter in self.net.named_parameters() if name.split(".")[0] not in HEAD]
+
+    def _gradients(self, images: Tensor, labels: Tensor, factors: DropoutFactors, total: int, stop: bool) -> Step:
+        self.net.zero_grad()
+        self.buckets.begin()
+        self._leaving.clear()
+        every = [split(rows, self.options.accumulate) for rows in split(range(total), self.group.size)]
+        own = self.rows(total)
+        drawn = self._drawn(factors, range(total)) if self.group.is_first else None
+        loss = torch.zeros((), device=self.group.device)
+        for part, rows in enumerate(every[self.group.rank], start=1):
+            here = slice(rows.start - own.start, rows.stop - own.start)
+            if self.group.is_first:
+                shares = [parts[part - 1] for parts in every]
+                features, gradient, part_loss = self._with_head(images[here], labels[here], shares, drawn, total)
+                loss += part_loss
+            else:
+                features, gradient = self._without_head(images[here], labels[here])
+            if part == self.options.accumulate:
+                self.buckets.arm(loss, float(stop))
+            if rows:
+                torch.autograd.backward(features, gradient)
+        for pending in self._leaving:
+            pending.wait()
+        mean_loss, stops = self.buckets.finish()
+        return Step(mean_loss, stops > 0)
+
+    def _with_head(
+        self, images: Tensor, labels: Tensor, shares: list[range], factors: Factors | None, total: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the head for the rows of all processes, forward and backward, and send the features' gradients.
+
+        shares: the rows of each process; factors: of all rows of the step. Returns own features, the gradient of the
+        loss by them, and the loss.
+        """
+        counts = [len(rows) for rows in shares]
+        all_features, all_labels = self._empty_features(sum(counts)), labels.new_empty(sum(counts))
+        arriving = self._receive(torch.split(all_features, counts), "features")
+        labels_arriving = self._receive(torch.split(all_labels, counts), "labels")
+        features = self._trunk(images)  # while the others' arrive
+        all_features[: counts[0]], all_labels[: counts[0]] = features.detach(), labels
+        arriving.wait()
+        labels_arriving.wait()
+        here = at(factors, [row for rows in shares for row in rows])
+        with self._autocast():
+            logits = self._head(all_features.requires_grad_(), here)
+        loss = F.cross_entropy(logits.float(), all_labels, reduction="sum") / total
+        torch.autograd.backward(loss)
+        assert all_features.grad is not None
+        gradients = torch.split(all_features.grad, counts)
+        self._leaving.append(self._send(gradients, "feature gradients"))
+        return features, gradients[0], loss.detach()
+
+    def _without_head(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return own features, and the gradient of the loss by them as the first process finds it."""
+        features = self._trunk(images)
+        gradient = self._empty_features(len(images))
+        self._leaving.append(self.group.exchange([(features.detach(), 0)], [], "features"))
+        self._leaving.append(self.group.exchange([(labels.contiguous(), 0)], [], "labels"))
+        self.group.exchange([], [(gradient, 0)], "feature gradients").wait()
+        return features, gradient
+
+    @torch.no_grad()
+    def logits(self, images: Tensor) -> Tensor:
+        """Return the logits float32 (n, K) of own images, which the first process computes; see Parallel."""
+        rank, size = self.group.rank, self.group.size
+        counts = [int(count) for count in self.group.total(*(len(images) * (rank == other) for other in range(size)))]
+        features = self._trunk(self._to_device(images))
+        if not self.group.is_first:
+            logits = torch.empty(len(images), self.classes, device=self.group.device)
+            sent = self.group.exchange([(features, 0)], [], "features")
+            self.group.exchange([], [(logits, 0)], "logits").wait()
+            sent.wait()
+            return logits
+        all_features = self._empty_features(sum(counts))
+        arriving = self._receive(torch.split(all_features, counts), "features")
+        all_features[: counts[0]] = features
+        arriving.wait()
+        with self._autocast():
+            all_logits = self._head(all_features).float()
+        self._send(torch.split(all_logits, counts), "logits").wait()
+        return all_logits[: counts[0]]
+
+    def _trunk(self, images: Tensor) -> Tensor:
+        if not len(images):
+            return self._empty_features(0)
+        with self._autocast():
+            return self._features(images).to(self.sent_as)
+
+    def _empty_features(self, rows: int) -> Tensor:
+        return torch.empty(rows, self.width, dtype=self.sent_as, device=self.group.device)
+
+    def _receive(self, tensors: Sequence[Tensor], purpose: str) -> Pending:
+        """Begin to fill each tensor but the first, which is this process's own, with what its process sends."""
+        return self.group.exchange([], list(zip(tensors, range(self.group.size), strict=True))[1:], purpose)
+
+    def _send(self, tensors: Sequence[Tensor], purpose: str) -> Pending:
+        """Begin to send each tensor but the first to its process."""
+        return self.group.exchange(list(zip(tensors, range(self.group.size), strict=True))[1:], [], purpose)

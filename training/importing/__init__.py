@@ -1,0 +1,1 @@
+"""Weights trained elsewhere, as a checkpoint."""

@@ -1,0 +1,1 @@
+"""What a checkpoint holds, layer by layer."""

@@ -1,0 +1,331 @@
+"""What a checkpoint or a model file says of itself, with its learned slopes beside those of the paper.
+
+Works on a model file without torch, onnx and safetensors: they are imported only where a checkpoint needs them.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from prelunet.evaluator.architectures import Architecture, architecture_from_json, multiply_adds, parameter_shapes
+from prelunet.evaluator.contract import ClassEntry, how_to_write
+from prelunet.evaluator.engine.load import open_session
+from prelunet.evaluator.engine.session import Session
+from prelunet.evaluator.errors import ContractError, UsageError, from_os_error
+from prelunet.evaluator.files import require_plain, sha256_of
+from prelunet.evaluator.json_checks import an_object, text, whole
+from prelunet.evaluator.terminal import printable
+from prelunet.training.inspection.slope_trend import slope_trend
+
+# PReLU-nets, Table 1 (model E): layer → learned slope, shared by the channels, and mean of the channels' own.
+PAPER_SLOPES: dict[str, tuple[float, float]] = {
+    "conv1": (0.681, 0.596),
+    "conv2_1": (0.103, 0.321),
+    "conv2_2": (0.099, 0.204),
+    "conv2_3": (0.228, 0.294),
+    "conv2_4": (0.561, 0.464),
+    "conv3_1": (0.126, 0.196),
+    "conv3_2": (0.089, 0.152),
+    "conv3_3": (0.124, 0.145),
+    "conv3_4": (0.062, 0.124),
+    "conv3_5": (0.008, 0.134),
+    "conv3_6": (0.210, 0.198),
+    "fc1": (0.063, 0.074),
+    "fc2": (0.031, 0.075),
+}
+_SLOPE_KEYS = ("layer", "channels", "mean", "min", "max", "below_zero", "above_one")
+_LARGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors format
+_ONNX_FIRST_BYTE = b"\x08"  # the tag of ir_version, the first field of a serialised ModelProto
+
+
+def inspect_file(path: Path) -> dict[str, Any]:
+    """Return what the file says of itself as plain data; its content decides what it is, not its name.
+
+    Common keys: kind (`checkpoint` or `model`), file, sha256, architecture, classes, parameters, slope_parameters,
+    multiply_adds (one crop), window, trunk_stride, mean, recipe, dataset, metrics, slopes (`summarise_slopes`, each
+    with `paper`: the value of Table 1 or null), slope_trend (`SlopeTrend`, or null without slopes). A model also has
+    precision, canvas, default_scales, min_side, max_side, checkpoint_sha256, golden_images. An adopted net has kind
+    `adopted`, crop, interpolation, precision and `adopted` (how its pixels are prepared), and nothing of what only our
+    own nets have.
+    Raises UsageError for a path that cannot be read, CheckpointError or ContractError for a file that is damaged.
+    """
+    require_plain(path)
+    try:
+        with path.open("rb") as file:
+            start = file.read(9)
+    except OSError as error:
+        raise from_os_error(error) from error
+    if start[8:] == b"{" and int.from_bytes(start[:8], "little") <= _LARGEST_HEADER:
+        return _inspect_checkpoint(path)
+    if start[:1] == _ONNX_FIRST_BYTE:
+        return _inspect_model(path)
+    raise ContractError(
+        f"{path}: by its content neither a checkpoint (safetensors) nor a model (ONNX). "
+        "Give a file that `prelunet init`, `prelunet train` or `prelunet export` wrote"
+    )
+
+
+def _slope_summary(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one recorded summary; ValueError when it is not what `summarise_slopes` gives."""
+    text(entry["layer"], "layer")
+    if not all(type(entry[key]) in {int, float} for key in _SLOPE_KEYS[1:]):
+        raise ValueError(f"the slopes of {entry['layer']} should be numbers")
+    return {key: entry[key] for key in _SLOPE_KEYS}
+
+
+def summarise_slopes(tensors: Mapping[str, npt.NDArray[np.floating]]) -> list[dict[str, Any]]:
+    """Summarise the learned slopes of each layer, in the order of `tensors`; other tensors are passed over.
+
+    Each entry: layer, channels (1 where one slope is shared), mean, min, max, and how many slopes are below_zero (the
+    activation is no longer monotonic) and above_one (it amplifies negative values). Six digits, so that the text in a
+    model file does not depend on how a machine adds up.
+    """
+    return [
+        {
+            "layer": name.removesuffix(".slope"),
+            "channels": int(slope.size),
+            "mean": round(float(slope.mean(dtype=np.float64)), 6),
+            "min": round(float(slope.min()), 6),
+            "max": round(float(slope.max()), 6),
+            "below_zero": int((slope < 0).sum()),
+            "above_one": int((slope > 1).sum()),
+        }
+        for name, slope in tensors.items()
+        if name.endswith(".slope")
+    ]
+
+
+def beside_the_paper(slopes: Sequence[Mapping[str, Any]], activation: str) -> list[dict[str, Any]]:
+    """Add `paper` to each summary: the value of Table 1, or None unless the layers are exactly those of model E."""
+    is_model_e = [entry["layer"] for entry in slopes] == list(PAPER_SLOPES)
+    column = 0 if activation == "prelu-shared" else 1
+    return [{**entry, "paper": PAPER_SLOPES[entry["layer"]][column] if is_model_e else None} for entry in slopes]
+
+
+def _slopes_and_trend(slopes: Sequence[Mapping[str, Any]], activation: str) -> dict[str, Any]:
+    trend = slope_trend({entry["layer"]: entry["mean"] for entry in slopes})
+    return {"slopes": beside_the_paper(slopes, activation), "slope_trend": trend and trend.to_json()}
+
+
+def _inspect_checkpoint(path: Path) -> dict[str, Any]:
+    from prelunet.training.net.checkpoints import read_checkpoint
+
+    checkpoint = read_checkpoint(path)
+    is_image = checkpoint.mean.ndim == 3
+    return {
+        "kind": "checkpoint",
+        "file": path.name,
+        "sha256": sha256_of(path),
+        **_describe_net(checkpoint.architecture, checkpoint.classes),
+        "mean": {
+            "kind": "image" if is_image else "channel",
+            "channels": [round(float(v), 4) for v in checkpoint.mean.reshape(-1, 3).mean(axis=0, dtype=np.float64)],
+        },
+        "recipe": checkpoint.recipe,
+        "dataset": checkpoint.dataset,
+        "metrics": checkpoint.metrics,
+        **_slopes_and_trend(summarise_slopes(checkpoint.tensors), checkpoint.architecture.activation),
+    }
+
+
+def _inspect_model(path: Path) -> dict[str, Any]:
+    session = open_session(path, "cpu")
+    contract = session.contract
+    if contract.fixed_size:
+        return _inspect_adopted(path, session)
+    try:
+        architecture = architecture_from_json(dict(contract.architecture))
+        recorded = [_slope_summary(entry) for entry in contract.training.get("slopes") or []]
+        for key in ("recipe", "dataset", "metrics"):
+            if contract.training.get(key) is not None:
+                an_object(contract.training[key], key)
+        slopes = _slopes_and_trend(recorded, architecture.activation)
+        net = _describe_net(architecture, contract.classes)
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, UsageError) as error:
+        raise ContractError(
+            f"{path}: 'prelunet.architecture' or 'prelunet.training' is malformed ({error!r}). "
+            f"{how_to_write(str(path))}"
+        ) from error
+    return {
+        "kind": "model",
+        "file": path.name,
+        "sha256": session.model_sha256,
+        **net,
+        "mean": {"kind": contract.mean_kind, "channels": None},  # the mean itself is in the graph
+        "precision": contract.precision,
+        "canvas": contract.canvas,
+        "default_scales": list(contract.default_scales),
+        "min_side": contract.min_side,
+        "max_side": contract.max_side,
+        "checkpoint_sha256": contract.checkpoint_sha256,
+        "golden_images": len(contract.golden),
+        **{key: contract.training.get(key) for key in ("recipe", "dataset", "metrics")},
+        **slopes,
+    }
+
+
+def _inspect_adopted(path: Path, session: Session) -> dict[str, Any]:
+    contract = session.contract
+    count = contract.architecture.get("multiply_adds")
+    try:
+        cost = None if count is None else whole(count, "multiply_adds", 1)
+    except ValueError as error:
+        raise ContractError(
+            f"{path}: 'prelunet.architecture' is malformed ({error}). {how_to_write(str(path))}"
+        ) from error
+    return {
+        "kind": "adopted",
+        "file": path.name,
+        "sha256": session.model_sha256,
+        "architecture": dict(contract.architecture),
+        "classes": [entry.to_json() for entry in contract.classes],
+        "crop": contract.crop,
+        "multiply_adds": cost,
+        "interpolation": contract.interpolation,
+        "precision": contract.precision,
+        "adopted": contract.training.get("adopted"),
+        "checkpoint_sha256": contract.checkpoint_sha256,
+        "golden_images": len(contract.golden),
+    }
+
+
+def _describe_net(architecture: Architecture, classes: Sequence[ClassEntry]) -> dict[str, Any]:
+    """Return what follows from the architecture and the number of classes."""
+    sizes = {name: int(np.prod(shape)) for name, shape in parameter_shapes(architecture, len(classes)).items()}
+    plain = architecture.to_json()
+    return {
+        "architecture": plain,
+        "classes": [entry.to_json() for entry in classes],
+        "parameters": sum(sizes.values()),
+        "slope_parameters": sum(size for name, size in sizes.items() if name.endswith(".slope")),
+        "multiply_adds": multiply_adds(plain, architecture.crop, architecture.crop, len(classes)),
+        "window": architecture.window,
+        "trunk_stride": architecture.trunk_stride,
+    }
+
+
+def print_inspection(inspection: Mapping[str, Any], console: Console) -> None:
+    """Print what `inspect_file` returned as two tables: the file, and its slopes; of an adopted net only the first."""
+    facts = Table(show_header=False, box=None, pad_edge=False, title=_cell(inspection["file"]), title_justify="left")
+    facts.add_column(style="bold")
+    facts.add_column(overflow="fold")
+    adopted = inspection["kind"] == "adopted"
+    for what, fact in (_adopted_facts(inspection) if adopted else _facts(inspection)).items():
+        facts.add_row(what, _cell(fact))
+    console.print(facts)
+    if adopted:
+        return
+    activation = inspection["architecture"]["activation"]
+    if inspection["slopes"]:
+        console.print()
+        _print_slopes(inspection["slopes"], console, shared=activation == "prelu-shared")
+        _print_trend(inspection["slope_trend"], console, shared=activation == "prelu-shared")
+    elif activation.startswith("prelu"):
+        console.print("\nThis file records no slopes.")
+    else:
+        console.print(f"\nNo slopes: {activation} learns none.")
+
+
+def _adopted_facts(inspection: Mapping[str, Any]) -> dict[str, str]:
+    """Return the rows of the table of an adopted net."""
+    crop, cost = inspection["crop"], inspection["multiply_adds"]
+    return {
+        "kind": "adopted: a fixed-size classifier of another origin",
+        "sha256": inspection["sha256"],
+        "name": str(inspection["architecture"]["name"]),
+        "crop": f"{crop}x{crop} px and nothing else, resized with {inspection['interpolation']}",
+        "classes": _classes_text(inspection["classes"]),
+        "multiply-adds": f"{cost:.4g} for one crop" if cost is not None else "not known",
+        "precision": inspection["precision"],
+        "adopted as": _data_text(inspection["adopted"]) if isinstance(inspection["adopted"], dict) else "not recorded",
+        "net": inspection["checkpoint_sha256"],
+        "golden images": str(inspection["golden_images"]),
+    }
+
+
+def _facts(inspection: Mapping[str, Any]) -> dict[str, str]:
+    """Return the rows of the first table."""
+    architecture, mean = inspection["architecture"], inspection["mean"]
+    crop, window, hidden = architecture["crop"], inspection["window"], architecture["hidden"]
+    convs = sum(layer["kind"] == "conv" for layer in architecture["trunk"])
+    channels = f" ({', '.join(f'{value:g}' for value in mean['channels'])})" if mean["channels"] else ""
+    facts = {
+        "kind": inspection["kind"],
+        "sha256": inspection["sha256"],
+        "architecture": f"{architecture['name']}: {convs} convolutions, 3 fully connected layers, {hidden} wide",
+        "activation": architecture["activation"],
+        "crop": f"{crop} px: one window of {window}x{window}, stride {inspection['trunk_stride']} px",
+        "pyramid": f"levels {', '.join(map(str, architecture['spp_levels']))}",
+        "classes": _classes_text(inspection["classes"]),
+        "parameters": f"{inspection['parameters']:,}, of them {inspection['slope_parameters']:,} slopes",
+        "multiply-adds": f"{inspection['multiply_adds']:.4g} for one {crop}x{crop} crop",
+        "mean": f"{mean['kind']}{channels}",
+    }
+    if inspection["kind"] == "model":
+        facts["precision"] = inspection["precision"]
+        facts["canvas"] = f"{inspection['canvas']}, sides {inspection['min_side']} to {inspection['max_side']} px"
+        facts["scales"] = f"{', '.join(map(str, inspection['default_scales']))} px for multi-scale"
+        facts["checkpoint"] = inspection["checkpoint_sha256"]
+        facts["golden images"] = str(inspection["golden_images"])
+    for key, missing in (("recipe", "none: untrained, or not recorded"), ("dataset", "none"), ("metrics", "none")):
+        facts[key] = _data_text(inspection[key]) if inspection[key] else missing
+    return facts
+
+
+def _print_slopes(slopes: Sequence[Mapping[str, Any]], console: Console, *, shared: bool) -> None:
+    """Print the slopes layer by layer; layers with slopes outside 0..1 are marked."""
+    table = Table(title="Slopes of the negative side", title_justify="left", box=None, pad_edge=False)
+    has_paper = slopes[0]["paper"] is not None
+    for header in ("layer", "channels", "mean", *(["paper"] if has_paper else []), "min", "max", "< 0", "> 1"):
+        table.add_column(header, justify="left" if header == "layer" else "right")
+    for entry in slopes:
+        paper = [f"{entry['paper']:.3f}"] if has_paper else []
+        counts = [f"[yellow]{n} ![/]" if n else "0" for n in (entry["below_zero"], entry["above_one"])]
+        numbers = [f"{entry['mean']:.3f}", *paper, f"{entry['min']:.3f}", f"{entry['max']:.3f}", *counts]
+        table.add_row(_cell(entry["layer"]), str(entry["channels"]), *numbers)
+    console.print(table)
+    if any(entry["below_zero"] or entry["above_one"] for entry in slopes):
+        console.print(
+            "! < 0: the activation is not monotonic; > 1: it amplifies negative values. The paper allows both."
+        )
+    if has_paper:
+        console.print("paper: Table 1 of He et al. 2015, model E trained on ImageNet. Every slope starts at 0.25.")
+    else:
+        learned = ", ".join(f"{layer} {values[0 if shared else 1]:.3f}" for layer, values in PAPER_SLOPES.items())
+        console.print(
+            f"For comparison, what model E learned on ImageNet (He et al. 2015, Table 1): {learned}. It keeps both "
+            "signs of the edges at conv1, and becomes more nonlinear with depth. Every slope starts at 0.25."
+        )
+
+
+def _print_trend(trend: Mapping[str, Any] | None, console: Console, *, shared: bool) -> None:
+    """Print how the slopes go with depth, whatever it is, and below it how those of the paper do."""
+    if trend is not None:
+        paper = slope_trend({layer: values[0 if shared else 1] for layer, values in PAPER_SLOPES.items()})
+        console.print(_cell(f"Slopes here: {trend['text']}."))
+        console.print(f"Slopes of the paper's Table 1: {paper}.")
+
+
+def _classes_text(classes: Sequence[Mapping[str, str]]) -> str:
+    return f"{len(classes)}: {', '.join(map(_class_text, classes[:4]))}{', …' if len(classes) > 4 else ''}"
+
+
+def _class_text(entry: Mapping[str, str]) -> str:
+    return entry["wnid"] if entry["name"] == entry["wnid"] else f"{entry['wnid']} {entry['name']}"
+
+
+def _data_text(data: Mapping[str, Any]) -> str:
+    """Return recorded data on one line: `key value, key value`."""
+    return ", ".join(f"{key} {value if isinstance(value, str) else json.dumps(value)}" for key, value in data.items())
+
+
+def _cell(text: str) -> str:
+    """Return a text of the file as it may be shown: no markup, no control characters for the terminal."""
+    return escape(printable(text))

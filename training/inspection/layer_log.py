@@ -1,0 +1,127 @@
+"""What `train --diagnose` writes and `prelunet inspect RUN` reads: diagnosis.jsonl, a line for every evaluation.
+
+Needs no torch, so that a run folder can be looked at where nothing is trained.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prelunet.evaluator.errors import UsageError, from_os_error
+from prelunet.evaluator.json_checks import a_list, an_object, parse_json, record, text, whole
+from prelunet.training.run_state.metrics_log import MetricsLog
+from prelunet.training.run_state.run_folder import DIAGNOSIS_FILE
+
+IMAGES = 256  # on which layers are measured unless another number is asked for
+DIGITS = 6  # significant; more would only tell in which order a machine adds up
+
+
+@dataclass(frozen=True)
+class LayerResponse:
+    """One layer on a set of images. Its response is what the layer gives before the activation (y_l of the paper).
+
+    mean, variance: of the response over images, channels and positions; of fc3 it is the logits.
+    gradient_variance: of the gradient of an image's own loss (cross-entropy) with respect to its response, over
+    images, channels and positions.
+    never_positive: share of the channels (units of fc1 and fc2), 0 to 1, whose response is above 0 nowhere on any of
+    the images. With ReLU these are the dead ones: they give 0 and learn nothing. With PReLU and leaky ReLU only their
+    negative side is used, so that they are linear on these images. None for fc3, which has no activation.
+    slope: mean of the learned slopes; None where none is learned.
+    """
+
+    layer: str
+    mean: float
+    variance: float
+    gradient_variance: float
+    never_positive: float | None
+    slope: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data; what is not a finite number is None, since JSON has no word for it."""
+        return {
+            "layer": self.layer,
+            "mean": _plain(self.mean),
+            "variance": _plain(self.variance),
+            "gradient_variance": _plain(self.gradient_variance),
+            "never_positive": _plain(self.never_positive),
+            "slope": _plain(self.slope),
+        }
+
+
+KEYS = tuple(LayerResponse.__dataclass_fields__)
+
+
+class DiagnosisLog:
+    """diagnosis.jsonl: the layers at every evaluation, in the order of steps; see `MetricsLog`."""
+
+    def __init__(self, path: Path) -> None:
+        self._log = MetricsLog(path)
+
+    def cut_after(self, step: int, *, evaluated: bool) -> None:
+        """Take back the lines of evaluations that were lost with a crash and will be done again.
+
+        evaluated: whether the evaluation at `step` itself is part of the state that is resumed.
+        """
+        self._log.cut_after(step if evaluated else step - 1, evaluated=True)
+
+    def write(self, step: int, layers: Sequence[LayerResponse]) -> None:
+        """Append the line of one evaluation."""
+        self._log.write({"step": step, "layers": [layer.to_json() for layer in layers]})
+
+
+def read_diagnosis(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run folder's diagnosis.jsonl, at least one: `step`, and `layers` as `to_json` gives them.
+
+    A last line that is being written is passed over. Raises UsageError where there is no such file or no whole line,
+    or where a line is damaged or names other layers than the first.
+    """
+    path = folder / DIAGNOSIS_FILE
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"{folder}: no {DIAGNOSIS_FILE} here, so there is no history to show. `prelunet train --diagnose` writes "
+            "one; or look at one of its checkpoints: prelunet inspect CKPT --data DIR"
+        ) from error
+    except OSError as error:
+        raise from_os_error(error) from error
+    entries = [_entry(path, number, line) for number, line in enumerate(lines, start=1)]
+    if not entries:
+        raise UsageError(f"{path}: empty: the training has not been measured yet. Look again after an evaluation")
+    names = [layer["layer"] for layer in entries[0]["layers"]]
+    for number, entry in enumerate(entries, start=1):
+        if not names or [layer["layer"] for layer in entry["layers"]] != names:
+            raise UsageError(f"{path}: line {number} has other layers than the first, or none. Remove the file")
+    return entries
+
+
+def _entry(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        found = record(parse_json(line), "it", {"step", "layers"})
+        layers = [_layer(layer) for layer in a_list(found["layers"], "layers")]
+        return {"step": whole(found["step"], "step", 0), "layers": layers}
+    except ValueError as error:
+        raise UsageError(f"{path}: line {number} is damaged ({error}). Remove that line") from error
+
+
+def _layer(data: Any) -> dict[str, Any]:
+    found = record(an_object(data, "a layer"), "a layer", set(KEYS))
+    text(found["layer"], "layer")
+    for key in KEYS[1:]:
+        if found[key] is not None and type(found[key]) not in {int, float}:
+            raise ValueError(f"{key} of {found['layer']!a:.40} should be a number or null")
+    return found
+
+
+def _plain(value: float | None) -> float | None:
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.{DIGITS}g}")
+
+
+def std(layer: Mapping[str, Any], key: str) -> float | None:
+    """Return the standard deviation of which a layer's data has the variance under `key`; None for none."""
+    variance = layer[key]
+    return None if variance is None else math.sqrt(max(variance, 0.0))

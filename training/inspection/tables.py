@@ -1,0 +1,83 @@
+"""The tables of `prelunet inspect --data` and `prelunet inspect RUN`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from prelunet.evaluator.terminal import printable
+from prelunet.training.inspection.layer_log import std
+from prelunet.training.inspection.slope_trend import slope_trend
+
+Layers = Sequence[Mapping[str, Any]]
+
+_SPREADS = ("variance", "gradient_variance")
+
+_NEVER_POSITIVE = {
+    True: "dead: share of the channels that give 0 for every image, and so learn nothing.",
+    False: "never > 0: share of the channels that use only the negative side on these images; a ReLU would lose them.",
+}
+
+
+def print_responses(layers: Layers, images: int, activation: str, console: Console) -> None:
+    """Print a measurement, a row for each layer."""
+    relu = activation == "relu"
+    table = _table(f"Responses before the activation, on {images:,} images")
+    for header in ("mean", "variance", "gradient variance", "dead" if relu else "never > 0", "slope"):
+        table.add_column(header, justify="right")
+    for layer in layers:
+        spread = [_number(layer[key]) for key in ("mean", "variance", "gradient_variance")]
+        table.add_row(_name(layer), *spread, _share(layer["never_positive"]), _slope(layer["slope"]))
+    console.print(table)
+    console.print("gradient variance: of the gradient of an image's own loss with respect to its response.")
+    console.print(_NEVER_POSITIVE[relu])
+
+
+def print_history(entries: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Print the first and the last measurement of a training side by side, and how the slopes went with depth."""
+    first, last = entries[0], entries[-1]
+    steps = f"step {first['step']:,} → step {last['step']:,}"
+    table = _table(f"Layers over the training: {len(entries)} measurements, {steps}")
+    for header in ("std of response", "std of gradient", "never > 0", "slope"):
+        table.add_column(header, justify="right")
+    for before, after in zip(first["layers"], last["layers"], strict=True):
+        table.add_row(
+            _name(after),
+            *(_from_to(*(_number(std(layer, key)) for layer in (before, after))) for key in _SPREADS),
+            _from_to(_share(before["never_positive"]), _share(after["never_positive"])),
+            _from_to(_slope(before["slope"]), _slope(after["slope"])),
+        )
+    console.print(table)
+    console.print("never > 0: share of the channels that no image brings above 0; with ReLU these are dead.")
+    for entry in (first, *entries[1:][-1:]):
+        slopes = {layer["layer"]: layer["slope"] for layer in entry["layers"] if layer["slope"] is not None}
+        if (trend := slope_trend(slopes)) is not None:
+            console.print(escape(printable(f"Slopes at step {entry['step']:,}: {trend}.")))
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("layer")
+    return table
+
+
+def _name(layer: Mapping[str, Any]) -> str:
+    return escape(printable(layer["layer"]))
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4g}"
+
+
+def _from_to(before: str, after: str) -> str:
+    return before if before == after else f"{before} → {after}"
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.1f} %"
+
+
+def _slope(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"

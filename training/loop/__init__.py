@@ -1,0 +1,1 @@
+"""The training loop, from setup to the last checkpoint."""

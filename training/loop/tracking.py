@@ -1,0 +1,120 @@
+"""What a run writes down for people: metrics.jsonl, events for TensorBoard, the responses of the layers."""
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from prelunet.evaluator.errors import EnvironmentFault
+from prelunet.training.inspection.layer_log import DiagnosisLog, LayerResponse
+from prelunet.training.run_state.metrics_log import MetricsLog
+from prelunet.training.run_state.run_folder import DIAGNOSIS_FILE, EVENTS_FOLDER, METRICS_FILE
+
+_TITLES = {  # key of metrics.jsonl → its name in TensorBoard
+    "loss": "train/loss",
+    "rate": "train/rate",
+    "images_per_second": "train/images_per_second",
+    "top1_error": "val/top1_error",
+    "top5_error": "val/top5_error",
+}
+
+
+class Tracking:
+    """The logs of one run; written by one process."""
+
+    def __init__(self, folder: Path, *, events: bool, diagnose: bool, announce: Callable[[str], None]) -> None:
+        """Open nothing yet: `resume` or the first line does.
+
+        events: for TensorBoard; diagnose: whether layers are measured; announce: told when events cannot be written.
+        Raises EnvironmentFault without TensorBoard.
+        """
+        self._metrics = MetricsLog(folder / METRICS_FILE)
+        self._diagnosis, self._diagnoses = DiagnosisLog(folder / DIAGNOSIS_FILE), diagnose
+        self._events = _Events(folder / EVENTS_FOLDER, announce) if events else None
+
+    def resume(self, step: int, *, evaluated: bool) -> None:
+        """Take back what was written of later steps, which will be done again."""
+        self._metrics.cut_after(step, evaluated=evaluated)
+        self._diagnosis.cut_after(step, evaluated=evaluated)
+        if self._events is not None:
+            self._events.first = step + 1
+
+    def write(self, entry: Mapping[str, Any]) -> None:
+        """Write down one point; `step` says where."""
+        self._metrics.write(dict(entry))
+        if self._events is not None:
+            self._events.write(entry["step"], {_TITLES[key]: entry[key] for key in _TITLES if key in entry})
+
+    def write_layers(self, step: int, measure: Callable[[], tuple[LayerResponse, ...]]) -> None:
+        """Measure the layers and write them down, if that was asked for."""
+        if not self._diagnoses:
+            return
+        layers = measure()
+        if not layers:
+            return
+        self._diagnosis.write(step, layers)
+        if self._events is not None:
+            self._events.write(
+                step, {f"slope/{layer.layer}": layer.slope for layer in layers if layer.slope is not None}
+            )
+
+    def close(self) -> None:
+        """Write what is held back."""
+        if self._events is not None:
+            self._events.close()
+
+
+class _Events:
+    """A file of events for TensorBoard; each start of a run begins another, and hides what an earlier one lost.
+
+    Written at once, record by record: torch's writer does so in a thread of its own, whose errors nobody can catch. A
+    file that cannot be written any more is given up and said; no training ends for it.
+    """
+
+    def __init__(self, folder: Path, announce: Callable[[str], None]) -> None:
+        if find_spec("tensorboard") is None:
+            raise EnvironmentFault(
+                "TensorBoard is not installed, which writes its files of events: pip install tensorboard, or train "
+                "with --no-tensorboard"
+            )
+        self.first = 0
+        self._folder, self._announce = folder, announce
+        self._file: BinaryIO | None = None
+        self._gave_up = False
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        summary = Summary(value=[Summary.Value(tag=title, simple_value=value) for title, value in values.items()])
+        self._add(Event(step=step, summary=summary))
+
+    def _add(self, event: Any) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        if self._gave_up:
+            return
+        try:
+            if self._file is None:
+                self._begin()
+            event.wall_time = time.time()
+            RecordWriter(self._file).write(event.SerializeToString())
+        except OSError as error:
+            self._gave_up = True
+            self._announce(f"{self._folder}: no more events for TensorBoard ({error.strerror}); the training goes on")
+
+    def _begin(self) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        self._folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.6f}.{os.getpid()}"
+        self._file = (self._folder / name).open("wb", buffering=0)
+        self._add(Event(file_version="brain.Event:2"))
+        if self.first:
+            self._add(Event(step=self.first, session_log=SessionLog(status=SessionLog.START)))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()

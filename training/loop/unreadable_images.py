@@ -1,0 +1,56 @@
+"""Images of a split that broke since they were looked at: deleted, cut short, overwritten."""
+
+from collections.abc import Callable, Iterable
+
+from prelunet.evaluator.datasets.dataset import Dataset
+from prelunet.evaluator.errors import DatasetError
+from prelunet.training.distributed.process_group import Group
+
+TOLD = 10  # images that are named at once
+
+
+class Losses:
+    """What was lost of one split so far, in all processes. files: file → reason."""
+
+    def __init__(self, dataset: Dataset, what: str, files: dict[str, str], announce: Callable[[str], None]) -> None:
+        """Begin with files that are known. what: `train/` or `val/`; announce: told the names of new ones."""
+        self.dataset, self.what, self.files, self._announce = dataset, what, files, announce
+        self._new: dict[str, str] = {}
+        self._told = set(files)
+
+    def begin_again(self) -> None:
+        """Forget what was lost, since it may have been mended; what was named once is not named again."""
+        self.files.clear()
+
+    def add(self, lost: Iterable[tuple[str, str]]) -> None:
+        """Note what this process has met."""
+        self._new |= {file: reason for file, reason in lost if file not in self.files}
+
+    def gather(self, group: Group) -> None:
+        """Join what all processes have met, and name it. Collective."""
+        new = {file: reason for found in group.everybody(self._new) for file, reason in found.items()}
+        self.files |= new
+        self._new = {}
+        new = {file: reason for file, reason in new.items() if file not in self._told}
+        self._told |= set(new)
+        if new and group.is_first:
+            told = [f"  {file}: {reason}" for file, reason in list(new.items())[:TOLD]]
+            more = [f"  … and {len(new) - TOLD} more"] if len(new) > TOLD else []
+            said = "another of train/ takes the place of each" if self.what == "train/" else "they are left out"
+            self._announce(
+                "\n".join([f"{self.what}: {len(new)} images cannot be read any more; {said}:", *told, *more])
+            )
+
+    def check(self, limit: float) -> None:
+        """Raise DatasetError when more than that part of the split broke; after `gather`.
+
+        What could not be decoded when the training began has been told then, and does not count.
+        """
+        images = len(self.dataset.samples)
+        if len(self.files) > limit * images:
+            some = "; ".join(f"{file}: {reason}" for file, reason in list(self.files.items())[:3])
+            raise DatasetError(
+                f"{self.dataset.location}: {len(self.files)} images of {self.what} broke during the training: more "
+                f"than max_refused, {100 * limit:g} % of {images}. The last saved state is kept: put the images back "
+                f"as they were, and the same command goes on. The first: {some}"
+            )

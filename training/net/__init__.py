@@ -1,0 +1,1 @@
+"""The network, its initialization and its checkpoints."""

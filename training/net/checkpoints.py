@@ -1,0 +1,307 @@
+"""Checkpoints: one `.safetensors` file of weights and JSON metadata (docs/contract.md, "Checkpoint").
+
+Imports no torch, so that tools without it can read checkpoints too; safetensors only where one is read.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from prelunet.evaluator.architectures import (
+    MAX_SIDE,
+    Architecture,
+    architecture_from_json,
+    multiply_adds,
+    parameter_shapes,
+)
+from prelunet.evaluator.contract import ClassEntry
+from prelunet.evaluator.errors import CheckpointError, UsageError
+from prelunet.evaluator.files import open_atomically, require_plain
+from prelunet.evaluator.json_checks import a_list, check_plain, parse_json, record, text, whole
+
+FloatArray = npt.NDArray[np.float32]
+
+CHECKPOINT_VERSION = 1
+PREFIX = "prelunet."
+BRIGHTEST = 255  # of pixels, so also the most that a mean may be
+MEAN_TENSOR = "mean"  # present where prelunet.mean is "image"
+_MEND = "Take another checkpoint, or write this one again with `prelunet init` or `prelunet train`"
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A net with its weights, and what is known of how they came to be.
+
+    mean: float32 (3,), or (crop, crop, 3) for a mean image; RGB, 0-255; subtracted after mirroring.
+    tensors: float32, exactly the names and shapes of `evaluator.architectures.parameter_shapes`.
+    recipe, dataset, metrics: plain JSON data, or None where nothing is known.
+    """
+
+    architecture: Architecture
+    classes: tuple[ClassEntry, ...]
+    mean: FloatArray
+    tensors: Mapping[str, FloatArray]
+    recipe: Mapping[str, Any] | None = None
+    dataset: Mapping[str, Any] | None = None
+    metrics: Mapping[str, Any] | None = None
+
+
+def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
+    """Write a checkpoint, whole or not at all; the same checkpoint gives the same bytes.
+
+    Raises CheckpointError for tensors that are missing, mis-shaped or not finite (a training that diverged must not
+    replace a good file), UsageError or EnvironmentFault for a path that cannot be written.
+    """
+    is_image = checkpoint.mean.ndim == 3
+    tensors = dict(checkpoint.tensors)
+    if is_image:
+        tensors[MEAN_TENSOR] = checkpoint.mean
+    elif checkpoint.mean.shape != (3,) or not all(0 <= value <= BRIGHTEST for value in checkpoint.mean):
+        raise CheckpointError(
+            f"{path}: the mean should be three numbers from 0 to {BRIGHTEST} or an image, not {checkpoint.mean!r}"
+        )
+    expected = _expected_shapes(checkpoint.architecture, len(checkpoint.classes), mean_image=is_image)
+    _check_names(path, {name: (str(t.dtype), t.shape) for name, t in tensors.items()}, expected, "float32")
+    for name, tensor in tensors.items():
+        _check_finite(path, name, tensor)
+    metadata = _metadata_of(checkpoint, is_image)
+    with open_atomically(path) as file:
+        _write_safetensors(file, {name: tensors[name] for name in expected}, metadata)
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read and check a checkpoint; no code in it is ever run.
+
+    Raises CheckpointError for a file that is no safetensors file, cut short, without our metadata, of a newer version,
+    or whose tensors are not finite float32 of the names and shapes that its architecture has; UsageError for one that
+    cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    require_plain(path)
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = _Metadata(path, file.metadata() or {})
+            architecture, classes, mean = metadata.architecture(), metadata.classes(), metadata.mean()
+            try:
+                expected = _expected_shapes(architecture, len(classes), mean_image=mean is None)
+            except (LookupError, TypeError, ValueError) as error:
+                raise metadata.malformed("architecture", error) from error
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            found = {name: (s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+            _check_names(path, found, expected, "F32")
+            tensors = {name: file.get_tensor(name) for name in expected}  # one copy, straight from the file's pages
+    except OSError as error:
+        raise UsageError(
+            f"{path}: cannot be read ({error.strerror or error}). Give the path of a checkpoint"
+        ) from error
+    except SafetensorError as error:
+        raise _unreadable(path, error) from error
+    for name, tensor in tensors.items():
+        _check_finite(path, name, tensor)
+    return Checkpoint(
+        architecture=architecture,
+        classes=classes,
+        mean=tensors.pop(MEAN_TENSOR) if mean is None else mean,
+        tensors=tensors,
+        recipe=metadata.recipe(architecture.crop),
+        dataset=metadata.optional("dataset"),
+        metrics=metadata.optional("metrics"),
+    )
+
+
+def _expected_shapes(architecture: Architecture, classes: int, *, mean_image: bool) -> dict[str, tuple[int, ...]]:
+    """Return name → shape of every tensor that the file holds, in the order of writing."""
+    shapes = parameter_shapes(architecture, classes)
+    if mean_image:
+        shapes[MEAN_TENSOR] = (architecture.crop, architecture.crop, 3)
+    return shapes
+
+
+def name_faults(
+    found: Mapping[str, tuple[str, tuple[int, ...]]], expected: Mapping[str, tuple[int, ...]], dtype: str
+) -> dict[str, str]:
+    """Return name → fault, in words, of every tensor which is missing, unexpected, mis-shaped or of another type.
+
+    found: name → type and shape; expected: name → shape.
+    """
+    faults = {name: f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in found}
+    for name, (kind, shape) in found.items():
+        if name not in expected:
+            faults[name] = f"unexpected {name} {list(shape)}"
+        elif shape != expected[name]:
+            faults[name] = f"{name} is {list(shape)}, should be {list(expected[name])}"
+        elif kind != dtype:
+            faults[name] = f"{name} is {kind}, should be {dtype}"
+    return faults
+
+
+def is_finite(tensor: FloatArray) -> bool:
+    """Whether there is neither NaN nor infinity; the two extremes show both, without a mask as large as the tensor."""
+    return bool(np.isfinite(tensor.min()) and np.isfinite(tensor.max()))
+
+
+def _check_names(
+    path: Path,
+    found: Mapping[str, tuple[str, tuple[int, ...]]],
+    expected: Mapping[str, tuple[int, ...]],
+    dtype: str,
+) -> None:
+    if faults := name_faults(found, expected, dtype):
+        raise CheckpointError(
+            f"{path}: the tensors do not fit the architecture that the file names: "
+            f"{'; '.join(sorted(faults.values()))}. {_MEND}"
+        )
+
+
+def _check_finite(path: Path, name: str, tensor: FloatArray) -> None:
+    if not is_finite(tensor):
+        raise CheckpointError(
+            f"{path}: {name} holds values that are not finite, so the training has diverged or the file is damaged. "
+            "Take an earlier checkpoint, or train with a smaller learning rate"
+        )
+
+
+def _metadata_of(checkpoint: Checkpoint, is_image: bool) -> dict[str, str]:
+    """Return the metadata, keys sorted. The mean is written with the digits that give the same float32 again."""
+    values: dict[str, Any] = {
+        "version": CHECKPOINT_VERSION,
+        "architecture": checkpoint.architecture.to_json(),
+        "classes": [entry.to_json() for entry in checkpoint.classes],
+        "mean": "image" if is_image else [float(str(value)) for value in checkpoint.mean],
+        "recipe": checkpoint.recipe,
+        "dataset": checkpoint.dataset,
+        "metrics": checkpoint.metrics,
+    }
+    return {PREFIX + key: json.dumps(values[key], sort_keys=True, allow_nan=False) for key in sorted(values)}
+
+
+def _write_safetensors(file: BinaryIO, tensors: Mapping[str, FloatArray], metadata: Mapping[str, str]) -> None:
+    """Write the safetensors format: 8 bytes of header length, the header as JSON, then the tensors one after another.
+
+    Not the library's own writer: that one puts the metadata in a random order (version 0.8), so that the same
+    checkpoint would have another sha256 each time.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    file.write(len(text).to_bytes(8, "little") + text)
+    for tensor in tensors.values():
+        file.write(np.ascontiguousarray(tensor, dtype="<f4").data)
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    """Say what is wrong with a file that the library refuses: after 8 bytes of length a header begins with a brace."""
+    with path.open("rb") as file:
+        is_ours = file.read(9)[8:] == b"{"
+    if is_ours:
+        return CheckpointError(
+            f"{path}: damaged: its {path.stat().st_size} bytes are not what its header says, as after an interrupted "
+            f"copy or download ({error}). Copy it again, or take another checkpoint"
+        )
+    return CheckpointError(f"{path}: not a checkpoint: no safetensors file ({error}). {_MEND}")
+
+
+class _Metadata:
+    """Reads the metadata and turns every fault into a CheckpointError that names the key."""
+
+    def __init__(self, path: Path, texts: Mapping[str, str]) -> None:
+        self.path, self.texts = path, texts
+        if f"{PREFIX}version" not in texts:
+            raise CheckpointError(f"{path}: a safetensors file, but no checkpoint of prelunet (no metadata). {_MEND}")
+        try:
+            version = whole(self.value("version"), "a version", 1)
+        except ValueError as error:
+            raise self.malformed("version", error) from error
+        if version > CHECKPOINT_VERSION:
+            raise CheckpointError(
+                f"{path}: checkpoint version {version}, but this prelunet knows versions up to {CHECKPOINT_VERSION}. "
+                "Install a newer prelunet"
+            )
+
+    def value(self, key: str) -> Any:
+        if PREFIX + key not in self.texts:
+            raise CheckpointError(f"{self.path}: no '{PREFIX}{key}' in the metadata. {_MEND}")
+        try:
+            value = parse_json(self.texts[PREFIX + key])
+            check_plain(value)
+        except ValueError as error:
+            raise self.malformed(key, error) from error
+        return value
+
+    def malformed(self, key: str, fault: object) -> CheckpointError:
+        return CheckpointError(f"{self.path}: '{PREFIX}{key}' is malformed ({fault}). {_MEND}")
+
+    def architecture(self) -> Architecture:
+        try:
+            return architecture_from_json(self.value("architecture"))
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, UsageError) as error:
+            raise self.malformed("architecture", error) from error
+
+    def classes(self) -> tuple[ClassEntry, ...]:
+        try:
+            entries = [record(entry, "a class", {"wnid", "name"}) for entry in a_list(self.value("classes"), "it")]
+            classes = tuple(ClassEntry(text(c["wnid"], "a wnid"), text(c["name"], "a name")) for c in entries)
+        except ValueError as error:
+            raise self.malformed("classes", error) from error
+        if not classes or len({entry.wnid for entry in classes}) != len(classes):
+            raise self.malformed("classes", "empty, or a wnid twice")
+        return classes
+
+    def mean(self) -> FloatArray | None:
+        """Return the three numbers, or None where the mean is an image."""
+        value = self.value("mean")
+        if value == "image":
+            return None
+        # Types by hand: for numpy true and "1" are numbers, too.
+        if (
+            type(value) is not list
+            or len(value) != 3
+            or not all(type(number) in {int, float} and 0 <= number <= BRIGHTEST for number in value)
+        ):
+            raise self.malformed("mean", f"neither three numbers from 0 to {BRIGHTEST} nor 'image'")
+        return np.array(value, dtype=np.float32)
+
+    def recipe(self, crop: int) -> Mapping[str, Any] | None:
+        """Return the recipe. Its `scales` decide what the model file makes of `multi-scale`; the rest is for people."""
+        recipe = self.optional("recipe")
+        if recipe is not None and "scales" in recipe:
+            scales = recipe["scales"]
+            if not isinstance(scales, list) or len(scales) != 2 or any(type(scale) is not int for scale in scales):
+                raise self.malformed("recipe", "scales should be two whole numbers, the lowest and the highest")
+            if not crop <= scales[0] <= scales[1] <= MAX_SIDE:
+                raise self.malformed("recipe", f"scales should rise from the crop, {crop}, to at most {MAX_SIDE}")
+        return recipe
+
+    def optional(self, key: str) -> Mapping[str, Any] | None:
+        value = self.value(key)
+        if value is not None and not isinstance(value, dict):
+            raise self.malformed(key, "neither an object nor null")
+        return value
+
+
+# What a new checkpoint amounts to, as the verbs that write one say it.
+
+
+if TYPE_CHECKING:
+    from prelunet.training.net.checkpoints import Checkpoint
+
+
+def sizes(checkpoint: "Checkpoint", path: Path) -> str:
+    """Return the parameters and multiply-adds of a net and the bytes of its file, in one line."""
+    net = checkpoint.architecture
+    parameters = sum(tensor.size for tensor in checkpoint.tensors.values())
+    operations = multiply_adds(net.to_json(), net.crop, net.crop, len(checkpoint.classes))
+    return (
+        f"{parameters:,} parameters, {operations:.4g} multiply-adds for one {net.crop}x{net.crop} crop, "
+        f"{path.stat().st_size / 1e6:,.1f} MB"
+    )

@@ -1,0 +1,162 @@
+"""Weights before training: PReLU-nets, section 2.2, and the classes of a new net.
+
+Imports no torch: the tensors are numpy arrays, drawn from generators whose streams numpy keeps stable.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+
+from prelunet.evaluator.architectures import LRELU_SLOPE, Activation, Architecture, parameter_shapes
+from prelunet.evaluator.contract import ClassEntry
+from prelunet.evaluator.datasets.labels.class_file import MAX_CLASSES, read_class_list
+from prelunet.evaluator.errors import UsageError
+from prelunet.training.net.checkpoints import FloatArray
+
+Rule = Literal["fan-out", "fan-in", "average", "xavier", "gaussian"]
+FirstLayer = Literal["half", "exact"]
+RULES: tuple[Rule, ...] = get_args(Rule)
+FIRST_LAYERS: tuple[FirstLayer, ...] = get_args(FirstLayer)
+_RECTIFIER_RULES: tuple[Rule, ...] = ("fan-out", "fan-in", "average")  # those of the paper's section 2.2
+
+CHANNEL_MEAN = (123.68, 116.78, 103.94)  # R, G, B of ImageNet's training images, as VGG's release published them
+INITIAL_SLOPE = 0.25  # PReLU-nets, section 2.1 "Optimization"
+FC_LAYERS = ("fc1", "fc2", "fc3")
+_DEVIATIONS = "from 1e-6 to 100"  # beyond, float32 weights become 0 or infinite within a few layers
+
+
+@dataclass(frozen=True)
+class Initialization:
+    """How the weights of an untrained net are drawn: PReLU-nets, section 2.2.
+
+    rule: of the convolutions, with a the initial slope, n_in = k²·c and n_out = k²·d (k: kernel, c and d: channels of
+    its input and output):
+
+    - fan-out: ½(1 + a²)·n_out·Var = 1, keeps the variance of gradients (Eq. 14 and 15; what the paper trains with)
+    - fan-in: ½(1 + a²)·n_in·Var = 1, keeps the variance of responses (Eq. 10 and 15)
+    - average: Var = 4 / ((1 + a²)(n_in + n_out)), between the two
+    - xavier: uniform, n_in·Var = 1, as Caffe's "xavier", with which the paper compares
+    - gaussian: the standard deviation `std` in every convolution
+
+    first_layer: the first convolution sees the image, which no activation has halved. `exact` puts 1 for ½(1 + a²)
+    there, which is what Eq. 10 asks for (by Eq. 14, where the activation after it counts, it is a convention); `half`
+    does not, as the paper ("the factor 1/2 does not matter if it just exists on one layer").
+    fc_stds: standard deviations of fc1, fc2, fc3, Gaussian under every rule: the paper's practice. Scaled as the
+    convolutions are, they would give one-hot scores before training, which hides mistakes.
+
+    Raises UsageError for an unknown name, a deviation that is not above 0, or `exact` where nothing is halved.
+    """
+
+    rule: Rule = "fan-out"
+    std: float = 0.01
+    first_layer: FirstLayer = "half"
+    fc_stds: tuple[float, float, float] = (0.01, 0.01, 0.001)
+
+    def __post_init__(self) -> None:
+        if self.rule not in RULES:
+            raise UsageError(f"no initialisation '{self.rule}'. There are: {', '.join(RULES)}")
+        if self.first_layer not in FIRST_LAYERS:
+            raise UsageError(f"no first layer '{self.first_layer}'. There are: {', '.join(FIRST_LAYERS)}")
+        if self.first_layer == "exact" and self.rule not in _RECTIFIER_RULES:
+            raise UsageError(
+                f"first layer 'exact' leaves out the factor ½ of {', '.join(_RECTIFIER_RULES)}; '{self.rule}' has "
+                "none. Choose one of these, or first layer 'half'"
+            )
+        if not _is_deviation(self.std):
+            raise UsageError(
+                f"standard deviation of the weights {self.std}: should be {_DEVIATIONS}; the default is 0.01"
+            )
+        if len(self.fc_stds) != 3 or not all(_is_deviation(std) for std in self.fc_stds):
+            raise UsageError(
+                f"standard deviations of fc1, fc2, fc3 {list(self.fc_stds)}: should be three numbers {_DEVIATIONS}; "
+                "the defaults are 0.01, 0.01, 0.001"
+            )
+
+    def convolution_variance(self, shape: tuple[int, ...], slope: float, *, first: bool = False) -> float:
+        """Return the variance of a convolution's weights.
+
+        shape: (d, c, k, k), as in a checkpoint; slope: a, of the activation; first: whether its input is the image.
+        """
+        outputs, inputs, rows, columns = shape
+        fan_in, fan_out = rows * columns * inputs, rows * columns * outputs
+        if self.rule == "gaussian":
+            return self.std**2
+        if self.rule == "xavier":
+            return 1 / fan_in
+        doubled = 2.0 if first and self.first_layer == "exact" else 1 + slope**2  # what the activation lets pass, twice
+        if self.rule == "average":
+            return 4 / (doubled * (fan_in + fan_out))
+        return 2 / (doubled * (fan_out if self.rule == "fan-out" else fan_in))
+
+
+def _is_deviation(std: float) -> bool:
+    return 1e-6 <= std <= 100
+
+
+def initial_slope(activation: Activation) -> float:
+    """Return the slope a of the negative side before training."""
+    return {"prelu": INITIAL_SLOPE, "prelu-shared": INITIAL_SLOPE, "relu": 0.0, "lrelu": LRELU_SLOPE}[activation]
+
+
+def initial_tensors(
+    architecture: Architecture, classes: int, seed: int, initialization: Initialization = Initialization()
+) -> dict[str, FloatArray]:
+    """Draw the tensors of an untrained net; names and shapes of `parameter_shapes`, same seed same bytes.
+
+    Biases 0, slopes 0.25. Every layer's weights have a random stream of their own, by the layer's number: a change of
+    one layer's size leaves the others as they are; another activation, or another of the Gaussian rules, only scales
+    the numbers.
+    """
+    slope = initial_slope(architecture.activation)
+    fc_stds = dict(zip(FC_LAYERS, initialization.fc_stds, strict=True))
+    tensors: dict[str, FloatArray] = {}
+    layers = list(dict.fromkeys(name.split(".")[0] for name in parameter_shapes(architecture, classes)))
+    for name, shape in parameter_shapes(architecture, classes).items():
+        layer, kind = name.split(".")
+        number = layers.index(layer)
+        if kind != "weight":
+            tensors[name] = np.full(shape, slope if kind == "slope" else 0.0, dtype=np.float32)
+            continue
+        # Numbered as tensors are where every layer has a weight, a bias and a slope.
+        random = np.random.default_rng((seed, 3 * number))
+        if layer in fc_stds:
+            tensors[name] = _gaussian(random, shape, fc_stds[layer])
+        else:
+            variance = initialization.convolution_variance(shape, slope, first=number == 0)
+            draw = _uniform if initialization.rule == "xavier" else _gaussian
+            tensors[name] = draw(random, shape, math.sqrt(variance))
+    return tensors
+
+
+def _gaussian(random: np.random.Generator, shape: tuple[int, ...], std: float) -> FloatArray:
+    """Draw float32 weights from the normal distribution around 0."""
+    weights = random.standard_normal(shape, dtype=np.float32)
+    weights *= np.float32(std)
+    return weights
+
+
+def _uniform(random: np.random.Generator, shape: tuple[int, ...], std: float) -> FloatArray:
+    """Draw float32 weights from the uniform distribution around 0 that has this deviation: its edge is √3 of it."""
+    weights = random.random(shape, dtype=np.float32)
+    weights -= np.float32(0.5)
+    weights *= np.float32(2 * math.sqrt(3) * std)
+    return weights
+
+
+def parse_classes(text: str) -> tuple[ClassEntry, ...]:
+    """Return the classes of `--classes`: a number N gives class0000, class0001, …; anything else is a file's path.
+
+    Raises UsageError for a number without sense, and what `read_class_list` raises.
+    """
+    if not text.isdecimal():
+        if not Path(text).exists():
+            raise UsageError(f"--classes {text}: neither a number of classes nor an existing file")
+        return read_class_list(Path(text))
+    count = int(text[:20])
+    if not 1 <= count <= MAX_CLASSES:
+        raise UsageError(f"--classes {text}: a net has 1 to {MAX_CLASSES} classes")
+    width = max(4, len(str(count - 1)))
+    return tuple(ClassEntry(wnid, wnid) for wnid in (f"class{index:0{width}}" for index in range(count)))

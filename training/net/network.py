@@ -1,0 +1,170 @@
+"""The torch net of an `Architecture`: trunk, spatial pyramid, fully connected head.
+
+Its parameters are exactly those of a checkpoint (`evaluator.architectures.parameter_shapes`), so that `state_dict()`
+needs no renaming anywhere.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from prelunet.evaluator.architectures import LRELU_SLOPE, Activation, Architecture, Pool, parameter_shapes
+from prelunet.training.net.checkpoints import Checkpoint, FloatArray
+
+HEAD = ("fc1", "fc2", "fc3")
+Factors: TypeAlias = tuple[Tensor, Tensor]  # of dropout: what the outputs of fc1 and fc2 are multiplied by, (N, hidden)
+
+
+class Layer(nn.Module):
+    """The parameters of one layer under their names in a checkpoint; slope is None where none is learned."""
+
+    weight: Tensor
+    bias: Tensor
+    slope: Tensor | None
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        for name in ("weight", "bias", "slope"):
+            self.register_parameter(name, nn.Parameter(torch.zeros(shapes[name])) if name in shapes else None)
+
+
+class PreluNet(nn.Module):
+    """A net of the paper; all parameters are zero until `load_tensors` or `load_state_dict` fills them.
+
+    observer: told the name of each layer (conv1, …, fc3) and its response, before the activation; None for nobody.
+    """
+
+    observer: Callable[[str, Tensor], None] | None
+
+    def __init__(self, architecture: Architecture, classes: int) -> None:
+        super().__init__()
+        self.architecture = architecture
+        self.observer = None
+        layers: dict[str, dict[str, tuple[int, ...]]] = {}
+        for name, shape in parameter_shapes(architecture, classes).items():
+            layer, kind = name.split(".")
+            layers.setdefault(layer, {})[kind] = shape
+        for layer, shapes in layers.items():
+            self.add_module(layer, Layer(shapes))
+
+    @property
+    def has_head(self) -> bool:
+        """Return whether the fully connected layers are here."""
+        return hasattr(self, HEAD[0])
+
+    def drop_head(self) -> None:
+        """Give the fully connected layers away: in hybrid training one process alone has them
+        (training/distributed/hybrid.py).
+        """
+        for name in HEAD:
+            delattr(self, name)
+
+    def forward(self, images: Tensor, factors: Factors | None = None) -> Tensor:
+        """Return the logits (N, K) of training crops: float (N, 3, crop, crop), mean already subtracted.
+
+        factors: of dropout, as in `head`. The feature map must be exactly one window; larger images go through
+        `training.net.dense_reference.dense_windows`.
+        """
+        return self.head(self.features(images), factors)
+
+    def features(self, images: Tensor) -> Tensor:
+        """Return the features (N, bins·C) of training crops, as `forward` takes them."""
+        feature_map = self.trunk(images)
+        window = self.architecture.window
+        assert feature_map.shape[2:] == (window, window), f"{tuple(images.shape)} is not one crop; see dense_windows"
+        return self.pyramid(feature_map)
+
+    def trunk(self, images: Tensor) -> Tensor:
+        """Return the feature map (N, C, rows, columns) of float images (N, 3, height, width), mean subtracted."""
+        maps = images
+        for layer in self.architecture.trunk:
+            if isinstance(layer, Pool):
+                maps = F.max_pool2d(maps, layer.kernel, layer.stride)
+            else:
+                own = self._layer(layer.name)
+                maps = F.conv2d(maps, own.weight, own.bias, stride=layer.stride, padding=layer.pad)
+                self._tell(layer.name, maps)
+                maps = activate(maps, self.architecture.activation, own.slope)
+        return maps
+
+    def pyramid(self, windows: Tensor) -> Tensor:
+        """Pool windows (N, C, w, w) into features (N, bins·C): levels in order, each flattened (channel, row, column).
+
+        Bin i of n over a cells is [floor(i·a/n), ceil((i+1)·a/n)), counted from 0 (SPP-net, appendix A), which is
+        torch's adaptive pooling; maxima start at −inf, since after a PReLU a bin may be all negative.
+        """
+        levels = [F.adaptive_max_pool2d(windows, level).flatten(1) for level in self.architecture.spp_levels]
+        return torch.cat(levels, dim=1)
+
+    def head(self, features: Tensor, factors: Factors | None = None) -> Tensor:
+        """Return the logits (N, K) of features (N, bins·C).
+
+        factors: of dropout (training/data/augmentation.py); None outside of training.
+        """
+        hidden = features
+        for place, name in enumerate(HEAD[:2]):
+            hidden = self._connected(name, hidden)
+            hidden = activate(hidden, self.architecture.activation, self._layer(name).slope)
+            if factors is not None:
+                hidden = hidden * factors[place]
+        return self._connected(HEAD[2], hidden)
+
+    def _connected(self, name: str, values: Tensor) -> Tensor:
+        own = self._layer(name)
+        response = F.linear(values, own.weight, own.bias)
+        self._tell(name, response)
+        return response
+
+    def _tell(self, name: str, response: Tensor) -> None:
+        if self.observer is not None:
+            self.observer(name, response)
+
+    def _layer(self, name: str) -> Layer:
+        layer = self.get_submodule(name)
+        assert isinstance(layer, Layer)
+        return layer
+
+
+def activate(values: Tensor, activation: Activation, slope: Tensor | None) -> Tensor:
+    """Apply max(0, y) + a·min(0, y) (PReLU-nets, Eq. 1); channels are axis 1.
+
+    slope: (C,) one a per channel, (1,) one for all, None for the activations that learn none.
+    """
+    if slope is not None:
+        return F.prelu(values, slope)
+    return F.relu(values) if activation == "relu" else F.leaky_relu(values, LRELU_SLOPE)
+
+
+def parameter_groups(net: PreluNet, weight_decay: float) -> list[dict[str, Any]]:
+    """Return the parameters in groups for an optimizer: slopes are never decayed.
+
+    Decay would push slopes to zero and so PReLU to ReLU (PReLU-nets, section 2.1 "Optimization").
+    """
+    slopes = [parameter for name, parameter in net.named_parameters() if name.endswith(".slope")]
+    others = [parameter for name, parameter in net.named_parameters() if not name.endswith(".slope")]
+    groups = [{"params": others, "weight_decay": weight_decay}, {"params": slopes, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def load_tensors(net: PreluNet, tensors: Mapping[str, FloatArray]) -> None:
+    """Copy a checkpoint's tensors into a net of the same architecture."""
+    net.load_state_dict({name: torch.from_numpy(tensor) for name, tensor in tensors.items()})
+
+
+def network_from_checkpoint(checkpoint: Checkpoint) -> PreluNet:
+    """Return the net of a checkpoint in eval mode.
+
+    The net uses the checkpoint's memory (model C has 1.3 GB of it): training it would change both.
+    """
+    with torch.device("meta"):  # shapes without memory
+        net = PreluNet(checkpoint.architecture, len(checkpoint.classes))
+    net.load_state_dict({name: torch.from_numpy(tensor) for name, tensor in checkpoint.tensors.items()}, assign=True)
+    return net.eval()
+
+
+def tensors_of(net: PreluNet) -> dict[str, FloatArray]:
+    """Return the net's parameters as float32 arrays for a checkpoint; a net on the CPU shares its memory with them."""
+    return {name: value.detach().to("cpu", torch.float32).numpy() for name, value in net.state_dict().items()}

@@ -1,0 +1,74 @@
+"""What a training measures: errors on the validation split, and the log of a run."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from prelunet.evaluator.errors import RunFolderError
+from prelunet.evaluator.files import write_atomically
+from prelunet.evaluator.json_checks import an_object, parse_json, whole
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Errors in percent over the evaluated images, after `step` steps of training."""
+
+    step: int
+    top1_error: float
+    top5_error: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for metrics.jsonl and `prelunet.metrics`."""
+        return {"step": self.step, "top1_error": self.top1_error, "top5_error": self.top5_error}
+
+    def __str__(self) -> str:
+        return f"top-1 error {self.top1_error:.2f} % top-5 error {self.top5_error:.2f} %"
+
+
+def mistakes(ranks: npt.NDArray[np.int64]) -> tuple[int, int]:
+    """Return how many images are wrong at top-1 and at top-5, given the ranks of their labels, counted from 1."""
+    return int((ranks > 1).sum()), int((ranks > 5).sum())
+
+
+def errors_of(step: int, images: float, top1: float, top5: float) -> Errors:
+    """Return the errors of a whole split, given how many of its images are wrong."""
+    return Errors(step, round(100 * top1 / images, 4), round(100 * top5 / images, 4))
+
+
+class MetricsLog:
+    """metrics.jsonl: one line per measured point, in the order of steps, written as soon as it is known."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def cut_after(self, step: int, *, evaluated: bool) -> None:
+        """Take back the lines of steps that were lost with a crash and will be done again; a torn last line too.
+
+        evaluated: whether the evaluation at `step` itself is part of the state that is resumed.
+        """
+        if not self.path.exists():
+            return
+        *lines, last = self.path.read_bytes().split(b"\n")
+        if last and not last.startswith(b"{"):  # else nothing, or the beginning of a line that a crash cut off
+            lines.append(last)
+        kept = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                entry = an_object(parse_json(line), "it")
+                at = whole(entry.get("step"), "step", 0)
+            except ValueError as error:
+                raise RunFolderError(
+                    f"{self.path}: line {number} is damaged ({error}). Remove that line, or begin anew with --fresh"
+                ) from error
+            if at < step or (at == step and (evaluated or "top1_error" not in entry)):
+                kept.append(line + b"\n")
+        write_atomically(self.path, b"".join(kept))
+
+    def write(self, entry: dict[str, Any]) -> None:
+        """Append one line."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry, allow_nan=False) + "\n")
