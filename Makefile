@@ -53,7 +53,7 @@ proto: .venv/with-dev
 	PATH="$(CURDIR)/$(BIN):$$PATH" tools/generate_proto.sh
 
 bench: .venv/with-dev
-	$(BIN)/python benchmarks/engine.py --output benchmarks/results/engine-cpu.json
+	$(BIN)/python -m benchmarks.engine.run --output benchmarks/results/engine-cpu.json
 
 stats:
 	$(PYTHON) tools/stats.py

@@ -19,7 +19,7 @@ from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.engine.session import Session
 from prelunet.export.dense.export import export_checkpoint
 from prelunet.training.net.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
-from telling import telling_checkpoint
+from tests.helpers.discriminating_nets import telling_checkpoint
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,7 +6,7 @@ A balanced part of Fashion-MNIST (Xiao, Rasul, Vollgraf 2017; MIT licence): per 
 training file as `train/` and the first 200 of the t10k file as `val/`, each cropped to its content, the bounding box of
 all pixels above 0, so that sizes and shapes vary as they do in photographs: trousers are tall, shoes are wide.
 
-With --all it takes every picture of the package, 60,000 and 10,000, for experiments (benchmarks/claims_activations.py).
+With --all it takes every picture of the package, 60,000 and 10,000, for experiments (benchmarks/claims/activations.py).
 
 The bytes depend on this file, the package and zlib alone: fixed dates, sorted names, PNGs written here (an image
 library brings its own compressor, whose output changes with its version). With zlib 1.2.13 the archive's sha256 is

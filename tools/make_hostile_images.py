@@ -3,7 +3,7 @@
     python tools/make_hostile_images.py
 
 The files are committed; this script says how they came to be and makes the same bytes again with the same Pillow.
-What is expected of each stands in tests/test_decode.py.
+What is expected of each stands in tests/imaging/test_decode.py.
 """
 
 import io

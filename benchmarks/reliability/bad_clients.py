@@ -1,7 +1,6 @@
 """Clients that vanish, dawdle, flood or only sit there: good calls go on meanwhile, and nothing is left of them."""
 
 import asyncio
-import os
 import random
 import struct
 import subprocess
@@ -11,7 +10,11 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
-from raw_http2 import (
+from benchmarks.common.results import environment
+from benchmarks.common.server_process import Served
+from benchmarks.reliability.cases import NAME, Case, Json, Stand, verdict
+from benchmarks.reliability.clients import Good, new_channel, percentiles, settled, until
+from tests.serving.api.raw_http2 import (
     ACK,
     DATA,
     END_HEADERS,
@@ -26,9 +29,6 @@ from raw_http2 import (
     frame,
     reset_call,
 )
-from reliability.asking import Good, new_channel, percentiles, settled, until
-from reliability.process import ROOT, Served
-from reliability.stand import NAME, Case, Json, Stand, verdict
 
 CLASSIFY = "/prelunet.v1.PreluNetService/Classify"
 KEEPALIVE = 1  # seconds of silence until the server pings; 20 more until it gives up
@@ -154,8 +154,8 @@ async def _killed(server: Served, stand: Stand, count: int) -> tuple[bool, Json]
 async def _one_killed(server: Served, kind: str, picture: Path, seconds: float) -> bool:
     """Kill one client; returns whether it was calling."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, str(Path(__file__).parent / "victim.py"), server.address, kind, str(picture),
-        stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        sys.executable, "-m", "benchmarks.reliability.victim", server.address, kind, str(picture),
+        stdout=subprocess.PIPE, env=environment(),
     )  # fmt: skip
     assert process.stdout is not None
     said = await process.stdout.readline()

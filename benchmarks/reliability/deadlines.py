@@ -9,12 +9,12 @@ from typing import Any
 
 import grpc.aio
 
+from benchmarks.common.server_process import Served
+from benchmarks.reliability.cases import NAME, Case, Json, Stand, verdict
+from benchmarks.reliability.clients import classify, new_channel, settled, until
+from benchmarks.reliability.fault_injection import GPU_PIXELS, write_control
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from reliability.asking import classify, new_channel, settled, until
-from reliability.process import Served
-from reliability.rigged import GPU_PIXELS, write_control
-from reliability.stand import NAME, Case, Json, Stand, verdict
 
 GONE = 2.0  # seconds until a call that waits expires; all have come long before
 ROUNDS = 15

@@ -15,14 +15,14 @@ from typing import Any
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from benchmarks.common.server_process import Exit
+from benchmarks.reliability.cases import Case, Json, Stand, verdict
+from benchmarks.reliability.clients import CALL_SECONDS, NOT_SERVING, SERVING, classify, new_channel
 from prelunet.evaluator.client import Client
 from prelunet.evaluator.errors import NotReady, PreluNetError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.rpc.status import error_from, is_absent
-from reliability.asking import CALL_SECONDS, NOT_SERVING, SERVING, classify, new_channel
-from reliability.process import Exit
-from reliability.stand import Case, Json, Stand, verdict
 
 DRAINS = 12
 KILLS = 5

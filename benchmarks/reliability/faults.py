@@ -8,11 +8,21 @@ from pathlib import Path
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from reliability.asking import NOT_SERVING, SERVING, Good, classify, new_channel, same, scores_of, settled, until
-from reliability.pictures import marked_picture
-from reliability.process import Served
-from reliability.rigged import GPU_PIXELS, MARK, write_control
-from reliability.stand import NAME, Case, Json, Stand, verdict
+from benchmarks.common.server_process import Served
+from benchmarks.reliability.cases import NAME, Case, Json, Stand, verdict
+from benchmarks.reliability.clients import (
+    NOT_SERVING,
+    SERVING,
+    Good,
+    classify,
+    new_channel,
+    same,
+    scores_of,
+    settled,
+    until,
+)
+from benchmarks.reliability.fault_injection import GPU_PIXELS, MARK, write_control
+from benchmarks.reliability.pictures import marked_picture
 
 DECODING = 0.3  # seconds until all that wait are decoded, and can share a batch
 NEIGHBOURS = 15

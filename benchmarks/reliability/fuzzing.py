@@ -18,14 +18,15 @@ import grpc
 import grpc.aio
 from PIL import Image
 
+from benchmarks.common.server_process import Served
+from benchmarks.reliability import cases as stand
+from benchmarks.reliability import fuzz_cases
+from benchmarks.reliability.cases import Json, Stand, verdict
+from benchmarks.reliability.clients import Good, new_channel, settled
+from benchmarks.reliability.fuzz_cases import case_of, method_at
 from prelunet.evaluator.client.streams import StreamEnd
 from prelunet.evaluator.pb.inference import inference_pb2 as oip
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from reliability import fuzz_cases, stand
-from reliability.asking import Good, new_channel, settled
-from reliability.fuzz_cases import case_of, method_at
-from reliability.process import Served
-from reliability.stand import Json, Stand, verdict
 
 CASES = 100_000
 TOGETHER = 24  # calls in flight

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 
 import grpc.aio
 
-from reliability.asking import new_channel, settled
-from reliability.mixed import ROOMY, Mix
-from reliability.process import Served
-from reliability.stand import NAME, Case, Json, Stand, verdict
+from benchmarks.common.server_process import Served
+from benchmarks.reliability.cases import NAME, Case, Json, Stand, verdict
+from benchmarks.reliability.clients import new_channel, settled
+from benchmarks.reliability.mixed import ROOMY, Mix
 
 CALLS = 10_000
 LIMIT = 100.0  # MB of growth from the middle of a run to its end; Triton's own L0_memory_growth has this threshold

@@ -12,12 +12,12 @@ import grpc.aio
 import numpy as np
 from PIL import Image
 
+from benchmarks.reliability.clients import CALL_SECONDS, classify
+from benchmarks.reliability.pictures import encoded, good_pictures, hostile_pictures, pixels
 from prelunet.evaluator.pb.inference import inference_pb2 as oip
 from prelunet.evaluator.pb.inference import inference_pb2_grpc as oip_grpc
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from reliability.asking import CALL_SECONDS, classify
-from reliability.pictures import encoded, good_pictures, hostile_pictures, pixels
 
 PROTOCOLS = ("center",) * 5 + ("ten-crop", "dense-28", "dense-40", "multi-scale", "center-30")
 LARGER = ((240, 320), (480, 360), (90, 700))

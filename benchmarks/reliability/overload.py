@@ -12,14 +12,14 @@ from pathlib import Path
 
 import grpc.aio
 
+from benchmarks.common.server_process import Served
+from benchmarks.reliability.cases import NAME, Case, Json, Stand, verdict
+from benchmarks.reliability.clients import Good, classify, new_channel, percentiles, settled, until
+from benchmarks.reliability.fault_injection import write_control
 from prelunet.evaluator.errors import Overloaded
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.rpc.status import error_from
-from reliability.asking import Good, classify, new_channel, percentiles, settled, until
-from reliability.process import Served
-from reliability.rigged import write_control
-from reliability.stand import NAME, Case, Json, Stand, verdict
 
 AT_ONCE = 0.5  # seconds in which a refusal has to be there, with all the calls that come at the same moment
 PATIENCE = 10.0  # seconds for all of them; the others are held until then

@@ -4,13 +4,14 @@ import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-HOSTILE = Path(__file__).parent.parent.parent / "tests" / "data" / "hostile"
+from benchmarks.common.results import ROOT
+
+HOSTILE = ROOT / "tests" / "data" / "hostile"
 # Shapes of good pictures; the demo's net sees crops of 28 pixels. 40x57 is often: equal shapes share batches.
 SHAPES = ((40, 57), (40, 57), (57, 40), (33, 61), (96, 64), (64, 150), (128, 128), (31, 33), (200, 90))
 

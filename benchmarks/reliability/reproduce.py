@@ -1,4 +1,4 @@
-"""One case of the fuzzing again: python benchmarks/reliability/reproduce.py NUMBER [--seed N] [--server HOST:PORT]
+"""One case of the fuzzing again: python -m benchmarks.reliability.reproduce NUMBER [--seed N] [--server HOST:PORT]
 
 Sends it to a server, one of its own where none is named, and says what came of it, how much memory the server took and
 whether it lives; --messages FOLDER writes the bytes of its messages there.
@@ -10,13 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-BENCHMARKS = Path(__file__).parent.parent
-sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS.parent)]
-
-from reliability.asking import new_channel  # noqa: E402
-from reliability.fuzz_cases import Case, case_of  # noqa: E402
-from reliability.fuzzing import outcome_of  # noqa: E402
-from reliability.stand import Stand  # noqa: E402
+from benchmarks.reliability.cases import Stand
+from benchmarks.reliability.clients import new_channel
+from benchmarks.reliability.fuzz_cases import Case, case_of
+from benchmarks.reliability.fuzzing import outcome_of
 
 
 def main() -> int:

@@ -1,13 +1,13 @@
 """What the server promises, tried: overload, deadlines, mixed shapes, memory, drain, bad clients, faults, fuzz, soak.
 
-    python benchmarks/reliability/run.py [--only NAME ...] [--tiny] [--seed N] [--soak-seconds S]
+    python -m benchmarks.reliability.run [--only NAME ...] [--tiny] [--seed N] [--soak-seconds S]
                                          [--output FILE] [--page docs/reliability.md]
 
 Each case is a claim; its verdict and numbers are written as soon as they are known, and a case that is in the file
 already, of the same sources, versions, seed and settings, is not tried again. A table goes beside the file, and a
-summary into the page that is given. The server
-is a `prelunet serve` process of this checkout with the demo net's model file and random weights; where a fault or a
-delay is needed, the same program with a session that has it (rigged.py). Alone on two cores all takes 15 to 20 minutes.
+summary into the page that is given. The server is a `prelunet serve` process of this checkout with the demo net's model
+file and random weights; where a fault or a delay is needed, the same program with a session that has it
+(fault_injection.py). Alone on two cores all takes 15 to 20 minutes.
 
 Returns 0 where every claim held, 1 where one did not or could not be tried, 3 where there was no time for all.
 """
@@ -18,29 +18,19 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-BENCHMARKS = Path(__file__).parent.parent
-# This folder is a package beside the other benchmarks; HTTP/2 by hand is the tests' own.
-sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS.parent), str(BENCHMARKS.parent / "tests")]
-
-from machine import digest_of, header  # noqa: E402
-from reliability import (  # noqa: E402
-    bad_clients,
-    deadlines,
-    draining,
-    faults,
-    fuzzing,
-    memory,
-    overload,
-    shapes,
-    soak,
+from benchmarks.common.results import (
+    ROOT,
+    Results,
+    digest_of,
+    header,
 )
-from reliability.stand import Case, Stand  # noqa: E402
-from reliability.table import filled, latest, not_held, summary, table  # noqa: E402
-from results import Results  # noqa: E402
+from benchmarks.reliability import bad_clients, deadlines, draining, faults, fuzzing, memory, overload, shapes, soak
+from benchmarks.reliability.cases import Case, Stand
+from benchmarks.reliability.table import filled, latest, not_held, summary, table
 
 PACKAGES = ("prelunet", "onnxruntime", "openvino", "numpy", "pillow", "grpcio", "protobuf")  # that can change a result
-MEASURED = ("evaluator", "benchmarks/reliability", "tests/raw_http2.py")
-OUTPUT = BENCHMARKS / "results" / "reliability.json"
+MEASURED = ("evaluator", "benchmarks/reliability", "tests/serving/api/raw_http2.py")
+OUTPUT = ROOT / "benchmarks" / "results" / "reliability.json"
 LIMIT = 1600  # seconds
 SOAK = 60.0  # seconds
 GROUPS: dict[str, Callable[[Stand], Iterable[Case]]] = {

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import grpc.aio
 
+from benchmarks.common.server_process import Served
+from benchmarks.reliability.cases import NAME, Case, Json, Stand, verdict
+from benchmarks.reliability.clients import CALL_SECONDS, classify, new_channel
+from benchmarks.reliability.fault_injection import GPU_PIXELS
+from benchmarks.reliability.pictures import encoded, pixels
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from reliability.asking import CALL_SECONDS, classify, new_channel
-from reliability.pictures import encoded, pixels
-from reliability.process import Served
-from reliability.rigged import GPU_PIXELS
-from reliability.stand import NAME, Case, Json, Stand, verdict
 
 CLIENTS = 16
 CALLS = 1000

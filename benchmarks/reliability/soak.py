@@ -1,7 +1,6 @@
 """A long mix by chance of all that clients do, after Triton's L0_long_running_stress: no good call fails."""
 
 import asyncio
-import os
 import random
 import subprocess
 import sys
@@ -9,13 +8,13 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from reliability.asking import Good, new_channel, percentiles, settled
-from reliability.memory import LIMIT, growth_of
-from reliability.mixed import ROOMY, Mix
-from reliability.process import PRELUNET, ROOT, Served
-from reliability.stand import NAME, Case, Json, Stand, verdict
+from benchmarks.common.results import environment
+from benchmarks.common.server_process import PRELUNET, Served
+from benchmarks.reliability.cases import NAME, Case, Json, Stand, verdict
+from benchmarks.reliability.clients import Good, new_channel, percentiles, settled
+from benchmarks.reliability.memory import LIMIT, growth_of
+from benchmarks.reliability.mixed import ROOMY, Mix
 
 CLIENTS = 8
 PICTURE = "soak.jpg"  # that killed clients send
@@ -115,9 +114,9 @@ async def _mixed(scene: _Scene) -> None:
 async def _killed(scene: _Scene) -> None:
     """Let a client process call, and kill it."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, str(Path(__file__).parent / "victim.py"), scene.server.address,
+        sys.executable, "-m", "benchmarks.reliability.victim", scene.server.address,
         scene.rng.choice(("classify", "stream", "evaluate")), str(scene.stand.folder / PICTURE),
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment(),
     )  # fmt: skip
     assert process.stdout is not None
     await process.stdout.readline()
@@ -130,7 +129,7 @@ async def _doctor(scene: _Scene) -> None:
     """Run `prelunet doctor` against the server, as an operator would."""
     process = await asyncio.create_subprocess_exec(
         *PRELUNET, "doctor", "--server", scene.server.address, "--port", "0", "--device", "cpu", "--timeout", "60",
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment(),
     )  # fmt: skip
     said, _ = await asyncio.wait_for(process.communicate(), DOCTOR_SECONDS)
     if process.returncode != 0:

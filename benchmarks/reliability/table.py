@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from tables import cell, markdown
+from benchmarks.common.results import cell, markdown
 
 _NOT_NUMBERS = (
     "group",

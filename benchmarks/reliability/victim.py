@@ -1,4 +1,4 @@
-"""A client process that calls until it is killed: python benchmarks/reliability/victim.py HOST:PORT KIND PICTURE
+"""A client process that calls until it is killed: python -m benchmarks.reliability.victim HOST:PORT KIND PICTURE
 
 KIND: classify (one call after the other), stream (ClassifyStream without end), evaluate (Evaluate without end). Says
 "calling" on stdout once its first message is on its way.

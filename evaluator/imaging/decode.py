@@ -113,7 +113,7 @@ def decode_image(
     (`evaluator.imaging.decode_memory`).
 
     For callers who resize next: the way through an array copies all pixels twice, which takes two fifths of the time
-    of a 12-Mpixel photo at one scale (benchmarks/decoding.py) and half of its memory.
+    of a 12-Mpixel photo at one scale (benchmarks/engine/decoding.py) and half of its memory.
     """
     with _image_errors(limits):
         image = _open(data, limits)
@@ -243,7 +243,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
             image = image.convert("LA")
         rgba = image.convert("RGBA")
         rgb = Image.new("RGB", image.size, (255, 255, 255))
-        rgb.paste(rgba.convert("RGB"), mask=rgba.getchannel("A"))  # rounds exactly, see tests/test_decode.py
+        rgb.paste(rgba.convert("RGB"), mask=rgba.getchannel("A"))  # rounds exactly, see tests/imaging/test_decode.py
         return rgb
     return image if image.mode == "RGB" else image.convert("RGB")  # which would copy it
 

@@ -35,7 +35,7 @@ _DISTRIBUTIONS = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino")  # o
 _ROUND_TRIPS = 20
 
 # A model file without metadata, of the contract's inputs and outputs: scores are the softmax of the mean of a 1x1
-# convolution of 3 to 2 channels, weights (1, 0, -1) / 64 and (0, 1, 0) / 64. tests/test_doctor.py writes it anew.
+# convolution of 3 to 2 channels, weights (1, 0, -1) / 64 and (0, 1, 0) / 64. tests/verbs/test_doctor.py writes it anew.
 TRIAL_MODEL = b64decode(
     "CAo6nQQKHAoGaW1hZ2VzEgFmIgRDYXN0KgkKAnRvGAGgAQIKJAoBZhIBdCIJVHJhbnNwb3NlKhEKBHBlcm1AAEADQAFAAqABBwomCgF0CgF3EgFj"
     "IgRDb252KhUKDGtlcm5lbF9zaGFwZUABQAGgAQcKGQoBYxIBcCIRR2xvYmFsQXZlcmFnZVBvb2wKFAoBcBIGbG9naXRzIgdGbGF0dGVuCi8KBmxv"

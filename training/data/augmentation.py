@@ -26,7 +26,7 @@ def training_view(image: Picture, recipe: Recipe, epoch: int, index: int) -> UIn
     """Return what the net sees of image `index` in an epoch: uint8 (crop, crop, 3).
 
     A scale of the recipe's range, any crop of the resized image, mirrored in half of the cases. Only the crop is ever
-    resized: benchmarks/loading.py has what that saves.
+    resized: benchmarks/training/loading.py has what that saves.
     """
     random = random_stream(recipe.seed, VIEW, epoch, index)
     low, high = recipe.scales

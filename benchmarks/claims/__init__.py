@@ -1,0 +1,1 @@
+"""The paper's claims, each as an experiment."""

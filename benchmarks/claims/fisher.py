@@ -1,0 +1,288 @@
+"""How far is the Fisher matrix of a two-layer net from a diagonal one: ReLU against PReLU.
+
+    python -m benchmarks.claims.fisher --output benchmarks/results/fisher.json --plot docs/images/fisher.svg
+
+The claim, from the analysis of PReLU by He et al. 2015: it pushes the off-diagonal blocks of the Fisher information
+matrix closer to zero, so that plain gradient descent goes more nearly the way of the natural gradient. The reason:
+these blocks grow with the means of the units' outputs, which the negative side brings nearer to 0.
+
+Nets: 8x8 grey pixels of the embedded Fashion-MNIST → 20 units → 10 classes, in pairs that begin with the same draws and
+see the same batches; deviations of the first weights by Eq. 10 in its exact form for a first layer, of the second by
+Eq. 15. The matrix is taken over the weights and biases, which both nets of a pair have (not over slopes), in float64:
+    F = mean over images of the sum over classes c of p(c|image)·g_c·g_cᵀ,   g_c the gradient of log p(c|image),
+with labels from the net's own distribution, summed over exactly rather than drawn. Statistics, each smaller if F is
+nearer to a diagonal matrix:
+    off_diagonal    ||F − diag F||² / ||F||²
+    between_layers  the same of the two blocks between the layers alone, 2·||F₁₂||² / ||F||²
+    correlation_…   root of the mean of F_ij²/(F_ii·F_jj) over the pairs i ≠ j of parameters of the first layer, of the
+        second, and of one of each. Unlike the two above they stay the same when parameters are merely scaled, and tell
+        which blocks it is that change.
+And of the reason:
+    mean_output     root of the mean over units of (mean/standard deviation)² of a unit's output
+Parameters whose F_ii is 0 (of dead units) belong to no pair. Intervals: Student's t over the pairs' differences, 95 %
+for each row on its own.
+"""
+
+import argparse
+import io
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from benchmarks.claims.intervals import interval_of_mean
+from benchmarks.common.results import header, markdown, write_result
+from prelunet.evaluator.architectures import Activation
+from prelunet.evaluator.datasets import open_dataset, select
+from prelunet.evaluator.files import write_atomically
+from prelunet.evaluator.reporting.charts import chart_spec
+from prelunet.evaluator.reporting.html import draw_svg
+from prelunet.training.data.splits import embedded_dataset_path
+from prelunet.training.net.initialization import initial_slope
+from prelunet.training.net.network import activate
+
+FloatArray = npt.NDArray[np.float64]
+ACTIVATIONS: tuple[Activation, Activation] = ("relu", "prelu")
+STATISTICS = (
+    "off_diagonal", "between_layers",
+    "correlation_first_layer", "correlation_second_layer", "correlation_between_layers",
+    "mean_output",
+)  # fmt: skip
+STAGES = ("at initialisation", "after training")
+SIDE, HIDDEN, CLASSES = 8, 20, 10
+BATCH, RATE, MOMENTUM = 64, 0.02, 0.9
+
+
+@dataclass(frozen=True)
+class Images:
+    """inputs: float64 (N, SIDE²), of mean 0 per pixel and variance 1 over all of them; labels: int64 (N,)."""
+
+    inputs: FloatArray
+    labels: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TwoLayers:
+    """A net z = W2·f(W1·x + b1) + b2, all float64. slope: (HIDDEN,), the a of f on the negative side; 0 is ReLU."""
+
+    w1: FloatArray  # (HIDDEN, SIDE²)
+    b1: FloatArray
+    slope: FloatArray
+    w2: FloatArray  # (CLASSES, HIDDEN)
+    b2: FloatArray
+
+
+def main() -> None:
+    """Measure all pairs, print the table, write the result and the plot."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=12, help="pairs of nets")
+    parser.add_argument("--images", type=int, default=1000, help="images of val/ over which F is averaged")
+    parser.add_argument("--steps", type=int, default=600, help="of training")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--plot", type=Path, help="SVG file to draw")
+    options = parser.parse_args()
+    train, val = read_images("train", None), read_images("val", options.images)
+    nets = [row for seed in range(options.seeds) for row in measure_pair(seed, train, val, options.steps)]
+    comparisons = [compare(nets, stage, statistic) for stage in STAGES for statistic in STATISTICS]
+    table = markdown(
+        ("statistic", "stage", "ReLU", "PReLU", "PReLU − ReLU (95 %)", "verdict"), map(_cells, comparisons)
+    )
+    print(table)
+    settings = {"side": SIDE, "hidden": HIDDEN, "classes": CLASSES, "batch": BATCH, "rate": RATE, "momentum": MOMENTUM}
+    result = {
+        **header(__file__, sys.argv[1:], ("prelunet", "torch", "numpy", "scipy", "pillow")),
+        "cpu_seconds": round(time.process_time(), 1),
+        "settings": {**settings, "seeds": options.seeds, "images": options.images, "steps": options.steps},
+        "comparisons": comparisons,
+        "nets": nets,
+    }
+    write_result(options.output, result, f"{table}\n")
+    if options.plot is not None:
+        write_atomically(options.plot, draw(nets))
+
+
+def read_images(split: str, limit: int | None) -> Images:
+    """Return images of the embedded dataset, squeezed to SIDE x SIDE grey pixels; each split by its own mean."""
+    dataset = select(open_dataset(embedded_dataset_path(), split=split), limit=limit, classes=())
+    pixels = []
+    for sample in dataset.samples:
+        with Image.open(io.BytesIO(dataset.read(sample))) as image:
+            pixels.append(np.asarray(image.convert("L").resize((SIDE, SIDE), Image.Resampling.BILINEAR), np.float64))
+    inputs = np.stack(pixels).reshape(len(pixels), -1)
+    inputs -= inputs.mean(axis=0)
+    return Images(inputs / inputs.std(), np.array([sample.label for sample in dataset.samples]))
+
+
+def measure_pair(seed: int, train: Images, val: Images, steps: int) -> list[dict[str, Any]]:
+    """Return what was measured in both nets of a pair, before and after training."""
+    rows = []
+    for activation in ACTIVATIONS:
+        net = initial_net(seed, activation)
+        for stage in STAGES:
+            if stage == STAGES[1]:
+                net = trained(net, activation, train, steps, seed)
+            rows.append({"seed": seed, "activation": activation, "stage": stage, **measured(net, val)})
+    return rows
+
+
+def initial_net(seed: int, activation: Activation) -> TwoLayers:
+    """Draw a net; another activation changes nothing but the slopes and the scale of W2 (PReLU-nets, Eq. 15)."""
+    random = np.random.default_rng(seed)
+    slope = initial_slope(activation)
+    return TwoLayers(
+        random.standard_normal((HIDDEN, SIDE * SIDE)) / SIDE,  # n·Var = 1: no activation before the first layer
+        np.zeros(HIDDEN),
+        np.full(HIDDEN, slope),
+        random.standard_normal((CLASSES, HIDDEN)) * np.sqrt(2 / ((1 + slope**2) * HIDDEN)),
+        np.zeros(CLASSES),
+    )
+
+
+def trained(net: TwoLayers, activation: Activation, images: Images, steps: int, seed: int) -> TwoLayers:
+    """Return the net after steps of stochastic gradient descent without weight decay; slopes learn with PReLU only."""
+    names = [name for name in ("w1", "b1", "slope", "w2", "b2") if name != "slope" or activation == "prelu"]
+    values = {name: torch.tensor(getattr(net, name), requires_grad=True) for name in names}
+    optimizer = torch.optim.SGD(values.values(), lr=RATE, momentum=MOMENTUM)
+    inputs, labels = torch.from_numpy(images.inputs), torch.from_numpy(images.labels)
+    random = np.random.default_rng((seed, 1))
+    for _ in range(steps):
+        some = torch.from_numpy(random.choice(len(labels), BATCH, replace=False))
+        hidden = activate(F.linear(inputs[some], values["w1"], values["b1"]), activation, values.get("slope"))
+        loss = F.cross_entropy(F.linear(hidden, values["w2"], values["b2"]), labels[some])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return replace(net, **{name: value.detach().numpy() for name, value in values.items()})
+
+
+def measured(net: TwoLayers, images: Images) -> dict[str, Any]:
+    """Return the statistics of a net, its mean slope, and its top-1 error in percent on the images."""
+    _, hidden, probabilities = forward(net, images.inputs)
+    fisher = fisher_matrix(net, images.inputs)
+    ratio = hidden.mean(axis=0) / np.maximum(hidden.std(axis=0), 1e-12)  # a dead unit's mean is 0, too
+    error = 100 * float((probabilities.argmax(axis=1) != images.labels).mean())
+    return {
+        **{name: round(value, 6) for name, value in statistics_of(fisher, net.w1.size + net.b1.size).items()},
+        "mean_output": round(float(np.sqrt((ratio**2).mean())), 4),
+        "mean_slope": round(float(net.slope.mean()), 4),
+        "top1_error": round(error, 2),
+    }
+
+
+def forward(net: TwoLayers, inputs: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Return the first layer's responses and outputs, (N, HIDDEN) each, and the probabilities (N, CLASSES)."""
+    response = inputs @ net.w1.T + net.b1
+    hidden = np.where(response > 0, response, net.slope * response)
+    logits = hidden @ net.w2.T + net.b2
+    exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return response, hidden, exponentials / exponentials.sum(axis=1, keepdims=True)
+
+
+def fisher_matrix(net: TwoLayers, inputs: FloatArray) -> FloatArray:
+    """Return F over (W1, b1, W2, b2), each flattened row by row, as the head of this file defines it.
+
+    The gradient of log p(c) with respect to the logits is e_c − p, and Σ p_c (e_c − p)(e_c − p)ᵀ = diag p − p·pᵀ, which
+    is A·Aᵀ with column c of A equal to √p_c·(e_c − p): one row of gradients for each image and class.
+    """
+    response, hidden, p = forward(net, inputs)
+    roots = np.sqrt(p)[:, :, None] * (np.eye(p.shape[1])[None] - p[:, None, :])  # (N, class c, logit)
+    back = (roots @ net.w2) * np.where(response > 0, 1.0, net.slope)[:, None, :]  # (N, c, HIDDEN)
+    weights = [back[..., None] * inputs[:, None, None, :], roots[..., None] * hidden[:, None, None, :]]
+    blocks = [weights[0], back, weights[1], roots]
+    rows = np.concatenate([block.reshape(len(inputs) * p.shape[1], -1) for block in blocks], axis=1)
+    return rows.T @ rows / len(inputs)
+
+
+def statistics_of(fisher: FloatArray, first: int) -> dict[str, float]:
+    """Return the statistics of the head of this file; first: how many parameters the first layer has."""
+    squares = fisher**2
+    diagonal = np.diag(fisher)
+    mass = squares.sum()
+    used = diagonal > 0
+    correlations = squares[np.ix_(used, used)] / np.outer(diagonal[used], diagonal[used])
+    of_first = int(used[:first].sum())
+    return {
+        "off_diagonal": float(1 - np.diag(squares).sum() / mass),
+        "between_layers": float(2 * squares[:first, first:].sum() / mass),
+        "correlation_first_layer": _root_mean_off_diagonal(correlations[:of_first, :of_first]),
+        "correlation_second_layer": _root_mean_off_diagonal(correlations[of_first:, of_first:]),
+        "correlation_between_layers": float(np.sqrt(correlations[:of_first, of_first:].mean())),
+    }
+
+
+def _root_mean_off_diagonal(squares: FloatArray) -> float:
+    """Return the root mean of squared correlations but for those of a parameter with itself, which are 1."""
+    size = len(squares)
+    return float(np.sqrt((squares.sum() - size) / (size * (size - 1))))
+
+
+def compare(nets: list[dict[str, Any]], stage: str, statistic: str) -> dict[str, Any]:
+    """Return the means of a statistic and the paired difference PReLU − ReLU with its interval and what it says."""
+    relu, prelu = (
+        np.array([net[statistic] for net in nets if (net["activation"], net["stage"]) == (activation, stage)])
+        for activation in ACTIVATIONS
+    )
+    low, high = interval_of_mean(prelu - relu)
+    verdict = "smaller with PReLU" if high < 0 else "larger with PReLU" if low > 0 else "no difference shown"
+    return {
+        "statistic": statistic,
+        "stage": stage,
+        "relu": round(float(relu.mean()), 5),
+        "prelu": round(float(prelu.mean()), 5),
+        "difference": round(float((prelu - relu).mean()), 5),
+        "interval": [round(low, 5), round(high, 5)],
+        "pairs": len(relu),
+        "pairs_with_less": int((prelu < relu).sum()),
+        "verdict": verdict,
+    }
+
+
+def _cells(row: Mapping[str, Any]) -> list[Any]:
+    low, high = row["interval"]
+    difference = f"{row['difference']:+.4f} ({low:+.4f} to {high:+.4f})"
+    return [row["statistic"], row["stage"], f"{row['relu']:.4f}", f"{row['prelu']:.4f}", difference, row["verdict"]]
+
+
+def draw(nets: list[dict[str, Any]]) -> bytes:
+    """Return the SVG: each pair a line from ReLU to PReLU, a panel for each statistic and stage."""
+    titles = {"relu": "ReLU", "prelu": "PReLU"}
+    rows = [
+        {"seed": net["seed"], "net": titles[net["activation"]], "stage": net["stage"], "name": name, "value": net[name]}
+        for net in nets
+        for name in STATISTICS
+    ]
+    base = chart_spec(rows)
+    x = {"field": "net", "type": "nominal", "sort": list(titles.values()), "title": None, "axis": {"labelAngle": 0}}
+    point = {"size": 30, "color": "var(--accent)"}
+    panels = [
+        {
+            "width": 130,
+            "height": 160,
+            "title": {"text": stage, "fontWeight": "normal", "fontSize": 12, "color": "var(--muted)"},
+            "transform": [{"filter": f"datum.name === '{name}' && datum.stage === '{stage}'"}],
+            "mark": {"type": "line", "point": point, "color": "var(--accent)", "opacity": 0.7},
+            "encoding": {
+                "x": {**x, "scale": {"padding": 0.4}},
+                "y": {"field": "value", "type": "quantitative", "title": name.replace("_", " "),
+                      "scale": {"zero": False}, "axis": {"domain": False, "tickCount": 5}},
+                "detail": {"field": "seed"},
+            },
+        }
+        for stage in STAGES
+        for name in STATISTICS
+    ]  # fmt: skip
+    return draw_svg(
+        {"config": base["config"], "data": base["data"], "concat": panels, "columns": len(STATISTICS), "padding": 12}
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,303 @@
+"""What all parts of `gpu.py` stand on: nets and their model files, sessions with any options, clocks, and the peak.
+
+Imports torch, onnx, onnxruntime, numpy and Pillow and nothing else: the machine with the GPU has no more, and the
+project is not installed there.
+"""
+
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import onnx
+import PIL
+import torch
+
+from benchmarks.common.nets import MEAN, class_entries, telling_tensors
+from benchmarks.common.results import digest_of, machine
+from prelunet.evaluator.architectures import Architecture, Conv, Pool, architecture, multiply_adds
+from prelunet.evaluator.contract import Canvas, ModelContract, Precision
+from prelunet.evaluator.engine.load import open_placed
+from prelunet.evaluator.engine.runtimes.cuda import cuda_options
+from prelunet.evaluator.engine.runtimes.onnx import CPU, CUDA, import_runtime
+from prelunet.evaluator.engine.session import Placement, Session
+from prelunet.evaluator.errors import EnvironmentFault
+from prelunet.export.dense.build import build_model, contract_of
+from prelunet.training.net.network import PreluNet, load_tensors
+
+CROP = 224  # pixels, of the nets that are measured; all lengths in this benchmark are told for it
+# What a model file depends on.
+MAKE_FILES = ("export", "evaluator/contract.py", "evaluator/architectures.py", "training/net/initialization.py",
+              "benchmarks/common/nets.py")  # fmt: skip
+PEAK_SIDE = 8192  # of the matrices whose product gives the peak
+SMI = "driver_version,clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu,pstate,memory.used"
+
+# Stand-ins for --tiny: a crop of 28 pixels, an eighth of the real one. E keeps its 2x2 convolutions.
+TINY = architecture("demo")
+TINY_E = Architecture(
+    "E",
+    (
+        Conv("conv1", 12, kernel=3, stride=2, pad=1),
+        Pool("pool1", kernel=2, stride=2),
+        Conv("conv2_1", 16, kernel=2, pad=0),
+        Conv("conv2_2", 16, kernel=2, pad=1),
+    ),
+    spp_levels=(3, 2, 1),
+    hidden=32,
+    crop=28,
+)
+
+Timing = dict[str, float | int]
+
+
+@dataclass
+class Rig:
+    """One device, and nets to run on it.
+
+    device: `cuda` or `cpu`; tiny: small nets and pictures, a few repeats; files: folder for model files, which are
+    kept, since a model C takes a while to write.
+    """
+
+    device: str
+    tiny: bool
+    files: Path
+    peaks: Mapping[str, float] = field(default_factory=dict)  # TFLOP/s, see `measure_peaks`
+    _drawn: tuple[str, Mapping[str, np.ndarray]] | None = None
+
+    @property
+    def on_gpu(self) -> bool:
+        """Say whether this is not a rehearsal on a CPU."""
+        return self.device == "cuda"
+
+    @property
+    def classes(self) -> int:
+        """Return the number of classes of all nets."""
+        return 10 if self.tiny else 1000
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """Return in what a model can be computed on this device."""
+        return ("fp16", "tf32", "fp32") if self.on_gpu else ("fp16", "fp32")
+
+    def px(self, length: int) -> int:
+        """Return a length that is told for crops of 224 pixels, in pixels of the nets that are run."""
+        return -(-length * TINY.crop // CROP) if self.tiny else length
+
+    def few(self, count: int, at_most: int = 2) -> int:
+        """Return a count, or `at_most` in a rehearsal."""
+        return min(count, at_most) if self.tiny else count
+
+    def net(self, name: str) -> Architecture:
+        """Return an architecture of the paper, or its stand-in."""
+        if not self.tiny:
+            return architecture(name)
+        return TINY_E if name == "E" else TINY
+
+    def tensors(self, name: str) -> Mapping[str, np.ndarray]:
+        """Return the weights of `nets.telling_tensors`; the last net's are kept (C: 1.3 GB)."""
+        if self._drawn is None or self._drawn[0] != name:
+            self._drawn = None
+            self._drawn = (name, telling_tensors(self.net(name), self.classes))
+        return self._drawn[1]
+
+    def torch_net(self, name: str) -> PreluNet:
+        """Return the torch net on the device, in eval mode."""
+        net = PreluNet(self.net(name), self.classes)
+        load_tensors(net, self.tensors(name))
+        return net.to(self.device).eval()
+
+    def contract(self, name: str, precision: str = "fp32", canvas: Canvas = "ragged") -> ModelContract:
+        """Return what a model file of a net states; precision: `fp32` (also for tf32) or `fp16`."""
+        classes = class_entries(self.classes)
+        half: Precision = "fp16" if precision == "fp16" else "fp32"
+        return contract_of(self.net(name), classes, canvas, half, checkpoint_sha256="0" * 64)
+
+    def model_file(self, name: str, precision: str = "fp32", canvas: Canvas = "ragged") -> Path:
+        """Return the path of a net's model file, which is written unless it is there."""
+        contract = self.contract(name, precision, canvas)
+        kind, source = "tiny-" if self.tiny else "", digest_of(*MAKE_FILES)
+        path = self.files / f"{kind}{name}-{contract.precision}-{canvas}-{source}.onnx"
+        if not path.exists():
+            model = build_model(self.net(name), self.tensors(name), MEAN, contract, source)
+            self.files.mkdir(parents=True, exist_ok=True)
+            new = path.with_suffix(".new")
+            new.write_bytes(model.SerializeToString(deterministic=True))
+            new.replace(path)
+        return path
+
+    def session(self, name: str, precision: str = "fp32", canvas: Canvas = "ragged") -> Session:
+        """Open a net as `validate` does."""
+        asked = precision if self.on_gpu else None  # a CPU computes a file in one precision only
+        return open_placed(
+            self.model_file(name, precision, canvas), Placement(self.device, asked), for_many=self.on_gpu
+        )
+
+    def flop(self, name: str, sizes: Sequence[tuple[int, int]]) -> int:
+        """Return the floating point operations of images of these sizes: two for each multiply-add."""
+        net = self.net(name).to_json()
+        counts = {size: multiply_adds(net, *size, self.classes) for size in set(sizes)}
+        return 2 * sum(counts[size] for size in sizes)
+
+    def share_of_peak(self, tflops: float, precision: str) -> float | None:
+        """Return which part of the matrix product's rate this is, 0 to 1."""
+        peak = self.peaks.get(precision)
+        return None if not peak else round(tflops / peak, 4)
+
+    def wait(self) -> None:
+        """Wait until the GPU has done all that torch has asked of it."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def timed(self, call: Callable[[], Any], *, seconds: float = 0.6, least: int = 3, warm: int = 2) -> Timing:
+        """Call again and again for about that long, at least `least` times; return milliseconds of one call."""
+        for _ in range(self.few(warm, 1)):
+            call()
+        self.wait()
+        took: list[float] = []
+        begun = time.perf_counter()
+        while len(took) < self.few(least) or (time.perf_counter() - begun < seconds and not self.tiny):
+            start = time.perf_counter()
+            call()
+            self.wait()
+            took.append(1e3 * (time.perf_counter() - start))
+        spread = {"ms_min": min(took), "ms_mean": statistics.mean(took), "ms_max": max(took)}
+        return {"ms": statistics.median(took), **spread, "calls": len(took)}
+
+    def used_memory_gb(self) -> float | None:
+        """Return the memory of the GPU that is taken, by whomever."""
+        if not self.on_gpu:
+            return None
+        free, total = torch.cuda.mem_get_info()
+        return round((total - free) / 1e9, 2)
+
+    def measure_peaks(self) -> dict[str, float]:
+        """Measure square matrix products of 8192 in torch, TFLOP/s by precision; random numbers, as nets have them.
+
+        Zeros would run 10 % faster, since the chip then takes less power.
+        """
+        side = 256 if self.tiny or not self.on_gpu else PEAK_SIDE
+        kinds = {"fp16": (torch.float16, False), "bf16": (torch.bfloat16, False), "tf32": (torch.float32, True)}
+        kinds["fp32"] = (torch.float32, False)
+        peaks = {}
+        before = torch.backends.cuda.matmul.allow_tf32
+        for name, (dtype, tf32) in kinds.items():
+            torch.backends.cuda.matmul.allow_tf32 = tf32
+            one, other = (torch.randn(side, side, device=self.device).to(dtype) for _ in range(2))
+            timing = self.timed(lambda one=one, other=other: one @ other, seconds=0.5, least=5, warm=5)
+            peaks[name] = float(f"{2 * side**3 / timing['ms'] / 1e9:.4g}")
+        torch.backends.cuda.matmul.allow_tf32 = before
+        self.peaks = peaks
+        if self.on_gpu:
+            torch.cuda.empty_cache()  # else its matrices would count as memory of what comes next
+        return peaks
+
+
+def check_provider(rig: Rig) -> None:
+    """Open a small net and run it; SystemExit when what comes up is not the device that was asked for."""
+    small = Rig(rig.device, tiny=True, files=rig.files)
+    try:
+        session = small.session("A", "fp16")
+        image = np.zeros((1, TINY.crop, TINY.crop, 3), np.uint8)
+        session.run(image, np.array([image.shape[1:3]], np.int64))  # cuDNN is looked for only here
+    except Exception as error:  # the runtime's own classes have no common base
+        raise SystemExit(f"--device {rig.device} did not come up: {error}") from error
+    expected = CUDA if rig.on_gpu else CPU
+    if session.circumstances.provider != expected:
+        raise SystemExit(f"--device {rig.device}: {session.circumstances.provider} came up instead of {expected}")
+
+
+def raw_session(rig: Rig, path: Path, changes: Mapping[str, str] | None = None) -> Any:
+    """Open a model file in onnxruntime itself, on the rig's device, with other options of the CUDA provider.
+
+    On a CPU, which has none of them, they are left out.
+    """
+    runtime = import_runtime()
+    options = runtime.SessionOptions()
+    options.log_severity_level = 4
+    if rig.on_gpu:
+        options.intra_op_num_threads = 1
+        options.enable_mem_pattern = False
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    provider = (CUDA, {**cuda_options(), **(changes or {})}) if rig.on_gpu else CPU
+    session = runtime.InferenceSession(os.fspath(path), options, providers=[provider], enable_fallback=0)
+    if session.get_providers()[0] != (CUDA if rig.on_gpu else CPU):
+        raise EnvironmentFault(f"{session.get_providers()[0]} came up for {path.name}")
+    return session
+
+
+def provider_options(rig: Rig, session: Any) -> dict[str, str]:
+    """Return the options that the provider of a raw session says it has."""
+    return dict(session.get_provider_options()[CUDA if rig.on_gpu else CPU])
+
+
+def circumstances(rig: Rig, command: Sequence[str], source: str) -> dict[str, Any]:
+    """Return everything that a number of this benchmark depends on; source: digest of the code that measures."""
+    runtime = import_runtime()
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": "python -m benchmarks.gpu.run " + " ".join(command),
+        "device": rig.device,
+        "tiny": rig.tiny,
+        "gpu": torch.cuda.get_device_name() if rig.on_gpu else None,
+        "gpu_memory_gb": round(torch.cuda.mem_get_info()[1] / 1e9, 1) if rig.on_gpu else None,
+        "machine": machine(),
+        "versions": _versions(runtime),
+        "onnxruntime": {
+            "package_name": getattr(runtime, "package_name", None),
+            "build": runtime.get_build_info() if hasattr(runtime, "get_build_info") else None,
+            "providers": runtime.get_available_providers(),
+        },
+        "provider_options": cuda_options() if rig.on_gpu else {},
+        "source": source,
+        "first": watch(rig),
+    }
+
+
+def _versions(runtime: ModuleType) -> dict[str, str | None]:
+    cudnn = torch.backends.cudnn.version()
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": str(cudnn) if cudnn else None,
+        "onnxruntime": runtime.__version__,
+        "onnx": onnx.__version__,
+        "numpy": np.__version__,
+        "pillow": PIL.__version__,
+    }
+
+
+def watch(rig: Rig) -> dict[str, str]:
+    """Return driver, clocks, power and temperature as nvidia-smi tells them; nothing where there is none."""
+    program = shutil.which("nvidia-smi")
+    if not rig.on_gpu or program is None:
+        return {}
+    command = [program, f"--query-gpu={SMI}", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):  # what was measured is worth more than the clocks
+        return {}
+    line = found.stdout.strip().splitlines()[:1]
+    return dict(zip(SMI.split(","), (value.strip() for value in line[0].split(",")), strict=False)) if line else {}
+
+
+def tell_runtime() -> None:
+    """Print which onnxruntime this is, before anything can fail."""
+    runtime = import_runtime()
+    name = getattr(runtime, "package_name", "onnxruntime of unknown origin")
+    print(f"onnxruntime.package_name {name}, providers {runtime.get_available_providers()}", flush=True)
+
+
+def tell(now: Mapping[str, Any]) -> None:
+    """Print what is measured with."""
+    print(", ".join(f"{name} {version}" for name, version in now["versions"].items()))
+    print(f"{now['gpu'] or now['machine']['cpu']}, {now['first'] or 'no nvidia-smi'}", flush=True)

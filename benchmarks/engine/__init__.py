@@ -1,0 +1,1 @@
+"""Dense evaluation on a CPU, beside its alternatives."""

@@ -1,0 +1,313 @@
+"""Who computes the same scores: each competitor as a function from a decoded image to its scores.
+
+All get uint8 pixels and include what `make_views` does (resizing once per scale, mirroring), run a scale's plain and
+mirrored view as one batch, use the same number of threads and average alike. torch is imported by those who need it
+only, so that the memory of the others is theirs.
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from prelunet.evaluator.engine.classify import classify_images
+from prelunet.evaluator.engine.load import open_session
+from prelunet.evaluator.engine.runtimes import openvino as openvino_runtime
+from prelunet.evaluator.engine.runtimes.onnx import import_runtime
+from prelunet.evaluator.engine.session import Device, Session
+from prelunet.evaluator.errors import EnvironmentFault
+from prelunet.evaluator.imaging.views import make_views
+from prelunet.evaluator.machine import knows_bf16
+from prelunet.evaluator.protocols import Protocol
+
+if TYPE_CHECKING:
+    from benchmarks.common.dense_torch import DenseNet
+
+Precision = Literal["fp32", "bf16"]
+Pixels = npt.NDArray[np.uint8]
+Scores = npt.NDArray[np.floating[Any]]
+Answer = Callable[[Pixels, Protocol], Scores]
+
+# How far the scores of a right competitor may be from those of torch eager, as a part of the largest one: an untrained
+# net has only small scores. On models A and C float32 in another order gave 1e-5, and bf16, which keeps 8 bits, 4e-2;
+# a wrong head is off by about 1.
+TOLERANCES: Mapping[Precision, float] = {"fp32": 1e-4, "bf16": 0.1}
+
+
+class NotAvailable(Exception):  # noqa: N818 - no error: it becomes a row of the table
+    """This environment or machine cannot run a competitor; the text says why."""
+
+
+@dataclass
+class Case:
+    """One net in its files, in `folder`, and what several competitors share of it in memory.
+
+    checkpoint: `net.safetensors`; plain: `plain.onnx`, `dense_torch.export_plain`; ours: `ours.onnx`,
+    `export.dense.export.export_checkpoint`. threads: of every competitor.
+    """
+
+    folder: Path
+    threads: int
+    _sessions: dict[tuple[Device, Precision], Session] = field(default_factory=dict)
+
+    @property
+    def checkpoint(self) -> Path:
+        """Return the path of the checkpoint."""
+        return self.folder / "net.safetensors"
+
+    @property
+    def plain(self) -> Path:
+        """Return the path of the plain export of the torch net."""
+        return self.folder / "plain.onnx"
+
+    @property
+    def ours(self) -> Path:
+        """Return the path of this project's model file."""
+        return self.folder / "ours.onnx"
+
+    def session(self, device: Device, precision: Precision) -> Session:
+        """Return the session on our file; two competitors share it, since each would take 2.6 GB for model C."""
+        if (device, precision) not in self._sessions:
+            self._sessions[device, precision] = open_session(
+                self.ours, device, precision=precision, threads=self.threads
+            )
+        return self._sessions[device, precision]
+
+    def close_sessions(self) -> None:
+        """Give the memory of the sessions back."""
+        self._sessions.clear()
+
+    @cached_property
+    def net(self) -> "DenseNet":
+        """Return the torch net in float32, channels first: naive, eager and torch.compile share it."""
+        return self.dense_net()
+
+    def dense_net(self, *, precision: Precision = "fp32", channels_last: bool = False) -> "DenseNet":
+        """Load the torch net."""
+        import torch
+
+        from benchmarks.common.dense_torch import DenseNet
+        from prelunet.training.net.checkpoints import read_checkpoint
+        from prelunet.training.net.network import network_from_checkpoint
+
+        torch.set_num_threads(self.threads)
+        checkpoint = read_checkpoint(self.checkpoint)
+        dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+        onednn = precision == "fp32" and torch.backends.mkldnn.is_available()
+        net = network_from_checkpoint(checkpoint)
+        return DenseNet(net, checkpoint.mean, dtype=dtype, channels_last=channels_last, onednn=onednn)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A competitor that is ready.
+
+    settings: what it runs with, as it says itself where it can; sample: of one that is too slow to be run whole,
+    from image, protocol and a number of crops to the seconds that all crops of the image would take.
+    """
+
+    answer: Answer
+    settings: Mapping[str, Any]
+    sample: Callable[[Pixels, Protocol, int], float] | None = None
+
+
+@dataclass(frozen=True)
+class Competitor:
+    """One way to compute the scores.
+
+    ours: this project's; open: raises NotAvailable; alone_as: another one that takes the same memory and time to get
+    ready, because it is the same net in the same runtime.
+    """
+
+    name: str
+    precision: Precision
+    open: Callable[[Case], Opened]
+    ours: bool = False
+    alone_as: str | None = None
+
+
+def in_pairs(run: Callable[[Pixels], Scores]) -> Answer:
+    """Make an answer of a function from a batch, uint8 (N, H, W, 3), to scores (N, K): each scale is one batch."""
+
+    def answer(image: Pixels, protocol: Protocol) -> Scores:
+        assert protocol.kind == "dense", f"the competitors know no protocol of kind {protocol.kind}"
+        views = make_views(image, protocol)
+        batches = [np.stack([v.image for v in views if v.view.scale == scale]) for scale in protocol.scales]
+        scores: Scores = np.mean([run(batch).mean(axis=0, dtype=np.float64) for batch in batches], axis=0)
+        return scores
+
+    return answer
+
+
+def _naive(case: Case) -> Opened:
+    from benchmarks.engine.naive import CROPS_AT_ONCE, classify_every_crop, seconds_of_sample
+
+    settings = {**_torch_settings(), "crops at once": CROPS_AT_ONCE}
+    return Opened(partial(classify_every_crop, case.net), settings, partial(seconds_of_sample, case.net))
+
+
+def _eager(case: Case) -> Opened:
+    return Opened(in_pairs(case.net.scores), _torch_settings())
+
+
+def _compiled(case: Case) -> Opened:
+    import torch
+
+    # Sizes change from image to image. Freezing lays weights out for oneDNN once, in float32 too.
+    options = {"freezing": True}
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(case.folder / "inductor")  # what an earlier call compiled is not used
+    net = torch.compile(case.net, dynamic=True, options=options)
+
+    def run(images: Pixels) -> Scores:
+        with torch.inference_mode():
+            scores: Scores = net(torch.from_numpy(images)).numpy()
+            return scores
+
+    side = case.net.architecture.crop
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run(np.zeros((2, side + 40, side + 70, 3), np.uint8))
+    except RuntimeError as error:  # no C++ compiler, above all
+        raise NotAvailable(f"torch.compile: {str(error).strip().splitlines()[0]}") from error
+    facts = {"dynamic": True, **options, "compiled": "all but the gathering of bins and the three products"}
+    return Opened(in_pairs(run), {**_torch_settings(), **facts})
+
+
+def _channels_last(precision: Precision) -> Callable[[Case], Opened]:
+    def open_(case: Case) -> Opened:
+        if precision == "bf16" and not knows_bf16():
+            raise NotAvailable("this CPU has no bfloat16 instructions, and torch imitates them ten times as slowly")
+        net = case.dense_net(precision=precision, channels_last=True)
+        return Opened(in_pairs(net.scores), {**_torch_settings(), "layout": "channels_last"})
+
+    return open_
+
+
+def _torch_settings() -> dict[str, Any]:
+    import torch
+
+    return {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "head": "gathered bins, three products",
+        "convolutions and products": "oneDNN" if torch.backends.mkldnn.is_available() else "ATen, BLAS",
+        "layout": "channels first",
+    }
+
+
+def _onnxruntime(case: Case) -> Opened:
+    try:
+        runtime = import_runtime()
+    except EnvironmentFault as error:
+        raise NotAvailable(str(error)) from error
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = case.threads
+    session = runtime.InferenceSession(os.fspath(case.plain), options, providers=["CPUExecutionProvider"])
+    run = in_pairs(lambda images: session.run(None, {"images": _channels_first(images)})[0])
+    return Opened(
+        run,
+        {
+            "onnxruntime": runtime.__version__,
+            "threads": case.threads,
+            "providers": session.get_providers(),
+            "graph optimization": str(options.graph_optimization_level).rpartition(".")[2],
+            "file": "plain export",
+        },
+    )
+
+
+def _openvino(precision: Precision) -> Callable[[Case], Opened]:
+    """Return what opens the plain export in OpenVINO."""
+
+    def open_(case: Case) -> Opened:
+        try:
+            import openvino
+        except ImportError as error:
+            raise NotAvailable(f"openvino cannot be imported ({error})") from error
+        asked = {
+            "INFERENCE_PRECISION_HINT": openvino_runtime.HINTS[precision],
+            "PERFORMANCE_HINT": "LATENCY",
+            "INFERENCE_NUM_THREADS": case.threads,
+        }
+        try:
+            openvino_runtime.check_processor(precision)
+            compiled = openvino.Core().compile_model(case.plain, "CPU", asked)
+            openvino_runtime.check_precision(compiled, precision)
+        except EnvironmentFault as error:
+            raise NotAvailable(str(error)) from error
+        request = compiled.create_infer_request()
+
+        def run(images: Pixels) -> Scores:
+            scores: Scores = request.infer({"images": _channels_first(images)}, share_inputs=True)["scores"].copy()
+            return scores
+
+        said = {key: str(compiled.get_property(key)) for key in (*asked, "NUM_STREAMS", "ENABLE_CPU_PINNING")}
+        facts = {"openvino": openvino.__version__, "file": "plain export", "convolutions": precision}
+        return Opened(in_pairs(run), {**facts, **said})
+
+    return open_
+
+
+def _bare(device: Device, precision: Precision) -> Callable[[Case], Opened]:
+    """Return what calls the runtime on our file once a scale, without what `_ours` does around it."""
+
+    def open_(case: Case) -> Opened:
+        session, settings = _session(case, device, precision)
+
+        def run(images: Pixels) -> Scores:
+            return session.run(images, np.array([images.shape[1:3]] * len(images), np.int64)).scores
+
+        return Opened(in_pairs(run), settings)
+
+    return open_
+
+
+def _ours(device: Device, precision: Precision) -> Callable[[Case], Opened]:
+    """Return what answers as `prelunet classify` does: views, batches, canvases, averages."""
+
+    def open_(case: Case) -> Opened:
+        session, settings = _session(case, device, precision)
+        return Opened(lambda image, protocol: classify_images(session, [image], protocol)[0].scores, settings)
+
+    return open_
+
+
+def _session(case: Case, device: Device, precision: Precision) -> tuple[Session, dict[str, Any]]:
+    try:
+        session = case.session(device, precision)
+    except EnvironmentFault as error:
+        raise NotAvailable(str(error)) from error
+    facts = {"threads": case.threads, "rules": session.rules.to_json(), "file": "ours"}
+    return session, {**session.circumstances.to_json(), **facts}
+
+
+def _channels_first(images: Pixels) -> npt.NDArray[np.float32]:
+    return np.ascontiguousarray(images.transpose(0, 3, 1, 2), np.float32)
+
+
+REFERENCE = "torch eager"  # what scores are compared with; a test holds it against training.net.dense_reference
+COMPETITORS: Mapping[str, Competitor] = {
+    competitor.name: competitor
+    for competitor in (
+        Competitor("naive", "fp32", _naive, alone_as=REFERENCE),
+        Competitor(REFERENCE, "fp32", _eager),
+        Competitor("torch.compile", "fp32", _compiled),
+        Competitor("torch channels_last", "fp32", _channels_last("fp32")),
+        Competitor("onnxruntime, plain export", "fp32", _onnxruntime),
+        Competitor("openvino, plain export", "fp32", _openvino("fp32")),
+        Competitor("openvino, our file", "fp32", _bare("openvino", "fp32"), alone_as="ours, openvino"),
+        Competitor("ours, cpu", "fp32", _ours("cpu", "fp32"), ours=True),
+        Competitor("ours, openvino", "fp32", _ours("openvino", "fp32"), ours=True),
+        Competitor("torch channels_last bf16", "bf16", _channels_last("bf16")),
+        Competitor("openvino, plain export, bf16", "bf16", _openvino("bf16")),
+        Competitor("openvino, our file, bf16", "bf16", _bare("openvino", "bf16"), alone_as="ours, openvino bf16"),
+        Competitor("ours, openvino bf16", "bf16", _ours("openvino", "bf16"), ours=True),
+    )
+}

@@ -1,0 +1,176 @@
+"""Competitors in turn on the same images, in one process: a slow minute of the machine meets all of them."""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common.nets import CLASSES
+from benchmarks.common.photos import Photo
+from benchmarks.common.results import shuffled
+from benchmarks.engine.competitors import COMPETITORS, REFERENCE, TOLERANCES, Answer, Opened, Precision, Scores
+from prelunet.evaluator.architectures import Architecture, multiply_adds
+from prelunet.evaluator.imaging.resize import resized_size
+from prelunet.evaluator.protocols import Protocol
+
+SAMPLED_CROPS = 16  # of the naive competitor, in images that have more: one of its batches
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One image, answered once by each competitor of a group.
+
+    gflop: of its dense evaluation, two per multiply-add; seconds, deviations: by competitor, the latter as `deviation`
+    from the reference's scores; crops: how many the naive competitor has of it, where it took part.
+    """
+
+    photo: Photo
+    gflop: float
+    seconds: Mapping[str, float]
+    deviations: Mapping[str, float]
+    crops: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the visit as plain data."""
+        seconds = {name: round(value, 4) for name, value in self.seconds.items()}
+        return {**self.photo.to_json(), "gflop": round(self.gflop, 2), "crops": self.crops, "seconds": seconds}
+
+
+class Reference:
+    """The scores that others are compared with, computed once for each picture and protocol."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._known: dict[tuple[str, str], Scores] = {}
+
+    def scores(self, photo: Photo, protocol: Protocol) -> Scores:
+        """Return the scores of a picture."""
+        key = (photo.name, protocol.name)
+        if key not in self._known:
+            self._known[key] = self._answer(photo.pixels, protocol)
+        return self._known[key]
+
+    def learn(self, scores: Scores, photo: Photo, protocol: Protocol) -> None:
+        """Keep the scores of a picture, unless they are known."""
+        self._known.setdefault((photo.name, protocol.name), scores)
+
+    def deviation(self, name: str, found: Scores, photo: Photo, protocol: Protocol) -> float:
+        """Return how far a competitor's scores are off; SystemExit beyond the tolerance of its precision.
+
+        The naive competitor has no tolerance: its crops see other borders. Its net is the reference's own.
+        """
+        off = deviation(found, self.scores(photo, protocol))
+        if name != "naive" and not within(off, COMPETITORS[name].precision):
+            raise SystemExit(
+                f"{name}: wrong scores on {photo.name}: off by {off:.1e} of the largest that {REFERENCE} gives, more "
+                "than rounding can explain. Its speed would mean nothing"
+            )
+        return off
+
+
+def deviation(found: Scores, expected: Scores) -> float:
+    """Return the largest difference of a score, as a part of the largest score expected."""
+    return float(np.abs(found - expected).max() / expected.max())
+
+
+def within(off: float, precision: Precision) -> bool:
+    """Say whether rounding explains a deviation; NaN is never within."""
+    return off <= TOLERANCES[precision]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long to measure. images: at least and at most so many; seconds: begin no image that would end after them.
+
+    patience: seconds within which not even the least number of images is left out.
+    """
+
+    least: int
+    most: int
+    seconds: float
+    patience: float = math.inf
+
+    def reached(self, images: int, seconds: float) -> bool:
+        """Say whether to stop after so many images and seconds."""
+        if not images:
+            return False
+        end = seconds * (images + 1) / images  # of one more
+        return images >= self.most or end > (self.seconds if images >= self.least else self.patience)
+
+
+def warm_up(opened: Mapping[str, Opened], photo: Photo, protocol: Protocol, reference: Reference) -> None:
+    """Let each competitor answer once, untimed, and stop at wrong scores."""
+    for name, competitor in opened.items():
+        if competitor.sample is None:
+            reference.deviation(name, competitor.answer(photo.pixels, protocol), photo, protocol)
+
+
+def measure(
+    opened: Mapping[str, Opened],
+    photos: Sequence[Photo],
+    protocol: Protocol,
+    net: Architecture,
+    limits: Limits,
+    reference: Reference,
+) -> list[Visit]:
+    """Visit picture after picture, each in an order of its own.
+
+    Raises SystemExit when a competitor's scores are wrong.
+    """
+    visits: list[Visit] = []
+    begun = time.perf_counter()
+    while not limits.reached(len(visits), time.perf_counter() - begun):
+        photo = photos[len(visits) % len(photos)]
+        visits.append(_visit(opened, photo, protocol, net, len(visits), reference))
+        print(f"    {photo.name}: {time.perf_counter() - begun:.1f} s since the first", flush=True)
+    return visits
+
+
+def _visit(
+    opened: Mapping[str, Opened],
+    photo: Photo,
+    protocol: Protocol,
+    net: Architecture,
+    number: int,
+    reference: Reference,
+) -> Visit:
+    seconds: dict[str, float] = {}
+    scores: dict[str, Scores] = {}
+    sizes = [resized_size(*photo.pixels.shape[:2], view.scale, protocol.long_side_cap) for view in protocol.views]
+    crops = None
+    for name in shuffled(opened, number):
+        competitor = opened[name]
+        if competitor.sample is not None:
+            if number > 0:  # too slow for more than one picture
+                continue
+            crops = windows_of(net, sizes)
+            if crops > SAMPLED_CROPS:
+                seconds[name] = competitor.sample(photo.pixels, protocol, SAMPLED_CROPS)
+                continue
+        seconds[name], scores[name] = timed(lambda answer=competitor.answer: answer(photo.pixels, protocol))
+    if REFERENCE in scores:
+        reference.learn(scores[REFERENCE], photo, protocol)
+    deviations = {name: reference.deviation(name, found, photo, protocol) for name, found in scores.items()}
+    return Visit(photo, gflop_of(net, sizes, CLASSES), seconds, deviations, crops)
+
+
+def timed(answer: Callable[[], Scores]) -> tuple[float, Scores]:
+    """Return the seconds that an answer takes, and the answer."""
+    start = time.perf_counter()
+    scores = answer()
+    return time.perf_counter() - start, scores
+
+
+def windows_of(net: Architecture, sizes: Iterable[tuple[int, int]]) -> int:
+    """Return how many windows views of these heights and widths have together."""
+    grids = [[net.feature_map_side(side) - net.window + 1 for side in size] for size in sizes]
+    return sum(rows * columns for rows, columns in grids)
+
+
+def gflop_of(net: Architecture, sizes: Iterable[tuple[int, int]], classes: int) -> float:
+    """Return the operations of views of these heights and widths, two per multiply-add."""
+    data = net.to_json()
+    return sum(2 * multiply_adds(data, *size, classes) for size in sizes) / 1e9

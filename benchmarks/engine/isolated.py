@@ -1,0 +1,186 @@
+"""One thing in a process of its own, so that its memory and its start are its own.
+
+    python -m benchmarks.engine.isolated '{"task": "competitor" or "classify" or "validate", ...}'
+
+prints one line of JSON; `run_alone` calls it for run.py and growth.py. Memory is in MB, as the kernel tells it:
+`loading` is the peak until the model is open, `settled` what it takes then, `peak` that of the work which follows.
+What a task needs is imported by it, so that one without torch does not pay for torch.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+BEGUN = time.perf_counter()  # before the other imports, which are part of getting ready
+
+if TYPE_CHECKING:
+    from prelunet.evaluator.datasets.dataset import Dataset, Reader, Sample
+    from prelunet.evaluator.engine.session import Session
+
+Json = dict[str, Any]
+
+
+def run_alone(task: Mapping[str, Any]) -> Json:
+    """Return what a task tells; RuntimeError with the end of what it complains of."""
+    from benchmarks.common.results import environment  # not at the top: its imports are not part of getting ready
+
+    command = [sys.executable, "-m", "benchmarks.engine.isolated", json.dumps(task)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+    if done.returncode:
+        raise RuntimeError(f"failed alone: {done.stderr.strip()[-500:]}")
+    found: Json = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    """Do what the argument says and print what it took."""
+    task = json.loads(sys.argv[1])
+    print(json.dumps({"competitor": competitor, "classify": classify, "validate": validate}[task["task"]](task)))
+
+
+def competitor(task: Mapping[str, Any]) -> Json:
+    """Open a competitor and show it one image at one scale, plain and mirrored.
+
+    task: name, folder and threads of its `Case`, height, width, scale.
+    """
+    from benchmarks.engine.competitors import COMPETITORS, Case, NotAvailable
+    from prelunet.evaluator.contract import golden_image
+    from prelunet.evaluator.protocols import Protocol
+
+    protocol = Protocol("largest view", "dense", (task["scale"],), mirror=True)
+    try:
+        opened = COMPETITORS[task["name"]].open(Case(Path(task["folder"]), task["threads"]))
+        ready = time.perf_counter() - BEGUN
+        opened.answer(golden_image(task["height"], task["width"]), protocol)
+    except NotAvailable as error:
+        return {"not_available": str(error)}
+    return {"load_seconds": round(ready, 2), "peak_memory_mb": _peak_mb()}
+
+
+def classify(task: Mapping[str, Any]) -> Json:
+    """Classify one image several times, and again with its windows.
+
+    task: model, device, precision, protocol, height, width, calls.
+    """
+    from prelunet.evaluator.contract import golden_image
+    from prelunet.evaluator.engine.classify import classify_images
+    from prelunet.evaluator.protocols import make_protocol
+
+    session, loaded = _load(task)
+    protocol = make_protocol(task["protocol"], session.contract)
+    image = golden_image(task["height"], task["width"])
+    seconds = []
+    for _ in range(task["calls"]):
+        begun = time.perf_counter()
+        classify_images(session, [image], protocol)
+        seconds.append(round(time.perf_counter() - begun, 4))
+    peak = _peak_mb()
+    classified = classify_images(session, [image], protocol, keep_windows=True)[0]
+    windows = [view.window_scores for view in classified.views if view.window_scores is not None]
+    return {
+        **loaded,
+        "seconds": seconds,
+        "peak_mb": peak,
+        "window_scores_mb": round(sum(scores.nbytes for scores in windows) / 2**20, 2),
+    }
+
+
+def validate(task: Mapping[str, Any]) -> Json:
+    """Validate images into a run folder that is thrown away, and tell what had been foretold of its memory.
+
+    task: model, device, precision, protocol, data, images.
+    """
+    from prelunet.evaluator.datasets import open_dataset
+    from prelunet.evaluator.protocols import make_protocol
+    from prelunet.evaluator.validation.run import describe_dataset, run_info
+    from prelunet.evaluator.validation.validate import validate as run_validation
+    from prelunet.evaluator.verbs.options import foretold
+
+    session, loaded = _load(task)
+    dataset = repeated(open_dataset(Path(task["data"]), split="val", class_names=None), task["images"])
+    protocol = make_protocol(task["protocol"], session.contract)
+    info = run_info(session, Path(task["model"]).name, describe_dataset(dataset), protocol)
+    need = foretold(session, protocol, info.chunk, dataset.samples)
+    with tempfile.TemporaryDirectory(prefix="prelunet-alone-") as folder:
+        begun = time.perf_counter()
+        run = run_validation([session], dataset, info, Path(folder) / "run")
+        seconds = time.perf_counter() - begun
+        written = sum(file.stat().st_size for file in run.folder.iterdir())
+    foretold_bytes = {
+        "loading": need.base + need.loading,
+        "settled": need.base + need.weights,
+        "peak": replace(need, loading=0).total,
+    }
+    return {
+        **loaded,
+        "seconds": round(seconds, 3),
+        "peak_mb": _peak_mb(),
+        **{f"foretold_{key}_mb": round(value / 2**20) for key, value in foretold_bytes.items()},
+        "list_bytes_an_image": round(_list_bytes(dataset.samples) / task["images"]),
+        "written_bytes_an_image": round(written / task["images"]),
+        "refused": sum(line.refused is not None for line in run.predictions),
+    }
+
+
+def _load(task: Mapping[str, Any]) -> "tuple[Session, Json]":
+    from benchmarks.common.results import resident_mb
+    from prelunet.evaluator.engine.load import open_placed
+    from prelunet.evaluator.engine.session import Placement
+
+    session = open_placed(Path(task["model"]), Placement(task["device"], task["precision"]))
+    loaded = {"loading_mb": _peak_mb(), "settled_mb": resident_mb()}
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is counted from here on: proc(5)
+    return session, loaded
+
+
+def _peak_mb() -> int:
+    from prelunet.evaluator.profiling.profile import peak_memory
+
+    return round(peak_memory() / 2**20)
+
+
+def _list_bytes(samples: "Sequence[Sample]") -> int:
+    """Return what a list of samples takes with their names; labels are few and shared."""
+    each = (sys.getsizeof(sample) + sys.getsizeof(sample.file) + sys.getsizeof(sample.size) for sample in samples)
+    return sys.getsizeof(samples) + sum(each)
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """Reads `copy/name` as `name`."""
+
+    reader: "Reader"
+
+    def read(self, file: str) -> bytes:
+        """Return the bytes of the original."""
+        return self.reader.read(file.partition("/")[2])
+
+
+def repeated(dataset: "Dataset", images: int) -> "Dataset":
+    """Return a dataset of so many images: copies of the given ones under other names, or an even choice of them.
+
+    images: a multiple of the given ones, or fewer: each size has the same mix of shapes.
+    """
+    from prelunet.evaluator.datasets import Sample, select
+
+    given = len(dataset.samples)
+    if images < given:
+        dataset = select(dataset, limit=images, classes=())
+    elif images % given:
+        raise SystemExit(f"{images} images are no multiple of {given}, so the mix of shapes would change")
+    samples = [
+        Sample(f"{copy:04}/{sample.file}", sample.label, sample.size)
+        for copy in range(max(1, images // given))
+        for sample in dataset.samples
+    ]
+    return replace(dataset, samples=samples, reader=_Copies(dataset.reader), place=None)
+
+
+if __name__ == "__main__":
+    main()

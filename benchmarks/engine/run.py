@@ -1,0 +1,184 @@
+"""Dense evaluation side by side on the CPU: this project's engine against every other way that we know.
+
+    python -m benchmarks.engine.run --output benchmarks/results/engine-cpu.json
+
+Same weights, same pictures, same number of threads; competitors interleaved in one process (interleaved.py), their
+scores compared: whose are wrong stops the benchmark. Who they are and what they run with: competitors.py. For each
+net, first every competitor alone in a process of its own (memory, seconds until it is ready), then all of one precision
+in turn, protocol by protocol, then those of the other. The result is written after each of these steps, as JSON and,
+beside it, as Markdown; a new call starts anew. The pictures are made by a formula in sizes of photos, or are those of
+--data.
+"""
+
+import argparse
+import gc
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.nets import write_files
+from benchmarks.common.photos import Photo, load_photos
+from benchmarks.common.results import digest_of, header, resident_mb, write_result
+from benchmarks.engine.competitors import COMPETITORS, REFERENCE, Case, NotAvailable, Opened
+from benchmarks.engine.interleaved import Limits, Reference, Visit, measure, warm_up
+from benchmarks.engine.isolated import run_alone
+from benchmarks.engine.table import goals_of, rows_of, tables
+from prelunet.evaluator.architectures import architecture
+from prelunet.evaluator.engine.load import open_session
+from prelunet.evaluator.files import sha256_of
+from prelunet.evaluator.machine import cores
+from prelunet.evaluator.profiling.profile import peak_memory
+from prelunet.evaluator.protocols import Protocol, make_protocol
+from prelunet.evaluator.terminal import progress
+
+Json = dict[str, Any]
+
+MEASURED = (  # code that can change a number
+    "evaluator/engine", "evaluator/imaging", "export", "benchmarks/engine/run.py", "benchmarks/engine/competitors.py",
+    "benchmarks/common/dense_torch.py", "benchmarks/engine/interleaved.py", "benchmarks/common/nets.py",
+)  # fmt: skip
+
+
+def main() -> None:
+    """Run the competitors on each net, write and print the result."""
+    options = _options()
+    begun = time.perf_counter()
+    photos = load_photos(options.data)
+    result: Json = {
+        **header(__file__, sys.argv[1:], ("prelunet", "onnxruntime", "openvino", "torch", "numpy", "pillow")),
+        "source": digest_of(*MEASURED),
+        "files": {},
+        "threads": options.threads,
+        "settings": {},
+        "process_memory_mb": {},
+        "results": [],
+        "goals": [],
+    }
+    for name in options.nets:
+        with tempfile.TemporaryDirectory(prefix="prelunet-bench-") as folder:
+            _say(begun, f"{name}: making its files")
+            write_files(name, Path(folder))
+            result["files"][name] = sha256_of(Path(folder) / "ours.onnx")
+            _net(options, name, Case(Path(folder), options.threads), photos, result, begun)
+        gc.collect()
+    _say(begun, "done")
+    print(tables(result))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nets", nargs="+", default=["A", "C"])
+    parser.add_argument("--protocols", nargs="+", default=["dense-256", "multi-scale"], help="of kind dense")
+    parser.add_argument("--data", type=Path, help="folder of photos, instead of pictures that a formula makes")
+    parser.add_argument("--images", type=int, nargs=2, default=(3, 9), metavar=("LEAST", "MOST"),
+                        help="per net, protocol and precision")  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=40,
+                        help="per net, protocol and precision, for more than the least images")  # fmt: skip
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=180,
+        help="seconds within which the least images are made; on a slow machine fewer are, one always",
+    )
+    parser.add_argument("--threads", type=int, default=cores(), help="of every competitor")
+    parser.add_argument("--only", nargs="+", choices=list(COMPETITORS), metavar="COMPETITOR", default=list(COMPETITORS),
+                        help=f"{REFERENCE} always takes part: " + "; ".join(COMPETITORS))  # fmt: skip
+    parser.add_argument("--output", type=Path, help="JSON file to write; the tables go to the same name with .md")
+    return parser.parse_args()
+
+
+def _net(
+    options: argparse.Namespace, name: str, case: Case, photos: Sequence[Photo], result: Json, begun: float
+) -> None:
+    """Measure all competitors on one net, and write the result after each protocol.
+
+    One precision after the other: all competitors at once would take 20 GB for model C.
+    """
+    chosen = [one for one in COMPETITORS if one in options.only or one == REFERENCE]
+    protocols = _protocols(case, options.protocols)
+    alone = _alone(case, chosen, photos[0], max(scale for protocol in protocols for scale in protocol.scales))
+    visits: dict[str, list[Visit]] = {protocol.name: [] for protocol in protocols}
+    reference = Reference(COMPETITORS[REFERENCE].open(case).answer)
+    of_net: list[Json] = []
+    result["settings"][name], done = {}, list(result["results"])
+    for precision in ("fp32", "bf16"):
+        _say(begun, f"{name}: opening competitors in {precision}")
+        opened = _open(case, [one for one in chosen if COMPETITORS[one].precision == precision], alone)
+        result["settings"][name] |= {one: dict(competitor.settings) for one, competitor in opened.items()}
+        if not opened:
+            continue
+        warm_up(opened, photos[0], min(protocols, key=lambda protocol: max(protocol.scales)), reference)
+        for protocol in protocols:
+            _say(begun, f"{name}, {protocol.name}, {precision}: {len(opened)} competitors in turn")
+            limits = Limits(*options.images, options.seconds, options.patience)
+            visits[protocol.name] += measure(opened, photos, protocol, architecture(name), limits, reference)
+            of_net = [_result(name, one, visits[one.name], alone) for one in protocols if visits[one.name]]
+            result["process_memory_mb"][name] = round(peak_memory() / 2**20)
+            result["results"] = done + of_net
+            result["goals"] = goals_of(result["results"])
+            result["minutes"] = round((time.perf_counter() - begun) / 60, 1)
+            write_result(options.output, result, tables(result))
+        del opened
+        case.close_sessions()
+        gc.collect()
+
+
+def _result(name: str, protocol: Protocol, visits: Sequence[Visit], alone: Mapping[str, Json]) -> Json:
+    return {
+        "net": name,
+        "protocol": protocol.to_json(),
+        "visits": [visit.to_json() for visit in visits],
+        "rows": rows_of(visits, alone),
+    }
+
+
+def _protocols(case: Case, names: Sequence[str]) -> list[Protocol]:
+    contract = open_session(case.ours, "cpu").contract
+    protocols = [make_protocol(name, contract) for name in names]
+    for protocol in protocols:
+        if protocol.kind != "dense":
+            raise SystemExit(
+                f"--protocols {protocol.name}: the competitors evaluate densely, as dense-S or multi-scale"
+            )
+    return protocols
+
+
+def _alone(case: Case, names: Sequence[str], photo: Photo, scale: int) -> dict[str, Json]:
+    """Return what each competitor takes alone in a process of its own, by name; see isolated.py."""
+    stand_ins = {name: COMPETITORS[name].alone_as or name for name in names}
+    height, width = photo.pixels.shape[:2]
+    task = {"task": "competitor", "folder": str(case.folder), "threads": case.threads}
+    found: dict[str, Json] = {}
+    with progress("each alone", len(set(stand_ins.values())), "competitors") as advance:
+        for name in dict.fromkeys(stand_ins.values()):
+            try:
+                found[name] = run_alone({**task, "name": name, "height": height, "width": width, "scale": scale})
+            except RuntimeError as error:
+                raise SystemExit(f"{name}: {error}") from error
+            advance(note=name)
+    return {name: found[stand_in] for name, stand_in in stand_ins.items()}
+
+
+def _open(case: Case, names: Sequence[str], alone: Mapping[str, Json]) -> dict[str, Opened]:
+    """Open all competitors that came up alone."""
+    opened: dict[str, Opened] = {}
+    with progress("opening", len(names), "competitors") as advance:
+        for name in names:
+            if "not_available" not in alone[name]:
+                try:
+                    opened[name] = COMPETITORS[name].open(case)
+                except NotAvailable as error:
+                    raise SystemExit(f"{name}: came up alone, but not beside the others: {error}") from error
+            advance(note=f"{name}, {resident_mb()} MB")
+    return opened
+
+
+def _say(begun: float, text: str) -> None:
+    print(f"{(time.perf_counter() - begun) / 60:4.1f} min  {text}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

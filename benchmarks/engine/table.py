@@ -1,0 +1,197 @@
+"""From visits to rows, tables and verdicts. Pure functions."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.common.results import markdown
+from benchmarks.engine.competitors import COMPETITORS
+from benchmarks.engine.interleaved import SAMPLED_CROPS, Visit
+
+Row = dict[str, Any]
+Goal = dict[str, Any]
+
+HEADER = (
+    *("competitor", "precision", "images", "images/s", "x naive", "x fastest", "GFLOP/s", "lowest to highest"),
+    *("peak MB", "ready s", "scores off by"),
+)
+NOTES = (
+    "Pictures are those named, of a formula in the sizes of photos unless --data gave some: what they show does not "
+    "change the speed. Resizing and mirroring are part of every competitor's time, decoding of none. All of one "
+    "precision take turns on each picture, in an order that is shuffled for each; the other precision follows on the "
+    "same pictures, since all at once would take 20 GB for model C. *images/s*: pictures over their seconds. *x "
+    "naive*: as many times the naive way's GFLOP/s. *x fastest*: times as fast as the fastest competitor of the same "
+    "precision that is not ours: the median over pictures of the ratio on the same one, ± its standard error. "
+    "*GFLOP/s*: two per multiply-add of the dense evaluation, median over pictures, then the lowest and the highest. "
+    "*peak MB*, *ready s*: the competitor alone in a new process; imports, loading and compiling, then one picture at"
+    " the largest scale. *scores off by*: the largest difference from torch eager, as a part of the largest score. "
+    "*openvino, our file*: bare calls of the runtime, on the compiled model that *ours* uses: how far these two are "
+    "apart is what planning costs, and noise."
+)
+ENOUGH = 0.95  # of the fastest competitor's speed
+TIMES_NAIVE = 10
+
+
+def rows_of(visits: Sequence[Visit], alone: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+    """Return a row per competitor, in the order of COMPETITORS.
+
+    alone: by competitor, what isolated.py says, or {"not_available": why}; who is not in it was not chosen.
+    """
+    names = {name for visit in visits for name in visit.seconds}
+    fastest = {
+        precision: max(
+            (n for n in names if COMPETITORS[n].precision == precision and not COMPETITORS[n].ours and n != "naive"),
+            key=lambda name: statistics.median(_rates(visits, name)),
+            default=None,
+        )
+        for precision in ("fp32", "bf16")
+    }
+    rows = []
+    for name, competitor in COMPETITORS.items():
+        row: Row = {"competitor": name, "precision": competitor.precision, "ours": competitor.ours}
+        known = dict(alone.get(name, {"not_available": "not chosen"}))
+        if name in names:
+            row |= _measured(visits, name, fastest[competitor.precision]) | known
+        else:
+            row |= {"not_available": "not measured yet"} | known
+        rows.append(row)
+    return rows
+
+
+def _measured(visits: Sequence[Visit], name: str, fastest: str | None) -> Row:
+    seconds = [visit.seconds[name] for visit in visits if name in visit.seconds]
+    rates = _rates(visits, name)
+    naive = _rates(visits, "naive")
+    row: Row = {
+        "images": len(seconds),
+        "images_per_second": _significant(len(seconds) / sum(seconds)),
+        "times_naive": _significant(statistics.median(rates) / statistics.median(naive)) if naive else None,
+        "times_fastest": None if fastest is None else _ratio(visits, fastest, name),
+        "fastest": fastest,
+        "gflop_per_second": {
+            "median": round(statistics.median(rates), 1),
+            "lowest": round(min(rates), 1),
+            "highest": round(max(rates), 1),
+        },
+        "largest_deviation": max((v.deviations[name] for v in visits if name in v.deviations), default=None),
+    }
+    if name == "naive":
+        crops = sum(visit.crops for visit in visits if visit.crops)
+        row["crops"] = {"of the picture": crops, "classified": min(crops, SAMPLED_CROPS)}
+    return row
+
+
+def _rates(visits: Sequence[Visit], name: str) -> list[float]:
+    """Return GFLOP/s on each picture."""
+    return [visit.gflop / visit.seconds[name] for visit in visits if name in visit.seconds]
+
+
+def _ratio(visits: Sequence[Visit], other: str, name: str) -> Row | None:
+    """Return how many times as fast as another competitor one is, from the visits that both took part in.
+
+    error: standard error of the median, as if ratios were spread normally; None for a single one.
+    """
+    ratios = [v.seconds[other] / v.seconds[name] for v in visits if other in v.seconds and name in v.seconds]
+    if not ratios:
+        return None
+    error = math.sqrt(math.pi / 2 / len(ratios)) * statistics.stdev(ratios) if len(ratios) > 1 else None
+    return {
+        "median": _significant(statistics.median(ratios)),
+        "error": None if error is None else _significant(error, 2),
+        "pictures": len(ratios),
+    }
+
+
+def _significant(value: float, digits: int = 4) -> float:
+    return float(f"{value:.{digits}g}")
+
+
+def goals_of(results: Sequence[Mapping[str, Any]]) -> list[Goal]:
+    """Return what the project wants to hold, and whether it does, for each net and protocol that was measured.
+
+    sure: whether the limit is farther away than two standard errors.
+    """
+    goals: list[Goal] = []
+    for result in results:
+        where, rows = f"{result['net']}, {result['protocol']['name']}", result["rows"]
+        for precision in ("fp32", "bf16"):
+            ratio = max(_of_ours(rows, precision, "times_fastest"), key=lambda ratio: ratio["median"], default=None)
+            if ratio is not None:
+                measured, error = ratio["median"], ratio["error"]
+                text = f"{where}: ours in {precision} at least {ENOUGH} of the fastest {precision} competitor"
+                sure = error is not None and abs(measured - ENOUGH) > 2 * error
+                goals.append({"goal": text, "measured": measured, "met": measured >= ENOUGH, **ratio, "sure": sure})
+        times = max(_of_ours(rows, "fp32", "times_naive"), default=None)
+        if times is not None and len(result["protocol"]["scales"]) > 1:
+            text = f"{where}: ours in fp32 at least {TIMES_NAIVE} times as fast as naive"
+            goals.append({"goal": text, "measured": times, "met": times >= TIMES_NAIVE})
+    return goals
+
+
+def _of_ours(rows: Sequence[Row], precision: str, key: str) -> list[Any]:
+    return [row[key] for row in rows if row["ours"] and row["precision"] == precision and row.get(key) is not None]
+
+
+def tables(result: Mapping[str, Any]) -> str:
+    """Return the whole result in Markdown."""
+    machine = result["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    lines = [
+        "# Dense evaluation side by side",
+        "",
+        f"{result['date']}, {machine['cpu']}, {result['threads']} threads, {machine['memory_gb']} GB "
+        f"({', '.join(machine['instructions'])}); {versions}. Command: `{result['command']}`. {NOTES}",
+    ]
+    for one in result["results"]:
+        there = [row for row in one["rows"] if "not_available" not in row]
+        lines += ["", f"## {one['net']}, {one['protocol']['name']}", "", _pictures(one), ""]
+        lines += [markdown(HEADER, map(_cells, there)), "", *_asides(one["rows"])]
+    return "\n".join([*lines, "", "## Goals", "", *map(_verdict, result["goals"])]) + "\n"
+
+
+def _verdict(goal: Goal) -> str:
+    words = f"- {'met' if goal['met'] else 'NOT met'}: {goal['goal']}; measured {goal['measured']:g}"
+    if "sure" not in goal:
+        return words
+    spread = "" if goal["error"] is None else f" ± {goal['error']:g}"
+    close = "" if goal["sure"] else ", too close or too few to be sure"
+    return f"{words}{spread} (pictures: {goal['pictures']}){close}"
+
+
+def _pictures(result: Mapping[str, Any]) -> str:
+    pictures = {visit["name"]: visit for visit in result["visits"]}.values()
+    sizes = ", ".join(f"{picture['height']}x{picture['width']}" for picture in pictures)
+    gflop = statistics.mean(picture["gflop"] for picture in pictures)
+    return f"{len(pictures)} picture{'s' * (len(pictures) > 1)}: {sizes}; {gflop:.0f} GFLOP on average."
+
+
+def _cells(row: Row) -> tuple[Any, ...]:
+    rate, times = row["gflop_per_second"], row["times_fastest"]
+    spread = "" if times is None or not times["error"] else f" ± {times['error']:.2f}"
+    return (
+        row["competitor"],
+        row["precision"],
+        row["images"],
+        row["images_per_second"],
+        row["times_naive"],
+        None if times is None else f"{times['median']:.2f}{spread}",
+        rate["median"],
+        f"{rate['lowest']:.0f} to {rate['highest']:.0f}",
+        row.get("peak_memory_mb"),
+        row.get("load_seconds"),
+        row["largest_deviation"],
+    )
+
+
+def _asides(rows: Sequence[Row]) -> list[str]:
+    """Return what the table cannot hold: the naive sample, and who was not there."""
+    lines = []
+    for row in rows:
+        if crops := row.get("crops"):
+            whole = crops["of the picture"] == crops["classified"]
+            how = "all of them" if whole else f"a random sample of {crops['classified']}, and scaled"
+            lines.append(f"- naive: on one picture only, with {crops['of the picture']} crops; classified were {how}.")
+        if "not_available" in row:
+            lines.append(f"- {row['competitor']}: not available: {row['not_available']}")
+    return lines

@@ -1,0 +1,1 @@
+"""The same on a GPU, in resumable parts."""

@@ -1,0 +1,193 @@
+"""Of part `sweep`: one CUDA graph for each canvas, replayed in turn, against plain runs.
+
+A replay asks no convolution for its plan, so that changing the shape should cost nothing. The danger to look for: in
+one session a later capture replaces the plans that an earlier graph was captured from, and all graphs share the
+arena's scratch memory. Hence the inputs are changed before every replay and its outputs compared with a plain run of
+another session. A Concat of more than 32 inputs, such as that of the 63 bins, is a danger of its own: the upload of its
+table of addresses would be captured with a buffer of the host that is used for other things later, hence the files in
+which it is split. The graphs belong to the thread that captured them, and nothing else may use CUDA during a capture.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from benchmarks.common.test_rig import Rig, raw_session
+from prelunet.evaluator.contract import INPUTS, OUTPUTS
+from prelunet.evaluator.engine.runtimes.onnx import import_runtime
+
+# Images, height, width. A single crop is where the launches of a hundred kernels cost most.
+SHAPES = ((1, 224, 224), (2, 256, 352), (2, 352, 256), (2, 384, 512), (2, 480, 640))
+CAPTURES_ON = 3  # the run in which onnxruntime captures a graph
+ROUNDS = 6
+
+Shape = tuple[int, int, int]
+
+
+def cases(
+    rig: Rig, net: str, *, split: bool
+) -> Iterator[tuple[dict[str, Any], Callable[[], Mapping[str, Any]], float]]:
+    """Yield the case of a net: settings, work and seconds. A rehearsal runs without graphs, which a CPU has not.
+
+    split: make the Concat of 63 bins of smaller ones, which need no table of addresses from the host.
+    """
+    settings = {"what": "graphs", "net": net, "precision": "fp16", "concat": "split" if split else "whole"}
+    yield settings, lambda: _measure(rig, net, split=split), 40
+
+
+class Fixed:
+    """A session with one binding for each shape, at addresses that never change."""
+
+    def __init__(self, rig: Rig, net: str, path: Path, shapes: list[Shape], *, graphs: bool) -> None:
+        runtime = import_runtime()
+        self.rig, self.shapes = rig, shapes
+        changes = {"enable_cuda_graph": "1"} if graphs else {}
+        self.session = raw_session(rig, path, changes)
+        self.inputs, self.outputs, self.bindings, self.options = [], [], [], []
+        for number, shape in enumerate(shapes, start=1):
+            binding = self.session.io_binding()
+            inputs = [runtime.OrtValue.ortvalue_from_numpy(array, rig.device, 0) for array in batch(shape, 0)]
+            outputs = [
+                runtime.OrtValue.ortvalue_from_shape_and_type(list(size), kind, rig.device, 0)
+                for size, kind in _output_shapes(rig, net, shape)
+            ]
+            for name, value in zip(INPUTS, inputs, strict=True):
+                binding.bind_ortvalue_input(name, value)
+            for name, value in zip(OUTPUTS, outputs, strict=True):
+                binding.bind_ortvalue_output(name, value)
+            options = runtime.RunOptions()
+            if graphs:
+                options.add_run_config_entry("gpu_graph_id", str(number))
+            self.inputs.append(inputs)
+            self.outputs.append(outputs)
+            self.bindings.append(binding)
+            self.options.append(options)
+            for _ in range(CAPTURES_ON):
+                self.run(number - 1)
+
+    def fill(self, index: int, seed: int) -> None:
+        """Put other pixels into the inputs of a shape."""
+        self.inputs[index][0].update_inplace(batch(self.shapes[index], seed)[0])
+
+    def run(self, index: int) -> None:
+        """Run a shape on what its inputs hold."""
+        self.session.run_with_iobinding(self.bindings[index], self.options[index])
+
+
+def batch(shape: Shape, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return images and sizes of noise that fills its canvases."""
+    rows, height, width = shape
+    images = np.random.default_rng((seed, *shape)).integers(0, 256, (rows, height, width, 3), np.uint8)
+    return images, np.tile(np.array([height, width], np.int64), (rows, 1))
+
+
+def _output_shapes(rig: Rig, net: str, shape: Shape) -> list[tuple[tuple[int, ...], Any]]:
+    rows, height, width = shape
+    grid = rig.contract(net).window_grid(height, width)
+    scores = ((rows, rig.classes), np.float32)
+    return [scores, scores, ((rows, 2), np.int64), ((rows, *grid, rig.classes), np.float32)]
+
+
+def _measure(rig: Rig, net: str, *, split: bool) -> dict[str, Any]:
+    shapes = [(rows, rig.px(height), rig.px(width)) for rows, height, width in SHAPES]
+    path = rig.model_file(net, "fp16")
+    before = rig.used_memory_gb()
+    plain = Fixed(rig, net, path, shapes, graphs=False)
+    between = rig.used_memory_gb()
+    changed = with_split_concats(path) if split else path
+    captured = Fixed(rig, net, changed, shapes, graphs=rig.on_gpu)
+    after = rig.used_memory_gb()
+    deviations = _deviations(rig, plain, captured)
+    result: dict[str, Any] = {
+        "graphs": rig.on_gpu,
+        "replays_compared": len(deviations),
+        "largest_deviation": float(np.max(deviations)),  # which does not pass over NaN
+        "plain_memory_gb": None if before is None else between - before,
+        "graphs_memory_gb": None if before is None else after - between,
+    }
+    for name, one in (("plain", plain), ("graphs", captured)):
+        repeated = [
+            rig.timed(lambda index=index, one=one: one.run(index), seconds=0.1)["ms"] for index in range(len(shapes))
+        ]
+
+        def round_robin(one: Fixed = one) -> None:
+            for index in range(len(shapes)):
+                one.run(index)
+
+        result[f"{name}_repeated_ms"] = sum(repeated)  # of one call of each shape
+        result[f"{name}_alternating_ms"] = rig.timed(round_robin, seconds=0.2)["ms"]
+        result[f"{name}_each_ms"] = [round(ms, 3) for ms in repeated]
+    if split:
+        changed.unlink()
+    return {**result, "shapes": [list(shape) for shape in shapes]}
+
+
+def _deviations(rig: Rig, plain: Fixed, captured: Fixed) -> list[float]:
+    """Replay the shapes in turn on new pixels; return by how much scores and window scores are off from a plain run."""
+    found = []
+    for turn in range(1, 1 + rig.few(ROUNDS)):
+        for index in range(len(plain.shapes)):
+            for one in (plain, captured):
+                one.fill(index, turn)
+                one.run(index)
+            for place in (0, 3):  # scores and window scores
+                pair = [one.outputs[index][place].numpy() for one in (plain, captured)]
+                found.append(float(np.abs(pair[0] - pair[1]).max()))
+    return found
+
+
+# Of part `sweep`: model files with one thing changed in the graph, which leaves every score as it is.
+
+
+CONCAT_INPUTS = 32  # up to as many onnxruntime hands their addresses to the kernel; more are uploaded from the host
+
+
+def with_padded_conv1(path: Path, channels: int) -> Path:
+    """Write a copy of a file in which zeros are appended to the image's channels and to conv1's weight."""
+    model = onnx.load(str(path))
+    graph = model.graph
+    place, conv = next((index, node) for index, node in enumerate(graph.node) if node.op_type == "Conv")
+    weight = next(tensor for tensor in graph.initializer if tensor.name == conv.input[1])
+    values = numpy_helper.to_array(weight)
+    more = channels - values.shape[1]
+    weight.CopyFrom(numpy_helper.from_array(np.pad(values, ((0, 0), (0, more), (0, 0), (0, 0))), weight.name))
+    pads = numpy_helper.from_array(np.array([0, 0, 0, 0, 0, more, 0, 0], np.int64), "conv1.pads")
+    graph.initializer.append(pads)
+    graph.node.insert(place, helper.make_node("Pad", [conv.input[0], pads.name], ["conv1.padded"], name="conv1.padded"))
+    conv.input[0] = "conv1.padded"
+    return _saved(model, path, f"conv1-{channels}")
+
+
+def with_split_concats(path: Path, most: int = CONCAT_INPUTS) -> Path:
+    """Write a copy of a file in which no Concat has more than `most` inputs: larger ones are made of several.
+
+    A larger one uploads a table of addresses from the host in every run, whose place a CUDA graph would keep.
+    """
+    model = onnx.load(str(path))
+    nodes = []
+    for node in model.graph.node:
+        if node.op_type == "Concat" and len(node.input) > most:
+            inputs, parts = list(node.input), []
+            for number, start in enumerate(range(0, len(inputs), most)):
+                part = f"{node.name}.part{number}"
+                copied = helper.make_node("Concat", inputs[start : start + most], [part], name=part)
+                copied.attribute.extend(node.attribute)
+                nodes.append(copied)
+                parts.append(part)
+            node.ClearField("input")
+            node.input.extend(parts)
+        nodes.append(node)
+    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    model.graph.ClearField("node")
+    model.graph.node.extend(copies)
+    return _saved(model, path, "concats")
+
+
+def _saved(model: Any, path: Path, kind: str) -> Path:
+    new = path.with_name(f"{path.stem}-{kind}.onnx")
+    onnx.save(model, str(new))
+    return new

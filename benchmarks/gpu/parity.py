@@ -1,0 +1,124 @@
+"""Part `parity`: how far every kind of file is from the float64 torch net, window by window, on this device.
+
+The oracle is `training.net.dense_reference.dense_windows` in float64, on the same GPU for speed. Every image is run
+alone and, in a ragged file, together with all others on one canvas full of rubbish, which must change nothing.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common.nets import MEAN
+from benchmarks.common.results import Results
+from benchmarks.common.test_rig import Rig
+from prelunet.evaluator.contract import golden_image
+from prelunet.evaluator.engine.session import Outputs, Session
+from prelunet.evaluator.engine.verify import judged_as, rubbish_canvas, tolerance_of
+from prelunet.training.net.dense_reference import dense_windows
+
+NETS = ("A", "C", "E")
+CANVASES = ("ragged", "exact")
+# Height and width for a crop of 224: one window, odd sides, both orientations, and the three scales of a 4:3 photo.
+SIZES = ((224, 224), (231, 301), (367, 225), (256, 341), (384, 512), (480, 640))
+ORACLE_SECONDS, CASE_SECONDS = 60, 25  # at most, with the writing of the files
+
+Windows = list[tuple[np.ndarray, np.ndarray]]  # scores and logits of each image, float64 (rows, columns, K)
+
+
+def plan(rig: Rig) -> list[str]:
+    """Return what would be measured, a line each."""
+    return [
+        f"{len(_all_settings(rig))} files: {', '.join(NETS)} x {', '.join(CANVASES)} x {', '.join(rig.precisions)}",
+        f"{len(SIZES)} images each ({', '.join(f'{h}x{w}' for h, w in SIZES)}), alone and together",
+        "about 3 minutes, most of them for writing the files",
+    ]
+
+
+def run(rig: Rig, results: Results) -> None:
+    """Measure all cases."""
+    images = [golden_image(rig.px(height), rig.px(width)) for height, width in SIZES]
+    oracle: dict[str, Windows] = {}
+
+    def case(settings: Mapping[str, str]) -> dict[str, Any]:
+        name = settings["net"]
+        if name not in oracle:
+            oracle.clear()  # one net at a time
+            oracle[name] = _oracle(rig, name, images)
+        session = rig.session(name, settings["precision"], settings["canvas"])
+        return _compare(session, images, oracle[name])
+
+    for settings in _all_settings(rig):
+        seconds = CASE_SECONDS + (0 if settings["net"] in oracle else ORACLE_SECONDS)
+        results.measure(settings, lambda settings=settings: case(settings), seconds)
+
+
+def _all_settings(rig: Rig) -> list[dict[str, str]]:
+    return [
+        {"what": "parity", "net": net, "canvas": canvas, "precision": precision}
+        for net in NETS
+        for canvas in CANVASES
+        for precision in rig.precisions
+    ]
+
+
+def _oracle(rig: Rig, name: str, images: list[np.ndarray]) -> Windows:
+    net = rig.torch_net(name).double()
+    return [dense_windows(net, image, MEAN.astype(np.float64)) for image in images]
+
+
+def _compare(session: Session, images: list[np.ndarray], oracle: Windows) -> dict[str, Any]:
+    """Run the images alone and together; return the largest deviations of any of them."""
+    alone = [session.run(image[None], np.array([image.shape[:2]], np.int64)) for image in images]
+    rows: dict[str, list[dict[str, float]]] = {
+        "alone": [_deviation(outputs, 0, *windows) for outputs, windows in zip(alone, oracle, strict=True)]
+    }
+    result: dict[str, Any] = {
+        "provider": session.circumstances.provider,
+        "computes_in": session.circumstances.precision,
+        "largest_score": float(max(scores.max() for scores, _ in oracle)),
+    }
+    if session.contract.canvas == "ragged":
+        outputs = session.run(*rubbish_canvas(session.contract, images))
+        rows["together"] = [_deviation(outputs, row, *windows) for row, windows in enumerate(oracle)]
+        result["together_from_alone"] = max(_apart(outputs, row, alone[row]) for row in range(len(images)))
+    for case, found in rows.items():
+        # numpy's maximum, since that of Python may pass over NaN
+        result |= {
+            f"{case}_{key}": float(np.max([row[key] for row in found])) for key in ("scores", "logits", "windows")
+        }
+        result[f"{case}_other_classes"] = sum(int(row["other_class"]) for row in found)
+    tolerance = tolerance_of(judged_as(session))
+    result["passed"] = all(
+        result[f"{case}_scores"] <= tolerance.scores
+        and result[f"{case}_windows"] <= tolerance.scores
+        and result[f"{case}_logits"] <= tolerance.logits
+        for case in rows
+    )
+    return result
+
+
+def _deviation(outputs: Outputs, row: int, scores: np.ndarray, logits: np.ndarray) -> dict[str, float]:
+    """Compare one image with the oracle: mean scores, mean logits (as a share of the largest), every window's scores.
+
+    Outside of the grid there should be zeros. Raises ValueError for another grid than the oracle's.
+    """
+    mean_scores, mean_logits = (array.mean(axis=(0, 1)) for array in (scores, logits))
+    window_scores = outputs.window_scores[row]
+    padded = np.zeros(window_scores.shape)
+    if tuple(outputs.windows[row]) != scores.shape[:2]:
+        raise ValueError(f"a grid of {outputs.windows[row].tolist()} windows where the oracle sees {scores.shape[:2]}")
+    padded[: scores.shape[0], : scores.shape[1]] = scores
+    return {
+        "scores": float(np.abs(outputs.scores[row] - mean_scores).max()),
+        "logits": float(np.abs(outputs.logits[row] - mean_logits).max() / np.abs(mean_logits).max()),
+        "windows": float(np.abs(window_scores - padded).max()),
+        "other_class": float(outputs.scores[row].argmax() != mean_scores.argmax()),
+    }
+
+
+def _apart(outputs: Outputs, row: int, alone: Outputs) -> float:
+    """Return by how much an image's windows and scores differ between the shared canvas and its own."""
+    rows, columns = alone.window_scores.shape[1:3]
+    windows = np.abs(outputs.window_scores[row, :rows, :columns] - alone.window_scores[0]).max()
+    return float(max(windows, np.abs(outputs.scores[row] - alone.scores[0]).max()))

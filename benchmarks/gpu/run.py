@@ -1,0 +1,147 @@
+"""Everything that is to be known of the engine on a GPU, in parts of less than eight minutes each.
+
+    python -m benchmarks.gpu.run --part parity|sweep|throughput|torch|training [--output FILE]
+    python -m benchmarks.gpu.run --part table          the Markdown tables of all results
+    python -m benchmarks.gpu.run --part table --output docs/gpu.md     the same, written between the marks of that file
+    python -m benchmarks.gpu.run --plan                what each part would measure, and about how long it takes
+    python -m benchmarks.gpu.run --part sweep --device cpu --tiny    a rehearsal in seconds, marked as such in the file
+
+Runs from a checkout, without network, with torch, onnx, onnxruntime-gpu, numpy and Pillow and nothing else. Each case
+is written to benchmarks/results/gpu-PART.json (or --output) at once; the same command goes on where it was stopped and
+measures nothing twice. With `--device cuda` (the default) nothing runs on a CPU in silence: where the CUDA provider
+does not come up, the script says why and ends.
+
+- parity:     deviation from the float64 oracle, of every kind of file, alone and in ragged company
+- sweep:      provider options, batch sizes, changes of shape, masks, uploads, CUDA graphs
+- throughput: images/s of whole protocols through the engine, without and with decoding, and the time for 50,000 images
+- torch:      eager and compiled torch on the same canvases and on mixed shapes, beside the engine
+- training:   images/s of training steps
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+from benchmarks.common.results import ROOT, Results, read_results
+from benchmarks.gpu.table import PARTS, goals, table, write_into
+
+# What a result depends on, besides the versions: all this, and the modules of its part.
+MEASURED = ("evaluator", "export", "training", "benchmarks/common/test_rig.py", "benchmarks/common/nets.py")
+MODULES = {
+    "parity": ("gpu/parity",),
+    "sweep": ("gpu/sweep", "gpu/graphs", "gpu/uploads"),
+    "throughput": ("gpu/throughput", "common/imagenet_sizes"),
+    "torch": ("gpu/torch_compared", "common/dense_torch", "gpu/sweep", "gpu/throughput", "common/imagenet_sizes"),
+    "training": ("gpu/training_step",),
+}  # the first one measures
+WITHOUT_RUNTIME = ("torch", "training")  # what they measure is torch; the engine is only measured beside it
+RESULTS = ROOT / "benchmarks" / "results"
+LIMIT = 450  # seconds
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure a part; return 1 when a case failed, 3 when there was no time for all."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options = _options(words)
+    if options.plan:
+        _tell_plan(options)
+        return 0
+    if options.part == "table":
+        if options.output:
+            write_into(options.output, table(options.results))
+        else:
+            print(table(options.results))
+        return 0
+    return _measure(options, words)
+
+
+def _options(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=(*PARTS, "table"))
+    parser.add_argument("--plan", action="store_true", help="measure nothing; tell what would be measured")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small nets and pictures, a few repeats: a rehearsal")
+    parser.add_argument("--output", type=Path, help="file of this part; default: gpu-PART.json in --results")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
+    parser.add_argument("--files", type=Path, default=Path(tempfile.gettempdir()) / "prelunet-benchmarks",
+                        help="where model files are kept between the parts (about 8 GB)")  # fmt: skip
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds after which no new case is begun")
+    options = parser.parse_args(words)
+    if options.part is None and not options.plan:
+        parser.error("give a --part, or --plan")
+    if options.device == "cpu" and not (options.tiny or options.plan or options.part == "table"):
+        parser.error("--device cpu is a rehearsal: it needs --tiny, since the real nets would take hours")
+    return options
+
+
+def _tell_plan(options: argparse.Namespace) -> None:
+    from benchmarks.common.test_rig import Rig
+
+    rig = Rig(options.device, options.tiny, options.files)
+    for part in PARTS if options.part in {None, "table"} else (options.part,):
+        print(f"{part}:")
+        print("\n".join(f"  {line}" for line in _module_of(part).plan(rig)))
+
+
+def _module_of(part: str) -> ModuleType:
+    return import_module(f"benchmarks.{MODULES[part][0].replace('/', '.')}")
+
+
+def _measure(options: argparse.Namespace, words: Sequence[str]) -> int:
+    from benchmarks.common.results import digest_of
+    from benchmarks.common.test_rig import Rig, check_provider, circumstances, tell, tell_runtime, watch
+
+    tell_runtime()
+    rig = Rig(options.device, options.tiny, options.files)
+    _check_torch(rig.device)
+    output = options.output or options.results / f"gpu-{options.part}{'-tiny' if options.tiny else ''}.json"
+    read_results(output)  # if it is damaged, better now than when the first case has been measured
+    sources = (f"benchmarks/{module}.py" for module in MODULES[options.part])
+    now = circumstances(rig, words, digest_of(*MEASURED, *sources))
+    tell(now)
+    if options.part not in WITHOUT_RUNTIME:
+        check_provider(rig)
+    now["matmul_tflops"] = rig.measure_peaks()
+    print("matrix products of torch, TFLOP/s: " + ", ".join(f"{name} {rate}" for name, rate in rig.peaks.items()))
+    results = Results(output, options.part, now, options.limit, lambda: watch(rig))
+    _module_of(options.part).run(rig, results)
+    return _end(results, options)
+
+
+def _check_torch(device: str) -> None:
+    import torch
+
+    from prelunet.evaluator.engine.runtimes.onnx import import_runtime
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(
+            f"--device cuda did not come up: torch {torch.__version__} finds no GPU. "
+            "A rehearsal without one: --device cpu --tiny"
+        )
+    major = str(torch.version.cuda).partition(".")[0]
+    theirs = str(getattr(import_runtime(), "cuda_version", "")).partition(".")[0]
+    if device == "cuda" and theirs and major != theirs:
+        raise SystemExit(
+            f"torch is for CUDA {major} and onnxruntime for CUDA {theirs}: in one process one of them would get the "
+            "other's cuDNN. Install both for the same"
+        )
+
+
+def _end(results: Results, options: argparse.Namespace) -> int:
+    """Tell goals and what is missing."""
+    print(f"{results.path}: {len(results.data['cases'])} cases, {results.spent:.0f} s")
+    for line in goals(results.path.parent, {options.part: results.path}):
+        print(line)
+    for settings in results.failed:
+        print(f"failed: {settings}")
+    if results.left:
+        print(f"no time for {len(results.left)} cases: the same command goes on with them")
+    return 1 if results.failed else 3 if results.left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

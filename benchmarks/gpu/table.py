@@ -1,0 +1,201 @@
+"""Part `table`: what the result files of `gpu.py` say, as Markdown for docs/gpu.md, and whether the goals are met.
+
+Of each case the newest result counts. What no file holds is told as "not measured".
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.results import markdown, read_results
+from prelunet.evaluator.engine.memory import GPU_RATE, GPU_SWITCH_SECONDS
+
+PARTS = ("parity", "sweep", "throughput", "torch", "training")
+BEGIN, END = "<!-- results of benchmarks/gpu/run.py -->", "<!-- end of results -->"
+NOT_MEASURED = "not measured"
+SHARE, TIMES, MINUTES = 0.60, 1.3, 8.0  # the goals, for model C at multi-scale
+# Eager torch on mixed shapes: all that the engine is compared with. What is too slow to end is measured, too.
+EAGER = {("eager", "pairs"), ("eager", "groups")}
+EAGER_OF = {"C": {*EAGER, ("eager-benchmark", "pairs")}, "A": EAGER}
+
+Case = dict[str, Any]  # settings and result in one, with the run's circumstances under "run"
+
+
+def cases(folder: Path, part: str, path: Path | None = None) -> list[Case]:
+    """Return the newest result of each case of a part; none of a case that failed when it was measured last."""
+    data = read_results(path or folder / f"gpu-{part}.json")
+    newest: dict[str, Case] = {}
+    for case in sorted(data["cases"], key=lambda case: case["run"]):
+        newest[str(case["settings"])] = {**case["result"], **case["settings"], "run": data["runs"][case["run"]]}
+    return [case for case in newest.values() if "error" not in case]
+
+
+def goals(folder: Path, given: Mapping[str, Path] | None = None) -> list[str]:
+    """Return a line for each goal: met, not met or not measured. given: other places of a part's file."""
+    given = given or {}
+    found = {part: cases(folder, part, given.get(part)) for part in PARTS}
+    tiny = any(case["run"]["tiny"] for of_part in found.values() for case in of_part)
+    if tiny:
+        return ["a rehearsal, by which no goal is judged"]
+    return [
+        _parity_goal(found["parity"]),
+        _share_goal(found["throughput"]),
+        *(_times_goal(found["torch"], net) for net in ("C", "A")),
+        _minutes_goal(found["throughput"]),
+        *_constants(found["sweep"]),
+    ]
+
+
+def _verdict(goal: str, measured: float | None, met: bool, unit: str = "") -> str:
+    if measured is None:
+        return f"{goal}: {NOT_MEASURED}"
+    return f"{goal}: {'met' if met else 'not met'} ({measured:.3g}{unit})"
+
+
+def _parity_goal(found: Sequence[Case]) -> str:
+    passed = sum(bool(case.get("passed")) for case in found)
+    goal = "every file within the tolerance of its precision"
+    if not found:
+        return f"{goal}: {NOT_MEASURED}"
+    return f"{goal}: {'met' if passed == len(found) else 'not met'} ({passed} of {len(found)})"
+
+
+def _chosen(found: Sequence[Case], **wanted: Any) -> list[Case]:
+    return [case for case in found if all(case.get(key) == value for key, value in wanted.items())]
+
+
+def _of_c(found: Sequence[Case], what: str) -> Case | None:
+    chosen = _chosen(found, what=what, net="C", precision="fp16", protocol="multi-scale", together=0)
+    return chosen[0] if chosen else None
+
+
+def _share_goal(found: Sequence[Case]) -> str:
+    case = _of_c(found, "views")
+    share = case and case.get("share_of_peak")
+    goal = f"C multi-scale in fp16, without decoding: at least {SHARE:.0%} of the matrix product's rate"
+    return _verdict(goal, 100 * share if share else None, bool(share and share >= SHARE), " %")
+
+
+def _times_goal(found: Sequence[Case], net: str) -> str:
+    mixed = {(case["competitor"], case["way"]): case for case in _chosen(found, what="mixed", net=net)}
+    rates = {kind: case["images_per_second"] for kind, case in mixed.items() if "images_per_second" in case}
+    ours, eager = rates.get(("engine", "pipeline")), [rate for kind, rate in rates.items() if kind in EAGER_OF[net]]
+    times = ours / max(eager) if ours and eager and EAGER_OF[net] <= mixed.keys() else None
+    goal = f"{net} on mixed shapes: at least {TIMES} times the best eager torch"
+    return _verdict(goal, times, bool(times and times >= TIMES), " times")
+
+
+def _minutes_goal(found: Sequence[Case]) -> str:
+    case = _of_c(found, "jpegs")
+    minutes = case and case.get("minutes_for_imagenet")
+    goal = f"50,000 images of C multi-scale, decoding included: at most {MINUTES:g} minutes"
+    return _verdict(goal, minutes, bool(minutes and minutes <= MINUTES), " minutes, projected")
+
+
+def _constants(found: Sequence[Case]) -> list[str]:
+    """Return what `evaluator.engine.memory` assumes of a GPU, and what was measured with the engine's options."""
+    ours = _chosen(found, what="options", net="C", search="HEURISTIC", nhwc=1)
+    ours = [case for case in ours if "tflops" in case and case["fuse_bias"] == (case["precision"] != "fp32")]
+    fp16 = _chosen(ours, precision="fp16")
+    switch = f"{fp16[0]['switch_6_ms']:.3g} ms" if fp16 else NOT_MEASURED
+    rates = {case["precision"]: f"{case['tflops']:.3g}" for case in ours}
+    assumed = ", ".join(f"{name} {rate / 1e12:g}" for name, rate in GPU_RATE.items())
+    measured = ", ".join(f"{name} {rates[name]}" for name in GPU_RATE if name in rates) or NOT_MEASURED
+    return [
+        f"constant: a change of shape costs C {switch}; the planner assumes {1e3 * GPU_SWITCH_SECONDS:g} ms",
+        f"constant: C computes {measured} TFLOP/s; the planner assumes {assumed}",
+    ]
+
+
+def table(folder: Path) -> str:
+    """Return everything as Markdown."""
+    found = {part: cases(folder, part) for part in PARTS}
+    parts = [
+        "\n".join(f"- {line}" for line in goals(folder)),
+        _circumstances(found),
+        *(f"### {title}\n\n{_markdown(found[part], what, columns)}" for title, part, what, columns in _TABLES),
+    ]
+    return "\n\n".join(parts)
+
+
+def write_into(document: Path, text: str) -> None:
+    """Replace what stands between the two marks of a document. SystemExit where they are not there."""
+    whole = document.read_text(encoding="utf-8")
+    if whole.count(BEGIN) != 1 or whole.count(END) != 1:
+        raise SystemExit(f"{document}: the marks {BEGIN} and {END} should stand there once each")
+    before, rest = whole.split(BEGIN)
+    document.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+
+
+def _circumstances(found: Mapping[str, Sequence[Case]]) -> str:
+    """Return a line for each machine and set of versions that a result comes from."""
+    lines = []
+    for part, of_part in found.items():
+        for run in {run["date"]: run for run in (case["run"] for case in of_part)}.values():
+            versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items() if version)
+            peaks = ", ".join(f"{name} {rate:g}" for name, rate in run.get("matmul_tflops", {}).items())
+            package, driver = run["onnxruntime"]["package_name"], run["first"].get("driver_version", "unknown")
+            lines.append(
+                f"- {part}, {run['date'][:10]}: {run['gpu'] or run['machine']['cpu']}, driver {driver}; {versions} "
+                f"({package}); matrix products of 8192 in torch: {peaks} TFLOP/s; `{run['command']}`"
+            )
+    return "\n".join(lines) or f"Machine, driver and versions: {NOT_MEASURED}."
+
+
+def _markdown(found: Sequence[Case], what: str, columns: Sequence[str]) -> str:
+    """Return a table of the cases of a kind; a column is written `title: key`, or `key`; `%` behind it is a share."""
+    rows = [case for case in found if case["what"] == what]
+    if not rows:
+        return NOT_MEASURED
+    keys = [column.rpartition(": ")[2] for column in columns]
+    titles = [column.rpartition(": ")[0] or key for column, key in zip(columns, keys, strict=True)]
+    return markdown(titles, ([_value(case, key) for key in keys] for case in rows))
+
+
+def _value(case: Case, key: str) -> Any:
+    value = case.get(key.removesuffix("%"))
+    if value is None:
+        return "out of memory" if case.get("out_of_memory") else "too slow" if case.get("too_slow") else None
+    return f"{100 * value:.1f} %" if key.endswith("%") else value
+
+
+_RATES = ("images/s: images_per_second", "TFLOP/s: tflops", "of the peak: share_of_peak%")
+_PROTOCOLS = ("net", "precision", "protocol", "images together: images_together", *_RATES,
+              "of the peak, with padding: computed_share_of_peak%", "padding: padding%",
+              "changes of shape: changes_of_shape", "computing: compute_share%", "GPU memory, GB: memory_gb",
+              "50,000 images, minutes: minutes_for_imagenet")  # fmt: skip
+_TABLES = (
+    ("Deviation from the float64 net", "parity", "parity",
+     ("net", "precision", "canvas", "scores, alone: alone_scores", "logits, of the largest: alone_logits",
+      "windows: alone_windows", "scores, together: together_scores", "together from alone: together_from_alone",
+      "within tolerance: passed")),
+    ("Options of the provider", "sweep", "options",
+     ("net", "precision", "search", "NHWC: nhwc", "fused bias: fuse_bias", "ms", *_RATES,
+      "two shapes in turn, ms more: switch_2_ms", "six shapes, ms more: switch_6_ms")),
+    ("Batches", "sweep", "batch",
+     ("net", "precision", "height", "width", "best batch: best_batch", "images/s: best_images_per_second",
+      "of the peak: best_share_of_peak%")),
+    ("Masks", "sweep", "masks",
+     ("net", "precision", "ragged, ms: ragged_ms", "exact, ms: exact_ms", "masks cost: masks_cost%")),
+    ("Channels of conv1's input", "sweep", "conv1", ("net", "precision", "channels", "ms", *_RATES, "scores off: off")),
+    ("Memory of the GPU by the thread that runs", "sweep", "threads",
+     ("net", "precision", "runs", "same thread, GB more: same_gb", "fresh threads, GB more: fresh_gb",
+      "same, ms: same_ms", "fresh, ms: fresh_ms")),
+    ("Uploads", "sweep", "upload",
+     ("net", "precision", "MB: megabytes", "pageable, GB/s: pageable_gb_per_second",
+      "pinned by torch, GB/s: pinned_by_torch_gb_per_second", "engine, GB/s: stage_gb_per_second",
+      "in turn, ms: in_turn_ms", "at once, ms: at_once_ms", "hidden: hidden%")),
+    ("CUDA graphs, one for each canvas (ms of five shapes together)", "sweep", "graphs",
+     ("net", "precision", "Concat of 63 bins: concat", "plain, repeated: plain_repeated_ms",
+      "plain, in turn: plain_alternating_ms", "graphs, repeated: graphs_repeated_ms",
+      "graphs, in turn: graphs_alternating_ms", "largest deviation of a replay: largest_deviation")),
+    ("Whole protocols, without decoding", "throughput", "views", _PROTOCOLS),
+    ("Whole protocols, from JPEGs", "throughput", "jpegs", _PROTOCOLS),
+    ("Torch beside the engine, one canvas, fp16", "torch", "canvas",
+     ("net", "canvas", "competitor", "ms", *_RATES, "off")),
+    ("Torch beside the engine, mixed shapes from the host's memory, fp16", "torch", "mixed",
+     ("net", "competitor", "way", *_RATES, "first pass, s: first_seconds")),
+    ("Training steps", "training", "training",
+     ("net", "precision", "channels last: channels_last", "compiled: compile", "batch", "ms", *_RATES,
+      "GPU memory, GB: memory_gb")),
+)  # fmt: skip

@@ -1,0 +1,270 @@
+"""Part `throughput`: images per second of whole protocols through the engine, on pictures of ImageNet's sizes.
+
+`views`: images that are decoded and resized already, through the pipeline of `validate`: planning, packing, upload,
+compute, averages. `jpegs`: the same from JPEG files in memory, with 16 threads that decode and resize; all that
+`validate` does but for writing the run folder. The sizes are those of `imagenet_sizes.draw`.
+
+Useful operations are those of the views' own pixels, padding not counted, so that `share_of_peak` is what a user gets;
+`computed_share_of_peak` is what the GPU does.
+"""
+
+import io
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from benchmarks.common.imagenet_sizes import draw
+from benchmarks.common.results import Results
+from benchmarks.common.test_rig import Rig
+from prelunet.evaluator.contract import ModelContract
+from prelunet.evaluator.datasets.dataset import Dataset, Sample
+from prelunet.evaluator.engine.batching import plan_batches
+from prelunet.evaluator.engine.classify import combine
+from prelunet.evaluator.engine.memory import gpu_rules, portion_within
+from prelunet.evaluator.engine.session import Session
+from prelunet.evaluator.imaging.resize import resized_size
+from prelunet.evaluator.imaging.views import ViewImage
+from prelunet.evaluator.protocols import Protocol, make_protocol
+from prelunet.evaluator.validation.pipeline import Pipeline, evaluate_chunks
+from prelunet.evaluator.validation.run import Batching, describe_dataset, run_info
+from prelunet.evaluator.validation.timing import Stages
+
+IMAGES = 1024  # a chunk on a GPU
+IMAGENET = 50_000
+THREADS = 16
+QUALITY = 95  # of the JPEGs; most of ImageNet's are about 100 kB
+PICTURES = IMAGES  # different JPEGs, repeated
+REPEATS = 3
+SECONDS = 12  # after which no repeat is begun
+
+# Net, precision, protocol (for a crop of 224), images, how many of them together (0: as `validate` does).
+VIEWS = (
+    ("C", "fp16", "multi-scale", IMAGES, 0),
+    ("C", "fp16", "multi-scale", IMAGES, 256),
+    ("A", "fp16", "multi-scale", IMAGES, 0),
+    ("B", "fp16", "multi-scale", IMAGES, 0),
+    ("C", "fp16", "dense-256", IMAGES, 0),
+    ("C", "fp16", "dense-384", IMAGES, 0),
+    ("A", "fp16", "dense-256", IMAGES, 0),
+    ("A", "fp16", "dense-384", IMAGES, 0),
+    ("B", "fp16", "dense-256", IMAGES, 0),
+    ("B", "fp16", "dense-384", IMAGES, 0),
+    ("C", "tf32", "multi-scale", IMAGES // 2, 0),
+    ("C", "fp32", "multi-scale", IMAGES // 4, 0),
+)
+JPEGS = (
+    ("C", "fp16", "multi-scale", 2 * IMAGES, 0),  # two chunks
+    ("A", "fp16", "dense-256", 4 * IMAGES, 0),
+    ("A", "fp16", "multi-scale", 2 * IMAGES, 0),
+)
+
+Settings = dict[str, Any]
+Size = tuple[int, int]  # height, width
+
+
+def plan(rig: Rig) -> list[str]:
+    """Return what would be measured, a line each."""
+    return [
+        f"{len(VIEWS)} times net x protocol x precision on views in memory, {rig.few(IMAGES, 4)} images each: A, B, C; "
+        "dense-256, dense-384, multi-scale; fp16, and C multi-scale in tf32 and fp32; other portions",
+        f"{len(JPEGS)} times from JPEGs in memory, with {THREADS} threads",
+        "about 6 minutes",
+        *(f"planned: {line}" for net in ("C", "A") for line in _planned(rig, net)),
+    ]
+
+
+def _planned(rig: Rig, net: str) -> Iterator[str]:
+    """Tell, for an fp16 file, how a chunk's views would be laid on canvases; it takes no GPU to know that."""
+    contract = rig.contract(net, "fp16")
+    rules, sizes = gpu_rules(contract, None), draw(IMAGES)
+    for name in ("dense-256", "multi-scale"):
+        protocol = protocol_of(rig, name, contract)
+        for together in (portion_within(protocol, IMAGES, None, gpu=True), 256):
+            plans = []
+            for start in range(0, IMAGES, together):
+                shapes = view_shapes(sizes[start : start + together], protocol)
+                plans.append(plan_batches(shapes, contract.window_grid, rules, max_side=contract.max_side))
+            padding = 1 - sum(plan.images_pixels for plan in plans) / sum(plan.canvas_pixels for plan in plans)
+            changes = sum(plan.changes for plan in plans)
+            yield (
+                f"{net} {name}, {IMAGES} images, {together} together: {padding:.1%} padding, "
+                f"{changes} changes of shape, {sum(len(plan.batches) for plan in plans)} batches"
+            )
+
+
+def protocol_of(rig: Rig, name: str, contract: ModelContract) -> Protocol:
+    """Return a protocol by its name for nets with a crop of 224."""
+    if name.startswith("dense-"):
+        name = f"dense-{rig.px(int(name.removeprefix('dense-')))}"
+    return make_protocol(name, contract)
+
+
+def view_shapes(sizes: Sequence[Size], protocol: Protocol) -> list[Size]:
+    """Return the size of every view of images of these sizes."""
+    return [resized_size(*size, view.scale, protocol.long_side_cap) for size in sizes for view in protocol.views]
+
+
+def run(rig: Rig, results: Results) -> None:
+    """Measure all cases; the one that the goals are about first, without decoding and with it."""
+    for what, (net, precision, protocol, images, together) in _order(rig):
+        if precision not in rig.precisions:
+            continue
+        settings = {"what": what, "net": net, "precision": precision, "protocol": protocol}
+        settings |= {"images": rig.few(images, 4), "together": rig.few(together)}
+        work = partial(_views if what == "views" else _jpegs, rig, settings)
+        results.measure(settings, work, 60 if net == "C" or what == "jpegs" else 35)
+
+
+def _order(rig: Rig) -> Iterator[tuple[str, tuple[str, str, str, int, int]]]:
+    yield "views", VIEWS[0]
+    yield from (("jpegs", case) for case in JPEGS[: rig.few(len(JPEGS))])
+    yield from (("views", case) for case in (VIEWS[1:3] if rig.tiny else VIEWS[1:]))
+
+
+class Work:
+    """A session, a protocol, and how `validate` would cut the images. sizes: of the images, before resizing."""
+
+    def __init__(self, rig: Rig, settings: Settings, sizes: Sequence[Size]) -> None:
+        self.rig, self.settings, self.sizes = rig, settings, sizes
+        self.memory_before = rig.used_memory_gb()
+        self.session: Session = rig.session(settings["net"], settings["precision"])
+        self.protocol: Protocol = protocol_of(rig, settings["protocol"], self.session.contract)
+        if not rig.on_gpu:  # a rehearsal should meet the same kinds of canvases
+            self.session.rules = gpu_rules(self.session.contract, None)
+        info = run_info(self.session, "model.onnx", describe_dataset(dataset_of(sizes, [b"none"])), self.protocol)
+        assert info.batching is not None, "a run that computes says how"
+        self.batching: Batching = info.batching
+        self.together = settings["together"] or self.batching.images_together
+        self.chunk = max(info.chunk, self.together)
+
+    def result(self, seconds: float, first: float, stages: Stages) -> dict[str, Any]:
+        """Tell images per second, shares of the peak, batches, and the time for ImageNet's validation images."""
+        tally, images = stages.tally(), len(self.sizes)
+        canvases = [(size[1], size[2]) for size, count in stages.canvases().items() for _ in range(size[0] * count)]
+        net, precision = self.settings["net"], self.settings["precision"]
+        shapes = view_shapes(self.sizes, self.protocol)
+        useful, computed = (self.rig.flop(net, sizes) / seconds / 1e12 for sizes in (shapes, canvases))
+        memory = self.rig.used_memory_gb()
+        return {
+            "images_per_second": images / seconds,
+            "seconds": seconds,
+            "first_seconds": first,
+            "minutes_for_imagenet": IMAGENET * seconds / images / 60,
+            "tflop_per_image": useful * seconds / images,
+            "tflops": useful,
+            "share_of_peak": self.rig.share_of_peak(useful, precision),
+            "computed_share_of_peak": self.rig.share_of_peak(computed, precision),
+            "padding": tally.padding,
+            "batches": tally.batches,
+            "changes_of_shape": tally.changes,
+            "different_canvases": len(stages.canvases()),
+            "rows_per_batch": len(canvases) / tally.batches,
+            "compute_share": tally.seconds["compute"] / seconds,
+            "stages": {stage: round(spent, 4) for stage, spent in tally.seconds.items()},
+            "memory_gb": None if memory is None else round(memory - (self.memory_before or 0), 2),
+            "images_together": self.together,
+            "batching": self.batching.to_json(),
+            "provider": self.session.circumstances.provider,
+        }
+
+
+def _views(rig: Rig, settings: Settings) -> dict[str, Any]:
+    """Run views that are there already, several times; the first time is told apart, since its shapes are new."""
+    work = Work(rig, settings, draw(settings["images"]))
+    views = resized_noise(work.sizes, work.protocol)
+    numbers = [Sample(str(index), 0, 1) for index in range(len(views))]
+    portions = [numbers[start : start + work.together] for start in range(0, len(numbers), work.together)]
+    passes: list[tuple[float, Stages]] = []
+    while len(passes) < rig.few(1 + REPEATS) and (len(passes) < 2 or sum(took for took, _ in passes) < SECONDS):
+        stages, begun = Stages(), time.perf_counter()
+        # The pipeline of `validate`, but with views instead of files.
+        with closing(Pipeline([work.session], portions, lambda one: views[int(one.file)], THREADS, stages)) as line:
+            for portion in line.finished():
+                _average(work.protocol, [portion.results[index] for index in range(len(portion.results))])
+        passes.append((time.perf_counter() - begun, stages))
+    in_order = sorted(passes[1:], key=lambda one: one[0])
+    seconds, of_it = in_order[(len(in_order) - 1) // 2]  # one pass, so that its stages are those of its seconds
+    return work.result(seconds, passes[0][0], of_it)
+
+
+def _average(protocol: Protocol, results: Sequence[Any]) -> None:
+    views = len(protocol.views)
+    for first in range(0, len(results), views):
+        combine(protocol, results[first : first + views])
+
+
+def resized_noise(sizes: Sequence[Size], protocol: Protocol) -> list[list[ViewImage]]:
+    """Return the views of images of these sizes, each image another place of one large picture of noise."""
+    cap, scales = protocol.long_side_cap, protocol.scales
+    shapes = [{scale: resized_size(*size, scale, cap) for scale in scales} for size in sizes]
+    most = [max(shape[axis] for of_image in shapes for shape in of_image.values()) for axis in (0, 1)]
+    rng = np.random.default_rng(0)
+    noise = rng.integers(0, 256, (most[0] + 1024, most[1] + 1024, 3), np.uint8)
+    views = []
+    for of_image in shapes:
+        top, left = (int(place) for place in rng.integers(0, 1024, 2))
+        plain = {scale: noise[top : top + h, left : left + w] for scale, (h, w) in of_image.items()}
+        views.append(
+            [
+                ViewImage(view, plain[view.scale][:, ::-1] if view.mirrored else plain[view.scale], capped=False)
+                for view in protocol.views
+            ]
+        )
+    return views
+
+
+class InMemory:
+    """JPEG files, by the number of the image."""
+
+    def __init__(self, files: Sequence[bytes]) -> None:
+        self.files = files
+
+    def read(self, file: str) -> bytes:
+        """Return the bytes of an image."""
+        return self.files[int(file) % len(self.files)]
+
+
+def dataset_of(sizes: Sequence[Size], files: Sequence[bytes]) -> Dataset:
+    """Return a dataset of that many images, whose bytes are these files again and again."""
+    samples = [Sample(f"{index:06}", 0, len(files[index % len(files)])) for index in range(len(sizes))]
+    return Dataset(Path("imagenet-sizes"), ("n00000000",), samples, InMemory(files))
+
+
+def _jpegs(rig: Rig, settings: Settings) -> dict[str, Any]:
+    """Evaluate JPEGs in memory; the different ones once before, so that no shape is new."""
+    different = draw(rig.few(PICTURES, 3))
+    with ThreadPoolExecutor(THREADS) as pool:
+        files = list(pool.map(_jpeg, different, range(len(different))))
+    work = Work(rig, settings, [different[index % len(different)] for index in range(settings["images"])])
+    took = []
+    for count in (len(different), len(work.sizes)):
+        dataset = dataset_of(work.sizes[:count], files)
+        chunks = [dataset.samples[start : start + work.chunk] for start in range(0, count, work.chunk)]
+        stages, begun = Stages(), time.perf_counter()
+        evaluated = evaluate_chunks(
+            [work.session], dataset, work.protocol, chunks, work.together, THREADS, stages=stages
+        )
+        for predictions, _scores in evaluated:
+            assert not any(prediction.refused for prediction in predictions), "our own JPEGs were refused"
+        took.append(time.perf_counter() - begun)
+    size = sum(map(len, files)) / len(files) / 1e3
+    return {**work.result(took[1], took[0], stages), "threads": THREADS, "kilobytes_per_image": size}
+
+
+def _jpeg(size: tuple[int, int], seed: int) -> bytes:
+    """Return a JPEG that costs to decode what a photo of that size costs: smooth shapes with a little grain."""
+    height, width = size
+    rng = np.random.default_rng(seed)
+    coarse = Image.fromarray(rng.integers(0, 256, (max(2, height // 24), max(2, width // 24), 3), np.uint8))
+    smooth = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC), np.float32)
+    grain = rng.normal(0, 8, (height, width, 1)).astype(np.float32)
+    file = io.BytesIO()
+    Image.fromarray(np.clip(smooth + grain, 0, 255).astype(np.uint8)).save(file, "JPEG", quality=QUALITY)
+    return file.getvalue()

@@ -1,0 +1,214 @@
+"""Part `torch`: the engine beside eager and compiled torch, in half precision with channels last.
+
+`canvas`: one shape again and again, pixels on the GPU already: how good the kernels are. `mixed`: photos of ImageNet's
+sizes at the scales of `multi-scale`, pixels in the host's memory, as somebody would write it well in torch: exact
+shapes, in pairs (a view and its mirror image) or in groups of equal shapes, uploaded from page-locked memory without
+waiting, and all scores read back once; beside it the engine's pipeline with its canvases. Of three
+passes the faster one of the last two counts, in which no shape is new; the first is told too.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.common.dense_torch import DenseNet
+from benchmarks.common.imagenet_sizes import draw
+from benchmarks.common.nets import MEAN
+from benchmarks.common.results import Results
+from benchmarks.common.test_rig import Rig, check_provider, raw_session
+from benchmarks.gpu.sweep import Bound
+from benchmarks.gpu.throughput import THREADS, Work, resized_noise
+from prelunet.evaluator.datasets.dataset import Sample
+from prelunet.evaluator.imaging.views import ViewImage
+from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.validation.pipeline import Pipeline
+from prelunet.evaluator.validation.timing import Stages
+
+NETS = ("C", "A")
+CANVASES = ((8, 384, 512), (8, 256, 352), (4, 480, 640))  # images, height, width; the first is the one in a rehearsal
+IMAGES = 48
+MOST_PIXELS = 16 * 384 * 512  # of a group of equal shapes
+SLOWEST = 150  # seconds, after which the three passes are given up
+
+Settings = dict[str, Any]
+
+
+class TooSlow(Exception):  # noqa: N818 - a result rather than a fault
+    """A pass that would take minutes, with how far it came."""
+
+
+def plan(rig: Rig) -> list[str]:
+    """Return what would be measured, a line each."""
+    found = [settings for settings, _ in _all_settings(rig)]
+    return [
+        f"{sum(s['what'] == 'canvas' for s in found)} times one canvas: engine, eager, eager with "
+        "cudnn.benchmark, compiled; A and C",
+        f"{sum(s['what'] == 'mixed' for s in found)} times {rig.few(IMAGES)} photos of mixed shapes, multi-scale",
+        "about 7 minutes, most of them for cudnn.benchmark and the compiler",
+    ]
+
+
+def run(rig: Rig, results: Results) -> None:
+    """Measure all cases; where the engine's provider does not come up, torch alone."""
+    engine = True
+    try:
+        check_provider(rig)
+    except SystemExit as reason:
+        engine = False
+        print(f"the engine is left out: {reason}")
+    for settings, seconds in _all_settings(rig):
+        if settings["competitor"] == "engine" and not engine:
+            continue
+        work = _canvas if settings["what"] == "canvas" else _mixed
+        results.measure(settings, partial(_tidied, rig, partial(work, rig, settings)), seconds)
+
+
+def _all_settings(rig: Rig) -> Iterator[tuple[Settings, float]]:
+    """Yield settings and seconds, what takes longest last."""
+    for net in NETS[: rig.few(len(NETS), 1)]:
+        for way, competitor in (("pipeline", "engine"), ("pairs", "eager"), ("groups", "eager")):
+            yield {"what": "mixed", "net": net, "competitor": competitor, "way": way}, 30
+        for canvas in CANVASES[: rig.few(len(CANVASES), 1)]:
+            for competitor in ("engine", "eager", "eager-benchmark"):
+                yield {"what": "canvas", "net": net, "competitor": competitor, "canvas": list(canvas)}, 20
+    slow = 150 if rig.on_gpu else 10
+    yield {"what": "canvas", "net": "C", "competitor": "compiled", "canvas": list(CANVASES[0])}, 80
+    yield {"what": "mixed", "net": "C", "competitor": "eager-benchmark", "way": "pairs"}, slow
+    yield {"what": "mixed", "net": "C", "competitor": "compiled", "way": "pairs"}, slow
+    for net, canvas in (("C", CANVASES[1]), ("C", CANVASES[2]), ("A", CANVASES[0]))[: rig.few(3, 0)]:
+        yield {"what": "canvas", "net": net, "competitor": "compiled", "canvas": list(canvas)}, 80
+
+
+def _tidied(rig: Rig, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Work, and leave torch as it was."""
+    try:
+        return work()
+    finally:
+        torch.backends.cudnn.benchmark = False
+        torch._dynamo.reset()
+        if rig.on_gpu:
+            torch.cuda.empty_cache()
+
+
+def _net(rig: Rig, settings: Settings) -> Any:
+    """Return the net of a competitor: uint8 tensor (N, H, W, 3) on the device → scores."""
+    net = DenseNet(rig.torch_net(settings["net"]), MEAN, dtype=torch.float16, channels_last=True).to(rig.device).eval()
+    torch.backends.cudnn.benchmark = settings["competitor"] == "eager-benchmark"
+    if settings["competitor"] != "compiled":
+        return net
+    backend = "inductor" if rig.on_gpu else "eager"  # in a rehearsal nothing is compiled, which would take a minute
+    return torch.compile(net, dynamic=settings["what"] == "mixed", backend=backend)
+
+
+def _canvas(rig: Rig, settings: Settings) -> dict[str, Any]:
+    """Time one shape whose pixels are on the device."""
+    rows, height, width = settings["canvas"]
+    shape = rows, height, width = rig.few(rows), rig.px(height), rig.px(width)
+    images = np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8)
+    begun = time.perf_counter()
+    if settings["competitor"] == "engine":
+        bound = Bound(rig, raw_session(rig, rig.model_file(settings["net"], "fp16")))
+        values = bound.upload(shape)
+        scores = bound.run(values)[0].numpy()
+        timing = rig.timed(lambda: bound.run(values))
+    else:
+        net, pixels = _net(rig, settings), torch.from_numpy(images).to(rig.device)
+        with torch.inference_mode():
+            scores = net(pixels).float().cpu().numpy()
+            timing = rig.timed(lambda: net(pixels))
+    tflops = rig.flop(settings["net"], [(height, width)] * rows) / timing["ms"] / 1e9
+    return {
+        **timing,
+        "images_per_second": 1e3 * rows / timing["ms"],
+        "tflops": tflops,
+        "share_of_peak": rig.share_of_peak(tflops, "fp16"),
+        "off": _off(rig, settings, images, scores),
+        "seconds_in_all": time.perf_counter() - begun,
+        "memory_gb": rig.used_memory_gb(),
+    }
+
+
+def _off(rig: Rig, settings: Settings, images: np.ndarray, scores: np.ndarray) -> float:
+    """Return by how much scores are off from torch in float32, without TF32."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        exact = DenseNet(rig.torch_net(settings["net"]), MEAN).to(rig.device).eval().scores(images)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+    return float(np.abs(exact - scores).max())
+
+
+def _mixed(rig: Rig, settings: Settings) -> dict[str, Any]:
+    """Time three passes over photos of mixed shapes."""
+    sizes = draw(rig.few(IMAGES))
+    views = resized_noise(sizes, make_protocol("multi-scale", rig.contract(settings["net"])))
+    if settings["competitor"] == "engine":
+        work = Work(rig, {**settings, "precision": "fp16", "protocol": "multi-scale", "together": 0}, sizes)
+        one_pass = partial(_engine_pass, work, views)
+    else:
+        end = time.perf_counter() + SLOWEST
+        one_pass = partial(_torch_pass, rig, _net(rig, settings), _batches(views, settings["way"]), end)
+    try:
+        took = [one_pass() for _ in range(3)]
+    except TooSlow as reason:
+        return {"images": len(sizes), "too_slow": str(reason)}
+    seconds = min(took[1:])
+    shapes = [view.image.shape[:2] for of_image in views for view in of_image]
+    tflops = rig.flop(settings["net"], shapes) / seconds / 1e12
+    return {
+        "images": len(sizes),
+        "different_shapes": len(set(shapes)),
+        "images_per_second": len(sizes) / seconds,
+        "tflops": tflops,
+        "share_of_peak": rig.share_of_peak(tflops, "fp16"),
+        "first_seconds": took[0],
+        "seconds": seconds,
+    }
+
+
+def _engine_pass(work: Work, views: Sequence[list[ViewImage]]) -> float:
+    """Return the seconds of the pipeline of `validate` on these views."""
+    numbers = [Sample(str(index), 0, 1) for index in range(len(views))]
+    begun = time.perf_counter()
+    line = Pipeline([work.session], [numbers], lambda sample: views[int(sample.file)], THREADS, Stages())
+    with closing(line):
+        for portion in line.finished():
+            assert len(portion.results) == sum(map(len, views)), "views are missing"
+    return time.perf_counter() - begun
+
+
+def _batches(views: Sequence[list[ViewImage]], way: str) -> list[np.ndarray]:
+    """Return the views as arrays (N, H, W, 3) of exact shapes: mirrored pairs in order, or all of a shape together."""
+    if way == "pairs":
+        pairs = (of_image[first : first + 2] for of_image in views for first in range(0, len(of_image), 2))
+        return [np.stack([view.image for view in pair]) for pair in pairs]
+    groups: dict[tuple[int, ...], list[np.ndarray]] = {}
+    for view in (view for of_image in views for view in of_image):
+        groups.setdefault(view.image.shape, []).append(view.image)
+    batches = []
+    for (height, width, _), images in groups.items():
+        most = max(1, MOST_PIXELS // (height * width))
+        batches += [np.stack(images[start : start + most]) for start in range(0, len(images), most)]
+    return batches
+
+
+@torch.inference_mode()
+def _torch_pass(rig: Rig, net: Any, batches: Sequence[np.ndarray], end: float) -> float:
+    """Return the seconds in which torch takes the batches from the host and gives their scores back.
+
+    end: on the clock of perf_counter; raises TooSlow then.
+    """
+    begun, scores = time.perf_counter(), []
+    for index, images in enumerate(batches):
+        pixels = torch.from_numpy(images)
+        scores.append(net((pixels.pin_memory() if rig.on_gpu else pixels).to(rig.device, non_blocking=True)))
+        if (now := time.perf_counter()) > end:
+            raise TooSlow(f"given up after {index + 1} of {len(batches)} batches of a pass, in {now - begun:.0f} s")
+    torch.cat(scores).cpu()
+    return time.perf_counter() - begun

@@ -1,0 +1,96 @@
+"""Of part `sweep`: how fast pixels reach the GPU, and whether they do so while it computes.
+
+A batch is uploaded from ordinary memory, from pinned memory by torch (the fastest there is), and by the engine's own
+`Session.stage`; then batches are staged and computed one after the other, and with the staging in a thread of its own.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.common.test_rig import Rig
+from prelunet.evaluator.engine.runtimes.onnx import import_runtime
+from prelunet.evaluator.engine.session import Session
+
+SHAPE = (8, 480, 640)  # images, height, width: 7.4 MB
+ROUNDS = 12
+
+Batch = tuple[np.ndarray, np.ndarray]
+
+
+def cases(rig: Rig, net: str) -> Iterator[tuple[dict[str, Any], Callable[[], Mapping[str, Any]], float]]:
+    """Yield the case of a net: settings, work and seconds."""
+    yield {"what": "upload", "net": net, "precision": "fp16"}, lambda: _measure(rig, net), 25
+
+
+def _measure(rig: Rig, net: str) -> dict[str, Any]:
+    session = rig.session(net, "fp16")
+    batches = [_batch(rig, seed) for seed in range(4)]
+    megabytes = batches[0][0].nbytes / 1e6
+    value = import_runtime().OrtValue
+    uploads = {
+        "pageable": lambda: value.ortvalue_from_numpy(batches[0][0], rig.device, 0),
+    }
+    if rig.on_gpu:
+        pinned = torch.from_numpy(batches[0][0]).pin_memory()
+        uploads["pinned_by_torch"] = lambda: pinned.to(rig.device, non_blocking=True)
+    result: dict[str, Any] = {"megabytes": megabytes}
+    for name, upload in uploads.items():
+        result[f"{name}_ms"] = rig.timed(upload, seconds=0.3)["ms"]
+        result[f"{name}_gb_per_second"] = megabytes / max(result[f"{name}_ms"], 1e-6)
+    result |= _stage_and_compute(rig, session, batches)
+    result["stage_gb_per_second"] = megabytes / max(result["stage_ms"], 1e-6)
+    return {**result, **_overlap(rig, session, batches, result["stage_ms"], result["compute_ms"])}
+
+
+def _batch(rig: Rig, seed: int) -> Batch:
+    rows, height, width = rig.few(SHAPE[0]), rig.px(SHAPE[1]), rig.px(SHAPE[2])
+    images = np.random.default_rng(seed).integers(0, 256, (rows, height, width, 3), np.uint8)
+    return images, np.tile(np.array([height, width], np.int64), (rows, 1))
+
+
+def _stage_and_compute(rig: Rig, session: Session, batches: list[Batch]) -> dict[str, float]:
+    """Time the two in turn, each for itself: who stages without computing may wait for a free buffer for ever."""
+    took: dict[str, list[float]] = {"stage_ms": [], "compute_ms": []}
+    for index in range(rig.few(2 * ROUNDS)):
+        begun = time.perf_counter()
+        staged = session.stage(*batches[index % len(batches)])
+        between = time.perf_counter()
+        session.compute(staged)
+        took["stage_ms"].append(1e3 * (between - begun))
+        took["compute_ms"].append(1e3 * (time.perf_counter() - between))
+    return {name: float(np.median(values)) for name, values in took.items()}
+
+
+def _overlap(rig: Rig, session: Session, batches: list[Batch], stage_ms: float, compute_ms: float) -> dict[str, float]:
+    """Time a row of batches one after the other, and with the next one staged meanwhile.
+
+    hidden: which part of the shorter of the two no longer shows, 0 to 1.
+    """
+    rounds = rig.few(ROUNDS)
+
+    def in_turn() -> None:
+        for index in range(rounds):
+            session.compute(session.stage(*batches[index % len(batches)]))
+
+    def at_once() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            coming = pool.submit(session.stage, *batches[0])
+            for index in range(rounds):
+                staged = coming.result()
+                if index + 1 < rounds:  # none is left behind uncomputed, with a buffer that others wait for
+                    coming = pool.submit(session.stage, *batches[(index + 1) % len(batches)])
+                session.compute(staged)
+
+    found = {}
+    for name, work in (("in_turn", in_turn), ("at_once", at_once)):
+        work()
+        begun = time.perf_counter()
+        work()
+        found[f"{name}_ms"] = 1e3 * (time.perf_counter() - begun) / rounds
+    found["hidden"] = (found["in_turn_ms"] - found["at_once_ms"]) / max(min(stage_ms, compute_ms), 1e-6)
+    return found

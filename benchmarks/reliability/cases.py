@@ -1,0 +1,94 @@
+"""What all cases stand on: a named claim, what came of it, and where servers and pictures come from."""
+
+import itertools
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from benchmarks.common.server_process import Served, make_model
+from benchmarks.reliability.fault_injection import write_control
+from benchmarks.reliability.pictures import Picture, good_pictures
+
+Json = dict[str, Any]
+NAME = "demo"  # of the served model
+# Conditions that a machine which is busy with something else may break.
+TIMED = frozenset({"at_once", "latency_kept", "latency_bounded", "first_calls_are_not_slow"})
+
+
+@dataclass(frozen=True)
+class Case:
+    """One claim and how it is tried.
+
+    name: unique; claim: a sentence that is true or false; settings: what the numbers depend on; seconds: about how long
+    it takes; work: tries it, and returns what `verdict` does.
+    """
+
+    name: str
+    claim: str
+    settings: Mapping[str, Any]
+    seconds: float
+    work: Callable[[], Mapping[str, Any]]
+
+
+def verdict(conditions: Mapping[str, bool], **numbers: Any) -> Json:
+    """Return the result of a case: held where every condition is, the names of those that are not, and the numbers."""
+    broken = [name for name, held in conditions.items() if not held]
+    return {"held": not broken, **({"broken": broken} if broken else {}), **numbers}
+
+
+@dataclass
+class Stand:
+    """Model file, pictures and a folder for logs; use it in a `with` block.
+
+    seed: of all that is random; tiny: few repeats, a rehearsal; soak_seconds: of that case; model_file: to serve, None
+    for the demo net with random weights.
+    """
+
+    seed: int = 1
+    tiny: bool = False
+    soak_seconds: float = 60.0
+    model_file: Path | None = None
+    _numbers: Any = field(default_factory=itertools.count)
+
+    def __enter__(self) -> Self:
+        self._folder = tempfile.TemporaryDirectory(prefix="prelunet-reliability-")
+        self.folder = Path(self._folder.name)
+        self.pictures: list[Picture] = good_pictures(self.seed)
+        return self
+
+    def __exit__(self, _kind: type[BaseException] | None, _error: object, _trace: TracebackType | None) -> None:
+        self._folder.cleanup()
+
+    @property
+    def model(self) -> Path:
+        """Return the model file, which is written when it is first needed."""
+        if self.model_file is None:
+            self.model_file = make_model(self.folder)
+        return self.model_file
+
+    def few(self, count: int, at_most: int) -> int:
+        """Return a count, or no more than so many in a rehearsal."""
+        return min(count, at_most) if self.tiny else count
+
+    def serve(self, *options: str, device: str = "cpu") -> Served:
+        """Start a server with the model; unless asked for, it logs warnings and errors only and has no lame duck."""
+        return self._serve(None, options, device)
+
+    def control(self, **told: Any) -> Path:
+        """Return a new control file of fault_injection.py."""
+        path = self.folder / f"control-{next(self._numbers)}.json"
+        write_control(path, **told)
+        return path
+
+    def serve_rigged(self, control: Path, *options: str) -> Served:
+        """Start a server whose session does what a control file says."""
+        return self._serve(control, options, "cpu")
+
+    def _serve(self, control: Path | None, options: tuple[str, ...], device: str) -> Served:
+        usual = {"--log-level": "warning", "--lame-duck": "0"}
+        words = [word for name, value in usual.items() if name not in options for word in (name, value)]
+        log = self.folder / f"server-{next(self._numbers)}.log"
+        return Served({NAME: self.model}, *words, *options, log=log, control=control, device=device)

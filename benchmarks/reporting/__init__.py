@@ -1,0 +1,1 @@
+"""Reports of a dataset the size of ImageNet's."""

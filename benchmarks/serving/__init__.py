@@ -1,0 +1,1 @@
+"""The server beside its engine and beside other servers."""

@@ -1,0 +1,262 @@
+"""What the parts of run.py share: the processes, a contender's turn, and what is told of it."""
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from benchmarks.common.results import shuffled
+from benchmarks.common.test_rig import Rig
+from benchmarks.serving.peers import STARTERS, Server, Spec, start_ours
+from benchmarks.serving.worker import Worker
+from prelunet.evaluator.errors import EnvironmentFault
+from prelunet.evaluator.protocols import Protocol
+
+PROCESSES = 2  # of clients: one alone would be a third of what the demo's model takes
+TOLERANCE = 1e-4  # of a score: another order of the same sums, and six digits where a score travels as text
+Json = dict[str, Any]
+Contender = Callable[[int, int], "Visit"]  # from the number of calls and of the round to what came of them
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Encoded pictures in a folder, and which of them, by their place, a case shows."""
+
+    folder: Path
+    mixed: tuple[int, ...]
+    equal: tuple[int, ...]
+    smallest: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One contender's turn. Times in seconds; cpu, client_cpu: processor time of all calls together."""
+
+    calls: int
+    seconds: float
+    cpu: float
+    client_cpu: float = 0.0
+    latencies: tuple[float, ...] = ()
+    errors: tuple[str, ...] = ()
+
+
+@dataclass
+class Bench:
+    """The processes, started when they are first needed.
+
+    now: what the result file says of this run; servers are told in it, and peers that are not there.
+    """
+
+    rig: Rig
+    folder: Path
+    pictures: Pictures
+    threads: int
+    pythons: Mapping[str, Path | None]
+    now: Json
+    _servers: dict[str, Server] = field(default_factory=dict)
+    _workers: dict[str, Worker] = field(default_factory=dict)
+    _started: int = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _kind: type[BaseException] | None, _error: object, _trace: TracebackType | None) -> None:
+        self.stop()
+        for worker in self._workers.values():
+            worker.close()
+
+    def stop(self) -> None:
+        """End servers and engines; clients live on."""
+        for server in self._servers.values():
+            server.stop()
+        self._servers.clear()
+        for name in [name for name in self._workers if name.startswith("engine")]:
+            self._workers.pop(name).close()
+
+    def model(self, net: str) -> Path:
+        """Return the model file of a net."""
+        return self.rig.model_file(net)
+
+    def ours(self, net: str, *, null: bool = False) -> Server:
+        """Return our server of a net; null: that computes nothing."""
+        start = partial(start_ours, {net: self.model(net)}, self.threads, null=null)
+        return self._server(f"prelunet {net}{', null' * null}", start, [net])
+
+    def peers(self, net: str, protocols: Mapping[str, Protocol]) -> dict[str, Server]:
+        """Return the peers that are there, each with a model for each protocol, by name of the model."""
+        specs = {
+            name: Spec(self.model(net), p.scales[0], p.crop, p.mirror, self.threads, null=name == "null")
+            for name, p in protocols.items()
+        }
+        found: dict[str, Server] = {}
+        for name, start in STARTERS.items():
+            python = self.pythons[name]
+            if name in self.now["not_measured"]:
+                continue
+            if python is None:
+                self.now["not_measured"][name] = f"no --{name}-python was given"
+                continue
+            try:
+                found[name] = self._server(name, partial(start, python.absolute(), specs), list(specs))
+            except EnvironmentFault as error:
+                self.now["not_measured"][name] = str(error)
+        return found
+
+    def _server(self, name: str, start: Callable[[Path], Server], models: Sequence[str]) -> Server:
+        if name not in self._servers:
+            self._started += 1
+            folder = self.folder / f"server-{self._started}"
+            folder.mkdir()
+            begun = time.monotonic()
+            server = start(folder)
+            try:
+                server.wait(models)
+            except BaseException:
+                server.stop()
+                raise
+            server.settings["ready after seconds"] = round(time.monotonic() - begun, 1)
+            self._servers[name] = server
+            self.now["servers"][name] = server.settings
+        return self._servers[name]
+
+    def engine(self, net: str) -> Worker:
+        """Return the engine in process, on a net."""
+        given = {"model": str(self.model(net)), "threads": self.threads, "folder": str(self.pictures.folder)}
+        return self._worker(f"engine {net}", "benchmarks.serving.engine", json.dumps(given))
+
+    def clients(self) -> list[Worker]:
+        """Return the processes of clients."""
+        return [
+            self._worker(f"clients {number}", "benchmarks.serving.load", str(self.pictures.folder))
+            for number in range(PROCESSES)
+        ]
+
+    def _worker(self, name: str, script: str, argument: str) -> Worker:
+        if name not in self._workers:
+            self._workers[name] = Worker(script, argument)
+        return self._workers[name]
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How a server is asked. model: its name there; clients: calls in flight; rate: calls a second, or None."""
+
+    server: Server
+    api: str
+    model: str
+    protocol: str
+    images: tuple[int, ...]
+    clients: int
+    rate: float | None = None
+
+    def best(self, client: Worker) -> list[Any]:
+        """Return the best classes of each picture, as the server tells them."""
+        client.ask({"best": self._load(clients=1, calls=0, first=0, begin_at=0.0), "images": self.images})
+        best: list[Any] = client.told()["best"]
+        return best
+
+    def visit(self, workers: Sequence[Worker], calls: int, number: int) -> Visit:
+        """Make so many calls, spread over the processes of clients."""
+        workers = workers[: self.clients]
+        share = math.ceil(calls / len(workers))
+        cpu, begin_at = self.server.cpu_seconds(), time.monotonic() + 0.1
+        for place, worker in enumerate(workers):
+            load = self._load(
+                clients=self.clients // len(workers),
+                calls=share,
+                first=place * share,
+                begin_at=begin_at,
+                rate=self.rate and self.rate / len(workers),
+                seed=number * PROCESSES + place,
+            )
+            worker.ask({"load": load, "images": self.images})
+        told = [worker.told() for worker in workers]
+        return Visit(
+            share * len(workers),
+            max(one["ended"] for one in told) - begin_at,
+            self.server.cpu_seconds() - cpu,
+            sum(one["cpu_seconds"] for one in told),
+            tuple(latency for one in told for latency in one["latencies"]),
+            tuple(error for one in told for error in one["errors"]),
+        )
+
+    def _load(self, **more: Any) -> Json:
+        return {"address": self.server.address, "api": self.api, "model": self.model, "protocol": self.protocol, **more}
+
+
+def in_process(engine: Worker, way: str, protocol: str, images: Sequence[int], calls: int, _number: int) -> Visit:
+    """Let the engine classify so many pictures."""
+    engine.ask({"way": way, "protocol": protocol, "images": images, "calls": calls})
+    told = engine.told()
+    return Visit(calls, told["seconds"], told["cpu_seconds"])
+
+
+def best_in_process(engine: Worker, protocol: str, images: Sequence[int]) -> list[Any]:
+    """Return the best classes of each picture, as the engine tells them."""
+    engine.ask({"best": protocol, "images": images})
+    best: list[Any] = engine.told()["best"]
+    return best
+
+
+def check_answers(name: str, found: Sequence[Any], expected: Sequence[Any]) -> float:
+    """Return how far scores are off; SystemExit when classes differ, or scores by more than rounding explains."""
+    classes = [[index for index, _ in best] for best in found]
+    off = math.inf
+    if classes == [[index for index, _ in best] for best in expected]:
+        scores, right = (np.array([[score for _, score in best] for best in one]) for one in (found, expected))
+        off = float(np.abs(scores - right).max())
+    if not off <= TOLERANCE:  # NaN is never within
+        raise SystemExit(
+            f"{name}: answers that the engine does not give (off by {off:.1e}). Its speed would mean nothing"
+        )
+    return off
+
+
+def in_turn(contenders: Mapping[str, Contender], calls: int, rounds: int) -> Json:
+    """Let all take turns, each round in an order of its own; the result of each by name.
+
+    A contender whose calls fail is told with the first error, and its numbers mean nothing.
+    """
+    visits: dict[str, list[Visit]] = {name: [] for name in contenders}
+    for number in range(rounds):
+        for name in shuffled(contenders, number):
+            visits[name].append(contenders[name](calls, number))
+    return {name: summary(of_one) for name, of_one in visits.items()}
+
+
+def summary(visits: Sequence[Visit]) -> Json:
+    """Return what a result file says of one contender. ms: of a call; percentiles are of the calls of all rounds."""
+    calls = sum(visit.calls for visit in visits)
+    latencies = sorted(latency for visit in visits for latency in visit.latencies)
+    errors = [error for visit in visits for error in visit.errors]
+    return {
+        "rates": [_significant(visit.calls / visit.seconds) for visit in visits],
+        "calls": calls,
+        "cpu_ms": _significant(1000 * sum(visit.cpu for visit in visits) / calls),
+        "client_cpu_ms": _significant(1000 * sum(visit.client_cpu for visit in visits) / calls),
+        **{f"p{share}_ms": _significant(1000 * percentile(latencies, share)) for share in (50, 99) if latencies},
+        "failed": len(errors),
+        **({"first_error": errors[0][:200]} if errors else {}),
+    }
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the smallest of sorted values that so many percent do not exceed."""
+    return values[max(0, math.ceil(len(values) * share / 100) - 1)]
+
+
+def _significant(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def calls_for(seconds: float, visit: Visit, clients: int, least: int) -> int:
+    """Return how many calls take about so long, after one visit: whole rounds of all clients, at least so many."""
+    wanted = max(least, seconds * visit.calls / visit.seconds)
+    return math.ceil(wanted / clients) * clients

@@ -1,0 +1,90 @@
+"""The engine in a process of its own, without a server: what run.py holds the server against.
+
+    python -m benchmarks.serving.engine '{"model": ..., "threads": ..., "folder": ...}'      then a question per line
+
+Both ways have the same pictures, encoded in memory, and 16 of them in flight, as the server with 16 clients has:
+
+- validate:         the pipeline of `prelunet validate` in portions of 8: one is decoded while one is computed
+- classify_images:  16 images decoded in threads, then computed, then the next 16
+"""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from benchmarks.serving.worker import Json, answer_questions
+from prelunet.evaluator.datasets.dataset import Dataset, Sample
+from prelunet.evaluator.engine.classify import classify_images
+from prelunet.evaluator.engine.load import open_session
+from prelunet.evaluator.engine.session import Session
+from prelunet.evaluator.imaging.decode import decode_image
+from prelunet.evaluator.protocols import Protocol, make_protocol
+from prelunet.evaluator.validation.pipeline import PORTIONS_OF_PIXELS, evaluate_chunks
+
+WAYS = ("validate", "classify_images")
+IN_FLIGHT = 16
+TOP = 5
+
+
+class InMemory:
+    """Pictures under numbers, as a dataset's reader gives them; beyond the last they begin again."""
+
+    def __init__(self, images: Sequence[bytes]) -> None:
+        self._images = images
+
+    def read(self, file: str) -> bytes:
+        """Return the bytes of a file."""
+        return self._images[int(file) % len(self._images)]
+
+    def dataset(self, count: int) -> Dataset:
+        """Return so many pictures as a dataset."""
+        samples = [Sample(f"{number:06}", 0, len(self.read(str(number)))) for number in range(count)]
+        return Dataset(Path("memory"), ("n00000000",), samples, self)
+
+
+def by_validate(session: Session, images: Sequence[bytes], protocol: Protocol, count: int) -> None:
+    """Run the pipeline of `validate`, up to the lines of its predictions."""
+    dataset = InMemory(images).dataset(count)
+    for _ in evaluate_chunks([session], dataset, protocol, [dataset.samples], IN_FLIGHT // PORTIONS_OF_PIXELS, 0):
+        pass
+
+
+def by_classify_images(
+    session: Session, images: Sequence[bytes], protocol: Protocol, count: int, pool: ThreadPoolExecutor
+) -> None:
+    """Decode 16 images, classify them, and so on."""
+    for start in range(0, count, IN_FLIGHT):
+        some = (images[number % len(images)] for number in range(start, min(count, start + IN_FLIGHT)))
+        for classified in classify_images(session, list(pool.map(decode_image, some)), protocol):
+            classified.top(TOP)
+
+
+def main() -> None:
+    """Answer questions: {"way", "protocol", "images", "calls"}, or {"best": protocol, "images"}."""
+    given = json.loads(sys.argv[1])
+    session = open_session(Path(given["model"]), "cpu", threads=given["threads"])
+    there = [file.read_bytes() for file in sorted(Path(given["folder"]).iterdir())]
+    pool = ThreadPoolExecutor(given["threads"])
+
+    def answer(question: Json) -> Json:
+        images = [there[index] for index in question["images"]]
+        if "best" in question:
+            protocol = make_protocol(question["best"], session.contract)
+            answers = classify_images(session, [decode_image(image) for image in images], protocol)
+            return {"best": [[(index, float(score)) for index, score in one.top(TOP)] for one in answers]}
+        protocol = make_protocol(question["protocol"], session.contract)
+        begun, cpu = time.perf_counter(), time.process_time()
+        if question["way"] == WAYS[0]:
+            by_validate(session, images, protocol, question["calls"])
+        else:
+            by_classify_images(session, images, protocol, question["calls"], pool)
+        return {"seconds": time.perf_counter() - begun, "cpu_seconds": time.process_time() - cpu}
+
+    answer_questions(answer)
+
+
+if __name__ == "__main__":
+    main()

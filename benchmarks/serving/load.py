@@ -1,0 +1,288 @@
+"""Clients of one process: so many calls in flight, or calls at random moments, with the latency of each.
+
+    python -m benchmarks.serving.load FOLDER      pictures; then a question per line, see `Load`
+
+Plain generated stubs, in one event loop, as a program with many calls would have it. Each client has a connection of
+its own and asks again when it has its answer; over `ClassifyStream` all clients of the process share one stream.
+"""
+
+import asyncio
+import random
+import struct
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import numpy as np
+
+from benchmarks.serving.worker import answer_questions
+from prelunet.evaluator.pb.inference import inference_pb2 as oip
+from prelunet.evaluator.pb.inference import inference_pb2_grpc as oip_grpc
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+
+TOP = 5
+CALL_SECONDS = 120.0  # deadline of every call
+CHANNEL = (
+    ("grpc.use_local_subchannel_pool", 1),  # else all clients of a process would share a connection
+    ("grpc.max_receive_message_length", -1),
+)
+
+Best = list[tuple[int, float]]  # class index and score, best first
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Load:
+    """What to do.
+
+    api: of APIS; model, protocol: asked for, the latter by our APIs and by OIP of ours; clients: of this process;
+    calls: of this process; first: index of its first picture; begin_at: on the clock of time.monotonic();
+    rate: calls a second at random moments (Poisson), of this process, None for one after the other.
+    """
+
+    address: str
+    api: str
+    model: str
+    protocol: str
+    clients: int
+    calls: int
+    first: int
+    begin_at: float
+    rate: float | None = None
+    seed: int = 0
+
+
+@dataclass
+class Calls:
+    """What came of them. Times are those of time.monotonic(); latencies in seconds, in the order of the ends."""
+
+    latencies: list[float]
+    ended: float
+    errors: list[str]
+
+
+class Unary:
+    """One connection with calls of one image."""
+
+    def __init__(self, load: Load, images: Sequence[bytes]) -> None:
+        self._channel = grpc.aio.insecure_channel(load.address, options=CHANNEL)
+        self._requests = [self.request(load, image) for image in images]
+        self._method = self.method(self._channel)
+
+    async def __call__(self, index: int) -> Best:
+        """Ask for a picture, and return its best classes."""
+        return self.best(await self._method(self._requests[index % len(self._requests)], timeout=CALL_SECONDS))
+
+    async def close(self) -> None:
+        """End the connection."""
+        await self._channel.close()
+
+    def request(self, load: Load, image: bytes) -> Any:
+        """Return the request for a picture."""
+        return pb.ClassifyRequest(image=image, model=load.model, protocol=load.protocol, top_k=TOP)
+
+    def method(self, channel: grpc.aio.Channel) -> Any:
+        """Return what takes requests."""
+        return pb_grpc.PreluNetServiceStub(channel).Classify
+
+    def best(self, response: Any) -> Best:
+        """Return what a response says."""
+        return [(one.class_index, one.score) for one in response.predictions]
+
+
+class Oip(Unary):
+    """The Open Inference Protocol as our server speaks it."""
+
+    def request(self, load: Load, image: bytes) -> Any:
+        """Return the request for a picture."""
+        request = _infer_request(load, image, [1])
+        request.parameters["protocol"].string_param = load.protocol
+        request.outputs.add(name="scores").parameters["classification"].int64_param = TOP
+        return request
+
+    def method(self, channel: grpc.aio.Channel) -> Any:
+        """Return what takes requests."""
+        return oip_grpc.GRPCInferenceServiceStub(channel).ModelInfer
+
+    def best(self, response: Any) -> Best:
+        """Return what a response says: strings as 0.826453:504:coffee mug, each behind its length."""
+        data, found = response.raw_output_contents[0], []
+        while data:
+            (length,) = struct.unpack_from("<I", data)
+            score, index, _ = data[4 : 4 + length].decode().split(":", 2)
+            found.append((int(index), float(score)))
+            data = data[4 + length :]
+        return found
+
+
+class OipOfPeer(Oip):
+    """The Open Inference Protocol as the peers' models speak it."""
+
+    def request(self, load: Load, image: bytes) -> Any:
+        """Return the request for a picture."""
+        return _infer_request(load, image, [1, 1])
+
+    def best(self, response: Any) -> Best:
+        """Return what a response says."""
+        contents = response.raw_output_contents
+        raw = {tensor.name: data for tensor, data in zip(response.outputs, contents, strict=True)}
+        indices, scores = (np.frombuffer(raw[name], kind) for name, kind in (("class_index", "<i4"), ("score", "<f4")))
+        return [(int(index), float(score)) for index, score in zip(indices, scores, strict=True)]
+
+
+class Live(Unary):
+    """ServerLive of the Open Inference Protocol: a call that asks for nothing."""
+
+    def request(self, load: Load, image: bytes) -> Any:  # noqa: ARG002
+        """Return an empty request."""
+        return oip.ServerLiveRequest()
+
+    def method(self, channel: grpc.aio.Channel) -> Any:
+        """Return what takes requests."""
+        return oip_grpc.GRPCInferenceServiceStub(channel).ServerLive
+
+    def best(self, response: Any) -> Best:  # noqa: ARG002
+        """Return nothing."""
+        return []
+
+
+def _infer_request(load: Load, image: bytes, shape: Sequence[int]) -> Any:
+    request = oip.ModelInferRequest(model_name=load.model)
+    request.inputs.add(name="images", datatype="BYTES", shape=shape)
+    request.raw_input_contents.append(struct.pack("<I", len(image)) + image)
+    return request
+
+
+class Stream:
+    """One ClassifyStream on one connection; answers come in any order."""
+
+    def __init__(self, load: Load, images: Sequence[bytes]) -> None:
+        self._channel = grpc.aio.insecure_channel(load.address, options=CHANNEL)
+        self._requests = [
+            pb.ClassifyRequest(image=image, model=load.model, protocol=load.protocol, top_k=TOP) for image in images
+        ]
+        self._call = pb_grpc.PreluNetServiceStub(self._channel).ClassifyStream(timeout=CALL_SECONDS)
+        self._asked: dict[str, asyncio.Future[Best]] = {}
+        self._sent = 0
+        self._turn = asyncio.Lock()  # one message at a time
+        self._reading = asyncio.create_task(self._read())
+
+    async def __call__(self, index: int) -> Best:
+        """Ask for a picture, and return its best classes."""
+        self._sent += 1
+        name = str(self._sent)
+        answer = self._asked[name] = asyncio.get_running_loop().create_future()
+        request = pb.ClassifyStreamRequest(id=name, request=self._requests[index % len(self._requests)])
+        async with self._turn:
+            await self._call.write(request)
+        return await answer
+
+    async def _read(self) -> None:
+        try:
+            async for response in self._call:
+                answer = self._asked.pop(response.id)
+                if response.HasField("error"):
+                    answer.set_exception(RuntimeError(response.error.message))
+                else:
+                    answer.set_result([(one.class_index, one.score) for one in response.response.predictions])
+        except grpc.RpcError as error:
+            for answer in self._asked.values():
+                answer.set_exception(error)
+
+    async def close(self) -> None:
+        """End the stream and the connection."""
+        await self._call.done_writing()
+        await self._reading
+        await self._channel.close()
+
+
+APIS: dict[str, Callable[[Load, Sequence[bytes]], Any]] = {
+    "Classify": Unary,
+    "ClassifyStream": Stream,
+    "OIP": Oip,
+    "OIP of a peer": OipOfPeer,
+    "ServerLive": Live,
+}
+
+
+async def run(load: Load, images: Sequence[bytes]) -> Calls:
+    """Make the calls of a load; a call that fails is counted, and its client goes on."""
+    opened = [APIS[load.api](load, images) for _ in range(1 if load.api == "ClassifyStream" else load.clients)]
+    calls = Calls([], load.begin_at, [])
+    try:
+        await _sleep_until(load.begin_at)
+        if load.rate is None:
+            numbers = iter(range(load.calls))
+            await asyncio.gather(
+                *(_ask_again(load, opened[client % len(opened)], numbers, calls) for client in range(load.clients))
+            )
+        else:
+            await _at_random(load, opened, calls)
+    finally:
+        for one in opened:
+            await one.close()
+    return calls
+
+
+async def _ask_again(load: Load, ask: Any, numbers: Any, calls: Calls) -> None:
+    """Be one client of a closed loop; all of a process share the numbers of the calls to be made."""
+    for number in numbers:
+        await _ask(ask, load.first + number, time.monotonic(), calls)
+
+
+async def _at_random(load: Load, opened: Sequence[Any], calls: Calls) -> None:
+    """Make calls at random moments, whether or not others are answered; late ones count from when they were due."""
+    assert load.rate is not None
+    chance, due = random.Random(load.seed), load.begin_at
+    async with asyncio.TaskGroup() as group:
+        for number in range(load.calls):
+            due += chance.expovariate(load.rate)
+            await _sleep_until(due)
+            group.create_task(_ask(opened[number % len(opened)], load.first + number, due, calls))
+
+
+async def _ask(ask: Any, index: int, since: float, calls: Calls) -> None:
+    try:
+        await ask(index)
+    except (grpc.RpcError, RuntimeError) as error:
+        calls.errors.append(error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error))
+    calls.ended = time.monotonic()
+    calls.latencies.append(calls.ended - since)
+
+
+async def _sleep_until(moment: float) -> None:
+    if (seconds := moment - time.monotonic()) > 0:
+        await asyncio.sleep(seconds)
+
+
+async def best_of_all(load: Load, images: Sequence[bytes]) -> list[Best]:
+    """Ask for each picture once, one after the other."""
+    ask = APIS[load.api](load, images)
+    try:
+        return [await ask(index) for index in range(len(images))]
+    finally:
+        await ask.close()
+
+
+def main() -> None:
+    """Answer questions: {"load": ...}, {"best": ...}."""
+    images = [file.read_bytes() for file in sorted(Path(sys.argv[1]).iterdir())]
+
+    def answer(question: Json) -> Json:
+        chosen = [images[index] for index in question["images"]]
+        if "best" in question:
+            return {"best": asyncio.run(best_of_all(Load(**question["best"]), chosen))}
+        begun = time.process_time()
+        calls = asyncio.run(run(Load(**question["load"]), chosen))
+        return {**vars(calls), "cpu_seconds": time.process_time() - begun}
+
+    answer_questions(answer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""The runtime of MLServer: a class that its model-settings.json names. It answers whole batches of requests."""
+
+import asyncio
+from pathlib import Path
+
+from mlserver import MLModel
+from mlserver.types import InferenceRequest, InferenceResponse, ResponseOutput
+
+from benchmarks.serving.peer_classifier import Classifier
+
+
+class Runtime(MLModel):
+    """What MLServer asks for; `predict` gets the requests that its adaptive batcher put together."""
+
+    async def load(self) -> bool:
+        """Open the model."""
+        self._classifier = Classifier(Path(self.settings.parameters.uri))
+        self._turn = asyncio.Semaphore(self._classifier.spec["at_once"])  # more batches would only share the cores
+        return True
+
+    async def predict(self, payload: InferenceRequest) -> InferenceResponse:
+        """Answer a batch of images, in a thread so that the event loop reads what comes meanwhile."""
+        images = list(payload.inputs[0].data.root)
+        async with self._turn:
+            indices, scores = await asyncio.to_thread(self._classifier.classify, images)
+        outputs = [
+            ResponseOutput(name=name, datatype=datatype, shape=list(rows.shape), data=rows.ravel().tolist())
+            for name, datatype, rows in (("class_index", "INT32", indices), ("score", "FP32", scores))
+        ]
+        return InferenceResponse(model_name=self.name, outputs=outputs)

@@ -1,0 +1,26 @@
+"""The model of Triton's Python backend: `model.py` of a model repository. It answers whole batches of requests."""
+
+from pathlib import Path
+
+import triton_python_backend_utils as triton
+
+from benchmarks.serving.peer_classifier import Classifier
+
+
+class TritonPythonModel:
+    """What Triton asks for; `execute` gets the requests that its dynamic batcher put together."""
+
+    def initialize(self, args):
+        """Open the model."""
+        self._classifier = Classifier(Path(args["model_repository"]) / args["model_version"])
+
+    def execute(self, requests):
+        """Answer requests of one image each."""
+        images = [triton.get_input_tensor_by_name(request, "images").as_numpy().item() for request in requests]
+        indices, scores = self._classifier.classify(images)
+        return [
+            triton.InferenceResponse(
+                [triton.Tensor("class_index", indices[row : row + 1]), triton.Tensor("score", scores[row : row + 1])]
+            )
+            for row in range(len(requests))
+        ]

@@ -1,0 +1,268 @@
+"""The servers that run.py compares, each started as the process that an engineer would start.
+
+Ours is `prelunet serve` of this checkout. Triton and MLServer live in environments of their own, given by their Python,
+because their packages contradict ours:
+
+    python3.11 -m venv triton && triton/bin/pip install nvidia-pytriton==0.7.0 onnxruntime pillow
+    python3.11 -m venv mlserver && mlserver/bin/pip install mlserver==1.7.1 onnxruntime pillow
+
+What they serve is in peer_classifier.py, peer_triton.py and peer_mlserver.py. All listen on loopback only.
+"""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from benchmarks.common.results import environment
+from prelunet.evaluator.errors import EnvironmentFault
+from prelunet.evaluator.pb.inference import inference_pb2 as pb
+from prelunet.evaluator.pb.inference import inference_pb2_grpc as pb_grpc
+
+HERE = Path(__file__).parent
+START_SECONDS, STOP_SECONDS = 120.0, 20.0
+TOP = 5  # classes that every server tells of an image
+BATCH = 8  # images that a peer puts together at most: of 16 clients' images two batches can run at once
+MLSERVER_WAIT = 0.002  # seconds that MLServer waits for company, as ours does at most; it needs more than 0
+
+# Asked of a peer's Python: where its packages are, and which.
+_PACKAGES = ("nvidia-pytriton", "mlserver", "onnxruntime", "pillow", "numpy", "grpcio", "protobuf")
+_QUESTION = f"""
+import importlib.metadata, json, platform, sys, sysconfig
+there = {{one.name.lower(): one.version for one in importlib.metadata.distributions()}}
+print(json.dumps({{"folder": sysconfig.get_path("purelib"), "python": platform.python_version(),
+                  "packages": {{name: there[name] for name in {_PACKAGES!r} if name in there}}}}))
+"""
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One model of a peer, as peer_classifier.py reads it; None of crop: the whole image; cores: all that it may use.
+
+    A batch runs on one thread, and as many batches at once as there are cores: on the demo's net that gave Triton twice
+    the throughput of one batch on all cores, whose threads wait for each other more than they compute.
+    """
+
+    model: Path
+    scale: int
+    crop: int | None
+    mirror: bool
+    cores: int
+    null: bool = False
+
+    def write(self, folder: Path, instances: int = 1) -> None:
+        """Write it beside the code that reads it; instances: that share the cores."""
+        folder.mkdir(parents=True)
+        shutil.copy(HERE / "peer_classifier.py", folder)
+        spec = {"model": str(self.model), "scale": self.scale, "crop": self.crop, "mirror": self.mirror}
+        spec |= {"threads": 1, "decoders": self.cores // instances, "at_once": self.cores // instances}
+        spec |= {"top": TOP, "null": self.null}
+        (folder / "spec.json").write_text(json.dumps(spec), encoding="utf-8")
+
+
+class Server:
+    """A process that answers at an address until `stop`.
+
+    settings: what it runs with, for the result file.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], settings: Mapping[str, Any], folder: Path, port: int, **more: Any
+    ) -> None:
+        self.name = name
+        self.settings = dict(settings)
+        self.address = f"127.0.0.1:{port}"
+        self._log = folder / f"{name.split(maxsplit=1)[0]}.log"
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, **more)
+
+    def wait(self, models: Sequence[str]) -> None:
+        """Return when it is ready to answer for these models; EnvironmentFault with the end of its log."""
+        limit = time.monotonic() + START_SECONDS
+        with grpc.insecure_channel(self.address) as channel:
+            stub = pb_grpc.GRPCInferenceServiceStub(channel)
+            while not all(_is_ready(stub, model) for model in models):
+                if self._process.poll() is not None or time.monotonic() > limit:
+                    said = self._log.read_text(errors="replace").strip()[-800:]
+                    self.stop()
+                    raise EnvironmentFault(f"{self.name} did not start: {said}")
+                time.sleep(0.1)
+            said = stub.ServerMetadata(pb.ServerMetadataRequest(), timeout=5)
+        self.settings["server"] = f"{said.name} {said.version}"
+
+    def cpu_seconds(self) -> float:
+        """Return the processor time that it has taken, its child processes included."""
+        return sum(map(_cpu_seconds, _tree(self._process.pid)))
+
+    def stop(self) -> None:
+        """End it."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        self._process.wait()
+
+
+def _is_ready(stub: Any, model: str) -> bool:
+    try:
+        return bool(stub.ModelReady(pb.ModelReadyRequest(name=model), timeout=5).ready)
+    except grpc.RpcError:
+        return False
+
+
+def _tree(pid: int) -> list[int]:
+    """Return a process and all that it has started, directly or not."""
+    try:
+        children = [
+            int(child)
+            for task in Path(f"/proc/{pid}/task").iterdir()
+            for child in (task / "children").read_text().split()
+        ]
+    except OSError:
+        return [pid]
+    return [pid, *(one for child in children for one in _tree(child))]
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Return user and system time of a process, its threads included; 0 when it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+def start_ours(models: Mapping[str, Path], threads: int, folder: Path, *, null: bool = False) -> Server:
+    """Start `prelunet serve` of this checkout; null: with sessions that answer zeros (null.py)."""
+    port = free_port()
+    options = ["--port", str(port), "--device", "cpu", "--threads", str(threads), "--lame-duck", "0"]
+    for name, file in models.items():
+        options += ["--model", f"{name}={file}"]
+    program = ["-m", "benchmarks.serving.null"] if null else ["-c", "from prelunet.evaluator.cli import main; main()"]
+    settings = {"threads": threads, "options": "defaults of prelunet serve, but --lame-duck 0"}
+    name = "prelunet, null" if null else "prelunet"
+    return Server(name, [sys.executable, *program, "serve", *options], settings, folder, port, env=environment())
+
+
+def start_triton(python: Path, models: Mapping[str, Spec], folder: Path) -> Server:
+    """Start Triton with its Python backend and dynamic batching; python: of an environment with nvidia-pytriton."""
+    there = _ask(python, "nvidia-pytriton")
+    packages = Path(there["folder"])
+    parts = packages / "pytriton" / "tritonserver"
+    backend, repository = folder / "backends" / "python", folder / "models"
+    shutil.copytree(parts / "backends" / "python", backend)
+    minor = there["python"].rpartition(".")[0]
+    shutil.copy(parts / "python_backend_stubs" / minor / "triton_python_backend_stub", backend)
+    for name, spec in models.items():
+        version = repository / name / "1"
+        spec.write(version, instances=spec.cores)
+        shutil.copy(HERE / "peer_triton.py", version / "model.py")
+        (repository / name / "config.pbtxt").write_text(_triton_config(name, spec.cores), encoding="utf-8")
+    port = free_port()
+    command = [str(parts / "bin" / "tritonserver"), f"--model-repository={repository}"]
+    command += [f"--backend-directory={folder / 'backends'}", "--allow-http=false", "--allow-metrics=false"]
+    command += ["--grpc-address=127.0.0.1", f"--grpc-port={port}"]
+    environment = _environment(python)
+    environment["LD_LIBRARY_PATH"] = str(packages / "nvidia_pytriton.libs")
+    settings = {
+        **there["packages"],
+        "python": there["python"],
+        "backend": "python, onnxruntime inside",
+        "dynamic_batching": f"on, max_batch_size {BATCH}, no queue delay",
+        "instances": next(iter(models.values())).cores,
+        "threads of each": 1,
+    }
+    return Server("triton", command, settings, folder, port, env=environment)
+
+
+def _triton_config(name: str, instances: int) -> str:
+    outputs = ", ".join(
+        f'{{ name: "{output}" data_type: {kind} dims: [ {TOP} ] }}'
+        for output, kind in (("class_index", "TYPE_INT32"), ("score", "TYPE_FP32"))
+    )
+    return (
+        f'name: "{name}"\nbackend: "python"\nmax_batch_size: {BATCH}\ndynamic_batching {{ }}\n'
+        'input [ { name: "images" data_type: TYPE_STRING dims: [ 1 ] } ]\n'
+        f"output [ {outputs} ]\ninstance_group [ {{ kind: KIND_CPU count: {instances} }} ]\n"
+    )
+
+
+def start_mlserver(python: Path, models: Mapping[str, Spec], folder: Path) -> Server:
+    """Start MLServer with a runtime of ours and adaptive batching; python: of an environment that has it."""
+    there = _ask(python, "mlserver")
+    port = free_port()
+    common = {"host": "127.0.0.1", "grpc_port": port, "http_port": free_port(), "metrics_port": free_port()}
+    server = {**common, "parallel_workers": 0, "debug": False, "grpc_max_message_length": 64 * 2**20}
+    (folder / "settings.json").write_text(json.dumps(server), encoding="utf-8")
+    for name, spec in models.items():
+        spec.write(folder / name)
+        shutil.copy(HERE / "peer_mlserver.py", folder / name)
+        model = {
+            "name": name,
+            "implementation": "peer_mlserver.Runtime",
+            "max_batch_size": BATCH,
+            "max_batch_time": MLSERVER_WAIT,
+            "parameters": {"uri": str(folder / name)},
+        }
+        (folder / name / "model-settings.json").write_text(json.dumps(model), encoding="utf-8")
+    settings = {
+        **there["packages"],
+        "python": there["python"],
+        "runtime": "a class of ours, onnxruntime inside",
+        "adaptive batching": f"on, max_batch_size {BATCH}, max_batch_time {MLSERVER_WAIT}",
+        "parallel_workers": 0,
+        "batches at once": next(iter(models.values())).cores,
+        "threads of each": 1,
+    }
+    command = [str(python.parent / "mlserver"), "start", str(folder)]
+    return Server("mlserver", command, settings, folder, port, env=_environment(python))
+
+
+def _environment(python: Path) -> dict[str, str]:
+    """Return an environment in which a peer finds its own packages and none of ours."""
+    ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
+    environment = {key: value for key, value in os.environ.items() if key not in ours}
+    environment["PATH"] = os.pathsep.join([str(python.parent), environment.get("PATH", "")])
+    environment["ORT_DISABLE_TELEMETRY"] = "1"
+    return environment
+
+
+def _ask(python: Path, package: str) -> Json:
+    """Return what a peer's environment holds; EnvironmentFault where it has not what it needs."""
+    try:
+        said = subprocess.run(
+            [str(python), "-c", _QUESTION], capture_output=True, text=True, check=True, env=_environment(python)
+        ).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise EnvironmentFault(f"{python.name} of its environment does not run ({type(error).__name__})") from error
+    there: Json = json.loads(said)
+    missing = {package, "onnxruntime", "pillow"} - set(there["packages"])
+    if missing:
+        raise EnvironmentFault(f"its environment has no {', '.join(sorted(missing))}: install it with pip")
+    return there
+
+
+Starter = Callable[[Path, Mapping[str, Spec], Path], Server]
+STARTERS: Mapping[str, Starter] = {"triton": start_triton, "mlserver": start_mlserver}

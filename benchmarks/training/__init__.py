@@ -1,0 +1,1 @@
+"""The training step, its input and several processes."""

@@ -1,0 +1,243 @@
+"""Training images a second and core: our loader beside the one that everybody writes first, on the same files.
+
+    python -m benchmarks.training.loading --data DIR --output benchmarks/results/loading.json
+
+DIR holds photos; JPEGs are taken as they are, other kinds are saved as JPEGs of quality 95 before. Without it they are
+made pictures (golden_image of evaluator.contract) in ImageNet's mix of sizes (imagenet_sizes.py).
+
+`plain` is `Image.open(file).convert("RGB")`, a resize of the whole image to a scale from 256 to 512, a random crop of
+224, half of them mirrored. `ours` is the training's own path, with the same scales, crops and mirrors. Alone: both
+take each photo in turn in one process, in an order that changes; what counts is the time that the thread computes
+(time.thread_time), so that what else runs on the machine counts little. Loaders: whole batches by worker processes,
+torch's DataLoader with `plain` against `training_batches`, in turn; what counts is what a clock says, so that it wants
+a quiet machine.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
+
+from benchmarks.common.imagenet_sizes import draw
+from benchmarks.common.results import header, markdown, shuffled, write_result
+from prelunet.evaluator.contract import golden_image
+from prelunet.evaluator.datasets.open import open_dataset
+from prelunet.evaluator.imaging.decode import decode_image
+from prelunet.evaluator.imaging.resize import resized_size
+from prelunet.training.data.augmentation import VIEW, places_of_step, random_stream, training_view
+from prelunet.training.data.image_cache import TRAINING_CAP, Pictures
+from prelunet.training.data.loader import training_batches
+from prelunet.training.recipe import Recipe
+
+QUALITY = 95  # of JPEGs that are made here, about that of ImageNet's
+RECIPE = Recipe(
+    architecture="A", crop=224, scales=(256, 512), batch=32, steps=1, rate=0.01, evaluate_every=1, save_every=1
+)
+
+
+def main() -> None:
+    """Measure and write the result."""
+    options = _options()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "train"
+        files = _prepare(options.data, folder / "photos", options.photos)
+        (folder / "none").mkdir()  # a second class, which a training set has
+        Image.new("RGB", (256, 256)).save(folder / "none" / "black.jpg")
+        result = {
+            **header(__file__, _words(options), ("prelunet", "numpy", "pillow", "torch")),
+            "photos": _described(files, options.data),
+            "alone": _alone(files, options.repeats),
+            "loaders": _loaders(Path(name), options.batches, options.workers) if options.workers else None,
+        }
+    tables = _tables(result)
+    print(tables)
+    write_result(options.output, result, tables)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="a folder with photos")
+    parser.add_argument(
+        "--photos", type=int, default=24, help="at most; evenly over the files, in order of their names"
+    )
+    parser.add_argument("--repeats", type=int, default=20, help="of each photo, alone")
+    parser.add_argument("--batches", type=int, default=12, help="of 32, of each loader in each of 5 turns")
+    parser.add_argument("--workers", type=int, default=2, help="processes of each loader; 0 leaves the loaders out")
+    parser.add_argument("--output", type=Path, help="JSON file to write; a table is written beside it")
+    return parser.parse_args()
+
+
+def _words(options: argparse.Namespace) -> list[str]:
+    words = ["--data", "DIR"] if options.data else []
+    for name in ("photos", "repeats", "batches", "workers"):
+        words += [f"--{name}", str(getattr(options, name))]
+    return words
+
+
+def _prepare(data: Path | None, folder: Path, most: int) -> list[Path]:
+    """Write the JPEGs that are measured into a folder and return them."""
+    folder.mkdir(parents=True)
+    if data is None:
+        for number, (height, width) in enumerate(draw(most)):
+            Image.fromarray(golden_image(height, width)).save(folder / f"{number:03}.jpg", quality=QUALITY)
+        return sorted(folder.iterdir())
+    found = sorted(
+        path for path in data.rglob("*") if path.suffix.lower() in {".jpg", ".jpeg", ".png", ".tif", ".tiff"}
+    )
+    if not found:
+        raise SystemExit(f"--data {data}: no photo in it")
+    for number in range(min(most, len(found))):
+        path = found[number * len(found) // min(most, len(found))]
+        target = folder / f"{number:03}.jpg"
+        if path.suffix.lower() in {".jpg", ".jpeg"}:
+            target.write_bytes(path.read_bytes())
+        else:
+            Image.open(path).convert("RGB").save(target, quality=QUALITY)
+    return sorted(folder.iterdir())
+
+
+def _described(files: Sequence[Path], data: Path | None) -> dict[str, Any]:
+    sizes = [Image.open(path).size for path in files]
+    return {
+        "origin": "real photos" if data else "made pictures",
+        "count": len(files),
+        "kilobytes": round(statistics.mean(path.stat().st_size for path in files) / 1000),
+        "sizes": [f"{width}x{height}" for width, height in sizes],
+    }
+
+
+def plain(path: Path, epoch: int, index: int) -> np.ndarray:
+    """Make a view as one does by hand."""
+    image = Image.open(path).convert("RGB")
+    random = random_stream(RECIPE.seed, VIEW, epoch, index)
+    scale = int(random.integers(*RECIPE.scales, endpoint=True))
+    height, width = resized_size(image.height, image.width, scale, TRAINING_CAP)
+    image = image.resize((width, height), Image.Resampling.BILINEAR)
+    top, left = (int(random.integers(0, side - RECIPE.crop, endpoint=True)) for side in (height, width))
+    image = image.crop((left, top, left + RECIPE.crop, top + RECIPE.crop))
+    if random.random() < 0.5:
+        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    return np.array(image)
+
+
+def ours(path: Path, epoch: int, index: int) -> np.ndarray:
+    """Make a view as the training does."""
+    return np.ascontiguousarray(training_view(decode_image(path.read_bytes()), RECIPE, epoch, index))
+
+
+WAYS: dict[str, Callable[[Path, int, int], np.ndarray]] = {"plain": plain, "ours": ours}
+
+
+def _alone(files: Sequence[Path], repeats: int) -> dict[str, Any]:
+    """Take each photo in turn; compare times photo by photo, and pixels."""
+    taken: dict[str, list[float]] = {name: [] for name in WAYS}
+    largest, differing, values = 0, 0, 0
+    for index, path in enumerate(files):
+        for epoch in range(repeats):
+            views = {}
+            for name in shuffled(WAYS, epoch * len(files) + index):
+                begun = time.thread_time()
+                views[name] = WAYS[name](path, epoch, index)
+                taken[name].append(1000 * (time.thread_time() - begun))
+            off = np.abs(views["ours"].astype(np.int16) - views["plain"])
+            largest, differing, values = (
+                max(largest, int(off.max())),
+                differing + int((off > 0).sum()),
+                values + off.size,
+            )
+    pairs = np.array(taken["plain"]) / np.array(taken["ours"])
+    return {
+        "views": len(pairs),
+        "milliseconds": {name: round(statistics.fmean(values), 3) for name, values in taken.items()},
+        "images_per_second_and_core": {name: round(1000 / statistics.fmean(times), 1) for name, times in taken.items()},
+        "speedup": round(sum(taken["plain"]) / sum(taken["ours"]), 3),
+        "speedup_of_pairs": {
+            "median": round(float(np.median(pairs)), 3),
+            "quartiles": [round(float(edge), 3) for edge in np.quantile(pairs, [0.25, 0.75])],
+        },
+        "pixels": {"largest_difference": largest, "share_that_differs": round(differing / values, 6)},
+    }
+
+
+class Plain(Dataset[Any]):
+    """The dataset that one writes by hand: one view an item."""
+
+    def __init__(self, pictures: Pictures, batches: int) -> None:
+        root = pictures.dataset.location / "train"
+        self.items = [
+            (root / pictures.samples[index].file, epoch, index, pictures.samples[index].label)
+            for step in range(batches)
+            for epoch, index in places_of_step(RECIPE, step, len(pictures))
+        ]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, int]:
+        path, epoch, index, label = self.items[number]
+        return torch.from_numpy(plain(path, epoch, index)), label
+
+
+def _loaders(root: Path, batches: int, workers: int) -> dict[str, Any]:
+    """Let both loaders make the same batches in turn; the first batch, for which the processes start, is left out."""
+    pictures = Pictures(open_dataset(root, split="train"), {}, memory=0)
+    recipe = replace(RECIPE, steps=batches)
+
+    def by_hand() -> Any:
+        return DataLoader(Plain(pictures, batches), batch_size=RECIPE.batch, num_workers=workers)
+
+    loaders = {"plain": by_hand, "ours": lambda: training_batches(pictures, recipe, 0, workers=workers)}
+    rates: dict[str, list[float]] = {name: [] for name in loaders}
+    for turn in range(5):
+        for name in shuffled(loaders, turn):
+            made = iter(loaders[name]())
+            next(made)
+            begun = time.perf_counter()
+            count = sum(1 for _ in made)
+            rates[name].append(count * RECIPE.batch / (time.perf_counter() - begun))
+    ratios = [mine / theirs for mine, theirs in zip(rates["ours"], rates["plain"], strict=True)]
+    return {
+        "workers": workers,
+        "batch": RECIPE.batch,
+        "images_per_second": {name: round(statistics.median(values), 1) for name, values in rates.items()},
+        "speedup": round(statistics.median(ratios), 3),
+        "speedups": [round(ratio, 3) for ratio in ratios],
+    }
+
+
+def _tables(result: dict[str, Any]) -> str:
+    photos, alone, loaders = result["photos"], result["alone"], result["loaders"]
+    rows: list[list[Any]] = [
+        ["one process, time computed", *alone["images_per_second_and_core"].values(), alone["speedup"]],
+    ]
+    if loaders:
+        rows.append(
+            [f"loader, {loaders['workers']} processes", *loaders["images_per_second"].values(), loaders["speedup"]]
+        )
+    low, high = alone["speedup_of_pairs"]["quartiles"]
+    pixels = alone["pixels"]
+    return f"""# Loading, beside the loader that everybody writes first
+
+{result["date"]}, {result["machine"]["cpu"]}, {result["machine"]["cores"]} cores: `{result["command"]}`
+
+{photos["count"]} {photos["origin"]}, {photos["kilobytes"]} kB on average.
+Crops of {RECIPE.crop}, scales {RECIPE.scales[0]} to {RECIPE.scales[1]}; images a second (alone: and core)
+
+{markdown(["", "plain", "ours", "ours ÷ plain"], rows)}
+
+View by view, alone: half of the ratios lie from {low} to {high}. Pixels differ by {pixels["largest_difference"]} levels
+at most, {100 * pixels["share_that_differs"]:.2g} % of them at all.
+"""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""What our training step costs beside a minimal loop in torch, written by hand, on the same net and images.
+
+    python -m benchmarks.training.step --output benchmarks/results/training-step-cpu.json
+
+The loop has nothing that a training needs beside its arithmetic: modules of torch.nn, cross entropy, SGD with momentum,
+no decay of slopes, dropout of torch. Ours is `Trainer._step`: mean, dropout by (seed, step, row), gradients, the check
+that the loss is finite, the update, the counts. Both see one made batch, over and over; loading is measured by
+loading.py. Before that they take a step from the same weights without dropout, whose losses must agree.
+
+Both are timed with channels in either order in memory (`--channels-last` and `--no-channels-last` of `train`), and the
+faster one of each counts. The steps are taken in turn, in random order within each round; a ratio is the median over
+rounds, its interval the 2.5 % and 97.5 % quantiles of medians of resampled rounds. Goal: 1.05.
+"""
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.common.results import header, markdown, write_result
+from prelunet.evaluator.architectures import Architecture, Pool
+from prelunet.evaluator.machine import cores
+from prelunet.training.data.loader import Batch
+from prelunet.training.data.splits import embedded_dataset_path, open_splits
+from prelunet.training.loop.signals import Signals
+from prelunet.training.loop.trainer import ALONE, Execution, Trainer
+from prelunet.training.recipe import Recipe, read_recipe
+
+GOAL = 1.05
+AGREE = 1e-4  # of the first loss: the order of sums differs, and nothing else
+OURS, HAND = ("ours", "ours, channels last"), ("hand-written", "hand-written, channels last")
+WARM = 3  # rounds that are not counted
+DRAWS = 2000  # resamplings of the rounds
+RATE = 1e-6  # one batch of noise, over and over: with their own rates A and E diverge, which ends the training
+
+
+@dataclass(frozen=True)
+class Case:
+    """A net and a batch. rounds: of steps, each of every way once."""
+
+    recipe: Recipe
+    rounds: int
+
+
+def main() -> None:
+    """Measure and write the result."""
+    options = _options()
+    torch.set_num_threads(cores())
+    cases = [_case(text) for text in options.case]
+    results = []
+    with tempfile.TemporaryDirectory() as cache:  # E and A look at the embedded images alike, which takes a while
+        for case in cases:
+            results.append(_measure(case, Path(cache)))
+            print(_row_text(results[-1]), flush=True)
+    words = [word for text in options.case for word in ("--case", text)] + ["--output", str(options.output)]
+    result = {**header(__file__, words, ("numpy", "torch")), "goal": GOAL, "cases": results}
+    write_result(options.output, result, _table(result))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    usual = ["demo:64:60", "E:8:16", "A:2:40"]
+    parser.add_argument("--case", action="append", metavar="RECIPE:BATCH:ROUNDS", help=f"else {', '.join(usual)}")
+    parser.add_argument("--output", type=Path, help="JSON file to write; a table is written beside it")
+    options = parser.parse_args()
+    options.case = options.case or usual
+    return options
+
+
+def _case(text: str) -> Case:
+    name, batch, rounds = text.split(":")
+    recipe = replace(read_recipe(name), batch=int(batch), steps=10**6, epochs=None, color=0.0, rate=RATE)
+    return Case(recipe, int(rounds))
+
+
+def _measure(case: Case, cache: Path) -> dict[str, Any]:
+    """Time all ways of a case in turn. cache: where what is known of the images is kept."""
+    recipe, random = case.recipe, np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as folder:
+        splits = open_splits(embedded_dataset_path())
+        trainers = []
+        for last in (False, True):
+            (own := Path(folder) / str(last)).mkdir()
+            trainers.append(Trainer(replace(recipe, channels_last=last), splits, own, ALONE, Execution(cache=cache)))
+    classes = len(splits.classes)
+    images = random.integers(0, 256, (recipe.batch, recipe.crop, recipe.crop, 3), dtype=np.uint8)
+    batch = Batch(images, random.integers(0, classes, recipe.batch))
+    ways = {name: _ours(trainer, batch) for name, trainer in zip(OURS, trainers, strict=True)}
+    for name in HAND:
+        ways[name] = _by_hand(trainers[0], batch, channels_last=name == HAND[1])
+    first = _first_losses(trainers[0], batch)
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(WARM + case.rounds):
+        for name in random.permutation(list(ways)):
+            begun = time.perf_counter()
+            ways[name]()
+            if number >= WARM:
+                seconds[name].append(time.perf_counter() - begun)
+    ours, fastest = (min(names, key=lambda name: float(np.median(seconds[name]))) for names in (OURS, HAND))
+    ratio, low, high = _ratio(np.array(seconds[ours]), np.array(seconds[fastest]), random)
+    return {
+        "recipe": recipe.architecture,
+        "batch": recipe.batch,
+        "crop": recipe.crop,
+        "rounds": case.rounds,
+        "ms": {name: round(1e3 * float(np.median(times)), 2) for name, times in seconds.items()},
+        "compared": [ours, fastest],
+        "ratio": round(ratio, 4),
+        "interval": [round(low, 4), round(high, 4)],
+        "first_loss": first,
+    }
+
+
+def _ratio(ours: np.ndarray, other: np.ndarray, random: np.random.Generator) -> tuple[float, float, float]:
+    """Return the median ratio of paired times and its 95 % interval."""
+    ratios = ours / other
+    drawn = np.median(random.choice(ratios, (DRAWS, len(ratios))), axis=1)
+    return float(np.median(ratios)), *(float(value) for value in np.quantile(drawn, (0.025, 0.975)))
+
+
+def _ours(trainer: Trainer, batch: Batch) -> Callable[[], object]:
+    signals = Signals()
+    return lambda: trainer._step(batch, signals)
+
+
+def _by_hand(trainer: Trainer, batch: Batch, *, channels_last: bool) -> Callable[[], object]:
+    """Return a step of the loop that one would write in an hour."""
+    recipe = trainer.recipe
+    net = HandWritten(recipe.net(), len(trainer.splits.classes), recipe.dropout)
+    if channels_last:
+        net.to(memory_format=torch.channels_last)
+    net.copy(trainer.net)
+    slopes = [value for module in net.modules() if isinstance(module, nn.PReLU) for value in module.parameters()]
+    others = [value for value in net.parameters() if not any(value is slope for slope in slopes)]
+    groups = [{"params": others, "weight_decay": recipe.weight_decay}, {"params": slopes, "weight_decay": 0.0}]
+    optimizer = torch.optim.SGD(groups, lr=recipe.rate, momentum=recipe.momentum)
+    mean, labels = trainer.mean.permute(2, 0, 1).contiguous(), torch.from_numpy(batch.labels)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    images = torch.from_numpy(batch.images).permute(0, 3, 1, 2).contiguous(memory_format=layout)
+
+    def step() -> float:
+        net.train()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(images.float() - mean), labels)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+class HandWritten(nn.Module):
+    """A net of the paper in modules of torch.nn; its activation is a PReLU for each channel."""
+
+    def __init__(self, architecture: Architecture, classes: int, dropout: float) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        channels = 3
+        for layer in architecture.trunk:
+            if isinstance(layer, Pool):
+                layers.append(nn.MaxPool2d(layer.kernel, layer.stride))
+            else:
+                layers += [
+                    nn.Conv2d(channels, layer.channels, layer.kernel, layer.stride, layer.pad),
+                    nn.PReLU(layer.channels),
+                ]
+                channels = layer.channels
+        self.trunk = nn.Sequential(*layers)
+        self.levels = nn.ModuleList(nn.AdaptiveMaxPool2d(level) for level in architecture.spp_levels)
+        hidden = architecture.hidden
+        self.head = nn.Sequential(
+            nn.Linear(architecture.bins * channels, hidden), nn.PReLU(hidden), nn.Dropout(dropout),
+            nn.Linear(hidden, hidden), nn.PReLU(hidden), nn.Dropout(dropout), nn.Linear(hidden, classes),
+        )  # fmt: skip
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits."""
+        maps = self.trunk(images)
+        return self.head(torch.cat([level(maps).flatten(1) for level in self.levels], dim=1))
+
+    @torch.no_grad()
+    def copy(self, net: nn.Module) -> None:
+        """Take the parameters of our net, which come in the same order."""
+        for mine, theirs in zip(self.parameters(), net.parameters(), strict=True):
+            mine.copy_(theirs)
+
+
+def _first_losses(trainer: Trainer, batch: Batch) -> dict[str, float]:
+    """Return the loss of the same weights in both nets, without dropout; SystemExit where they differ."""
+    images, labels = trainer._input(batch), torch.from_numpy(batch.labels)
+    net = HandWritten(trainer.recipe.net(), len(trainer.splits.classes), 0.0)
+    net.copy(trainer.net)
+    with torch.no_grad():
+        found = {OURS[0]: F.cross_entropy(trainer.net(images), labels).item()}
+        mean = trainer.mean.permute(2, 0, 1)
+        by_hand = net(torch.from_numpy(batch.images).permute(0, 3, 1, 2).float() - mean)
+        found[HAND[0]] = F.cross_entropy(by_hand, labels).item()
+    if abs(found[OURS[0]] - found[HAND[0]]) > AGREE * abs(found[OURS[0]]):
+        raise SystemExit(f"the two nets differ: their first losses are {found}. Their times would mean nothing")
+    return found
+
+
+def _row_text(found: dict[str, Any]) -> str:
+    return f"{found['recipe']}, batch {found['batch']}: {found['ms']} ms, ratio {_ratio_text(found)}"
+
+
+def _ratio_text(found: dict[str, Any]) -> str:
+    low, high = found["interval"]
+    return f"{found['ratio']:.3f} ({low:.3f} to {high:.3f})"
+
+
+def _table(result: dict[str, Any]) -> str:
+    rows = [
+        (
+            case["recipe"], case["batch"], case["crop"], *(case["ms"][name] for name in (*OURS, *HAND)),
+            _ratio_text(case),
+        )
+        for case in result["cases"]
+    ]  # fmt: skip
+    table = markdown(("net", "batch", "crop", *(f"{name}, ms" for name in (*OURS, *HAND)), "ratio"), rows)
+    machine = result["machine"]
+    return (
+        "# A training step beside a minimal loop\n\n"
+        f"{result['date']}, {machine['cpu']}, {machine['cores']} cores, torch {result['versions']['torch']}: "
+        f"`{result['command']}`\n\n{table}\n\n"
+        f"Ratio: the faster of ours to the faster loop, median over rounds and 95 % interval; goal {result['goal']}.\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

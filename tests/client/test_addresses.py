@@ -1,0 +1,178 @@
+"""Addresses that cannot be, and what a client says of connections that fail: in plain words, and only what is true."""
+
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import grpc
+import pytest
+
+from prelunet.evaluator.client import Client, Retries
+from prelunet.evaluator.client.channel import checked_address
+from prelunet.evaluator.errors import EnvironmentFault, NotReady, UsageError
+from tests.client.client_harness import BOTH, Relay, Scripted, served, text_of
+
+SETTINGS = b"\0\0\0\4\0\0\0\0\0"  # an HTTP/2 server's first frame; with it a connection is one
+GOAWAY = b"\0\0\x08\7" + bytes(5) + bytes(8)  # with no further call taken
+
+
+@pytest.fixture(params=BOTH, ids=["Client", "AsyncClient"])
+def client_of(request: pytest.FixtureRequest):
+    return request.param
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["127.0.0.1:50051", "localhost:1", "prelunet.example:65535", "[::1]:50051", "[fe80::1%eth0]:50051",
+     "dns:///prelunet:50051", "dns:prelunet:50051", "ipv4:127.0.0.1:1,127.0.0.1:2", "ipv6:[::1]:1",
+     "unix:/run/prelunet.sock", "unix-abstract:prelunet", "xds:///prelunet"],
+)  # fmt: skip
+def test_what_grpc_takes_as_it_is_meant_is_an_address(address: str) -> None:
+    assert checked_address(address) == address
+
+
+@pytest.mark.parametrize(
+    ("address", "mend"),
+    [
+        ("http://host:50052", r"without http://, as host:50052$"),
+        ("https://host:50052/v1", r"without https://, as host:50052$"),
+        ("grpc://host", r"without grpc://, as host:50051$"),
+        ("http://", r"without http://, as 127.0.0.1:50051$"),
+        ("host", r"needs a port, as host:50051$"),
+        ("127.0.0.1", r"needs a port, as 127.0.0.1:50051$"),
+        ("[::1]", r"needs a port, as \[::1\]:50051$"),
+        ("::1", r"in brackets, as \[::1\]:50051$"),
+        ("fe80::1:50051", r"in brackets, as \[::1\]:50051$"),
+        ("host:65536", r"a port is 0 to 65535, as in 127.0.0.1:50051$"),
+        ("host:port", r"should be host:port, as 127.0.0.1:50051$"),
+        ("host:", r"should be host:port, as 127.0.0.1:50051$"),
+        (":50051", r"should be host:port, as 127.0.0.1:50051$"),
+        ("host:50051/", r"should be host:port, as 127.0.0.1:50051$"),
+        ("host 50051", r"should be host:port, as 127.0.0.1:50051$"),
+        ("", r"should be host:port, as 127.0.0.1:50051$"),
+    ],
+)
+def test_an_address_that_would_be_misunderstood_is_refused_with_how_to_write_it(
+    client_of, address: str, mend: str
+) -> None:
+    with pytest.raises(UsageError, match=mend):
+        client_of(address)
+
+
+@contextmanager
+def listening(greet: Callable[[socket.socket], None]) -> Iterator[str]:
+    """Do something with every connection, then close it; gives the address."""
+
+    def accept() -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:  # closed
+                return
+            with connection, suppress(OSError):  # where the client was quicker
+                greet(connection)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def after_the_headers(connection: socket.socket) -> None:
+    """Greet, and read until the headers of a call have come."""
+    connection.sendall(SETTINGS)
+    seen = b""
+    while b"Classify" not in seen and (data := connection.recv(65536)):
+        seen += data
+
+
+def close_in_a_call(connection: socket.socket) -> None:
+    after_the_headers(connection)
+
+
+def reset_in_a_call(connection: socket.socket) -> None:
+    after_the_headers(connection)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def send_away_in_a_call(connection: socket.socket) -> None:
+    after_the_headers(connection)
+    connection.sendall(GOAWAY)
+
+
+def speak_http_1(connection: socket.socket) -> None:
+    connection.recv(65536)
+    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    ("greet", "words"),
+    [
+        (lambda _: None, "the connection was closed"),  # as a server does that has all its connections
+        (close_in_a_call, "the connection was closed before the answer, as by a server that stops"),
+        (reset_in_a_call, "the connection was closed by the other side, as by a server that stops"),
+        (send_away_in_a_call, "the server ended the connection before the answer"),
+        (speak_http_1, "what listens there is no gRPC server"),
+    ],
+)
+def test_a_connection_that_fails_is_told_as_what_it_is(client_of, greet, words: str) -> None:
+    with (
+        listening(greet) as address,
+        client_of(address, retries=Retries.none()) as client,
+        pytest.raises(EnvironmentFault, match=f"^{address}: {words}") as caught,
+    ):
+        client.classify(b"cat", timeout=30)
+    assert "nothing listens" not in str(caught.value)
+    assert caught.value.__cause__.details() in str(caught.value), "gRPC's own words are left out"
+
+
+def test_another_kind_of_server_is_not_waited_for(client_of, caplog) -> None:
+    with (
+        listening(speak_http_1) as address,
+        client_of(address, retries=Retries(attempts=2, first=0.01, restart=0.3)) as client,
+        pytest.raises(EnvironmentFault, match="no gRPC server"),
+    ):
+        client.classify(b"cat")
+    assert [record for record in caplog.records if "trying again" in record.getMessage()] == []
+
+
+def test_a_name_that_nobody_knows_is_told_as_that(client_of) -> None:
+    with (
+        client_of("nobody.invalid:50051", retries=Retries.none()) as client,  # RFC 2606: it never is one
+        pytest.raises(EnvironmentFault, match="no machine of that name is known"),
+    ):
+        client.classify(b"cat")
+
+
+def test_a_server_that_loads_its_models_says_so_itself(client_of) -> None:
+    loading = NotReady("the server is loading its models; try again later")
+    with (
+        served(Scripted(loading)) as address,
+        client_of(address, retries=Retries.none()) as client,
+        pytest.raises(NotReady, match=r"^the server is loading its models; try again later$"),
+    ):
+        client.classify(b"cat")
+
+
+def test_a_connection_that_is_cut_in_a_call_is_no_absent_server() -> None:
+    """It may be the call that brings the server down, so such attempts are counted."""
+    arrived, gate = threading.Event(), threading.Event()
+
+    def hold(request, context):
+        arrived.set()
+        gate.wait(30)
+
+    with served(Scripted(hold, grpc.StatusCode.UNAVAILABLE)) as address, Relay(address) as relay:
+        threading.Thread(target=lambda: arrived.wait(30) and relay.cut()).start()
+        with (
+            Client(relay.address, retries=Retries(attempts=1)) as client,
+            pytest.raises(EnvironmentFault, match="the connection was closed"),
+        ):
+            client.classify(b"cat")
+        gate.set()
+        with Client(relay.address, retries=Retries.none()) as client, pytest.raises(EnvironmentFault, match="bare"):
+            client.classify(b"cat")
+        with Client(relay.address) as client:
+            assert text_of(client.classify(b"cat")) == "cat"

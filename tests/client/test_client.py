@@ -1,0 +1,401 @@
+import gc
+import socket
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.rpc.error_details_pb2 import ErrorInfo
+from google.rpc.status_pb2 import Status
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from prelunet.evaluator.client import Client, Retries
+from prelunet.evaluator.client.channel import CHANNEL_OPTIONS
+from prelunet.evaluator.datasets.dataset import Dataset, Sample
+from prelunet.evaluator.engine.classify import classify_images
+from prelunet.evaluator.engine.scores import shortest
+from prelunet.evaluator.errors import (
+    OUTCOMES,
+    DatasetError,
+    DeadlinePassed,
+    EnvironmentFault,
+    ImageError,
+    Interrupted,
+    ModelNotFound,
+    Overloaded,
+    PreluNetError,
+    UsageError,
+    outcome_of,
+)
+from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from prelunet.evaluator.protocols import Changes, make_protocol
+from prelunet.evaluator.rpc.status import MAX_MESSAGE, status_of
+from tests.client.client_harness import QUICK, Growth, Plain, Scripted, served
+from tests.helpers.fakes import FakeSession
+from tests.serving.serving_harness import png, running_server
+
+
+def packed(detail: ErrorInfo) -> AnyMessage:
+    """Return a detail of a status as it travels."""
+    wrapped = AnyMessage()
+    wrapped.Pack(detail)
+    return wrapped
+
+
+class InMemory:
+    """Reads a dataset that is a dict; a missing file is an error as of a folder."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self.files = files
+
+    def read(self, file: str) -> bytes:
+        if file not in self.files:
+            raise DatasetError(f"{file}: it is gone")
+        return self.files[file]
+
+
+def dataset(
+    files: dict[str, bytes], *samples: Sample, classes: tuple[str, ...] = ("n00000004", "n00000001")
+) -> Dataset:
+    """Make a dataset of these files, all of its class 1, and of further samples."""
+    listed = [Sample(name, 1, len(data)) for name, data in files.items()]
+    return Dataset(Path("/home/somebody/flowers"), classes, [*listed, *samples], InMemory(files))
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    with running_server(fake=FakeSession()) as server, Client(server.address) as client:
+        yield client
+
+
+def test_the_client_gives_the_answer_of_the_model_file_to_the_last_digit(client: Client) -> None:
+    session, data = FakeSession(), png(40, 57, seed=1)
+    protocol = make_protocol("multi-scale", session.contract)
+    (alone,) = classify_images(session, [decode_rgb(data)], protocol)
+    answer = client.classify(data)
+    assert [(p.class_index, p.score) for p in answer.predictions] == [(i, shortest(s)) for i, s in alone.top(5)]
+    assert answer.protocol == protocol.to_json()
+    assert answer.circumstances == session.circumstances.to_json()
+    assert (answer.model, answer.capped) == ({"name": "fake", "sha256": session.model_sha256}, False)
+    assert [(v.scale, v.mirrored, (v.windows["rows"], v.windows["columns"])) for v in answer.views] == [
+        (v.view.scale, v.view.mirrored, v.windows) for v in alone.views
+    ]
+
+
+def test_scales_and_mirroring_of_the_caller_s_own_replace_those_of_the_protocol(client: Client) -> None:
+    data, contract = png(40, 57, seed=1), FakeSession().contract
+    answer = client.classify(data, scales=[31, 44], mirror=False)
+    assert answer.protocol == make_protocol("multi-scale", contract, Changes(scales=(31, 44), mirror=False)).to_json()
+    assert [(view.scale, view.mirrored) for view in answer.views] == [(31, False), (44, False)]
+    assert answer == client.classify(data, scales=(31, 44), mirror=False)
+    assert client.classify(data, mirror=True).views[1].mirrored
+
+
+def test_the_answer_says_where_the_server_s_time_went(client: Client) -> None:
+    timings = client.classify(png(40, 57)).timings
+    assert timings.batches >= 1
+    assert 0 < timings.decode_seconds + timings.compute_seconds <= timings.total_seconds
+
+
+def test_many_images_get_the_answers_that_they_get_alone(client: Client) -> None:
+    images = {f"{n}.png": png(40, 41 + n, seed=n) for n in range(40)}
+    images["bad.png"] = b"text"
+    results = dict(client.classify_many(images.items(), protocol="center", top_k=3))
+    bad = results.pop("bad.png")
+    assert type(bad) is ImageError
+    assert results == {
+        name: client.classify(images[name], protocol="center", top_k=3) for name in images if name != "bad.png"
+    }
+
+
+def test_one_client_serves_several_threads(client: Client) -> None:
+    classify = partial(client.classify, protocol="center")
+    images = [png(40, 41 + n, seed=n) for n in range(8)]
+    with futures.ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(classify, images)) == [classify(image) for image in images]
+
+
+def test_the_models_of_a_server_are_described(client: Client) -> None:
+    (model,) = client.models()
+    assert (model.name, model.architecture, model.crop, model.default_scales) == ("fake", "demo", 28, (32, 48, 60))
+    assert model.classes == FakeSession().contract.classes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"image": b"text"}, ImageError, "no image that can be read"),
+        ({"image": b"x" * MAX_MESSAGE}, ImageError, f"above the server's limit .*{MAX_MESSAGE}"),
+        ({"model": "nine"}, ModelNotFound, "no model 'nine' is served. There are: fake"),
+        ({"protocol": "nine"}, UsageError, "no protocol 'nine'"),
+        ({"top_k": 0}, UsageError, "top_k is 0"),
+        ({"top_k": 7}, UsageError, "this model can tell 1 to 6"),
+        ({"top_k": 2**40}, UsageError, f"top_k is {2**40}"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_server_s_refusal_is_the_error_it_had(client: Client, arguments: dict, error: type, text: str) -> None:
+    with pytest.raises(error, match=text):
+        client.classify(**{"image": png(40, 57), **arguments})
+    assert len(client.classify(png(40, 57), model="fake", protocol="center", top_k=6).predictions) == 6
+
+
+def test_an_answer_above_the_client_s_own_limit_is_told_from_an_image_above_the_server_s(monkeypatch) -> None:
+    others = tuple(option for option in CHANNEL_OPTIONS if "max_receive" not in option[0])
+    monkeypatch.setattr(
+        "prelunet.evaluator.client.sync.CHANNEL_OPTIONS", (*others, ("grpc.max_receive_message_length", 100))
+    )
+    with running_server(fake=FakeSession()) as server, Client(server.address) as client:
+        with pytest.raises(
+            UsageError, match=r"the answer is larger than this client takes\. Ask for less .*100"
+        ) as own:
+            client.classify(png(40, 57))
+        assert "server's limit" not in str(own.value)
+        with pytest.raises(ImageError, match="above the server's limit"):
+            client.classify(b"x" * MAX_MESSAGE)
+
+
+def test_a_dataset_with_its_own_order_of_classes_is_evaluated_by_their_names(client: Client) -> None:
+    report = client.evaluate(dataset({"b": png(40, 57, seed=1), "a": png(33, 61, seed=2), "c": b"text"}))
+    assert (report["images"], report["refused"], report["dataset"]["name"]) == (3, 1, "flowers")
+    assert [entry["images"] for entry in report["classes"]] == [0, 3, 0, 0, 0, 0]
+    assert report["refusals"][0]["file"] == "c"
+
+
+@pytest.mark.parametrize(
+    ("sample", "classes", "text"),
+    [
+        (Sample("gone", 1, 9), ("n00000000", "n00000001"), "gone: it is gone"),
+        (Sample("gone", -1, 9), ("n00000000", "n00000001"), "gone: its class is not known"),
+        (Sample("\udcff", 1, 9), ("n00000000", "n00000001"), r"'\\udcff': a name that is no Unicode"),
+        (Sample("large", 1, MAX_MESSAGE), ("n00000000", "n00000001"), "large: .* Take the file out of the dataset"),
+        (Sample("a2", 0, 9), ("n77", "n00000001"), "a2: the model has no class 'n77'"),
+    ],
+)
+def test_a_sample_that_cannot_be_sent_is_named_and_the_next_call_works(
+    client: Client, sample: Sample, classes: tuple[str, ...], text: str
+) -> None:
+    files = {"a": png(40, 57), "a2": b""}
+    with pytest.raises(DatasetError, match=text):
+        client.evaluate(dataset(files, sample, classes=classes))
+    assert client.evaluate(dataset({"a": png(40, 57)}))["evaluated"] == 1
+
+
+def test_ready_is_what_the_server_s_health_says() -> None:
+    status = health.HealthServicer()
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    health_pb2_grpc.add_HealthServicer_to_server(status, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    with Client(address) as client:
+        for said, expected in [("SERVING", True), ("NOT_SERVING", False), ("UNKNOWN", False), ("SERVING", True)]:
+            status.set("", health_pb2.HealthCheckResponse.ServingStatus.Value(said))
+            assert client.ready() is expected
+        server.stop(None).wait()
+        assert client.ready() is False
+
+
+def test_a_prelunet_server_is_ready(client: Client) -> None:
+    assert client.ready()
+
+
+def test_ready_is_false_where_nothing_answers_in_time_and_an_error_where_another_server_does() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, Client(f"127.0.0.1:{silent.getsockname()[1]}") as client:
+        assert client.ready(timeout=0.2) is False
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        with Client(f"127.0.0.1:{free.getsockname()[1]}") as client:
+            assert client.ready() is False
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    with Client(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}") as client:
+        server.start()
+        with pytest.raises(EnvironmentFault, match="answers there, but not prelunet's"):
+            client.ready()
+    server.stop(None).wait()
+
+
+def test_where_nothing_listens_the_error_names_the_address_and_the_verb() -> None:
+    with socket.socket() as free:  # bound, but nobody accepts
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+        words = f"^{address}: nothing listens there: connection refused. .*prelunet serve --model"
+        with Client(address, retries=Retries.none()) as client:
+            for ask in (lambda: client.classify(png(40, 57)), lambda: client.evaluate(dataset({"a": png(40, 57)}))):
+                with pytest.raises(EnvironmentFault, match=words):
+                    ask()
+
+
+def test_a_server_that_does_not_answer_is_a_deadline_passed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with (
+            Client(address, timeout=0.2) as client,
+            pytest.raises(DeadlinePassed, match=f"{address}: no answer in time"),
+        ):
+            client.models()
+
+
+def test_another_kind_of_grpc_server_is_told_from_none() -> None:
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    with Client(address) as client, pytest.raises(EnvironmentFault, match="answers there, but not prelunet's"):
+        client.models()
+    server.stop(None)
+
+
+@pytest.mark.parametrize("kind", OUTCOMES, ids=lambda kind: kind.__name__)
+def test_every_error_of_the_table_comes_back_as_its_own_class(kind: type[PreluNetError]) -> None:
+    assert_comes_back(kind("what, where and how"), kind)
+
+
+def test_a_mistake_of_the_server_comes_back_as_an_internal_error_with_its_id() -> None:
+    error = assert_comes_back(ZeroDivisionError("/secret/path"), PreluNetError)
+    assert outcome_of(error).exit_code == 1
+    assert "id 0123456789ab" in str(error)
+    assert "/secret" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (grpc.StatusCode.CANCELLED, Interrupted),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, Overloaded),
+        (grpc.StatusCode.UNKNOWN, EnvironmentFault),
+    ],
+)
+def test_a_bare_status_of_grpc_becomes_an_error_of_ours(code: grpc.StatusCode, kind: type[PreluNetError]) -> None:
+    class Bare(pb_grpc.PreluNetServiceServicer):
+        def Classify(self, request, context):  # noqa: N802
+            context.abort(code, "bare")
+
+    with (
+        served(Bare()) as address,
+        Client(address) as client,
+        pytest.raises(kind, match=f"{address}: .*bare") as caught,
+    ):
+        client.classify(b"")
+    assert type(caught.value) is kind
+
+
+def assert_comes_back(error: Exception, kind: type[PreluNetError]) -> PreluNetError:
+    class Failing(pb_grpc.PreluNetServiceServicer):
+        def Classify(self, request, context):  # noqa: N802
+            context.abort_with_status(status_of(error, "0123456789ab"))
+
+    with (
+        served(Failing()) as address,
+        Client(address, retries=Retries.none()) as client,
+        pytest.raises(kind) as caught,
+    ):
+        client.classify(b"")
+    assert type(caught.value) is kind
+    return caught.value
+
+
+def test_the_request_id_of_the_caller_is_sent_and_told_in_its_errors() -> None:
+    server = Scripted(ImageError("no image"), Overloaded("full", 7), ZeroDivisionError(), None)
+    with served(server) as address, Client(address, retries=Retries.none()) as client:
+        for kind, text in [(ImageError, "no image"), (Overloaded, "full"), (PreluNetError, "id 0123456789ab")]:
+            with pytest.raises(kind, match=rf"{text} \(request id photo:7_.-\)$") as caught:
+                client.classify(b"cat", request_id="photo:7_.-")
+            assert type(caught.value) is kind
+            assert getattr(caught.value, "retry_after", 7) == 7
+        client.models(request_id="x" * 128)
+        client.classify(b"cat")
+    assert [seen.metadata.get("x-request-id") for seen in server.seen] == ["photo:7_.-"] * 3 + ["x" * 128] * 3 + [None]
+
+
+@pytest.mark.parametrize("wrong", ["", "x" * 129, "a b", "a\nb", "é", "a/b"])
+def test_a_request_id_that_a_server_would_not_take_is_refused(wrong: str) -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(UsageError, match="request_id is"):
+        client.classify(b"cat", request_id=wrong)
+
+
+@pytest.mark.parametrize(
+    "details",
+    [
+        b"\xff\xff no message",
+        Status(code=3, message="another code").SerializeToString(),
+        Status(code=14, message="another text").SerializeToString(),
+        Status(
+            code=14, message="bare", details=[AnyMessage(type_url="x/google.rpc.ErrorInfo", value=b"\xff")]
+        ).SerializeToString(),
+        Status(
+            code=14, message="bare", details=[packed(ErrorInfo(reason="IMAGE_ERROR", domain="another"))]
+        ).SerializeToString(),
+    ],
+)
+def test_details_of_a_status_that_are_not_ours_are_left_alone(details: bytes) -> None:
+    def fail(request, context):
+        context.set_trailing_metadata([("grpc-status-details-bin", details)])
+        context.abort(grpc.StatusCode.UNAVAILABLE, "bare")
+
+    with (
+        served(Scripted(fail)) as address,
+        Client(address, retries=Retries.none()) as client,
+        pytest.raises(EnvironmentFault, match=f"{address}: .*bare") as caught,
+    ):
+        client.classify(b"cat")
+    assert type(caught.value) is EnvironmentFault
+
+
+def test_the_client_loads_nothing_of_the_server() -> None:
+    program = (
+        "import prelunet.evaluator.client, sys; "
+        "assert 'prelunet.evaluator.client.sync' in sys.modules; "
+        "print(*sorted(name for name in sys.modules if name.startswith('prelunet.evaluator.serv')))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == []
+
+
+def test_an_error_that_was_handled_keeps_nothing_alive() -> None:
+    with served(Scripted(*[ImageError("no image")] * 2)) as address, Client(address) as client:
+        gc.collect()
+        gc.disable()
+        try:
+            for ask in (lambda: client.classify(b"cat"), lambda: list(client.classify_many([b"cat"]))):
+                with pytest.raises(ImageError) as caught:
+                    ask()
+                seen = weakref.ref(caught.value)
+                caught = None
+                assert seen() is None, "error, traceback and the request's image would live until the next collection"
+        finally:
+            gc.enable()
+
+
+def test_a_client_that_makes_thousands_of_calls_does_not_grow() -> None:
+    """The control keeps every answer, as a client would that leaks."""
+    kept = []
+    with served(Plain()) as address, Client(address, retries=replace(QUICK, answers_per_retry=1)) as client:
+
+        def one() -> object:
+            try:
+                return client.classify(b"cat")
+            except ImageError:
+                return None
+
+        def many() -> None:
+            list(client.classify_many([b"cat"] * 20))
+
+        # The first 2,500 calls set up some 250 blocks once and for all, the next 8,000 none.
+        assert growth(one, 2000, 2500) < 200  # one block for ten calls
+        assert growth(many, 100) < 200
+        assert growth(lambda: kept.append(one()), 300) > 1500, "a leak would not be seen"
+
+
+def growth(call: Callable[[], object], times: int, first: int = 300) -> int:
+    """Return the blocks of memory that so many calls leave behind, after the first ones."""
+    growth = Growth()
+    for _ in growth.calls(times, first):
+        call()
+    return growth.blocks

@@ -1,0 +1,193 @@
+"""`evaluate` of both clients against a scripted server: what is sent, what is told, what is tried again."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+
+from prelunet.evaluator.client import Progress
+from prelunet.evaluator.client.calls import Call
+from prelunet.evaluator.datasets.dataset import Dataset, Sample
+from prelunet.evaluator.errors import DatasetError, EnvironmentFault, Interrupted, NotReady, PreluNetError
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.rpc.status import status_of
+from tests.client.client_harness import BOTH, QUICK, Scripted, served
+
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+CANCELLED = grpc.StatusCode.CANCELLED
+
+
+@pytest.fixture(params=BOTH, ids=["Client", "AsyncClient"])
+def client_of(request: pytest.FixtureRequest):
+    return request.param
+
+
+class Photos:
+    """Reads a dataset that is a dict, and notes what was read."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self.files = files
+        self.read_ones: list[str] = []
+
+    def read(self, file: str) -> bytes:
+        self.read_ones.append(file)
+        if file not in self.files:
+            raise DatasetError(f"{file}: it is gone")
+        return self.files[file]
+
+
+def photos(*gone: str) -> Dataset:
+    """Return a dataset of three images; those in `gone` cannot be read."""
+    files = {name: name.encode() for name in ("a", "b", "c") if name not in gone}
+    samples = [Sample(name, 1, 1) for name in ("a", "b", "c")]
+    return Dataset(Path("/home/somebody/pets"), ("n0", "n1"), samples, Photos(files))
+
+
+def report(images: int) -> pb.EvaluateResponse:
+    return pb.EvaluateResponse(report=pb.Report(version=2, images=images, top1_error=25, worst=pb.WorstClasses()))
+
+
+def evaluated(requests, _):
+    start = next(requests).start
+    assert start.dataset == "pets"
+    for done, _request in enumerate(requests, 1):
+        error = {"top1_error": 100 / done} if done > 1 else {}
+        yield pb.EvaluateResponse(
+            progress=pb.EvaluateProgress(images=done, refused=done // 2, seconds=done / 2, **error)
+        )
+    yield report(done)
+
+
+def test_an_evaluation_tells_its_progress_and_returns_the_report(client_of) -> None:
+    steps: list[Progress] = []
+    server = Scripted(evaluated, evaluated)
+    with served(server) as address, client_of(address) as client:
+        result = client.evaluate(photos(), progress=steps.append, request_id="e1", timeout=50)
+        assert (result["images"], result["top1_error"]) == (3, 25)
+        assert client.evaluate(photos()) == result
+    assert steps == [Progress(1, 0, None, 0.5), Progress(2, 1, 50, 1), Progress(3, 1, 100 / 3, 1.5)]
+    assert server.seen[0].metadata["x-request-id"] == "e1"
+    assert 40 < server.seen[0].remaining <= 51
+    assert server.seen[1].remaining > 10**6
+
+
+def test_an_evaluation_sends_its_options_and_every_image_with_its_class(client_of) -> None:
+    sent = []
+
+    def look(requests, _):
+        sent.extend(requests)
+        yield report(3)
+
+    options = {"model": "six", "protocol": "dense", "scales": [32], "mirror": True, "apply_exif": True}
+    with served(Scripted(look)) as address, client_of(address) as client:
+        client.evaluate(photos(), **options)
+    images = [pb.LabelledImage(file=name, data=name.encode(), wnid="n1") for name in "abc"]
+    assert sent[0] == pb.EvaluateRequest(start=pb.EvaluateStart(dataset="pets", **options))
+    assert sent[1:] == [pb.EvaluateRequest(image=image) for image in images]
+
+
+@pytest.mark.parametrize(("code", "error"), [(UNAVAILABLE, EnvironmentFault), (CANCELLED, Interrupted)])
+def test_an_evaluation_is_tried_again_only_as_long_as_no_image_was_read(client_of, monkeypatch, code, error) -> None:
+    dataset = photos()
+
+    def late(requests, context):
+        next(requests), next(requests)  # an image has arrived
+        context.abort(code, "too late")
+
+    server = Scripted(late)
+    with served(server) as address, client_of(address, retries=QUICK) as client:
+        with pytest.raises(error, match="too late"):
+            client.evaluate(dataset)
+        assert len(server.seen) == 1
+    dataset.reader.read_ones.clear()
+    begun, begin = [], Call.begin
+    monkeypatch.setattr(Call, "begin", lambda self: begun.append(self) or begin(self))
+    with (
+        client_of("127.0.0.1:1", retries=QUICK) as client,  # nobody listens on that port
+        pytest.raises(EnvironmentFault, match="nothing listens there: connection refused"),
+    ):
+        client.evaluate(dataset)
+    assert len(begun) == 4
+    assert dataset.reader.read_ones == []
+
+
+def test_an_evaluation_waits_for_a_server_that_loads_its_models_though_images_were_read(client_of) -> None:
+    def loading(requests, context):
+        list(requests)
+        context.abort_with_status(status_of(NotReady("loading"), ""))
+        yield
+
+    dataset, server = photos(), Scripted(loading, loading, evaluated)
+    with served(server) as address, client_of(address, retries=replace(QUICK, restart=20, attempts=1)) as client:
+        assert client.evaluate(dataset)["images"] == 3
+    assert len(server.seen) == 3
+    assert dataset.reader.read_ones == ["a", "b", "c"] * 3
+
+
+def test_an_image_that_cannot_be_read_is_told_whatever_the_server_says(client_of) -> None:
+    def tolerant(requests, _):
+        yield report(len(list(requests)) - 1)
+
+    def strict(requests, context):
+        list(requests)
+        context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the stream had no image")
+
+    with served(Scripted(tolerant, strict)) as address, client_of(address) as client:
+        for _ in range(2):
+            with pytest.raises(DatasetError, match="b: it is gone"):
+                client.evaluate(photos("b"))
+
+
+def test_an_evaluation_without_a_report_is_told_as_the_server_s_mistake(client_of) -> None:
+    with (
+        served(Scripted(lambda requests, _: iter([pb.EvaluateResponse()] * len(list(requests))))) as address,
+        client_of(address) as client,
+        pytest.raises(PreluNetError, match=f"{address}: the evaluation ended without a report"),
+    ):
+        client.evaluate(photos())
+
+
+def test_an_error_of_the_progress_callback_ends_the_call(client_of) -> None:
+    ended = threading.Event()
+
+    def watch(requests, context):
+        context.add_callback(ended.set)
+        yield from evaluated(requests, context)
+
+    def tell(_: Progress) -> None:
+        raise LookupError("the bar is gone")
+
+    with served(Scripted(watch)) as address, client_of(address) as client:
+        with pytest.raises(LookupError, match="the bar is gone"):
+            client.evaluate(photos(), progress=tell)
+        assert ended.wait(30)
+
+
+def test_bytes_that_are_no_message_are_told_as_an_error(client_of) -> None:
+    def anything(_, context):
+        context.send_initial_metadata(())
+        return b"\xff\xff"
+
+    def each(requests, context):
+        yield from (anything(request, context) for request in requests)
+
+    names = {"Classify": grpc.unary_unary_rpc_method_handler(anything)}
+    names |= {name: grpc.stream_stream_rpc_method_handler(each) for name in ("ClassifyStream", "Evaluate")}
+    with ThreadPoolExecutor(4) as pool:
+        server = grpc.server(pool)
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("prelunet.v1.PreluNetService", names)])
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        server.start()
+        with client_of(address) as client:
+            for ask in (
+                lambda: client.classify(b"cat"),
+                lambda: list(client.classify_many([b"cat"])),
+                lambda: client.evaluate(photos()),
+            ):
+                with pytest.raises(PreluNetError, match=f"^{address}: ") as caught:
+                    ask()
+                assert type(caught.value) is PreluNetError
+        server.stop(None).wait()

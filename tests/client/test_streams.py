@@ -1,0 +1,545 @@
+"""`classify_many` of both clients against a scripted server: what is sent, what comes back, what breaks."""
+
+import gc
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import grpc
+import pytest
+
+from prelunet.evaluator.client import Client, Retries
+from prelunet.evaluator.client.calls import Terms
+from prelunet.evaluator.client.messages import classify_request
+from prelunet.evaluator.client.streams import Many
+from prelunet.evaluator.client.sync import Exchange
+from prelunet.evaluator.errors import (
+    DeadlinePassed,
+    EnvironmentFault,
+    ImageError,
+    Interrupted,
+    OutOfMemory,
+    Overloaded,
+    PreluNetError,
+    UsageError,
+)
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.rpc.status import MAX_MESSAGE
+from tests.client.client_harness import (
+    AT_ONCE,
+    BOTH,
+    QUICK,
+    Relay,
+    Scripted,
+    answer_to,
+    answers_to,
+    bad,
+    good,
+    served,
+    text_of,
+)
+
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+PETS = [b"cat", b"dog", b"fox", b"owl", b"rat"]
+
+
+@pytest.fixture(params=BOTH, ids=["Client", "AsyncClient"])
+def client_of(request: pytest.FixtureRequest):
+    return request.param
+
+
+def told(results) -> list[tuple]:
+    """Return keys with what their answers belong to, or with the class and text of their errors."""
+    return [
+        (key, (type(result), str(result)) if isinstance(result, PreluNetError) else text_of(result))
+        for key, result in results
+    ]
+
+
+def test_images_get_their_own_answers_in_the_order_of_the_server(client_of) -> None:
+    def backwards(requests, _):
+        yield from [good(next(requests)) for _ in PETS][::-1]
+        yield from answers_to(requests, _)
+
+    with served(Scripted(backwards)) as address, client_of(address) as client:
+        results = list(client.classify_many(PETS))
+    assert told(results) == [(4, "rat"), (3, "owl"), (2, "fox"), (1, "dog"), (0, "cat")]
+    assert (results[0][1].timings.queue_seconds, results[0][1].timings.batches) == (0.25, 3)
+
+
+def test_a_key_may_be_anything_and_come_twice(client_of) -> None:
+    images = [(Path("a"), b"cat"), (None, b"dog"), (Path("a"), b"fox"), ({}, b"owl")]
+    with served(Scripted()) as address, client_of(address) as client:
+        assert told(client.classify_many(images)) == [
+            (Path("a"), "cat"),
+            (None, "dog"),
+            (Path("a"), "fox"),
+            ({}, "owl"),
+        ]
+
+
+def test_the_options_go_with_every_image(client_of) -> None:
+    seen = []
+
+    def look(requests, _):
+        for request in requests:
+            seen.append(request.request)
+            yield good(request)
+
+    options = {"model": "six", "protocol": "dense", "scales": (32, 48), "mirror": False, "top_k": 3, "apply_exif": True}
+    server = Scripted(look)
+    with served(server) as address, client_of(address) as client:
+        list(client.classify_many(PETS[:2], **options, request_id="batch:7"))
+    wanted = [pb.ClassifyRequest(image=image, **options) for image in PETS[:2]]
+    assert seen == wanted
+    assert server.seen[0].metadata["x-request-id"] == "batch:7"
+
+
+def test_an_answer_may_be_larger_than_grpc_takes_by_itself(client_of) -> None:
+    heatmap = b"x" * (5 * 2**20)
+    with (
+        served(Scripted(lambda request, _: pb.ClassifyResponse(heatmap=heatmap))) as address,
+        client_of(address) as client,
+    ):
+        assert client.classify(b"cat").heatmap == heatmap
+
+
+def test_no_image_makes_no_call(client_of) -> None:
+    server = Scripted()
+    with served(server) as address, client_of(address) as client:
+        assert list(client.classify_many([])) == []
+    assert server.seen == []
+
+
+def test_a_bad_image_has_its_own_error_and_the_stream_goes_on(client_of) -> None:
+    def some(requests, _):
+        errors = {b"dog": ImageError("dog: no image"), b"owl": OutOfMemory("owl: too large"), b"rat": ValueError("x")}
+        for request in requests:
+            error = errors.get(request.request.image)
+            yield bad(request, error) if error else good(request)
+
+    server = Scripted(some)
+    with served(server) as address, client_of(address, retries=QUICK) as client:
+        results = told(client.classify_many(PETS, request_id="r1"))
+    assert results == [
+        (0, "cat"),
+        (1, (ImageError, "dog: no image (request id r1)")),
+        (2, "fox"),
+        (3, (OutOfMemory, "owl: too large (request id r1)")),
+        (4, (PreluNetError, f"{address}: status 13: x (request id r1)")),
+    ]
+    assert len(server.seen) == 1
+
+
+def test_an_image_that_no_message_can_carry_is_refused_here_and_the_others_are_answered(
+    client_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prelunet.evaluator.client.messages.MAX_MESSAGE", 4096 + 5)  # three bytes and the framing
+    images = [*[b"large"] * 50, b"cat", b"dog", *[b"large"] * 50, b"fox"]
+    with served(Scripted()) as address, client_of(address) as client:
+        results = dict(told(client.classify_many(images, ahead=4)))
+    assert {results.pop(number) for number in (50, 51, 102)} == {"cat", "dog", "fox"}
+    assert len(results) == 100
+    text = "7 bytes are more than a message of 4101 bytes can carry. Send a smaller image"
+    assert set(results.values()) == {(ImageError, text)}
+    server = Scripted()
+    with served(server) as address, client_of(address) as client:
+        assert told(client.classify_many([b"large"] * 9, ahead=2)) == [(n, (ImageError, text)) for n in range(9)]
+    assert server.seen == [], "there was nothing to send"
+
+
+def test_refused_images_whose_errors_nobody_takes_are_held_back_too(client_of, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prelunet.evaluator.client.messages.MAX_MESSAGE", 4096)
+    asked = taken = 0
+
+    def images() -> Iterator[bytes]:
+        nonlocal asked
+        for _ in range(500):
+            asked += 1
+            assert asked <= taken + 2 * 4 + 1  # four that are being told, four more
+            yield b"large"
+
+    with served(Scripted()) as address, client_of(address) as client:
+        for _key, error in client.classify_many(images(), ahead=4):
+            assert type(error) is ImageError
+            taken += 1
+    assert taken == 500
+
+
+def test_an_image_that_comes_at_a_bad_moment_is_sent_again_on_the_same_stream(client_of) -> None:
+    def full(requests, _):
+        left = {b"dog": 2, b"fox": 2, b"rat": 99}
+        for request in requests:
+            image = request.request.image
+            left[image] = left.get(image, 0) - 1
+            error = Interrupted("the server stops") if image == b"fox" else AT_ONCE
+            yield bad(request, error) if left[image] >= 0 else good(request)
+
+    server = Scripted(full)
+    with served(server) as address, client_of(address, retries=QUICK) as client:
+        results = dict(told(client.classify_many(PETS)))
+    assert results == {0: "cat", 1: "dog", 2: "fox", 3: "owl", 4: (Overloaded, "too much to do")}
+    assert len(server.seen) == 1
+
+
+def test_images_sent_again_draw_on_the_client_s_reserve(client_of) -> None:
+    sent = []
+
+    def full(requests, _):
+        for request in requests:
+            sent.append(request.request.image)
+            yield bad(request, AT_ONCE)
+
+    with served(Scripted(full)) as address, client_of(address, retries=replace(QUICK, reserve=4)) as client:
+        results = list(client.classify_many(PETS))
+    assert [type(error) for _, error in results] == [Overloaded] * 5
+    assert len(sent) == 5 + 4
+
+
+@pytest.mark.parametrize("code", [UNAVAILABLE, grpc.StatusCode.CANCELLED], ids=["unavailable", "cancelled"])
+def test_a_stream_that_breaks_is_taken_up_again_with_what_is_unanswered(client_of, code: grpc.StatusCode) -> None:
+    sent: list[list[bytes]] = []
+
+    def breaks_after(answers: int):
+        def some(requests, context):
+            sent.append([])
+            for number, request in enumerate(requests):
+                sent[-1].append(request.request.image)
+                if number == answers:
+                    context.abort(code, "gone")
+                yield good(request)
+
+        return some
+
+    server = Scripted(breaks_after(2), breaks_after(0), code, breaks_after(1))
+    with served(server) as address, client_of(address, retries=replace(QUICK, attempts=6)) as client:
+        results = told(client.classify_many(PETS, ahead=2, request_id="again"))
+    assert sorted(results) == [(0, "cat"), (1, "dog"), (2, "fox"), (3, "owl"), (4, "rat")]
+    assert len(server.seen) == 5
+    assert {seen.metadata["x-request-id"] for seen in server.seen} == {"again"}
+    assert sent[1][0] == b"fox", "what was answered is not sent again, and the oldest comes first"
+
+
+def test_a_stream_that_breaks_without_any_answer_is_given_up_with_its_error(client_of) -> None:
+    server = Scripted(*[UNAVAILABLE] * 9)
+    with (
+        served(server) as address,
+        client_of(address, retries=QUICK) as client,
+        pytest.raises(EnvironmentFault, match="bare"),
+    ):
+        list(client.classify_many(PETS))
+    assert len(server.seen) == 4
+
+
+def test_a_stream_that_breaks_for_good_raises_and_is_not_taken_up_again(client_of) -> None:
+    server = Scripted(UsageError("ids should differ"))
+    with (
+        served(server) as address,
+        client_of(address, retries=QUICK) as client,
+        pytest.raises(UsageError, match="ids should differ"),
+    ):
+        list(client.classify_many(PETS))
+    assert len(server.seen) == 1
+
+
+def test_an_image_that_breaks_every_stream_gets_an_error_and_the_others_their_answers(client_of) -> None:
+    def poisoned(requests, context):
+        crashing = False
+        for request in requests:
+            if request.request.image == b"dog":
+                crashing = True
+                continue
+            yield good(request)
+            if crashing:
+                context.abort(UNAVAILABLE, "crashed")
+
+    server = Scripted(*[poisoned] * 20)
+    images = [b"cat", b"dog", *(f"{n}".encode() for n in range(30))]
+    with served(server) as address, client_of(address, retries=QUICK) as client:
+        results = dict(told(client.classify_many(images, ahead=3)))
+    assert results[1] == (EnvironmentFault, results[1][1])
+    assert "crashed" in results[1][1]
+    assert [results[n + 2] for n in range(30)] == [f"{n}" for n in range(30)]
+    assert len(server.seen) == 5
+
+
+def test_a_stream_whose_connection_is_reset_is_taken_up_again(client_of) -> None:
+    def stall(requests, _):
+        yield good(next(requests))
+        reset.wait(30)
+
+    reset = threading.Event()
+    retries = replace(QUICK, most=0.2, attempts=50)
+    with (
+        served(Scripted(stall)) as address,
+        Relay(address) as relay,
+        client_of(relay.address, retries=retries) as client,
+    ):
+        results = client.classify_many(PETS)
+        first = next(results)
+        relay.cut()
+        rest = list(results)
+        reset.set()
+    assert sorted(told([first, *rest])) == [(0, "cat"), (1, "dog"), (2, "fox"), (3, "owl"), (4, "rat")]
+
+
+def test_what_the_iterable_raises_is_raised_after_the_answers_to_the_images_before(client_of) -> None:
+    def images() -> Iterator[bytes]:
+        yield from PETS[:3]
+        raise LookupError("no more pets")
+
+    server = Scripted()
+    results = []
+    with served(server) as address, client_of(address) as client:
+        with pytest.raises(LookupError, match="no more pets"):
+            results.extend(client.classify_many(images()))
+        assert told(results) == [(0, "cat"), (1, "dog"), (2, "fox")]
+        with pytest.raises(UsageError, match="image 1 of classify_many is str; give bytes or"):
+            list(client.classify_many([b"cat", "dog"]))
+        with pytest.raises(TypeError, match="not iterable"):
+            list(client.classify_many(7))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({"top_k": 0}, "top_k is 0"), ({"ahead": 0}, "ahead is 0"), ({"scales": [0]}, "scales has 0"),
+     ({"scales": [2**32]}, "scales has"), ({"request_id": "a b"}, "request_id is 'a b'")],
+)  # fmt: skip
+def test_an_option_that_cannot_be_is_refused_at_once(client_of, options: dict, text: str) -> None:
+    with served(Scripted()) as address, client_of(address) as client, pytest.raises(UsageError, match=text):
+        client.classify_many(PETS, **options)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda requests, _: (pb.ClassifyStreamResponse(id="77", response=answer_to(r.request)) for r in requests),
+        lambda requests, _: (pb.ClassifyStreamResponse(id=r.id) for r in requests),
+        lambda requests, _: iter([next(requests)][:0]),
+    ],
+    ids=["another id", "no result", "no answer"],
+)
+def test_a_server_that_does_not_keep_to_the_protocol_is_told(client_of, wrong) -> None:
+    with (
+        served(Scripted(wrong)) as address,
+        client_of(address) as client,
+        pytest.raises(PreluNetError, match=f"^{address}: .* Are client and server of the same version"),
+    ):
+        list(client.classify_many(PETS))
+
+
+def test_a_stream_that_is_given_up_ends_on_the_server_too_though_its_error_is_kept(client_of) -> None:
+    ended = threading.Event()
+
+    def wrong(requests, context):
+        context.add_callback(ended.set)
+        yield pb.ClassifyStreamResponse(id="77", response=answer_to(next(requests).request))
+        ended.wait(30)
+
+    with served(Scripted(wrong)) as address, client_of(address) as client:
+        with pytest.raises(PreluNetError) as caught:
+            list(client.classify_many(PETS))
+        assert ended.wait(20)
+    assert caught.value.__traceback__ is not None
+
+
+class Broken(grpc.RpcError):
+    """How a stream ends whose connection is lost, or cannot be made."""
+
+    def __init__(self, words: str = "gone") -> None:
+        self.words = words
+
+    def code(self):
+        return UNAVAILABLE
+
+    def details(self):
+        return self.words
+
+    def trailing_metadata(self):
+        return ()
+
+
+def test_what_is_known_is_told_before_a_stream_that_broke_is_taken_up_again() -> None:
+    terms = Terms("there:1", None, Retries(first=10**6, most=10**6))
+    many = Many(terms, classify_request, None, None, ahead=3)
+    many.take(b"cat")
+    assert many.next_request().id == "0"
+    many.broke(Broken())
+    assert many.work_in() > 1
+    assert many.next_request() is None
+    many.take(b"x" * MAX_MESSAGE)
+    assert many.work_in() == 0
+    assert [(key, type(error)) for key, error in many.take_results()] == [(1, ImageError)]
+    assert many.work_in() > 1
+
+
+def test_streams_to_a_server_that_is_not_there_count_as_no_attempt_of_their_images() -> None:
+    many = Many(
+        Terms("there:1", None, Retries(attempts=2, first=1e-9, most=1e-9)), classify_request, None, None, ahead=3
+    )
+    many.take(b"cat")
+    refused = Broken("connections to all backends failing; last error: Connection refused")
+    for ending in (refused, refused, refused, Broken()):  # the first one that a server has seen is the last
+        many.call.begin()
+        while many.next_request() is None:
+            pass
+        many.broke(ending)
+        assert many.take_results() == []
+    assert not many.idle
+
+
+def test_what_is_taken_while_a_stream_breaks_belongs_to_the_next_stream() -> None:
+    terms = Terms("there:1", None, Retries(first=1e-9, most=1e-9))
+    exchange = Exchange(Many(terms, classify_request, None, None, ahead=2), PETS[:2])
+    requests = exchange.open_stream()
+    assert next(requests).request.image == b"cat"
+    exchange.broke(Broken())
+    assert exchange.wait_for_work()
+    assert list(requests) == [], "an image was given to a stream that is gone, and would have no answer for ever"
+    again = exchange.open_stream()
+    assert [next(again).request.image for _ in range(2)] == PETS[:2]
+    exchange.stop()
+
+
+def test_the_deadline_of_many_images_covers_them_all(client_of) -> None:
+    gate = threading.Event()
+
+    def stall(requests, _):
+        yield good(next(requests))
+        gate.wait(30)
+
+    def slow() -> Iterator[bytes]:
+        gate.wait(30)
+        yield b"cat"
+
+    with served(Scripted(stall)) as address, client_of(address, retries=QUICK) as client:
+        results = client.classify_many(PETS, timeout=0.3)
+        assert told([next(results)]) == [(0, "cat")]
+        with pytest.raises(DeadlinePassed):
+            list(results)
+        with pytest.raises(DeadlinePassed, match="the time for all images is over"):
+            list(client.classify_many(slow(), timeout=0.1))  # before there is anything to send
+        gate.set()
+
+
+class Image(bytes):
+    """An image that is counted as long as it lives. alive: how many there are; most: were at once."""
+
+    alive = most = 0
+
+    def __new__(cls, *arguments) -> "Image":
+        cls.alive += 1
+        cls.most = max(cls.most, cls.alive)
+        return super().__new__(cls, *arguments)
+
+    def __del__(self) -> None:
+        Image.alive -= 1
+
+
+@pytest.mark.parametrize("ahead", [1, 5])
+def test_no_more_images_are_held_than_asked_for(client_of, ahead: int) -> None:
+    asked, answered, most = 0, 0, 0
+
+    def images() -> Iterator[tuple[int, bytes]]:
+        nonlocal asked, most
+        for number in range(200):
+            asked += 1
+            most = max(most, asked - answered)
+            yield number, Image(b"%d" % number)
+
+    Image.alive = Image.most = 0
+    with served(Scripted()) as address, client_of(address) as client:
+        for key, answer in client.classify_many(images(), ahead=ahead):
+            answered += 1
+            assert text_of(answer) == str(key)
+    assert answered == 200
+    assert most <= ahead + 1  # one is told, but not yet counted here
+    assert Image.most <= 5, "the bytes themselves should not outlive their message"  # made, taken, in threads' hands
+    gc.collect()
+    assert Image.alive == 0
+
+
+def test_who_takes_no_answers_is_asked_for_no_more_images(client_of) -> None:
+    asked = []
+
+    def images() -> Iterator[bytes]:
+        for number in count():
+            asked.append(number)
+            yield b"x" * 100_000 + b"%d" % number
+
+    with served(Scripted()) as address, client_of(address) as client:
+        results = client.classify_many(images(), ahead=8)
+        for _ in range(20):
+            next(results)
+        assert len(asked) <= 20 + 8
+        results.close()
+    assert len(asked) <= 20 + 8 + 1  # one may have been under way
+
+
+def test_leaving_the_answers_ends_the_call_and_the_threads(client_of) -> None:
+    ended = threading.Event()
+
+    def watch(requests, context):
+        context.add_callback(ended.set)
+        yield from answers_to(requests, context)
+
+    closed = threading.Event()
+
+    def images() -> Iterator[bytes]:
+        try:
+            for number in count():
+                yield b"%d" % number
+        finally:
+            closed.set()
+
+    with served(Scripted(watch)) as address, client_of(address) as client:
+        for _key, _answer in client.classify_many(images()):
+            break
+        gc.collect()
+        assert ended.wait(30)
+        assert text_of(client.classify(b"cat")) == "cat"
+    gc.collect()
+    assert closed.wait(30)
+    for thread in threading.enumerate():
+        if thread.name == "prelunet-images" or "consume_request_iterator" in thread.name:
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+def test_several_threads_share_a_client_for_many_images() -> None:
+    def ask(client: Client, name: str) -> list[tuple]:
+        return told(client.classify_many((name + str(n)).encode() for n in range(40)))
+
+    with served(Scripted()) as address, Client(address) as client, ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(ask, client, name) for name in "abcd"]
+        assert [call.result(60) for call in calls] == [[(n, f"{name}{n}") for n in range(40)] for name in "abcd"]
+
+
+def test_closing_the_client_ends_what_is_in_flight_and_further_calls_say_so(client_of) -> None:
+    arrived, gate = threading.Event(), threading.Event()
+
+    def hold(request, context):
+        arrived.set()
+        gate.wait(30)
+        return answer_to(request)
+
+    server = Scripted(hold)
+    with served(server) as address, ThreadPoolExecutor(1) as pool:
+        with client_of(address) as client:
+            call = pool.submit(client.classify, b"cat")
+            assert arrived.wait(30)
+            if client_of is Client:
+                client.close()
+            else:
+                client._run(client.client.close())
+            assert type(call.exception(30)) is Interrupted
+            assert str(call.exception()) == f"{address}: the client was closed before the answer came"
+            with pytest.raises(UsageError, match="the client is closed"):
+                client.classify(b"cat")
+            with pytest.raises(UsageError, match="the client is closed"):
+                list(client.classify_many([b"cat"]))
+        assert len(server.seen) == 1, "the caller has ended the call, and it was made again"
+        gate.set()

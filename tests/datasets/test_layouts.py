@@ -1,0 +1,274 @@
+"""The same images in every layout give the same report, and what was found is said."""
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from prelunet.evaluator.datasets import Dataset, DatasetPlace, open_place
+from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.reporting.gallery import make_gallery
+from prelunet.evaluator.reporting.report import build_report
+from prelunet.evaluator.validation.run_log import find_dataset
+from tests.helpers.fakes import FakeSession, fake_contract, validated
+from tests.helpers.tiny_datasets import (
+    BAD,
+    CLASSES,
+    DATA,
+    DEVKIT,
+    FOLDERS,
+    IMAGES,
+    LABELS,
+    NAMES,
+    WNIDS,
+    as_both,
+    as_cls,
+    as_json,
+    name_of,
+    shard_files,
+    write_devkit,
+    write_folder,
+    write_list,
+    write_tar,
+    write_zip,
+)
+
+CONTRACT = replace(fake_contract(), classes=CLASSES)
+CENTER = make_protocol("center", CONTRACT)
+
+
+def class_folders(place: Path) -> DatasetPlace:
+    return DatasetPlace(write_folder(place / "val", FOLDERS))
+
+
+def class_folders_in_a_zip(place: Path) -> DatasetPlace:
+    return DatasetPlace(write_zip(place / "val.zip", {f"imagenet/{name}": data for name, data in FOLDERS.items()}))
+
+
+def folders_named_by_class(place: Path) -> DatasetPlace:
+    # Cranes and maillots have no folder here that could be mistaken: they are named by wnid.
+    names = {WNIDS[index]: name.replace(" ", "_").upper() for index, name in enumerate(NAMES) if name != "crane"}
+    files = {f"{names.get(name[:9], name[:9])}/{name[10:]}": data for name, data in FOLDERS.items()}
+    return DatasetPlace(write_folder(place / "val", files))
+
+
+def flat_with_a_devkit(place: Path) -> DatasetPlace:
+    return DatasetPlace(write_folder(place / "images", DATA), write_devkit(place / "devkit_t12"))
+
+
+def flat_with_a_devkit_beside(place: Path) -> DatasetPlace:
+    write_devkit(place / "ILSVRC2012_devkit_t12")
+    return DatasetPlace(write_folder(place / "images", DATA))
+
+
+def root_with_val_and_devkit(place: Path) -> DatasetPlace:
+    write_devkit(place / "root" / "ILSVRC2012_devkit_t12")
+    write_folder(place / "root" / "train" / "n01", {"a.png": b""})
+    write_folder(place / "root" / "val", DATA)
+    return DatasetPlace(place / "root")
+
+
+def original_tar_with_a_text_mapping(place: Path) -> DatasetPlace:
+    data = write_devkit(place / "kit") / "data"
+    (data / "meta.mat").unlink()
+    (data / "synsets.txt").write_text("".join(f"{DEVKIT[i]} {wnid} {NAMES[i]}\n" for i, wnid in enumerate(WNIDS)))
+    return DatasetPlace(write_tar(place / "ILSVRC2012_img_val.tar", DATA), data)
+
+
+def tar_gz_with_a_list_beside(place: Path) -> DatasetPlace:
+    write_list(place / "val.txt", lambda name, label: f"{name} {label}")
+    return DatasetPlace(write_tar(place / "val.tar.gz", DATA, "w:gz"))
+
+
+def zip_with_a_list_inside(place: Path) -> DatasetPlace:
+    listed = write_list(place / "l", lambda name, label: f"{name},{WNIDS[label]}", "file,wnid\n").read_bytes()
+    return DatasetPlace(write_zip(place / "val.zip", {"labels.csv": listed} | DATA))
+
+
+def flat_with_wnids(place: Path) -> DatasetPlace:
+    listed = write_list(place / "answers.txt", lambda name, label: f"val/{name}\t{WNIDS[label]}")
+    return DatasetPlace(write_folder(place / "images", DATA), listed)
+
+
+def flat_with_kaggle_csv(place: Path) -> DatasetPlace:
+    def line(name: str, label: int) -> str:
+        return f"{name.removesuffix('.JPEG')},{WNIDS[label]} 85 1 499 272 {WNIDS[label]} 0 0 9 9 "
+
+    return DatasetPlace(
+        write_folder(place / "images", DATA),
+        write_list(place / "LOC_val_solution.csv", line, "ImageId,PredictionString\n"),
+    )
+
+
+def flat_with_positions(place: Path) -> DatasetPlace:
+    (place / "indices.txt").write_text("".join(f"{label}\n" for label in LABELS.values()))
+    return DatasetPlace(write_folder(place / "images", DATA), place / "indices.txt")
+
+
+def wnids_in_the_names(place: Path) -> DatasetPlace:
+    files = {f"{name.removesuffix('.JPEG')}_{WNIDS[LABELS[name]]}.JPEG": data for name, data in DATA.items()}
+    return DatasetPlace(write_tar(place / "val_images.tar", files))
+
+
+def shards(place: Path) -> DatasetPlace:
+    parts = (range(1, 12), range(12, 13), range(13, IMAGES + 1))
+    for number, part in enumerate(parts):
+        write_tar(place / "shards" / f"imagenet-val-{number:03}.tar", shard_files(part, as_both))
+        write_tar(place / "shards" / f"imagenet-train-{number:03}.tar", shard_files(range(1, 3), as_cls))
+    return DatasetPlace(place / "shards")
+
+
+def one_shard(place: Path) -> DatasetPlace:
+    return DatasetPlace(write_tar(place / "one.tar", shard_files(range(1, IMAGES + 1), as_cls)))
+
+
+def one_shard_with_json(place: Path) -> DatasetPlace:
+    return DatasetPlace(write_tar(place / "one.tar", shard_files(range(1, IMAGES + 1), as_json)))
+
+
+LAYOUTS: dict[Callable[[Path], DatasetPlace], str] = {
+    class_folders: "class folders",
+    class_folders_in_a_zip: "class folders",
+    folders_named_by_class: "class folders",
+    flat_with_a_devkit: "flat, devkit labels",
+    flat_with_a_devkit_beside: "flat, devkit labels",
+    root_with_val_and_devkit: "flat, devkit labels",
+    original_tar_with_a_text_mapping: "flat, devkit labels",
+    tar_gz_with_a_list_beside: "flat, labels from val.txt",
+    zip_with_a_list_inside: "flat, labels from labels.csv",
+    flat_with_wnids: "flat, labels from answers.txt",
+    flat_with_kaggle_csv: "flat, labels from LOC_val_solution.csv",
+    flat_with_positions: "flat, labels from indices.txt",
+    wnids_in_the_names: "flat, wnids in the names",
+    shards: "webdataset shards",
+    one_shard: "webdataset shards",
+    one_shard_with_json: "webdataset shards",
+}
+
+
+def opened(place: DatasetPlace) -> Dataset:
+    return open_place(place, CLASSES)
+
+
+def figures(dataset: Dataset, folder: Path) -> dict[str, Any]:
+    """Return what a report says of the model: all but the names of the files."""
+    report = build_report(validated(FakeSession(CONTRACT), dataset, CENTER, folder))
+    kept = ("images", "evaluated", "refused", "top1_error", "top5_error", "top1_interval", "classes", "confusions")
+    return {key: report[key] for key in kept}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    place = tmp_path_factory.mktemp("expected")
+    return figures(opened(class_folders(place)), place / "run")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_same_report_from_the_same_images(
+    layout: Callable[[Path], DatasetPlace], tmp_path: Path, expected: dict[str, Any]
+) -> None:
+    place = layout(tmp_path)
+    dataset = opened(place)
+    assert dataset.layout == LAYOUTS[layout]
+    assert [sample.file for sample in dataset.samples] == sorted(sample.file for sample in dataset.samples)
+    found = sorted((dataset.read(sample), sample.label) for sample in dataset.samples)
+    assert found == sorted((data, LABELS[name]) for name, data in DATA.items())
+    assert all(sample.size == len(dataset.read(sample)) for sample in dataset.samples)
+    assert figures(dataset, tmp_path / "run") == expected
+    assert (expected["images"], expected["refused"]) == (IMAGES, 1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_images_of_a_run_are_found_again_for_its_report(
+    layout: Callable[[Path], DatasetPlace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = replace(layout(tmp_path), limit=11, classes=(WNIDS[1], WNIDS[3], WNIDS[6], WNIDS[9], WNIDS[10]))
+    monkeypatch.chdir(tmp_path)  # a path that was relative then is found from elsewhere
+    labels = given.labels and given.labels.relative_to(tmp_path)
+    dataset = opened(replace(given, path=given.path.relative_to(tmp_path), labels=labels))
+    assert len(dataset.samples) == 11
+    run = validated(FakeSession(CONTRACT), dataset, CENTER, tmp_path / "run")
+    monkeypatch.chdir("/")
+    assert find_dataset(tmp_path / "run") is not None
+    gallery = make_gallery(run, None)
+    assert gallery.missing is None
+    assert gallery.mistakes
+    assert all(mistake.thumbnail is not None for mistake in gallery.mistakes)
+    assert make_gallery(run, given.path) == gallery
+
+
+def test_the_miniature_holds_odd_files_that_decode() -> None:
+    kinds: set[str] = set()
+    for name, data in DATA.items():
+        if name != name_of(BAD):
+            assert decode_rgb(data).shape[2] == 3
+            image = Image.open(io.BytesIO(data))
+            kinds.add(f"{image.mode} {image.format}")
+    assert kinds == {"RGB JPEG", "L JPEG", "CMYK JPEG", "RGB PNG"}
+
+
+def test_what_was_found_is_said(tmp_path: Path) -> None:
+    def said(layout: Callable[[Path], DatasetPlace]) -> str:
+        (tmp_path / layout.__name__).mkdir()
+        return "\n".join(opened(layout(tmp_path / layout.__name__)).remarks)
+
+    lacking = said(class_folders)
+    assert f"no folders for 2 of the model's 12 classes ({WNIDS[4]}, {WNIDS[11]}); labels stay those" in lacking
+    assert "matched to the model's classes by names of classes" in said(folders_named_by_class)
+    beside = said(flat_with_a_devkit_beside)
+    assert "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt, its ids as in" in beside
+    assert "meta.mat" in beside
+    assert "val.txt, read as class indices, counted from 0 (there are 0 to 10)" in said(tar_gz_with_a_list_beside)
+    assert "labels.csv, read as wnids" in said(zip_with_a_list_inside)
+    assert "line i is the label of the i-th name in sorted order" in said(flat_with_positions)
+    assert "3 shards, imagenet-val-000.tar to imagenet-val-002.tar" in said(shards)
+
+
+@pytest.mark.parametrize("layout", [flat_with_positions, one_shard, shards, class_folders])
+def test_images_are_taken_without_labels_only_when_asked(
+    layout: Callable[[Path], DatasetPlace], tmp_path: Path
+) -> None:
+    dataset = opened(DatasetPlace(layout(tmp_path).path, no_labels=True))
+    assert dataset.layout == "unlabelled"
+    assert sorted(dataset.read(sample) for sample in dataset.samples) == sorted(DATA.values())
+    assert {sample.label for sample in dataset.samples} == {-1}
+    run = validated(FakeSession(CONTRACT), dataset, CENTER, tmp_path / "run")
+    assert not run.labelled
+    assert find_dataset(tmp_path / "run") == dataset.place
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"labels": 5},
+        {"labels": "a\0b"},
+        {"no_labels": 1},
+        {"limit": 0},
+        {"limit": "7"},
+        {"classes": "n1"},
+        {"classes": [3]},
+    ],
+)
+def test_a_damaged_log_says_nothing_of_the_dataset(tmp_path: Path, damage: dict[str, Any]) -> None:
+    whole = {"event": "start", "dataset": "/data", "labels": None, "no_labels": False, "limit": None, "classes": []}
+    (tmp_path / "log.jsonl").write_text(json.dumps(whole) + "\n")
+    assert find_dataset(tmp_path) == DatasetPlace(Path("/data"))
+    (tmp_path / "log.jsonl").write_text(json.dumps(whole | damage) + "\n")
+    assert find_dataset(tmp_path) is None
+
+
+def test_a_log_with_classes_that_the_model_lacks_stops_no_report(tmp_path: Path) -> None:
+    dataset = opened(class_folders(tmp_path))
+    run = validated(FakeSession(CONTRACT), dataset, CENTER, tmp_path / "run")
+    (tmp_path / "run" / "log.jsonl").write_text(
+        json.dumps({"event": "start", "dataset": str(dataset.location), "classes": ["n99"]}) + "\n"
+    )
+    gallery = make_gallery(run, None)
+    assert gallery.missing is not None
+    assert gallery.mistakes[0].thumbnail is None

@@ -1,0 +1,404 @@
+"""Odd and hostile datasets: read as they were meant, or refused with what is wrong and how to mend it."""
+
+import os
+import re
+import unicodedata
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.io
+
+from prelunet.evaluator.contract import ClassEntry
+from prelunet.evaluator.datasets import Dataset, DatasetPlace, classes_asked, open_place
+from prelunet.evaluator.datasets.labels.imagenet_devkit import read_devkit_ids
+from prelunet.evaluator.datasets.sources.base import some
+from prelunet.evaluator.errors import DatasetError, UsageError
+from tests.helpers.tiny_datasets import (
+    CLASSES,
+    DATA,
+    FOLDERS,
+    GROUND_TRUTH,
+    LABELS,
+    WNIDS,
+    as_cls,
+    as_json,
+    shard_files,
+    write_devkit,
+    write_folder,
+    write_list,
+    write_tar,
+    write_zip,
+)
+
+FEW = {f"{letter}.png": letter.encode() for letter in "abcdefghi"}
+TEN = [ClassEntry(f"class{index:04}", f"thing {index}") for index in range(10)]
+
+
+@pytest.fixture
+def few(tmp_path: Path) -> Path:
+    """Give nine images in a folder of their own."""
+    return write_folder(tmp_path / "lone" / "images", FEW)
+
+
+def opened(path: Path, labels: Path | None = None, classes: Sequence[ClassEntry] = CLASSES) -> Dataset:
+    return open_place(DatasetPlace(path, labels), classes)
+
+
+def refusal(path: Path, labels: Path | None = None, classes: Sequence[ClassEntry] = CLASSES) -> str:
+    with pytest.raises(DatasetError) as refused:
+        opened(path, labels, classes)
+    return str(refused.value)
+
+
+def table(place: Path, *lines: str, name: str = "t.csv") -> Path:
+    (place / name).write_text("".join(f"{line}\n" for line in lines))
+    return place / name
+
+
+def labels_of(dataset: Dataset) -> list[int]:
+    return [sample.label for sample in dataset.samples]
+
+
+# Headers of lists
+
+
+@pytest.mark.parametrize("header", ["index,filename,label", "INDEX,filename,Label", ",filename,label"])
+def test_the_number_of_the_row_is_not_taken_for_the_label(few: Path, tmp_path: Path, header: str) -> None:
+    rows = [f"{row},{name},{(row + 5) % 12}" for row, name in enumerate(FEW)]
+    dataset = opened(few, table(tmp_path, header, *rows))
+    assert labels_of(dataset) == [(row + 5) % 12 for row in range(9)]
+    label = header.rpartition(",")[2]
+    assert f"(columns 'filename' and '{label}'" in dataset.remarks[0]
+    assert ("counts the rows" in dataset.remarks[0]) == header.lower().startswith("index")
+
+
+def test_a_lone_index_is_the_label(few: Path, tmp_path: Path) -> None:
+    rows = [f"{name},{(row + 5) % 12}" for row, name in enumerate(FEW)]
+    assert labels_of(opened(few, table(tmp_path, "filename,index", *rows)))[0] == 5
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        ("filename,class,label", "line 1: the columns 'class' and 'label' may both hold the labels. Take away all"),
+        ("filename,Wnid,class_id", "the columns 'Wnid' and 'class_id' may both hold the labels"),
+        ("id,filename,label", "the columns 'id' and 'filename' may both hold the names"),
+        (
+            "path,category,split",
+            r"line 1 looks like a header \(path, category, split\), but does not say which .*names",
+        ),
+        ("img,klass,x", "line 1 should be `name label`"),
+        ("picture,label,x", r"line 1 looks like a header.* Known words are file, .*path for names, and class, .*label"),
+    ],
+)
+def test_a_header_that_does_not_say_which_columns_are_meant_is_refused(
+    few: Path, tmp_path: Path, header: str, said: str
+) -> None:
+    assert re.search(said, refusal(few, table(tmp_path, header, *(f"{name},3,4" for name in FEW))))
+
+
+def test_a_header_of_unknown_words_is_told_by_the_names_below_it(few: Path, tmp_path: Path) -> None:
+    said = refusal(few, table(tmp_path, "img,klass", *(f"{name},3" for name in FEW)))
+    assert "t.csv: line 1 looks like a header (img, klass)" in said
+    assert len(opened(few, table(tmp_path, *(f"{name[0]},3" for name in FEW))).samples) == 9
+
+
+# Words for classes
+
+
+def test_the_odd_label_among_many_is_the_one_that_is_named(few: Path, tmp_path: Path) -> None:
+    rows = [f"{name} {row}" for row, name in enumerate(FEW)]
+    said = refusal(few, table(tmp_path, *rows[:6], "g.png dragon", *rows[7:], name="t.txt"))
+    assert "t.txt: line 7: 'dragon' is no whole number, but the 8 others are class indices" in said
+    rows = [f"{name} {WNIDS[row]}" for row, name in enumerate(FEW)]
+    said = refusal(few, table(tmp_path, *rows[:6], "g.png 4", *rows[7:], name="t.txt"))
+    assert "t.txt: line 7: the label '4' is none" in said
+
+
+def test_numbers_without_the_first_and_the_last_class_are_a_question(few: Path, tmp_path: Path) -> None:
+    rows = [f"{name} {row + 1}" for row, name in enumerate(FEW)]
+    assert "the labels are numbers 1 to 9, and none of them is 0" in refusal(few, table(tmp_path, *rows), TEN)
+    assert labels_of(opened(few, table(tmp_path, *rows[:-1], "i.png 2"), TEN))[-1] == 2  # where two are lacking
+    assert classes_asked("1,2,3,4,5,6,7,8,9", TEN) == tuple(entry.wnid for entry in TEN[1:])
+    said = refusal(write_tar(tmp_path / "s.tar", shard_of([1, 2, 3])), classes=TEN[:4])
+    assert "the labels are numbers 1 to 3, and none of them is 0" in said
+
+
+def shard_of(labels: Sequence[int]) -> dict[str, bytes]:
+    return {
+        name: data
+        for row, label in enumerate(labels)
+        for name, data in ((f"{row}.jpg", b"x"), (f"{row}.cls", str(label).encode()))
+    }
+
+
+def test_a_long_list_of_classes_is_no_file_name() -> None:
+    classes = [ClassEntry(f"n{index:08}", f"class {index}") for index in range(1000)]
+    asked = tuple(entry.wnid for entry in classes[::2])
+    assert classes_asked(",".join(asked), classes) == asked
+
+
+def test_no_labels_leave_no_classes_to_choose(few: Path) -> None:
+    with pytest.raises(UsageError, match="--classes with --no-labels: without labels no image has a class"):
+        open_place(DatasetPlace(few, no_labels=True, classes=(WNIDS[0],)), CLASSES)
+
+
+# Sizes
+
+
+@pytest.mark.parametrize("name", ["list.tsv", "list.txt", "list"])
+def test_a_list_of_any_suffix_that_is_far_too_large_is_not_read(
+    few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("prelunet.evaluator.datasets.sources.base.LabelFile.data.__defaults__", (4096,))
+    rows = table(tmp_path, *(f"{name}\t3" for name in FEW), name=name)
+    assert len(opened(few, rows).samples) == 9
+    os.truncate(rows, 4097)
+    assert f"{rows}: more than 4,096 bytes, too large to tell labels" in refusal(few, rows)
+    with pytest.raises(DatasetError, match=rf"{name}: more than 4,096 bytes"):
+        classes_asked(str(rows), CLASSES)
+
+
+def test_a_list_in_an_archive_that_is_far_too_large_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prelunet.evaluator.datasets.sources.base.LabelFile.data.__defaults__", (4096,))
+    path = write_zip(tmp_path / "val.zip", FEW | {"labels.csv": b"a.png,1\n" * 1000})
+    assert f"{path}: labels.csv: more than 4,096 bytes" in refusal(path)
+
+
+def test_a_label_in_a_shard_has_no_megabytes(tmp_path: Path) -> None:
+    huge = {".cls": b"3" + b" " * 65_535, ".json": b'{"label": 3}' + b" " * (1024**2 - 12)}
+    for suffix, data in huge.items():
+        files = shard_files(range(1, 5), as_cls if suffix == ".cls" else as_json)
+        path = write_tar(tmp_path / "s.tar", files | {f"000002{suffix}": data})
+        assert len(opened(path).samples) == 4
+        write_tar(path, files | {f"000002{suffix}": data + b" "})
+        assert f"{path}: 000002{suffix}: more than {len(data):,} bytes" in refusal(path)
+
+
+def test_names_in_messages_are_short_and_have_no_power_over_a_terminal() -> None:
+    assert some(["a\x1b[2Jb", "c\nd", "é", "x" * 81, "\udcff\u202e"]) == (
+        "a\\x1b[2Jb, c\\x0ad, é, " + "x" * 79 + "…, \\udcff\\u202e"
+    )
+    assert some(["y" * 80, *"abcde"]) == "y" * 80 + ", a, b, c, d, …"
+
+
+def test_an_image_that_changed_since_the_dataset_was_opened_is_named(tmp_path: Path) -> None:
+    data = write_folder(tmp_path / "val", FOLDERS)
+    dataset = opened(data)
+    sample = dataset.samples[4]
+    for changed in (FOLDERS[sample.file] + b"x", FOLDERS[sample.file][:-1]):
+        (data / sample.file).write_bytes(changed)
+        with pytest.raises(DatasetError, match=rf"{sample.file} has {len(changed):,} bytes, but had {sample.size:,}"):
+            dataset.read(sample)
+
+
+# The devkit
+
+
+def test_a_damaged_bit_in_meta_mat_never_stops_the_process(tmp_path: Path) -> None:
+    path = write_devkit(tmp_path / "kit") / "data" / "meta.mat"
+    whole = path.read_bytes()
+    for place, bit in ((1353, 0), (2932, 4), (3952, 0), (2608, 6)):  # with scipy 1.17 each of them is a crash
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
+        try:
+            assert len(read_devkit_ids(path)) == 12
+        except DatasetError as error:
+            assert f"{path}: no `synsets` of ILSVRC can be read here" in str(error)  # noqa: PT017 - either is right
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "damaged so that its reader crashed"),
+        ("raise OverflowError('far too long')", "OverflowError: far too long"),
+        ("import time; time.sleep(60)", "still not read after 0 seconds"),
+    ],
+)
+def test_a_reader_of_meta_mat_that_fails_is_told_as_a_damaged_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, said: str
+) -> None:
+    path = write_devkit(tmp_path / "kit") / "data" / "meta.mat"
+    (tmp_path / "reader.py").write_text(program)
+    monkeypatch.setattr("prelunet.evaluator.datasets.labels.read_meta_mat.__file__", str(tmp_path / "reader.py"))
+    if "sleep" in program:
+        monkeypatch.setattr("prelunet.evaluator.datasets.labels.read_meta_mat._PATIENCE", 0.3)
+    with pytest.raises(DatasetError, match=rf"{path}: .* \({said}\)\. Take the file from the devkit anew"):
+        read_devkit_ids(path)
+
+
+@pytest.mark.parametrize(
+    ("number", "children", "said"),
+    [
+        (1.4, 0, "row 1, 'n00000005', has the id 1.4, no number from 1 on"),
+        (-3, 0, "has the id -3, no number"),
+        (0, 0, "has the id 0, no number"),
+        (float("nan"), 0, "has the id nan"),
+        (1e12, 0, r"has the id 1e\+12"),
+        (1, 0.5, "has 0.5 children"),
+    ],
+)
+def test_ids_in_meta_mat_are_whole_numbers_from_one_on(
+    tmp_path: Path, number: float, children: float, said: str
+) -> None:
+    rows = [(number, WNIDS[0], children), (2, WNIDS[1], 0)]
+    synsets = np.array(rows, [(key, "O") for key in ("ILSVRC2012_ID", "WNID", "num_children")])
+    scipy.io.savemat(tmp_path / "meta.mat", {"synsets": synsets})
+    with pytest.raises(DatasetError, match=said):
+        read_devkit_ids(tmp_path / "meta.mat")
+
+
+@pytest.mark.parametrize("order", ["{0} {1}", "{1} {0}", "{0} {1} and more words"])
+@pytest.mark.parametrize("wnids", ["class{:04}", "{}"])
+def test_a_text_mapping_takes_every_wnid_of_the_model(few: Path, tmp_path: Path, order: str, wnids: str) -> None:
+    classes = [ClassEntry(wnids.format(index + 100), f"thing {index}") for index in range(10)]
+    ids = {entry.wnid: (3 * index) % 10 + 1 for index, entry in enumerate(classes)}
+    table(tmp_path, *(order.format(number, wnid) for wnid, number in ids.items()), name="synsets.txt")
+    truth = table(tmp_path, *(str(ids[classes[9 - row].wnid]) for row in range(9)), name=GROUND_TRUTH)
+    assert labels_of(opened(few, truth, classes)) == [9 - row for row in range(9)]
+    assert read_devkit_ids(tmp_path / "synsets.txt", list(ids)) == ids
+
+
+def test_a_text_mapping_whose_lines_are_of_two_kinds_is_refused(tmp_path: Path) -> None:
+    path = table(tmp_path, "1 class0001", "class0002 2", name="synsets.txt")
+    with pytest.raises(DatasetError, match="line 2 should be `id wnid`"):
+        read_devkit_ids(path, ["class0001", "class0002"])
+    with pytest.raises(DatasetError, match="line 1 should be `id wnid`"):
+        read_devkit_ids(table(tmp_path, "4 5"), ["4", "5"])
+
+
+def test_a_test_set_beside_the_devkit_is_not_paired_with_its_ground_truth(tmp_path: Path) -> None:
+    write_devkit(tmp_path / "ILSVRC2012_devkit_t12")
+    test = write_folder(tmp_path / "test", {name.replace("_val_", "_test_"): data for name, data in DATA.items()})
+    said = refusal(test)
+    assert f"{GROUND_TRUTH}: the ground truth of validation images, but ILSVRC2012_test_00000001.JPEG is named" in said
+    assert "--no-labels" in said
+    assert "of a test set" in refusal(test, tmp_path / "ILSVRC2012_devkit_t12")
+
+
+def test_labels_that_were_found_by_name_and_do_not_fit_point_to_no_labels(tmp_path: Path) -> None:
+    images = write_folder(tmp_path / "images", FEW)
+    labels = table(tmp_path, *map(str, range(8)), name="labels.txt")
+    found = refusal(images)
+    assert "labels.txt: 8 labels for 9 images" in found
+    assert "These labels were found by their name" in found
+    assert "say --no-labels" in found
+    assert "--no-labels" not in refusal(images, labels)
+
+
+# Folders
+
+
+@pytest.mark.parametrize("files", [{}, {"README.md": b"x"}, {"notes.txt": b"x"}])
+@pytest.mark.parametrize("pack", [write_folder, lambda path, files: write_tar(path.with_suffix(".tar"), files)])
+def test_a_folder_of_images_beside_its_labels_is_entered(
+    tmp_path: Path, pack: Callable[[Path, dict[str, bytes]], Path], files: dict[str, bytes]
+) -> None:
+    labels = write_list(tmp_path / "l.csv", lambda name, label: f"{name},{label}", "name,label\n").read_bytes()
+    inner = {f"images/{name}": data for name, data in DATA.items()}
+    dataset = opened(pack(tmp_path / "data", inner | {"labels.csv": labels} | files))
+    assert dataset.layout == "flat, labels from labels.csv"
+    assert {sample.file: sample.label for sample in dataset.samples} == LABELS
+
+
+def test_folders_without_images_beside_the_images_do_not_hide_the_labels(tmp_path: Path) -> None:
+    labels = write_list(tmp_path / "l.csv", lambda name, label: f"{name},{label}", "name,label\n").read_bytes()
+    boxes = {f"boxes/{name}.xml": b"<a/>" for name in DATA}
+    inner = {f"JPEGImages/{name}": data for name, data in DATA.items()}
+    dataset = opened(write_folder(tmp_path / "data", inner | boxes | {"labels.csv": labels}))
+    assert {sample.file: sample.label for sample in dataset.samples} == LABELS
+    assert "2 of 2 class folders are not among the model's 12" in refusal(
+        write_folder(tmp_path / "bare", inner | boxes)
+    )
+
+
+def test_labels_beside_an_archive_and_around_nested_folders_are_found(tmp_path: Path) -> None:
+    write_list(tmp_path / "val.txt", lambda name, label: f"{name} {label}")
+    packed = write_tar(tmp_path / "val.tar", {f"val/{name}": data for name, data in DATA.items()})
+    assert {sample.file: sample.label for sample in opened(packed).samples} == LABELS
+    inner = {f"images/val/{name}": data for name, data in DATA.items()}
+    data = write_folder(tmp_path / "other", inner | {"labels.txt": (tmp_path / "val.txt").read_bytes()})
+    (tmp_path / "val.txt").unlink()
+    assert {sample.file: sample.label for sample in opened(data).samples} == LABELS
+
+
+def test_names_may_begin_with_the_folder_that_was_entered(tmp_path: Path) -> None:
+    files = {"images/x/a.png": b"1", "images/y/a.png": b"2", "images/y/b.png": b"3"}
+    data = write_folder(tmp_path / "data", files)
+    labels = table(data, "images/x/a.png,4", "images/y/a.png,2", "images/y/b.png,7", name="labels.csv")
+    dataset = opened(data, labels)
+    assert {sample.file: sample.label for sample in dataset.samples} == {"x/a.png": 4, "y/a.png": 2, "y/b.png": 7}
+
+
+def test_a_dataset_whose_labels_were_found_is_the_same_when_it_is_opened_again(tmp_path: Path) -> None:
+    inner = {f"images/{name}": data for name, data in DATA.items()}
+    listed = write_list(tmp_path / "l.csv", lambda name, label: f"{name},{label}", "name,label\n").read_bytes()
+    dataset = opened(write_folder(tmp_path / "data", inner | {"labels.csv": listed}))
+    assert dataset.place is not None
+    assert open_place(dataset.place, CLASSES).samples == dataset.samples
+
+
+def test_a_note_beside_the_one_folder_of_class_folders_hides_nothing(tmp_path: Path) -> None:
+    inner = {f"imagenet/{name}": data for name, data in FOLDERS.items()}
+    assert len(opened(write_folder(tmp_path / "data", inner | {"README.txt": b"x"})).samples) == len(DATA)
+
+
+def test_a_link_that_leads_to_itself_is_named(tmp_path: Path) -> None:
+    data = write_folder(tmp_path / "val", FOLDERS)
+    (data / "around").symlink_to("around")
+    assert f"{data}/around: a link that leads to itself; remove it" in refusal(data)
+
+
+def test_names_with_accents_written_another_way_are_matched_and_this_is_said(tmp_path: Path) -> None:
+    plain, composed, decomposed = "a.png", "été.png", unicodedata.normalize("NFD", "été.png")
+    data = write_folder(tmp_path / "lone" / "images", {plain: b"a", decomposed: b"b"})
+    dataset = opened(data, table(tmp_path, f"{plain},3", f"{composed},5"))
+    assert {sample.file: sample.label for sample in dataset.samples} == {plain: 3, decomposed: 5}
+    assert any("compared in Unicode's form NFC" in remark for remark in dataset.remarks)
+    said = opened(data, table(tmp_path, f"{plain},3", f"{decomposed},5"))
+    assert not any("NFC" in remark for remark in said.remarks)
+    (data / composed).write_bytes(b"c")
+    twice = table(tmp_path, f"{plain},3", f"{composed},5", f"{decomposed},6")
+    assert {sample.file: sample.label for sample in opened(data, twice).samples}[composed] == 5
+    (data / plain).unlink()
+    other = unicodedata.normalize("NFD", "é") + unicodedata.normalize("NFC", "té.png")
+    assert "several images are named été.png. Rename one" in refusal(data, table(tmp_path, f"{other},3"))
+
+
+def test_folders_whose_accents_are_written_another_way_are_the_classes(tmp_path: Path) -> None:
+    classes = [ClassEntry(name, name) for name in ("cote", "côte", "été")]
+    names = [unicodedata.normalize("NFD", entry.wnid) for entry in classes]
+    dataset = opened(write_folder(tmp_path / "val", {f"{name}/a.png": b"a" for name in names}), classes=classes)
+    assert {sample.file.partition("/")[0]: sample.label for sample in dataset.samples} == {
+        name: label for label, name in enumerate(names)
+    }
+    assert any("matched to the model's classes by names" in remark for remark in dataset.remarks)
+
+
+def test_names_that_are_too_long_and_folders_that_are_closed_are_no_labels(tmp_path: Path) -> None:
+    (tmp_path / "devkit_of_another").symlink_to("devkit_of_another")
+    images = write_folder(tmp_path / ("x" * 253), FEW)
+    assert "no labels were found in or beside it" in refusal(images)
+    with pytest.raises(UsageError, match=r"no such file or folder\. Give a list of labels"):
+        opened(images, tmp_path / ("y" * 300))
+    with pytest.raises(UsageError, match=r"no such file or folder\. Give the devkit's folder"):
+        read_devkit_ids(tmp_path / ("y" * 300))
+
+
+# Cut shards
+
+
+def test_a_shard_cut_anywhere_says_where(tmp_path: Path) -> None:
+    data = write_tar(tmp_path / "s" / "a-000.tar", shard_files(range(1, 9), as_cls)).read_bytes()
+    end = max(place for place, byte in enumerate(data) if byte) // 512 * 512 + 512
+    for cut in (300, 512, 700, 1100, 2048, end - 600, end):
+        (tmp_path / "s" / "a-000.tar").write_bytes(data[:cut])
+        said = refusal(tmp_path / "s")
+        place = re.search(r"a-000\.tar: damaged or cut at byte (\d+)\. Get the archive again from its source", said)
+        assert place is not None, said
+        assert int(place[1]) <= cut
+    (tmp_path / "s" / "a-000.tar").write_bytes(b"text" * 300)
+    assert "Get it again from its source, or give a folder or an archive of images" in refusal(tmp_path / "s")

@@ -1,0 +1,143 @@
+"""What stands for onnxruntime, its CUDA provider and a GPU: it only records, and answers what a test tells it to."""
+
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from prelunet.evaluator.contract import INPUTS, OUTPUTS, ModelContract
+from tests.helpers.fakes import fake_contract
+
+CPU, CUDA, OPENVINO = "CPUExecutionProvider", "CUDAExecutionProvider", "OpenVINOExecutionProvider"
+
+
+class SessionOptions:
+    """Holds what it is told, like the real one."""
+
+    def __init__(self) -> None:
+        self.intra_op_num_threads = -1  # nobody's default, so that a value that is seen was set by us
+        self.enable_mem_pattern = True
+        self.entries: dict[str, str] = {}
+
+    def add_session_config_entry(self, key: str, value: str) -> None:
+        self.entries[key] = value
+
+
+class FakeRuntime(ModuleType):
+    """The face of onnxruntime. offers: the providers it lists; comes_up: what really runs where CUDA was asked for.
+
+    fails: provider → error of its loading. Keeps what it is handed: `loads`, (options, providers) of each load, and
+    `events`, the order of the calls.
+    """
+
+    __version__ = "9.8.7"
+    SessionOptions = SessionOptions
+
+    def __init__(
+        self,
+        *offers: str,
+        comes_up: str = CUDA,
+        fails: dict[str, Exception] | None = None,
+        inputs: tuple[str, ...] = INPUTS,
+        outputs: tuple[str, ...] = OUTPUTS,
+        classes: int = 6,
+        sides: tuple[str | int, str | int] = ("H", "W"),
+        contract: ModelContract | None = None,
+    ) -> None:
+        super().__init__("onnxruntime")
+        self._offers = [*offers, CPU]
+        self._comes_up = comes_up
+        self._fails = fails or {}
+        self._names = inputs, outputs
+        self._classes = classes
+        self._sides = sides
+        self._contract = contract or fake_contract()
+        self.loads: list[tuple[SessionOptions, list[Any]]] = []
+        self.events: list[str] = []
+
+    def get_available_providers(self) -> list[str]:
+        return self._offers
+
+    def _run(self, provider: str) -> Any:
+        def run(names: Any, feeds: Any) -> list[Any]:
+            self.events.append("run")
+            return [names, feeds, provider, None]
+
+        return run
+
+    def preload_dlls(self) -> None:
+        self.events.append("preload_dlls")
+
+    def set_default_logger_severity(self, severity: int) -> None:
+        assert severity == 4
+
+    def InferenceSession(  # noqa: N802
+        self, path: str, options: SessionOptions, *, providers: list[Any], enable_fallback: int
+    ) -> Any:
+        assert enable_fallback == 0, "the runtime would try the CPU and print"
+        self.loads.append((options, providers))
+        asked = providers[0] if isinstance(providers[0], str) else providers[0][0]
+        self.events.append(f"load on {asked}")
+        if asked in self._fails:
+            raise self._fails[asked]
+        runs = self._comes_up if asked == CUDA else asked
+        inputs, outputs = (
+            [SimpleNamespace(name=name, shape=["N", *shape]) for name in names]
+            for names, shape in zip(self._names, ((*self._sides, 3), (self._classes,)), strict=True)
+        )
+        return SimpleNamespace(
+            get_providers=lambda: [runs] if runs == CPU else [runs, CPU],
+            get_modelmeta=lambda: SimpleNamespace(custom_metadata_map=self._contract.to_metadata()),
+            get_inputs=lambda: inputs,
+            get_outputs=lambda: outputs,
+            run=self._run(runs),
+        )
+
+
+GIB = 2**30
+
+
+class FakeCard:
+    """What stands for libcudart: a GPU on which 10 GiB are free for the arena."""
+
+    def __init__(self, _runtime: Any, gpu: int):
+        self.gpu = gpu
+
+    def name(self) -> str:
+        return f"Card {self.gpu}"
+
+    def arena_bytes(self, most: int | None) -> int:
+        return min(most or 2**60, 10 * GIB)
+
+
+class FakeBinding:
+    """Where uploads would go.
+
+    Keeps the shapes of what was uploaded in `staged`, and the images of the last one in `images`; `computes` is what
+    computes them: their shape → scores and logits, or an error.
+    """
+
+    staged: list[tuple[int, ...]] = []  # noqa: RUF012 - emptied by `use`
+    images: Any = None
+    computes: Any = None
+
+    def __init__(self, _runtime: Any, _session: Any, card: FakeCard, classes: int):
+        assert isinstance(card, FakeCard)
+        assert classes == 6
+
+    def stage(self, images: np.ndarray, _sizes: np.ndarray) -> tuple[int, ...]:
+        self.staged.append(images.shape)
+        FakeBinding.images = images
+        return images.shape
+
+    def compute(self, staged: tuple[int, ...]) -> list[Any]:
+        return [*FakeBinding.computes(staged), None, None]
+
+
+def nothing(_shape: tuple[int, ...]) -> tuple[None, None]:
+    return None, None
+
+
+def runtime_error(kind: str, text: str = "what the runtime says") -> Exception:
+    """Make an error of a class that is called like one of the runtime's."""
+    return type(kind, (Exception,), {})(text)

@@ -1,0 +1,439 @@
+"""A session is on the device that was asked for or it is an error; a runtime that only records stands in for the real.
+
+What the real runtime answers for damaged files and wrong canvases is in test_export.py.
+"""
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from prelunet.evaluator.contract import INPUTS, OUTPUTS, GoldenImage, ModelContract, golden_image
+from prelunet.evaluator.engine.load import open_placed, open_session
+from prelunet.evaluator.engine.memory import gpu_rules
+from prelunet.evaluator.engine.runtimes import onnx as onnx_runtime
+from prelunet.evaluator.engine.runtimes.base import lacks_memory, reason_of
+from prelunet.evaluator.engine.session import Device, Placement, Precision
+from prelunet.evaluator.errors import ContractError, EnvironmentFault, UsageError
+from prelunet.evaluator.serving.models import ModelFile, load_models
+from tests.engine.runtimes.fake_runtime import (
+    CPU,
+    CUDA,
+    GIB,
+    OPENVINO,
+    FakeBinding,
+    FakeCard,
+    FakeRuntime,
+    nothing,
+    runtime_error,
+)
+from tests.helpers.fakes import fake_contract
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(b"any bytes")
+    return path
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch):
+    """Give a function that puts a fake in the runtime's place."""
+
+    def put(runtime: FakeRuntime) -> FakeRuntime:
+        monkeypatch.setattr(onnx_runtime, "import_runtime", lambda: runtime)
+        monkeypatch.setattr(onnx_runtime, "CudaRuntime", FakeCard)
+        monkeypatch.setattr(onnx_runtime, "CudaBinding", FakeBinding)
+        FakeBinding.staged.clear()
+        FakeBinding.computes = staticmethod(nothing)
+        return runtime
+
+    return put
+
+
+@pytest.mark.parametrize("instead", [CPU, OPENVINO])
+def test_asked_for_cuda_another_provider_is_an_error_that_names_both_and_never_a_session(
+    use, model: Path, instead: str
+) -> None:
+    runtime = use(FakeRuntime(CUDA, comes_up=instead))
+    with pytest.raises(EnvironmentFault, match=rf"--device cuda: {CUDA} did not come up.* offers {instead} instead"):
+        open_session(model, "cuda")
+    assert runtime.events[-2:] == ["preload_dlls", f"load on {CUDA}"], "the CPU should not be tried"
+
+
+def test_asked_for_cuda_a_driver_that_fails_is_an_error_with_the_runtimes_words(use, model: Path) -> None:
+    use(FakeRuntime(CUDA, fails={CUDA: runtime_error("EPFail", "CUDA driver\nversion is insufficient")}))
+    with pytest.raises(EnvironmentFault, match=r"--device cuda: .*model\.onnx .*CUDA driver version is insufficient"):
+        open_session(model, "cuda")
+
+
+def test_asked_for_cuda_a_runtime_that_knows_none_is_an_error_that_names_the_extra(use, model: Path) -> None:
+    runtime = use(FakeRuntime())
+    with pytest.raises(EnvironmentFault, match=r"--device cuda: .*knows no CUDA.*\[gpu\]"):
+        open_session(model, "cuda")
+    assert runtime.loads == []
+
+
+@pytest.mark.parametrize(
+    "runtime",
+    [FakeRuntime(CUDA, comes_up=CPU), FakeRuntime(CUDA, fails={CUDA: runtime_error("EPFail")}), FakeRuntime()],
+    ids=["replaced by the CPU", "fails to load", "not listed"],
+)
+def test_auto_without_a_cuda_that_comes_up_is_a_cpu_session_that_says_so(use, model: Path, caplog, runtime) -> None:
+    use(runtime)
+    opened = open_session(model, "auto")
+    assert (
+        caplog.text.count("running on the CPU, because CUDA did not come up: --device cuda") == len(runtime.loads) - 1
+    )
+    assert opened.circumstances.provider == CPU
+    assert opened.circumstances.to_json()["provider"] == CPU
+    assert str(opened.circumstances).startswith(f"{CPU}, fp32 (prelunet ")
+    assert runtime.loads[-1][1] == [CPU], "the session should have been loaded anew, for the CPU alone"
+    assert opened.run(canvas(), sizes()).windows == CPU
+
+
+def canvas() -> np.ndarray:
+    return np.zeros((1, 30, 41, 3), np.uint8)
+
+
+def sizes() -> np.ndarray:
+    return np.array([[30, 41]])
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_where_cuda_comes_up_it_runs_with_our_options(use, model: Path, device: Device) -> None:
+    runtime = use(FakeRuntime(CUDA))
+    opened = open_session(model, device, threads=7)
+    assert opened.circumstances.provider == CUDA
+    ((options, ((provider, settings),)),) = runtime.loads
+    assert provider == CUDA
+    assert settings["cudnn_conv_algo_search"] == "HEURISTIC"
+    assert settings["use_tf32"] == "0"
+    assert all(isinstance(value, str) for value in settings.values()), "the runtime takes text only"
+    assert options.entries == {"session.disable_cpu_ep_fallback": "1"}
+    assert (options.intra_op_num_threads, options.enable_mem_pattern) == (1, False)
+    assert runtime.events[-2:] == ["preload_dlls", f"load on {CUDA}"]
+    assert settings["gpu_mem_limit"] == str(10 * GIB), "no more than is free"
+    assert FakeBinding.staged == [(1, 28, 28, 3)]
+    assert opened.circumstances.versions["gpu"] == "Card 0"
+
+
+def test_for_many_images_the_largest_batch_is_run_once_after_the_smallest(use, model: Path) -> None:
+    use(FakeRuntime(CUDA))
+    open_placed(model, Placement("cuda"), for_many=True)
+    smallest, largest = FakeBinding.staged
+    assert smallest == (1, 28, 28, 3)
+    assert largest[0] > 1
+    assert largest[1:] == (60, 60, 3), "of the largest scale"
+
+
+@pytest.mark.parametrize("asked", [None, 3 * GIB, 40 * GIB])
+def test_a_limit_of_the_gpu_and_what_is_free_there_bound_the_arena_and_its_batches(
+    use, model: Path, monkeypatch: pytest.MonkeyPatch, asked: int | None
+) -> None:
+    for free in (2 * GIB, 10 * GIB):
+        monkeypatch.setattr(FakeCard, "arena_bytes", lambda _, most, free=free: min(most or 2**60, free))
+        runtime = use(FakeRuntime(CUDA))
+        opened = open_placed(model, Placement("cuda", memory=2**20, gpu_memory=asked))
+        arena = min(asked or 2**60, free)
+        ((_, ((_, settings),)),) = runtime.loads
+        assert settings["gpu_mem_limit"] == str(arena)
+        assert opened.rules == gpu_rules(fake_contract(), arena, file_bytes=9)
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_what_does_not_run_on_the_gpu_is_an_error_there_and_runs_on_the_cpu_where_any_device_will_do(
+    use, model: Path, caplog: pytest.LogCaptureFixture, many: bool
+) -> None:
+    def computes(shape: tuple[int, ...]) -> tuple[None, None]:
+        if shape[0] > 1 or not many:
+            raise runtime_error("NotImplemented", "cuDNN is unavailable")
+        return nothing(shape)
+
+    runtime = use(FakeRuntime(CUDA))
+    FakeBinding.computes = staticmethod(computes)
+    with pytest.raises(EnvironmentFault, match=r"model\.onnx loads but does not run on CUDA.*cuDNN is unavailable"):
+        open_placed(model, Placement("cuda"), for_many=many)
+    opened = open_placed(model, Placement("auto"), for_many=many)
+    assert opened.circumstances.provider == CPU
+    assert opened.placement.device == "cpu"
+    assert "running on the CPU, because CUDA did not come up: model model.onnx loads but does not run" in caplog.text
+    assert runtime.events.count(f"load on {CUDA}") == 2
+    assert runtime.events.count(f"load on {CPU}") == 1
+
+
+def golden_contract(**changes: Any) -> ModelContract:
+    """Return a contract with the golden answers of a linear function of the pixels."""
+    scores, logits = golden_answer()
+    return fake_contract(golden=(GoldenImage(30, 41, tuple(scores), tuple(logits)),), **changes)
+
+
+def golden_answer() -> tuple[np.ndarray, np.ndarray]:
+    logits = np.array([-8.0, 0.5, 4.0, -1.0, 2.0, 3.5]) * (1 + golden_image(30, 41).mean() / 255)
+    powers = np.exp(logits)
+    return powers / powers.sum(), logits
+
+
+@pytest.mark.parametrize(
+    ("off", "refused"),
+    [
+        ((0, 0), False),
+        ((9e-6, 0), False),
+        ((1.2e-5, 0), True),
+        ((0, 9e-5), False),
+        ((0, 1.2e-4), True),
+        ((np.nan, 0), True),
+    ],
+)
+@pytest.mark.parametrize("precision", [None, "fp32", "tf32"])
+def test_a_gpu_that_rounds_more_than_float32_is_refused_unless_that_was_asked_for(
+    use, model: Path, precision: Precision | None, off: tuple[float, float], refused: bool, caplog
+) -> None:
+    def computes(shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        scores, logits = golden_answer()
+        one = np.zeros((shape[0], 6))
+        one[0, 1] = 1
+        return scores + off[0] * one, logits + off[1] * abs(logits).max() * one
+
+    use(FakeRuntime(CUDA, contract=golden_contract()))
+    FakeBinding.computes = staticmethod(computes)
+    placement = Placement("cuda", precision)
+    if refused and precision != "tf32":
+        with pytest.raises(EnvironmentFault, match=r"in fp32 the scores of model\.onnx for its golden image are off"):
+            open_placed(model, placement)
+        assert open_placed(model, replace(placement, device="auto")).circumstances.provider == CPU
+        assert "does not compute in float32" in caplog.text
+        return
+    open_placed(model, placement)
+    if precision != "tf32":
+        np.testing.assert_array_equal(FakeBinding.images, golden_image(30, 41)[None])
+
+
+def test_a_file_without_golden_images_is_opened_with_the_warning_that_float32_is_not_checked(
+    use, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    use(FakeRuntime(CUDA))
+    open_session(model, "cuda")
+    assert caplog.text.count("model.onnx carries no golden images, so float32 is not checked") == 1
+    open_session(model, "cuda", precision="tf32")
+    open_session(model, "cpu")
+    assert caplog.text.count("golden images") == 1
+
+
+def test_only_a_gpu_has_to_prove_that_it_computes_in_float32(use, model: Path) -> None:
+    runtime = use(FakeRuntime(contract=golden_contract()))
+    open_placed(model, Placement("cpu"), for_many=True)
+    assert runtime.events == [f"load on {CPU}", "run"]
+
+
+@pytest.mark.parametrize(
+    ("file", "precision", "fused"), [("fp32", None, "0"), ("fp32", "tf32", "1"), ("fp16", None, "1")]
+)
+def test_biases_are_fused_where_float32_is_not_promised(
+    use, tmp_path: Path, file: Any, precision: Precision | None, fused: str
+) -> None:
+    contract = fake_contract(precision=file)
+    path = tmp_path / "model.onnx"
+    written = onnx.ModelProto()
+    onnx.helper.set_model_props(written, contract.to_metadata())
+    path.write_bytes(written.SerializeToString())
+    runtime = use(FakeRuntime(CUDA, contract=contract))
+    open_session(path, "cuda", precision=precision)
+    ((_, ((_, settings),)),) = runtime.loads
+    assert (settings["fuse_conv_bias"], settings["use_tf32"]) == (fused, str(int(precision == "tf32")))
+
+
+def test_a_limit_of_the_gpus_memory_is_refused_where_the_model_runs_on_a_cpu(use, model: Path) -> None:
+    runtime = use(FakeRuntime())
+    for device in ("cpu", "openvino", "auto"):
+        with pytest.raises(UsageError, match=r"--gpu-memory-limit: the model runs on a CPU .*--memory-limit"):
+            open_placed(model, Placement(device, gpu_memory=GIB))
+    assert runtime.loads == []
+
+
+@pytest.mark.parametrize(
+    ("device", "option"), [("cpu", " --memory-limit of validate and bench"), ("cuda", " --gpu-memory-limit of")]
+)
+def test_a_batch_without_memory_is_the_machines_fault_and_names_the_limit_that_would_help(
+    use, model: Path, device: Device, option: str
+) -> None:
+    use(FakeRuntime(CUDA))
+    opened = open_session(model, device)
+
+    def fails(*_: Any) -> None:
+        raise runtime_error("Fail", "CUDA failure 2: out of memory")
+
+    opened._loaded.compute = fails  # type: ignore[method-assign]
+    with pytest.raises(EnvironmentFault, match=rf"too little memory for a batch \(CUDA failure 2.*{option}"):
+        opened.run(canvas(), sizes())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "std::bad_alloc",
+        "Exception from src/cpu_memory.cpp:257: Failed to allocate 77070336 bytes of memory",
+        "Exception from plugin.cpp:54: can't alloc",
+        "Resource temporarily unavailable",
+        "Failed to allocate memory for requested buffer of size 5",
+        "Available memory of 5 is smaller than requested bytes of 12",
+        "CUDA failure 2: out of memory ; GPU=0",
+        "CUDNN_STATUS_ALLOC_FAILED",
+        "CUBLAS failure 3: CUBLAS_STATUS_ALLOC_FAILED",
+    ],
+)
+def test_the_ways_in_which_runtimes_say_that_memory_lacks_are_known(text: str) -> None:
+    assert lacks_memory(RuntimeError(f"[E] {text}"))
+    assert lacks_memory(MemoryError())
+    assert not lacks_memory(RuntimeError("an illegal memory access was encountered"))
+
+
+@pytest.mark.parametrize("threads", [0, 3])
+def test_threads_are_those_of_the_cpu_provider(use, model: Path, threads: int) -> None:
+    runtime = use(FakeRuntime(CUDA))
+    opened = open_session(model, "cpu", threads=threads)
+    assert opened.circumstances.provider == CPU
+    ((options, providers),) = runtime.loads
+    assert (options.intra_op_num_threads, providers) == (threads, [CPU])
+    assert runtime.events == [f"load on {CPU}"], "no library of CUDA should be touched"
+
+
+def test_a_served_model_has_the_threads_that_were_asked_for(use, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = use(FakeRuntime())
+    ((file, opened),) = load_models([ModelFile("x", model)], Placement("cpu", threads=3))
+    assert (file.name, opened.circumstances.provider) == ("x", CPU)
+    assert runtime.events == [f"load on {CPU}", "run"], "it should have run once before it counts as loaded"
+    assert runtime.loads[0][0].intra_op_num_threads == 3
+
+
+def test_a_session_hands_the_canvas_to_the_runtime_and_knows_its_file_and_versions(use, model: Path) -> None:
+    use(FakeRuntime())
+    opened = open_session(model, "cpu")
+    outputs = opened.run(canvas(), sizes())
+    assert outputs.scores == OUTPUTS
+    np.testing.assert_array_equal(outputs.logits["images"], canvas())
+    np.testing.assert_array_equal(outputs.logits["sizes"], sizes())
+    assert opened.model_sha256 == hashlib.sha256(b"any bytes").hexdigest()
+    assert opened.contract == fake_contract()
+    assert "9.8.7" in opened.circumstances.versions.values()
+    assert {"prelunet", "numpy", "pillow", "python"} < set(opened.circumstances.versions)
+
+
+def test_a_misspelt_device_is_refused_with_the_list_of_them(use, model: Path) -> None:
+    runtime = use(FakeRuntime(CUDA))
+    with pytest.raises(UsageError, match=r"no device 'gpu'\. There are: auto, cpu, openvino, cuda"):
+        open_session(model, "gpu")
+    assert runtime.loads == []
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"inputs": ("pixels", "sizes")},
+        {"inputs": ("sizes", "images")},
+        {"outputs": ("scores",)},
+        {"outputs": ("scores", "logits", "windows", "features")},
+    ],
+    ids=lambda names: str(*names.values()),
+)
+def test_a_file_with_other_inputs_or_outputs_is_refused_naming_them_and_ours(use, model: Path, names: dict) -> None:
+    use(FakeRuntime(**names))
+    with pytest.raises(ContractError) as refused:
+        open_session(model, "cpu")
+    found = {"inputs": INPUTS, "outputs": OUTPUTS, **names}
+    assert f"inputs {found['inputs']} and outputs {found['outputs']}" in str(refused.value)
+    assert f"the contract has {INPUTS} and {OUTPUTS}" in str(refused.value)
+    assert f"prelunet export CHECKPOINT -o {model}" in str(refused.value)
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])
+@pytest.mark.parametrize("kind", ["InvalidProtobuf", "InvalidGraph", "NoModel", "InvalidArgument", "NotImplemented"])
+def test_a_file_that_no_device_could_load_is_the_files_fault_on_every_device(
+    use, model: Path, kind: str, device: Device
+) -> None:
+    error = runtime_error(kind, "it \n" + "x" * 1000 + " is the cause\n")
+    runtime = use(FakeRuntime(CUDA, fails={CPU: error, CUDA: error}))
+    with pytest.raises(
+        ContractError, match=r"model\.onnx: not an ONNX model.*\(it x+ … x{200,300} is the cause\)\. Write one with"
+    ):
+        open_session(model, device)
+    assert len(runtime.loads) == 1, "another device would not help"
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), runtime_error("RuntimeException", "std::bad_alloc")], ids=["own", "C++"]
+)
+def test_a_machine_with_too_little_memory_is_not_the_files_fault(use, model: Path, error: Exception) -> None:
+    use(FakeRuntime(fails={CPU: error}))
+    with pytest.raises(EnvironmentFault, match="too little memory left to load it"):
+        open_session(model, "cpu")
+
+
+def test_a_gpu_with_too_little_memory_for_the_weights_is_the_machines_fault_which_auto_survives(
+    use, model: Path
+) -> None:
+    full = runtime_error("Fail", "Available memory of 0 is smaller than requested bytes of 2048")
+    use(FakeRuntime(CUDA, fails={CUDA: full}))
+    with pytest.raises(EnvironmentFault, match=r"could not be loaded on the GPU: too little memory .*requested bytes"):
+        open_session(model, "cuda")
+    assert open_session(model, "auto").circumstances.provider == CPU
+
+
+def test_a_file_with_other_classes_than_its_graph_is_refused(use, model: Path) -> None:
+    use(FakeRuntime(classes=7))
+    with pytest.raises(ContractError, match="6 classes are listed, but the graph has 7"):
+        open_session(model, "cpu")
+
+
+@pytest.mark.parametrize("kind", ["Fail", "EPFail", "RuntimeException", "EngineError"])
+def test_what_only_the_gpu_cannot_load_is_the_machines_fault_there_and_the_files_on_a_cpu(
+    use, model: Path, kind: str
+) -> None:
+    error = runtime_error(kind)
+    use(FakeRuntime(CUDA, fails={CPU: error, CUDA: error}))
+    with pytest.raises(EnvironmentFault, match=r"--device cuda: .*model\.onnx could not be loaded on the GPU"):
+        open_session(model, "cuda")
+    with pytest.raises(ContractError, match=rf"model\.onnx: could not be loaded \({kind}: what the runtime says\)"):
+        open_session(model, "cpu")
+
+
+def test_a_file_that_is_not_there_is_told_before_anything_is_loaded(use, tmp_path: Path) -> None:
+    runtime = use(FakeRuntime(CUDA))
+    with pytest.raises(UsageError, match=r"none\.onnx: cannot be read \(No such file"):
+        open_session(tmp_path / "none.onnx", "auto")
+    assert runtime.loads == []
+
+
+@pytest.mark.parametrize("sides", [(28, 28), (28, "W"), ("H", 30), (30, 30)])
+def test_a_graph_of_one_size_serves_no_model_that_says_it_takes_others(
+    use, model: Path, sides: tuple[str | int, str | int]
+) -> None:
+    use(FakeRuntime(sides=sides))  # the contract's crop is 28, and its canvases may be larger
+    with pytest.raises(ContractError, match=r"its graph takes images of .*states a crop of 28 .*prelunet adopt"):
+        open_session(model, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (
+            "[E] : 1 : Load from m.onnx failed:/ort_src/core/graph/model.cc:256 ns::Model::Model(onnx::P&&, const "
+            "ns::L<std::function<void(int)>>*) const Unsupported IR version: 99, max: 13\n",
+            "[E] : 1 : Load from m.onnx failed: Unsupported IR version: 99, max: 13",
+        ),
+        (
+            "Status Message: /src/op.h:91 int ns::f(int) [with T = float] sizes (3) and (4) differ",
+            "Status Message: sizes (3) and (4) differ",
+        ),
+        ("[E] : utils.cc:1461 SizeOf Out of bounds (1 > 0)", "[E] : Out of bounds (1 > 0)"),
+        ("No Op registered for Frob(1) in net.onnx", "No Op registered for Frob(1) in net.onnx"),
+        ("", "RuntimeError"),
+    ],
+)
+def test_the_runtimes_words_are_shown_without_the_place_in_its_source(text: str, shown: str) -> None:
+    assert reason_of(RuntimeError(text)) == shown

@@ -1,0 +1,77 @@
+"""The error table: every error has its row, and the documents tell the same."""
+
+import errno
+import re
+from pathlib import Path
+
+import grpc
+import pytest
+
+from prelunet.evaluator import errors
+from prelunet.evaluator.errors import (
+    INTERNAL,
+    OUTCOMES,
+    EnvironmentFault,
+    PreluNetError,
+    UsageError,
+    from_os_error,
+    outcome_of,
+)
+
+
+def kinds_below(kind: type[PreluNetError]) -> set[type[PreluNetError]]:
+    found = set(kind.__subclasses__())
+    return found.union(*map(kinds_below, found))
+
+
+KINDS = sorted(kinds_below(PreluNetError), key=lambda kind: kind.__name__)
+assert KINDS, "no errors found"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_error_has_a_row_in_the_table(kind: type[PreluNetError]) -> None:
+    assert kind in OUTCOMES
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_status_is_one_that_grpc_knows(kind: type[PreluNetError]) -> None:
+    assert OUTCOMES[kind].grpc_status in grpc.StatusCode.__members__
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_docs_state_the_exit_code_and_status_of_every_error(kind: type[PreluNetError]) -> None:
+    lines = (Path(__file__).parents[2] / "docs" / "contract.md").read_text().splitlines()
+    (row,) = [line for line in lines if line.startswith("|") and re.search(rf"\b{kind.__name__}\b", line)]
+    _, _, code, status, _ = (cell.strip() for cell in row.split("|"))
+    assert (int(code), status) == (OUTCOMES[kind].exit_code, OUTCOMES[kind].grpc_status)
+
+
+def test_a_subclass_of_an_error_gets_the_row_of_its_parent() -> None:
+    class Finer(errors.ImageError):
+        pass
+
+    assert outcome_of(Finer("x")) == OUTCOMES[errors.ImageError]
+
+
+def test_what_is_not_ours_is_internal() -> None:
+    assert outcome_of(ZeroDivisionError()) == INTERNAL
+    assert INTERNAL.exit_code == 1
+
+
+@pytest.mark.parametrize("code", [errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG])
+def test_a_path_that_is_not_what_it_should_be_is_told_with_a_mend(code: int) -> None:
+    told = from_os_error(OSError(code, "Odd", "runs/a"))
+    assert isinstance(told, UsageError)
+    assert str(told).startswith("runs/a: ")
+    assert "; " in str(told)
+    assert "give" in str(told)
+
+
+def test_a_full_disk_is_the_machines_fault_and_a_missing_file_the_users() -> None:
+    full = from_os_error(OSError(errno.ENOSPC, "No space left on device", "runs/a"))
+    assert isinstance(full, EnvironmentFault)
+    assert "runs/a" in str(full)
+    assert "free some space" in str(full)
+    missing = from_os_error(OSError(errno.ENOENT, "No such file or directory", "photo.jpg"))
+    assert isinstance(missing, UsageError)
+    assert "photo.jpg" in str(missing)

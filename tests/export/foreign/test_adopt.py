@@ -1,0 +1,372 @@
+"""A foreign classifier, adopted, says what it says by itself, on every way on which it can be asked."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+from PIL import Image
+
+from prelunet.evaluator.cli import run
+from prelunet.evaluator.client import Client
+from prelunet.evaluator.contract import golden_image
+from prelunet.evaluator.engine.classify import classify_images
+from prelunet.evaluator.engine.load import open_session
+from prelunet.evaluator.engine.runtimes.onnx import PlainNet
+from prelunet.evaluator.engine.verify import verify
+from prelunet.evaluator.errors import ContractError, UsageError
+from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.protocols import default_protocol, make_protocol
+from prelunet.export.foreign.adopt import AdoptOptions, adopt
+from prelunet.training.importing.preprocessing import Preprocessing
+from tests.conftest import with_contract
+from tests.export.foreign.foreign_nets import (
+    BYTES,
+    CLASSES,
+    CROP,
+    HALF,
+    MEAN,
+    RGB,
+    STD,
+    Build,
+    Nodes,
+    Plain,
+    adopted,
+    certain,
+    channels_last,
+    features,
+    from_bytes,
+    mixing,
+    net,
+    never_negative,
+    of_one,
+    of_two,
+    ours,
+    photo,
+    softmax_end,
+    spatial,
+    transposed,
+    write_classes,
+)
+from tests.serving.serving_harness import running_server
+
+PHOTOS = (photo(61, 83, "PNG"), photo(97, 52, "JPEG", seed=1), photo(40, 40, "PNG", seed=2))
+
+# The graph's arithmetic on pixels is float32 in the order of numpy's, so only sums inside the net may be ordered
+# otherwise in a batch: 1e-7 of a logit of up to 10.
+TOLERANCE = 1e-6
+
+
+CAFFE = Preprocessing((104.0, 116.7, 122.7), (51.0, 57.0, 64.0), 255, channels="bgr")
+CAFFE_PLAIN: dict[str, Any] = {"mean": CAFFE.mean, "std": CAFFE.std, "pixel_range": 255, "bgr": True}
+BICUBIC = {"resample": Image.Resampling.BICUBIC}
+
+# name → how the net is built and written, what is said of it, how it is asked without prelunet
+NETS: dict[str, tuple[Build, dict[str, Any], Preprocessing, dict[str, Any]]] = {
+    "residual": (features, {}, RGB, {}),
+    "opset 7": (features, {"opset": 7}, RGB, {}),
+    "opset 21": (features, {"opset": 21}, RGB, {}),
+    "softmax": (softmax_end, {}, RGB, {"probabilities": True}),
+    "logits of 0 and above": (never_negative, {}, RGB, {}),
+    "bicubic": (features, {}, Preprocessing(MEAN, STD, interpolation="bicubic"), BICUBIC),
+    "channels last, BGR": (channels_last, {"layout": "NHWC"}, CAFFE, {**CAFFE_PLAIN, "nhwc": True}),
+    "BGR": (features, {}, CAFFE, CAFFE_PLAIN),
+    "any size": (features, {"side": "S"}, RGB, {}),
+    "batch of 1": (features, {"batch": 1}, RGB, {}),
+    "batch of 1 inside": (of_one, {"batch": 1}, RGB, {}),
+    "batch of 1 inside, opset 9": (of_one, {"batch": 1, "opset": 9}, RGB, {}),
+    "batch of 2 inside": (of_two, {"batch": 2}, RGB, {"batch": 2}),
+    "mixes its batch": (mixing, {}, RGB, {}),
+    "spatial output": (spatial, {}, RGB, {}),
+    "half": (features, HALF, RGB, {"dtype": np.float16}),
+    "bytes": (from_bytes, BYTES, Preprocessing(None, None), {"dtype": np.uint8}),
+}
+ONE_BY_ONE = {"batch of 1 inside", "batch of 1 inside, opset 9", "batch of 2 inside", "mixes its batch"}
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_an_adopted_net_gives_the_scores_of_plain_onnxruntime_with_plain_pillow(name: str, tmp_path: Path) -> None:
+    build, written, preprocessing, asked = NETS[name]
+    path = net(tmp_path, build, **written)
+    session, found = adopted(tmp_path, path, preprocessing)
+    plain = Plain(path, **asked)
+    assert bool(found.one_by_one) == (name in ONE_BY_ONE), found.one_by_one
+    if "inside" in name:
+        assert found.one_by_one == "together: its Reshape node fails"
+    images = [decode_rgb(data) for data in PHOTOS]
+    for protocol, expected in (("center", plain.center), ("ten-crop", plain.ten_crop)):
+        results = classify_images(session, images, make_protocol(protocol, session.contract))
+        wanted = np.stack([expected(data) for data in PHOTOS])
+        assert np.abs(wanted[0] - wanted[1]).max() > 0.01, "a net that says the same of all images shows nothing"
+        # Half: in a batch, a logit of up to 4 may be rounded to its other neighbour, 4e-3 away.
+        tolerance = 1e-3 if name == "half" else TOLERANCE
+        np.testing.assert_allclose([r.scores for r in results], wanted, rtol=0, atol=tolerance)
+
+
+def test_a_net_that_torch_exported_with_a_batch_of_one_is_adopted_with_batches(tmp_path: Path) -> None:
+    import torch
+
+    torch.manual_seed(0)
+    parts = [torch.nn.Conv2d(3, 6, 5, 2), torch.nn.BatchNorm2d(6), torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1)]
+    module = torch.nn.Sequential(*parts, torch.nn.Flatten(), torch.nn.Linear(6, CLASSES)).eval()
+    module[-1].weight.data *= 20
+    path = tmp_path / "net.onnx"
+    torch.onnx.export(module, (torch.zeros(1, 3, CROP, CROP),), path, dynamo=False)
+    session, found = adopted(tmp_path, path)
+    assert not found.one_by_one
+    results = classify_images(session, [decode_rgb(d) for d in PHOTOS], make_protocol("ten-crop", session.contract))
+    wanted = [Plain(path).ten_crop(data) for data in PHOTOS]
+    np.testing.assert_allclose([r.scores for r in results], wanted, rtol=0, atol=TOLERANCE)
+
+
+def test_logits_of_a_softmax_net_are_logarithms_and_finite_where_a_score_is_zero(tmp_path: Path) -> None:
+    session, _ = adopted(tmp_path, net(tmp_path, certain))
+    images = np.stack([golden_image(CROP, CROP), 255 - golden_image(CROP, CROP)])
+    outputs = session.run(images, np.full((2, 2), CROP, np.int64))
+    assert (outputs.scores == 0).any()
+    np.testing.assert_allclose(outputs.logits, np.log(np.maximum(outputs.scores, np.finfo(np.float32).tiny)), atol=1e-5)
+    np.testing.assert_array_equal(outputs.windows, [[1, 1], [1, 1]])
+    np.testing.assert_array_equal(outputs.window_scores[:, 0, 0], outputs.scores)
+
+
+def test_a_score_of_zero_in_half_precision_has_the_logarithm_of_the_smallest_half(tmp_path: Path) -> None:
+    session, found = adopted(tmp_path, net(tmp_path, certain, **HALF))
+    assert found.probabilities
+    outputs = session.run(golden_image(CROP, CROP)[None], np.full((1, 2), CROP, np.int64))
+    zero = outputs.scores == 0
+    assert zero.any()
+    np.testing.assert_allclose(outputs.logits[zero], np.log(np.finfo(np.float16).smallest_subnormal.astype(float)))
+    (golden,) = session.contract.golden
+    np.testing.assert_allclose(np.array(golden.logits)[zero[0]], outputs.logits[zero])
+
+
+def test_outputs_above_one_are_logits_even_if_none_is_negative(tmp_path: Path) -> None:
+    path = net(tmp_path, never_negative)
+    raw = PlainNet(path).run({"x": RGB.plain(golden_image(CROP, CROP)).transpose(2, 0, 1)[None]}, "v13")
+    assert raw.min() == 0
+    assert 1.1 < raw.max() < 10, "near to 1, where a sigmoid might be suspected"
+    assert not adopted(tmp_path, path)[1].probabilities
+
+
+# 3x3 convolutions to 20x20x8, 20x20x8 and 10x10x12, and 12 features to 7 classes
+COUNT = 400 * 8 * 27 + 400 * 8 * 72 + 100 * 12 * 72 + 12 * 7
+
+
+@pytest.mark.parametrize(("build", "batch"), [(features, "N"), (features, 4), (transposed, "N"), (transposed, 4)])
+def test_the_multiply_adds_are_those_of_one_image_however_the_net_is_written(
+    build: Build, batch: int | str, tmp_path: Path
+) -> None:
+    session, _ = adopted(tmp_path, net(tmp_path, build, batch=batch))
+    assert session.contract.architecture["multiply_adds"] == COUNT
+
+
+def test_the_contract_states_one_window_of_fixed_size_and_how_the_net_was_adopted(tmp_path: Path) -> None:
+    path = net(tmp_path, name="ResNet-tiny")
+    session, _ = adopted(tmp_path, path, replace(RGB, interpolation="bicubic"))
+    contract = session.contract
+    assert contract.fixed_size
+    assert (contract.crop, contract.min_side, contract.max_side, contract.trunk_stride) == (CROP,) * 4
+    assert (contract.window, contract.spp_levels, contract.default_scales) == (1, (1,), (CROP,))
+    assert (contract.canvas, contract.precision, contract.interpolation) == ("exact", "fp32", "bicubic")
+    assert contract.window_grid(CROP, CROP) == (1, 1)
+    assert contract.architecture == {"name": "ResNet-tiny", "activation": "unknown", "multiply_adds": COUNT}
+    assert contract.classes[6].to_json() == {"wnid": "n00000006", "name": "thing 6"}
+    assert contract.training["adopted"] == {
+        "input": "x", "layout": "NCHW", "output": "v12", "mean": list(MEAN), "std": list(STD), "range": 1,
+        "channels": "rgb",
+    }  # fmt: skip
+    assert default_protocol(contract) == "center"
+    for protocol in ("multi-scale", "dense-46", "spp-18"):
+        with pytest.raises(UsageError, match=r"crops of 40x40 pixels and nothing else.*It can do: center, ten-crop"):
+            make_protocol(protocol, contract)
+
+
+def test_golden_scores_are_those_of_the_net_itself_and_verify_compares_them(tmp_path: Path) -> None:
+    path = net(tmp_path)
+    session, _ = adopted(tmp_path, path)
+    (golden,) = session.contract.golden
+    np.testing.assert_allclose(golden.scores, Plain(path).scores(golden_image(CROP, CROP)), rtol=0, atol=TOLERANCE)
+    assert [d.passed for d in verify(session)] == [True]
+    swapped = replace(golden, scores=golden.scores[::-1])
+    other = with_contract(session, replace(session.contract, golden=(swapped,)))
+    assert [d.passed for d in verify(other)] == [False]
+
+
+def test_half_precision_has_its_own_tolerance_and_it_is_not_boundless(tmp_path: Path) -> None:
+    session, _ = adopted(tmp_path, net(tmp_path, **HALF))
+    (golden,) = session.contract.golden
+    for off, passed in ((5e-3, True), (2e-2, False)):
+        contract = replace(session.contract, golden=(replace(golden, scores=tuple(s + off for s in golden.scores)),))
+        assert [d.passed for d in verify(with_contract(session, contract))] == [passed]
+
+
+def test_the_file_has_no_trace_of_what_made_the_net_and_the_same_bytes_each_time(tmp_path: Path) -> None:
+    path = net(tmp_path, ours, input_name="images")
+    model = onnx.load(path)
+    branch = model.graph.node[-1].attribute[0].g
+    for graph in (model.graph, branch):
+        graph.node[0].doc_string = "/home/me/train.py(12)"
+        graph.node[0].metadata_props.add(key="stack", value="/home/me/model.py")
+        graph.metadata_props.add(key="where", value="/home/me")
+        graph.value_info.add(name="/home/me")
+    model.graph.initializer[0].doc_string = "/home/me"
+    model.metadata_props.add(key="author", value="/home/me")
+    model.doc_string = "/home/me"
+    onnx.save(model, path)
+    adopted(tmp_path, path)
+    first = (tmp_path / "adopted.onnx").read_bytes()
+    adopted(tmp_path, path)
+    assert (tmp_path / "adopted.onnx").read_bytes() == first
+    assert b"/home/me" not in first
+    assert str(tmp_path).encode() not in first
+
+
+def test_golden_scores_are_those_of_one_thread_however_many_the_machine_has(tmp_path: Path) -> None:
+    def wide(n: Nodes, x: str) -> str:
+        """End in a convolution over so many channels that onnxruntime orders its sums by its threads."""
+        x = n.add("AveragePool", x, kernel_shape=[8, 8], strides=[8, 8])
+        x = n.add("Conv", x, n.weights(513, 3, 1, 1), kernel_shape=[1, 1])
+        x = n.add("Conv", x, n.weights(CLASSES, 513, 5, 5, low=-0.02, high=0.02), kernel_shape=[5, 5], pads=[2] * 4)
+        return n.add("Flatten", n.add("GlobalAveragePool", x), axis=1)
+
+    path = net(tmp_path, wide)
+    session, _ = adopted(tmp_path, path)
+    (golden,) = session.contract.golden
+    pixels = RGB.plain(golden_image(CROP, CROP)).transpose(2, 0, 1)[None]
+    (logits,) = PlainNet(path, threads=1).run({"x": pixels}, "v4")
+    np.testing.assert_array_equal(np.float32(golden.logits), logits)  # nine digits are enough for every bit of float32
+
+
+def test_weights_in_another_file_are_taken_into_the_model(tmp_path: Path) -> None:
+    path = net(tmp_path)
+    expected = Plain(path).center(PHOTOS[0])
+    onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    session, _ = adopted(tmp_path, path)
+    (tmp_path / "weights.bin").unlink()
+    session = open_session(tmp_path / "adopted.onnx", "cpu")
+    (result,) = classify_images(session, [decode_rgb(PHOTOS[0])], make_protocol("center", session.contract))
+    np.testing.assert_allclose(result.scores, expected, rtol=0, atol=TOLERANCE)
+    with pytest.raises(ContractError, match=r"net\.onnx: its weights are in other files.*Put them beside it"):
+        adopted(tmp_path, path)
+
+
+def test_a_net_with_our_own_names_inside_and_with_a_branch_that_reads_weights_from_outside_works(
+    tmp_path: Path,
+) -> None:
+    path = net(tmp_path, ours, input_name="images")
+    session, _ = adopted(tmp_path, path)
+    (result,) = classify_images(session, [decode_rgb(PHOTOS[1])], make_protocol("center", session.contract))
+    np.testing.assert_allclose(result.scores, Plain(path).center(PHOTOS[1]), rtol=0, atol=TOLERANCE)
+    assert "multiply_adds" not in session.contract.architecture, "what a branch multiplies is not counted"
+
+
+@pytest.mark.parametrize("batch", ["N", 1])
+def test_sparse_weights_stay_where_the_net_reads_them(batch: str | int, tmp_path: Path) -> None:
+    build = features if batch == "N" else of_one
+    path = net(tmp_path, build, batch=batch)
+    model = onnx.load(path)
+    bias = model.graph.initializer.pop()  # the constant that was added last
+    assert list(bias.dims) == [CLASSES]
+    values = helper.make_tensor(bias.name, TensorProto.FLOAT, [2], [1.5, -2.0])
+    places = helper.make_tensor("places", TensorProto.INT64, [2], [1, 4])
+    model.graph.sparse_initializer.append(helper.make_sparse_tensor(values, places, [CLASSES]))
+    onnx.save(model, path)
+    output = tmp_path / "adopted.onnx"
+    adopt(path, output, write_classes(tmp_path), AdoptOptions(RGB))
+    session = open_session(output, "cpu")
+    (result,) = classify_images(session, [decode_rgb(PHOTOS[1])], make_protocol("center", session.contract))
+    np.testing.assert_allclose(result.scores, Plain(path).center(PHOTOS[1]), rtol=0, atol=TOLERANCE)
+
+
+def test_one_of_several_outputs_is_taken_when_it_is_named(tmp_path: Path) -> None:
+    path = net(tmp_path, softmax_end)
+    model = onnx.load(path)
+    model.graph.output.append(helper.make_tensor_value_info("v12", TensorProto.FLOAT, None))
+    onnx.save(model, path)
+    with pytest.raises(UsageError, match=r"outputs 'v13', 'v12'\. Say which holds the scores: --net-output NAME"):
+        adopted(tmp_path, path)
+    with pytest.raises(UsageError, match=r"no output 'v3'\. There are: 'v13', 'v12'"):
+        adopted(tmp_path, path, net_output="v3")
+    for name, probabilities in (("v12", False), ("v13", True)):
+        session, found = adopted(tmp_path, path, net_output=name)
+        assert found.probabilities == probabilities
+        (result,) = classify_images(session, [decode_rgb(PHOTOS[0])], make_protocol("center", session.contract))
+        expected = Plain(path, output=name, probabilities=probabilities).center(PHOTOS[0])
+        np.testing.assert_allclose(result.scores, expected, rtol=0, atol=TOLERANCE)
+
+
+# The command line, and all that follows it
+
+
+def test_an_adopted_net_is_classified_validated_reported_and_served(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, classes, model = net(tmp_path), write_classes(tmp_path), tmp_path / "model.onnx"
+    numbers = ["--mean", ",".join(map(str, MEAN)), "--std", ",".join(map(str, STD))]
+    command = ["adopt", str(path), "--crop", str(CROP), *numbers, "--classes", str(classes), "-o", str(model)]
+    assert run(command) == 0
+    said = capsys.readouterr().out
+    for words in (
+        "'x': NCHW",
+        "R (x - 0.485) / 0.229",
+        "logits of 7 classes, found by",
+        "net together",
+        "18 runs agree",
+    ):
+        assert words in said
+    assert run(command) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert run([*command, "--force", "--name", "ours"]) == 0
+    assert run(["verify", str(model), "--device", "cpu"]) == 0
+
+    data = tmp_path / "data"
+    for index, (wnid, encoding) in enumerate([("n00000001", "PNG"), ("n00000004", "JPEG"), ("n00000004", "PNG")]):
+        (data / wnid).mkdir(parents=True, exist_ok=True)
+        (data / wnid / f"{index}.{encoding.lower()}").write_bytes(photo(50 + 9 * index, 64, encoding, seed=index))
+    files = sorted(data.rglob("*.*"))
+    plain = Plain(path)
+    for name, ask in (("center", plain.center), ("ten-crop", plain.ten_crop)):
+        folder = str(tmp_path / name)
+        extra = [] if name == "center" else ["--protocol", name]  # which is the default of an adopted net
+        assert run(["validate", "--model", str(model), "--data", str(data), "--run", folder, *extra]) == 0
+        stored = np.load(tmp_path / name / "scores.f32.npy")
+        np.testing.assert_allclose(stored, [ask(file.read_bytes()) for file in files], rtol=0, atol=TOLERANCE)
+        assert run(["report", folder]) == 0
+    assert json.loads((tmp_path / "center" / "report" / "report.json").read_text())["images"] == 3
+    assert run(["classify", str(files[0]), "--model", str(model), "--protocol", "multi-scale"]) == 2
+    assert "no windows to classify" in capsys.readouterr().err
+
+    with running_server(ours=open_session(model, "cpu")) as server, Client(server.address) as client:
+        answer = client.classify(files[1].read_bytes(), protocol="center-44")
+        expected = plain.center(files[1].read_bytes(), scale=44)
+        assert answer.predictions[0].class_index == expected.argmax()
+        assert abs(answer.predictions[0].score - expected.max()) < TOLERANCE
+
+
+def test_a_path_that_is_no_utf8_is_refused_by_its_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, classes = net(tmp_path), write_classes(tmp_path)
+    odd = tmp_path / "\udcff.onnx"
+    numbers = ["--mean", "0.5", "--std", "0.2", "--classes", str(classes)]
+    assert run(["adopt", str(path), *numbers, "-o", str(odd)]) == 2
+    path.rename(odd)
+    assert run(["adopt", str(odd), *numbers, "-o", str(tmp_path / "o.onnx")]) == 2
+    assert capsys.readouterr().err.count("cannot be written as utf-8") == 2
+
+
+def test_inspect_tells_what_is_known_of_an_adopted_net_and_nothing_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adopted(tmp_path, net(tmp_path))
+    model = str(tmp_path / "adopted.onnx")
+    assert run(["inspect", model, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["kind"], told["crop"], told["interpolation"]) == ("adopted", CROP, "bilinear")
+    assert told["adopted"]["mean"] == list(MEAN)
+    assert len(told["classes"]) == CLASSES
+    assert "slopes" not in told
+    assert run(["inspect", model]) == 0
+    assert f"{CROP}x{CROP} px and nothing else" in capsys.readouterr().out

@@ -1,0 +1,360 @@
+"""What a careless hand or a strange net could do to adopting: eat its own input, mix a batch unseen, end in a trace."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from prelunet.evaluator.cli import run
+from prelunet.evaluator.contract import golden_image
+from prelunet.evaluator.engine.runtimes.onnx import PlainNet
+from prelunet.evaluator.errors import ContractError, UsageError
+from prelunet.export.dense.export import export_checkpoint
+from prelunet.export.foreign.adopt import AdoptOptions, adopt
+from prelunet.export.foreign.read_net import random_operators
+from prelunet.training.importing.preprocessing import Preprocessing
+from tests.export.foreign.foreign_nets import (
+    CLASSES,
+    CROP,
+    HALF,
+    RGB,
+    Build,
+    Nodes,
+    adopted,
+    features,
+    net,
+    photo,
+    write_classes,
+)
+
+NUMBERS = ["--mean", "0.5", "--std", "0.2"]
+
+
+# --- the inputs stay as they are
+
+
+@pytest.mark.parametrize("target", ["net.onnx", "classes.txt", "weights.bin", "a link", "a hard link"])
+def test_no_input_is_replaced_by_the_model_made_of_it_even_by_force(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, classes = net(tmp_path), write_classes(tmp_path)
+    onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    (tmp_path / "a link").symlink_to("net.onnx")
+    os.link(classes, tmp_path / "a hard link")
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    command = ["adopt", str(path), "--classes", str(classes), "-o", str(tmp_path / target), *NUMBERS, "--force"]
+    assert run(command) == 2
+    assert f"{target}: is the input itself" in capsys.readouterr().err
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    assert (tmp_path / "a link").is_symlink()
+
+
+@pytest.mark.parametrize("place", ["constant", "initializer"])
+def test_weights_of_a_branch_that_lie_in_another_file_are_not_replaced_either(place: str, tmp_path: Path) -> None:
+    path = net(tmp_path)
+    far = TensorProto(name="far", data_type=1, dims=[2], data_location=TensorProto.EXTERNAL)
+    far.external_data.add(key="location", value="far.bin")
+    (tmp_path / "far.bin").write_bytes(bytes(8))
+    constant = helper.make_node("Constant", [], ["c"], **({"value": far} if place == "constant" else {"value_int": 1}))
+    branch = helper.make_graph([constant], "branch", [], [], [far] if place == "initializer" else [])
+    model = onnx.load(path)
+    model.graph.node.append(helper.make_node("If", ["yes"], ["out"], then_branch=branch, else_branch=branch))
+    onnx.save(model, path)
+    with pytest.raises(UsageError, match=r"far\.bin: is the input itself"):
+        adopt(path, tmp_path / "far.bin", write_classes(tmp_path), AdoptOptions(RGB))
+    assert (tmp_path / "far.bin").read_bytes() == bytes(8)
+
+
+def test_export_does_not_replace_its_checkpoint(tmp_path: Path) -> None:
+    from prelunet.training.net.checkpoints import write_checkpoint
+    from tests.helpers.tiny_nets import tiny_checkpoint
+
+    path = tmp_path / "net.safetensors"
+    write_checkpoint(path, tiny_checkpoint())
+    before = path.read_bytes()
+    with pytest.raises(UsageError, match=r"is the input itself .*; choose another name"):
+        export_checkpoint(path, path)
+    assert path.read_bytes() == before
+
+
+# --- a batch is no more than its images
+
+
+def dynamic_range(n: Nodes, x: str) -> str:
+    """Quantise by the range of the whole batch."""
+    n.nodes.append(helper.make_node("DynamicQuantizeLinear", [x], ["q", "scale", "zero"]))
+    return features(n, n.add("DequantizeLinear", "q", "scale", "zero"))
+
+
+def stretched(n: Nodes, x: str) -> str:
+    """Stretch the range of the whole batch to 0..1."""
+    low, high = n.add("ReduceMin", x, keepdims=0), n.add("ReduceMax", x, keepdims=0)
+    return features(n, n.add("Div", n.add("Sub", x, low), n.add("Sub", high, low)))
+
+
+def other_beyond(images: int) -> Build:
+    """Give another answer to batches of more images than these."""
+
+    def build(n: Nodes, x: str) -> str:
+        y = features(n, x)
+        size = n.add("Gather", n.add("Shape", x), n.constant(np.array(0, np.int64)))
+        more = n.add("Greater", size, n.constant(np.array(images, np.int64)))
+        branches = {
+            name: helper.make_graph(
+                [helper.make_node(op, [y], [op])],
+                name,
+                [],
+                [helper.make_tensor_value_info(op, TensorProto.FLOAT, None)],
+            )
+            for name, op in (("then_branch", "Neg"), ("else_branch", "Identity"))
+        }
+        return n.add("If", more, **branches)
+
+    return build
+
+
+@pytest.mark.parametrize("build", [dynamic_range, stretched, other_beyond(4), other_beyond(8)])
+def test_a_net_that_measures_its_batch_sees_one_image_at_a_time(build: Build, tmp_path: Path) -> None:
+    session, found = adopted(tmp_path, net(tmp_path, build))
+    assert "scores of the same image together differ by" in found.one_by_one
+    golden = golden_image(CROP, CROP)
+    pale = 128 + golden // 32
+    images = np.stack([pale, *[np.roll(golden, step, 1) for step in range(11)]])
+    sizes = np.full((len(images), 2), CROP, np.int64)
+    alone = session.run(images[:1], sizes[:1]).scores[0]
+    np.testing.assert_allclose(session.run(images, sizes).scores[0], alone, atol=1e-6)  # sums in another order
+
+
+def not_in_the_dark(n: Nodes, x: str) -> str:
+    """Take the root of what is below 0 in a dark picture."""
+    light = n.add("ReduceMean", x, n.constant(np.array([1, 2, 3], np.int64)), keepdims=0)
+    root = n.add("Sqrt", n.add("Add", light, n.constant(np.array(1.8, np.float32))))
+    return n.add("Mul", features(n, x), n.add("Unsqueeze", root, n.constant(np.array([1], np.int64))))
+
+
+def test_a_net_that_fails_on_dark_images_only_is_refused_and_the_image_named(tmp_path: Path) -> None:
+    path = net(tmp_path, not_in_the_dark)
+    bright = PlainNet(path).run({"x": RGB.plain(golden_image(CROP, CROP)).transpose(2, 0, 1)[None]}, "v17")
+    assert np.isfinite(bright).all(), "a net that fails on everything shows nothing"
+    with pytest.raises(ContractError, match=r"NaN or infinity for an image \((a dark picture|all black)\)"):
+        adopted(tmp_path, path)
+
+
+def noisy(scale: float) -> Build:
+    def build(n: Nodes, x: str) -> str:
+        y = features(n, x)
+        return n.add("Add", y, n.add("RandomNormalLike", y, scale=scale))
+
+    return build
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-4, 1e-5, 1e-6])
+def test_a_net_that_draws_random_numbers_is_refused_however_small_they_are(scale: float, tmp_path: Path) -> None:
+    with pytest.raises(ContractError, match=r"other scores each time .*random numbers \(RandomNormalLike\)"):
+        adopted(tmp_path, net(tmp_path, noisy(scale)))
+
+
+def test_a_net_may_hold_random_operators_that_change_nothing(tmp_path: Path) -> None:
+    def silenced(n: Nodes, x: str) -> str:
+        y = features(n, x)
+        drawn = n.add("RandomNormalLike", y)
+        return n.add("Add", y, n.add("Mul", drawn, n.constant(np.array(0, np.float32))))
+
+    _, found = adopted(tmp_path, net(tmp_path, silenced))
+    assert not found.one_by_one
+
+
+def test_random_operators_are_found_in_branches_and_functions_and_a_dropout_only_in_training() -> None:
+    draw = helper.make_graph([helper.make_node("Bernoulli", ["x"], ["y"])], "branch", [], [])
+    nodes = [
+        helper.make_node("If", ["c"], ["a"], then_branch=draw),
+        helper.make_node("Dropout", ["a"], ["b"]),
+        helper.make_node("Dropout", ["a", "ratio", ""], ["d"]),
+    ]
+    function = helper.make_function(
+        "f", "F", [], ["r"], [helper.make_node("RandomUniform", [], ["r"], shape=[1])], [helper.make_opsetid("", 18)]
+    )
+    model = helper.make_model(helper.make_graph(nodes, "g", [], []), functions=[function])
+    assert random_operators(model) == ["Bernoulli", "RandomUniform"]
+    model.graph.node[2].input[2] = "training"
+    assert random_operators(model) == ["Bernoulli", "Dropout", "RandomUniform"]
+
+
+# --- numbers that are no mean and no standard deviation
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("mean", "std", "pixel_range", "told"),
+    [
+        (0.0, 58.0, 1, r"--std 58,58,58: more than 1, .*say --range 255"),
+        (0.5, 1.01, 1, r"--std 1\.01.*say --range 255"),
+        (300.0, 58.0, 255, r"--mean 300,300,300: more than 255"),
+        (-0.1, 0.2, 1, r"--mean -0\.1.*: below 0"),
+        (-5.0, 58.0, 255, r"--mean -5.*: below 0, but pixels run from 0 to 255"),
+        (0.5, 1e300, 1, r"--std 1e\+300.*too large for float32"),
+        (120.0, 1e300, 255, r"--std 1e\+300.*too large for float32"),
+        (0.5, 1e-50, 1, r"--std 1e-50.*too small"),
+        (0.5, 1e-40, 1, r"--std 1e-40.*too small"),
+    ],
+)
+def test_numbers_that_pixels_cannot_have_are_refused(mean: float, std: float, pixel_range: int, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        Preprocessing((mean,) * 3, (std,) * 3, pixel_range)
+
+
+@pytest.mark.parametrize(("mean", "std", "pixel_range"), [(1.0, 1.0, 1), (0.0, 1.0, 255), (255.0, 0.5, 255)])
+def test_the_limits_of_the_range_are_within_it(mean: float, std: float, pixel_range: int) -> None:
+    Preprocessing((mean,) * 3, (std,) * 3, pixel_range)
+
+
+@pytest.mark.filterwarnings("error")
+def test_numbers_beyond_half_precision_are_refused_without_a_warning(tmp_path: Path) -> None:
+    with pytest.raises(ContractError, match="NaN or infinity"):
+        adopted(tmp_path, net(tmp_path, **HALF), Preprocessing((0.0,) * 3, (1e-30,) * 3))
+
+
+# --- files that lie about themselves
+
+
+def declares(**kinds: int) -> Callable[[onnx.ModelProto], None]:
+    def change(model: onnx.ModelProto) -> None:
+        for place, kind in kinds.items():
+            if place == "initializer":
+                model.graph.initializer[0].data_type = kind
+            else:
+                getattr(model.graph, place)[0].type.tensor_type.elem_type = kind
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (declares(initializer=99), r"weights 'c0' are of an unknown type \(99\)"),
+        (declares(input=99), r"input 'x' is of an unknown type \(99\), not FLOAT"),
+        (declares(output=99), r"output 'v12' is of an unknown type \(99\), not FLOAT"),
+        (declares(input=TensorProto.DOUBLE), r"is DOUBLE, not .* Convert the net to single or half precision"),
+        (declares(input=TensorProto.BFLOAT16), r"is BFLOAT16, not .* Convert the net to single or half precision"),
+    ],
+)
+def test_types_that_no_net_of_ours_can_have_are_named(
+    change: Callable[[onnx.ModelProto], None], told: str, tmp_path: Path
+) -> None:
+    path = net(tmp_path)
+    model = onnx.load(path)
+    change(model)
+    onnx.save(model, path)
+    with pytest.raises(ContractError, match=told):
+        adopted(tmp_path, path)
+
+
+@pytest.mark.parametrize(
+    ("written", "options", "told"),
+    [
+        ({"batch": 10**6}, {}, r"takes 1000000 images of 40x40 pixels at once.*Export it with a dynamic batch"),
+        ({"batch": 2**62}, {}, r"images of 40x40 pixels at once"),
+        ({"side": 40_000}, {"crop": None}, r"crops of 40000x40000 pixels, but 4096 is the most"),
+        ({"side": "S"}, {"crop": 4097}, r"crops of 4097x4097 pixels"),
+    ],
+)
+def test_sizes_that_no_memory_holds_are_refused_before_they_are_tried(
+    written: dict[str, Any], options: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ContractError, match=told):
+        adopted(tmp_path, net(tmp_path, **written), **options)
+
+
+def test_a_large_batch_of_small_images_is_none_of_these(tmp_path: Path) -> None:
+    session, _ = adopted(tmp_path, net(tmp_path, batch=256))
+    assert session.contract.crop == CROP
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"max_side": 400}, "its graph takes images of 40x40 pixels and nothing else"),
+        (
+            {"crop": 30, "trunk": [[30, 30, 0]], "trunk_stride": 30, "min_side": 30, "max_side": 30, "golden": []}
+            | {"default_scales": [30]},
+            "states a crop of 30",
+        ),
+        ({"golden": [{"height": CROP, "width": CROP, "scores": [10**400] * CLASSES, "logits": [0] * CLASSES}]}, "malf"),
+        ({"architecture": {"name": "n", "activation": "unknown", "multiply_adds": 10**400}}, "beyond all measure"),
+    ],
+)
+def test_an_adopted_file_that_was_changed_by_hand_is_refused_with_the_mend(
+    changes: dict[str, Any], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tampered = _tampered(tmp_path, changes)
+    (tmp_path / "a.png").write_bytes(photo(61, 83, "PNG"))
+    for command in (
+        ["inspect"],
+        ["verify"],
+        ["classify", str(tmp_path / "a.png"), "--model"],
+        ["protocols", "--model"],
+    ):
+        assert run([*command, str(tampered)]) == 3
+        said = capsys.readouterr().err
+        assert told in said
+        assert "prelunet adopt" in said
+
+
+@pytest.mark.parametrize("stated", ["many", 0, -5, 1.5, True])
+def test_inspect_refuses_a_cost_that_is_no_count(
+    stated: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tampered = _tampered(tmp_path, {"architecture": {"name": "n", "activation": "unknown", "multiply_adds": stated}})
+    assert run(["inspect", str(tampered)]) == 3
+    assert "multiply_adds should be a whole number of at least 1" in capsys.readouterr().err
+
+
+def test_a_file_with_a_key_twice_in_its_metadata_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tampered = _tampered(tmp_path, {}, architecture='{"name": "a", "activation": "relu", "name": "b"}')
+    assert run(["inspect", str(tampered)]) == 3
+    assert "'prelunet.architecture' is not JSON (the key 'name' stands twice" in capsys.readouterr().err
+
+
+def _tampered(folder: Path, changes: dict[str, Any], **texts: str) -> Path:
+    """Adopt a net and write other metadata into the file."""
+    adopted(folder, net(folder))
+    model = onnx.load(folder / "adopted.onnx")
+    kept = {entry.key: entry.value for entry in model.metadata_props}
+    texts |= {key: json.dumps(value) for key, value in changes.items()}
+    assert {f"prelunet.{key}" for key in texts} <= kept.keys()
+    helper.set_model_props(model, kept | {f"prelunet.{key}": text for key, text in texts.items()})
+    onnx.save(model, folder / "tampered.onnx")
+    return folder / "tampered.onnx"
+
+
+# --- messages
+
+
+def test_half_a_character_in_a_name_is_refused_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, classes = net(tmp_path), write_classes(tmp_path)
+    command = ["adopt", str(path), "--classes", str(classes), "-o", str(tmp_path / "o.onnx"), *NUMBERS]
+    assert run([*command, "--name", "caf\udce9"]) == 2
+    assert r"'caf\udce9' is no name" in capsys.readouterr().err
+    classes.write_text(json.dumps(["a\ud800", *(f"c{index}" for index in range(1, CLASSES))]))
+    assert run(command) == 2
+    assert r"a\ud800" in capsys.readouterr().err
+    assert not (tmp_path / "o.onnx").exists()
+
+
+def test_what_the_runtime_says_of_a_net_is_shown_to_its_end_and_without_its_own_source(tmp_path: Path) -> None:
+    path = net(tmp_path)
+    model = onnx.load(path)
+    model.ir_version = 99
+    onnx.save(model, path)
+    with pytest.raises(
+        ContractError, match=r"Unsupported model IR version: 99, max supported IR version: \d+\)"
+    ) as told:
+        adopted(tmp_path, path)
+    assert "::" not in str(told.value)
+    assert ".cc" not in str(told.value)

@@ -1,0 +1,209 @@
+"""What is no classifier of one image size is refused with the reason, and no file is left."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from prelunet.evaluator.errors import ContractError, EnvironmentFault, PreluNetError, UsageError
+from prelunet.export.foreign.adopt import AdoptOptions, adopt
+from prelunet.training.importing.preprocessing import Preprocessing, three_numbers
+from tests.export.foreign.foreign_nets import (
+    BYTES,
+    CLASSES,
+    CROP,
+    MEAN,
+    RGB,
+    STD,
+    Build,
+    Nodes,
+    adopted,
+    features,
+    from_bytes,
+    net,
+    of_one,
+    of_two,
+    softmax_end,
+    write_classes,
+)
+
+
+def sigmoid(n: Nodes, x: str) -> str:
+    return n.add("Sigmoid", features(n, x))
+
+
+def nan(n: Nodes, x: str) -> str:
+    return n.add("Sqrt", features(n, x))
+
+
+def random_dropout(n: Nodes, x: str) -> str:
+    training = n.constant(np.array(True))
+    return n.add("Dropout", features(n, x), n.constant(np.array(0.5, np.float32)), training)
+
+
+def single(n: Nodes, x: str) -> str:
+    return n.add("ReduceMax", features(n, x), n.constant(np.array([1], np.int64)), keepdims=1)
+
+
+def feature_map(n: Nodes, x: str) -> str:
+    return n.add("Relu", x)
+
+
+def repeats(n: Nodes, x: str) -> str:
+    """Give two rows where one image went in."""
+    row = features(n, x)
+    return n.add("Concat", row, row, axis=0)
+
+
+BAD_NETS: dict[str, tuple[Build, dict[str, Any], dict[str, Any], type[PreluNetError], str]] = {
+    "rank 2": (features, {"shape": ["N", 4800]}, {}, ContractError, "'x' has rank 2"),
+    "no shape": (features, {"shape": ["N"]}, {}, ContractError, "'x' has rank 1"),
+    "grey": (features, {"shape": ["N", 1, CROP, CROP]}, {}, ContractError, "shape ?x1x40x40 has no axis of 3"),
+    "open axes": (features, {"shape": list("abcd")}, {}, UsageError, "say where its channels are, with --layout"),
+    "wrong layout": (features, {}, {"layout": "NHWC"}, UsageError, "its channels would be 40"),
+    "not square": (features, {"shape": [1, 3, 40, 48]}, {}, ContractError, "40x48 pixels, but crops are square"),
+    "another crop": (features, {}, {"crop": 44}, UsageError, "--crop 44, but it takes images of 40x40"),
+    "no crop": (features, {"side": "S"}, {"crop": None}, UsageError, "images of any size. Say"),
+    "int8": (features, {"input_type": TensorProto.INT8}, {}, ContractError, "'x' is INT8, not FLOAT or"),
+    "no mean": (features, {}, {"preprocessing": Preprocessing(None, None)}, UsageError, "Give --mean and --std"),
+    "mean for bytes": (from_bytes, BYTES, {}, UsageError, "takes bytes, so the net subtracts its mean itself"),
+    "opset 6": (features, {"opset": 6}, {}, ContractError, "opset 6, but opset 7 is the oldest"),
+    "opset 8": (of_one, {"batch": 1, "opset": 8}, {}, ContractError, "opset 8 has no loop over images"),
+    "NaN": (nan, {}, {}, ContractError, "gives NaN or infinity"),
+    "random": (random_dropout, {}, {}, ContractError, "gives other scores each time"),
+    "one number": (single, {}, {}, ContractError, "has shape (1, 1), but a classifier gives (1, classes)"),
+    "feature map": (feature_map, {}, {}, ContractError, "has shape (1, 3, 40, 40), but a classifier"),
+    "two rows": (repeats, {}, {}, ContractError, "has shape (2, 7), but a classifier"),
+    "sigmoid": (sigmoid, {}, {}, UsageError, "a sigmoid gives that"),
+    "logits as softmax": (features, {}, {"kind": "softmax"}, UsageError, "no probabilities (the sums"),
+    "softmax as logits": (softmax_end, {}, {"kind": "logits"}, UsageError, "are probabilities (the sums"),
+    "bad name": (features, {}, {"name": "a\x1bb"}, UsageError, "without control characters. Change --name"),
+    "does not run": (of_two, {"batch": 1}, {}, ContractError, "onnxruntime cannot"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_NETS)
+def test_what_is_no_classifier_of_one_image_size_is_refused_and_an_old_file_stays(name: str, tmp_path: Path) -> None:
+    build, written, options, error, told = BAD_NETS[name]
+    path = net(tmp_path, build, **written)
+    output = tmp_path / "adopted.onnx"
+    output.write_bytes(b"old")
+    with pytest.raises(error) as refused:
+        adopted(tmp_path, path, **options)
+    assert told in str(refused.value)
+    assert output.read_bytes() == b"old"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["adopted.onnx", "classes.txt", "net.onnx"]
+
+
+def two_inputs(model: onnx.ModelProto) -> None:
+    model.graph.input.append(helper.make_tensor_value_info("mask", TensorProto.FLOAT, [1]))
+
+
+def a_sequence(model: onnx.ModelProto) -> None:
+    model.graph.node.append(helper.make_node("SequenceConstruct", [model.graph.output[0].name], ["all"]))
+    del model.graph.output[:]
+    model.graph.output.append(helper.make_tensor_sequence_value_info("all", TensorProto.FLOAT, None))
+
+
+def without_shape(model: onnx.ModelProto) -> None:
+    model.graph.input[0].type.tensor_type.ClearField("shape")
+
+
+def unknown_operator(model: onnx.ModelProto) -> None:
+    model.graph.node[2].op_type = "Frobnicate"
+
+
+def three_gigabytes(model: onnx.ModelProto) -> None:
+    tensor = TensorProto(name="huge", data_type=TensorProto.FLOAT, dims=[3, 2**28], data_location=TensorProto.EXTERNAL)
+    tensor.external_data.add(key="location", value="huge.bin")
+    model.graph.initializer.append(tensor)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (two_inputs, r"inputs 'x', 'mask', but a classifier takes one"),
+        (a_sequence, r"output 'all' is a sequence, not a tensor"),
+        (without_shape, r"input 'x' has no stated shape"),
+        (unknown_operator, r"onnxruntime cannot load this net .*Frobnicate"),
+        (three_gigabytes, r"3\.22 GB of weights, but one ONNX file holds less than 2\.13 GB"),
+    ],
+)
+def test_a_file_that_declares_what_no_classifier_has_is_refused(
+    change: Callable[[onnx.ModelProto], None], told: str, tmp_path: Path
+) -> None:
+    path = net(tmp_path)
+    model = onnx.load(path)
+    change(model)
+    onnx.save(model, path)
+    with pytest.raises(ContractError, match=told):
+        adopted(tmp_path, path)
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"\x08\x07\x12\x00", b"\x89PNG\r\n\x1a\n" + bytes(50)])
+def test_bytes_that_are_no_onnx_are_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "net.onnx"
+    path.write_bytes(content)
+    with pytest.raises(ContractError, match=r"net\.onnx: not an ONNX model"):
+        adopted(tmp_path, path)
+
+
+def test_a_class_list_of_another_length_is_refused_with_a_hint_for_a_background_class(tmp_path: Path) -> None:
+    path = net(tmp_path)
+    for count, told in ((CLASSES - 1, "6 classes are listed, but .* has 7. Nets of 1001"), (9, "9 classes .* has 7$")):
+        with pytest.raises(UsageError, match=told):
+            adopt(path, tmp_path / "o.onnx", write_classes(tmp_path, count), AdoptOptions(RGB))
+    assert not (tmp_path / "o.onnx").exists()
+
+
+def test_a_graph_that_does_not_do_what_was_said_never_becomes_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = net(tmp_path)
+    plain = Preprocessing.plain
+    monkeypatch.setattr(Preprocessing, "plain", lambda self, image: plain(self, image) + np.float32(0.01))
+    with pytest.raises(
+        ContractError, match=r"neither together nor one by one \(together: scores .* differ by .*and one"
+    ):
+        adopted(tmp_path, path)
+    assert not (tmp_path / "adopted.onnx").exists()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "told"),
+    [
+        ({"mean": (123.7, 116.8, 103.9), "std": (58.4, 57.1, 57.4)}, "pixels run from 0 to 1.*say --range 255"),
+        ({"mean": MEAN, "std": STD, "pixel_range": 255}, "next to nothing.*leave --range 255 out"),
+        ({"mean": MEAN, "std": (0.2, 0, 0.2)}, "std above 0"),
+        ({"mean": (float("nan"), 0, 0), "std": STD}, "finite numbers"),
+        ({"mean": MEAN, "std": None}, "belong together"),
+        ({"mean": MEAN, "std": STD, "pixel_range": 127}, "to 1 or to 255"),
+    ],
+)
+def test_preprocessing_that_contradicts_itself_is_refused(numbers: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        Preprocessing(**numbers)
+
+
+def test_one_number_stands_for_all_channels_and_anything_but_one_or_three_is_refused() -> None:
+    assert three_numbers("0.5", "--mean") == (0.5, 0.5, 0.5)
+    assert three_numbers("1,2,3", "--mean") == (1, 2, 3)
+    for given in ("1,2", "a", "", "1,2,3,4"):
+        with pytest.raises(UsageError, match=r"--mean .*three numbers"):
+            three_numbers(given, "--mean")
+
+
+def test_a_machine_with_too_little_memory_is_not_the_nets_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object, **options: object) -> None:
+        raise MemoryError
+
+    path = net(tmp_path)
+    monkeypatch.setattr("onnxruntime.InferenceSession", full)
+    with pytest.raises(EnvironmentFault, match=r"net\.onnx: too little memory left to load this net"):
+        adopted(tmp_path, path)

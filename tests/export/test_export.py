@@ -1,0 +1,377 @@
+"""The model file as a file: what it says of itself, same bytes, no traces, clear refusals."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from prelunet.evaluator.architectures import architecture
+from prelunet.evaluator.cli import run
+from prelunet.evaluator.contract import ModelContract, contract_from_metadata, golden_image
+from prelunet.evaluator.engine.load import open_session
+from prelunet.evaluator.engine.verify import verify
+from prelunet.evaluator.errors import CheckpointError, ContractError, EnvironmentFault, UsageError
+from prelunet.export.dense.build import fc1_channel_last
+from prelunet.export.dense.export import export_checkpoint
+from prelunet.training.net.checkpoints import write_checkpoint
+from prelunet.training.net.dense_reference import dense_windows
+from tests.conftest import Exported, with_contract
+from tests.helpers.discriminating_nets import noise
+from tests.helpers.fakes import fake_contract
+
+
+def test_the_file_says_all_that_the_contract_lists(exported: dict[str, Exported]) -> None:
+    model = onnx.load(exported["demo-image"].path)
+    metadata = {p.key: json.loads(p.value) for p in model.metadata_props}
+    listed = Path(__file__).parents[2] / "docs" / "contract.md"
+    for key in metadata:
+        assert f"`{key.removeprefix('prelunet.')}`" in listed.read_text(), f"{key} is not in docs/contract.md"
+    assert metadata["prelunet.crop"] == 28
+    assert metadata["prelunet.window"] == 7
+    assert metadata["prelunet.trunk_stride"] == 4
+    assert metadata["prelunet.default_scales"] == [32, 48, 60]
+    assert metadata["prelunet.spp_levels"] == [3, 2, 1]
+    assert metadata["prelunet.mean_kind"] == "image"
+    assert len(metadata["prelunet.golden"]) == 3
+    assert [o.version for o in model.opset_import] == [18]
+    assert model.ir_version <= 10
+
+
+def test_the_contract_read_back_is_the_contract_written(exported: dict[str, Exported]) -> None:
+    contract = exported["demo-image"].session.contract
+    assert contract_from_metadata(contract.to_metadata(), "x.onnx") == contract
+
+
+def test_the_same_checkpoint_gives_the_same_bytes_in_another_process(
+    exported: dict[str, Exported], tmp_path: Path
+) -> None:
+    again = tmp_path / "again.onnx"
+    command = [sys.executable, "-c", "import sys; from prelunet.evaluator.cli import run; sys.exit(run(sys.argv[1:]))"]
+    subprocess.run([*command, "export", str(exported["demo-image"].checkpoint_path), "-o", str(again)], check=True)
+    assert again.read_bytes() == exported["demo-image"].path.read_bytes()
+
+
+def test_the_same_checkpoint_gives_the_same_bytes_with_any_number_of_threads(
+    exported: dict[str, Exported], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, before, files = exported["demo-image"].checkpoint_path, torch.get_num_threads(), []
+    monkeypatch.setattr("prelunet.evaluator.engine.verify.GOLDEN_DIGITS", 17)  # rounding must not hide what threads do
+    try:
+        for threads in (1, 2, 8):  # the oracle's sums in float64 differ from each to the next
+            torch.set_num_threads(threads)
+            export_checkpoint(path, tmp_path / "model.onnx")
+            assert torch.get_num_threads() == threads, "whoever called it computes on as before"
+            files.append((tmp_path / "model.onnx").read_bytes())
+    finally:
+        torch.set_num_threads(before)
+    assert files[1:] == files[:1] * 2
+
+
+def test_golden_scores_that_differ_in_their_last_bits_as_between_processors_give_the_same_bytes(
+    exported: dict[str, Exported], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on_another_processor(*arguments: Any) -> tuple[Any, ...]:
+        return tuple(np.nextafter(array, np.inf) for array in dense_windows(*arguments))
+
+    monkeypatch.setattr("prelunet.export.dense.export.dense_windows", on_another_processor)
+    export_checkpoint(exported["demo-image"].checkpoint_path, tmp_path / "model.onnx")
+    assert (tmp_path / "model.onnx").read_bytes() == exported["demo-image"].path.read_bytes()
+
+
+def test_the_file_holds_no_path_and_no_trace_of_this_machine(exported: dict[str, Exported]) -> None:
+    data = exported["demo-image"].path.read_bytes()
+    assert str(Path(__file__).parents[2]).encode() not in data
+    assert str(exported["demo-image"].path.parent).encode() not in data
+    assert b"site-packages" not in data
+
+
+def test_every_node_has_a_readable_name(exported: dict[str, Exported]) -> None:
+    names = [node.name for node in onnx.load(exported["E-image"].path).graph.node]
+    assert all(names)
+    assert len(set(names)) == len(names)
+    assert {"conv1", "conv2_2.masked", "conv3_6.activation", "pool_9x9", "fc1", "window_scores"} <= set(names)
+
+
+def test_only_padded_convolutions_are_masked(exported: dict[str, Exported]) -> None:
+    masked = {n.name for n in onnx.load(exported["E-image"].path).graph.node if n.name.endswith(".masked")}
+    assert masked == {
+        "images.masked",
+        *(f"conv2_{i}.masked" for i in (2, 4)),
+        *(f"conv3_{i}.masked" for i in (2, 4, 6)),
+    }
+    without = {n.name for n in onnx.load(exported["demo-exact"].path).graph.node if n.name.endswith(".masked")}
+    assert without == set()
+
+
+def test_no_operator_is_used_that_leaves_the_gpu(exported: dict[str, Exported]) -> None:
+    nodes = onnx.load(exported["E-image"].path).graph.node
+    assert not {"Range", "GridSample", "If", "Loop", "NonZero", "Resize"} & {node.op_type for node in nodes}
+    assert {tuple(node.input) for node in nodes if node.op_type == "Shape"} == {("images",)}
+
+
+def test_golden_images_are_made_by_the_stated_formula_from_whole_numbers_alone() -> None:
+    image = golden_image(31, 45)
+    for row, column, channel in [(0, 0, 0), (3, 7, 1), (30, 44, 2), (17, 29, 0)]:
+        t = (5 + 2 * channel) * row + (3 + 4 * channel) * column + 90 * channel + row * column // 23
+        assert image[row, column, channel] == abs(t % 510 - 255)
+    assert not np.array_equal(image[:, ::-1], image)
+    assert not np.array_equal(image[..., 0], image[..., 1])
+
+
+def test_verify_passes_on_this_machine_and_fails_on_changed_golden_scores(exported: dict[str, Exported]) -> None:
+    session = exported["demo-image"].session
+    assert all(d.passed for d in verify(session))
+    assert {d.case for d in verify(session)} == {"alone", "together"}
+    golden = session.contract.golden
+    changed = replace(golden[1], scores=(golden[1].scores[0] + 2e-5, *golden[1].scores[1:]))
+    contract = replace(session.contract, golden=(golden[0], changed, golden[2]))
+    assert [d.passed for d in verify(with_contract(session, contract))] == [True, False, True, True, False, True]
+
+
+def test_the_verb_verify_exits_6_when_a_score_is_off(
+    exported: dict[str, Exported], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["verify", str(exported["demo-image"].path), "--device", "cpu", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["passed"] is True
+    assert told["tolerance"] == {"scores": 1e-5, "logits": 1e-4}
+    assert run(["verify", str(exported["demo-image"].path), "--device", "cpu"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.search(r"verified on CPUExecutionProvider, fp32 \(.*\): off by no more than 1e-05 \(scores\)", last)
+    wrong = with_metadata(
+        exported, tmp_path, golden=lambda golden: [{**g, "scores": g["scores"][::-1]} for g in golden]
+    )
+    assert run(["verify", str(wrong), "--device", "cpu"]) == 6
+    assert "CPUExecutionProvider, fp32 (" in (told := capsys.readouterr().err)
+    assert "golden images are off by more than 1e-05 (scores) or 0.0001 of the largest (logits)" in told
+
+
+def test_a_file_without_golden_images_cannot_be_verified_and_says_how_to_get_them(
+    exported: dict[str, Exported], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without = with_metadata(exported, tmp_path, golden=[])
+    with pytest.raises(ContractError, match=r"no golden images.*prelunet export"):
+        verify(open_session(without, "cpu"))
+    assert run(["verify", str(without), "--device", "cpu"]) == 3
+    told = capsys.readouterr()
+    assert "no golden images" in told.err
+    assert "verified" not in told.out
+
+
+def with_metadata(exported: dict[str, Exported], folder: Path, drop: str = "", **changes: object) -> Path:
+    """Write the demo model again with some metadata changed or dropped."""
+    model = onnx.load(exported["demo-image"].path)
+    values = {p.key: json.loads(p.value) for p in model.metadata_props}
+    for key, change in changes.items():
+        value = values[f"prelunet.{key}"]
+        values[f"prelunet.{key}"] = change(value) if callable(change) else change
+    values.pop(f"prelunet.{drop}", None)
+    onnx.helper.set_model_props(model, {key: json.dumps(value) for key, value in values.items()})
+    path = folder / "changed.onnx"
+    onnx.save(model, path)
+    return path
+
+
+def test_a_model_of_a_newer_contract_is_refused_naming_both_versions(
+    exported: dict[str, Exported], tmp_path: Path
+) -> None:
+    with pytest.raises(ContractError, match=r"version 99.*up to 1.*prelunet export"):
+        open_session(with_metadata(exported, tmp_path, contract_version=99), "cpu")
+
+
+@pytest.mark.parametrize("key", sorted(key.removeprefix("prelunet.") for key in fake_contract().to_metadata()), ids=str)
+def test_a_model_without_one_of_the_keys_is_refused_naming_it(
+    exported: dict[str, Exported], tmp_path: Path, key: str
+) -> None:
+    with pytest.raises(ContractError, match=rf"no 'prelunet.{key}' in the ONNX metadata.*prelunet export"):
+        open_session(with_metadata(exported, tmp_path, drop=key), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"canvas": "round"}, "'round'"),
+        ({"crop": "28"}, "should be a int"),
+        ({"trunk": [[3, 1]]}, "malformed"),
+        ({"contract_version": 0}, "begin with 1"),
+        ({"min_side": 27}, "min_side' is 27, but should be 28"),
+        ({"trunk_stride": 9}, "trunk_stride' is 9, but should be 4"),
+        ({"spp_order": "channel first"}, "spp_order' is 'channel first'"),
+        ({"bin_rule": "nonsense"}, "bin_rule' is 'nonsense'"),
+        ({"golden": lambda golden: golden * 6}, "up to 16 golden"),
+        ({"architecture": {"name": "\x1b]0;title\x07", "activation": "prelu"}}, "without control characters"),
+        ({"classes": lambda classes: [{**classes[0], "name": "a\nb"}, *classes[1:]]}, "without control characters"),
+        ({"crop": -5}, "malformed"),
+        ({"crop": 5}, "no window of 7"),
+        ({"window": 0}, "no window of 0"),
+        ({"trunk": [[3, 0, 1]]}, "a trunk of layers"),
+        ({"trunk": []}, "a trunk of layers"),
+        ({"trunk": [[3, 1, 1]]}, "no window"),
+        ({"spp_levels": [3, 9]}, "spp_levels"),
+        ({"max_side": 10**12}, "max_side"),
+        ({"max_side": 20}, "max_side"),
+        ({"default_scales": ["32"]}, "whole numbers"),
+        ({"default_scales": [32, 32]}, "scales"),
+        ({"default_scales": []}, "scales"),
+        ({"default_scales": list(range(28, 428))}, "scales"),
+        ({"default_scales": [20]}, "from crop"),
+        ({"architecture": {}}, "name and an activation"),
+        ({"classes": []}, "different wnids"),
+        ({"classes": [{"wnid": "a", "name": "a"}] * 23}, "different wnids"),
+        ({"classes": [{"wnid": 1, "name": None}] * 23}, "different wnids"),
+        ({"classes": [{"wnid": "\ud800", "name": "half a character"}]}, "lone surrogate"),
+        ({"classes": lambda classes: classes[:-1]}, "one finite number per class"),
+        ({"classes": lambda classes: classes[:-1], "golden": []}, "22 classes are listed, but the graph has 23"),
+        ({"golden": [{"height": 10**9, "width": 30, "scores": [0] * 23, "logits": [0] * 23}]}, "golden: sides"),
+        ({"golden": [{"height": 30, "width": 30, "scores": [0], "logits": [0] * 23}]}, "one finite number per class"),
+        ({"golden": [{"height": 30, "width": 30, "scores": "x" * 23, "logits": [0] * 23}]}, "one finite number"),
+        ({"golden": [None]}, "malformed"),
+    ],
+)
+def test_a_model_with_a_malformed_value_is_refused(
+    exported: dict[str, Exported], tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ContractError, match=message):
+        open_session(with_metadata(exported, tmp_path, **changes), "cpu")
+
+
+def test_metadata_nested_beyond_all_measure_is_refused(exported: dict[str, Exported]) -> None:
+    metadata = {**exported["demo-image"].session.contract.to_metadata(), "prelunet.training": "[" * 100_000}
+    with pytest.raises(ContractError, match=r"'prelunet\.training' is not JSON"):
+        contract_from_metadata(metadata, "deep.onnx")
+
+
+def test_verify_fails_on_a_trunk_that_is_not_the_graphs(exported: dict[str, Exported]) -> None:
+    session = exported["demo-image"].session
+    trunk = list(session.contract.trunk)
+    trunk[0] = replace(trunk[0], kernel=4, pad=2)  # as large a map for a crop of 28, one cell more for a side of 39
+    contract = replace(session.contract, trunk=tuple(trunk))
+    assert not all(d.passed for d in verify(with_contract(session, contract)))
+
+
+@pytest.mark.parametrize("content", [b"", b"this is no model", b"\x08\x08" * 40])
+def test_a_file_that_is_no_onnx_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(content)
+    with pytest.raises(ContractError, match=r"model.onnx"):
+        open_session(path, "cpu")
+
+
+def test_half_a_model_file_is_refused(exported: dict[str, Exported], tmp_path: Path) -> None:
+    data = exported["demo-image"].path.read_bytes()
+    (tmp_path / "half.onnx").write_bytes(data[: len(data) // 2])
+    with pytest.raises(ContractError, match=r"half.onnx"):
+        open_session(tmp_path / "half.onnx", "cpu")
+
+
+def test_a_foreign_onnx_model_is_refused(tmp_path: Path) -> None:
+    info = onnx.helper.make_tensor_value_info
+    node = onnx.helper.make_node("Relu", ["x"], ["y"])
+    graph = onnx.helper.make_graph([node], "g", [info("x", 1, [1])], [info("y", 1, [1])])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=8)
+    onnx.save(model, tmp_path / "foreign.onnx")
+    with pytest.raises(ContractError, match=r"no 'prelunet.contract_version'"):
+        open_session(tmp_path / "foreign.onnx", "cpu")
+
+
+def test_asking_for_cuda_where_it_does_not_come_up_is_an_error_and_never_a_cpu_run(
+    exported: dict[str, Exported],
+) -> None:
+    with pytest.raises(EnvironmentFault, match=r"--device cuda"):
+        open_session(exported["demo-image"].path, "cuda")
+
+
+def canvas_of(height: int, width: int) -> np.ndarray:
+    return noise(height, width, seed=0)[None]
+
+
+@pytest.mark.parametrize(
+    ("images", "sizes", "message"),
+    [
+        (canvas_of(40, 50), [[27, 50]], "below this model's crop of 28"),
+        (canvas_of(40, 50), [[40, 51]], "leave the canvas of 40x50"),
+        (canvas_of(40, 50), [[40, 50], [40, 50]], "sizes should be int64"),
+        (canvas_of(40, 50).astype(np.float32), [[40, 50]], "images should be uint8"),
+        (np.zeros((1, 30, 4097, 3), np.uint8), [[30, 30]], "larger than this model's 4096"),
+    ],
+)
+def test_a_canvas_that_the_graph_would_answer_with_nonsense_is_refused(
+    exported: dict[str, Exported], images: np.ndarray, sizes: list[list[int]], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        exported["demo-image"].session.run(images, np.array(sizes))
+
+
+def test_a_file_without_masks_refuses_an_image_that_does_not_fill_its_canvas(exported: dict[str, Exported]) -> None:
+    with pytest.raises(UsageError, match=r"--canvas ragged"):
+        exported["demo-exact"].session.run(canvas_of(40, 50), np.array([[40, 49]]))
+
+
+def test_export_refuses_half_a_checkpoint_and_leaves_no_file(
+    exported: dict[str, Exported], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = exported["demo-image"].checkpoint_path.read_bytes()
+    (tmp_path / "half.safetensors").write_bytes(data[: len(data) // 2])
+    assert run(["export", str(tmp_path / "half.safetensors"), "-o", str(tmp_path / "out.onnx")]) == 3
+    assert "half.safetensors" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["half.safetensors"]
+
+
+def test_export_to_a_folder_that_does_not_exist_says_so(
+    exported: dict[str, Exported], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["export", str(exported["demo-image"].checkpoint_path), "-o", str(tmp_path / "none" / "out.onnx")]
+    assert run(arguments) == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_a_contract_states_the_window_grid_that_the_graph_finds(exported: dict[str, Exported]) -> None:
+    for key, sizes in {"demo-image": [(28, 31), (45, 90)], "E-image": [(224, 239), (301, 260)]}.items():
+        contract: ModelContract = exported[key].session.contract
+        for height, width in sizes:
+            outputs = exported[key].session.run(canvas_of(height, width), np.array([[height, width]]))
+            assert outputs.windows[0].tolist() == list(contract.window_grid(height, width))
+
+
+def test_exporting_without_masks_is_recorded(exported: dict[str, Exported], tmp_path: Path) -> None:
+    export_checkpoint(exported["demo-image"].checkpoint_path, tmp_path / "exact.onnx", "exact")
+    assert open_session(tmp_path / "exact.onnx", "cpu").contract.canvas == "exact"
+
+
+def test_a_trained_net_is_tested_at_scales_of_its_training(exported: dict[str, Exported], tmp_path: Path) -> None:
+    checkpoint = replace(exported["demo-image"].checkpoint, recipe={"scales": [30, 46]})
+    write_checkpoint(tmp_path / "trained.safetensors", checkpoint)
+    export_checkpoint(tmp_path / "trained.safetensors", tmp_path / "trained.onnx")
+    assert open_session(tmp_path / "trained.onnx", "cpu").contract.default_scales == (30, 38, 44)
+
+
+def test_a_checkpoint_whose_names_could_steer_a_terminal_is_not_exported(
+    exported: dict[str, Exported], tmp_path: Path
+) -> None:
+    checkpoint = exported["demo-image"].checkpoint
+    classes = (replace(checkpoint.classes[0], name="a\x1b[31m"), *checkpoint.classes[1:])
+    write_checkpoint(tmp_path / "odd.safetensors", replace(checkpoint, classes=classes))
+    with pytest.raises(CheckpointError, match="without control characters"):
+        export_checkpoint(tmp_path / "odd.safetensors", tmp_path / "odd.onnx")
+    assert [path.name for path in tmp_path.iterdir()] == ["odd.safetensors"]
+
+
+def test_every_number_of_fc1_finds_its_place_also_where_rows_are_left_over() -> None:
+    net = replace(architecture("demo"), hidden=70)  # transposed 64 at a time
+    weight = np.arange(70.0 * net.bins * net.channels).reshape(70, -1)
+    found, row, start = fc1_channel_last(weight, net), 0, 0
+    for level in net.spp_levels:
+        for cell in range(level * level):
+            for channel in range(net.channels):
+                np.testing.assert_array_equal(found[row], weight[:, start + channel * level * level + cell])
+                row += 1
+        start += net.channels * level * level
+    assert row == len(found)

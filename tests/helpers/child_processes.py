@@ -1,0 +1,151 @@
+"""A process that has everything imported and forks one child for each order: lives that are cheap enough to be killed.
+
+An order is a line of JSON on stdin; the answers on stdout are the child's process id and, when it is dead, its exit
+code (-9 after kill -9). Started by `Nursery`; what a child does is `validate_as_ordered`.
+"""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from prelunet.evaluator.datasets.open import open_dataset
+from prelunet.evaluator.engine.load import open_session
+from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.validation.ray_cluster import Cluster, on_ray
+from prelunet.evaluator.validation.run import describe_dataset, run_info
+from prelunet.evaluator.validation.writer import RunWriter
+from tests.helpers.fakes import FakeSession, repeated, validated
+
+TESTS = str(Path(__file__).parents[2])
+DEADLY = ("fsync", "truncate", "replace", "unlink")  # functions of `os` that change files
+
+
+class Nursery:
+    """The parent of children that validate."""
+
+    def __init__(self, process: "subprocess.Popen[str]"):
+        self._process = process
+
+    def begin(self, **order: Any) -> int:
+        """Start a child; return its process id."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order, default=str) + "\n")
+        self._process.stdin.flush()
+        return int(self._answer())
+
+    def end(self) -> int:
+        """Return the exit code of the child, when it has ended."""
+        return int(self._answer())
+
+    def live(self, seconds: float, **order: Any) -> int:
+        """Let a child live so long, kill it with SIGKILL, and return its exit code: -9, or 0 if it was faster."""
+        child = self.begin(**order)
+        time.sleep(seconds)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        return self.end()
+
+    def die(self, step: int, **order: Any) -> int:
+        """Let a child die at a step that changes a file (0: at none); return its exit code, 0 if it had fewer."""
+        self.begin(dies_at=step, **order)
+        return self.end()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        answer = self._process.stdout.readline()
+        assert answer, "the nursery is dead"
+        return answer
+
+
+@contextmanager
+def nursery() -> Iterator[Nursery]:
+    """Start the process, and end it."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([TESTS, *sys.path]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", "from tests.helpers import child_processes; child_processes.main()"]
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with process:  # which closes stdin, and so ends it
+        yield Nursery(process)
+
+
+def main() -> None:
+    """Serve orders until stdin ends."""
+    import ray  # noqa: F401 - slow to import, and some children need it; it reads its variables here, once
+
+    for line in sys.stdin:
+        order = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            _be_a_child(order)
+        sys.stdout.write(f"{child}\n")
+        sys.stdout.flush()
+        _, status = os.waitpid(child, 0)
+        sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\n")
+        sys.stdout.flush()
+
+
+def _be_a_child(order: dict[str, Any]) -> None:
+    silent = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, 1)
+    os.dup2(silent, 2)
+    code = 1
+    try:
+        die_at(order.pop("dies_at", 0))
+        validate_as_ordered(**order)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def die_at(number: int) -> None:
+    """Die by SIGKILL at the so-manieth step that changes a file, counted from 1; 0: never.
+
+    Steps are the calls of DEADLY, before which it dies, and each write to a run's files, of which half is done.
+    """
+    left = number
+
+    def is_time() -> bool:
+        nonlocal left
+        left -= 1
+        return left == 0
+
+    def deadly(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if is_time():
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments, **options)
+
+        return call
+
+    write = RunWriter._write
+
+    def torn(self: RunWriter, file: io.FileIO, data: bytes, **options: Any) -> None:
+        if is_time():
+            file.write(data[: len(data) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(self, file, data, **options)
+
+    RunWriter._write = torn  # type: ignore[method-assign]
+    for name in DEADLY:
+        setattr(os, name, deadly(getattr(os, name)))
+
+
+def validate_as_ordered(
+    data: str, folder: str, copies: int, *, fresh: bool = False, model: str = "", address: str = ""
+) -> None:
+    """Validate a folder of images, each `copies` times, with a fake session, or with a model on a Ray cluster."""
+    session: Any = open_session(Path(model), "cpu", threads=1) if model else FakeSession()
+    classes = [entry.wnid for entry in session.contract.classes]
+    dataset = repeated(open_dataset(Path(data), split="val", class_names=classes), copies)
+    protocol = make_protocol("dense-32" if model else "center", session.contract)
+    info = run_info(session, "m.onnx", describe_dataset(dataset), protocol)
+    elsewhere = on_ray(Cluster(address, cpus=1), session, Path(model), dataset, info) if model else None
+    validated(session, dataset, protocol, Path(folder), fresh=fresh, elsewhere=elsewhere)

@@ -1,0 +1,193 @@
+"""Room for decoding: how much an image asks for, who waits, and that all of it is given back."""
+
+import io
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from PIL import Image
+
+from prelunet.evaluator.errors import DeadlinePassed, ImageError
+from prelunet.evaluator.imaging.decode import LARGEST_DECODING, decode_image, decoding_bytes
+from prelunet.evaluator.imaging.decode_memory import ROOM, DecodingRoom
+from prelunet.evaluator.imaging.limits import DecodeLimits
+from tests.serving.serving_harness import eventually
+
+
+def encoded(kind: str, mode: str, **options: object) -> bytes:
+    file = io.BytesIO()
+    Image.new(mode, (40, 30)).save(file, kind, **options)
+    return file.getvalue()
+
+
+def asked(data: bytes, *, apply_exif: bool = False) -> int:
+    found: list[int] = []
+    decode_image(data, apply_exif=apply_exif, admit=found.append)
+    (size,) = found
+    return size
+
+
+# Megabytes that 12 Mpixel took, at the peak of decoding and resizing to 256, 384 and 480; Pillow 13.0.
+MEASURED = [
+    ("JPEG", "RGB", {}, 58),
+    ("JPEG", "L", {}, 60),
+    ("JPEG", "CMYK", {}, 96),
+    ("JPEG", "RGB", {"progressive": True, "subsampling": 0}, 120),
+    ("JPEG", "CMYK", {"progressive": True, "subsampling": 0}, 144),
+    ("PNG", "RGB", {}, 58),
+    ("PNG", "RGBA", {}, 204),
+    ("PNG", "I;16", {}, 108),
+    ("PNG", "P", {"transparency": 0}, 168),
+    ("GIF", "P", {}, 168),
+    ("WEBP", "RGB", {"lossless": True}, 218),
+    ("WEBP", "RGBA", {"lossless": True}, 335),
+    ("TIFF", "RGB", {"compression": "tiff_lzw"}, 84),
+    ("TIFF", "RGBA", {"compression": "tiff_lzw"}, 204),
+    ("BMP", "RGB", {}, 58),
+]
+
+
+@pytest.mark.parametrize(("kind", "mode", "options", "measured"), MEASURED)
+def test_an_image_asks_for_what_it_takes(kind: str, mode: str, options: dict[str, object], measured: int) -> None:
+    for_12_mpixel = asked(encoded(kind, mode, **options)) / (40 * 30) * 12
+    assert measured <= for_12_mpixel <= 2 * measured + 12
+
+
+def test_a_rotated_copy_is_asked_for_and_nothing_asks_for_more_than_the_largest() -> None:
+    data = encoded("WEBP", "RGBA")
+    assert asked(data, apply_exif=True) == asked(data) + 4 * 40 * 30
+    assert asked(data, apply_exif=True) * DecodeLimits.max_pixels == LARGEST_DECODING * 40 * 30
+
+
+def test_the_largest_jpeg_that_is_accepted_has_room() -> None:
+    assert asked(encoded("JPEG", "RGB")) * DecodeLimits.max_pixels <= ROOM * 40 * 30
+
+
+def test_no_pixel_is_decoded_before_there_is_room() -> None:
+    whole = encoded("PNG", "RGB")
+    told: list[int] = []
+    with pytest.raises(ImageError):
+        decode_image(whole[: len(whole) // 2], admit=told.append)
+    assert told, "the header is whole"
+    assert decoding_bytes(Image.open(io.BytesIO(whole))) == told[0]
+
+
+def waits(room: DecodingRoom, size: int) -> tuple[threading.Thread, threading.Event]:
+    """Ask for room in a thread; the event tells that it was given."""
+    given = threading.Event()
+
+    def ask() -> None:
+        with room.place() as admit:
+            admit(size)
+            given.set()
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    return thread, given
+
+
+@pytest.mark.parametrize("size", [41, 1000])
+def test_who_finds_no_room_waits_until_it_is_given_back(size: int) -> None:
+    room = DecodingRoom(100)
+    with room.place() as admit:
+        admit(60)
+        thread, given = waits(room, size)
+        assert not given.wait(0.05)
+    assert given.wait(30)
+    thread.join(30)
+
+
+def test_who_finds_room_does_not_wait() -> None:
+    room = DecodingRoom(100)
+    with room.place() as admit:
+        admit(60)
+        thread, given = waits(room, 40)
+        assert given.wait(30)
+        thread.join(30)
+
+
+def test_room_is_given_back_after_an_error_and_by_who_asked_for_none() -> None:
+    room = DecodingRoom(100)
+    with pytest.raises(ImageError), room.place() as admit:
+        decode_image(encoded("PNG", "RGB")[:60], admit=lambda _size: admit(1000))
+    with room.place():
+        pass
+    with room.place() as admit:
+        admit(1000)
+
+
+def test_many_threads_never_have_more_than_the_room_unless_one_is_alone() -> None:
+    room, lock, having = DecodingRoom(100), threading.Lock(), list[int]()
+    seen: list[list[int]] = []
+
+    def one(size: int) -> None:
+        with room.place() as admit:
+            admit(size)
+            with lock:
+                having.append(size)
+                seen.append(list(having))
+            with lock:
+                having.remove(size)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(one, [30, 70, 10, 150, 55, 45, 99, 1] * 20))
+    assert all(len(sizes) == 1 or sum(sizes) <= 100 for sizes in seen)
+    assert having == []
+
+
+def test_who_came_first_has_room_first_also_where_only_a_later_one_would_fit() -> None:
+    room = DecodingRoom(100)
+    with room.place() as admit:
+        admit(60)
+        thread, large = waits(room, 90)
+        eventually(lambda: len(room._line) == 1)
+        later, small = waits(room, 10)
+        eventually(lambda: len(room._line) == 2)
+        assert not small.wait(0.05)
+    assert large.wait(30)
+    assert small.wait(30)
+    for each in (thread, later):
+        each.join(30)
+    assert not room._line
+
+
+@pytest.mark.parametrize("left", [0.05, -1.0])
+def test_who_has_a_deadline_gives_up_with_it_and_the_next_one_has_its_turn(left: float) -> None:
+    room = DecodingRoom(100)
+    with room.place() as admit:
+        admit(60)
+        with (
+            pytest.raises(DeadlinePassed, match="waited for memory"),
+            room.place(time.monotonic() + left) as admit_it,
+        ):
+            admit_it(90)
+        thread, given = waits(room, 40)
+        assert given.wait(30)
+        thread.join(30)
+    with room.place(time.monotonic() - 1) as admit:
+        admit(100)  # who does not have to wait is not late
+    assert (room._taken, len(room._line)) == (0, 0)
+
+
+def test_one_that_gives_up_at_the_head_of_the_line_lets_the_next_go_on() -> None:
+    room = DecodingRoom(100)
+    with room.place() as admit:
+        admit(60)
+        late: list[type] = []
+
+        def ask() -> None:
+            try:
+                with room.place(time.monotonic() + 0.2) as admit_it:
+                    admit_it(90)
+            except DeadlinePassed as error:
+                late.append(type(error))
+
+        first = threading.Thread(target=ask, daemon=True)
+        first.start()
+        eventually(lambda: len(room._line) == 1 or bool(late))
+        second, given = waits(room, 40)
+        assert given.wait(30), "long before the first place is given back"
+        first.join(30)
+        second.join(30)
+        assert late == [DeadlinePassed]

@@ -1,0 +1,415 @@
+"""`prelunet bench`: the counts are those of the images, the arithmetic is right, and advice follows the numbers."""
+
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from prelunet.evaluator.architectures import multiply_adds
+from prelunet.evaluator.cli import run
+from prelunet.evaluator.datasets.dataset import Dataset, DatasetPlace
+from prelunet.evaluator.datasets.open import open_place
+from prelunet.evaluator.engine.session import Outputs, Placement
+from prelunet.evaluator.errors import DatasetError
+from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.imaging.views import make_views
+from prelunet.evaluator.machine import knows_bf16
+from prelunet.evaluator.profiling.bottleneck import Surroundings, advice, cause_of, in_words
+from prelunet.evaluator.profiling.profile import Alone, Measurement, benchmark, computed_alone
+from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.validation.timing import STAGES, Tally
+from tests.helpers.fakes import FakeSession, fake_contract
+
+TWO_SCALES = make_protocol("dense-29-36", fake_contract())
+IMAGES, BAD = 25, 11
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Lay out 25 images without any label; one is damaged."""
+    folder = tmp_path_factory.mktemp("photos")
+    rng = np.random.default_rng(3)
+    for index in range(IMAGES):
+        size = (31 + index % 4 * 9, 30 + index % 3 * 13)
+        Image.fromarray(rng.integers(0, 256, (*size, 3), np.uint8)).save(folder / f"{index:02}.png")
+    (folder / f"{BAD:02}.png").write_bytes(b"no image")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dataset(data: Path) -> Dataset:
+    return open_place(DatasetPlace(data, no_labels=True), fake_contract().classes)
+
+
+def test_all_images_are_counted_once_and_so_is_what_they_cost(dataset: Dataset) -> None:
+    measured = benchmark([FakeSession()], dataset, TWO_SCALES, 64, threads=2, images=IMAGES, seconds=0.1)
+    views = [
+        view
+        for index, sample in enumerate(dataset.samples)
+        if index != BAD
+        for view in make_views(decode_rgb(dataset.read(sample)), TWO_SCALES)
+    ]
+    architecture = fake_contract().architecture
+    assert (measured.images, measured.refused) == (IMAGES, 1)
+    assert (measured.tally.images, measured.tally.views) == (IMAGES, len(views))
+    assert measured.multiply_adds == sum(multiply_adds(architecture, *view.image.shape[:2], 6) for view in views)
+    assert measured.tally.padding == 0
+    assert len({view.image.shape for view in views}) <= measured.canvases <= measured.tally.batches
+    # four portions, as far as there are images
+    assert (measured.images_together, measured.usually_together, measured.threads) == (7, 64, 2)
+
+
+def test_a_limit_and_the_seconds_bound_the_number_of_images(dataset: Dataset) -> None:
+    said: list[str] = []
+    few = benchmark([FakeSession()], dataset, TWO_SCALES, 2, images=6, seconds=0.1, announce=said.append)
+    assert (few.images, few.tally.images, few.images_together) == (6, 6, 2)
+    assert said[0].startswith("measuring 6 of 25 images")
+    hurried = benchmark([FakeSession()], dataset, TWO_SCALES, 64, seconds=1e-9)
+    assert hurried.images == 1
+    patient = benchmark([FakeSession()], dataset, TWO_SCALES, 64, seconds=3600)
+    assert patient.images == IMAGES
+
+
+def test_the_images_are_spread_evenly_over_the_dataset(dataset: Dataset) -> None:
+    read: list[str] = []
+
+    class Noting:
+        def read(self, file: str) -> bytes:
+            read.append(file)
+            return dataset.reader.read(file)
+
+    benchmark([FakeSession()], replace(dataset, reader=Noting()), TWO_SCALES, 64, threads=1, images=5, seconds=1e-9)
+    assert read[-10:-5] == ["00.png", "05.png", "10.png", "15.png", "20.png"]
+
+
+def test_afterwards_the_same_batches_are_computed_alone_and_nothing_else_at_the_same_time(dataset: Dataset) -> None:
+    class Watching(FakeSession):
+        def __init__(self) -> None:
+            super().__init__()
+            self.threads: list[threading.Thread] = []
+            self.others: list[list[str]] = []
+
+        def compute(self, staged: Any) -> Outputs:
+            self.threads.append(threading.current_thread())
+            self.others.append([one.name for one in threading.enumerate() if "-0" in one.name and one not in before])
+            return super().compute(staged)
+
+    before = threading.enumerate()  # of other tests
+    session = Watching()
+    measured = benchmark([session], dataset, TWO_SCALES, 64, threads=2, images=IMAGES, seconds=1e-9)
+    batches = measured.tally.batches
+    assert measured.alone.batches == batches
+    assert measured.alone.canvas_pixels == measured.tally.canvas_pixels
+    assert sorted(session.calls[-batches:]) == sorted(session.calls[-2 * batches : -batches])
+    assert set(session.threads[-batches:]) == {threading.main_thread()}
+    assert all(others == [] for others in session.others[-batches:]), "the pipeline's threads still run"
+    assert threading.main_thread() not in session.threads[:-batches]
+
+
+@pytest.mark.parametrize(("enough", "portions"), [(0.1, [0]), (1.0, [0]), (1.1, [0, 5]), (4.0, [0, 5, 2, 7]), (99, 8)])
+def test_computing_alone_ends_when_there_is_enough_of_it_and_is_spread_over_all(
+    dataset: Dataset, enough: float, portions: list[int] | int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight portions of an image each, of which a session computes two scales in half a second each."""
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+    read: list[str] = []
+
+    class Noting:
+        def read(self, file: str) -> bytes:
+            read.append(file)
+            return dataset.reader.read(file)
+
+    class Clocked(FakeSession):
+        def compute(self, staged: Any) -> Outputs:
+            clock.now += 0.5
+            return super().compute(staged)
+
+    monkeypatch.setattr("prelunet.evaluator.profiling.profile.time", clock)
+    monkeypatch.setattr("prelunet.evaluator.profiling.profile.ALONE", enough)
+    images = [[sample] for sample in dataset.samples[:8]]
+    alone = computed_alone(Clocked(), replace(dataset, reader=Noting()), TWO_SCALES, images, 2)
+    assert alone.seconds == len(read) == alone.batches / 2
+    assert (len(read) if isinstance(portions, int) else [int(file[:2]) for file in read]) == portions
+
+
+def test_the_warm_up_counts_for_nothing_and_every_session_takes_part(dataset: Dataset) -> None:
+    sessions = [FakeSession(), FakeSession()]
+    measured = benchmark(sessions, dataset, TWO_SCALES, 64, images=IMAGES, seconds=10.0)
+    assert measured.sessions == 2
+    assert len(sessions[0].calls) + len(sessions[1].calls) > measured.tally.batches
+
+
+def test_a_dataset_without_images_or_without_one_that_can_be_read_is_refused(dataset: Dataset) -> None:
+    with pytest.raises(DatasetError, match="holds no images"):
+        benchmark([FakeSession()], replace(dataset, samples=[]), TWO_SCALES, 64)
+    with pytest.raises(DatasetError, match="none of 1 images can be read"):
+        benchmark([FakeSession()], replace(dataset, samples=dataset.samples[BAD : BAD + 1]), TWO_SCALES, 64)
+
+
+def test_an_adopted_net_that_does_not_tell_its_cost_has_no_gflops(dataset: Dataset) -> None:
+    session = FakeSession(fake_contract(architecture={"name": "resnet", "activation": "unknown"}))
+    measured = benchmark([session], dataset, TWO_SCALES, 64, images=3, seconds=0.01)
+    assert measured.multiply_adds is None
+    assert measured.gflops is None
+    assert measured.to_json()["gflops"] is None
+
+
+def test_the_peak_of_memory_is_told_in_bytes_and_stays_when_memory_is_given_back() -> None:
+    """In a process of its own: the peak of this one is that of all tests before."""
+    code = """
+from prelunet.evaluator.profiling.profile import peak_memory
+before, held = peak_memory(), bytearray(b"x") * 2**27
+del held
+print(before, peak_memory())
+"""
+    told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    before, after = map(int, told.stdout.split())
+    assert 2**24 < before < 2**29
+    assert 0.9 * 2**27 < after - before < 1.5 * 2**27  # other memory may have come or gone
+
+
+def measurement(
+    sessions: int = 1, threads: int = 2, seconds: float = 10.0, alone: float | None = None, **spent: Any
+) -> Measurement:
+    """Return a measurement of 40 images.
+
+    alone: seconds in which a session would compute everything, None for those that it did; spent: seconds at stages;
+    what is not one changes the tally.
+    """
+    stages = {stage: spent.pop(stage, 0.0) for stage in STAGES}
+    counts = {"images": 40, "views": 80, "batches": 20, "changes": 4, "view_pixels": 90, "canvas_pixels": 100}
+    tally = Tally(stages, **{**counts, **spent})
+    # Alone a session computed half of the pixels.
+    alone = Alone((stages["compute"] if alone is None else alone) / 2, 10, tally.canvas_pixels // 2)
+    return Measurement(40, 0, seconds, 10, 64, sessions, threads, tally, 3, 5_000_000_000, 2**30, alone)
+
+
+def test_rates_and_shares_are_of_the_threads_that_do_it() -> None:
+    measured = measurement(sessions=2, threads=4, compute=16.0, decode=10.0, average=1.0, wait=3.0, alone=12.8)
+    assert measured.images_per_second == 4.0
+    assert measured.gflops == 1.0
+    assert (measured.share("compute"), measured.share("decode"), measured.share("average")) == (0.8, 0.25, 0.1)
+    assert measured.pure_compute == 12.8
+    assert measured.wall_by_compute == pytest.approx(20 / 12.8)
+    assert measured.slowed == pytest.approx(1.25)
+    told = {stage["stage"]: stage for stage in measured.to_json()["stages"]}
+    assert told["decode"] == {"stage": "decode", "threads": 4, "seconds": 10.0, "ms_per_image": 250.0, "share": 0.25}
+    assert told["wait"]["threads"] == 2
+    assert measured.to_json()["padding"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("spent", "cause", "words"),
+    [
+        ({"compute": 9.7, "wait": 0.2, "decode": 19.0}, "compute", "the session alone would take 97% of the time"),
+        ({"compute": 9.5, "wait": 0.5, "alone": 9.1, "decode": 6.0}, "compute", "alone would take 91% of the time"),
+        ({"compute": 9.5, "wait": 0.5, "alone": 7.6, "decode": 6.0, "pack": 5.0}, "sharing",
+         "computes 95% of the time, 1.25 times as long as alone; decoding and resizing takes"),
+        ({"compute": 9.5, "alone": 5.0, "read": 9.0, "decode": 1.0, "pack": 0.9, "upload": 0.2}, "sharing",
+         "1.90 times as long as alone; packing"),
+        ({"compute": 5.5, "wait": 4.0, "decode": 12.0, "resize": 6.0, "read": 1.0}, "decoding",
+         "bound by decoding and resizing: the session waits 40% of the time"),
+        ({"compute": 5.5, "wait": 4.0, "decode": 2.0, "read": 16.0}, "reading", "bound by reading the images"),
+        ({"compute": 5.5, "wait": 4.0, "pack": 5.0, "upload": 4.0, "decode": 1.0}, "packing", "bound by packing"),
+        ({"compute": 5.5, "wait": 4.0, "average": 9.5}, "averaging", "bound by averaging"),
+        ({"compute": 5.5, "wait": 4.0, "decode": 12.0}, "nothing", "too few images"),
+        ({"compute": 8.0, "wait": 1.4, "alone": 6.7, "decode": 8.0}, "nothing", "too few images"),
+        ({"compute": 8.0, "wait": 1.4, "alone": 6.5, "decode": 8.0}, "sharing", "1.23 times as long as alone"),
+    ],
+)  # fmt: skip
+def test_what_bounds_the_rate_is_what_is_busy_while_the_session_waits(
+    spent: dict[str, float], cause: str, words: str
+) -> None:
+    assert cause_of(measurement(**spent)) == cause
+    assert words in in_words(measurement(**spent))
+
+
+@pytest.mark.parametrize(
+    ("spent", "cause", "words"),
+    [
+        ({"compute": 9.9, "alone": 10.6}, "disturbed", "0.93 times as long as the same alone"),
+        ({"compute": 9.9, "alone": 7.0, "decode": 0.2, "resize": 0.1}, "disturbed", "1.41 times"),
+        ({"compute": 9.9, "alone": 10.4}, "compute", "the session alone would take 104%"),
+        ({"compute": 9.9, "alone": 7.0, "decode": 1.0}, "sharing", "decoding"),
+        ({"compute": 0.9, "alone": 0.9, "seconds": 0.99}, "short", "too short to judge: 0.99 s"),
+    ],
+)
+def test_what_others_or_a_short_time_spoiled_is_not_judged(spent: dict[str, float], cause: str, words: str) -> None:
+    assert cause_of(measurement(**spent)) == cause
+    assert words in in_words(measurement(**spent))
+    if cause in {"disturbed", "short"}:
+        (again,) = advice(measurement(**spent), ON_A_CPU)
+        assert again.startswith("measure")
+
+
+ON_A_CPU = Surroundings("cpu", "fp32", "fp32", model_threads=0, cores=8, bf16=False, limited=False)
+ON_A_GPU = replace(ON_A_CPU, device="cuda", cores=16)
+COMPUTING = {"compute": 9.9}
+
+
+def test_advice_for_a_cpu_that_computes_all_the_time_follows_its_instructions_and_threads() -> None:
+    (openvino,) = advice(measurement(**COMPUTING), ON_A_CPU)
+    assert "--device openvino computes float32" in openvino
+    (bf16,) = advice(measurement(**COMPUTING), replace(ON_A_CPU, bf16=True))
+    assert bf16.startswith("--device openvino --precision bf16")
+    (bf16,) = advice(measurement(**COMPUTING), replace(ON_A_CPU, device="openvino", bf16=True))
+    assert bf16.startswith("--precision bf16")
+    assert advice(measurement(**COMPUTING), replace(ON_A_CPU, device="openvino", precision="bf16", bf16=True)) == []
+    threads, _ = advice(measurement(**COMPUTING), replace(ON_A_CPU, model_threads=3))
+    assert threads.startswith("--threads 0 takes all 8 cores; now 3")
+
+
+def test_advice_for_a_gpu_that_computes_is_half_precision_and_larger_portions_if_they_can_be_had() -> None:
+    (half,) = advice(measurement(**COMPUTING), ON_A_GPU)
+    assert "--precision fp16" in half
+    half_already = replace(ON_A_GPU, precision="fp16", file_precision="fp16")
+    assert advice(measurement(**COMPUTING), half_already) == []
+    padded = measurement(**COMPUTING, view_pixels=70, changes=40)
+    assert advice(padded, half_already) == [], "without a limit there is no larger portion to be had"
+    padding, changes = advice(padded, replace(half_already, limited=True))
+    assert padding.startswith("30% of the pixels are padding")
+    assert changes.startswith("changes of canvas take about 8% of the time")
+
+
+def test_advice_for_a_session_that_waits_is_about_what_it_waits_for() -> None:
+    decoding = {"compute": 5.0, "wait": 5.0, "decode": 20.0}
+    (more,) = advice(measurement(**decoding), ON_A_CPU)
+    assert more == "--threads 8: 2 of 8 cores decode"
+    (smaller,) = advice(measurement(threads=8, compute=5.0, wait=5.0, decode=79.0), ON_A_CPU)
+    assert "nearer to the protocol's scales" in smaller
+    sharing = {"compute": 9.9, "alone": 8.0, "decode": 6.0}
+    smaller, openvino = advice(measurement(**sharing), ON_A_CPU)
+    assert smaller.startswith("images that are saved nearer to the protocol's scales take less")
+    assert openvino.startswith("--device openvino")
+    (openvino,) = advice(measurement(**{**sharing, "average": 6.1}), ON_A_CPU)
+    assert openvino.startswith("--device openvino")
+    (disk,) = advice(measurement(compute=5.0, wait=5.0, read=20.0), ON_A_CPU)
+    assert "faster disk" in disk
+    (longer,) = advice(measurement(compute=5.0, wait=5.0), ON_A_CPU)
+    assert "--seconds" in longer
+    assert advice(measurement(compute=5.0, wait=5.0, average=9.0), ON_A_CPU) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "known"), [("fpu avx2 avx512_bf16", True), ("fpu amx_bf16", True), ("fpu avx512f", False), ("", False)]
+)
+def test_bfloat16_is_read_from_the_kernels_list_of_instructions(flags: str, known: bool, tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text(
+        f"processor\t: 0\nmodel name\t: avx512_bf16 is no flag here\nflags\t\t: {flags}\n\nflags\t\t: amx_bf16\n"
+    )
+    assert knows_bf16(tmp_path) == known
+    assert not knows_bf16(tmp_path / "absent")
+
+
+# prelunet bench
+
+
+class Opened(FakeSession):
+    def __init__(self, placement: Placement) -> None:
+        super().__init__()
+        self.placement = placement
+
+
+@pytest.fixture
+def command(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Give the command line with a model behind `open_sessions`."""
+    session = Opened(Placement("cpu"))
+    monkeypatch.setattr("prelunet.evaluator.verbs.bench.open_sessions", lambda *_: [session])
+    monkeypatch.setattr("prelunet.evaluator.verbs.bench.knows_bf16", lambda: True)
+    (tmp_path / "m.onnx").write_bytes(b"x" * 100)
+
+    def call(*more: str, images: Path = data) -> int:
+        options = ["--model", str(tmp_path / "m.onnx"), "--data", str(images), "--protocol", "dense-29-36"]
+        return run(["bench", *options, "--seconds", "0.2", *more])
+
+    return call
+
+
+def test_the_table_has_every_stage_and_says_what_was_measured(
+    command: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert command("--limit", "25", "--threads", "2") == 0
+    told = capsys.readouterr()
+    lines = told.out.splitlines()
+    assert lines[0].split() == ["stage", "threads", "seconds", "ms/image", "share", "of", "time"]
+    assert [line.split()[0] for line in lines[1:9]] == [stage for stage in STAGES if stage != "write"]
+    assert lines[1].split()[1] == "2"
+    assert "25 images, 1 of them refused, 96 views, dense-29-36, in portions of 7 (of 64 in a run)" in told.out
+    for said in ("images/s", "GFLOP/s", "padding 0.0%", "at its peak, foretold at most"):
+        assert said in told.out
+    assert re.search(r"wall time / time of computing alone \d+\.\d+ \((\d+) of \1 batches again\)", told.out)
+    assert "measuring 25 of 25 images" in told.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.onnx"], "nothing is written unless asked for"
+
+
+def test_json_on_stdout_and_in_the_file_holds_the_measurement_and_its_circumstances(
+    command: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert command("--limit", "9", "--json", "-o", str(tmp_path / "bench.json")) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told == json.loads((tmp_path / "bench.json").read_text())
+    assert (told["images"], told["protocol"]["scales"], told["dataset"]["images"]) == (9, [29, 36], IMAGES)
+    assert told["circumstances"]["provider"] == "CPUExecutionProvider"
+    assert told["memory_foretold"] > 0
+    assert told["memory_peak"] > 0
+    assert isinstance(told["bound"], str)
+    assert isinstance(told["advice"], list)
+
+
+def test_a_folder_without_images_exits_2(
+    command: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    assert command(images=tmp_path / "empty") == 2
+    assert "empty" in capsys.readouterr().err
+
+
+def test_of_a_folder_with_train_and_val_it_takes_val_as_validate_does(
+    command: Callable[..., int], data: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for name in ("train", "val"):
+        (tmp_path / "root" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "root" / name).symlink_to(data)
+    assert command("--limit", "5", images=tmp_path / "root") == 0
+    assert "measuring 5 of 25 images" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("output", ["missing/bench.json", "."])
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    command: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path, output: str
+) -> None:
+    assert command("--limit", "5", "-o", str(tmp_path / output)) == 2
+    said = capsys.readouterr()
+    assert "choose another path" in said.err.lower()
+    assert (said.out, "measuring" in said.err) == ("", False)
+
+
+def test_interrupted_it_says_that_nothing_is_kept(
+    command: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("prelunet.evaluator.verbs.bench.benchmark", interrupt)
+    assert command("--limit", "5") == 4
+    assert "nothing is kept" in capsys.readouterr().err
+
+
+def test_several_gpus_on_a_cpu_exit_2(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in (["bench"], ["validate", "--run", "never-made"]):
+        assert run([*verb, "--model", "m.onnx", "--data", str(data), "--device", "cpu", "--gpus", "2"]) == 2
+        assert "--gpus 2: --device cpu has no GPUs" in capsys.readouterr().err
+    ray = ["--run", "never-made", "--gpus", "2", "--ray", "auto"]
+    assert run(["validate", "--model", "m.onnx", "--data", str(data), *ray]) == 2
+    assert "--gpus with --ray" in capsys.readouterr().err

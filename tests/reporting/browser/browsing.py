@@ -1,0 +1,68 @@
+"""What tests see of a page in a browser."""
+
+import importlib.util
+import re
+from types import ModuleType
+
+from playwright.sync_api import ConsoleMessage, Page, Request
+
+LAPTOP, PHONE = (1280, 800), (390, 844)
+HOSTILE = [
+    "</script><script>window.hacked = 1</script>",
+    '"><img src=x onerror="window.hacked = 1">',
+    "' onmouseover='window.hacked = 1",
+    "\u202eright to left\u202c \u2067עברית\u2069",
+    "very-long-name-" * 40,
+    "javascript:window.hacked=1",
+]
+
+
+class Watched:
+    """A page and whatever went wrong on it: console messages, exceptions, requests for anything but the page."""
+
+    def __init__(self, page: Page, address: str) -> None:
+        self.page, self.address = page, address
+        self.wrong: list[str] = []
+        page.on("console", self._say)
+        page.on("pageerror", lambda error: self.wrong.append(f"exception: {error}"))
+        page.on("request", self._ask)
+        page.on("dialog", lambda dialog: self.wrong.append(f"dialog: {dialog.message}"))
+
+    def _say(self, message: ConsoleMessage) -> None:
+        self.wrong.append(f"{message.type}: {message.text}")
+
+    def _ask(self, request: Request) -> None:
+        if request.url.partition("#")[0] != self.address and not request.url.startswith(("data:", "about:")):
+            self.wrong.append(f"request: {request.url}")
+
+    def overflow(self) -> int:
+        """Return by how many pixels the page, or the open panel, is wider than the window."""
+        widths: list[int] = self.page.evaluate(
+            "[document.documentElement, document.querySelector('dialog[open]')]"
+            ".filter((element) => element).map((element) => element.scrollWidth - element.clientWidth)"
+        )
+        return max(widths)
+
+
+def names_of(page: Page) -> list[str]:
+    """Return the names in the rows of the table that its search and filters let through, in their order."""
+    return page.eval_on_selector_all(
+        "table.all tbody tr:not([hidden])", "(rows) => rows.map((row) => row.querySelector('.name').textContent)"
+    )
+
+
+def brightness(page: Page, selector: str) -> int:
+    """Return red + green + blue of an element's background."""
+    colour = page.evaluate("(selector) => getComputedStyle(document.querySelector(selector)).backgroundColor", selector)
+    return sum(map(int, re.findall(r"\d+", colour)))
+
+
+def imagenet_shape(per_class: int) -> ModuleType:
+    """Return the benchmark's writer of runs of 1,000 classes, with so many images in each."""
+    spec = importlib.util.find_spec("benchmarks.reporting.imagenet_shape")
+    assert spec is not None
+    assert spec.loader is not None
+    shape = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(shape)
+    shape.PER_CLASS = per_class
+    return shape

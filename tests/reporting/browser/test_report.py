@@ -1,0 +1,395 @@
+"""The report in a browser: Debian's Chromium opens report.html as a reader would, and nothing else.
+
+Skipped where there is no Chromium; `make test-browser` fails there instead.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import expect
+
+from prelunet.evaluator.reporting.report import Report
+from prelunet.evaluator.validation.predictions import Prediction
+from prelunet.evaluator.validation.run import read_run
+from tests.reporting.browser.browsing import HOSTILE, LAPTOP, PHONE, Watched, brightness, names_of
+
+pytestmark = pytest.mark.browser
+
+
+def report_of(html: Path) -> Report:
+    report: Report = json.loads((html.parent / "report.json").read_text())
+    return report
+
+
+RUNS = ("many", "few", "ensemble", "hostile")
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("size", [LAPTOP, PHONE])
+def test_a_report_fits_its_window_asks_for_nothing_and_complains_of_nothing(
+    run: str, size: tuple[int, int], visit: Callable[..., Watched], request: pytest.FixtureRequest
+) -> None:
+    watched = visit(request.getfixturevalue(run), size=size, color_scheme="light")
+    page = watched.page
+    expect(page.locator("#error-chart svg")).to_be_visible()
+    expect(page.locator("#reliability-chart svg")).to_be_visible()
+    assert watched.overflow() == 0
+    page.locator("table.all tbody a.name").first.click()
+    expect(page.locator("#class-view h2")).to_be_visible()
+    assert watched.overflow() == 0
+    assert brightness(page, "dialog") > 700
+    page.emulate_media(color_scheme="dark")
+    assert brightness(page, "dialog") < 100
+    assert brightness(page, "body") < 100
+    assert watched.overflow() == 0
+    assert page.evaluate("window.hacked") is None
+
+
+def test_search_finds_a_class_by_its_name_its_wnid_and_its_index(many: Path, visit: Callable[..., Watched]) -> None:
+    page = visit(many).page
+    search = page.get_by_role("searchbox")
+    search.fill("Class 99")
+    assert names_of(page) == ["class 99", *(f"class {index}" for index in range(990, 1000))]
+    search.fill("n00000517")
+    assert names_of(page) == ["crane"]
+    search.fill("134")
+    assert names_of(page) == ["crane"]
+    search.fill("no such class")
+    assert names_of(page) == []
+    expect(page.locator("#found")).to_have_text("0 of 1,000 classes")
+    search.fill("")
+    assert len(names_of(page)) == 1000
+
+
+KEYS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "index": lambda entry: entry["index"],
+    "evaluated": lambda entry: entry["evaluated"],
+    "error1": lambda entry: entry["top1_error"],
+    "low1": lambda entry: entry["top1_interval"][0],
+    "error5": lambda entry: entry["top5_error"],
+    "low5": lambda entry: entry["top5_interval"][0],
+    "medianRank": lambda entry: entry["median_rank"],
+    "confidence": lambda entry: round(entry["confidence"], 1),
+    "taken": lambda entry: entry["confusions"][0]["count"] if entry["confusions"] else None,
+}
+
+
+def test_every_column_sorts_both_ways_and_what_has_no_number_stays_last(
+    many: Path, visit: Callable[..., Watched]
+) -> None:
+    page = visit(many).page
+    classes = report_of(many)["classes"]
+    columns = page.eval_on_selector_all("th[data-key]", "(heads) => heads.map((head) => head.dataset.key)")
+    assert set(columns) == {*KEYS, "name"}
+    for column, key in KEYS.items():
+        cell = page.locator(f"th[data-key={column}]")
+        seen = set()
+        for _ in range(2):
+            cell.get_by_role("button").click()
+            order = cell.get_attribute("aria-sort") or ""
+            sign = 1 if order == "ascending" else -1
+            numbered = [entry for entry in classes if key(entry) is not None]
+            expected = sorted(numbered, key=lambda entry: (sign * key(entry), entry["index"]))
+            expected += [entry for entry in classes if key(entry) is None]
+            assert names_of(page) == [entry["name"] for entry in expected], (column, order)
+            seen.add(order)
+        assert seen == {"ascending", "descending"}
+        assert page.locator("th[aria-sort]").count() == 1
+
+
+def test_names_sort_as_people_count(many: Path, visit: Callable[..., Watched]) -> None:
+    page = visit(many).page
+    page.get_by_role("button", name="class", exact=True).click()
+    expected = [f"class {index}" for index in range(1000) if index not in {134, 517}] + ["crane", "crane"]
+    assert names_of(page) == expected
+
+
+@pytest.mark.parametrize("size", [LAPTOP, PHONE])
+def test_filters_show_the_classes_they_name(size: tuple[int, int], many: Path, visit: Callable[..., Watched]) -> None:
+    page = visit(many, size=size).page
+    report = report_of(many)
+    rules: dict[str, Callable[[dict[str, Any]], bool]] = {
+        "With errors": lambda entry: entry["top1_wrong"] > 0,
+        "Without error": lambda entry: entry["top1_error"] == 0,
+        "Worse than average": lambda entry: entry["top1_interval"][0] > report["top1_error"],
+        "Better than average": lambda entry: entry["top1_interval"][1] < report["top1_error"],
+        "Refused images": lambda entry: entry["refused"] > 0,
+        "Shared names": lambda entry: entry["name"] == "crane",
+        "All": lambda entry: True,
+    }
+    shown = page.locator(".chips button").all_text_contents()
+    tried = 0
+    for label, rule in rules.items():
+        expected = [entry["name"] for entry in report["classes"] if rule(entry)]
+        if not expected:  # five images say too little for some
+            assert not any(text.startswith(label) for text in shown)
+            continue
+        button = page.locator(".chips").get_by_role("button", name=f"{label} {len(expected):,}", exact=True)
+        button.click()
+        assert names_of(page) == expected
+        expect(button).to_have_attribute("aria-pressed", "true")
+        tried += 1
+    assert tried >= 5
+    assert page.locator(".chips button[aria-pressed=true]").count() == 1
+
+
+def test_search_and_filter_hold_together_and_the_first_hits_are_shown(
+    many: Path, visit: Callable[..., Watched]
+) -> None:
+    page = visit(many).page
+    page.locator(".chips button", has_text="Without error").click()
+    page.get_by_role("searchbox").fill("class 1")
+    report = report_of(many)
+    expected = [c["name"] for c in report["classes"] if c["top1_error"] == 0 and c["name"].startswith("class 1")]
+    assert names_of(page) == expected
+    assert page.locator("table.all tbody tr:visible").count() == 25 < len(expected)
+    page.get_by_role("button", name=f"Show all {len(expected)} classes").click()
+    assert page.locator("table.all tbody tr:visible").count() == len(expected)
+
+
+@pytest.mark.parametrize("size", [LAPTOP, PHONE])
+def test_a_class_opens_from_the_table_and_back_leaves_it(
+    size: tuple[int, int], many: Path, visit: Callable[..., Watched]
+) -> None:
+    page = visit(many, size=size).page
+    dialog = page.locator("#class-view")
+    page.get_by_role("searchbox").fill("517")
+    page.locator("table.all tbody tr:visible").get_by_role("link", name="crane").click()
+    expect(dialog.locator("h2")).to_have_text("crane")
+    expect(dialog).to_contain_text("n00000517 · index 517 · same name as n00000134")
+    assert page.url.endswith("#class-517")
+    scrolled = page.evaluate("scrollY")
+    page.go_back()
+    expect(dialog).to_be_hidden()
+    assert page.evaluate("scrollY") == scrolled > 0
+    page.go_forward()
+    expect(dialog.locator("h2")).to_have_text("crane")
+    dialog.get_by_role("link", name="n00000134").click()
+    expect(dialog).to_contain_text("index 134")
+    page.keyboard.press("Escape")
+    expect(dialog).to_be_hidden()
+    assert "#" not in page.url
+    page.go_back()  # what was closed is one step back
+    expect(dialog).to_contain_text("index 134")
+
+
+def test_a_class_opens_from_the_worst_the_confusions_and_the_mistakes(
+    many: Path, visit: Callable[..., Watched]
+) -> None:
+    page = visit(many).page
+    for place in (
+        "#extremes table",
+        "#confusions .pairs",
+        ".matrix thead",
+        ".matrix tbody",
+        ".gallery .truth",
+        ".gallery ol",
+    ):
+        link = page.locator(place).locator("a.name").last
+        name = link.text_content()
+        link.click()
+        expect(page.locator("#class-view h2")).to_have_text(name or "")
+        page.locator("#class-view").get_by_role("button", name="Close").click()
+        expect(page.locator("#class-view")).to_be_hidden()
+
+
+def test_an_address_opens_its_class_and_neighbours_follow_the_table(many: Path, visit: Callable[..., Watched]) -> None:
+    page = visit(many, "#class-300").page
+    title = page.locator("#class-view h2")
+    expect(title).to_have_text("class 300")
+    page.keyboard.press("ArrowRight")
+    expect(title).to_have_text("class 301")
+    page.get_by_role("link", name="Previous class").click()
+    page.keyboard.press("ArrowLeft")
+    expect(title).to_have_text("class 299")
+    page.keyboard.press("Escape")
+    page.locator("table.all thead").get_by_role("button", name="top-1").click()
+    order = names_of(page)
+    page.locator("table.all tbody a.name").first.click()
+    expect(title).to_have_text(order[0])
+    expect(page.get_by_role("link", name="Previous class")).to_have_count(0)
+    for name in order[1:4]:
+        page.keyboard.press("ArrowRight")
+        expect(title).to_have_text(name)
+    page.go_back()  # over all the neighbours at once
+    expect(page.locator("#class-view")).to_be_hidden()
+
+
+def test_an_address_of_no_class_opens_none(few: Path, visit: Callable[..., Watched]) -> None:
+    page = visit(few).page
+    for fragment in ("#class-7", "#class--1", "#class-", "#class-1e0", "#class-99999999", "#nothing", "#table"):
+        page.goto("about:blank")
+        page.goto(few.as_uri() + fragment)
+        expect(page.locator("#error-chart svg")).to_be_visible()
+        expect(page.locator("#class-view")).to_be_hidden()
+
+
+def test_the_keyboard_alone_finds_and_opens_a_class(many: Path, visit: Callable[..., Watched]) -> None:
+    page = visit(many).page
+    page.keyboard.press("/")
+    page.keyboard.type("class 77")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    expect(page.locator("#class-view h2")).to_have_text("class 770")
+    page.keyboard.press("Escape")
+    focused = "document.activeElement.textContent"
+    assert page.evaluate(focused) == "class 770"
+    page.keyboard.press("ArrowUp")
+    assert page.evaluate(focused) == "class 77"
+
+
+def told_of(prediction: Prediction, names: Sequence[str]) -> str:
+    """Return what the row of an image says of it."""
+    answers = " · ".join(f"{names[index]} {score:.3f}" for index, score in prediction.top)
+    return f"{prediction.file}|rank {prediction.rank:,}|{answers}"
+
+
+def test_a_class_shows_all_its_images_mistakes_first_and_both_its_confusions(
+    many: Path, visit: Callable[..., Watched]
+) -> None:
+    run = read_run(many.parent.parent)
+    names = [entry.name for entry in run.info.classes]
+    report = report_of(many)
+    wrong_and_right = [e["index"] for e in report["classes"] if 0 < e["top1_wrong"] < e["evaluated"] and e["refused"]]
+    wrong_and_right += [e["index"] for e in report["classes"] if 1 < e["top1_wrong"] < e["evaluated"] - 1][:2]
+    assert wrong_and_right
+    page = visit(many).page
+    for label in wrong_and_right:
+        page.goto(f"{many.as_uri()}#class-{label}")
+        dialog = page.locator("#class-view")
+        expect(dialog).to_contain_text(f"index {label}")
+        own = [prediction for prediction in run.predictions if prediction.label == label]
+        seen = [prediction for prediction in own if prediction.refused is None]
+        wrong = sorted((p for p in seen if p.rank > 1), key=lambda p: -p.top[0][1])
+        right = sorted((p for p in seen if p.rank == 1), key=lambda p: p.top[0][1])
+        parts = "(row) => ['.file', '.number', '.answers'].map((part) => row.querySelector(part).textContent).join('|')"
+        told = dialog.locator(".shots li").evaluate_all(f"(rows) => rows.map({parts})")
+        assert told == [told_of(prediction, names) for prediction in (*wrong, *right)]
+        for prediction in own:
+            if prediction.refused is not None:
+                expect(dialog.locator(".refused-files")).to_contain_text(prediction.file)
+        for column, pairs in enumerate(
+            (
+                [p.top[0][0] for p in wrong],
+                [p.label for p in run.predictions if p.refused is None and p.rank > 1 and p.top[0][0] == label],
+            )
+        ):
+            counted = sorted((-pairs.count(index), index) for index in set(pairs))[:8]
+            rows = dialog.locator(".columns > div").nth(column).locator("li .name").all_text_contents()
+            assert rows == [names[index] for _, index in counted]
+
+
+def test_a_class_shows_its_error_by_each_view_beside_that_of_all(many: Path, visit: Callable[..., Watched]) -> None:
+    report = report_of(many)
+    entry = next(e for e in report["classes"] if len({view["top1_error"] for view in e["views"]}) > 2)
+    page = visit(many, f"#class-{entry['index']}").page
+    rows = page.locator(".class-views tbody tr").evaluate_all(
+        "(rows) => rows.map((row) => [...row.cells].map((cell) => cell.textContent.replace('−', '-')))"
+    )
+    assert len(rows) == len(report["views"]) + 1
+    for row, own, every in zip(rows, entry["views"], report["views"], strict=False):
+        assert row[0] == f"scale {every['scale']}{' mirrored' if every['mirrored'] else ''}"
+        gains = (own["top1_error"] - entry["top1_error"], every["top1_error"] - report["top1_error"])
+        assert [float(cell) for cell in row[1:3]] == pytest.approx([own["top1_error"], gains[0]], abs=0.051)
+        assert float(row[3]) == pytest.approx(gains[1], abs=0.0051)
+
+
+def test_the_views_of_a_class_fit_a_phone(many: Path, visit: Callable[..., Watched]) -> None:
+    page = visit(many, "#class-3", size=PHONE).page
+    scrolled = page.locator("#class-view .scroll")
+    expect(scrolled).to_be_visible()
+    assert scrolled.evaluate("(element) => element.scrollWidth - element.clientWidth") == 0
+    assert page.locator(".class-views thead th:visible").all_text_contents() == [
+        "view",
+        "top-1",
+        "gain",
+        "top-5",
+        "gain",
+    ]
+
+
+def test_mistakes_with_pictures_stand_as_tiles_and_those_of_the_gallery_are_the_same_ones(
+    few: Path, visit: Callable[..., Watched]
+) -> None:
+    page = visit(few, "#class-0").page
+    tiles = page.locator("#class-view .gallery figure")
+    expect(tiles).to_have_count(1)
+    sizes = page.eval_on_selector_all("img", "(images) => images.map((image) => image.naturalWidth)")
+    assert len(sizes) > 3
+    assert all(sizes)
+    expect(tiles.first).to_contain_text("n01/00.png")
+    page.goto(f"{few.as_uri()}#class-1")
+    expect(page.locator("#class-view img.tiny")).to_have_attribute("alt", "crane, n02/04.png")
+
+
+def test_print_shows_every_class_that_the_filter_shows_on_white_and_never_the_panel(
+    many: Path, visit: Callable[..., Watched]
+) -> None:
+    page = visit(many, "#class-7").page
+    expect(page.locator("#class-view")).to_be_visible()
+    for scheme in ("light", "dark"):
+        page.emulate_media(media="print", color_scheme="dark" if scheme == "dark" else "light")
+        expect(page.locator("#class-view")).to_be_hidden()
+        expect(page.locator(".tools")).to_be_hidden()
+        assert page.locator("table.all tbody tr:visible").count() == 1000
+        expect(page.locator("#error-chart svg")).to_be_visible()
+        assert brightness(page, "body") == 3 * 255
+        ink = page.evaluate("getComputedStyle(document.body).color")
+        assert sum(map(int, re.findall(r"\d+", ink))) < 200
+    page.emulate_media(media="screen")
+    page.keyboard.press("Escape")
+    page.get_by_role("searchbox").fill("class 9")
+    page.emulate_media(media="print")
+    assert page.locator("table.all tbody tr:visible").count() == 111
+
+
+def test_without_scripts_the_figures_and_every_class_can_be_read(many: Path, visit: Callable[..., Watched]) -> None:
+    page = visit(many, java_script_enabled=False).page
+    report = report_of(many)
+    expect(page.locator(".figures")).to_contain_text(f"{report['top1_error']:.2f}")
+    expect(page.locator(".figures")).to_contain_text(f"{report['macro']['top5_error']:.2f}")
+    assert page.locator("table.all tbody tr:visible").count() == 1000
+    expect(page.locator(".tools")).to_be_hidden()
+    expect(page.locator("#calibration")).to_contain_text(f"{report['calibration']['expected_error']:.2f} %")
+
+
+def test_who_wants_no_motion_gets_none(few: Path, visit: Callable[..., Watched]) -> None:
+    for motion, still in (("reduce", True), ("no-preference", False)):
+        page = visit(few, "#class-0", reduced_motion=motion).page
+        expect(page.locator("#class-view")).to_be_visible()
+        name, scrolling = page.evaluate(
+            "[getComputedStyle(document.querySelector('dialog')).animationName,"
+            " getComputedStyle(document.documentElement).scrollBehavior]"
+        )
+        assert (name == "none", scrolling == "auto") == (still, still)
+
+
+def test_an_ensemble_names_its_members_and_has_no_views(ensemble: Path, visit: Callable[..., Watched]) -> None:
+    page = visit(ensemble, "#class-1").page
+    expect(page.locator("#class-view h2")).to_be_visible()
+    expect(page.locator(".class-views")).to_have_count(0)
+    expect(page.locator("#views")).to_have_count(0)
+    expect(page.locator(".members li")).to_have_count(2)
+    expect(page.locator(".members")).to_contain_text("weight 0.75")
+
+
+def test_hostile_names_stay_text_in_the_panel_too(hostile: Path, visit: Callable[..., Watched]) -> None:
+    page = visit(hostile).page
+    for index, name in enumerate(HOSTILE):
+        page.goto(f"{hostile.as_uri()}#class-{index}")
+        title = page.locator("#class-view h2")
+        expect(page.locator("#class-view header")).to_contain_text(f"index {index}")
+        assert title.text_content() == name
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("#class-view img").count() == 0
+
+
+def test_a_point_of_the_chart_opens_its_class(few: Path, visit: Callable[..., Watched]) -> None:
+    page = visit(few).page
+    page.locator("#error-chart .mark-symbol path").first.click()
+    expect(page.locator("#class-view")).to_be_visible()

@@ -1,0 +1,129 @@
+"""What `prelunet compare` refuses: a B that is worse, or that passes by refusing; a comparison that would be lost."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prelunet.evaluator import cli
+from tests.helpers.run_folders import evaluated, refused, write_run
+
+LINES = [evaluated("n01/a.jpg", 0, [0, 1, 2, 3, 4], 1), evaluated("n02/a.jpg", 1, [1, 3, 2, 0, 4], 1)]
+
+
+@pytest.mark.parametrize(
+    ("points", "metric", "code"),
+    [  # B is 25 points worse by top-1, 0 by top-5
+        ("0", "both", 6),
+        ("24.9", "both", 6),
+        ("25", "both", 0),
+        ("0", "top1", 6),
+        ("0", "top5", 0),
+    ],
+)
+def test_fail_if_worse_exits_6_beyond_the_points_and_has_written_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], points: str, metric: str, code: int
+) -> None:
+    right = [evaluated(f"{number}.jpg", 0, [0, 1, 2, 3, 4], 1) for number in range(4)]
+    a = write_run(tmp_path / "a", right)
+    b = write_run(tmp_path / "b", [*right[:3], evaluated("3.jpg", 0, [1, 0, 2, 3, 4], 2)])
+    assert cli.run(["compare", str(a), str(b), "--fail-if-worse", points, "--metric", metric]) == code
+    message = capsys.readouterr().err
+    if code:
+        assert f"worse than A by more than {float(points):g} points" in message
+        assert "top-1 error 25.00 % against 0.00 %, +25 points" in message
+        assert "top-5" not in message
+    assert (b / "report" / "compared-with-a" / "compare.html").exists()
+    assert cli.run(["compare", str(b), str(a), "--fail-if-worse", points, "--metric", metric]) == 0  # better
+
+
+def ten(refused_ones: int, wrong_ones: int = 0) -> list[dict[str, Any]]:
+    """Ten images of class 0: the first refused, then some wrong by top-1, the rest right."""
+    return [
+        refused(f"{number}.jpg", 0, "no image")
+        if number < refused_ones
+        else evaluated(f"{number}.jpg", 0, [1, 0, 2], 2)
+        if number < refused_ones + wrong_ones
+        else evaluated(f"{number}.jpg", 0, [0, 1, 2], 1)
+        for number in range(10)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "points", "code"),
+    [
+        (ten(0), ten(2), "19.9", 6),  # 2 of 10 count as wrong in B: 20 points
+        (ten(0), ten(2), "20", 0),
+        (ten(2), ten(0), "0", 0),  # refusals of A are no fault of B
+        (ten(2), ten(2), "0", 0),  # nor those of both
+        (ten(0, 2), ten(2), "0", 0),  # what A gets wrong, B may refuse
+        (ten(0, 5), ten(1, 5), "11", 6),  # 5 of 9 against 4 of 9: 11.1 points without the refused, 10 with it
+    ],
+)
+def test_b_does_not_pass_by_refusing_images(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], a: Any, b: Any, points: str, code: int
+) -> None:
+    folders = [str(write_run(tmp_path / name, lines)) for name, lines in (("a", a), ("b", b))]
+    assert cli.run(["compare", *folders, "--fail-if-worse", points, "--metric", "top1"]) == code
+    message = capsys.readouterr().err
+    only_b = sum("refused" in two and "refused" not in one for one, two in zip(a, b, strict=True))
+    assert (f"warning: B refused {only_b} image" in message) == bool(only_b)
+    assert ("worse than A" in message) == (code == 6)
+
+
+def test_fail_if_worse_does_not_pass_when_nothing_can_be_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = write_run(tmp_path / "a", [refused("a.jpg", 0)])
+    assert cli.run(["compare", str(a), str(a), "--fail-if-worse", "5"]) == 6
+    captured = capsys.readouterr()
+    assert "no image was evaluated in both" in captured.out
+    assert "cannot be told" in captured.err
+
+
+@pytest.mark.parametrize("points", ["-1", "nan", "inf", "much"])
+def test_points_that_are_no_points_are_refused_before_anything_is_written(tmp_path: Path, points: str) -> None:
+    a, b = write_run(tmp_path / "a", LINES), write_run(tmp_path / "b", LINES)
+    assert cli.run(["compare", str(a), str(b), "--fail-if-worse", points]) == 2
+    assert not (b / "report").exists()
+
+
+def test_a_comparison_with_another_run_of_the_same_name_is_not_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = (write_run(tmp_path / name / "run", LINES) for name in ("monday", "tuesday"))
+    b = write_run(tmp_path / "b", LINES)
+    assert cli.run(["compare", str(first), str(b)]) == 0
+    file = b / "report" / "compared-with-run" / "compare.json"
+    before = file.read_bytes()
+    assert cli.run(["compare", str(second), str(b)]) == 0, "the same model, protocol and images: the same baseline"
+    model = json.loads((second / "run.json").read_text())["model"]
+    protocol = json.loads((second / "run.json").read_text())["protocol"]
+    for change in ({"model": {**model, "sha256": "77" * 32}}, {"protocol": {**protocol, "averaging": "logit"}}):
+        changed = write_run(tmp_path / "changed" / "run", LINES)
+        run = json.loads((changed / "run.json").read_text())
+        (changed / "run.json").write_text(json.dumps({**run, **change}))
+        capsys.readouterr()
+        assert cli.run(["compare", str(changed), str(b)]) == 2
+        message = capsys.readouterr().err
+        for part in (str(file), "another run of that name", "c.onnx", "--out DIR"):
+            assert part in message
+        assert file.read_bytes() == before
+        assert cli.run(["compare", str(changed), str(b), "--out", str(tmp_path / "out")]) == 0
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"a": 1}', b"\xff", b'{"a": {"model": {}}}'])
+def test_a_file_that_is_no_comparison_is_not_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes
+) -> None:
+    a, b = write_run(tmp_path / "a", LINES), write_run(tmp_path / "b", LINES)
+    file = b / "report" / "compared-with-a" / "compare.json"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(content)
+    assert cli.run(["compare", str(a), str(b)]) == 2
+    message = capsys.readouterr().err
+    assert f"{file}: not a comparison" in message
+    assert "--out DIR" in message
+    assert file.read_bytes() == content
+    assert [path.name for path in file.parent.iterdir()] == ["compare.json"]

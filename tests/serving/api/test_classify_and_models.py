@@ -1,0 +1,483 @@
+import asyncio
+import io
+import json
+import logging
+import re
+import subprocess
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from google.protobuf.json_format import ParseDict
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from PIL import Image
+
+from prelunet.evaluator.answer import Timings
+from prelunet.evaluator.cli import run
+from prelunet.evaluator.engine import classify
+from prelunet.evaluator.engine import heatmap as overlay
+from prelunet.evaluator.engine.classify import answer_of, classify_images
+from prelunet.evaluator.engine.heatmap import draw_heat_maps
+from prelunet.evaluator.errors import EnvironmentFault, UsageError
+from prelunet.evaluator.imaging import views
+from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.pb.inference import inference_pb2 as inference_pb
+from prelunet.evaluator.pb.inference import inference_pb2_grpc as inference_grpc
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from prelunet.evaluator.protocols import Changes, make_protocol
+from prelunet.evaluator.rpc.convert import answer_from_message
+from prelunet.evaluator.serving import models
+from prelunet.evaluator.serving.api import evaluation, prelunet_messages
+from prelunet.evaluator.serving.api.prelunet import SERVICE
+from prelunet.evaluator.serving.lifecycle import serve
+from prelunet.evaluator.serving.options import Limits, ModelFile, ServeOptions, parse_models
+from prelunet.evaluator.serving.server import Server
+from tests.conftest import Exported
+from tests.helpers.fakes import FakeSession, fake_contract
+from tests.serving.serving_harness import Gated, eventually, png, running_server
+
+HOSTILE = sorted((Path(__file__).parents[2] / "data" / "hostile").iterdir())
+assert HOSTILE, "tests/data/hostile is empty"
+SMALL = fake_contract(classes=3, default_scales=(31, 44))
+
+
+@pytest.fixture(scope="module")
+def channel() -> Iterator[grpc.Channel]:
+    sessions = {"six": FakeSession(), "three": FakeSession(SMALL, seed=1)}
+    with running_server(**sessions) as server, grpc.insecure_channel(server.address) as channel:
+        yield channel
+
+
+@pytest.fixture(scope="module")
+def stub(channel: grpc.Channel):
+    return pb_grpc.PreluNetServiceStub(channel)
+
+
+def request(**changes) -> pb.ClassifyRequest:
+    return pb.ClassifyRequest(**{"image": png(40, 57, seed=1), "model": "six", **changes})
+
+
+def failure(call, *arguments) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.RpcError) as caught:
+        call(*arguments, timeout=30)
+    return caught.value.code(), caught.value.details()
+
+
+def without_timings(response: pb.ClassifyResponse) -> pb.ClassifyResponse:
+    response.ClearField("timings")
+    return response
+
+
+@pytest.mark.parametrize(
+    ("model", "protocol"),
+    [
+        ("six", ""),
+        ("three", ""),
+        *[("six", name) for name in ("center", "dense-37", "dense-33-45", "ten-crop", "spp-18", "spp-net", "resnet")],
+    ],
+)
+def test_the_answer_is_that_of_the_model_file(stub, model: str, protocol: str) -> None:
+    session = FakeSession() if model == "six" else FakeSession(SMALL, seed=1)
+    asked = make_protocol(protocol or "multi-scale", session.contract)
+    data = png(40, 57, seed=1)
+    (alone,) = classify_images(session, [decode_rgb(data)], asked)
+    answer = stub.Classify(request(image=data, model=model, protocol=protocol))
+    classes = session.contract.classes
+    best = alone.top(5)
+    assert [(p.class_index, p.wnid, p.name) for p in answer.predictions] == [
+        (index, classes[index].wnid, classes[index].name) for index, _ in best
+    ]
+    np.testing.assert_allclose([p.score for p in answer.predictions], [score for _, score in best], rtol=1e-6)
+    assert [(v.scale, v.mirrored, v.part, v.windows.rows, v.windows.columns) for v in answer.views] == [
+        (v.view.scale, v.view.mirrored, v.view.part, *v.windows) for v in alone.views
+    ]
+    assert (answer.model.name, answer.model.sha256) == (model, session.model_sha256)
+    assert (answer.protocol.name, answer.capped, answer.circumstances.provider) == (
+        protocol or "multi-scale",
+        False,
+        "CPUExecutionProvider",
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "scales", "mirror"),
+    [
+        ({"scales": [33, 45]}, (33, 45), True),
+        ({"mirror": False}, (32, 48, 60), False),
+        ({"scales": [41], "mirror": False}, (41,), False),
+        ({"protocol": "spp-18", "scales": [41], "mirror": True}, (41,), True),
+        ({"protocol": "dense-37", "mirror": True}, (37,), True),
+    ],
+)
+def test_scales_and_mirroring_may_be_the_callers_own(stub, changes: dict, scales: tuple, mirror: bool) -> None:
+    session, data = FakeSession(), png(40, 57, seed=1)
+    own = Changes(tuple(changes.get("scales", ())) or None, changes.get("mirror"))
+    protocol = make_protocol(changes.get("protocol", "multi-scale"), session.contract, own)
+    (alone,) = classify_images(session, [decode_rgb(data)], protocol)
+    answer = stub.Classify(request(image=data, **changes))
+    assert (tuple(answer.protocol.scales), answer.protocol.mirror) == (scales, mirror)
+    assert {view.scale for view in answer.views} == set(scales)
+    assert {view.mirrored for view in answer.views} == ({False, True} if mirror else {False})
+    best = alone.top(5)
+    assert [p.class_index for p in answer.predictions] == [index for index, _ in best]
+    np.testing.assert_allclose([p.score for p in answer.predictions], [score for _, score in best], rtol=1e-6)
+
+
+def test_timings_tell_where_the_time_went_and_their_parts_are_within_the_total(stub) -> None:
+    timings = stub.Classify(request(protocol="dense-37")).timings
+    parts = (timings.queue_seconds, timings.decode_seconds, timings.compute_seconds)
+    assert all(part > 0 for part in parts)
+    assert sum(parts) <= timings.total_seconds < 60
+    assert timings.batches == 1
+
+
+def test_the_message_of_an_answer_is_its_json_with_every_field_and_digit() -> None:
+    session = FakeSession(fake_contract(classes=1000))
+    for name, timings in (("multi-scale", None), ("ten-crop", Timings(0.1, 1 / 3, 1e-9, 2.5, 7))):
+        protocol = make_protocol(name, session.contract)
+        (classified,) = classify_images(session, [decode_rgb(png(40, 57))], protocol)
+        answer = replace(answer_of(session, "fake", protocol, classified, 1000, b"a picture"), timings=timings)
+        message = prelunet_messages.classify_response(answer)
+        assert message == ParseDict({**answer.to_json()}, pb.ClassifyResponse(heatmap=b"a picture"))
+        back = answer_from_message(pb.ClassifyResponse.FromString(message.SerializeToString()))
+        assert (back, back.timings, back.heatmap) == (answer, timings, b"a picture")
+
+
+@pytest.mark.parametrize("name", ["ten-crop", "spp-18", "multi-scale"])
+def test_the_verb_prints_the_same_through_a_server_as_with_the_model_file(
+    exported: dict[str, Exported], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    model, image = exported["demo-image"], tmp_path / "image.png"
+    image.write_bytes(png(40, 57, seed=1))
+    printed, drawn = [], []
+    with running_server(demo=model.session) as server:
+        for place, way in enumerate((["--model", str(model.path)], ["--server", server.address])):
+            heatmap = tmp_path / f"{place}.png"
+            asked = ["classify", str(image), *way, "--protocol", name, "--json", "--heatmap", str(heatmap)]
+            assert run(asked) == 0
+            printed.append(json.loads(capsys.readouterr().out))
+            drawn.append(heatmap.read_bytes())
+    assert printed[1].pop("timings")["batches"] >= 1
+    assert printed[0] == printed[1]
+    assert printed[0]["protocol"]["name"] == name
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("name", ["multi-scale", "ten-crop"])
+def test_the_heat_map_of_a_server_is_that_of_the_model_file(stub, name: str) -> None:
+    session, data = FakeSession(), png(40, 57, seed=1)
+    protocol = make_protocol(name, session.contract)
+    (alone,) = classify_images(session, [decode_rgb(data)], protocol, keep_windows=True)
+    expected = draw_heat_maps(decode_rgb(data), alone, session.contract, protocol)
+    with Image.open(io.BytesIO(stub.Classify(request(image=data, protocol=name, heatmap=True)).heatmap)) as drawn:
+        np.testing.assert_array_equal(np.asarray(drawn), expected)
+    assert stub.Classify(request(image=data)).heatmap == b""
+
+
+def test_an_elongated_image_is_marked_as_capped(stub) -> None:
+    assert stub.Classify(request(image=png(30, 400, seed=2))).capped
+
+
+def test_concurrent_calls_for_two_models_all_get_their_own_answers(stub) -> None:
+    images = [png(30 + 3 * n, 61 - 2 * n, seed=n) for n in range(12)]
+    requests = [request(image=image, model=("six", "three")[n % 2]) for n, image in enumerate(images)]
+    alone = [without_timings(stub.Classify(each)) for each in requests]
+    with ThreadPoolExecutor(12) as pool:
+        assert list(map(without_timings, pool.map(stub.Classify, requests))) == alone
+    assert len({answer.predictions[0].score for answer in alone}) == 12
+
+
+@pytest.mark.parametrize("file", HOSTILE, ids=lambda file: file.name)
+def test_a_hostile_image_gets_an_answer_or_invalid_argument_and_the_next_call_works(stub, file: Path) -> None:
+    call = stub.Classify.future(request(image=file.read_bytes()), timeout=60)
+    assert call.code() in {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT}, call.details()
+    assert not re.search(r"0x[0-9a-f]{6}|(^|\s)/|Traceback", call.details()), call.details()
+    assert len(stub.Classify(request()).predictions) == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "text"),
+    [
+        ({"image": b""}, "INVALID_ARGUMENT", "empty"),
+        ({"image": b"x" * (32 * 2**20 + 1)}, "INVALID_ARGUMENT", "33554433 bytes are more than the limit of 33554432"),
+        ({"model": "nine"}, "NOT_FOUND", "no model 'nine' is served. There are: six, three"),
+        (
+            {"model": ""},
+            "NOT_FOUND",
+            "a name is needed (`model`, or `--name` of prelunet classify). There are: six, three",
+        ),
+        ({"protocol": "twelve-crop"}, "INVALID_ARGUMENT", "There are: center, ten-crop, multi-scale"),
+        ({"protocol": "dense-27"}, "INVALID_ARGUMENT", "scales from 28"),
+        ({"scales": [27]}, "INVALID_ARGUMENT", "scales"),
+        ({"scales": [0]}, "INVALID_ARGUMENT", "scales"),
+        ({"scales": [2**32 - 1]}, "INVALID_ARGUMENT", "scales"),
+        ({"scales": [40, 40]}, "INVALID_ARGUMENT", "40"),
+        ({"scales": list(range(28, 61))}, "INVALID_ARGUMENT", "at most 32"),
+        ({"scales": [40], "protocol": "dense-37"}, "INVALID_ARGUMENT", "dense-37"),
+        ({"protocol": "dense-99999"}, "INVALID_ARGUMENT", "to 256"),
+        ({"protocol": "center-99999"}, "INVALID_ARGUMENT", "from scales of 28 to 448"),
+        ({"protocol": "dense" + "".join(f"-{s}" for s in range(28, 61))}, "INVALID_ARGUMENT", "at most 32"),
+        ({"protocol": "\0" * 200}, "INVALID_ARGUMENT", "no protocol"),
+        ({"protocol": "\0" * 100_000}, "INVALID_ARGUMENT", "a protocol's name of 100000 characters"),
+        ({"scales": range(1, 500)}, "INVALID_ARGUMENT", "a protocol of 33 scales: give at most 32"),
+        ({"scales": range(1, 100_000)}, "INVALID_ARGUMENT", "more than 1000 fields and numbers"),
+        ({"top_k": 0}, "INVALID_ARGUMENT", "top_k is 0, but this model can tell 1 to 6"),
+        ({"top_k": -1}, "INVALID_ARGUMENT", "top_k is -1"),
+        ({"top_k": 7}, "INVALID_ARGUMENT", "1 to 6"),
+        ({"top_k": 2**31 - 1}, "INVALID_ARGUMENT", "1 to 6"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_bad_call_says_what_is_wrong_and_the_next_call_works(stub, changes: dict, code: str, text: str) -> None:
+    status, details = failure(stub.Classify, request(**changes))
+    assert (status.name, text in details) == (code, True), details
+    assert len(stub.Classify(request(top_k=6)).predictions) == 6
+
+
+@pytest.mark.parametrize("method", ["Classify", "GetModel", "Evaluate"])
+def test_bytes_that_are_no_message_are_the_callers_fault_and_the_next_call_works(channel, stub, method: str) -> None:
+    path, rubbish = f"/{SERVICE}/{method}", b"\xff\xff\xff\xff\x01"
+    if method == "Evaluate":
+        status, details = failure(channel.stream_unary(path), iter([rubbish]))
+    else:
+        status, details = failure(channel.unary_unary(path), rubbish)
+    assert (status.name, "no message of this method" in details) == ("INVALID_ARGUMENT", True), details
+    assert stub.Classify(request()).predictions
+
+
+def test_top_k_defaults_to_five_or_to_all_classes(stub) -> None:
+    assert len(stub.Classify(request()).predictions) == 5
+    assert len(stub.Classify(request(model="three")).predictions) == 3
+
+
+def test_a_message_beyond_the_limit_is_refused_and_the_next_call_works(stub) -> None:
+    status, details = failure(stub.Classify, request(image=b"x" * (64 * 2**20)))
+    assert status == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "67108864" in details
+    assert stub.Classify(request()).predictions
+
+
+def test_a_server_with_as_many_calls_as_it_takes_refuses_more_and_still_says_that_it_lives() -> None:
+    session = Gated()
+    with (
+        running_server(server_limits=Limits(max_calls=2), fake=session) as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        stub, inference = pb_grpc.PreluNetServiceStub(channel), inference_grpc.GRPCInferenceServiceStub(channel)
+        calls = [stub.Classify.future(pb.ClassifyRequest(image=png(40, 57), protocol="center")) for _ in range(2)]
+        eventually(lambda: server.metric("prelunet_calls_now") == 2)
+        for method, asked in [(stub.Classify, pb.ClassifyRequest()), (stub.ListModels, pb.ListModelsRequest())]:
+            status, details = failure(method, asked)
+            assert (status.name, details) == ("RESOURCE_EXHAUSTED", "2 calls are in flight already. Try again later")
+        assert inference.ServerLive(inference_pb.ServerLiveRequest()).live
+        assert inference.ServerReady(inference_pb.ServerReadyRequest()).ready
+        assert inference.ModelReady(inference_pb.ModelReadyRequest(name="fake")).ready
+        assert health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest()).status == 1
+        session.gate.set()
+        assert all(call.result(30).predictions for call in calls)
+        eventually(lambda: server.metric("prelunet_calls_now") == 0)
+        assert stub.ListModels(pb.ListModelsRequest()).models
+
+
+def test_models_are_listed_and_described(stub) -> None:
+    listed = stub.ListModels(pb.ListModelsRequest()).models
+    assert [(model.name, model.sha256) for model in listed] == [
+        ("six", FakeSession().model_sha256),
+        ("three", FakeSession(seed=1).model_sha256),
+    ]
+    model = stub.GetModel(pb.GetModelRequest(name="three")).model
+    assert [entry.name for entry in model.classes] == ["class 0", "class 1", "class 2"]
+    assert (model.architecture, model.activation, model.crop, model.max_side) == ("demo", "prelu", 28, 1024)
+    assert (list(model.default_scales), model.canvas, model.checkpoint_sha256) == ([31, 44], "ragged", "c" * 64)
+    assert failure(stub.GetModel, pb.GetModelRequest(name="nine"))[0] == grpc.StatusCode.NOT_FOUND
+
+
+def test_health_says_serving_for_the_server_and_for_the_service_and_not_found_for_others(channel) -> None:
+    check = health_pb2_grpc.HealthStub(channel).Check
+    for service in ("", SERVICE):
+        status = check(health_pb2.HealthCheckRequest(service=service)).status
+        assert status == health_pb2.HealthCheckResponse.SERVING
+    assert failure(check, health_pb2.HealthCheckRequest(service="nobody"))[0] == grpc.StatusCode.NOT_FOUND
+
+
+def test_reflection_names_the_services_and_describes_ours(channel) -> None:
+    reflected = ProtoReflectionDescriptorDatabase(channel)
+    assert {SERVICE, "grpc.health.v1.Health"} <= set(reflected.get_services())
+    (service,) = reflected.FindFileContainingSymbol(SERVICE).service
+    assert {method.name for method in service.method} == {
+        "Classify",
+        "ClassifyStream",
+        "Evaluate",
+        "ListModels",
+        "GetModel",
+    }
+
+
+class BrokenSession(FakeSession):
+    """A fake that raises, or gives NaN, for canvases of some widths."""
+
+    def run(self, images, sizes):
+        if images.shape[2] == 99:
+            raise RuntimeError("/secret/broken.onnx: device on fire")
+        outputs = super().run(images, sizes)
+        return replace(outputs, scores=outputs.scores * np.nan) if images.shape[2] == 77 else outputs
+
+
+@pytest.mark.parametrize(("width", "code"), [(99, "INTERNAL"), (77, "FAILED_PRECONDITION")])
+def test_a_fault_of_ours_is_told_by_an_id_that_is_in_the_log_and_by_no_path(caplog, width: int, code: str) -> None:
+    with running_server(broken=BrokenSession()) as server, grpc.insecure_channel(server.address) as channel:
+        stub = pb_grpc.PreluNetServiceStub(channel)
+        bad = pb.ClassifyRequest(image=png(40, width), protocol="dense-40")
+        with caplog.at_level(logging.ERROR):
+            status, details = failure(stub.Classify, bad)
+        assert status.name == code
+        assert not re.search(r"/secret|\.onnx|Traceback|fire|NaN", details), details
+        incident = re.search(r"id ([0-9a-f]{12})", details)
+        assert incident is not None
+        assert incident[1] in caplog.text
+        assert stub.Classify(pb.ClassifyRequest(image=png(40, 55), protocol="dense-40")).predictions
+
+
+def test_nothing_long_runs_on_the_event_loops_own_thread(monkeypatch) -> None:
+    session, threads = FakeSession(), defaultdict(set)
+
+    def record(owner, name: str) -> None:
+        function = getattr(owner, name)
+
+        def recorded(*arguments, **options):
+            threads[name].add(threading.get_ident())
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, recorded)
+
+    data = png(40, 57)
+    for owner, name in [
+        (Image, "open"),  # Pillow's own: decoding
+        (views, "resize_to_scales"),
+        (session, "compute"),
+        (classify, "average_views"),
+        (overlay, "heat_maps"),
+        (evaluation, "build_report"),
+        (prelunet_messages, "report_message"),
+    ]:
+        record(owner, name)
+    start = pb.EvaluateRequest(start=pb.EvaluateStart(dataset="photos"))
+    labelled = [pb.LabelledImage(file=f"{label}.png", data=data, label=label) for label in range(3)]
+    with running_server(six=session) as server, grpc.insecure_channel(server.address) as channel:
+        stub = pb_grpc.PreluNetServiceStub(channel)
+        assert stub.Classify(pb.ClassifyRequest(image=data, heatmap=True)).heatmap
+        *_, last = stub.Evaluate(iter([start, *(pb.EvaluateRequest(image=image) for image in labelled)]))
+    assert last.report.evaluated == 3
+    assert len(threads) == 7
+    assert [name for name, seen in threads.items() if server.loop_thread in seen] == []
+    assert len(threads["compute"]) == 1, "a session belongs to one thread"
+
+
+def test_a_stopped_server_leaves_no_thread_of_its_models(monkeypatch) -> None:
+    def of_models() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name.startswith(("compute", "decode"))}
+
+    before = of_models()
+    with running_server(six=FakeSession(), three=FakeSession(SMALL)) as server:
+        with grpc.insecure_channel(server.address) as channel:
+            assert pb_grpc.PreluNetServiceStub(channel).Classify(request()).predictions
+        started = of_models() - before
+        assert {thread.name.partition("-")[0] for thread in started} == {"compute", "decode"}
+    assert [thread.name for thread in started if thread.is_alive()] == []
+
+
+def test_a_model_that_does_not_run_is_refused_before_the_server_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(FakeSession):
+        def run(self, images, sizes):
+            raise RuntimeError("no kernel")
+
+    sessions = {"a.onnx": FakeSession(), "b.onnx": Broken()}
+
+    def announce(line: str) -> None:
+        raise AssertionError(f"this should not have been said: {line}")
+
+    monkeypatch.setattr(models, "open_placed", lambda path, _placement: sessions[path.name])
+    options = ServeOptions(parse_models(["a=a.onnx", "b=b.onnx"]), port=0)
+    with pytest.raises(EnvironmentFault, match=r"^model b\.onnx loads but does not run on CPUExecution.*no kernel"):
+        asyncio.run(serve(options, announce))
+    assert sessions["a.onnx"].calls == [(1, 28, 28, 3)], "each should run once while it is loaded"
+
+
+def test_an_expired_call_is_not_computed() -> None:
+    session = Gated()
+    with running_server(gated=session) as server, grpc.insecure_channel(server.address) as channel:
+        stub = pb_grpc.PreluNetServiceStub(channel)
+        first = stub.Classify.future(pb.ClassifyRequest(image=png(40, 57), protocol="center"))
+        assert session.entered.wait(30)
+        with pytest.raises(grpc.RpcError) as expired:
+            stub.Classify(pb.ClassifyRequest(image=png(40, 57), protocol="dense-41"), timeout=0.5)
+        assert expired.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        eventually(lambda: server.metric("prelunet_waiting_images", model="gated") == 1)  # the server has noticed
+        session.gate.set()
+        assert first.result(30).predictions
+        assert stub.Classify(pb.ClassifyRequest(image=png(40, 57), protocol="dense-43")).predictions
+    assert {shape[1] for shape in session.calls} == {28, 43}, "41, the expired call's scale, should not be computed"
+
+
+def test_a_port_in_use_is_an_environment_fault_that_names_it() -> None:
+    async def bind(port: int) -> Server:
+        return Server("127.0.0.1", port)
+
+    with running_server(six=FakeSession()) as server:
+        port = int(server.address.rpartition(":")[2])
+        with pytest.raises(EnvironmentFault, match=f"cannot listen on 127.0.0.1:{port}: port {port} is in use"):
+            asyncio.run(bind(port))
+
+
+def test_model_options_are_names_and_files() -> None:
+    assert parse_models(["a=x=y.onnx", "b-2.1=z.onnx"]) == (
+        ModelFile("a", Path("x=y.onnx")),
+        ModelFile("b-2.1", Path("z.onnx")),
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["x.onnx"], "NAME|a name and a file"),
+        (["=x.onnx"], "a name and a file"),
+        (["a="], "a name and a file"),
+        (["a/b=x.onnx"], "letters, digits"),
+        (["a=x.onnx", "b=y.onnx", "a=z.onnx"], "--model a=…: the name is given twice"),
+        ([], "no model to serve"),
+    ],
+)
+def test_a_model_option_that_is_none_is_refused(options: list[str], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        parse_models(options)
+
+
+def test_committed_messages_are_those_of_the_proto_file(tmp_path: Path) -> None:
+    pytest.importorskip("grpc_tools", reason="needs grpcio-tools (extra dev)")
+    root = Path(__file__).parents[3]
+    outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
+    file = "prelunet/evaluator/pb/prelunet/v1/prelunet.proto"
+    protoc = [sys.executable, "-m", "grpc_tools.protoc", "--proto_path=prelunet/evaluator/pb=proto"]
+    subprocess.run([*protoc, *outputs, file], cwd=root, check=True)
+    made = sorted((tmp_path / file).parent.iterdir())
+    assert len(made) == 3
+    for path in made:
+        committed = root / "src" / path.relative_to(tmp_path)
+        assert committed.read_text() == path.read_text(), f"{committed} is stale: run tools/generate_proto.sh"
+
+
+def test_every_method_message_and_field_of_our_proto_is_commented() -> None:
+    lines = (Path(__file__).parents[3] / "proto" / "prelunet" / "v1" / "prelunet.proto").read_text().splitlines()
+    defined = re.compile(r"\s*(message|service|rpc|oneof|(optional |repeated )?[\w.<>, ]+ \w+ = \d+;)")
+    found = [number for number, line in enumerate(lines) if defined.match(line)]
+    assert len(found) > 200
+    assert [lines[number] for number in found if not re.match(r"\s*// \S", lines[number - 1])] == []

@@ -1,0 +1,257 @@
+"""The Open Inference Protocol with clients that others wrote: NVIDIA's tritonclient, and buf curl over reflection."""
+
+import base64
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prelunet.evaluator.engine.classify import classify_images
+from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.pb.inference import inference_pb2 as pb
+from prelunet.evaluator.protocols import Changes, make_protocol
+from prelunet.evaluator.serving.api.inference import NOT_OFFERED
+from tests.helpers.fakes import FakeSession
+from tests.serving.api.inference_calls import IMAGE
+from tests.serving.api.triton_fields import fields_of
+from tests.serving.serving_harness import Running, png, running_server
+
+ROOT = Path(__file__).parents[3]
+IMAGES = [png(40, 57, seed=1), png(33, 31, seed=2), png(70, 45, seed=3)]
+BUF = shutil.which("buf") or next(map(str, ROOT.glob(".buf/node_modules/.bin/buf")), None)
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("tritonclient") is None, reason="tritonclient is not installed; pip install '.[dev]'"
+)
+needs_buf = pytest.mark.skipif(BUF is None, reason="buf is not installed; make lint-proto brings it")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running_server(six=FakeSession()) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def told(server: Running, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return what the client got, in a process of its own."""
+    folder = tmp_path_factory.mktemp("images")
+    for place, image in enumerate(IMAGES):
+        (folder / f"{place}.png").write_bytes(image)
+    files = [str(folder / f"{place}.png") for place in range(len(IMAGES))]
+    program = [sys.executable, "-m", "tests.serving.api.triton_calls", server.address, *files]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+@pytest.fixture(scope="module")
+def scores() -> np.ndarray:
+    """Return what each image gets alone."""
+    session = FakeSession()
+    asked = make_protocol("ten-crop", session.contract, Changes(mirror=False))
+    return np.stack([classify_images(session, [decode_rgb(image)], asked)[0].scores for image in IMAGES])
+
+
+def same(told: Any, expected: np.ndarray) -> None:
+    """Hold that scores are equal; another batch makes einsum of the fake add in another order."""
+    np.testing.assert_allclose(np.array(told, np.float32), expected, rtol=1e-5)
+
+
+@needs_triton
+def test_every_message_and_method_of_ours_is_as_the_client_has_it(told) -> None:
+    theirs = told["protocol"]
+    ours: dict[str, Any] = {}
+    for descriptor in pb.DESCRIPTOR.message_types_by_name.values():
+        ours |= fields_of(descriptor)
+    for enum in pb.DESCRIPTOR.enum_types_by_name.values():
+        ours[enum.full_name] = {value.name: value.number for value in enum.values}
+    assert len(ours) > 40
+    for name, fields in ours.items():
+        for field, description in fields.items():
+            assert theirs["messages"][name].get(field) == description, (name, field)
+    methods = {
+        method.name: [
+            method.input_type.full_name,
+            method.output_type.full_name,
+            method.client_streaming,
+            method.server_streaming,
+        ]
+        for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods
+    }
+    assert {name: theirs["methods"][name] for name in methods} == methods
+    assert theirs["methods"].keys() == methods.keys() | NOT_OFFERED.keys(), "a method of the client that says nothing"
+
+
+@needs_triton
+@pytest.mark.parametrize("way", ["scores", "column", "compressed"])
+def test_tritonclient_gets_the_scores_of_the_model(told, scores, way: str) -> None:
+    same(told["sync"][way], scores)
+    assert (told["sync"]["type"], told["sync"]["id"]) == ("float32", "photo 7")
+
+
+@needs_triton
+@pytest.mark.parametrize("client", ["sync", "aio"])
+def test_tritonclient_gets_the_best_classes(told, scores, client: str) -> None:
+    rows = told[client]["classes"]
+    assert len(rows) == 3
+    for row, of_image in zip(rows, scores, strict=True):
+        best = np.argsort(-of_image, kind="stable")[:3]
+        assert [text.split(":", 1)[1] for text in row] == [f"{index}:class {index}" for index in best]
+        same([float(text.split(":")[0]) for text in row], np.round(of_image[best], 6))
+
+
+@needs_triton
+def test_tritonclient_gets_answers_over_callbacks_and_over_a_stream(told, scores) -> None:
+    assert told["sync"]["async errors"] == []
+    *good, bad = told["sync"]["stream"]
+    assert [name for name, *_ in good] == ["0", "1", "2"]
+    same([row for _, row, _ in good], scores)
+    assert "images[0]: " in bad[2]
+
+
+@needs_triton
+def test_tritonclient_of_asyncio_gets_the_scores_of_the_model(told, scores) -> None:
+    assert told["aio"]["ready"] == [True, True]
+    same(told["aio"]["scores"], scores)
+    same([row for row, _ in told["aio"]["stream"]], scores)
+    assert told["aio"]["bad model"][0] == "StatusCode.NOT_FOUND"
+    assert told["aio"]["config"] == told["sync"]["of server"]["config"]
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("call", "status", "text"),
+    [
+        ("bad image", "INVALID_ARGUMENT", "images[1]: "),
+        ("bad model", "NOT_FOUND", "no model 'nine' is served. There are: six"),
+        ("negative timeout", "INVALID_ARGUMENT", "'timeout' is -1 microseconds"),
+        ("priority", "INVALID_ARGUMENT", "'priority' should be 0"),
+        ("sequence", "INVALID_ARGUMENT", "Call without a sequence_id"),
+        ("no time", "DEADLINE_EXCEEDED", ""),
+    ],
+)
+def test_tritonclient_is_told_what_was_wrong(told, call: str, status: str, text: str) -> None:
+    code, message = told["sync"][call]
+    assert (code, text in message) == (f"StatusCode.{status}", True), message
+
+
+@needs_triton
+def test_tritonclient_is_told_of_server_and_models(told) -> None:
+    of_server = told["sync"]["of server"]
+    assert (of_server["live"], of_server["ready"], of_server["model ready"]) == (True, True, [True, False, False])
+    assert of_server["server"]["name"] == "prelunet"
+    assert of_server["model"]["inputs"] == [{"name": "images", "datatype": "BYTES", "shape": ["-1", "1"]}]
+    config = of_server["config"]["config"]
+    assert (config["max_batch_size"], config["input"]) == (
+        64,
+        [{"name": "images", "data_type": "TYPE_STRING", "dims": ["1"]}],
+    )
+    assert of_server["index"]["models"] == [{"name": "six", "version": "1", "state": "READY"}]
+    (statistics,) = of_server["statistics"]["model_stats"]
+    assert int(statistics["inference_count"]) >= 4 * len(IMAGES)
+    assert int(statistics["inference_stats"]["compute_infer"]["ns"]) > 0
+    for call in ("no loading", "no unloading", "no trace", "no log settings"):
+        assert of_server[call][0] == "StatusCode.UNIMPLEMENTED", call
+    for call in ("no shared memory", "no shared memory of a GPU"):
+        assert "images in the message only" in of_server[call][1], call
+
+
+@needs_triton
+def test_our_client_and_tritonclient_live_in_one_process() -> None:
+    program = [sys.executable, "-c", "import prelunet.evaluator.client, tritonclient.grpc, tritonclient.grpc.aio"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def examples(language: str) -> list[str]:
+    """Return the blocks of code of docs/open-inference-protocol.md."""
+    page = (ROOT / "docs" / "open-inference-protocol.md").read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def quickstart(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """Serve model `demo` beside the images of the README; returns the folder and the server's address."""
+    folder = tmp_path / "demo" / "clothes"
+    folder.mkdir(parents=True)
+    for name, image in zip(("shelf", "shoe", "shirt"), IMAGES, strict=True):
+        (folder / f"{name}.png").write_bytes(image)
+    with running_server(demo=FakeSession()) as running:
+        yield tmp_path, running.address
+
+
+@needs_triton
+def test_every_example_of_the_page_runs_after_the_first(quickstart: tuple[Path, str]) -> None:
+    folder, address = quickstart
+    first, *others = [example.replace("127.0.0.1:50051", address) for example in examples("python")]
+
+    def said_by(program: str) -> list[str]:
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    with ThreadPoolExecutor(2) as pool:
+        said = list(pool.map(said_by, [first, *(first + other for other in others)]))
+    assert all(re.fullmatch(r"0\.\d{3} class [0-5]", line) for line in said[0]), said
+    assert [lines[:5] for lines in said] == [said[0]] * len(said)
+    several, streamed, prepared = said[1][5:], said[3][5:], json.loads((folder / "images.json").read_text())
+    assert re.fullmatch(r"\{'shelf.png': .*[0-5].*, 'shirt.png': .*, 'shoe.png': .*\}", *several)
+    assert said[2][5:] == ["(3, 6)"]
+    assert streamed == ["('0', (3, 6))", "('1', (3, 6))", "('2', (3, 6))"]
+    assert len(prepared["data"]) == 3
+
+
+@needs_buf
+def test_the_commands_of_the_page_with_buf_run(quickstart: tuple[Path, str]) -> None:
+    folder, address = quickstart
+    (commands,) = [block for block in examples("sh") if "buf curl" in block]
+    commands = re.sub(r"\bbuf curl", f"{BUF} curl", commands.replace("127.0.0.1:50051", address))
+    done = subprocess.run(["sh", "-ec", commands], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert '"datatype": "BYTES"' in done.stdout
+    assert ":class " in base64.b64decode(re.search(r'"bytesContents": \[\s*"([^"]*)"', done.stdout)[1]).decode()
+
+
+def buf(*arguments: str, typed: str = "") -> str:
+    assert BUF is not None
+    done = subprocess.run([BUF, *arguments], input=typed, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def curl(server: Running, method: str, request: Any) -> Any:
+    """Call a method as buf curl does, which learns its messages by reflection."""
+    url = f"http://{server.address}/{method}"
+    flags = ["--protocol", "grpc", "--http2-prior-knowledge"]
+    return json.loads(buf("curl", *flags, "--data", "@-", url, typed=json.dumps(request)))
+
+
+@needs_buf
+def test_buf_curl_classifies_over_both_protocols_by_reflection(server: Running) -> None:
+    session = FakeSession()
+    (alone,) = classify_images(session, [decode_rgb(IMAGE)], make_protocol("center", session.contract))
+    image = base64.b64encode(IMAGE).decode()
+    tensor = {"name": "images", "datatype": "BYTES", "shape": [1], "contents": {"bytesContents": [image]}}
+    request = {"modelName": "six", "inputs": [tensor], "parameters": {"protocol": {"stringParam": "center"}}}
+    answer = curl(server, "inference.GRPCInferenceService/ModelInfer", request)
+    same(answer["outputs"][0]["contents"]["fp32Contents"], alone.scores)
+    ours = curl(server, "prelunet.v1.PreluNetService/Classify", {"image": image, "protocol": "center"})
+    assert ours["predictions"][0]["classIndex"] == alone.top(1)[0][0]
+
+
+@needs_buf
+def test_the_proto_files_keep_the_rules_of_buf() -> None:
+    assert buf("lint", str(ROOT / "proto")) == ""

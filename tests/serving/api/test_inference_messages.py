@@ -1,0 +1,211 @@
+"""What is read from requests of the Open Inference Protocol, and the parts of its service by themselves."""
+
+import asyncio
+import time
+
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prelunet.evaluator.errors import ImageError, UsageError
+from prelunet.evaluator.pb.inference import inference_pb2 as pb
+from prelunet.evaluator.serving.api.inference import in_order, model_statistics
+from prelunet.evaluator.serving.api.inference_messages import asked_of
+from prelunet.evaluator.serving.observability.call_context import Caller
+from prelunet.evaluator.serving.observability.metrics import Metrics
+from tests.helpers.fakes import FakeSession, fake_contract
+from tests.serving.api.inference_calls import IMAGE, image_input, infer_request, parameters, raw, scores_output
+
+
+def test_statistics_are_in_nanoseconds_and_each_in_its_field() -> None:
+    metrics = Metrics()
+    six, other = (metrics.of_model(name, FakeSession()) for name in ("six", "other"))
+    for stage, seconds in {"queue": 0.25, "decode": 0.5, "compute": 1.0, "average": 0.125}.items():
+        six.stage(stage, seconds)
+        six.stage(stage, 2 * seconds)
+    for seconds in (4.0, 8.0):
+        six.request_seconds.observe(seconds)
+    six.failed_seconds.observe(16.0)
+    for _ in range(3):
+        six.batch(5, 100, 120, changed=False)
+        six.batch_done(0.5)
+    six.last_answer.set(1.7e9)
+    other.request_seconds.observe(99.0)
+    told = model_statistics("six", metrics)
+    assert (told.inference_count, told.execution_count, told.last_inference) == (2, 3, 1_700_000_000_000)
+    parts = {field.name: (part.count, part.ns / 1e9) for field, part in told.inference_stats.ListFields()}
+    assert parts == {
+        "success": (2, 12.0),
+        "fail": (1, 16.0),
+        "queue": (2, 0.75),
+        "compute_input": (2, 1.5),
+        "compute_infer": (2, 3.0),
+        "compute_output": (2, 0.375),
+    }
+
+
+def test_a_caller_has_the_time_of_the_call_or_of_the_request_whichever_is_shorter() -> None:
+    for call, seconds, left in [(None, 5, 5), (9, 5, 5), (2, 5, 2)]:
+        caller = Caller("me", None if call is None else time.monotonic() + call, "id").within(seconds)
+        assert left - 1 < caller.remaining() <= left
+        assert (caller.client, caller.request_id) == ("me", "id")
+
+
+def test_answers_in_order_wait_for_the_first_and_read_no_further_than_they_may() -> None:
+    async def scenario() -> None:
+        read, begun = [], []
+        events = [asyncio.Event() for _ in range(9)]
+
+        async def requests():
+            for number in range(9):
+                read.append(number)
+                yield number
+
+        async def answer(number: int) -> int:
+            begun.append(number)
+            await events[number].wait()
+            return 10 * number
+
+        answers = in_order(requests(), answer, 4)
+        first = asyncio.ensure_future(anext(answers))
+        for event in events[1:]:
+            event.set()
+        for _ in range(50):  # turns of the loop: whatever could happen has happened
+            await asyncio.sleep(0)
+        assert (read, begun, first.done()) == ([0, 1, 2, 3], [0, 1, 2, 3], False)
+        events[0].set()
+        assert [await first, *[number async for number in answers]] == [10 * number for number in range(9)]
+
+    asyncio.run(scenario())
+
+
+def test_answers_in_order_are_all_given_before_an_error_of_reading_and_dropped_when_nobody_wants_them() -> None:
+    async def scenario() -> None:
+        cancelled = []
+
+        async def requests():
+            yield 1
+            yield 2
+            raise UsageError("no message")
+
+        async def double(number: int) -> int:
+            return 2 * number
+
+        answers = in_order(requests(), double, 4)
+        assert [await anext(answers), await anext(answers)] == [2, 4]
+        with pytest.raises(UsageError, match="no message"):
+            await anext(answers)
+
+        async def for_ever(number: int) -> int:
+            if number == 1:
+                return 1
+            try:
+                return await asyncio.Future()
+            except asyncio.CancelledError:
+                cancelled.append(number)
+                raise
+
+        answers = in_order(requests(), for_ever, 4)
+        assert await anext(answers) == 1
+        await asyncio.sleep(0)
+        await answers.aclose()
+        assert cancelled == [2]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"inputs": [image_input(name="pixels")]},
+            "the model has no input 'pixels'; this model takes one input: 'images'",
+        ),
+        ({"inputs": [image_input([4, 4])]}, "input 'images' has shape [4, 4]"),
+        ({"inputs": [image_input([2, 3, 4])]}, "shape [2, 3, 4]; this model takes one input: 'images', datatype BYTES"),
+        ({"raw_input_contents": [raw([IMAGE])[:-1]]}, "ends within images[0], its shape promises 1"),
+        ({"raw_input_contents": [raw([IMAGE]) + b"xyz"]}, "goes on for 3 bytes"),
+        (
+            {"values": {"sequenced": 3}},
+            "'sequenced' that this server does not know. There are: protocol, scales, ",
+        ),
+        ({"values": {"sequence_id": 3}}, "each request stands alone. Call without a sequence_id"),
+        ({"inputs": [image_input(parameters=parameters({"shared_memory_region": "r"}))]}, "Call without shared memory"),
+        ({"outputs": [scores_output(shared_memory_offset=3)]}, "Call without shared memory"),
+        ({"outputs": [scores_output("logits")]}, "the model has no output 'logits'. There is: scores"),
+        ({"outputs": [scores_output(), scores_output()]}, "asked for 2 times; once is enough"),
+        ({"raw_input_contents": []}, "has no elements; send the images in `raw_input_contents`"),
+        ({"values": {"scales": "256;384"}}, "1 to 32 whole numbers of pixels with commas, as in '256,384,480'"),
+        ({"values": {"mirror": "yes"}}, "parameter 'mirror' of the request should be of type bool, not string"),
+        ({"values": {"protocol": 1.5}}, "should be of type string, not double"),
+        ({"values": {"timeout": -5}}, "'timeout' is -5 microseconds"),
+        ({"outputs": [scores_output(classification=7)]}, "'classification' is 7, but this model can tell 1 to 6"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_wrong_request_is_told_what_is_wrong_with_it(changes: dict, text: str) -> None:
+    with pytest.raises((UsageError, ImageError)) as refused:
+        asked_of(infer_request(**changes), fake_contract())
+    assert text in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"inputs": [image_input(name="n" * 10_000)]},
+        {"inputs": [image_input(datatype="n" * 10_000)]},
+        {"outputs": [scores_output("n" * 10_000)]},
+        {"values": {"n" * 10_000: True}},
+        {"values": {"sequence_" + "n" * 10_000: True}},
+    ],
+    ids=["input", "datatype", "output", "parameter", "parameter that is not offered"],
+)
+def test_a_long_text_of_a_caller_leaves_room_for_what_is_wrong_with_it(changes: dict) -> None:
+    with pytest.raises(UsageError) as refused:
+        asked_of(infer_request(**changes), fake_contract())
+    assert "nnn…'" in str(refused.value)
+    assert len(str(refused.value)) < 400
+
+
+@given(st.lists(st.binary(max_size=300), min_size=1, max_size=64))
+def test_raw_contents_are_taken_apart_as_they_were_put_together(images: list[bytes]) -> None:
+    assert asked_of(infer_request(images), fake_contract()).images == tuple(images)
+
+
+MESSAGE = infer_request(
+    [b"first", b""], id="7", outputs=[scores_output(classification=2)], values={"scales": "31,44", "timeout": 5}
+).SerializeToString()
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, len(MESSAGE)), st.integers(0, 3), st.binary(max_size=3)), max_size=6))
+def test_a_damaged_message_is_a_request_or_the_callers_fault(damages: list[tuple[int, int, bytes]]) -> None:
+    data = bytearray(MESSAGE)
+    for place, removed, put in damages:
+        data[place : place + removed] = put
+    try:
+        request = pb.ModelInferRequest.FromString(bytes(data))
+    except DecodeError:
+        return
+    try:
+        asked = asked_of(request, fake_contract())
+    except UsageError:
+        return
+    assert 1 <= len(asked.images) <= 64
+
+
+def test_a_parameter_without_a_value_is_refused() -> None:
+    request = infer_request()
+    request.parameters["mirror"].SetInParent()
+    with pytest.raises(UsageError, match="should be of type bool, not empty"):
+        asked_of(request, fake_contract())
+
+
+def test_unsigned_numbers_are_taken_as_numbers() -> None:
+    request = infer_request(outputs=[scores_output()])
+    request.parameters["timeout"].uint64_param = 2_500_000
+    request.outputs[0].parameters["classification"].uint64_param = 2
+    asked = asked_of(request, fake_contract())
+    assert (asked.timeout, asked.top) == (2.5, 2)
+    assert parameters({"mirror": True})["mirror"].bool_param  # a bool is not taken for a number here

@@ -1,0 +1,592 @@
+"""What every call goes through: its status, its place among the calls in flight, its metrics, its line in the log."""
+
+# ruff: noqa: N802  # gRPC's names of methods
+import asyncio
+import logging
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import grpc
+import pytest
+from google.rpc.error_details_pb2 import RetryInfo
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+
+from prelunet.evaluator.errors import OUTCOMES, DeadlinePassed, ImageError, Overloaded, PreluNetError, UsageError
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from prelunet.evaluator.rpc.status import error_from
+from prelunet.evaluator.serving.api.interceptor import Calls, _status_of_one_gone, _Watched
+from prelunet.evaluator.serving.observability.call_context import Call, note
+from prelunet.evaluator.serving.observability.metrics import Metrics
+from prelunet.evaluator.serving.options import Limits
+from tests.helpers.fakes import FakeSession
+from tests.serving.api.raw_http2 import DATA, END_HEADERS, HEADERS, call_headers, connection, frame
+from tests.serving.scheduling.event_loop import until
+from tests.serving.serving_harness import eventually, running_server, running_servicer
+
+SERVICE = "prelunet.v1.PreluNetService"
+CLASSIFY, STREAM = f"{SERVICE}/Classify", f"{SERVICE}/ClassifyStream"
+
+
+class Toy(pb_grpc.PreluNetServiceServicer):
+    """Answers with the model's name, raises what a test planted under that name, and waits for the gate at "wait"."""
+
+    def __init__(self) -> None:
+        self.planted: dict[str, Exception] = {}
+        self.gate = threading.Event()
+        self.waiting = 0
+        self.left: list[str] = []
+
+    async def _answer(self, name: str) -> pb.ClassifyResponse:
+        note("toy", 3)
+        if name in self.planted:
+            raise self.planted[name]
+        if name == "wait":
+            self.waiting += 1
+            try:
+                while not self.gate.is_set():
+                    await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                self.left.append(name)
+                raise
+        return pb.ClassifyResponse(model=pb.ModelIdentity(name=name))
+
+    async def Classify(self, request: pb.ClassifyRequest, context) -> pb.ClassifyResponse:
+        return await self._answer(request.model)
+
+    async def ClassifyStream(self, request_iterator, context) -> AsyncIterator[pb.ClassifyStreamResponse]:
+        try:
+            async for request in request_iterator:
+                yield pb.ClassifyStreamResponse(id=request.id, response=await self._answer(request.request.model))
+        finally:
+            self.left.append("generator")
+
+    async def Evaluate(self, request_iterator, context) -> None:
+        """Send as a method that writes by itself, without reading."""
+        for number in range(3):
+            await context.write(pb.EvaluateResponse(progress=pb.EvaluateProgress(images=number)))
+
+    async def ListModels(self, request: pb.ListModelsRequest, context) -> pb.ListModelsResponse:
+        await context.abort(grpc.StatusCode.PERMISSION_DENIED, "the servicer's own")
+
+    async def GetModel(self, request: pb.GetModelRequest, context) -> pb.GetModelResponse:
+        context.set_code(grpc.StatusCode.DATA_LOSS)
+        return pb.GetModelResponse()
+
+
+@dataclass
+class Served:
+    """A toy behind our interceptor."""
+
+    toy: Toy
+    calls: Calls
+    metrics: Metrics
+    channel: grpc.Channel
+    address: str
+    stub: pb_grpc.PreluNetServiceStub = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stub = pb_grpc.PreluNetServiceStub(self.channel)
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(name, labels) or 0
+
+    def ended(self, status: str, method: str = CLASSIFY) -> float:
+        """Return how many calls have ended so."""
+        return self.value("prelunet_calls_total", method=method, status=status)
+
+
+@contextmanager
+def served(most: int = 100, arrival: float = Limits.arrival) -> Iterator[Served]:
+    toy, metrics = Toy(), Metrics()
+    calls = Calls(most, metrics)
+    with running_servicer(toy, calls, arrival) as address, grpc.insecure_channel(address) as channel:
+        try:
+            yield Served(toy, calls, metrics, channel, address)
+        finally:
+            toy.gate.set()
+            eventually(lambda: calls.count == 0)
+            assert metrics.registry.get_sample_value("prelunet_calls_now") == 0
+
+
+def request(name: str) -> pb.ClassifyRequest:
+    return pb.ClassifyRequest(model=name)
+
+
+def failure(call, *arguments, **options) -> grpc.RpcError:
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call(*arguments, timeout=30, **options))
+    return caught.value
+
+
+@pytest.mark.parametrize("kind", [*OUTCOMES, PreluNetError, RuntimeError], ids=lambda kind: kind.__name__)
+def test_an_error_becomes_its_status_whether_the_method_answers_once_or_often(kind: type[Exception]) -> None:
+    with served() as server:
+        server.toy.planted["bad"] = kind("planted")
+        statuses = [
+            failure(server.stub.Classify, request("bad")),
+            failure(server.stub.ClassifyStream, iter([pb.ClassifyStreamRequest(request=request("bad"))])),
+        ]
+        expected = OUTCOMES[kind].grpc_status if kind in OUTCOMES else "INTERNAL"
+        assert [status.code().name for status in statuses] == [expected] * 2
+        if kind in OUTCOMES:
+            assert [type(error_from(status, "")) for status in statuses] == [kind] * 2
+        assert server.stub.Classify(request("next")).model.name == "next"
+        for method in (CLASSIFY, STREAM):
+            eventually(lambda method=method: server.ended(expected, method) == 1)
+
+
+def test_a_status_that_a_method_sets_by_itself_stands() -> None:
+    with served() as server:
+        status = failure(server.stub.ListModels, pb.ListModelsRequest())
+        assert (status.code().name, status.details()) == ("PERMISSION_DENIED", "the servicer's own")
+        assert failure(server.stub.GetModel, pb.GetModelRequest()).code().name == "DATA_LOSS"
+        eventually(lambda: server.ended("PERMISSION_DENIED", f"{SERVICE}/ListModels") == 1)
+        eventually(lambda: server.ended("DATA_LOSS", f"{SERVICE}/GetModel") == 1)
+
+
+def test_a_method_may_give_its_answers_or_send_them_itself() -> None:
+    with served() as server:
+        streamed = [pb.ClassifyStreamRequest(id=name, request=request(name)) for name in ("a", "b")]
+        assert [each.response.model.name for each in server.stub.ClassifyStream(iter(streamed))] == ["a", "b"]
+        assert [each.progress.images for each in server.stub.Evaluate(iter([]))] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["left", "out of time"])
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_caller_who_goes_away_leaves_a_status_and_no_error_in_the_log(caplog, leaves: bool, streamed: bool) -> None:
+    caplog.set_level(logging.INFO)
+    with served() as server:
+        timeout = 60 if leaves else 1
+        if streamed:
+            call = server.stub.ClassifyStream(
+                iter([pb.ClassifyStreamRequest(request=request("wait"))]), timeout=timeout
+            )
+        else:
+            call = server.stub.Classify.future(request("wait"), timeout=timeout)
+        eventually(lambda: server.toy.waiting == 1)
+        if leaves:
+            call.cancel()
+        expected = "CANCELLED" if leaves else "DEADLINE_EXCEEDED"
+        eventually(lambda: server.calls.count == 0)
+        assert server.ended(expected, STREAM if streamed else CLASSIFY) == 1
+        assert server.toy.left == (["wait", "generator"] if streamed else ["wait"])
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.parametrize("gone", [asyncio.CancelledError(), grpc.aio.InternalError("the write failed")], ids=repr)
+def test_a_generator_is_closed_before_the_call_of_a_reader_who_has_left_ends(gone: BaseException) -> None:
+    closed = []
+
+    async def answers(_request: bytes, _context: object) -> AsyncIterator[bytes]:
+        try:
+            yield b"an answer"
+        finally:
+            await asyncio.sleep(0)
+            closed.append(True)
+
+    class Unread:
+        """A context of a caller who has left."""
+
+        def peer(self) -> str:
+            return "nobody"
+
+        async def read(self) -> bytes:
+            return b"a question"
+
+        def time_remaining(self) -> None:
+            return None
+
+        async def send_initial_metadata(self, _metadata: object) -> None:
+            pass
+
+        async def write(self, _answer: bytes) -> None:
+            raise gone
+
+    async def scenario() -> Call:
+        call = Call(STREAM, "id")
+        watched = _Watched(grpc.unary_stream_rpc_method_handler(answers), call, arrival=30).handler()
+        with pytest.raises(asyncio.CancelledError):  # which gRPC takes without a word
+            await watched.stream_stream(None, Unread())
+        assert closed == [True]
+        return call
+
+    assert asyncio.run(scenario()).status == "CANCELLED"
+
+
+@pytest.mark.parametrize(
+    ("elapsed", "remaining", "status"),
+    [
+        (1, None, "CANCELLED"),
+        (1, 5.0, "CANCELLED"),
+        (1, 0.0, "DEADLINE_EXCEEDED"),
+        (1, 0.04, "DEADLINE_EXCEEDED"),  # the caller's clock rings a moment before ours
+        (10, 0.1, "DEADLINE_EXCEEDED"),  # 10 s arrive as 10.1 s
+        (10, 0.3, "CANCELLED"),
+    ],
+)
+def test_whether_a_caller_gave_up_or_ran_out_of_time_is_told_from_the_time_that_is_left(
+    elapsed: float, remaining: float | None, status: str
+) -> None:
+    call = Call(CLASSIFY, "id", begun=time.monotonic() - elapsed)
+    assert _status_of_one_gone(call, SimpleNamespace(time_remaining=lambda: remaining)) == status
+
+
+def test_calls_beyond_the_limit_are_refused_at_once_and_exactly_those() -> None:
+    with served(most=4) as server, ThreadPoolExecutor(7) as pool:
+        calls = [pool.submit(server.stub.Classify, request("wait"), timeout=30) for _ in range(7)]
+        eventually(lambda: sum(call.done() for call in calls) == 3)  # nobody else is done before the gate opens
+        refused = [call.exception() for call in calls if call.done()]
+        server.toy.gate.set()
+        assert sum(call.exception() is None for call in calls) == 4
+        for status in refused:
+            error = error_from(status, "")
+            assert (type(error), error.retry_after) == (Overloaded, 1.0)
+            assert "4 calls are in flight already" in str(error)
+            assert any(detail.Is(RetryInfo.DESCRIPTOR) for detail in rpc_status.from_call(status).details)
+        eventually(lambda: server.calls.count == 0)
+        assert server.stub.Classify(request("next")).model.name == "next", "the places are free again"
+        assert server.ended("RESOURCE_EXHAUSTED") == 3
+        assert server.value("prelunet_refusals_total", model="", reason="calls") == 3
+
+
+def test_a_call_too_many_is_refused_before_its_message_is_read() -> None:
+    with served(most=1) as server:
+        first = server.stub.Classify.future(request("wait"))
+        eventually(lambda: server.toy.waiting == 1)
+        never_sent = threading.Event()
+
+        def nothing() -> Iterator[bytes]:
+            never_sent.wait(30)
+            yield from ()
+
+        call = server.channel.stream_unary(f"/{CLASSIFY}")
+        assert failure(call, nothing()).code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        never_sent.set()
+        large = pb.ClassifyRequest(image=bytes(30 * 2**20))
+        assert failure(server.stub.Classify, large).code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert isinstance(error_from(failure(server.stub.ClassifyStream, iter([])), ""), Overloaded)
+        health = health_pb2_grpc.HealthStub(server.channel)
+        assert health.Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.SERVING
+        server.toy.gate.set()
+        assert first.result(30).model.name == "wait"
+
+
+def test_a_call_is_in_flight_from_before_its_message_has_come_until_its_caller_has_left() -> None:
+    with served() as server:
+        sent = threading.Event()
+
+        def later() -> Iterator[bytes]:
+            sent.wait(30)
+            yield request("late").SerializeToString()
+
+        call = server.channel.stream_unary(f"/{CLASSIFY}").future(later())
+        eventually(lambda: server.calls.count == 1)
+        assert server.value("prelunet_calls_now") == 1
+        call.cancel()
+        eventually(lambda: server.calls.count == 0)
+        sent.set()
+        assert server.ended("CANCELLED") == 1
+
+
+def test_a_message_above_the_limit_and_one_that_is_none_end_their_call_and_no_other() -> None:
+    with served() as server:
+        too_large = failure(server.stub.Classify, pb.ClassifyRequest(image=bytes(5 * 2**20)))  # gRPC's own limit: 4 MiB
+        assert too_large.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        rubbish = failure(server.channel.unary_unary(f"/{CLASSIFY}"), b"\xff\xff\xff\x01")
+        assert rubbish.code() == grpc.StatusCode.INVALID_ARGUMENT
+        eventually(lambda: server.calls.count == 0)
+        assert server.stub.Classify(request("next")).model.name == "next"
+
+
+@pytest.mark.parametrize(("scales", "decoded"), [(8000, True), (40_000, False)])
+def test_a_message_of_very_many_parts_is_refused_before_it_is_decoded(scales: int, decoded: bool) -> None:
+    data = pb.ClassifyRequest(scales=[100] * scales).SerializeToString()
+    sizes: list[int] = []
+
+    def decode(data: bytes) -> pb.ClassifyRequest:
+        sizes.append(len(data))
+        return pb.ClassifyRequest.FromString(data)
+
+    async def classify(_request: pb.ClassifyRequest, _context: object) -> bytes:
+        return b"answered"
+
+    context = FakeContext(data)
+    handler = grpc.unary_unary_rpc_method_handler(classify, decode)
+    call = Call(CLASSIFY, "id")
+    asyncio.run(_Watched(handler, call, arrival=30).handler().stream_unary(None, context))
+    assert (len(data) in sizes) == decoded
+    assert (call.status, call.bytes) == ("OK" if decoded else "INVALID_ARGUMENT", len(data))
+    assert bool(context.refusals) is not decoded
+
+
+def test_a_caller_who_leaves_before_the_message_is_not_taken_for_one_who_sent_none() -> None:
+    """Reading ends first, and gRPC cancels the call in a later turn of the event loop."""
+
+    async def classify(_request: bytes, _context: object) -> bytes:
+        return b"answered"
+
+    async def scenario() -> None:
+        call, context = Call(CLASSIFY, "id"), FakeContext(grpc.aio.EOF)
+        watched = _Watched(grpc.unary_unary_rpc_method_handler(classify), call, arrival=30).handler()
+        running = asyncio.create_task(watched.stream_unary(None, context))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert (call.status, context.refusals) == ("CANCELLED", [])
+
+    asyncio.run(scenario())
+
+
+def test_nobody_but_its_method_keeps_a_message() -> None:
+    """It may have 64 MB, and wait for seconds."""
+    kept = []
+
+    class Message:
+        """One to which there may be weak references."""
+
+        def __init__(self, _data: bytes) -> None:
+            pass
+
+    async def classify(request: Message, _context: object) -> bytes:
+        message = weakref.ref(request)
+        del request
+        await asyncio.sleep(0)
+        kept.append(message() is not None)
+        return b"answered"
+
+    handler = grpc.unary_unary_rpc_method_handler(classify, Message)
+    watched = _Watched(handler, Call(CLASSIFY, "id"), arrival=30).handler()
+    asyncio.run(watched.stream_unary(None, FakeContext(b"a message")))
+    assert kept == [False]
+
+
+class FakeContext:
+    """A context of a caller who sends one message, or none. refusals: texts with which the call was ended."""
+
+    def __init__(self, data: object) -> None:
+        self._data = data
+        self.refusals: list[str] = []
+
+    def peer(self) -> str:
+        return "nobody"
+
+    def time_remaining(self) -> None:
+        return None
+
+    def code(self) -> None:
+        return None
+
+    async def read(self) -> object:
+        return self._data
+
+    async def send_initial_metadata(self, _metadata: object) -> None:
+        pass
+
+    async def abort(self, _code: object, details: str, _trailing: object) -> None:
+        self.refusals.append(details)
+
+
+@pytest.mark.parametrize("method", ["Check", "Watch"])
+def test_rubbish_for_health_is_the_callers_fault_and_leaves_nothing_in_the_log(caplog, method: str) -> None:
+    with served() as server:
+        path = f"/grpc.health.v1.Health/{method}"
+        call = server.channel.unary_unary(path) if method == "Check" else server.channel.unary_stream(path)
+        assert failure(call, b"\xff\xff\xff\x01").code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert caplog.records == []
+
+
+def test_methods_that_there_are_not_share_one_label() -> None:
+    with served() as server:
+        paths = [f"/{SERVICE}/Nothing{number}" for number in range(20)]
+        paths += [f"/nobody.v{number}/Nothing" for number in range(20)]
+        paths += [
+            "/",
+            "/x",
+            "//",
+            "/\0",
+            "/prelunet/v1.PreluNetService.Classify",
+            "/prelunet.v1/PreluNetService/Classify",
+        ]
+        paths += [f"//{CLASSIFY}", f"/{CLASSIFY}/", f"/{CLASSIFY.lower()}", "/" + 5000 * "x", "/größer/als"]
+        for path in paths:
+            assert failure(server.channel.unary_unary(path), b"").code() == grpc.StatusCode.UNIMPLEMENTED
+        eventually(lambda: server.ended("UNIMPLEMENTED", "unknown") == len(paths))
+        methods = {
+            sample.labels["method"]
+            for metric in server.metrics.registry.collect()
+            for sample in metric.samples
+            if "method" in sample.labels
+        }
+        assert methods == {"unknown"}
+
+
+def test_a_path_that_is_no_text_is_refused_and_the_next_call_works() -> None:
+    with served() as server:
+        for path in (b"/\xff\xfe/Nothing", b"/prelunet.v1.PreluNetService/\x80"):
+            failure(server.channel.unary_unary(path), b"")
+            assert server.stub.Classify(request("next")).model.name == "next"
+
+
+def test_metrics_count_calls_by_method_and_status_and_their_seconds_and_leave_health_out() -> None:
+    with served() as server:
+        server.toy.planted["bad"] = ImageError("planted")
+        for name in ("a", "b", "bad"):
+            if name == "bad":
+                failure(server.stub.Classify, request(name))
+            else:
+                server.stub.Classify(request(name))
+        list(server.stub.ClassifyStream(iter([])))
+        health_pb2_grpc.HealthStub(server.channel).Check(health_pb2.HealthCheckRequest())
+        eventually(lambda: server.calls.count == 0)
+        assert (server.ended("OK"), server.ended("INVALID_ARGUMENT"), server.ended("OK", STREAM)) == (2, 1, 1)
+        assert server.value("prelunet_call_seconds_count", method=CLASSIFY) == 3
+        assert 0 < server.value("prelunet_call_seconds_sum", method=CLASSIFY) < 30
+        counted = sum(
+            sample.value
+            for metric in server.metrics.registry.collect()
+            for sample in metric.samples
+            if sample.name == "prelunet_calls_total"
+        )
+        assert counted == 4
+
+
+def test_every_call_has_one_line_in_the_log_that_says_how_it_ended(caplog) -> None:
+    caplog.set_level(logging.INFO)
+    sent = [pb.ClassifyStreamRequest(id=name, request=request(name)) for name in ("a", "b")]
+    with served() as server:
+        server.toy.planted["bad"] = ImageError("planted\ntext")
+        server.stub.Classify(request("a"))
+        failure(server.stub.Classify, request("bad"))
+        list(server.stub.ClassifyStream(iter(sent)))
+        eventually(lambda: server.calls.count == 0)
+    lines = [record.fields for record in caplog.records if record.getMessage() == "call ended"]
+    assert len(lines) == 3
+    for line in lines:
+        assert line.pop("peer").startswith("ipv4:127.0.0.1:")
+        assert 0 < line.pop("seconds") < 30
+    size = len(request("a").SerializeToString())
+    assert lines == [
+        {"status": "OK", "model": "toy", "views": 3, "bytes": size},
+        {
+            "status": "INVALID_ARGUMENT",
+            "model": "toy",
+            "views": 3,
+            "bytes": size + 2,
+            "reason": "IMAGE_ERROR",
+            "error": "planted\ntext",
+        },
+        {"status": "OK", "model": "toy", "views": 6, "bytes": sum(len(each.SerializeToString()) for each in sent)},
+    ]
+
+
+@contextmanager
+def held() -> Iterator[Callable[[], Iterator[bytes]]]:
+    """Give what a client sends that never sends anything, and does not end its stream before the block ends."""
+    done = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        done.wait(60)
+        yield from ()
+
+    try:
+        yield nothing
+    finally:
+        done.set()
+
+
+def test_a_call_whose_message_never_comes_ends_and_gives_its_place_back() -> None:
+    with served(most=1, arrival=0.2) as server, held() as nothing:
+        silent = server.channel.stream_unary(f"/{CLASSIFY}").future(nothing(), timeout=60)
+        assert silent.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "did not come in 0.2 s" in silent.details()
+        assert isinstance(error_from(silent, ""), DeadlinePassed)
+        eventually(lambda: server.calls.count == 0)
+        assert server.ended("DEADLINE_EXCEEDED") == 1
+        assert server.stub.Classify(request("next"), timeout=30).model.name == "next"
+
+
+def test_the_time_in_which_a_message_comes_is_not_that_in_which_it_is_answered() -> None:
+    with served(arrival=0.2) as server:
+        slow = server.stub.Classify.future(request("wait"), timeout=60)
+        eventually(lambda: server.toy.waiting == 1)
+        time.sleep(0.5)
+        server.toy.gate.set()
+        assert slow.result(30).model.name == "wait"
+
+
+def test_a_call_that_sends_half_a_message_ends_and_gives_its_place_back() -> None:
+    half = bytes([0]) + (100).to_bytes(4, "big") + request("half").SerializeToString()
+
+    async def scenario(address: str, count: Callable[[], float]) -> None:
+        async with connection(address) as client:
+            client.send(frame(HEADERS, call_headers(f"/{CLASSIFY}"), flags=END_HEADERS, stream=1))
+            client.send(frame(DATA, half, stream=1))
+            await until(lambda: count() == 1)
+
+    with served(most=1, arrival=0.2) as server:
+        asyncio.run(scenario(server.address, lambda: server.ended("DEADLINE_EXCEEDED")))
+        assert server.stub.Classify(request("next"), timeout=30).model.name == "next"
+
+
+@pytest.mark.parametrize("method", [CLASSIFY, f"{SERVICE}/GetModel"])
+def test_a_call_that_ends_without_a_message_is_told_so(method: str) -> None:
+    with served(most=1) as server:
+        empty = server.channel.stream_unary(f"/{method}").future(iter(()), timeout=30)
+        assert (empty.code(), "came without a message" in empty.details()) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+        assert isinstance(error_from(empty, ""), UsageError)
+        eventually(lambda: server.calls.count == 0)
+        assert server.ended("INVALID_ARGUMENT", method) == 1
+
+
+def test_of_a_call_of_one_message_the_first_is_answered_and_no_other_is_read() -> None:
+    with served(most=1) as server:
+        sent = [request("first").SerializeToString(), b"\xff\xff", *[bytes(2**20)] * 20]
+        call = server.channel.stream_unary(f"/{CLASSIFY}").future(iter(sent), timeout=30)
+        assert pb.ClassifyResponse.FromString(call.result(30)).model.name == "first"
+        eventually(lambda: server.calls.count == 0)
+        assert server.ended("OK") == 1
+        assert server.stub.Classify(request("next"), timeout=30).model.name == "next"
+
+
+def test_a_connection_whose_calls_never_send_anything_leaves_places_to_others() -> None:
+    limits = Limits(max_calls=4, max_streams=2)
+    with (
+        running_server(server_limits=limits, fake=FakeSession()) as server,
+        grpc.insecure_channel(server.address) as greedy,
+        grpc.insecure_channel(server.address, options=[("grpc.use_local_subchannel_pool", 1)]) as other,
+        held() as nothing,
+    ):
+        silent = [greedy.stream_unary(f"/{CLASSIFY}").future(nothing(), timeout=60) for _ in range(6)]
+        eventually(lambda: server.metric("prelunet_calls_now") == 2)
+        assert pb_grpc.PreluNetServiceStub(other).ListModels(pb.ListModelsRequest(), timeout=30).models
+        eventually(lambda: server.metric("prelunet_calls_now") == 2)
+        for call in silent:
+            call.cancel()
+
+
+def test_by_default_no_connection_can_have_more_than_half_of_the_places() -> None:
+    assert 2 * Limits.max_streams <= Limits.max_calls
+
+
+def test_probes_take_no_other_calls_place() -> None:
+    calls = Calls(1)
+
+    async def scenario() -> None:
+        probe, other = Call("p", "1"), Call("o", "2")
+        assert calls.begin(probe, always=True)
+        assert calls.count == 0
+        assert calls.begin(other)
+        assert calls.count == 1
+
+    asyncio.run(scenario())
+    assert calls.count == 0

@@ -1,0 +1,229 @@
+"""Every call has an id: the caller's or a new one, told back, in every log line, and in what the queue knows of it."""
+
+# ruff: noqa: N802  # gRPC's names of methods
+import asyncio
+import json
+import logging
+import re
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import grpc
+import pytest
+
+from prelunet.evaluator.errors import ImageError, Overloaded
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from prelunet.evaluator.serving.api.interceptor import Calls
+from prelunet.evaluator.serving.observability.call_context import (
+    REQUEST_ID,
+    Caller,
+    caller_of,
+    current,
+    note,
+    request_id_from,
+)
+from prelunet.evaluator.serving.observability.logs import JsonLines
+from tests.helpers.fakes import FakeSession
+from tests.serving.serving_harness import eventually, png, running_server, running_servicer
+
+log = logging.getLogger("prelunet.test_request_ids")
+
+
+class Toy(pb_grpc.PreluNetServiceServicer):
+    """Keeps who called; raises the errors that are planted, one a call."""
+
+    def __init__(self) -> None:
+        self.callers: list[Caller] = []
+        self.planted: list[Exception] = []
+
+    async def Classify(self, request: pb.ClassifyRequest, context) -> pb.ClassifyResponse:
+        self.callers.append(caller_of(context))
+        if self.planted:
+            raise self.planted.pop(0)
+        await asyncio.create_task(self._log_in_a_task())
+        await asyncio.to_thread(log.info, "in a thread")
+        return pb.ClassifyResponse()
+
+    async def _log_in_a_task(self) -> None:
+        log.info("in a task")
+
+    async def ClassifyStream(self, request_iterator, context) -> AsyncIterator[pb.ClassifyStreamResponse]:
+        self.callers.append(caller_of(context))
+        if self.planted:
+            raise self.planted.pop(0)
+        async for request in request_iterator:
+            yield pb.ClassifyStreamResponse(id=request.id)
+
+    async def Evaluate(self, request_iterator, context) -> None:
+        await context.write(pb.EvaluateResponse())
+
+
+@pytest.fixture(scope="module")
+def toy() -> Toy:
+    return Toy()
+
+
+@pytest.fixture(scope="module")
+def calls() -> Calls:
+    return Calls()
+
+
+@pytest.fixture(scope="module")
+def address(toy: Toy, calls: Calls) -> Iterator[str]:
+    with running_servicer(toy, calls) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def stub(address: str) -> Iterator[pb_grpc.PreluNetServiceStub]:
+    with grpc.insecure_channel(address) as channel:
+        yield pb_grpc.PreluNetServiceStub(channel)
+
+
+def told(metadata) -> str:
+    (value,) = [value for key, value in metadata or () if key == REQUEST_ID]
+    return value
+
+
+GOOD = ["a", "0", "x" * 128, "AZaz09._:-", "4bf92f3577b34da6a3ce929d0e0e4736"]
+BAD = ["", " ", "x" * 129, "a b", "a/b", "a=b", 'a"b', "a,b", "a%0ab", "a{b}"]
+
+
+@pytest.mark.parametrize("given", GOOD, ids=lambda given: given[:20])
+def test_an_id_that_the_caller_gives_is_told_back_and_reaches_the_queue(stub, toy, given: str) -> None:
+    _, call = stub.Classify.with_call(pb.ClassifyRequest(), metadata=((REQUEST_ID, given),))
+    assert told(call.initial_metadata()) == given
+    assert toy.callers[-1].request_id == given
+
+
+@pytest.mark.parametrize("given", BAD, ids=lambda given: ascii(given)[:20])
+def test_an_id_that_might_mean_something_to_a_log_is_ignored_and_a_new_one_made(stub, toy, given: str) -> None:
+    _, call = stub.Classify.with_call(pb.ClassifyRequest(), metadata=((REQUEST_ID, given),))
+    assert re.fullmatch("[0-9a-f]{16}", told(call.initial_metadata()))
+    assert toy.callers[-1].request_id == told(call.initial_metadata())
+
+
+@pytest.mark.parametrize("given", ["a\nb", "a\x85b", "ü", "a\u2028b", b"bytes"], ids=ascii)
+def test_an_id_that_no_client_library_would_send_is_ignored_too(given: str | bytes) -> None:
+    assert re.fullmatch("[0-9a-f]{16}", request_id_from([("other", "x"), (REQUEST_ID, given)]))
+
+
+def test_calls_without_an_id_get_one_each_and_of_two_the_first_counts(stub) -> None:
+    made = {told(stub.Classify.with_call(pb.ClassifyRequest())[1].initial_metadata()) for _ in range(20)}
+    assert len(made) == 20
+    _, call = stub.Classify.with_call(pb.ClassifyRequest(), metadata=((REQUEST_ID, "one"), (REQUEST_ID, "two")))
+    assert told(call.initial_metadata()) == "one"
+
+
+def test_an_error_tells_the_id_behind_its_status(stub, toy) -> None:
+    toy.planted = [ImageError("planted")]
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.Classify(pb.ClassifyRequest(), metadata=((REQUEST_ID, "mine"),))
+    assert told(caught.value.trailing_metadata()) == "mine"
+
+
+def test_a_stream_tells_the_id_before_its_first_answer_or_behind_its_error(stub, toy) -> None:
+    sent = [pb.ClassifyStreamRequest(id="a"), pb.ClassifyStreamRequest(id="b")]
+    stream = stub.ClassifyStream(iter(sent), metadata=((REQUEST_ID, "mine"),))
+    assert told(stream.initial_metadata()) == "mine"
+    assert [answer.id for answer in stream] == ["a", "b"]
+    assert told(stub.Evaluate(iter([]), metadata=((REQUEST_ID, "self-writing"),)).initial_metadata()) == "self-writing"
+    toy.planted = [ImageError("planted")]
+    stream = stub.ClassifyStream(iter([]), metadata=((REQUEST_ID, "failing"),))
+    with pytest.raises(grpc.RpcError):
+        next(stream)
+    assert told(stream.trailing_metadata()) == "failing"
+
+
+def test_a_refused_call_can_be_tried_again_by_grpc_itself(address: str, toy: Toy) -> None:
+    """gRPC retries no call whose initial metadata have come, so that an error should not send them."""
+    policy = {
+        "maxAttempts": 3,
+        "initialBackoff": "0.01s",
+        "maxBackoff": "0.02s",
+        "backoffMultiplier": 1,
+        "retryableStatusCodes": ["RESOURCE_EXHAUSTED"],
+    }
+    config = json.dumps(
+        {"methodConfig": [{"name": [{"service": "prelunet.v1.PreluNetService"}], "retryPolicy": policy}]}
+    )
+    toy.planted = [Overloaded("planted"), Overloaded("planted")]
+    before = len(toy.callers)
+    with grpc.insecure_channel(address, options=[("grpc.service_config", config)]) as channel:
+        pb_grpc.PreluNetServiceStub(channel).Classify(pb.ClassifyRequest(), timeout=30)
+    assert len(toy.callers) == before + 3
+
+
+def test_the_caller_is_the_connection_with_its_deadline_and_id(address: str, toy: Toy) -> None:
+    with grpc.insecure_channel(address) as first, grpc.insecure_channel(address, options=[("x", 1)]) as second:
+        for channel in (first, first, second):
+            pb_grpc.PreluNetServiceStub(channel).Classify(pb.ClassifyRequest(), timeout=100)
+        pb_grpc.PreluNetServiceStub(second).Classify(pb.ClassifyRequest())
+    callers = toy.callers[-4:]
+    assert callers[0].client == callers[1].client != callers[2].client == callers[3].client
+    assert all(caller.client.startswith("ipv4:127.0.0.1:") for caller in callers)
+    for caller in callers[:3]:
+        assert caller.deadline - time.monotonic() == pytest.approx(100, abs=5)  # gRPC sends it rounded
+    assert callers[3].deadline is None
+    assert len({caller.request_id for caller in callers}) == 4
+
+
+def test_the_queue_is_told_of_every_image_who_asks_until_when_and_under_which_id() -> None:
+    told: list[Caller] = []
+    image = png(40, 57)
+    request = pb.ClassifyRequest(image=image, protocol="center")
+    labelled = pb.LabelledImage(file="a", data=image, label=1)
+    with running_server(fake=FakeSession()) as server, grpc.insecure_channel(server.address) as channel:
+        classifier = server.models.get("fake")
+
+        def recording(method):
+            async def recorded(*arguments, caller: Caller = Caller(), **options):
+                told.append(caller)
+                return await method(*arguments, caller=caller, **options)
+
+            return recorded
+
+        classifier.answer, classifier.classify = recording(classifier.answer), recording(classifier.classify)
+        stub = pb_grpc.PreluNetServiceStub(channel)
+        with_id = {"timeout": 60, "metadata": ((REQUEST_ID, "mine"),)}
+        stub.Classify(request, **with_id)
+        streamed = [pb.ClassifyStreamRequest(id=id_, request=request) for id_ in ("a", "b")]
+        assert all(answer.HasField("response") for answer in stub.ClassifyStream(iter(streamed), **with_id))
+        start = pb.EvaluateStart(dataset="photos", protocol="center")
+        *_, last = stub.Evaluate(iter([pb.EvaluateRequest(start=start), pb.EvaluateRequest(image=labelled)]), **with_id)
+        assert last.report.evaluated == 1
+    assert len(told) == 4
+    assert {caller.request_id for caller in told} == {"mine"}
+    assert len({caller.client for caller in told}) == 1
+    assert told[0].client.startswith("ipv4:127.0.0.1:")
+    assert all(0 < caller.deadline - time.monotonic() < 61 for caller in told)
+    assert told[1].deadline == told[2].deadline, "the deadline of a stream is that of each image"
+
+
+def test_every_line_that_is_logged_for_a_call_has_its_id_and_method(stub, calls) -> None:
+    lines: list[dict] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(json.loads(JsonLines().format(record)))
+
+    kept, logger = Kept(), logging.getLogger("prelunet")
+    logger.addHandler(kept)
+    logger.setLevel(logging.INFO)
+    try:
+        for given in ("one", "two"):
+            stub.Classify(pb.ClassifyRequest(), metadata=((REQUEST_ID, given),))
+        eventually(lambda: calls.count == 0)
+    finally:
+        logger.removeHandler(kept)
+        logger.setLevel(logging.NOTSET)
+    assert [(line["request_id"], line["message"]) for line in lines] == [
+        (given, message) for given in ("one", "two") for message in ("in a task", "in a thread", "call ended")
+    ]
+    assert {line["method"] for line in lines} == {"prelunet.v1.PreluNetService/Classify"}
+
+
+def test_outside_of_a_call_there_is_no_call_and_nothing_to_note() -> None:
+    note("nobody", 1)
+    assert current() is None

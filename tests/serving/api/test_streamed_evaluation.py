@@ -1,0 +1,412 @@
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count, pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import grpc
+import jsonschema
+import pytest
+from google.protobuf.descriptor import Descriptor
+
+from prelunet.evaluator.client import Client
+from prelunet.evaluator.contract import ClassEntry
+from prelunet.evaluator.datasets.open import open_dataset
+from prelunet.evaluator.engine.classify import classify_images
+from prelunet.evaluator.errors import DatasetError, UsageError
+from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.imaging.limits import DecodeLimits
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.reporting.html import json_bytes
+from prelunet.evaluator.reporting.report import build_report
+from prelunet.evaluator.rpc.convert import report_from_message
+from prelunet.evaluator.serving.api import evaluation
+from prelunet.evaluator.serving.api.evaluation import IN_FLIGHT, LabelledImage, Progress, evaluate
+from prelunet.evaluator.serving.api.prelunet_messages import REFUSALS_LISTED, progress_message, report_message
+from prelunet.evaluator.serving.classifier import Classifier
+from prelunet.evaluator.serving.models import Models
+from prelunet.evaluator.serving.options import ModelFile, QueueOptions
+from prelunet.evaluator.validation.predictions import Prediction, prediction_of
+from prelunet.evaluator.validation.run import Run, run_info
+from tests.helpers.fakes import FakeSession, fake_contract, validated
+from tests.serving.serving_harness import Gated, eventually, png, running_server
+
+SCHEMA = json.loads((Path(__file__).parents[3] / "docs" / "report.schema.json").read_text())
+
+
+def class_folders(root: Path, wnids: list[str], best: dict[bytes, str] | None = None) -> Path:
+    """Write a dataset with hits and misses, of odd sizes, with one panorama and one file that is no image."""
+    for number in range(17):
+        data = png(33 + 3 * number, 71 - 2 * number, seed=number)
+        wnid = wnids[number % 5] if number % 3 or best is None else best[data]
+        (root / wnid).mkdir(parents=True, exist_ok=True)
+        (root / wnid / f"{number:02}.png").write_bytes(data)
+    (root / wnids[1] / "panorama.png").write_bytes(png(30, 333, seed=50))
+    (root / wnids[2] / "cut.png").write_bytes(png(40, 40, seed=51)[:-900])
+    return root
+
+
+def test_the_report_over_the_wire_equals_that_of_validate_on_the_same_folder(exported, tmp_path: Path) -> None:
+    net = exported["demo-image"]
+    wnids = [entry.wnid for entry in net.session.contract.classes]
+    images = [png(33 + 3 * number, 71 - 2 * number, seed=number) for number in range(17)]
+    protocol = make_protocol("multi-scale", net.session.contract)
+    answers = classify_images(net.session, [decode_rgb(image) for image in images], protocol)
+    best = {image: wnids[answer.top(1)[0][0]] for image, answer in zip(images, answers, strict=True)}
+    folder = class_folders(tmp_path / "photos", wnids, best)
+    dataset = open_dataset(folder, split="val", class_names=wnids)
+    run = validated(net.session, dataset, protocol, tmp_path / "run", file=net.path.name)
+    expected = build_report(run)
+    expected["dataset"]["layout"] = "stream"  # no folders were seen there
+    assert 0 < expected["top1_error"] < 100
+    assert (expected["images"], expected["refused"], expected["capped"]) == (19, 1, 1)
+    with running_server(demo=net.session) as server, Client(server.address) as client:
+        report = client.evaluate(dataset)
+    assert report == expected
+    assert json_bytes(report) == json_bytes(expected), "the keys should come in the same order too"
+
+
+def test_images_may_come_in_any_order_and_with_either_kind_of_label() -> None:
+    session = FakeSession()
+    images = [pb.LabelledImage(file=f"{n}.png", data=png(31 + n, 40, seed=n), label=n % 6) for n in range(9)]
+    by_wnid = [pb.LabelledImage(file=i.file, data=i.data, wnid=f"n{i.label:08}") for i in reversed(images)]
+    with running_server(fake=session) as server, grpc.insecure_channel(server.address) as channel:
+        stub = pb_grpc.PreluNetServiceStub(channel)
+        answers = [report_of(stub.Evaluate(stream(*some))) for some in (images, by_wnid)]
+    assert answers[0] == answers[1]
+    assert (answers[0].images, answers[0].dataset.name) == (9, "flowers")
+
+
+def report_of(responses: Iterator[pb.EvaluateResponse]) -> pb.Report:
+    """Return the report, which comes last."""
+    *progress, last = responses
+    assert all(response.WhichOneof("message") == "progress" for response in progress)
+    assert last.WhichOneof("message") == "report"
+    return last.report
+
+
+def stream(*images: pb.LabelledImage, **start: str) -> Iterator[pb.EvaluateRequest]:
+    start_message = pb.EvaluateStart(**{"protocol": "center", "dataset": "/data/flowers", **start})
+    return iter([pb.EvaluateRequest(start=start_message), *(pb.EvaluateRequest(image=image) for image in images)])
+
+
+GOOD = pb.LabelledImage(file="a.png", data=png(40, 57), label=1)
+
+
+@pytest.fixture(scope="module")
+def stub():
+    with running_server(fake=FakeSession()) as server, grpc.insecure_channel(server.address) as channel:
+        yield pb_grpc.PreluNetServiceStub(channel)
+
+
+@pytest.mark.parametrize(
+    ("requests", "code", "text"),
+    [
+        ([], "INVALID_ARGUMENT", "the stream is empty; send `start`"),
+        ([pb.EvaluateRequest()], "INVALID_ARGUMENT", "first message of an evaluation should be `start`"),
+        ([pb.EvaluateRequest(image=GOOD)], "INVALID_ARGUMENT", "first message of an evaluation should be `start`"),
+        ([*stream()], "INVALID_ARGUMENT", "the stream had no image"),
+        ([*stream(GOOD), *stream()], "INVALID_ARGUMENT", "`start`, which is sent once"),
+        ([*stream(GOOD, GOOD)], "INVALID_ARGUMENT", "two images are named 'a.png'"),
+        ([*stream(GOOD, dataset="")], "INVALID_ARGUMENT", "`start` should name the dataset"),
+        ([*stream(GOOD, model="nine")], "NOT_FOUND", "no model 'nine'"),
+        ([*stream(GOOD, protocol="nine")], "INVALID_ARGUMENT", "no protocol 'nine'"),
+        ([*stream(pb.LabelledImage(file="b", data=b"", label=6))], "INVALID_ARGUMENT", "b: label 6, but .* 0 to 5"),
+        ([*stream(pb.LabelledImage(file="b", data=b"", wnid="n9"))], "INVALID_ARGUMENT", "no class 'n9'"),
+        ([*stream(pb.LabelledImage(file="b", data=b""))], "INVALID_ARGUMENT", "b: no true class"),
+        ([*stream(pb.LabelledImage(data=b"", label=1))], "INVALID_ARGUMENT", "1 to 1024 characters, not 0"),
+        ([*stream(pb.LabelledImage(file="x" * 1025, label=1))], "INVALID_ARGUMENT", "not 1025"),
+        ([*stream(pb.LabelledImage(file="x\0y", label=1))], "INVALID_ARGUMENT", "no NUL character"),
+    ],
+)
+def test_a_bad_evaluation_says_what_is_wrong_and_the_next_one_works(stub, requests, code: str, text: str) -> None:
+    with pytest.raises(grpc.RpcError, match=text) as caught:
+        report_of(stub.Evaluate(iter(requests), timeout=30))
+    assert caught.value.code().name == code
+    assert report_of(stub.Evaluate(stream(GOOD))).evaluated == 1
+
+
+def test_refused_images_are_counted_with_their_reasons_and_an_evaluation_of_nothing_else_has_no_error(stub) -> None:
+    bad = [pb.LabelledImage(file=name, data=data, label=2) for name, data in (("b", b""), ("a", b"text"))]
+    report = report_from_message(report_of(stub.Evaluate(stream(*bad))))
+    assert (report["images"], report["evaluated"], report["refused"]) == (2, 0, 2)
+    assert [(each["file"], each["reason"][:8]) for each in report["refusals"]] == [("a", "no image"), ("b", "no image")]
+    assert (report["top1_error"], report["top1_interval"]) == (None, [0, 100])
+    assert (report["calibration"], report["macro"]["top1_error"], report["ranks"]["median"]) == (None, None, None)
+    jsonschema.validate(report, SCHEMA)
+
+
+def test_two_evaluations_at_once_do_not_mix(stub) -> None:
+    streams = [[pb.LabelledImage(file=f"{n}", data=png(40, 50 + n, n), label=m) for n in range(20)] for m in (1, 4)]
+    alone = [report_of(stub.Evaluate(stream(*images))) for images in streams]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda images: report_of(stub.Evaluate(stream(*images))), streams)) == alone
+    assert alone[0].classes[1].images == alone[1].classes[4].images == 20
+
+
+@contextmanager
+def classifier_of(session: FakeSession, queue: QueueOptions = QueueOptions()) -> Iterator[Classifier]:
+    """Give the classifier of a session, without a server around it."""
+    models = Models([(ModelFile("fake", Path("fake.onnx")), session)], DecodeLimits(), queue)
+    yield models.get("fake")
+    models.close()
+
+
+def labelled(count: int) -> list[LabelledImage]:
+    return [LabelledImage(f"{n:04}", png(28, 28 + n, seed=n), 1) for n in range(count)]
+
+
+async def one_by_one(images: Iterable[LabelledImage]) -> AsyncIterator[LabelledImage]:
+    for image in images:
+        yield image
+
+
+def test_the_server_reads_no_faster_than_it_classifies(monkeypatch: pytest.MonkeyPatch) -> None:
+    pulled, answered, most_ahead = 0, 0, 0
+
+    def pulling() -> Iterator[LabelledImage]:
+        nonlocal pulled, most_ahead
+        for image in labelled(5 * IN_FLIGHT):
+            pulled += 1
+            most_ahead = max(most_ahead, pulled - answered)
+            yield image
+
+    with classifier_of(FakeSession()) as classifier:
+        classify = classifier.classify
+
+        async def counted(*arguments, **options):
+            nonlocal answered
+            answer = await classify(*arguments, **options)
+            answered += 1
+            return answer
+
+        monkeypatch.setattr(classifier, "classify", counted)
+        protocol = make_protocol("dense-28", classifier.session.contract)
+        report = asyncio.run(evaluate(classifier, protocol, "many", one_by_one(pulling())))
+    assert report["evaluated"] == 5 * IN_FLIGHT
+    assert IN_FLIGHT // 2 < most_ahead <= IN_FLIGHT
+
+
+def test_an_error_of_the_client_s_iterator_ends_the_evaluation() -> None:
+    def failing() -> Iterator[LabelledImage]:
+        yield from labelled(1)
+        raise DatasetError("b: the label is missing")
+
+    with classifier_of(FakeSession()) as classifier:
+        protocol = make_protocol("center", classifier.session.contract)
+        with pytest.raises(DatasetError, match="b: the label is missing"):
+            asyncio.run(evaluate(classifier, protocol, "few", one_by_one(failing())))
+
+
+def evaluated(images: list[LabelledImage], told: list[Progress]) -> dict:
+    """Evaluate images without a server; `told` gets what a client would be told on the way."""
+
+    async def tell(progress: Progress) -> None:
+        told.append(progress)
+
+    with classifier_of(FakeSession()) as classifier:
+        protocol = make_protocol("center", classifier.session.contract)
+        return asyncio.run(evaluate(classifier, protocol, "many", one_by_one(images), tell))
+
+
+def test_progress_counts_what_the_report_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "PROGRESS", 0)
+    told: list[Progress] = []
+    report = evaluated([LabelledImage("x", b"no image", 1), *labelled(23), LabelledImage("y", b"", 2)], told)
+    assert [progress.images for progress in told] == list(range(1, 26))
+    assert [progress.refused for progress in told] == sorted(progress.refused for progress in told)
+    assert all(0 <= before.seconds <= after.seconds for before, after in pairwise(told))
+    last = told[-1]
+    assert (last.images, last.refused) == (report["images"], report["refused"]) == (25, 2)
+    assert round(last.top1_error, 4) == report["top1_error"]
+    assert 0 < last.top1_error < 100
+
+
+def test_progress_has_no_error_before_an_image_was_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "PROGRESS", 0)
+    told: list[Progress] = []
+    evaluated([LabelledImage("x", b"no image", 1)], told)
+    assert [(progress.images, progress.refused, progress.top1_error) for progress in told] == [(1, 1, None)]
+    message = progress_message(told[0])
+    assert (message.images, message.refused, message.HasField("top1_error")) == (1, 1, False)
+
+
+def test_progress_is_told_at_most_once_a_second_and_a_short_evaluation_tells_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = count(step=0.3)  # seconds; each look at the clock is 0.3 s later than the last
+    monkeypatch.setattr(evaluation, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    told: list[Progress] = []
+    evaluated(labelled(20), told)
+    assert [progress.images for progress in told] == [4, 8, 12, 16, 20]
+    clock = count(step=0.04)
+    told.clear()
+    evaluated(labelled(20), told)
+    assert told == []
+
+
+def test_a_client_that_reads_no_progress_holds_up_one_image_and_not_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(evaluation, "PROGRESS", 0)
+    answered, told, read = 0, [], asyncio.Event()
+
+    async def tell(progress: Progress) -> None:
+        told.append(progress)
+        await read.wait()
+
+    with classifier_of(FakeSession()) as classifier:
+        classify = classifier.classify
+
+        async def counted(*arguments, **options):
+            nonlocal answered
+            answer = await classify(*arguments, **options)
+            answered += 1
+            if answered == 3 * IN_FLIGHT:
+                assert len(told) == 1
+                read.set()
+            return answer
+
+        monkeypatch.setattr(classifier, "classify", counted)
+        protocol = make_protocol("center", classifier.session.contract)
+        report = asyncio.run(evaluate(classifier, protocol, "many", one_by_one(labelled(3 * IN_FLIGHT)), tell))
+    assert report["evaluated"] == 3 * IN_FLIGHT
+
+
+def test_a_client_gets_progress_on_the_way_and_the_report_at_the_end(stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "PROGRESS", 0)
+    images = [pb.LabelledImage(file=f"{n}", data=png(40, 50 + n, n), label=1) for n in range(20)]
+    responses = list(stub.Evaluate(stream(*images)))
+    assert [response.WhichOneof("message") for response in responses][-2:] == ["progress", "report"]
+    assert responses[-1].report.images == 20
+    assert 1 <= len(responses) - 1 <= 20
+    assert all(response.progress.seconds > 0 for response in responses[:-1])
+
+
+def test_an_evaluation_waits_at_the_door_where_a_call_of_its_own_is_refused() -> None:
+    images = [pb.LabelledImage(file=f"{n}", data=png(40, 50 + n, n), label=1) for n in range(40)]
+    session = Gated()
+    with (
+        running_server(queue=QueueOptions(max_views=3), fake=session) as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        stub, door = pb_grpc.PreluNetServiceStub(channel), server.models.get("")._door
+        responses = stub.Evaluate(stream(*images))
+        eventually(lambda: len(door._outside) == 1)
+        assert server.metric("prelunet_waiting_views", model="fake") == 3
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.Classify(pb.ClassifyRequest(image=images[0].data, protocol="center"))
+        assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert len(door._outside) == 1, "no further one is read meanwhile"
+        session.gate.set()
+        assert report_of(responses).evaluated == 40
+        assert server.metric("prelunet_refusals_total", model="fake", reason="views") == 1, "of the call of its own"
+
+
+@pytest.mark.parametrize("images", [3, 4])
+def test_an_evaluation_of_more_images_than_one_may_have_is_refused(images: int) -> None:
+    with classifier_of(FakeSession()) as classifier:
+        protocol = make_protocol("center", classifier.session.contract)
+        evaluation_ = evaluate(classifier, protocol, "few", one_by_one(labelled(images)), most=3)
+        if images == 3:
+            assert asyncio.run(evaluation_)["images"] == 3
+            return
+        with pytest.raises(UsageError, match="at most 3 images in one call, and '0003' is one more"):
+            asyncio.run(evaluation_)
+        assert classifier._door.images == 0
+
+
+def test_an_evaluation_that_its_client_leaves_is_not_computed() -> None:
+    session = Gated()
+    images = [pb.LabelledImage(file=f"{n}", data=png(40, 57, n), label=1) for n in range(5)]
+    with running_server(fake=session) as server, grpc.insecure_channel(server.address) as channel:
+        stub = pb_grpc.PreluNetServiceStub(channel)
+        first = stub.Classify.future(pb.ClassifyRequest(image=images[0].data, protocol="dense-29"))
+        assert session.entered.wait(30)
+        responses = stub.Evaluate(stream(*images, protocol="dense-41"))
+        eventually(lambda: server.metric("prelunet_waiting_images", model="fake") == 6)
+        responses.cancel()
+        eventually(lambda: server.metric("prelunet_waiting_images", model="fake") == 1)
+        session.gate.set()
+        assert first.result(30).predictions
+        assert stub.Classify(pb.ClassifyRequest(image=images[0].data, protocol="dense-43")).predictions
+    assert {shape[1] for shape in session.calls} == {29, 43}, "41, the evaluation's scale, should not be computed"
+
+
+def test_an_evaluation_with_a_message_above_the_limit_fails_instead_of_reporting_on_the_rest(stub) -> None:
+    huge = pb.LabelledImage(file="b", data=bytes(65 * 2**20), label=1)
+    with pytest.raises(grpc.RpcError, match="larger than max") as caught:
+        list(stub.Evaluate(stream(GOOD, huge), timeout=60))
+    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_the_message_has_the_fields_of_the_published_schema_in_their_order() -> None:
+    def fields(message: Descriptor) -> list:
+        return [(field.name, inner(field.message_type)) for field in message.fields]
+
+    def inner(message: Descriptor | None) -> list | None:
+        plain = message is None or message.GetOptions().map_entry or message.name == "WholeNumbers"
+        return None if plain else fields(message)
+
+    def properties(schema: dict) -> list:
+        return [(name, inside(part)) for name, part in schema["properties"].items()]
+
+    def inside(part: dict) -> list | None:
+        if "$ref" in part:
+            return inside(SCHEMA["$defs"][part["$ref"].removeprefix("#/$defs/")])
+        if "properties" in part:
+            return properties(part)
+        return inside(part["items"]) if "items" in part else None
+
+    assert fields(pb.Report.DESCRIPTOR) == properties(SCHEMA)
+
+
+def test_a_report_survives_the_way_there_and_back_with_its_nulls_and_all_its_digits() -> None:
+    contract = fake_contract(classes=4)
+    same = tuple(ClassEntry(entry.wnid, "crane") for entry in contract.classes[:2])
+    session = FakeSession(replace(contract, classes=(*same, *contract.classes[2:])))
+    protocol = make_protocol("center", session.contract)
+    (classified,) = classify_images(session, [decode_rgb(png(40, 57))], protocol)
+    predictions = [prediction_of("x/a.png", (classified.top(1)[0][0] + 1) % 4, classified)]
+    dataset = {"name": "grüße", "fingerprint": "f" * 64, "images": 1, "layout": "x", "selection": None}
+    report = build_report(Run(run_info(session, "fake.onnx", dataset, protocol), predictions))
+    report["top5_error"] = 100 / 3
+    report["members"] = [{"model": report["model"], "weight": 1 / 3}]
+    assert None in [entry["top1_error"] for entry in report["classes"]]
+    assert None in [each["accuracy"] for each in report["calibration"]["bins"]]
+    assert report["protocol"]["crop"] == 28
+    assert report["suspicion"] is None
+    assert report["same_names"] == [[0, 1]]
+    assert [len(row) for row in report["worst"]["counts"]] == [1]
+    assert there_and_back(report) == report
+    assert json_bytes(there_and_back(report)) == json_bytes(report), "keys and numbers should look the same too"
+    report["suspicion"] = "the labels are in another order"
+    assert there_and_back(report) == report
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "listed"),
+    [("{:06}", "no image", REFUSALS_LISTED), ("{:06}" + "ü" * 1018, "x" * 51, 2**20 // (6 + 2 * 1018 + 51))],
+    ids=["many", "long"],
+)
+def test_a_message_lists_the_first_refused_images_and_counts_all(name: str, reason: str, listed: int) -> None:
+    """Else a report of a million refusals, or of long names, would be larger than any client takes."""
+    protocol = make_protocol("center", fake_contract())
+    predictions = [Prediction(name.format(n), 1, refused=reason) for n in range(3 * REFUSALS_LISTED)]
+    dataset = {"name": "x", "fingerprint": "f" * 64, "images": 3 * REFUSALS_LISTED, "layout": "x", "selection": None}
+    report = build_report(Run(run_info(FakeSession(), "fake.onnx", dataset, protocol), predictions))
+    message = report_message(report)
+    assert [each.file for each in message.refusals] == [name.format(n) for n in range(listed)]
+    assert (message.refused, message.images) == (3 * REFUSALS_LISTED, 3 * REFUSALS_LISTED)
+    assert message.ByteSize() < 2 * 2**20, "what a gRPC client takes unless told otherwise is 4 MiB"
+    assert len(report["refusals"]) == 3 * REFUSALS_LISTED, "the report itself is left as it is"
+
+
+def there_and_back(report: dict) -> dict:
+    return report_from_message(pb.Report.FromString(report_message(report).SerializeToString()))

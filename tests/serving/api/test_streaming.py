@@ -1,0 +1,547 @@
+"""`ClassifyStream`: many images in one call. First the stream by itself, then over the wire."""
+
+import asyncio
+import gc
+import queue
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+
+from prelunet.evaluator.errors import ImageError, ModelNotFound, Overloaded
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from prelunet.evaluator.rpc.status import error_from, reason_for
+from prelunet.evaluator.serving.api.prelunet import HELD, MAX_ID, classify_stream, places_of
+from prelunet.evaluator.serving.options import QueueOptions
+from tests.helpers.fakes import FakeSession, fake_contract
+from tests.serving.serving_harness import Gated, eventually, png, running_server
+
+
+def numbered(*ids: str) -> list[pb.ClassifyStreamRequest]:
+    return [pb.ClassifyStreamRequest(id=id_, request=pb.ClassifyRequest(model=id_)) for id_ in ids]
+
+
+async def one_by_one(requests: Iterable[pb.ClassifyStreamRequest]) -> AsyncIterator[pb.ClassifyStreamRequest]:
+    for request in requests:
+        yield request
+
+
+class Answerer:
+    """Classifies by giving the model's name back, once a test allows it; notes what was begun and cancelled.
+
+    outside: models before whose door a request waits.
+    """
+
+    def __init__(self, *, waits: bool = False, outside: str = "") -> None:
+        self.begun: list[str] = []
+        self.cancelled: list[str] = []
+        self._waits = waits
+        self._outside = outside
+        self._allowed: dict[str, asyncio.Event] = {}
+
+    def allow(self, name: str) -> None:
+        self._allowed.setdefault(name, asyncio.Event()).set()
+
+    async def classify(self, request: pb.ClassifyRequest, inside: Callable[[], None]) -> pb.ClassifyResponse:
+        self.begun.append(request.model)
+        if request.model not in self._outside:
+            inside()
+        try:
+            if self._waits:
+                await self._allowed.setdefault(request.model, asyncio.Event()).wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(request.model)
+            raise
+        return pb.ClassifyResponse(model=pb.ModelIdentity(name=request.model))
+
+
+class Reader:
+    """Takes answers as a caller would: all of them, or none until a test lets it read on."""
+
+    def __init__(self, *, reads: bool = True) -> None:
+        self.answers: list[pb.ClassifyStreamResponse] = []
+        self.waiting = 0
+        self.reads = asyncio.Event()
+        if reads:
+            self.reads.set()
+
+    async def send(self, response: pb.ClassifyStreamResponse) -> None:
+        assert self.waiting == 0, "gRPC takes one message at a time"
+        self.waiting += 1
+        await self.reads.wait()
+        self.waiting -= 1
+        self.answers.append(response)
+
+    def ids(self) -> list[str]:
+        return [answer.id for answer in self.answers]
+
+
+async def settled() -> None:
+    """Let every task run as far as it can."""
+    for _ in range(200):
+        await asyncio.sleep(0)
+
+
+def test_answers_come_as_they_are_ready_and_not_in_the_order_of_the_requests() -> None:
+    async def scenario() -> list[str]:
+        answerer, reader = Answerer(waits=True), Reader()
+        stream = asyncio.create_task(
+            classify_stream(answerer.classify, one_by_one(numbered("a", "b", "c")), reader.send)
+        )
+        for name in ("c", "a", "b"):
+            answerer.allow(name)
+            await settled()
+        await stream
+        assert [answer.response.model.name for answer in reader.answers] == reader.ids()
+        return reader.ids()
+
+    assert asyncio.run(scenario()) == ["c", "a", "b"]
+
+
+@pytest.mark.parametrize("stuck", ["classifying", "reading"])
+def test_no_more_is_read_while_as_many_as_a_stream_may_hold_are_unanswered(stuck: str) -> None:
+    pulled = 0
+
+    def pulling() -> Iterator[pb.ClassifyStreamRequest]:
+        nonlocal pulled
+        for request in numbered(*(f"{n:03}" for n in range(3 * HELD))):
+            pulled += 1
+            yield request
+
+    async def scenario() -> None:
+        answerer, reader = Answerer(waits=stuck == "classifying"), Reader(reads=stuck == "classifying")
+        stream = asyncio.create_task(classify_stream(answerer.classify, one_by_one(pulling()), reader.send))
+        await settled()
+        assert (pulled, len(answerer.begun), reader.answers) == (HELD, HELD, [])
+        if stuck == "classifying":
+            answerer.allow("005")
+            await settled()
+            assert (pulled, reader.ids()) == (HELD + 1, ["005"])
+            for number in range(3 * HELD):
+                answerer.allow(f"{number:03}")
+        reader.reads.set()
+        await stream
+        assert sorted(reader.ids()) == [f"{n:03}" for n in range(3 * HELD)]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("asked", "places"),
+    [
+        ({}, 1),
+        ({"top_k": -5}, 1),
+        ({"top_k": 1000}, 1),
+        ({"top_k": 1001}, 2),
+        ({"top_k": 2**31 - 1}, HELD),
+        ({"heatmap": True}, 8),
+        ({"heatmap": True, "top_k": 21_841}, 22),
+    ],
+    ids=str,
+)
+def test_a_request_takes_places_by_the_size_of_its_answer(asked: dict, places: int) -> None:
+    assert places_of(pb.ClassifyRequest(**asked)) == places
+
+
+def test_no_more_than_four_heat_maps_are_made_while_nobody_reads_them_and_what_follows_waits_its_turn() -> None:
+    """Else a stream would fill the memory with 32 of them, whatever waits before the door."""
+    maps = [f"{n}" for n in range(9)]
+    asked = [
+        *(pb.ClassifyStreamRequest(id=n, request=pb.ClassifyRequest(model=n, heatmap=True)) for n in maps),
+        *numbered("small", "too"),
+    ]
+
+    async def scenario() -> None:
+        answerer, reader = Answerer(), Reader(reads=False)
+        stream = asyncio.create_task(classify_stream(answerer.classify, one_by_one(asked), reader.send))
+        await settled()
+        assert (answerer.begun, reader.answers) == (maps[:4], [])
+        reader.reads.set()
+        await stream
+        assert (answerer.begun, reader.ids()) == ([*maps, "small", "too"],) * 2
+
+    asyncio.run(scenario())
+
+
+def test_the_places_of_a_heat_map_are_free_for_as_many_small_answers_once_it_is_sent() -> None:
+    small = [f"{n:02}" for n in range(2 * HELD)]
+    asked = [
+        pb.ClassifyStreamRequest(id="map", request=pb.ClassifyRequest(model="map", heatmap=True)),
+        *numbered(*small),
+    ]
+
+    async def scenario() -> None:
+        answerer, reader = Answerer(waits=True), Reader()
+        stream = asyncio.create_task(classify_stream(answerer.classify, one_by_one(asked), reader.send))
+        await settled()
+        assert answerer.begun == ["map", *small[: HELD - 8]]
+        answerer.allow("map")
+        await settled()
+        assert answerer.begun == ["map", *small[:HELD]]
+        for name in small:
+            answerer.allow(name)
+        await stream
+        assert len(reader.answers) == len(asked)
+
+    asyncio.run(scenario())
+
+
+def test_no_more_is_read_while_a_request_waits_before_the_door() -> None:
+    """Else a stream would hold as many images there as it may have unanswered, which no limit of the queue counts."""
+
+    async def scenario() -> None:
+        answerer, reader = Answerer(waits=True, outside="c"), Reader()
+        stream = asyncio.create_task(
+            classify_stream(answerer.classify, one_by_one(numbered("a", "b", "c", "d")), reader.send)
+        )
+        await settled()
+        assert answerer.begun == ["a", "b", "c"]
+        answerer.allow("a")
+        await settled()
+        assert (answerer.begun, reader.ids()) == (["a", "b", "c"], ["a"]), "who is inside is answered meanwhile"
+        answerer.allow("c")
+        await settled()
+        assert (answerer.begun[3:], reader.ids()) == (["d"], ["a", "c"])
+        for name in "bd":
+            answerer.allow(name)
+        await stream
+
+    asyncio.run(scenario())
+
+
+def test_a_request_is_not_kept_while_its_answer_waits_or_is_made() -> None:
+    class Asked:
+        """A request that can be watched."""
+
+        top_k, heatmap = 0, False
+
+    kept: list[weakref.ref[object]] = []
+
+    async def scenario() -> None:
+        allowed = asyncio.Event()
+
+        def classify(request: object, inside: Callable[[], None]) -> Awaitable[pb.ClassifyResponse]:
+            kept.append(weakref.ref(request))
+
+            async def answer() -> pb.ClassifyResponse:
+                inside()
+                await allowed.wait()
+                return pb.ClassifyResponse()
+
+            return answer()
+
+        async def incoming() -> AsyncIterator[Any]:
+            yield SimpleNamespace(id="a", request=Asked())
+            await allowed.wait()
+
+        reader = Reader(reads=False)
+        stream = asyncio.create_task(classify_stream(classify, incoming(), reader.send))
+        await settled()
+        gc.collect()
+        assert [found() for found in kept] == [None], "while it is answered"
+        allowed.set()
+        await settled()
+        assert reader.waiting == 1
+        reader.reads.set()
+        await stream
+        assert reader.ids() == ["a"]
+
+    asyncio.run(scenario())
+
+
+def test_an_image_that_fails_has_an_error_of_its_own_and_the_stream_goes_on(caplog) -> None:
+    failures = {"b": ImageError("no image"), "c": RuntimeError("/secret/broken"), "d": Overloaded("full", 2.5)}
+
+    async def classify(request: pb.ClassifyRequest, _inside: Callable[[], None]) -> pb.ClassifyResponse:
+        if request.model in failures:
+            raise failures[request.model]
+        return pb.ClassifyResponse(capped=True)
+
+    reader = Reader()
+    asyncio.run(classify_stream(classify, one_by_one(numbered("a", "b", "c", "d", "e")), reader.send))
+    answers = {answer.id: answer for answer in reader.answers}
+    assert [answers[id_].response.capped for id_ in "ae"] == [True, True]
+    assert answers["b"].error == pb.CallError(code=3, reason="IMAGE_ERROR", message="no image")
+    assert answers["d"].error == pb.CallError(code=8, reason="OVERLOADED", message="full", retry_after_seconds=2.5)
+    ours = answers["c"].error
+    assert (ours.code, ours.reason, ours.HasField("retry_after_seconds")) == (13, "", False)
+    assert "/secret" not in ours.message
+    incident = ours.message.rpartition(" ")[2]
+    assert f"incident {incident}" in caplog.text
+    assert "RuntimeError: /secret/broken" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("ids", "text"),
+    [
+        (["", "z"], "1 to 128 characters, not 0"),
+        (["x" * (MAX_ID + 1), "z"], "1 to 128 characters, not 129: 'xxx"),
+        (["a", "a", "z"], "the request with id 'a' has no answer yet"),
+    ],
+)
+def test_a_request_that_cannot_be_told_from_others_gets_an_error_without_an_id(ids: list[str], text: str) -> None:
+    async def scenario() -> None:
+        answerer, reader = Answerer(waits=True), Reader()
+        stream = asyncio.create_task(classify_stream(answerer.classify, one_by_one(numbered(*ids)), reader.send))
+        await settled()
+        (refused,) = reader.answers  # so that nobody takes it for the answer to another request of that id
+        assert (refused.id, refused.error.code, refused.error.reason) == ("", 3, "USAGE_ERROR")
+        assert text in refused.error.message
+        for id_ in {*ids}:
+            answerer.allow(id_)
+        await stream
+        assert sorted(reader.ids()[1:]) == sorted({*ids} & {"a", "z"})
+        assert all(answer.HasField("response") for answer in reader.answers[1:])
+
+    asyncio.run(scenario())
+
+
+def test_an_id_of_the_greatest_length_is_taken() -> None:
+    reader = Reader()
+    asyncio.run(classify_stream(Answerer().classify, one_by_one(numbered("ü" * MAX_ID)), reader.send))
+    assert [(len(answer.id), answer.HasField("response")) for answer in reader.answers] == [(MAX_ID, True)]
+
+
+def test_an_id_may_be_used_again_as_soon_as_its_answer_is_there() -> None:
+    async def scenario() -> None:
+        requests: asyncio.Queue[pb.ClassifyStreamRequest | None] = asyncio.Queue()
+        answers: list[pb.ClassifyStreamResponse] = []
+
+        async def incoming() -> AsyncIterator[pb.ClassifyStreamRequest]:
+            while (request := await requests.get()) is not None:
+                yield request
+
+        async def send(response: pb.ClassifyStreamResponse) -> None:
+            answers.append(response)
+            requests.put_nowait(numbered("a")[0] if len(answers) < 5 else None)
+            await settled()  # the caller is faster than we are
+
+        requests.put_nowait(numbered("a")[0])
+        await classify_stream(Answerer().classify, incoming(), send)
+        assert [(answer.id, answer.HasField("response")) for answer in answers] == [("a", True)] * 5
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("end", ["bad request", "reader gone", "cancelled"])
+def test_the_end_of_a_stream_cancels_all_that_is_unanswered(end: str) -> None:
+    async def scenario() -> None:
+        answerer, bad = Answerer(waits=True), asyncio.Event()
+
+        async def incoming() -> AsyncIterator[pb.ClassifyStreamRequest]:
+            for request in numbered("a", "b", "c"):
+                yield request
+            await bad.wait()
+            raise ModelNotFound("planted")
+
+        async def send(_: pb.ClassifyStreamResponse) -> None:
+            raise ModelNotFound("planted")
+
+        stream = asyncio.create_task(classify_stream(answerer.classify, incoming(), send))
+        await settled()
+        if end == "bad request":
+            bad.set()
+        elif end == "reader gone":
+            answerer.allow("a")
+        else:
+            stream.cancel()
+        with pytest.raises(asyncio.CancelledError if end == "cancelled" else ModelNotFound):
+            await stream
+        assert sorted(answerer.cancelled) == (["b", "c"] if end == "reader gone" else ["a", "b", "c"])
+
+    asyncio.run(scenario())
+
+
+SMALL = fake_contract(classes=3, default_scales=(31, 44))
+IMAGE = png(40, 57, seed=1)
+
+
+@pytest.fixture(scope="module")
+def channel() -> Iterator[grpc.Channel]:
+    sessions = {"six": FakeSession(), "three": FakeSession(SMALL, seed=1)}
+    with running_server(**sessions) as server, grpc.insecure_channel(server.address) as channel:
+        yield channel
+
+
+@pytest.fixture(scope="module")
+def stub(channel: grpc.Channel) -> pb_grpc.PreluNetServiceStub:
+    return pb_grpc.PreluNetServiceStub(channel)
+
+
+def named(requests: Iterable[pb.ClassifyRequest]) -> Iterator[pb.ClassifyStreamRequest]:
+    return (pb.ClassifyStreamRequest(id=f"{n}", request=request) for n, request in enumerate(requests))
+
+
+def without_timings(response: pb.ClassifyResponse) -> pb.ClassifyResponse:
+    response.ClearField("timings")
+    return response
+
+
+def test_every_answer_of_a_stream_is_that_of_a_call_of_its_own(stub) -> None:
+    asked = [
+        {},
+        {"heatmap": True},
+        {"top_k": 2},
+        {"scales": [33, 45]},
+        {"mirror": False},
+        *[{"protocol": "center"}] * 36,
+    ]
+    requests = [
+        pb.ClassifyRequest(image=png(30 + n, 80 - n, seed=n), model=("six", "three")[n % 2], **changes)
+        for n, changes in enumerate(asked)
+    ]
+    alone = [without_timings(stub.Classify(request)) for request in requests]
+    answers = {answer.id: answer for answer in stub.ClassifyStream(named(requests), timeout=60)}
+    assert len(answers) == len(requests) > HELD
+    assert all(answer.response.timings.batches >= 1 for answer in answers.values())
+    assert [without_timings(answers[f"{n}"].response) for n in range(len(requests))] == alone
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"image": b""},
+        {"image": IMAGE[:-900]},
+        {"model": "nine"},
+        {"model": ""},
+        {"protocol": "twelve-crop"},
+        {"scales": [27]},
+        {"top_k": 7},
+    ],
+    ids=lambda changes: str(changes)[:30],
+)
+def test_an_error_in_a_stream_says_what_a_call_of_its_own_would_have_said(stub, changes: dict) -> None:
+    good = pb.ClassifyRequest(image=IMAGE, model="six", protocol="center")
+    bad = pb.ClassifyRequest(**{"image": IMAGE, "model": "six", **changes})
+    with pytest.raises(grpc.RpcError) as alone:
+        stub.Classify(bad)
+    answers = {answer.id: answer for answer in stub.ClassifyStream(named([good, bad, good]), timeout=60)}
+    assert [answers[id_].WhichOneof("result") for id_ in "012"] == ["response", "error", "response"]
+    error = answers["1"].error
+    assert (error.code, error.message) == (alone.value.code().value[0], alone.value.details())
+    assert error.reason == reason_for(error_from(alone.value, ""))
+
+
+def test_an_image_too_many_waits_before_the_door_and_all_are_answered_in_their_turn() -> None:
+    session, sent = Gated(), queue.SimpleQueue()
+    with (
+        running_server(queue=QueueOptions(max_views=2), fake=session) as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        door = server.models.get("")._door
+        requests = [pb.ClassifyRequest(image=IMAGE, protocol="center")] * 5
+        for request in named(requests):
+            sent.put(request)
+        stub = pb_grpc.PreluNetServiceStub(channel)
+        stream = stub.ClassifyStream(iter(sent.get, None), timeout=60)
+        eventually(lambda: len(door._outside) == 1)
+        assert server.metric("prelunet_waiting_images", model="fake") == 2
+        with pytest.raises(grpc.RpcError, match="at most 2 views"):
+            stub.Classify(requests[0])
+        stub.ListModels(pb.ListModelsRequest())  # time in which the server could read on
+        assert (door.images, len(door._outside)) == (2, 1), "of five; two are not read yet"
+        session.gate.set()
+        sent.put(None)
+        answers = list(stream)
+        assert sorted((answer.id, answer.WhichOneof("result")) for answer in answers) == [
+            (f"{n}", "response") for n in range(5)
+        ]
+        assert server.metric("prelunet_refusals_total", model="fake", reason="views") == 1, "of the call of its own"
+
+
+def test_a_stream_that_its_client_leaves_while_an_image_waits_before_the_door_leaves_nothing_there() -> None:
+    session = Gated()
+    with (
+        running_server(queue=QueueOptions(max_views=2), fake=session) as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        door = server.models.get("")._door
+        stub = pb_grpc.PreluNetServiceStub(channel)
+        stream = stub.ClassifyStream(named([pb.ClassifyRequest(image=IMAGE, protocol="center")] * 3), timeout=60)
+        eventually(lambda: len(door._outside) == 1)
+        stream.cancel()
+        eventually(lambda: (door.images, len(door._outside)) == (0, 0))
+        session.gate.set()
+        assert stub.Classify(pb.ClassifyRequest(image=IMAGE, protocol="center")).predictions
+
+
+def test_bytes_that_are_no_message_end_a_stream_and_the_next_call_works(channel, stub) -> None:
+    call = channel.stream_stream(f"/{pb.DESCRIPTOR.services_by_name['PreluNetService'].full_name}/ClassifyStream")
+    with pytest.raises(grpc.RpcError, match="no message of this method") as caught:
+        list(call(iter([b"\xff\xff\xff\xff\x01"]), timeout=30))
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert list(stub.ClassifyStream(iter([]), timeout=30)) == []
+    assert len(list(stub.ClassifyStream(named([pb.ClassifyRequest(image=IMAGE, model="six")])))) == 1
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["left", "out of time"])
+def test_a_stream_that_a_client_leaves_or_whose_time_is_over_is_not_computed(leaves: bool) -> None:
+    session, sent = Gated(), queue.SimpleQueue()
+    with running_server(fake=session) as server, grpc.insecure_channel(server.address) as channel:
+        stub = pb_grpc.PreluNetServiceStub(channel)
+        first = stub.Classify.future(pb.ClassifyRequest(image=IMAGE, protocol="dense-29"))
+        assert session.entered.wait(30)
+        stream = stub.ClassifyStream(iter(sent.get, None), timeout=60 if leaves else 0.5)
+        for request in named([pb.ClassifyRequest(image=IMAGE, protocol="dense-41")] * 5):
+            sent.put(request)
+        if leaves:
+            eventually(lambda: server.metric("prelunet_waiting_images", model="fake") == 6)
+            stream.cancel()
+        errors: list[int] = []
+        with pytest.raises(grpc.RpcError) as caught:
+            errors.extend(answer.error.code for answer in stream)
+        assert caught.value.code().name == ("CANCELLED" if leaves else "DEADLINE_EXCEEDED")
+        assert set(errors) <= {4}, "an image may be told that its time is over a moment before its stream"
+        eventually(lambda: server.metric("prelunet_waiting_images", model="fake") == 1)
+        session.gate.set()
+        sent.put(None)
+        assert first.result(30).predictions
+        assert stub.Classify(pb.ClassifyRequest(image=IMAGE, protocol="dense-43")).predictions
+    assert {shape[1] for shape in session.calls} == {29, 43}, "41, the stream's scale, should not be computed"
+
+
+def test_a_client_that_sends_faster_than_the_server_classifies_is_held_up() -> None:
+    session, pulled = Gated(), 0
+    image = png(600, 700)  # 1.3 MB
+    assert len(image) > 2**20
+
+    def pulling() -> Iterator[pb.ClassifyStreamRequest]:
+        nonlocal pulled
+        for request in named([pb.ClassifyRequest(image=image, protocol="center")] * (4 * HELD)):
+            pulled += 1
+            yield request
+
+    with running_server(fake=session) as server, grpc.insecure_channel(server.address) as channel:
+        stub = pb_grpc.PreluNetServiceStub(channel)
+        stream = stub.ClassifyStream(pulling(), timeout=120)
+        eventually(lambda: server.metric("prelunet_waiting_images", model="fake") == HELD)
+        for _ in range(50):
+            stub.ListModels(pb.ListModelsRequest())  # time in which the server could read on
+        assert server.metric("prelunet_waiting_images", model="fake") == HELD
+        assert pulled < 2 * HELD, "what is beyond waits in buffers of gRPC, of which there should be few"
+        session.gate.set()
+        assert len(list(stream)) == pulled == 4 * HELD
+
+
+def test_a_client_that_reads_no_answers_is_held_up_itself_and_nobody_else() -> None:
+    """Its answers, each of a thousand classes, fill what gRPC takes; then no further request of it is read."""
+    asked = [pb.ClassifyRequest(image=IMAGE, model="many", protocol="center", top_k=1000)] * (5 * HELD)
+    with (
+        running_server(many=FakeSession(fake_contract(classes=1000)), other=FakeSession()) as server,
+        grpc.insecure_channel(server.address, options=[("grpc.http2.bdp_probe", 0)]) as channel,  # takes 64 kB ahead
+        grpc.insecure_channel(server.address) as another,
+    ):
+        stream = pb_grpc.PreluNetServiceStub(channel).ClassifyStream(named(asked), timeout=120)
+        assert next(stream).ByteSize() > 30_000
+        stub, before = pb_grpc.PreluNetServiceStub(another), -1.0
+        while before != (answered := server.metric("prelunet_request_seconds_count", model="many")):
+            before = answered
+            for _ in range(20):
+                assert stub.Classify(pb.ClassifyRequest(image=IMAGE, model="other"), timeout=30).predictions
+        assert answered <= 3 * HELD
+        assert server.metric("prelunet_waiting_images", model="many") == 0, "what waits to be sent waits for no device"
+        assert len(list(stream)) == len(asked) - 1

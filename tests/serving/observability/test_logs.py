@@ -1,0 +1,338 @@
+"""Log lines that programs and people can trust: whatever a caller sends, a line is a line and a field a field."""
+
+import io
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import copy_context
+
+import pytest
+
+from prelunet.evaluator.errors import ImageError
+from prelunet.evaluator.serving.observability import logs
+from prelunet.evaluator.serving.observability.call_context import Call, note, set_current
+from prelunet.evaluator.serving.observability.logs import (
+    FORMS,
+    MAX_FIELD,
+    MAX_MESSAGE,
+    MAX_TRACEBACK,
+    MAX_WAITING,
+    Stderr,
+    incident_of,
+    log_call,
+)
+from tests.serving.serving_harness import eventually
+
+FORGERY = "2026-01-01T00:00:00.000Z INFO evaluator status=OK | all is well"
+NASTY = [
+    f"x\n{FORGERY}",
+    f"x\r\n{FORGERY}",
+    f"x\x85{FORGERY}",
+    f"x\u2028{FORGERY}",
+    f"x\u2029{FORGERY}",
+    f"x\x0b{FORGERY}\x0c\x1c\x1d\x1e",
+    "\x1b[2J\x1b[31mred",
+    "\u202eright to left",
+    '" status=OK error="',
+    "\\",
+    'x", "status": "OK',
+    "\0\x7f\x9b",
+    "\ud800",
+    "a | b",
+    "x status=OK",
+]
+
+
+@contextmanager
+def written(form: str) -> Iterator[io.StringIO]:
+    """Give what a logger of this name writes in a form, and nothing else."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(FORMS[form]())
+    logger = logging.getLogger("prelunet.evaluator.serving.observability.logs")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield stream
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+
+
+def lines(text: str) -> list[str]:
+    """Return the lines of a text as the strictest reader counts them."""
+    return text.splitlines()
+
+
+def pairs(line: str) -> dict[str, str]:
+    """Return the fields of a line of text, read by the letter."""
+    head = re.match(r"\S+ [A-Z]+ \S+", line)
+    assert head is not None
+    fields, rest = {}, line[head.end() :]
+    while match := re.match(r' ([a-z_]+)=("(?:[^"\\]|\\.)*"|[^\s"]+)', rest):
+        assert match[1] not in fields
+        fields[match[1]] = match[2]
+        rest = rest[match.end() :]
+    assert rest.startswith(" | "), rest
+    return fields
+
+
+@pytest.mark.parametrize("nasty", NASTY, ids=ascii)
+def test_a_callers_text_forges_neither_a_line_nor_a_field_of_text(nasty: str) -> None:
+    call = Call("prelunet.v1.PreluNetService/Classify", "id-1", peer=nasty, status="INTERNAL", error=nasty)
+    with written("text") as stream:
+        log_call(call, 0.5)
+        logs.log.info("%s", nasty)
+    first, second = lines(stream.getvalue())
+    assert first.isprintable()
+    assert second.isprintable()
+    assert set(pairs(first)) == {"peer", "status", "seconds", "error"}
+    assert pairs(first)["status"] == "INTERNAL"
+    assert pairs(second) == {}, "a message comes behind the bar"
+
+
+@pytest.mark.parametrize("nasty", NASTY, ids=ascii)
+def test_a_callers_text_forges_neither_a_line_nor_a_field_of_json_and_arrives_whole(nasty: str) -> None:
+    call = Call("prelunet.v1.PreluNetService/Classify", "id-1", peer=nasty, status="INTERNAL", error=nasty)
+    with written("json") as stream:
+        log_call(call, 0.5)
+        logs.log.info("%s", nasty)
+    first, second = lines(stream.getvalue())
+    assert first.isascii()
+    told = json.loads(first)
+    assert (told["peer"], told["error"], told["status"], told["message"]) == (nasty, nasty, "INTERNAL", "call ended")
+    assert json.loads(second)["message"] == nasty
+    assert set(json.loads(second)) == {"time", "level", "logger", "message"}
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+@pytest.mark.parametrize("nasty", [*NASTY, "m" * 5000], ids=lambda nasty: ascii(nasty)[:30])
+def test_a_method_that_a_caller_thought_of_is_one_field_of_bounded_length(nasty: str, form: str) -> None:
+    call = Call(f"nobody/{nasty}", "id-1", peer="p", status="UNIMPLEMENTED")
+
+    def during_the_call() -> str:
+        set_current(call)
+        with written(form) as stream:
+            log_call(call, 0.5)
+        return stream.getvalue()
+
+    (line,) = lines(copy_context().run(during_the_call))
+    told = json.loads(line) if form == "json" else pairs(line)
+    assert set(told) - {"time", "level", "logger", "message"} == {"request_id", "method", "peer", "status", "seconds"}
+    assert (told["status"], told["request_id"]) == ("UNIMPLEMENTED", "id-1")
+    assert line.isprintable()
+    assert len(told["method"].strip('"')) <= MAX_FIELD
+    if form == "json":
+        assert told["method"] == (call.method if len(call.method) <= MAX_FIELD else call.method[: MAX_FIELD - 1] + "…")
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_the_traceback_of_an_incident_has_its_id_and_stays_within_its_record(form: str) -> None:
+    with written(form) as stream:
+        try:
+            raise RuntimeError(f"broken\n{FORGERY}\x1b[2J")
+        except RuntimeError as error:
+            incident = incident_of(error)
+    found = lines(stream.getvalue())
+    assert re.fullmatch("[0-9a-f]{12}", incident)
+    assert f"incident {incident}: RuntimeError" in found[0]
+    if form == "json":
+        (line,) = found
+        assert "test_logs.py" in json.loads(line)["traceback"]
+        assert json.loads(line)["traceback"].endswith(f"RuntimeError: broken\n{FORGERY}\x1b[2J")
+    else:
+        assert all(line.startswith("    | ") and line.isprintable() for line in found[1:])
+        assert f"    | {FORGERY}\\x1b[2J" in found
+        assert any("test_logs.py" in line for line in found)
+
+
+def test_a_mistake_of_the_caller_is_no_incident() -> None:
+    with written("text") as stream:
+        incident_of(ImageError("no image"))
+    assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_long_texts_are_cut(form: str) -> None:
+    call = Call("m", "id", status="OK", error="e" * 100_000)
+    with written(form) as stream:
+        log_call(call, 0.5)
+        logs.log.info("m" * 100_000)
+        try:
+            raise RuntimeError("t" * 100_000)
+        except RuntimeError as error:
+            incident_of(error)
+    text = stream.getvalue()
+    assert [text.count(letter * most) for letter, most in (("e", MAX_FIELD - 1), ("m", MAX_MESSAGE - 1))] == [1, 1]
+    assert ("e" * MAX_FIELD not in text, "m" * MAX_MESSAGE not in text) == (True, True)
+    assert MAX_TRACEBACK <= len(text.replace("e" * (MAX_FIELD - 1), "").replace("m" * (MAX_MESSAGE - 1), "")) < 22_000
+
+
+def test_the_line_of_a_call_says_what_was_asked_and_how_it_ended() -> None:
+    call = Call("prelunet.v1.PreluNetService/ClassifyStream", "id-1", peer="ipv4:127.0.0.1:5", status="OK", bytes=812)
+
+    def during_the_call() -> dict:
+        set_current(call)
+        for model, views in (("roses", 6), ("tulips", 2), ("roses", 1)):
+            note(model, views)
+        with written("json") as stream:
+            log_call(call, 0.0123456789)
+        return json.loads(stream.getvalue())
+
+    line = copy_context().run(during_the_call)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line.pop("time"))
+    assert line == {
+        "level": "INFO",
+        "logger": "prelunet.evaluator.serving.observability.logs",
+        "message": "call ended",
+        "request_id": "id-1",
+        "method": "prelunet.v1.PreluNetService/ClassifyStream",
+        "peer": "ipv4:127.0.0.1:5",
+        "status": "OK",
+        "seconds": 0.012346,
+        "model": "roses,tulips",
+        "views": 9,
+        "bytes": 812,
+    }
+
+
+PROGRAM = """
+import logging, sys, warnings
+from prelunet.evaluator.serving.observability.logs import set_up
+set_up({form!r}, {level!r})
+logging.getLogger("prelunet.some.module").debug("ours, debug")
+logging.getLogger("prelunet.some.module").info("ours, info")
+logging.getLogger("PIL.PngImagePlugin").debug("STREAM of an image")
+logging.getLogger("PIL.PngImagePlugin").warning("what is wrong with an image")
+logging.getLogger("onnxruntime").warning("of a library")
+logging.getLogger("grpc._cython.cygrpc").error("Invalid encoding on %s", b"\\xff")
+logging.getLogger("grpc._cython.cygrpc").error("Unexpected [UnicodeDecodeError] raised by servicer method [/\xff]")
+logging.getLogger("grpc._cython.cygrpc").error("a mistake of gRPC's")
+warnings.warn("first line\\nsecond line")
+"""
+
+
+@pytest.mark.parametrize(
+    ("form", "level", "expected"), [("text", "INFO", ["ours, info"]), ("json", "DEBUG", ["ours, debug", "ours, info"])]
+)
+def test_a_process_logs_our_lines_from_its_level_on_and_those_of_libraries_but_pillow_from_warning_on(
+    form: str, level: str, expected: list[str]
+) -> None:
+    program = PROGRAM.format(form=form, level=level)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout == ""
+    if form == "json":
+        messages = [json.loads(line)["message"] for line in lines(result.stderr)]
+    else:
+        messages = [line.partition(" | ")[2] for line in lines(result.stderr)]
+    assert messages[:-1] == [*expected, "of a library", "a mistake of gRPC's"]
+    assert "UserWarning: first line" in messages[-1]
+    assert messages[-1].count("second line") == 1
+
+
+WITHOUT_FILES = """
+import asyncio, os, resource, socket
+from prelunet.evaluator.serving.observability.logs import set_up
+
+async def main():
+    failed, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def told(loop, context):
+        for _ in range(3):  # some versions of Python say it once a second, some a hundred times
+            loop.default_exception_handler(context)
+        failed.set()
+
+    loop.set_exception_handler(told)
+    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    client = socket.create_connection(server.sockets[0].getsockname())
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    await asyncio.wait_for(failed.wait(), 30)
+    loop.call_exception_handler({"message": "something else"})
+
+set_up()
+asyncio.run(main())
+"""
+
+
+def test_a_port_without_open_files_is_told_once_and_other_mistakes_of_the_loop_beside_it() -> None:
+    result = subprocess.run([sys.executable, "-c", WITHOUT_FILES], capture_output=True, text=True, check=True)
+    assert result.stderr.count("socket.accept() out of system resource") == 1, result.stderr
+    assert result.stderr.count("something else") == 3, result.stderr
+
+
+def test_a_port_that_is_still_without_open_files_is_told_of_each_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [5.0]
+    monkeypatch.setattr(logs.time, "monotonic", lambda: now[0])
+    sparingly = logs.AcceptsSparingly()
+    text = "socket.accept() out of system resource\nsocket: <…>"
+    record = logging.LogRecord("asyncio", logging.ERROR, "", 0, text, (), None)
+    heard = []
+    for now[0] in (5.0, 5.1, 64.9, 65.0, 65.1, 124.9, 125.0):
+        heard.append(sparingly.filter(record))
+    assert heard == [True, False, False, True, False, False, True]
+
+
+def test_whoever_does_not_read_the_log_holds_up_nobody_and_is_told_how_many_lines_are_missing() -> None:
+    reading, writing = os.pipe()
+    handler = Stderr(writing)
+    handler.setFormatter(FORMS["json"]())
+    logger = logging.Logger("a test's")
+    logger.addHandler(handler)
+    total = 3 * MAX_WAITING
+    for number in range(total):
+        logger.warning("line %s %s", number, "x" * 200)  # a pipe holds 64 KiB, 200 of these
+    received: list[str] = []
+
+    def read() -> None:
+        with os.fdopen(reading) as stream:
+            received.extend(json.loads(line)["message"] for line in stream)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    eventually(lambda: not handler._lines.unfinished_tasks)
+    logger.warning("read again")
+    eventually(lambda: not handler._lines.unfinished_tasks)
+    os.close(writing)
+    reader.join(30)
+    numbers = [int(message.split()[1]) for message in received if message.startswith("line ")]
+    dropped = [int(message.split()[0]) for message in received if "lines dropped, stderr is read too slowly" in message]
+    assert MAX_WAITING <= len(numbers) < total
+    assert numbers == sorted(set(numbers))
+    assert sum(dropped) == total - len(numbers)
+    assert received[-1] == "read again"
+
+
+def test_a_log_that_nobody_can_read_any_more_stops_nothing() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    handler = Stderr(writing)
+    logger = logging.Logger("a test's")
+    logger.addHandler(handler)
+    for _ in range(3):
+        logger.warning("to nobody")
+    eventually(lambda: not handler._lines.unfinished_tasks)
+    os.close(writing)
+
+
+def test_a_process_whose_log_is_not_read_ends_all_the_same() -> None:
+    program = (
+        "import logging; from prelunet.evaluator.serving.observability.logs import set_up; set_up()\n"
+        "for _ in range(5000): logging.getLogger('prelunet').info('x' * 200)\n"
+        "print('done')"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.read() == b"done\n"  # its end, while nobody reads stderr
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.communicate()

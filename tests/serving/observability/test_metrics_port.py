@@ -1,0 +1,262 @@
+"""Prometheus' metrics over HTTP, and what a stranger gets there."""
+
+import asyncio
+import re
+import socket
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from prelunet.evaluator.errors import EnvironmentFault
+from prelunet.evaluator.serving.observability import metrics_http
+from prelunet.evaluator.serving.observability.metrics import Metrics
+from prelunet.evaluator.serving.observability.metrics_http import MAX_CONNECTIONS, MAX_REQUEST, Exposition
+from tests.helpers.fakes import FakeSession
+from tests.serving.scheduling.event_loop import in_a_loop, until
+
+
+@asynccontextmanager
+async def exposed(metrics: Metrics, patience: float = 30.0) -> AsyncIterator[Exposition]:
+    port = Exposition(metrics.text, patience=patience)
+    await port.open("127.0.0.1", 0)
+    try:
+        yield port
+    finally:
+        await port.close()
+
+
+async def answer_to(request: bytes, port: Exposition, host: str = "127.0.0.1") -> tuple[int, str]:
+    """Return status and body of an answer."""
+    reader, writer = await asyncio.open_connection(host, int(port.address.rpartition(":")[2]))
+    writer.write(request)
+    answer = (await asyncio.wait_for(reader.read(), 20)).decode()
+    writer.close()
+    head, _, body = answer.partition("\r\n\r\n")
+    length = re.search(r"Content-Length: (\d+)", head)
+    assert length is not None
+    assert int(length[1]) == len(body.encode())
+    return int(head.split(" ")[1]), body
+
+
+@in_a_loop
+async def test_a_scrape_gives_what_is_counted() -> None:
+    metrics = Metrics()
+    metrics.of_model("flowers", FakeSession()).refused("views")  # type: ignore[arg-type]
+    async with exposed(metrics) as port:
+        status, body = await answer_to(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", port)
+        found = {
+            (sample.name, sample.labels.get("model"), sample.labels.get("reason")): sample.value
+            for family in text_string_to_metric_families(body)
+            for sample in family.samples
+        }
+        assert status == 200
+        assert found["prelunet_refusals_total", "flowers", "views"] == 1
+        assert found["prelunet_model_info", "flowers", None] == 1
+        again = await answer_to(b"GET /metrics?x=1 HTTP/1.0\r\n\r\n", port)
+        assert again[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", 404),
+        (b"GET /metrics/../etc/passwd HTTP/1.1\r\n\r\n", 404),
+        (b"POST /metrics HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc", 405),
+        (b"DELETE /metrics HTTP/1.1\r\n\r\n", 405),
+        (b"\x00\xff\r\n\r\n", 404),
+    ],
+)
+@in_a_loop
+async def test_there_is_nothing_but_the_metrics(request_: bytes, status: int) -> None:
+    async with exposed(Metrics()) as port:
+        assert (await answer_to(request_, port))[0] == status
+
+
+@in_a_loop
+async def test_a_client_that_sends_too_much_or_too_slowly_is_cut_off() -> None:
+    async with exposed(Metrics(), patience=0.2) as port:
+        host, _, number = port.address.rpartition(":")
+        for sent in (b"GET /metrics HTTP/1.1\r\n" + b"x" * 2 * MAX_REQUEST, b"GET /met", b""):
+            reader, writer = await asyncio.open_connection(host, int(number))
+            writer.write(sent)
+            with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                await asyncio.wait_for(reader.readexactly(1), 20)
+            writer.close()
+        assert (await answer_to(b"GET /metrics HTTP/1.1\r\n\r\n", port))[0] == 200
+
+
+@in_a_loop
+async def test_of_too_many_clients_that_ask_for_nothing_whole_the_oldest_makes_room_for_a_scrape() -> None:
+    async with exposed(Metrics(), patience=600) as port:
+        number = int(port.address.rpartition(":")[2])
+        slow = []
+        for opened in range(MAX_CONNECTIONS + 3):
+            if opened >= MAX_CONNECTIONS:
+                assert (await answer_to(b"GET /metrics HTTP/1.1\r\n\r\n", port))[0] == 200
+                with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                    await asyncio.wait_for(slow.pop(0)[0].readexactly(1), 20)
+                await until(lambda: port.connections == MAX_CONNECTIONS - 1)  # the scrape has left
+            slow.append(await asyncio.open_connection("127.0.0.1", number))
+            slow[-1][1].write(b"GET /metrics HTTP/1.1\r\nX: ")
+            await until(lambda: port.connections == len(slow))
+        for reader, writer in slow:
+            writer.write(b"\r\n\r\n")
+            assert await asyncio.wait_for(reader.readline(), 20) == b"HTTP/1.1 200 OK\r\n", (
+                "younger ones should not mind"
+            )
+            writer.close()
+
+
+@in_a_loop
+async def test_of_too_many_clients_that_do_not_take_their_answer_the_oldest_makes_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(metrics_http, "MAX_CONNECTIONS", 2)
+    texts = [b"x" * 2**24, b"x" * 2**24, b"in time"]  # more than a connection's buffers
+    port = Exposition(lambda: texts.pop(0), patience=600)
+    await port.open("127.0.0.1", 0)
+    lazy = []
+    for _ in range(2):
+        lazy.append(socket.create_connection(("127.0.0.1", int(port.address.rpartition(":")[2]))))
+        lazy[-1].sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        await until(lambda: sum(port._clients.values()) == len(lazy) == 3 - len(texts))
+    assert await answer_to(b"GET /metrics HTTP/1.1\r\n\r\n", port) == (200, "in time")
+    await until(lambda: port.connections == 1)
+    await port.close()
+    for client in lazy:
+        client.close()
+
+
+@in_a_loop
+async def test_nothing_is_kept_of_an_answer_that_is_not_taken_in_time() -> None:
+    transports = []
+
+    def much() -> bytes:
+        transports.append(next(iter(port._clients)).transport)
+        transports[0].set_write_buffer_limits(2**30)  # as with a rest that is below the usual ones
+        return b"x" * 2**24
+
+    port = Exposition(much, patience=0.3)
+    await port.open("127.0.0.1", 0)
+    with socket.create_connection(("127.0.0.1", int(port.address.rpartition(":")[2]))) as client:
+        client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        await until(lambda: bool(transports) and not port.connections)
+        assert transports[0].get_write_buffer_size() == 0
+    await port.close()
+
+
+@in_a_loop
+async def test_nobody_whose_request_is_whole_makes_room_for_another() -> None:
+    go_on = threading.Event()
+
+    def slowly() -> bytes:
+        assert go_on.wait(30)
+        return b"all of it"
+
+    port = Exposition(slowly, patience=600)
+    await port.open("127.0.0.1", 0)
+    scrapes = [asyncio.create_task(answer_to(b"GET /metrics HTTP/1.1\r\n\r\n", port)) for _ in range(MAX_CONNECTIONS)]
+    await until(lambda: port._answering == MAX_CONNECTIONS)
+    with pytest.raises((ConnectionError, AssertionError)):  # no answer
+        await answer_to(b"GET /metrics HTTP/1.1\r\n\r\n", port)
+    go_on.set()
+    assert await asyncio.gather(*scrapes) == [(200, "all of it")] * MAX_CONNECTIONS
+    await port.close()
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+@in_a_loop
+async def test_all_addresses_are_those_of_ipv4_as_well() -> None:
+    port = Exposition(Metrics().text)
+    await port.open("::", 0)
+    assert port.address.startswith("[::]:")
+    for host in ("127.0.0.1", "::1"):
+        assert (await answer_to(b"GET /metrics HTTP/1.1\r\n\r\n", port, host))[0] == 200
+    number = int(port.address.rpartition(":")[2])
+    with pytest.raises(EnvironmentFault, match=rf"for metrics: port {number} is in use\."):
+        await Exposition(Metrics().text).open("::", number)
+    await port.close()
+
+
+@in_a_loop
+async def test_a_scrape_that_is_being_answered_when_the_port_closes_gets_its_answer() -> None:
+    asked, go_on = threading.Event(), threading.Event()
+
+    def slowly() -> bytes:
+        asked.set()
+        assert go_on.wait(30)
+        return b"all of it"
+
+    port = Exposition(slowly)
+    await port.open("127.0.0.1", 0)
+    scrape = asyncio.create_task(answer_to(b"GET /metrics HTTP/1.1\r\n\r\n", port))
+    assert await asyncio.to_thread(asked.wait, 30)
+    closing = asyncio.create_task(port.close())
+    await asyncio.sleep(0)  # it has begun
+    go_on.set()
+    assert await scrape == (200, "all of it")
+    await closing
+
+
+@in_a_loop
+async def test_a_scrape_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_http, "FAREWELL", 0.05)
+    asked, go_on = threading.Event(), threading.Event()
+
+    def hanging() -> bytes:
+        asked.set()
+        assert go_on.wait(30)
+        return b""
+
+    port = Exposition(hanging, patience=60)
+    await port.open("127.0.0.1", 0)
+    scrape = asyncio.create_task(answer_to(b"GET /metrics HTTP/1.1\r\n\r\n", port))
+    assert await asyncio.to_thread(asked.wait, 30)
+    closing = asyncio.create_task(port.close())
+    with pytest.raises((ConnectionError, AssertionError)):  # no answer
+        await scrape
+    go_on.set()
+    await closing
+
+
+@in_a_loop
+async def test_who_is_still_there_at_the_end_is_cut_off_and_nothing_is_left_or_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with exposed(Metrics()) as port:
+        host, _, number = port.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(number))
+        while not port.connections:
+            await asyncio.sleep(0.005)
+        await port.close()
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await asyncio.wait_for(reader.readexactly(1), 20)
+        writer.close()
+        assert port.connections == 0
+    assert caplog.records == []
+
+
+@in_a_loop
+async def test_a_port_in_use_is_told_with_a_mend() -> None:
+    async with exposed(Metrics()) as port:
+        number = int(port.address.rpartition(":")[2])
+        with pytest.raises(EnvironmentFault, match=rf"for metrics: port {number} is in use\. .* --metrics-port"):
+            await Exposition(Metrics().text).open("127.0.0.1", number)
+
+
+def test_docs_list_every_metric_with_its_labels() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
+    listed = {
+        (name, tuple(re.findall(r"\w+", labels)))
+        for name, labels in re.findall(r"^\| `(prelunet_\w+)`(?: \{([^}]*)\})? \|", page, re.MULTILINE)
+    }
+    counted = set()
+    for instrument in vars(Metrics()).values():
+        if hasattr(instrument, "_labelnames"):
+            suffix = "_total" if instrument._type == "counter" else ""
+            counted.add((instrument._name + suffix, tuple(instrument._labelnames)))
+    assert listed == counted

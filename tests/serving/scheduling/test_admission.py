@@ -1,0 +1,237 @@
+"""What a server does not take on, where the time of an image goes, and that nothing is left of those who leave.
+
+The door by itself: test_door.py.
+"""
+
+import asyncio
+import gc
+import random
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from prelunet.evaluator.engine.batching import BatchRules
+from prelunet.evaluator.errors import DeadlinePassed, ImageError, Overloaded, UsageError
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.serving.models import Models
+from prelunet.evaluator.serving.observability.call_context import Caller
+from prelunet.evaluator.serving.observability.metrics import Metrics
+from prelunet.evaluator.serving.options import QueueOptions
+from prelunet.evaluator.serving.scheduling.queue import Waiting
+from prelunet.evaluator.serving.scheduling.request import Lane, Request, views_and_pixels
+from tests.helpers.fakes import FakeSession, fake_contract
+from tests.serving.scheduling.scheduler_harness import HeldSession, counted, served, until
+from tests.serving.serving_harness import png, running_server
+
+CENTER = make_protocol("center", fake_contract())
+
+
+@pytest.mark.parametrize("surplus", [0, 1, 7])
+def test_of_q_and_k_calls_exactly_k_are_refused_at_once_and_the_others_are_answered(surplus: int) -> None:
+    session = HeldSession()
+
+    async def scenario() -> None:
+        with served(QueueOptions(max_views=12), fake=session) as models:
+            classifier = models.get("fake")
+
+            async def ask(number: int) -> str:
+                image = png(40, 41 + number, number)
+                try:
+                    with classifier.admitted(len(image), 1):
+                        answer = await classifier.answer(image, CENTER, 1, heatmap=False)
+                        return answer.predictions[0].name
+                except Overloaded as error:
+                    return "refused" if error.retry_after else "refused for ever"
+
+            tasks = [asyncio.create_task(ask(number)) for number in range(12 + surplus)]
+            await until(lambda: counted(models, "waiting_views", "fake") == 12)
+            await until(lambda: sum(task.done() for task in tasks) == surplus)
+            assert counted(models, "waiting_images", "fake") == 12
+            assert counted(models, "refusals_total", "fake", reason="views") == surplus
+            session.free()
+            answers = await asyncio.gather(*tasks)
+            assert answers.count("refused") == surplus
+            assert await ask(99) != "refused", "the places should be free again"
+
+    asyncio.run(scenario())
+
+
+def test_a_refusal_reaches_the_client_as_resource_exhausted() -> None:
+    session = HeldSession()
+    call = pb.ClassifyRequest(image=png(40, 41), protocol="center")
+    with (
+        running_server(queue=QueueOptions(max_views=1), fake=session) as server,
+        grpc.insecure_channel(server.address) as channel,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        stub = pb_grpc.PreluNetServiceStub(channel)
+        first = pool.submit(stub.Classify, call, timeout=30)
+        asyncio.run(until(lambda: session.entered))
+        with pytest.raises(
+            grpc.RpcError, match=r"1 views of .* wait for model 'fake' already, and at most 1 views"
+        ) as no:
+            stub.Classify(call, timeout=30)
+        session.free()
+        assert first.result(30).predictions
+    assert no.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_a_view_that_would_take_gigabytes_is_refused_by_its_size_before_it_is_made() -> None:
+    contract = fake_contract(max_side=16384)
+
+    async def scenario() -> None:
+        with served(fake=FakeSession(contract)) as models:
+
+            async def ask(name: str) -> object:
+                protocol = make_protocol(name, contract)
+                return await models.get("fake").answer(png(20, 200), protocol, 1, heatmap=False)
+
+            with pytest.raises(UsageError, match="seen as 1600x6400 pixels, more than the 2097152"):
+                await ask("dense-1600")
+            with pytest.raises(UsageError, match="together have 4334420 pixels, more than the 4194304"):  # each fits
+                await ask("dense-600-601-602")
+            assert await ask("dense-40")
+
+    asyncio.run(scenario())
+
+
+def test_a_model_whose_scales_are_large_is_served_at_its_own_scales() -> None:
+    contract = fake_contract(default_scales=(800, 900), max_side=4096)
+    with served(large=FakeSession(contract)) as models:
+        models.get("large")._check_size(200, 2000, make_protocol("multi-scale", contract))
+
+
+@pytest.mark.parametrize("heatmap", [False, True])
+def test_an_answer_says_where_its_time_went(heatmap: bool) -> None:
+    session = HeldSession(rules=BatchRules(max_pixels=2 * 37 * 53))
+    protocol = make_protocol("dense-37-40-43", session.contract)
+
+    async def scenario() -> None:
+        with served(fake=session) as models:
+            asked = models.get("fake").answer(png(40, 57), protocol, 2, heatmap=heatmap)
+            task = asyncio.create_task(asked)
+            await until(lambda: session.entered)
+            await asyncio.sleep(0.05)
+            session.free()
+            timings = (await task).timings
+            assert timings is not None
+            assert timings.batches == len(session.calls) == 5  # at 37 both views fit one batch, at 40 and 43 one each
+            assert timings.compute_seconds >= 0.05
+            assert timings.decode_seconds > 0
+            parts = timings.queue_seconds + timings.decode_seconds + timings.compute_seconds
+            assert timings.queue_seconds >= 0
+            assert parts < timings.total_seconds
+            assert counted(models, "request_seconds_sum", "fake") == timings.total_seconds
+            for stage, seconds in (
+                ("queue", timings.queue_seconds),
+                ("decode", timings.decode_seconds),
+                ("compute", timings.compute_seconds),
+            ):
+                assert counted(models, "stage_seconds_sum", "fake", stage=stage) == seconds
+            assert counted(models, "stage_seconds_count", "fake", stage="average") == 1
+            assert counted(models, "last_answer_timestamp_seconds", "fake") > 1e9
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("provider", ["CPUExecutionProvider", "CUDAExecutionProvider"])
+def test_whoever_leaves_whenever_nothing_of_them_is_left_and_every_view_is_computed_or_dropped(provider: str) -> None:
+    """Callers come, leave and run out of time at random, some with images that are none."""
+    rules = BatchRules(canvas_step=4, max_pixels=9 * 40 * 60, switch_pixels=10**4)
+    sessions = {
+        name: HeldSession(provider=provider, rules=rules if provider.startswith("CUDA") else None, seed=seed)
+        for seed, name in enumerate(("one", "two"))
+    }
+    chance = random.Random(0)
+    images = [png(30 + number, 50 - number, number) for number in range(8)]
+    protocols = [make_protocol(name, fake_contract()) for name in ("center", "dense-33-41", "ten-crop", "spp-18")]
+    became: Counter[str] = Counter()
+    admitted: Counter[str] = Counter()  # views, by model
+
+    async def caller(models: Models, number: int) -> None:
+        await asyncio.sleep(chance.random() / 4)
+        name, protocol = chance.choice(("one", "two")), chance.choice(protocols)
+        image, views = chance.choice(images)[: 60 if number % 8 == 2 else None], len(protocol.views)
+        in_a_moment = asyncio.get_running_loop().time() + 0.001 + chance.random() / 10
+        who = Caller(f"{number % 9}", in_a_moment if number % 4 == 0 else None)
+        if number % 4 == 1:
+            task = asyncio.current_task()
+            assert task is not None
+            asyncio.get_running_loop().call_at(in_a_moment, task.cancel)
+        try:
+            with models.get(name).admitted(len(image), views):
+                admitted[name] += views
+                await models.get(name).answer(image, protocol, 1, heatmap=chance.random() < 0.1, caller=who)
+            became["answered"] += 1
+        except (ImageError, DeadlinePassed, Overloaded, asyncio.CancelledError) as error:
+            became[type(error).__name__] += 1
+
+    async def scenario() -> None:
+        with served(QueueOptions(max_views=60, ready_views=20), **sessions) as models:
+            tasks = [asyncio.create_task(caller(models, number)) for number in range(200)]
+            await until(lambda: {"DeadlinePassed", "CancelledError", "Overloaded"} <= set(became))
+            while not all(task.done() for task in tasks):
+                for session in sessions.values():
+                    session.let_go()
+                await asyncio.sleep(0.002)
+        for name in sessions:
+            reasons = ("cancelled", "expired", "failed")
+            dropped = [counted(models, "dropped_views_total", name, reason=reason) for reason in reasons]
+            computed = counted(models, "batch_views_sum", name)
+            assert computed + sum(dropped) == admitted[name]
+            assert sum(dropped) > 0
+
+    asyncio.run(scenario())
+    assert became["answered"] > 0
+    gc.collect()
+    left = [found for found in gc.get_objects() if type(found) is Request and found.lane.session in sessions.values()]
+    assert left == []
+
+
+def test_an_image_that_is_none_fails_before_its_views_take_room() -> None:
+    async def scenario() -> None:
+        with served(fake=FakeSession()) as models:
+            with pytest.raises(ImageError):
+                await models.get("fake").answer(b"none", CENTER, 1, heatmap=False)
+            assert counted(models, "dropped_views_total", "fake", reason="failed") == 1
+            assert counted(models, "failed_seconds_count", "fake") == 1
+            assert counted(models, "request_seconds_count", "fake") == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_mirrored_protocol_costs_a_client_twice_the_turns_of_a_plain_one() -> None:
+    plain = replace(make_protocol("dense-33-41", fake_contract()), mirror=False)
+    assert views_and_pixels(plain) == (2, 33 * 33 + 41 * 41)
+    assert views_and_pixels(replace(plain, mirror=True)) == (4, 2 * (33 * 33 + 41 * 41))
+    assert views_and_pixels(make_protocol("ten-crop", fake_contract())) == (10, 10 * 28 * 28)
+
+
+def test_clients_take_turns_at_decoding_by_what_their_files_cost_and_not_by_their_number() -> None:
+    """A file of 30 kB is told to cost fourteen times as much as one of 2 kB, by its bytes and its view's pixels."""
+    session = FakeSession()
+    lane = Lane("fake", session, Metrics().of_model("fake", session), lambda *_: [])
+
+    async def scenario() -> list[str]:
+        waiting, reply = Waiting(QueueOptions()), asyncio.get_running_loop().create_future()
+        for number in range(100):
+            for client, size in (("large", 30_000), ("small", 2_000)):
+                if client == "small" or number < 30:
+                    waiting.add(Request(lane, bytes(size), CENTER, Caller(client), lambda _: None, reply))
+        order = []
+        while (request := waiting._encoded.first()) is not None:
+            waiting._encoded.take(request)
+            order.append(request.caller.client)
+        return order
+
+    order = asyncio.run(scenario())
+    shown = 2 * 28 * 28 if CENTER.mirror else 28 * 28
+    ratio = (6 * 30_000 + shown) / (6 * 2_000 + shown)
+    first = Counter(order[: order.index("large") + 50])
+    assert order[:100].count("small") == pytest.approx(100 * ratio / (1 + ratio), abs=2)
+    assert first["large"] > 1

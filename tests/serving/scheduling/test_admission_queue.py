@@ -1,0 +1,382 @@
+"""The door of a model: who is let in, who is refused or waits, and that nothing is left of anybody."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prelunet.evaluator.errors import ImageError, Overloaded
+from prelunet.evaluator.serving.observability.metrics import Metrics
+from prelunet.evaluator.serving.options import QueueOptions
+from prelunet.evaluator.serving.scheduling.admission import Door
+from tests.helpers.fakes import FakeSession
+from tests.serving.scheduling.scheduler_harness import until
+
+
+def made_door(**queue: int) -> tuple[Door, Metrics]:
+    metrics = Metrics()
+    return Door("fake", QueueOptions(**queue), metrics.of_model("fake", FakeSession())), metrics
+
+
+def test_images_beyond_the_bytes_that_may_wait_are_refused_but_one_alone_never() -> None:
+    door, metrics = made_door(max_bytes=1000)
+    with door.admitted(5000, 2):
+        assert metrics.registry.get_sample_value("prelunet_waiting_bytes", {"model": "fake"}) == 5000
+        with pytest.raises(Overloaded, match="2 views of 5000 bytes wait"), door.admitted(1, 1):
+            pass
+    with door.admitted(600, 1), door.admitted(400, 1):
+        pass
+    with door.admitted(600, 1), pytest.raises(Overloaded, match="1 views of 600 bytes"), door.admitted(401, 1):
+        pass
+    assert (door.images, door.views, door.bytes) == (0, 0, 0)
+    refusals = metrics.registry.get_sample_value("prelunet_refusals_total", {"model": "fake", "reason": "bytes"})
+    assert refusals == 2
+
+
+def test_an_image_of_more_views_than_may_wait_is_let_in_where_nothing_waits() -> None:
+    door, _ = made_door(max_views=3)
+    with door.admitted(1, 60), pytest.raises(Overloaded, match="60 views of 1 bytes"), door.admitted(1, 1):
+        pass
+    with door.admitted(1, 2), door.admitted(1, 1):
+        assert door.views == 3
+
+
+def enter(door: Door, stack: ExitStack, client: str, images: int, views: int = 1) -> int:
+    """Try to let so many images of a client in; returns how many were."""
+    for number in range(images):
+        try:
+            stack.enter_context(door.admitted(10, views, client))
+        except Overloaded:
+            return number
+    return images
+
+
+def test_a_client_that_fills_the_door_keeps_no_other_out() -> None:
+    door, _ = made_door(max_views=40)
+    with ExitStack() as stack:
+        assert enter(door, stack, "greedy", 100) == 40
+        assert enter(door, stack, "small", 3) == 3
+        assert enter(door, stack, "greedy", 1) == 0, "it has more than its share"
+        assert enter(door, stack, "small", 100) == 10 - 3, "a quarter more than may wait, and no more"
+        assert enter(door, stack, "another", 1) == 0
+    assert (door.images, door.views, door.bytes) == (0, 0, 0)
+    with ExitStack() as stack:
+        assert enter(door, stack, "small", 100) == 40, "nothing is remembered of who has left"
+
+
+def test_among_many_clients_the_share_that_still_gets_in_is_that_of_each() -> None:
+    door, _ = made_door(max_views=40)
+    with ExitStack() as stack:
+        for client in range(8):
+            assert enter(door, stack, str(client), 5) == 5
+        assert enter(door, stack, "0", 1) == 0
+        assert enter(door, stack, "ninth", 100) == 4, "a ninth of 40"
+
+
+def test_who_waits_at_the_door_is_let_in_one_by_one_as_others_leave_and_no_refusal_is_counted() -> None:
+    async def scenario() -> None:
+        door, metrics = made_door(max_views=4)
+        inside: list[int] = []
+        leave = [asyncio.Event() for _ in range(8)]
+
+        async def visit(number: int) -> None:
+            async with door.entered(10, 2, "one"):
+                inside.append(number)
+                await leave[number].wait()
+
+        visits = [asyncio.create_task(visit(number)) for number in range(8)]
+        await until(lambda: len(inside) == 2)
+        visits[2].cancel()
+        await asyncio.sleep(0)
+        leave[1].set()
+        await until(lambda: len(inside) == 3)
+        assert inside == [0, 1, 3], "in the order in which they came"
+        for event in leave:
+            event.set()
+        await asyncio.gather(*visits, return_exceptions=True)
+        assert inside == [0, 1, 3, 4, 5, 6, 7]
+        assert (door.images, door.views, door.bytes) == (0, 0, 0)
+        assert metrics.registry.get_sample_value("prelunet_refusals_total", {"model": "fake", "reason": "views"}) in {
+            None, 0,
+        }  # fmt: skip
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("error", [ImageError("x"), asyncio.CancelledError(), KeyboardInterrupt()])
+def test_a_place_is_given_back_whatever_becomes_of_the_image(error: BaseException) -> None:
+    door, _ = made_door()
+    with pytest.raises(type(error)), door.admitted(10, 3):
+        raise error
+    assert (door.images, door.views, door.bytes) == (0, 0, 0)
+
+
+async def settled() -> None:
+    """Let every task run as far as it can."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+class Visits:
+    """Visitors of a door, each in a task of its own, known by names of which the first letter is the client.
+
+    inside: who got in, in that order.
+    """
+
+    def __init__(self, door: Door) -> None:
+        self.door = door
+        self.inside: list[str] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._leave: dict[str, asyncio.Event] = {}
+
+    async def come(self, *names: str, views: int = 1, size: int = 10) -> None:
+        for name in names:
+            self._leave[name] = asyncio.Event()
+            self._tasks[name] = asyncio.create_task(self._visit(name, size, views))
+            await settled()
+
+    async def _visit(self, name: str, size: int, views: int) -> None:
+        async with self.door.entered(size, views, name[0]):
+            self.inside.append(name)
+            await self._leave[name].wait()
+
+    async def leave(self, *names: str) -> None:
+        for name in names:
+            self._leave[name].set()
+        await settled()
+
+    def cancel(self, name: str) -> None:
+        self._tasks[name].cancel()
+
+    async def all_leave(self) -> None:
+        await self.leave(*self._leave)
+        async with asyncio.timeout(10):
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        assert (self.door.images, self.door.views, self.door.bytes) == (0, 0, 0)
+        assert (self.door._outside, self.door._clients) == ({}, {})
+
+
+def visiting(scenario: Callable[[Visits], Awaitable[None]], **queue: int) -> None:
+    """Run a scenario; afterwards nothing is left of its visitors, who all got in unless they were cancelled."""
+
+    async def run() -> None:
+        door, metrics = made_door(**queue)
+        visits = Visits(door)
+        await scenario(visits)
+        await visits.all_leave()
+        for gauge in ("images", "views", "bytes"):
+            assert metrics.registry.get_sample_value(f"prelunet_waiting_{gauge}", {"model": "fake"}) == 0
+
+    asyncio.run(run())
+
+
+def test_one_client_that_waits_outside_does_not_hold_up_another() -> None:
+    async def scenario(visits: Visits) -> None:
+        await visits.come("a0", "a1", "a2", "a3", "a4", "b0", "b1")
+        assert visits.inside == ["a0", "a1", "a2", "a3", "b0"], "b has the quarter that is there for others"
+        await visits.leave("a0")
+        assert visits.inside[5:] == ["b1"], "it has one of five inside, less than half of four; a has three"
+
+    visiting(scenario, max_views=4)
+
+
+def test_of_one_client_nobody_overtakes_who_came_first_even_where_only_the_later_one_has_room() -> None:
+    async def scenario(visits: Visits) -> None:
+        await visits.come("a0", views=8)
+        await visits.come("a1", views=5)
+        await visits.come("a2", views=1)
+        assert visits.inside == ["a0"]
+        await visits.leave("a0")
+        assert visits.inside == ["a0", "a1", "a2"]
+
+    visiting(scenario, max_views=10)
+
+
+def test_a_call_that_does_not_wait_takes_no_room_for_which_somebody_stands_in_line() -> None:
+    async def scenario(visits: Visits) -> None:
+        await visits.come("a0", views=9)
+        await visits.come("b0", views=5)
+        await visits.come("a1", views=9)
+        with pytest.raises(Overloaded), visits.door.admitted(10, 3, "a"):  # which 20 would bear
+            pass
+        with visits.door.admitted(10, 3, "b"):  # it has less than its share
+            pass
+        assert visits.inside == ["a0", "b0"]
+        await visits.leave("b0")
+        assert visits.inside == ["a0", "b0", "a1"]
+
+    visiting(scenario, max_views=20)
+
+
+def test_who_has_its_share_takes_no_room_for_which_somebody_else_stands_in_line() -> None:
+    async def scenario(visits: Visits) -> None:
+        await visits.come("a0", "b0", "a1", views=9)
+        await visits.come("b1", views=2)
+        assert visits.inside == ["a0", "b0"], "b1 would fit, beside b0 it is more than half of 20"
+        await visits.leave("a0")
+        assert visits.inside == ["a0", "b0", "a1", "b1"]
+
+    visiting(scenario, max_views=20)
+
+
+def test_large_images_get_in_one_after_the_other_though_small_ones_of_many_others_come_without_end() -> None:
+    """In a line alone a1 would wait for ever: each of the others has less than its share again and again."""
+
+    async def scenario(visits: Visits) -> None:
+        others = "bcdef"
+        await visits.come(*(f"{client}{number}" for number in range(21) for client in others))
+        assert (visits.door.images, len(visits.door._outside)) == (100, 5)
+        await visits.come("a0", "a1", views=20)
+        assert visits.inside[100:] == ["a0"]
+        for number in range(21, 30):
+            for client in others:  # each a stream, of which one waits outside
+                await visits.leave(f"{client}{number - 21}")
+                await visits.come(f"{client}{number}")
+        assert "f24" in visits.inside
+        assert "a1" not in visits.inside
+        await visits.leave("a0")
+        assert visits.inside[-1] == "a1"
+
+    visiting(scenario, max_views=100)
+
+
+def test_who_stood_behind_one_that_went_away_is_let_in() -> None:
+    async def scenario(visits: Visits) -> None:
+        await visits.come("a0", views=6)
+        await visits.come("a1", views=9)
+        await visits.come("a2", views=4)
+        assert visits.inside == ["a0"]
+        visits.cancel("a1")
+        await settled()
+        assert visits.inside == ["a0", "a2"]
+
+    visiting(scenario, max_views=10)
+
+
+@pytest.mark.parametrize("first", ["let in", "cancelled"])
+def test_one_that_is_let_in_and_cancelled_at_the_same_moment_leaves_its_place_to_the_next(first: str) -> None:
+    async def scenario(visits: Visits) -> None:
+        inside = visits.door.admitted(10, 1, "a")
+        inside.__enter__()
+        await visits.come("a1", "a2")
+        if first == "let in":
+            inside.__exit__(None, None, None)
+            assert len(visits.door._outside) == 1, "a1 is let in, and does not know it yet"
+            visits.cancel("a1")
+        else:
+            visits.cancel("a1")
+            inside.__exit__(None, None, None)
+        await settled()
+        assert visits.inside == ["a2"]
+        assert (visits.door.images, visits.door._outside) == (1, {})
+
+    visiting(scenario, max_views=1)
+
+
+def test_images_that_come_together_are_counted_one_by_one() -> None:
+    door, metrics = made_door(max_views=40)
+    with door.admitted(1000, 20, "a", images=10), door.admitted(10, 2, "a"):
+        assert metrics.registry.get_sample_value("prelunet_waiting_images", {"model": "fake"}) == door.images == 11
+    assert metrics.registry.get_sample_value("prelunet_waiting_images", {"model": "fake"}) == door.images == 0
+
+
+@dataclass(frozen=True)
+class Visitor:
+    """One visitor of the plain door below."""
+
+    name: str
+    size: int
+    views: int
+
+    @property
+    def client(self) -> str:
+        return self.name[0]
+
+
+@dataclass
+class PlainDoor:
+    """The same rules over lists, of which everything is counted anew each time."""
+
+    max_views: int
+    max_bytes: int
+    inside: list[Visitor] = field(default_factory=list)
+    line: list[Visitor] = field(default_factory=list)
+
+    def has_room(self, who: Visitor, *, first: bool) -> bool:
+        own = [other for other in self.inside if other.client == who.client]
+        clients = {other.client for other in (*self.inside, who)}
+        for unit, most in (("views", self.max_views), ("size", self.max_bytes)):
+            total = sum(getattr(other, unit) for other in (*self.inside, who))
+            its = sum(getattr(other, unit) for other in (*own, who))
+            little = not own or its * len(clients) <= most
+            enough = 4 * total <= 5 * most if little else first and total <= most
+            if not enough:
+                return not self.inside
+        return True
+
+    def let_in(self) -> None:
+        for place, who in enumerate(self.line):
+            before = self.line[:place]
+            its_turn = all(other.client != who.client for other in before)
+            if its_turn and self.has_room(who, first=not before):
+                self.line.remove(who)
+                self.inside.append(who)
+                self.let_in()
+                return
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["call", "call", "stream", "stream", "stream", "leave", "leave", "cancel"]),
+        st.sampled_from("aaabc"),
+        st.integers(1, 9),
+        st.integers(1, 90),
+        st.integers(0, 99),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(STEPS, st.integers(1, 20))
+def test_who_is_let_in_refused_or_waits_is_what_plain_lists_say(
+    steps: list[tuple[str, str, int, int, int]], max_views: int
+) -> None:
+    async def scenario(visits: Visits) -> None:
+        door, plain, calls = visits.door, PlainDoor(max_views, 200), dict[str, ExitStack]()
+        for number, (step, client, views, size, chosen) in enumerate(steps):
+            who = Visitor(f"{client}{number}", size, views)
+            if step == "call":
+                calls[who.name], refused = ExitStack(), not plain.has_room(who, first=not plain.line)
+                try:
+                    calls[who.name].enter_context(door.admitted(size, views, client))
+                    assert not refused
+                    plain.inside.append(who)
+                except Overloaded:
+                    assert refused
+            elif step == "stream":
+                plain.line.append(who)
+                await visits.come(who.name, views=views, size=size)
+            elif step == "leave" and plain.inside:
+                leaver = plain.inside.pop(chosen % len(plain.inside))
+                calls[leaver.name].close() if leaver.name in calls else await visits.leave(leaver.name)
+            elif step == "cancel" and plain.line:
+                visits.cancel(plain.line.pop(chosen % len(plain.line)).name)
+            plain.let_in()
+            await settled()
+            assert sorted(visit.views for visit in door._outside) == sorted(who.views for who in plain.line)
+            assert (door.images, door.views, door.bytes) == (
+                len(plain.inside),
+                sum(who.views for who in plain.inside),
+                sum(who.size for who in plain.inside),
+            )
+            assert {who.name for who in plain.inside} <= {*visits.inside, *calls}
+            assert not {who.name for who in plain.line} & {*visits.inside}
+        for stack in calls.values():
+            stack.close()
+
+    visiting(scenario, max_views=max_views, max_bytes=200)

@@ -1,0 +1,142 @@
+"""A server in a thread of the test's process, on a free port, for the tests of serving and of the client."""
+
+import asyncio
+import io
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import numpy as np
+from grpc_health.v1 import health, health_pb2_grpc
+from PIL import Image
+
+from prelunet.evaluator.engine.session import Outputs
+from prelunet.evaluator.errors import DeviceLost
+from prelunet.evaluator.imaging.limits import DecodeLimits
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from prelunet.evaluator.serving.api.interceptor import Calls, ErrorsToStatus
+from prelunet.evaluator.serving.models import Models
+from prelunet.evaluator.serving.observability.metrics import Metrics
+from prelunet.evaluator.serving.options import Limits, ModelFile, QueueOptions
+from prelunet.evaluator.serving.server import Server
+from tests.helpers.fakes import FakeSession
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that answers. address: host:port; models: what it serves; loop_thread: on which its event loop runs."""
+
+    address: str
+    models: Models
+    loop_thread: int
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return the value of a metric, as a scrape gives it; 0 where it has never been counted."""
+        return self.models.metrics.registry.get_sample_value(name, labels) or 0
+
+
+@contextmanager
+def running_server(
+    limits: DecodeLimits | None = None,
+    queue: QueueOptions = QueueOptions(),
+    server_limits: Limits | None = None,
+    metrics: Metrics | None = None,
+    on_lost: Callable[[DeviceLost], None] | None = None,
+    **sessions: Any,
+) -> Iterator[Running]:
+    """Serve sessions (real or fake) under their keywords; the files are called NAME.onnx in a folder /secret.
+
+    limits: of images; server_limits: all others; metrics: of the server, which tests read.
+    """
+    metrics = metrics or Metrics()
+    loaded = [(ModelFile(name, Path(f"/secret/{name}.onnx")), session) for name, session in sessions.items()]
+    lost = {} if on_lost is None else {"on_lost": on_lost}
+
+    @asynccontextmanager
+    async def served() -> AsyncIterator[tuple[str, Models]]:
+        server = Server("127.0.0.1", 0, server_limits or Limits(), metrics)
+        models = Models(loaded, limits or DecodeLimits(), queue, metrics, **lost)
+        await server.start(models)
+        yield server.address, models
+        await server.stop(grace=5)
+        await asyncio.to_thread(models.close)
+
+    with in_a_thread(served) as ((address, models), thread):
+        yield Running(address, models, thread)
+
+
+@contextmanager
+def running_servicer(
+    servicer: pb_grpc.PreluNetServiceServicer, calls: Calls, arrival: float = Limits.arrival
+) -> Iterator[str]:
+    """Serve a servicer of a test behind our interceptor; gives the address. arrival: as in Limits."""
+
+    @asynccontextmanager
+    async def served() -> AsyncIterator[str]:
+        server = grpc.aio.server(interceptors=[ErrorsToStatus(calls, arrival)], options=[("grpc.so_reuseport", 0)])
+        pb_grpc.add_PreluNetServiceServicer_to_server(servicer, server)
+        health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        yield f"127.0.0.1:{port}"
+        await server.stop(5)
+
+    with in_a_thread(served) as (address, _):
+        yield address
+
+
+@contextmanager
+def in_a_thread(served: Callable[[], AbstractAsyncContextManager[Any]]) -> Iterator[tuple[Any, int]]:
+    """Run an asynchronous block in an event loop of its own, in a thread; gives what it gives, and the thread."""
+    ready, state = threading.Event(), {}
+
+    async def live() -> None:
+        async with served() as given:
+            state.update(given=given, stop=asyncio.Event(), loop=asyncio.get_running_loop())
+            ready.set()
+            await state["stop"].wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(live()))
+    thread.start()
+    assert ready.wait(30), "the server did not start"
+    try:
+        assert thread.ident is not None
+        yield state["given"], thread.ident
+    finally:
+        state["loop"].call_soon_threadsafe(state["stop"].set)
+        thread.join()
+
+
+class Gated(FakeSession):
+    """A fake whose runs wait until the gate is open; `entered` says that one waits."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.gate = threading.Event()
+        self.entered = threading.Event()
+
+    def compute(self, staged: Any) -> Outputs:
+        self.entered.set()
+        assert self.gate.wait(30), "nobody opened the gate"
+        return super().compute(staged)
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """Return once a condition holds that another thread will bring about; the test fails where none does."""
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
+
+
+def png(height: int, width: int, seed: int = 0) -> bytes:
+    """Return an encoded image of random pixels."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()

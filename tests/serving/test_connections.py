@@ -1,0 +1,297 @@
+"""What a server lets its clients do before a call of theirs is looked at: each limit by its effect."""
+
+import asyncio
+import os
+import resource
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from prelunet.evaluator.errors import EnvironmentFault
+from prelunet.evaluator.serving import models
+from prelunet.evaluator.serving.lifecycle import serve
+from prelunet.evaluator.serving.network import allow_open_files, is_everywhere, is_loopback, join, why_not
+from prelunet.evaluator.serving.options import Limits, ModelFile, ServeOptions
+from prelunet.evaluator.serving.server import Server
+from tests.helpers.fakes import FakeSession
+from tests.serving.api.raw_http2 import (
+    ACK,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    ENHANCE_YOUR_CALM,
+    GOAWAY,
+    HEADERS,
+    PING,
+    PREFACE,
+    REFUSED_STREAM,
+    RST_STREAM,
+    SETTINGS,
+    Connection,
+    call_headers,
+    connection,
+    frame,
+    reset_call,
+)
+from tests.serving.scheduling.event_loop import in_a_loop, new_channel, refused
+
+SHORT = 0.2  # seconds; slower machines only make it longer, which no test minds
+
+
+@asynccontextmanager
+async def listening(**changes: object) -> AsyncIterator[str]:
+    """Give the address of a server with other limits; it has health and no models."""
+    server = Server("127.0.0.1", 0, replace(Limits(), **changes))  # type: ignore[arg-type]
+    await server.open()
+    try:
+        yield server.address
+    finally:
+        await server.stop(0)
+
+
+async def check(channel: grpc.aio.Channel, **options: object) -> int:
+    """Ask for the health once."""
+    stub = health_pb2_grpc.HealthStub(channel)
+    return (await stub.Check(health_pb2.HealthCheckRequest(), timeout=20, **options)).status
+
+
+async def succeeds(channel: grpc.aio.Channel) -> bool:
+    """Say whether asking for the health works; what fails should be a connection."""
+    try:
+        return bool(await check(channel))
+    except grpc.aio.AioRpcError as error:
+        if error.code() != grpc.StatusCode.UNAVAILABLE:
+            raise
+        return False
+
+
+@in_a_loop
+async def test_one_connection_too_many_is_closed_and_has_its_turn_when_another_has_left() -> None:
+    async with listening(max_connections=2) as address, new_channel(address) as first, new_channel(address) as second:
+        await check(first)
+        await check(second)
+        async with new_channel(address) as third:
+            error = await refused(check(third))
+            assert error.code() == grpc.StatusCode.UNAVAILABLE
+        assert await check(first), "those that are open should not mind"
+        await second.close()
+        async with new_channel(address) as fourth:
+            while not await succeeds(fourth):  # until the server has noticed
+                pass
+
+
+@pytest.mark.parametrize("greeting", [b"", PREFACE[:16], PREFACE], ids=["silence", "half a preface", "no settings"])
+@in_a_loop
+async def test_a_connection_that_does_not_get_to_the_point_is_closed(greeting: bytes) -> None:
+    async with listening(handshake_timeout=SHORT) as address, connection(address, greeting) as slow:
+        await asyncio.wait_for(slow.closed.wait(), 20)
+
+
+@in_a_loop
+async def test_a_client_that_is_gone_without_a_word_is_noticed() -> None:
+    async with listening(keepalive=SHORT, keepalive_timeout=SHORT) as address, connection(address) as gone:
+        await gone.until(PING)
+        await asyncio.wait_for(gone.closed.wait(), 20)
+
+
+@in_a_loop
+async def test_a_client_that_answers_pings_stays_for_as_long_as_it_likes() -> None:
+    async with listening(keepalive=SHORT, keepalive_timeout=20) as address, connection(address) as idle:
+        for times in range(1, 5):
+            await idle.until(PING, times=times)
+            idle.send(frame(PING, idle.frames[-1][2], flags=ACK))
+        await answered(idle)
+
+
+async def answered(client: Connection) -> None:
+    """Make a call and wait for its answer."""
+    begin = frame(HEADERS, call_headers("/grpc.health.v1.Health/Check"), flags=END_HEADERS, stream=1)
+    client.send(begin, frame(DATA, b"\0\0\0\0\0", flags=END_STREAM, stream=1))
+    await client.until(DATA)
+
+
+@in_a_loop
+async def test_pings_at_the_usual_pace_are_answered_also_without_a_call() -> None:
+    async with listening(min_ping_interval=SHORT / 2) as address, connection(address) as client:
+        for number in range(8):
+            client.send(frame(PING, b"%08d" % number))
+            await client.until(PING, flags=ACK, times=number + 1)
+            await asyncio.sleep(SHORT)
+        assert client.error is None
+        await answered(client)
+
+
+@in_a_loop
+async def test_a_flood_of_pings_is_cut_off_and_others_are_served() -> None:
+    async with listening() as address, connection(address) as client, new_channel(address) as other:
+        client.send(*(frame(PING, b"%08d" % number) for number in range(20)))
+        await client.until(GOAWAY)
+        assert client.error == ENHANCE_YOUR_CALM
+        await asyncio.wait_for(client.closed.wait(), 20)
+        assert await check(other)
+
+
+def test_clients_may_ping_every_ten_seconds() -> None:
+    assert Limits.min_ping_interval <= 10 / 2, "a ping may come early, when the one before was late"
+
+
+@in_a_loop
+async def test_calls_beyond_the_streams_of_a_connection_wait_for_their_turn() -> None:
+    async with listening(max_streams=2) as address, new_channel(address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch
+        open_ = [watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
+        for call in open_:
+            await call.read()
+        waiting = asyncio.ensure_future(check(channel))
+        done, _ = await asyncio.wait({waiting}, timeout=SHORT)
+        assert not done, "a third call should not have begun"
+        open_[0].cancel()
+        assert await waiting
+
+
+@pytest.mark.parametrize("max_streams", [8, Limits.max_streams])
+@in_a_loop
+async def test_every_call_of_a_burst_on_one_connection_is_answered(max_streams: int) -> None:
+    """A client begins a call as soon as another has its answer, which is before gRPC has freed that on the server."""
+    async with listening(max_streams=max_streams) as address, new_channel(address) as channel:
+        answers = await asyncio.gather(*(check(channel) for _ in range(600)))
+        assert answers == [health_pb2.HealthCheckResponse.NOT_SERVING] * 600
+
+
+@in_a_loop
+async def test_calls_that_are_reset_at_once_are_refused_beyond_a_bound_and_others_are_served() -> None:
+    """Else the server's memory would hold as many of them as a client cares to send (CVE-2023-44487)."""
+    async with listening(max_streams=4) as address, connection(address) as hasty, new_channel(address) as other:
+        await hasty.until(SETTINGS)
+        hasty.send(frame(SETTINGS, flags=ACK))
+        hasty.send(*(reset_call("/grpc.health.v1.Health/Watch", 2 * n + 1) for n in range(1000)))
+        await hasty.until(RST_STREAM)
+        refusal = next(payload for kind, _, payload in hasty.frames if kind == RST_STREAM)
+        assert int.from_bytes(refusal, "big") == REFUSED_STREAM
+        assert await check(other)
+
+
+@in_a_loop
+async def test_headers_up_to_the_limit_always_pass_and_beyond_it_never() -> None:
+    """Of its own gRPC refuses some by chance between two limits, of which one is 5/4 of the other."""
+    async with listening(max_metadata=2**15) as address, new_channel(address) as channel:
+        for _ in range(20):
+            assert await check(channel, metadata=(("x-long", "v" * 30_000),))
+            error = await refused(check(channel, metadata=(("x-long", "v" * 36_000),)))
+            assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@in_a_loop
+async def test_an_old_connection_is_ended_and_its_client_goes_on_with_a_new_one() -> None:
+    async with (
+        listening(max_connection_age=SHORT, connection_age_grace=20.0) as address,
+        connection(address) as old,
+        new_channel(address) as channel,
+    ):
+        await old.until(GOAWAY)
+        assert old.error == 0, "it should be asked to go, not accused"
+        for _ in range(5):
+            assert await check(channel)
+            await asyncio.sleep(SHORT)
+
+
+@in_a_loop
+async def test_connections_have_no_age_unless_it_is_asked_for() -> None:
+    async with listening() as address, connection(address) as client:
+        await client.until(SETTINGS)
+        await asyncio.sleep(SHORT)
+        assert client.error is None
+
+
+def test_addresses_that_only_this_machine_reaches_are_known() -> None:
+    assert all(map(is_loopback, ("127.0.0.1", "127.8.9.1", "::1", "localhost")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "example.org", "")))
+    assert all(map(is_everywhere, ("::", "::0", "0:0:0:0:0:0:0:0")))
+    assert not any(map(is_everywhere, ("::1", "127.0.0.1", "localhost", "", "::ffff:127.0.0.1")))
+    assert (join("::1", 5), join("127.0.0.1", 5)) == ("[::1]:5", "127.0.0.1:5")
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "asked", "expected_soft", "room"),
+    [
+        (1024, 20_000, 4096, 4096 + 256, 4096),
+        (1024, 2048, 4096, 2048, 2048 - 256),
+        (1024, resource.RLIM_INFINITY, 4096, 4096 + 256, 4096),
+        (1024, 256, 4096, 256, 0),
+        (9000, 9000, 4096, 9000, 4096),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 4096, resource.RLIM_INFINITY, 4096),
+    ],
+)
+def test_the_limit_of_open_files_is_raised_as_far_as_it_goes(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, asked: int, expected_soft: int, room: int
+) -> None:
+    there = [(soft, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: there[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _kind, limits: there.append(limits))
+    assert allow_open_files(asked) == room
+    assert there[-1] == (expected_soft, hard)
+
+
+def serving_with_files(monkeypatch: pytest.MonkeyPatch, most: int) -> ServeOptions:
+    """Let this process have so few open files, as far as it looks; returns options to serve a model."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (most, most))
+    monkeypatch.setattr(resource, "setrlimit", lambda _kind, _limits: None)
+    monkeypatch.setattr(models, "open_placed", lambda *_: FakeSession())
+    return ServeOptions((ModelFile("model", Path("model.onnx")),), port=0, lame_duck=0, grace=0)
+
+
+@in_a_loop
+async def test_no_more_connections_are_taken_than_there_are_open_files_for_and_that_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    line: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(serve(serving_with_files(monkeypatch, 256 + 2), line.set_result))
+    address = (await asyncio.wait_for(line, 30)).split(": ")[0].removeprefix("serving on ")
+    async with new_channel(address) as first, new_channel(address) as second, new_channel(address) as third:
+        await check(first)
+        await check(second)
+        assert (await refused(check(third))).code() == grpc.StatusCode.UNAVAILABLE
+        assert await check(first)
+    assert "for 2 connections only, so it takes 2 instead of 4096: raise the limit" in caplog.text
+    os.kill(os.getpid(), signal.SIGTERM)
+    await serving
+
+
+@pytest.mark.parametrize("most", [256, 20])
+def test_a_process_without_open_files_for_any_connection_is_refused_with_a_mend(
+    monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    options = serving_with_files(monkeypatch, most)
+    with pytest.raises(EnvironmentFault, match=rf"may open {most} files only, .* 256 beside .*: raise the limit"):
+        asyncio.run(serve(options, pytest.fail))
+
+
+@in_a_loop
+async def test_a_compressed_message_is_refused_instead_of_unpacked() -> None:
+    """GRPC unpacks whatever size before it looks at the limit of a message."""
+    async with listening() as address, new_channel(address) as channel:
+        request = health_pb2.HealthCheckRequest(service="x" * 2_000_000)  # 2 kB on the wire
+        error = await refused(
+            health_pb2_grpc.HealthStub(channel).Check(request, timeout=20, compression=grpc.Compression.Gzip)
+        )
+        assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert "uncompressed" in (error.details() or "")
+        assert await check(channel)
+
+
+def test_why_a_port_cannot_be_had_is_told() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert why_not("127.0.0.1", port).startswith(f"port {port} is in use. Choose another --port")
+    assert why_not("203.0.113.7", 50051) == "203.0.113.7 is no address of this machine. Choose another --host"
+    assert why_not("no such host", 50051).startswith("no such host is no address")

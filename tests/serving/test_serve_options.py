@@ -1,0 +1,298 @@
+"""Where the options of `serve` come from: flag before environment before file before default."""
+
+import logging
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prelunet.evaluator.cli import run
+from prelunet.evaluator.errors import DeviceLost
+from prelunet.evaluator.imaging.limits import DecodeLimits
+from prelunet.evaluator.serving.lifecycle import Ended
+from prelunet.evaluator.serving.options import Limits, QueueOptions, ServeOptions
+from prelunet.evaluator.verbs import serve as serve_verb
+
+ROOT = Path(__file__).parents[2]
+MODEL = ("--model", "demo=demo.onnx")
+Served = Callable[..., ServeOptions]
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Served:
+    """Give what calls the verb and returns the options with which it would serve."""
+    seen: list[ServeOptions] = []
+
+    async def serve(options: ServeOptions, _announce: Any) -> Ended:
+        seen.append(options)
+        return Ended()
+
+    def options_of(*arguments: str) -> ServeOptions:
+        assert run(["serve", *arguments]) == 0
+        return seen.pop()
+
+    monkeypatch.setattr(serve_verb, "serve_until_stopped", serve)
+    monkeypatch.setattr(serve_verb, "set_up", lambda *_: None)
+    monkeypatch.setattr(serve_verb, "require_files", lambda _: None)
+    return options_of
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[[str], str]:
+    def write(text: str) -> str:
+        path = tmp_path / "serve.toml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert run(["serve", *arguments]) == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_without_options_everything_is_as_the_code_has_it(served: Served) -> None:
+    options = served(*MODEL)
+    assert options == ServeOptions(options.models)
+    assert (options.queue, options.limits) == (QueueOptions(), Limits())
+
+
+def test_a_file_that_is_not_there_is_told_before_any_other_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = tmp_path / "a.onnx"
+    there.write_bytes(b"no model, but that would be found out later")
+    said = refused(capsys, "--model", f"a={there}", "--model", f"b={tmp_path}/typo.onnx")
+    assert f"--model b={tmp_path}/typo.onnx: cannot be read" in said
+
+
+def test_every_option_reaches_the_server_in_its_unit(served: Served) -> None:
+    options = served(
+        *MODEL, "--host", "::1", "--port", "1", "--queue-views", "2", "--queue-bytes", "3", "--batch-wait", "4",
+        "--max-image-bytes", "5", "--max-image-pixels", "6", "--max-calls", "7", "--max-connections", "8",
+        "--max-streams", "9", "--handshake-timeout", "10", "--keepalive", "11", "--max-connection-age", "12",
+        "--lame-duck", "13", "--grace", "14", "--metrics-port", "15", "--memory-limit", "1G", "--gpu-memory-limit",
+        "2G", "--device", "cpu", "--threads", "3",
+    )  # fmt: skip
+    assert (options.host, options.port, options.metrics_port) == ("::1", 1, 15)
+    assert options.queue == QueueOptions(2, 3, batch_wait=0.004)
+    assert options.limits == Limits(
+        image=DecodeLimits(5, 6), max_calls=7, max_connections=8, max_streams=9, handshake_timeout=10, keepalive=11,
+        max_connection_age=12,
+    )  # fmt: skip
+    assert (options.lame_duck, options.grace) == (13, 14)
+    assert (options.placement.memory, options.placement.gpu_memory, options.placement.threads) == (2**30, 2**31, 3)
+
+
+def test_the_log_is_set_up_as_asked(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+    monkeypatch.setattr(serve_verb, "set_up", lambda *arguments: asked.append(arguments))
+    served(*MODEL)
+    served(*MODEL, "--log-format", "json", "--log-level", "debug")
+    assert asked == [("text", "INFO"), ("json", "DEBUG")]
+
+
+def test_a_flag_wins_over_the_environment_which_wins_over_the_file_which_wins_over_the_default(
+    served: Served, config: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = config("port = 1\nmax-calls = 1\nmax-streams = 1\n")
+    assert served(*MODEL).port == ServeOptions.port
+    for name in ("PORT", "MAX_CALLS"):
+        monkeypatch.setenv(f"PRELUNET_SERVE_{name}", "2")
+    options = served(*MODEL, "--config", path, "--port", "3")
+    assert (options.port, options.limits.max_calls, options.limits.max_streams) == (3, 2, 1)
+    assert options.limits.max_connections == Limits.max_connections
+
+
+def test_models_may_stand_in_the_file_and_in_the_environment(
+    served: Served, config: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = config('model = ["a=a b.onnx", "b=b.onnx"]\n')
+    assert [(file.name, file.path.name) for file in served("--config", path).models] == [
+        ("a", "a b.onnx"),
+        ("b", "b.onnx"),
+    ]
+    monkeypatch.setenv("PRELUNET_SERVE_CONFIG", path)
+    assert len(served().models) == 2
+    monkeypatch.setenv("PRELUNET_SERVE_MODEL", "c=c.onnx d=d.onnx")
+    assert [file.name for file in served().models] == ["c", "d"]
+    assert [file.name for file in served("--model", "e=e.onnx").models] == ["e"]
+
+
+def test_the_variable_of_an_option_is_its_flag_in_capitals(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["serve", "--help"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    pairs = re.findall(r"--([a-z-]+) (?:(?!--[a-z]).)*?\[env var: (PRELUNET_SERVE_\w+)", told)
+    assert len(pairs) > 20
+    assert [variable for _, variable in pairs] == [
+        f"PRELUNET_SERVE_{flag.replace('-', '_').upper()}" for flag, _ in pairs
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("max-cals = 1", r"no option is called 'max-cals'\. There are: model, host, port, .*max-calls"),
+        ("max_calls = 1", r"no option is called 'max_calls'"),
+        ("config = 'x'", r"no option is called 'config'"),
+        ("[limits]\nmax-calls = 1", r"no option is called 'limits'"),
+        ("port = 'x'", r"serve\.toml: port is 'x': .*integer"),
+        ("port = 1.5", r"serve\.toml: port is '1\.5': .*integer"),
+        ("port = true", r"serve\.toml: port is 'true': .*integer"),
+        ("port = 70000", r"serve\.toml: port is '70000': .*65535"),
+        ("port = [1]", r"serve\.toml: port: a list, but it takes one value"),
+        ("port = 2020-01-01", r"serve\.toml: port: should be text, a number"),
+        ("device = 'tpu'", r"serve\.toml: device is 'tpu': .*openvino"),
+        ("model = [['a=b']]", r"serve\.toml: model: should be text"),
+        ("port = ", r"serve\.toml: not TOML: "),
+        ("\0", r"not TOML"),
+    ],
+)
+def test_a_file_that_says_something_else_is_refused_with_its_place(
+    config: Callable[[str], str], capsys: pytest.CaptureFixture[str], text: str, told: str
+) -> None:
+    assert re.search(told, refused(capsys, *MODEL, "--config", config(text)))
+
+
+def test_a_file_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--config nowhere.toml: No such file" in refused(capsys, *MODEL, "--config", "nowhere.toml")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("PORT", "x", r"environment variable PRELUNET_SERVE_PORT is 'x': .*integer"),
+        ("GRACE", "-1", r"environment variable PRELUNET_SERVE_GRACE is '-1': .*0"),
+        ("MAX_CALS", "1", r"variable PRELUNET_SERVE_MAX_CALS: no option .*MAX_CALLS"),
+        ("PORT", "tcp://10.0.0.1:50051", r"integer\. Kubernetes sets this .* enableServiceLinks: false"),
+    ],
+)
+def test_a_wrong_variable_is_refused_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str, value: str, told: str
+) -> None:
+    monkeypatch.setenv(f"PRELUNET_SERVE_{variable}", value)
+    assert re.search(told, refused(capsys, *MODEL))
+
+
+def test_what_kubernetes_sets_for_a_service_of_our_name_is_no_mistake(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for service in ("", "METRICS_", "OTHER_"):
+        for name in ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_GRPC", "PORT_50051_TCP", "PORT_50051_TCP_ADDR"):
+            monkeypatch.setenv(f"PRELUNET_SERVE_{service}{name}", "10.0.0.1")
+        monkeypatch.setenv(f"PRELUNET_SERVE_{service}PORT", "tcp://10.0.0.1:50051")
+    assert served(*MODEL, "--port", "0", "--metrics-port", "0").port == 0
+
+
+def test_a_wrong_flag_is_told_as_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Invalid value for '--port': " in refused(capsys, *MODEL, "--port", "x")
+    assert "no model to serve; name at least one: --model NAME=MODEL.onnx" in refused(capsys)
+
+
+def test_the_configuration_is_shown_as_a_file_that_gives_the_same_and_says_where_each_value_is_from(
+    served: Served,
+    config: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    path = config('host = "10.0.0.1"\nlame-duck = 1.5\n')
+    monkeypatch.setenv("PRELUNET_SERVE_MAX_CALLS", "7")
+    asked = ["--model", 'a=strange "name"\\.onnx', "--grace", "3", "--config", path, "--memory-limit", "2G"]
+    assert run(["serve", *asked, "--show-config"]) == 0
+    shown = capsys.readouterr().out
+    for line in (
+        'host = "10.0.0.1"  # ' + re.escape(path), "grace = 3.0  # command line", "port = 50051  # default",
+        "max-calls = 7  # PRELUNET_SERVE_MAX_CALLS", "# precision is not set",
+    ):  # fmt: skip
+        assert re.search(f"^{line}$", shown, re.MULTILINE), shown
+    expected = served(*asked)
+    monkeypatch.delenv("PRELUNET_SERVE_MAX_CALLS")
+    again = tmp_path / "again.toml"
+    again.write_text(shown)
+    assert served("--config", str(again)) == expected
+    assert "config" not in tomllib.loads(shown)
+
+
+def test_nothing_is_loaded_when_the_configuration_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["serve", "--model", "a=nowhere.onnx", "--show-config"]) == 0
+    assert 'model = ["a=nowhere.onnx"]' in capsys.readouterr().out
+    assert run(["serve", "--show-config"]) == 0
+    assert capsys.readouterr().out.startswith("# model is not set\nhost = ")
+
+
+def test_the_help_tells_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["serve", "--help"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    for part in (
+        "Exits 0 when a signal stopped it, 2 for an option",
+        "3 for a file that is no model",
+        "5 where the port",
+    ):
+        assert part in told
+
+
+def test_how_a_server_ended_is_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ending(ended: Ended) -> None:
+        async def serve(_options: ServeOptions, _announce: Any) -> Ended:
+            return ended
+
+        monkeypatch.setattr(serve_verb, "serve_until_stopped", serve)
+
+    monkeypatch.setattr(serve_verb, "set_up", lambda *_: None)
+    monkeypatch.setattr(serve_verb, "require_files", lambda _: None)
+    ending(Ended())
+    assert run(["serve", *MODEL]) == 0
+    assert capsys.readouterr().out == "stopped; no call was lost\n"
+    ending(Ended(unfinished=3))
+    assert run(["serve", *MODEL, "--grace", "2"]) == 0
+    assert capsys.readouterr().out == "stopped; calls cut off: 3\n"
+    ending(Ended(lost=DeviceLost("the GPU is gone")))
+    assert run(["serve", *MODEL]) == 5
+    assert capsys.readouterr() == ("", "prelunet: the GPU is gone\n")
+    left: list[int] = []
+    monkeypatch.setattr(serve_verb.os, "_exit", left.append)
+    ending(Ended(stuck=True))
+    run(["serve", *MODEL])
+    assert "left behind" in capsys.readouterr().err
+    ending(Ended(stuck=True, lost=DeviceLost("the GPU is gone")))
+    run(["serve", *MODEL])
+    assert left == [0, 5]
+
+
+def test_the_end_of_a_server_closes_no_handler_of_another_library(served: Served) -> None:
+    closed: list[bool] = []
+
+    class OfALibrary(logging.Handler):  # absl's closes the stream to which it writes, whosever that is
+        def close(self) -> None:
+            closed.append(True)
+            super().close()
+
+    handler = OfALibrary()
+    served(*MODEL)
+    assert not closed
+    handler.close()
+
+
+def test_docs_list_every_option_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "serving.md").read_text()
+    listed = dict(re.findall(r"^\| `--([a-z-]+)` \| ([^|]*) \|", page, re.MULTILINE))
+    assert run(["serve", *MODEL, "--show-config"]) == 0
+    shown = capsys.readouterr().out
+    defaults = {}
+    for line in shown.splitlines():
+        found = re.fullmatch(r"(?:# )?([a-z-]+) (?:= (.*?)  # .*|is not set)", line)
+        assert found is not None, line
+        defaults[found[1]] = found[2]
+    assert set(listed) == {*defaults, "config", "show-config"}
+    for flag, default in defaults.items():
+        if default is not None and flag != "model":
+            assert listed[flag].strip("`") == default.strip('"'), flag
+        else:
+            assert "`" not in listed[flag], f"{flag} has no default"

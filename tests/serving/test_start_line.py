@@ -1,0 +1,50 @@
+"""The line that says what is served."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prelunet.evaluator.imaging.limits import DecodeLimits
+from prelunet.evaluator.serving import lifecycle
+from prelunet.evaluator.serving.models import Models
+from prelunet.evaluator.serving.options import Limits, ModelFile, ServeOptions
+from tests.helpers.fakes import FakeSession
+
+
+def start_line(**sessions: Any) -> str:
+    models = Models([(ModelFile(name, Path("m.onnx")), session) for name, session in sessions.items()], DecodeLimits())
+    try:
+        return lifecycle._start_line("127.0.0.1:1", "", models, 3 * 2**30)
+    finally:
+        models.close()
+
+
+def test_what_runs_the_models_is_said_once_where_it_is_the_same_for_all() -> None:
+    line = start_line(a=FakeSession(), b=FakeSession(seed=1))
+    assert line.count("CPUExecutionProvider, fp32 (fake 1)") == 1
+    assert "| CPUExecutionProvider, fp32 (fake 1) grpcio " in line
+    assert "| memory at most 3.00G" in line
+
+
+def test_what_runs_the_models_is_said_of_each_where_it_differs() -> None:
+    other = FakeSession(seed=1)
+    other.circumstances = replace(other.circumstances, provider="OpenVINO", precision="bf16")
+    line = start_line(a=FakeSession(), b=other, c=FakeSession(seed=2))
+    assert "| a, c: CPUExecutionProvider, fp32 (fake 1); b: OpenVINO, bf16 (fake 1) grpcio " in line
+
+
+@pytest.mark.parametrize(("pixels", "told"), [(64_000_000, True), (1_000_000, False)])
+def test_what_a_very_large_image_takes_beside_all_else_is_said(
+    caplog: pytest.LogCaptureFixture, pixels: int, told: bool
+) -> None:
+    options = ServeOptions((), limits=Limits(image=DecodeLimits(max_pixels=pixels)))
+    session: Any = FakeSession()
+    with caplog.at_level(logging.INFO, lifecycle.__name__):
+        lifecycle._foretell([session], options)
+    lines = [record.message for record in caplog.records if "decoded by itself" in record.message]
+    assert bool(lines) is told
+    if told:  # 32 bytes a pixel, without the 320 MiB of the room for decoding
+        assert "more than 320M to decode is decoded by itself and takes up to 1.60G more" in lines[0]

@@ -1,0 +1,38 @@
+"""tools/demo.sh, up to its first command."""
+
+import os
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "tools" / "demo.sh"
+
+
+@pytest.mark.parametrize(
+    ("terminal", "no_color", "bold"),
+    [(True, None, True), (True, "", True), (True, "1", False), (False, None, False)],  # empty: https://no-color.org
+)
+def test_headings_are_bold_on_a_terminal_alone_and_not_where_no_color_is_set(
+    tmp_path: Path, terminal: bool, no_color: str | None, bold: bool
+) -> None:
+    for split in ("train", "val"):
+        (tmp_path / "photos" / split).mkdir(parents=True)
+    program = tmp_path / "prelunet"
+    program.write_text("#!/bin/sh\nexit 3\n")  # so that the demo stops after its first heading
+    program.chmod(0o755)
+    environment = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
+    environment |= {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | ({} if no_color is None else {"NO_COLOR": no_color})
+    reader, writer = os.openpty() if terminal else os.pipe()
+    with os.fdopen(reader, "rb", buffering=0) as stream:
+        with os.fdopen(writer, "wb") as stdout:
+            done = subprocess.run([SCRIPT, "photos"], cwd=tmp_path, env=environment, stdout=stdout, check=False)
+        output = ""
+        with suppress(OSError):  # which is how a terminal ends
+            while chunk := stream.read(1000):
+                output += chunk.decode()
+    assert done.returncode == 3
+    assert "== 1. Train" in output
+    assert ("\033[1m== 1. Train" in output) == bold
+    assert ("\033" in output) == bold

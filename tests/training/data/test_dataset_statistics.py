@@ -1,0 +1,326 @@
+"""The survey of a training set against plain numpy; what is kept of it is used, continued, or measured anew."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from prelunet.evaluator import cli
+from prelunet.evaluator.datasets.dataset import Dataset
+from prelunet.evaluator.errors import DatasetError
+from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.training.data import dataset_statistics
+from prelunet.training.data.dataset_statistics import Survey, cache_folder, survey
+from prelunet.training.data.image_cache import Pictures
+from prelunet.training.data.splits import open_splits
+from prelunet.training.loop.setup import beginning
+from tests.training.training_folders import RECIPE, make_dataset, write_image
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def dataset(folder: Path) -> Dataset:
+    return open_splits(folder).train
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The images that are looked at."""
+    looked: list[bytes] = []
+
+    def noting(data: bytes) -> Image.Image:
+        looked.append(data)
+        return Image.fromarray(decode_rgb(data))
+
+    monkeypatch.setattr(dataset_statistics, "decode_image", noting)
+    return looked
+
+
+def slow_central_view(image: np.ndarray, scale: int, crop: int) -> np.ndarray:
+    """Oracle for an image below 4:1, in Pillow alone."""
+    height, width = image.shape[:2]
+    short = min(height, width)
+    size = [int(side * scale / short + 0.5) for side in (width, height)]
+    resized = np.asarray(Image.fromarray(image).resize(size, Image.Resampling.BILINEAR))
+    top, left = ((side - crop) // 2 for side in resized.shape[:2])
+    return resized[top : top + crop, left : left + crop]
+
+
+def slow_views(dataset: Dataset) -> np.ndarray:
+    images = [decode_rgb(dataset.read(sample)) for sample in dataset.samples]
+    return np.stack([slow_central_view(image, scale=14, crop=12) for image in images]).astype(np.float64)
+
+
+def assert_equal(found: Survey, expected: Survey) -> None:
+    """To the last bit: all sums are whole numbers."""
+    assert found.refused == expected.refused
+    for name in ("mean_image", "mean_channels", "axes"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), strict=True)
+
+
+# What it finds
+
+
+def test_means_and_axes_are_those_of_the_central_views(dataset: Dataset) -> None:
+    narrow = [sample for sample in dataset.samples if "003.png" not in sample.file]  # the oracle knows no cap at 4:1
+    part = replace(dataset, samples=narrow)
+    views = slow_views(part)
+    found = survey(part, "train/", scale=14, crop=12, workers=2)
+    assert found.refused == {}
+    np.testing.assert_array_equal(found.mean_image, views.mean(axis=0).astype(np.float32), strict=True)
+    np.testing.assert_array_equal(found.mean_channels, views.mean(axis=(0, 1, 2)).astype(np.float32), strict=True)
+    covariance = np.cov(views.reshape(-1, 3).T, bias=True)
+    # float32 axes, up to 100 levels long
+    np.testing.assert_allclose(found.axes.astype(np.float64) @ found.axes.T, covariance, rtol=1e-6, atol=1e-3)
+
+
+def test_the_survey_does_not_hang_on_the_number_of_threads(dataset: Dataset) -> None:
+    plain = survey(dataset, "train/", scale=14, crop=12, workers=1)
+    assert_equal(survey(dataset, "train/", scale=14, crop=12, workers=4), plain)
+
+
+def test_an_image_that_cannot_be_decoded_is_named_and_left_out(tmp_path: Path) -> None:
+    root = make_dataset(tmp_path)
+    whole = (root / "train/dog/002.png").read_bytes()
+    (root / "train/dog/002.png").write_bytes(whole[: len(whole) // 2])
+    dataset = open_splits(root).train
+    found = survey(dataset, "train/", scale=14, crop=12)
+    assert list(found.refused) == ["dog/002.png"]
+    assert "truncated" in found.refused["dog/002.png"]
+    others = replace(dataset, samples=[sample for sample in dataset.samples if sample.file != "dog/002.png"])
+    assert_equal(replace(found, refused={}), survey(others, "train/", scale=14, crop=12))
+    pictures = Pictures(dataset, found.refused)
+    assert len(pictures) == 20
+    assert "dog/002.png" not in {sample.file for sample in pictures.samples}
+
+
+@pytest.mark.parametrize(("split", "spoiled"), [("train", 3), ("train", 21), ("val", 1)])
+def test_a_split_with_more_than_a_tenth_of_unreadable_images_is_refused(
+    tmp_path: Path, split: str, spoiled: int
+) -> None:
+    root = make_dataset(tmp_path / "data")
+    for path in sorted((root / split).rglob("*.png"))[:spoiled]:
+        path.write_bytes(b"not an image")
+    splits = open_splits(root)
+    dataset = {"train": splits.train, "val": splits.val}[split]
+    with pytest.raises(DatasetError, match=rf"{spoiled} of \d+ images in {split}/ cannot be decoded") as caught:
+        survey(dataset, f"{split}/", scale=14, crop=12, cache=tmp_path / "cache")
+    assert "big-cat/000.png" in str(caught.value)
+    assert kept(tmp_path / "cache") == []  # once they are mended they must not stay refused
+
+
+# What is kept of it
+
+
+def kept(cache: Path) -> list[Path]:
+    return sorted((cache / "surveys").iterdir())
+
+
+def test_a_survey_is_made_once_for_a_dataset_scale_and_crop(
+    dataset: Dataset, tmp_path: Path, decoded: list[bytes]
+) -> None:
+    expected = survey(dataset, "train/", scale=14, crop=12)
+    for scale, crop, looks in ((14, 12, 21), (14, 12, 0), (15, 12, 21), (14, 11, 21), (14, 12, 0)):
+        decoded.clear()
+        found = survey(dataset, "train/", scale=scale, crop=crop, cache=tmp_path / "new/cache")
+        assert len(decoded) == looks
+        if (scale, crop) == (14, 12):
+            assert_equal(found, expected)
+    assert len(kept(tmp_path / "new/cache")) == 3
+    decoded.clear()
+    assert_equal(survey(dataset, "train/", scale=14, crop=12, cache=tmp_path / "new/cache", fresh=True), expected)
+    assert len(decoded) == 21
+
+
+def test_another_dataset_has_a_survey_of_its_own(tmp_path: Path) -> None:
+    root = make_dataset(tmp_path / "data")
+    first = survey(open_splits(root).train, "train/", scale=14, crop=12, cache=tmp_path)
+    write_image(root / "train/dog/new.png", 77, (20, 20), 200)
+    second = survey(open_splits(root).train, "train/", scale=14, crop=12, cache=tmp_path)
+    assert not np.array_equal(first.mean_image, second.mean_image)
+    assert len(kept(tmp_path)) == 2
+
+
+def test_refused_images_are_kept_with_their_reasons(tmp_path: Path) -> None:
+    root = make_dataset(tmp_path / "data")
+    (root / "train/dog/002.png").write_bytes(b"?")
+    dataset = open_splits(root).train
+    first = survey(dataset, "train/", scale=14, crop=12, cache=tmp_path)
+    assert list(first.refused) == ["dog/002.png"]
+    assert_equal(survey(dataset, "train/", scale=14, crop=12, cache=tmp_path), first)
+
+
+@pytest.mark.parametrize("stopped_at", [1, 8, 20])
+def test_an_interrupted_survey_goes_on_where_it_was_saved(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoded: list[bytes], stopped_at: int
+) -> None:
+    expected = survey(dataset, "train/", scale=14, crop=12)
+    monkeypatch.setattr(dataset_statistics, "SAVE_EVERY", -1.0)  # after each image
+    in_order = dataset_statistics.map_ahead
+
+    def interrupted(*arguments: object) -> Iterator[object]:
+        for number, found in enumerate(in_order(*arguments)):  # type: ignore[arg-type]
+            if number == stopped_at:
+                raise KeyboardInterrupt
+            yield found
+
+    monkeypatch.setattr(dataset_statistics, "map_ahead", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        survey(dataset, "train/", scale=14, crop=12, cache=tmp_path, workers=1)
+    monkeypatch.setattr(dataset_statistics, "map_ahead", in_order)
+    decoded.clear()
+    assert_equal(survey(dataset, "train/", scale=14, crop=12, cache=tmp_path), expected)
+    assert len(decoded) == 21 - stopped_at
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda _data: b"",
+    "cut": lambda data: data[:-5],
+    "one bit of the sums": lambda data: data[:-100] + bytes([data[-100] ^ 4]) + data[-99:],
+    "more seen than there are": lambda data: data.replace(b'"seen":"21"', b'"seen":"99"'),
+    "fewer seen": lambda data: data.replace(b'"seen":"21"', b'"seen":"20"'),
+    "no number": lambda data: data.replace(b'"seen":"21"', b'"seen":"xx"'),
+    "another type": lambda data: data.replace(b'"I64"', b'"F64"'),
+}
+
+
+@pytest.mark.parametrize("way", DAMAGES)
+def test_a_damaged_file_is_told_and_measured_anew(dataset: Dataset, tmp_path: Path, way: str) -> None:
+    expected = survey(dataset, "train/", scale=14, crop=12, cache=tmp_path)
+    (path,) = kept(tmp_path)
+    data = path.read_bytes()
+    path.write_bytes(DAMAGES[way](data))
+    assert path.read_bytes() != data
+    said: list[str] = []
+    assert_equal(survey(dataset, "train/", scale=14, crop=12, cache=tmp_path, announce=said.append), expected)
+    assert f"{path}: damaged (" in said[0]
+    assert "looked at anew" in said[0]
+    said.clear()
+    assert_equal(survey(dataset, "train/", scale=14, crop=12, cache=tmp_path, announce=said.append), expected)
+    assert said == []  # it is whole again
+
+
+def test_images_that_became_rubbish_of_the_same_length_are_noticed_though_a_survey_is_kept(tmp_path: Path) -> None:
+    root, cache = make_dataset(tmp_path / "data"), tmp_path / "cache"
+    before = open_splits(root)
+    beginning(RECIPE, before, None, cache, lambda _text: None)
+    for path in (root / "train" / "dog").iterdir():
+        path.write_bytes(b"?" * path.stat().st_size)
+    after = open_splits(root)
+    assert after.train.fingerprint == before.train.fingerprint
+    said: list[str] = []
+    with pytest.raises(DatasetError, match="7 of 21 images in train/ cannot be decoded"):
+        beginning(RECIPE, after, None, cache, said.append)
+    assert said == ["train/: images have changed since they were looked at, so all are looked at anew"]
+
+
+def test_a_folder_that_cannot_be_written_is_told_and_stops_nothing(dataset: Dataset, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    said: list[str] = []
+    found = survey(dataset, "train/", scale=14, crop=12, cache=tmp_path / "file", announce=said.append)
+    assert_equal(found, survey(dataset, "train/", scale=14, crop=12))
+    assert len(said) == 1
+    assert "cannot be kept" in said[0]
+    assert "PRELUNET_CACHE" in said[0]
+
+
+def test_where_surveys_are_kept_follows_the_environment() -> None:
+    home, caches = {"HOME": "/h"}, {"HOME": "/h", "XDG_CACHE_HOME": "/x"}
+    assert cache_folder(home) == Path("/h/.cache/prelunet")
+    assert cache_folder(caches) == Path("/x/prelunet")
+    assert cache_folder({**caches, "PRELUNET_CACHE": "own"}) == Path("own")
+    assert cache_folder({"HOME": "/h", "XDG_CACHE_HOME": "relative"}) == Path("/h/.cache/prelunet")
+    assert cache_folder({}) is None
+
+
+# The verb
+
+
+def run(*words: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    code = cli.run([str(word) for word in words])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setitem(os.environ, "PRELUNET_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_stats_prints_what_was_found_and_keeps_it_for_the_training(
+    folder: Path, cache: Path, capsys: pytest.CaptureFixture[str], decoded: list[bytes]
+) -> None:
+    code, out, _ = run("stats", "--data", folder, "--crop", 12, "--json", capsys=capsys)
+    assert code == 0
+    found = json.loads(out)
+    dataset = open_splits(folder).train
+    expected = survey(dataset, "train/", scale=14, crop=12)
+    assert (found["images"], found["refused"], found["scale"], found["crop"]) == (21, {}, 14, 12)
+    assert found["fingerprint"] == dataset.fingerprint
+    np.testing.assert_allclose(found["mean"], expected.mean_channels, atol=1e-4)  # four digits
+    np.testing.assert_allclose(np.transpose(found["axes"]), expected.axes, atol=1e-4)
+    narrow_too = np.stack([Pictures(dataset, {}).central_view(index, 14, 12) for index in range(21)])
+    np.testing.assert_allclose(found["deviation"], narrow_too.reshape(-1, 3).std(axis=0), atol=1e-3)
+    decoded.clear()
+    code, out, _ = run("stats", "--data", folder, "--crop", 12, capsys=capsys)
+    assert code == 0
+    assert decoded == []
+    assert "21 images, 0 refused" in out
+    assert f"{'mean':9}" + "".join(f"{value:9.2f}" for value in expected.mean_channels) in out
+    survey(dataset, "train/", scale=14, crop=12, cache=cache)
+    assert decoded == []
+
+
+def test_stats_keeps_what_it_finds_in_val_for_the_training_and_forgets_it_when_asked_to(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = make_dataset(tmp_path / "data", val=4)
+    path = root / "val/dog/002.png"
+    whole = path.read_bytes()
+    words = ("stats", "--data", root, "--crop", 12)
+    path.write_bytes(bytes(len(whole)))  # the same length, so the same fingerprint
+    code, out, _ = run(*words, capsys=capsys)
+    assert code == 0
+    assert "val/: 12 images, 1 refused\n  dog/002.png: " in out
+    path.write_bytes(whole)
+    val = open_splits(root).val
+    assert list(survey(val, "val/", scale=14, crop=12, cache=cache).refused) == ["dog/002.png"]
+    code, out, _ = run(*words, "--fresh", "--json", capsys=capsys)
+    assert code == 0
+    assert json.loads(out)["val"] == {"fingerprint": val.fingerprint, "images": 12, "refused": {}}
+    assert survey(val, "val/", scale=14, crop=12, cache=cache).refused == {}
+
+
+def test_stats_of_a_training_set_without_val_says_that_it_looked_at_nothing_else(
+    folder: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run("stats", "--data", folder / "train", "--crop", 12, "--json", capsys=capsys)
+    assert code == 0
+    assert (json.loads(out)["images"], json.loads(out)["val"]) == (21, None)
+    assert "only the images to learn from are looked at: " in err
+    assert "no folders 'train' and 'val' here" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (("--crop", 16, "--scale", 12), 2, "a crop of 16 pixels does not fit; give a scale of 16 or more"),
+        (("--crop", 0), 2, "--crop"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(
+    folder: Path, cache: Path, capsys: pytest.CaptureFixture[str], words: tuple[object, ...], code: int, text: str
+) -> None:
+    found, _, err = run("stats", "--data", folder, *words, capsys=capsys)
+    assert found == code
+    assert text in err

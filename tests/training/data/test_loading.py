@@ -1,0 +1,410 @@
+"""Batches are the same whoever makes them; what breaks on the way is named; no worker outlives its reader."""
+
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from prelunet.evaluator.errors import DatasetError, EnvironmentFault, OutOfMemory
+from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.training.data import loader, worker_processes
+from prelunet.training.data.augmentation import SUBSTITUTE, color_shift, places_of_step, random_stream, training_view
+from prelunet.training.data.image_cache import Pictures
+from prelunet.training.data.loader import TRIES, Batch, evaluation_batches, make_batch, training_batches
+from prelunet.training.data.splits import open_splits
+from prelunet.training.data.worker_processes import map_in_processes
+from tests.training.training_folders import RECIPE, make_dataset
+
+COLORFUL = replace(RECIPE, color=0.1)
+AXES = np.array([[50, 8, 1], [48, 0, -3], [46, -9, 2]], np.float32)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def pictures(folder: Path) -> Pictures:
+    return Pictures(open_splits(folder).train, {})
+
+
+def assert_equal(batch: Batch, expected: Batch) -> None:
+    np.testing.assert_array_equal(batch.images, expected.images)
+    np.testing.assert_array_equal(batch.labels, expected.labels)
+    np.testing.assert_array_equal(batch.shift, expected.shift)
+    assert (batch.images.dtype, batch.labels.dtype) == (np.uint8, np.int64)
+    assert batch.lost == expected.lost
+
+
+# What a batch is
+
+
+def test_a_batch_has_views_labels_and_shifts_of_its_places(pictures: Pictures) -> None:
+    batch = make_batch(pictures, COLORFUL, 7, axes=AXES)
+    assert batch.shift is not None
+    places = places_of_step(COLORFUL, 7, len(pictures))
+    for row, (epoch, index) in enumerate(places):
+        sample = pictures.samples[index]
+        decoded = decode_rgb(pictures.dataset.read(sample))
+        np.testing.assert_array_equal(batch.images[row], training_view(decoded, COLORFUL, epoch, index))
+        np.testing.assert_array_equal(batch.shift[row], color_shift(COLORFUL, AXES, epoch, index))
+        assert pictures.dataset.classes[batch.labels[row]] == sample.file.split("/")[0]
+    assert batch.lost == ()
+    assert make_batch(pictures, RECIPE, 7, axes=AXES).shift is None  # the recipe has no colour change
+
+
+@pytest.mark.parametrize(
+    ("first", "workers", "memory"),
+    [(0, 0, 0), (0, 1, 2**30), (5, 3, 2**30), (0, 1, 0), (7, 3, 0), (11, 2, 0)],  # memory 0: processes decode
+)
+def test_batches_are_the_same_bit_for_bit_whoever_makes_them_and_wherever_they_begin(
+    folder: Path, first: int, workers: int, memory: int
+) -> None:
+    dataset = open_splits(folder).train
+    plain = [make_batch(Pictures(dataset, {}), COLORFUL, step, axes=AXES) for step in range(COLORFUL.length)]
+    batches = list(training_batches(Pictures(dataset, {}, memory), COLORFUL, first, axes=AXES, workers=workers))
+    assert len(batches) == COLORFUL.length - first
+    for batch, expected in zip(batches, plain[first:], strict=True):
+        assert_equal(batch, expected)
+
+
+@pytest.mark.parametrize("memory", [0, 2**30])
+@pytest.mark.parametrize("rows", [range(0, 2), range(2, 5), range(4, 4)])
+def test_the_rows_of_a_process_are_those_of_the_global_batch(folder: Path, rows: range, memory: int) -> None:
+    dataset = open_splits(folder).train
+    recipe = replace(COLORFUL, steps=2)
+    batches = training_batches(Pictures(dataset, {}, memory), recipe, 0, rows=rows, axes=AXES, workers=1)
+    for step, batch in enumerate(batches):
+        whole = make_batch(Pictures(dataset, {}), recipe, step, axes=AXES)
+        assert whole.shift is not None
+        part = slice(rows.start, rows.stop)
+        assert_equal(batch, Batch(whole.images[part], whole.labels[part], whole.shift[part]))
+
+
+def test_batches_come_out_of_archives_too(folder: Path, tmp_path: Path) -> None:
+    expected = list(training_batches(Pictures(open_splits(folder).train, {}), RECIPE, 9, workers=0))
+    for kind in ("tar", "zip"):
+        path = Path(shutil.make_archive(str(tmp_path / "data"), kind, folder))
+        pictures = Pictures(open_splits(path).train, {}, memory=0)
+        for batch, same in zip(training_batches(pictures, RECIPE, 9, workers=2), expected, strict=True):
+            assert_equal(batch, same)
+
+
+@pytest.mark.parametrize("memory", [0, 2**30])
+def test_evaluation_shows_every_image_once_in_dataset_order(folder: Path, memory: int) -> None:
+    pictures = Pictures(open_splits(folder).val, {}, memory)
+    batches = list(evaluation_batches(pictures, RECIPE, size=4, workers=2))
+    assert [len(batch.labels) for batch in batches] == [4, 4, 1]
+    images = np.concatenate([batch.images for batch in batches])
+    for index, sample in enumerate(pictures.samples):
+        np.testing.assert_array_equal(images[index], pictures.central_view(index, 14, 12))
+        assert np.concatenate([batch.labels for batch in batches])[index] == sample.label
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_processes_that_evaluate_together_see_each_image_once_in_equally_many_batches(
+    folder: Path, size: int, ranks: int
+) -> None:
+    pictures = Pictures(open_splits(folder).val, {})
+    of_ranks = [
+        list(evaluation_batches(pictures, RECIPE, size, part=(rank, ranks), workers=0)) for rank in range(ranks)
+    ]
+    assert len({len(batches) for batches in of_ranks}) == 1
+    found = [batch.images for batches in zip(*of_ranks, strict=True) for batch in batches]
+    assert max(map(len, found)) <= size
+    expected = [pictures.central_view(index, 14, 12) for index in range(len(pictures))]
+    np.testing.assert_array_equal(np.concatenate(found), expected)
+
+
+# Images that break
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> tuple[Pictures, Pictures]:
+    """All pictures, and the same without three files that broke after the dataset was opened."""
+    root = make_dataset(tmp_path)
+    whole, spoiled = open_splits(root).train, open_splits(root).train
+    sound = Pictures(whole, {})
+    for index in range(len(sound)):
+        sound.picture(index)  # kept
+    (root / "train/dog/001.png").unlink()
+    data = (root / "train/ox/002.png").read_bytes()
+    (root / "train/ox/002.png").write_bytes(data[: len(data) // 2])  # another length
+    data = (root / "train/big-cat/003.png").read_bytes()
+    (root / "train/big-cat/003.png").write_bytes(data[:40] + bytes(len(data) - 40))  # the same length
+    return sound, Pictures(spoiled, {}, memory=0)
+
+
+BROKEN = {"dog/001.png": "it is gone", "ox/002.png": "when the dataset was opened", "big-cat/003.png": "damaged"}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_image_that_breaks_is_named_and_another_takes_its_place(
+    broken: tuple[Pictures, Pictures], workers: int
+) -> None:
+    sound, spoiled = broken
+    named = 0
+    for step, batch in enumerate(training_batches(spoiled, COLORFUL, 0, axes=AXES, workers=workers)):
+        expected = make_batch(sound, COLORFUL, step, axes=AXES)
+        assert batch.shift is not None
+        assert expected.shift is not None
+        lost = []
+        for row, (epoch, place) in enumerate(places_of_step(COLORFUL, step, len(sound))):
+            index = place
+            if (file := sound.samples[index].file) in BROKEN:
+                lost.append(file)
+                random = random_stream(COLORFUL.seed, SUBSTITUTE, epoch, place)
+                drawn = [int(other) for other in random.integers(len(sound), size=TRIES)]
+                index = next(other for other in drawn if sound.samples[other].file not in BROKEN)
+            view = training_view(sound.picture(index), COLORFUL, epoch, index)
+            np.testing.assert_array_equal(batch.images[row], view)
+            np.testing.assert_array_equal(batch.shift[row], color_shift(COLORFUL, AXES, epoch, index))
+            assert batch.labels[row] == sound.samples[index].label
+        assert [file for file, _ in batch.lost] == lost
+        assert all(BROKEN[file] in reason for file, reason in batch.lost)
+        named += len(lost)
+    assert named >= 6  # 12 steps of 5 are almost three epochs
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_that_is_gone_ends_the_training_with_what_to_do(tmp_path: Path, workers: int) -> None:
+    root = make_dataset(tmp_path)
+    pictures = Pictures(open_splits(root).train, {}, memory=0)
+    shutil.rmtree(root / "train")
+    with pytest.raises(DatasetError, match=rf"and {TRIES} other images, too, but none of them now \(.*it is gone"):
+        next(training_batches(pictures, RECIPE, 0, workers=workers))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_evaluation_leaves_broken_images_out_and_names_them(tmp_path: Path, workers: int) -> None:
+    root = make_dataset(tmp_path)
+    pictures = Pictures(open_splits(root).val, {}, memory=0)
+    (root / "val/dog/001.png").unlink()
+    batches = list(evaluation_batches(pictures, RECIPE, 4, workers=workers))
+    assert [len(batch.images) for batch in batches] == [4, 3, 1]
+    assert [len(batch.labels) for batch in batches] == [4, 3, 1]
+    assert [file for batch in batches for file, _ in batch.lost] == ["dog/001.png"]
+    left = [index for index, sample in enumerate(pictures.samples) if sample.file != "dog/001.png"]
+    np.testing.assert_array_equal(
+        np.concatenate([batch.images for batch in batches]),
+        [pictures.central_view(index, 14, 12) for index in left],
+    )
+
+
+# Worker processes
+
+
+def doubled(item: int) -> tuple[np.ndarray, int]:
+    return np.full(3, item, np.uint8), 2 * item
+
+
+@pytest.mark.parametrize("room", [None, 10])  # 10 bytes of shared memory are too few: through pipes
+def test_arrays_and_what_lies_beside_them_come_in_the_order_of_the_items(
+    monkeypatch: pytest.MonkeyPatch, room: int | None
+) -> None:
+    if room is not None:
+        monkeypatch.setattr(worker_processes, "_free_shared_memory", lambda: room)
+    found = list(map_in_processes(doubled, range(30), 3, 3))
+    assert [rest for _, rest in found] == [2 * item for item in range(30)]
+    for item, (array, _) in enumerate(found):
+        np.testing.assert_array_equal(array, [item] * 3)
+        assert array.flags.writeable
+
+
+@pytest.mark.parametrize(("here", "shared"), [(1, True), (2, True), (3, False)])
+def test_the_processes_of_a_training_share_the_shared_memory_of_their_machine(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, here: int, shared: bool
+) -> None:
+    enough = (worker_processes.AHEAD + 2) * 3 * RECIPE.batch * RECIPE.crop**2  # for one process with one worker
+    monkeypatch.setattr(worker_processes, "_free_shared_memory", lambda: 2 * enough)
+    splits = open_splits(folder)
+    train, val = Pictures(splits.train, {}, memory=0), Pictures(splits.val, {}, memory=0)
+    for batch in (
+        next(training_batches(train, RECIPE, 0, workers=1, here=here)),
+        next(evaluation_batches(val, RECIPE, RECIPE.batch, workers=1, here=here)),
+    ):
+        assert isinstance(batch.images.base, torch.Tensor) is shared  # else it came through a pipe
+
+
+@pytest.mark.parametrize(("workers", "here", "expected"), [(None, 1, 7), (None, 2, 3), (None, 9, 1), (5, 2, 5)])
+def test_the_processes_of_a_training_share_the_cores_of_their_machine_unless_told_how_many(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, workers: int | None, here: int, expected: int
+) -> None:
+    started: list[int] = []
+
+    def noting(_function: Any, _items: Any, count: int, *_others: Any, **_options: Any) -> Any:
+        started.append(count)
+        return iter(())
+
+    monkeypatch.setattr(loader, "WORKERS", 7)
+    monkeypatch.setattr(loader, "map_in_processes", noting)
+    pictures = Pictures(open_splits(folder).train, {}, memory=0)
+    assert list(training_batches(pictures, RECIPE, 0, workers=workers, here=here)) == []
+    assert list(evaluation_batches(pictures, RECIPE, 4, workers=workers, here=here)) == []
+    assert started == [expected] * 2
+
+
+def test_items_are_asked_for_ahead_but_never_all_at_once() -> None:
+    asked: list[int] = []
+
+    def items() -> Any:
+        for item in range(1000):
+            asked.append(item)
+            yield item
+
+    results = map_in_processes(doubled, items(), 2, 3)
+    assert [next(results)[1] for _ in range(3)] == [0, 2, 4]
+    assert len(asked) <= 3 + 2 * worker_processes.AHEAD + 1
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        (lambda: OutOfMemory("too little"), OutOfMemory("too little")),
+        (lambda: OSError(5, "Input/output error", "a/b.jpg"), EnvironmentFault("a/b.jpg: the device failed to read")),
+    ],
+)
+def test_an_error_in_a_worker_reaches_the_reader_in_its_own_words(
+    raised: Callable[[], Exception], expected: Exception
+) -> None:
+    def fail(item: int) -> tuple[np.ndarray, int]:
+        raise raised()
+
+    with pytest.raises(type(expected)) as caught:
+        next(map_in_processes(fail, range(3), 1, 3))
+    assert str(caught.value).startswith(str(expected))
+    assert "Traceback" not in str(caught.value)
+
+
+def test_a_worker_that_dies_is_told_with_what_to_do() -> None:
+    def die(item: int) -> tuple[np.ndarray, int]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return doubled(item)
+
+    with pytest.raises(EnvironmentFault, match=r"one of 1 processes .* has died.*--workers.*--shm-size"):
+        next(map_in_processes(die, range(3), 1, 3))
+
+
+def test_workers_are_deaf_to_the_signals_that_stop_a_training() -> None:
+    def ask(item: int) -> tuple[np.ndarray, int]:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        return doubled(item)
+
+    handler = signal.getsignal(signal.SIGCHLD)
+    assert [rest for _, rest in map_in_processes(ask, range(4), 2, 3)] == [0, 2, 4, 6]
+    assert signal.getsignal(signal.SIGCHLD) is handler
+
+
+def test_workers_end_with_their_reader_when_it_stops_early() -> None:
+    def whose(item: int) -> tuple[np.ndarray, int]:
+        return np.zeros(3, np.uint8), os.getpid()
+
+    results = map_in_processes(whose, range(100), 2, 3)
+    workers = {next(results)[1] for _ in range(2)}
+    del results
+    assert len(workers) == 2
+    assert all_gone(workers, seconds=10)
+
+
+def more_than_a_pipe_holds(item: int) -> tuple[np.ndarray, int]:
+    return np.zeros(1_000_000, np.uint8), os.getpid()
+
+
+def read_and_wait(connection: Connection) -> None:
+    worker_processes._free_shared_memory = lambda: 0  # through pipes, where a worker waits until somebody reads
+    results = map_in_processes(more_than_a_pipe_holds, range(100), 2, 1_000_000)
+    connection.send({next(results)[1] for _ in range(2)})
+    signal.pause()
+
+
+def test_workers_end_when_their_reader_is_killed() -> None:
+    context = multiprocessing.get_context("fork")  # a program of its own would first import torch
+    mine, theirs = context.Pipe()
+    reader = context.Process(target=read_and_wait, args=(theirs,))
+    reader.start()
+    workers = mine.recv()
+    assert len(workers) == 2
+    reader.kill()
+    reader.join()
+    assert all_gone(workers, seconds=20)
+
+
+FOREVER = 60  # seconds that a worker is stuck; whoever waits for it waits as long, who does not for a few seconds
+
+
+def read_the_first() -> tuple[Any, set[int]]:
+    """Return an iterator, and its two workers, which are stuck in what comes after its first item."""
+    stuck = multiprocessing.get_context("fork").SimpleQueue()
+
+    def function(item: int) -> tuple[np.ndarray, int]:
+        if item:
+            stuck.put(os.getpid())
+            time.sleep(FOREVER)
+        return doubled(item)
+
+    results = map_in_processes(function, range(9), 2, 3)
+    assert next(results)[1] == 0
+    return results, {stuck.get() for _ in range(2)}
+
+
+def test_workers_that_are_stuck_end_within_seconds_when_their_reader_stops_early() -> None:
+    results, workers = read_the_first()
+    begun = time.monotonic()
+    results.close()
+    assert all_gone(workers, seconds=15)
+    assert time.monotonic() - begun < 15
+
+
+LEAVE = """
+import sys
+sys.path.insert(0, {tests!r})
+from tests.training.data.test_loading import read_the_first
+results, workers = read_the_first()  # which nobody closes
+print(*workers, flush=True)
+"""
+
+
+def test_a_program_ends_within_seconds_though_its_workers_are_stuck() -> None:
+    script = LEAVE.format(tests=str(Path(__file__).parents[3]))
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        workers = {int(word) for word in program.stdout.readline().split()}
+        assert len(workers) == 2
+        try:
+            assert program.wait(20) == 0
+        finally:
+            program.kill()  # or a failure would wait for it
+    assert all_gone(workers, seconds=0)
+
+
+def all_gone(workers: set[int], seconds: float) -> bool:
+    """Whether no such process runs any more before so many seconds are over."""
+    end = time.monotonic() + seconds
+    while any(map(runs, workers)):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def runs(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"

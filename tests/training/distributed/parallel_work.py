@@ -1,0 +1,236 @@
+"""What the processes of tests/training/distributed/test_parallel.py do, and the plain training that they are compared
+with.
+"""
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from prelunet.evaluator.architectures import Architecture, Conv, Pool, parameter_shapes
+from prelunet.evaluator.errors import EnvironmentFault
+from prelunet.training.distributed.base import DropoutFactors, Kind, Options, Parallel, Step
+from prelunet.training.distributed.data_parallel import make_parallel
+from prelunet.training.distributed.gradient_buckets import GradientBuckets
+from prelunet.training.distributed.process_group import Group, open_group
+from prelunet.training.net.network import PreluNet, load_tensors, parameter_groups
+from prelunet.training.recipe import Precision
+
+SMALL = Architecture(
+    "small",
+    (Conv("conv1", 6, kernel=3, pad=1), Pool("pool1", kernel=2, stride=2), Conv("conv2", 7, kernel=3, pad=1)),
+    spp_levels=(3, 2, 1),
+    hidden=16,
+    crop=12,
+)
+CLASSES = 5
+FEATURES = 14 * 7  # bins, channels
+BUCKET = 1570  # bytes: conv2 fills one, conv1 is in another, and fc1.weight is larger than any
+CURVE_STEPS, CURVE_BATCH = 20, 7
+PLAIN = Options()
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step in parallel."""
+
+    kind: Kind
+    batch: int
+    options: Options = PLAIN
+
+
+def cases_for(size: int) -> list[Case]:
+    """Return the steps that such a group takes: batches that fit, that do not, that leave a process without any."""
+    plain = [Case(kind, batch) for kind in ("ddp", "hybrid") for batch in (8, 5, size - 1)]
+    others = [Options(accumulate=2), Options(accumulate=3), Options(channels_last=True), Options(precision="bf16")]
+    return plain + [Case(kind, 9, options) for kind in ("ddp", "hybrid") for options in others[: 8 // size]]
+
+
+def net_of(seed: int) -> PreluNet:
+    """Make a net whose responses are neither all dead nor all alive."""
+    rng = np.random.default_rng(seed)
+    ranges = {"weight": (-0.3, 0.3), "bias": (-0.5, 0.5), "slope": (-0.3, 1.2)}
+    net = PreluNet(SMALL, CLASSES)
+    shapes = parameter_shapes(SMALL, CLASSES).items()
+    load_tensors(
+        net, {name: rng.uniform(*ranges[name.split(".")[1]], shape).astype(np.float32) for name, shape in shapes}
+    )
+    return net
+
+
+def batch_of(seed: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Return images and labels."""
+    rng = np.random.default_rng(seed)
+    images = rng.normal(0, 1, (rows, 3, SMALL.crop, SMALL.crop)).astype(np.float32)
+    return torch.from_numpy(images), torch.from_numpy(rng.integers(1, CLASSES, rows))
+
+
+def factors_of(seed: int, batch: int, rows: range) -> tuple[np.ndarray, np.ndarray]:
+    """Drop half of the units, the same of a row whoever asks."""
+    drawn = np.random.default_rng(1000 + seed).integers(0, 2, (2, batch, SMALL.hidden)) * np.float32(2)
+    return drawn[0, rows.start : rows.stop].astype(np.float32), drawn[1, rows.start : rows.stop].astype(np.float32)
+
+
+def dropout(seed: int, batch: int) -> DropoutFactors:
+    """Return what `gradients` takes."""
+    return partial(factors_of, seed, batch)
+
+
+def plain_step(net: PreluNet, seed: int, batch: int, precision: Precision = "fp32") -> float:
+    """Leave the gradients of a batch's mean loss in the net, as anybody would write it."""
+    images, labels = batch_of(seed, batch)
+    of_fc1, of_fc2 = factors_of(seed, batch, range(batch))
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        logits = net(images, (torch.from_numpy(of_fc1), torch.from_numpy(of_fc2)))
+    loss = F.cross_entropy(logits.float(), labels)
+    net.zero_grad()
+    loss.backward()
+    return loss.item()
+
+
+def parallel_step(parallel: Parallel, seed: int, batch: int, **more: Any) -> Step:
+    """Take a step with this process's rows of that batch."""
+    images, labels = batch_of(seed, batch)
+    own = parallel.rows(batch)
+    return parallel.gradients(
+        images[own.start : own.stop], labels[own.start : own.stop], dropout(seed, batch), batch, **more
+    )
+
+
+def gradients_of(net: PreluNet) -> Arrays:
+    """Return the gradients of the parameters that are here."""
+    return {name: parameter.grad.numpy().copy() for name, parameter in net.named_parameters()}
+
+
+def sgd(net: PreluNet) -> torch.optim.SGD:
+    """Return the optimizer of all these trainings."""
+    return torch.optim.SGD(parameter_groups(net, 5e-4), lr=0.01, momentum=0.9)
+
+
+# What follows runs in each process.
+
+
+def take_all_steps(compiled: bool) -> dict[str, Any]:
+    """Do everything that is compared: the start of a process costs more than all of it."""
+    GradientBuckets.capacity = BUCKET
+    with open_group("cpu") as group:
+        found: dict[str, Any] = {"sums": group.total(group.rank, 0.5), "any": group.any(group.rank == 1)}
+        found["none"] = group.any(False)
+        found["cases"] = {case: _one_case(case, group) for case in cases_for(group.size)}
+        for kind in ("ddp", "hybrid"):
+            found[kind] = {
+                "curve": _curve(kind, group),
+                "logits": _logits(kind, group),
+                "stops": _stops(kind, group),
+                "losses with NaN": _not_finite(kind, group),
+                "missing at first": _early(kind, group),
+            }
+        if compiled:
+            torch.compile = partial(
+                torch.compile, backend="aot_eager"
+            )  # as inductor, but needs no compiler and no minute
+            parallel = _parallel("hybrid", group, Options(compile=True))
+            found["compiled"] = parallel_step(parallel, 2, 5).loss, gradients_of(parallel.net)
+    return found
+
+
+def _parallel(kind: Kind, group: Group, options: Options = PLAIN) -> Parallel:
+    return make_parallel(kind, net_of(0), group, options)
+
+
+def _one_case(case: Case, group: Group) -> dict[str, Any]:
+    """Take two steps, so that nothing of the first may stay, and tell of the second."""
+    parallel = _parallel(case.kind, group, case.options)
+    parallel_step(parallel, 1, case.batch + 2)
+    step = parallel_step(parallel, 2, case.batch)
+    return {"loss": step.loss, "gradients": gradients_of(parallel.net), "traffic": dict(parallel.traffic)}
+
+
+def _curve(kind: Kind, group: Group) -> dict[str, Any]:
+    parallel = _parallel(kind, group)
+    optimizer = sgd(parallel.net)
+    losses = []
+    for number in range(CURVE_STEPS):
+        losses.append(parallel_step(parallel, number, CURVE_BATCH).loss)
+        optimizer.step()
+    weights = {name: parameter.detach().numpy().copy() for name, parameter in parallel.net.named_parameters()}
+    return {"losses": losses, "weights": weights, "remembered": len(optimizer.state)}
+
+
+def _logits(kind: Kind, group: Group) -> np.ndarray:
+    """Ask for as many rows as this process has predecessors: the first has none."""
+    parallel = _parallel(kind, group)
+    return parallel.logits(batch_of(100 + group.rank, group.rank)[0]).numpy()
+
+
+def _stops(kind: Kind, group: Group) -> list[bool]:
+    parallel = _parallel(kind, group)
+    last = group.rank == group.size - 1
+    return [parallel_step(parallel, 1, 5, stop=stop and last).stop for stop in (False, True, False)]
+
+
+def _not_finite(kind: Kind, group: Group) -> list[float]:
+    """Have one pixel of the last process's rows be NaN."""
+    parallel = _parallel(kind, group)
+    images, labels = batch_of(1, 6)
+    images[-1, 1, 2, 3] = torch.nan
+    own = parallel.rows(6)
+    here = slice(own.start, own.stop)
+    return [parallel.gradients(images[here], labels[here], None, 6).loss, parallel_step(parallel, 1, 6).loss]
+
+
+def _early(kind: Kind, group: Group) -> int:
+    """Return how many gradients backward still owed when the first bucket was sent."""
+    parallel = _parallel(kind, group)
+    owed: list[int] = []
+    add_up = Group.add_up
+
+    def watched(self: Group, tensor: Tensor, purpose: str) -> Any:
+        owed.append(sum(bucket.missing for bucket in parallel.buckets.buckets))
+        return add_up(self, tensor, purpose)
+
+    Group.add_up = watched
+    try:
+        parallel_step(parallel, 1, 8)
+    finally:
+        Group.add_up = add_up
+    return owed[0]
+
+
+def train_until_one_is_killed(kind: Kind, victim: int) -> tuple[str, float]:
+    """Return what the others are told, and when (time.time())."""
+    GradientBuckets.capacity = BUCKET
+    try:
+        with open_group("cpu") as group:
+            parallel = _parallel(kind, group)
+            if group.rank == victim:  # in the middle of backward, when some buckets are on their way
+                hook = parallel.net.get_parameter("conv2.weight").register_post_accumulate_grad_hook
+                steps = iter(range(3))
+                hook(lambda _: None if next(steps, None) is not None else os.kill(os.getpid(), signal.SIGKILL))
+            for number in range(1000):
+                parallel_step(parallel, number, 8)
+    except EnvironmentFault as error:
+        return str(error), time.time()
+    raise AssertionError("nobody died")
+
+
+def train_until_one_gives_up(kind: Kind) -> str:
+    """Return what each is told when the last process meets an error of its own."""
+    try:
+        with open_group("cpu") as group:
+            parallel = _parallel(kind, group)
+            for number in range(1000):
+                if number == 3 and group.rank == group.size - 1:
+                    raise ValueError("a mistake of my own")
+                parallel_step(parallel, number, 8)
+    except (EnvironmentFault, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("nobody gave up")

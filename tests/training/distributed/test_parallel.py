@@ -1,0 +1,337 @@
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.training.parallel_model import costs, sent_bytes
+from prelunet.evaluator.errors import EnvironmentFault, UsageError
+from prelunet.training.distributed.base import KINDS, Options, check_batch, split
+from prelunet.training.distributed.data_parallel import make_parallel
+from prelunet.training.distributed.process_group import Group, open_group
+from prelunet.training.net.network import HEAD
+from tests.training.distributed import parallel_work as work
+from tests.training.distributed.gloo import run_in_processes, run_to_the_end
+from tests.training.distributed.parallel_work import Case
+
+KINDS_OF_MANY = ("ddp", "hybrid")
+SIZES = (2, 4)
+CPU = torch.device("cpu")
+
+# Sums of float32 in another order differ by some units of its last place, 6e-8, of their largest term; gradients pass
+# about ten layers. In float64 both would agree to 1e-14.
+SUMS = 1e-5
+
+
+@pytest.fixture(scope="module")
+def everything() -> dict[int, list[dict[str, Any]]]:
+    """Give what every process found, by size of the group and rank."""
+    return {size: run_in_processes(size, work.take_all_steps, size == 2, seconds=200) for size in SIZES}
+
+
+def assert_gradients(found: work.Arrays, expected: work.Arrays, tolerance: float, what: Any) -> None:
+    """Compare each tensor with a tolerance of its own largest value."""
+    for name, gradient in found.items():
+        off = np.abs(gradient - expected[name]).max() / np.abs(expected[name]).max()
+        assert off <= tolerance, f"{what}: {name} is off by {off:.1e} of its largest value"
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[tuple[int, str], tuple[float, work.Arrays]]:
+    """Give loss and gradients in one process, for every batch and precision of `cases_for`."""
+    found = {}
+    for batch, precision in {(one.batch, one.options.precision) for size in SIZES for one in work.cases_for(size)}:
+        net = work.net_of(0)
+        loss = work.plain_step(net, 2, batch, precision)
+        found[batch, precision] = loss, work.gradients_of(net)
+    return found
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_process_has_the_gradients_of_one_process_with_the_whole_batch(everything, plain, size: int) -> None:
+    for case in work.cases_for(size):
+        # a sum in bf16 is off by 4e-3 of its value for each rounding; a wrong scale or a lost row by far more
+        tolerance = 0.02 if case.options.precision == "bf16" else SUMS
+        loss, gradients = plain[case.batch, case.options.precision]
+        for rank, found in enumerate(everything[size]):
+            one = found["cases"][case]
+            assert one["loss"] == pytest.approx(loss, rel=tolerance), (case, rank)
+            assert_gradients(one["gradients"], gradients, tolerance, (case, rank))
+
+
+def test_compiled_nets_have_these_gradients_too(everything, plain) -> None:
+    for rank, found in enumerate(everything[2]):
+        loss, gradients = found["compiled"]
+        assert loss == pytest.approx(plain[5, "fp32"][0], rel=SUMS)
+        assert_gradients(gradients, plain[5, "fp32"][1], SUMS, rank)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_in_hybrid_training_the_fully_connected_layers_are_in_the_first_process_alone(everything, size: int) -> None:
+    names = {name for name, _ in work.net_of(0).named_parameters()}
+    trunk = {name for name in names if name.split(".")[0] not in HEAD}
+    assert len(trunk) == 6
+    for rank, found in enumerate(everything[size]):
+        for case, one in found["cases"].items():
+            assert set(one["gradients"]) == (names if case.kind == "ddp" or rank == 0 else trunk)
+        assert found["hybrid"]["curve"]["remembered"] == (14 if rank == 0 else 6)
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_MANY)
+@pytest.mark.parametrize("size", SIZES)
+def test_twenty_steps_with_dropout_have_the_losses_and_the_weights_of_one_process(
+    everything, size: int, kind: str
+) -> None:
+    net = work.net_of(0)
+    optimizer = work.sgd(net)
+    losses = []
+    for step in range(work.CURVE_STEPS):
+        losses.append(work.plain_step(net, step, work.CURVE_BATCH))
+        optimizer.step()
+    assert max(losses) / min(losses) > 1.5, "a curve that hardly moves shows nothing"
+    weights = {name: parameter.detach().numpy() for name, parameter in net.named_parameters()}
+    for rank, found in enumerate(everything[size]):
+        curve = found[kind]["curve"]
+        np.testing.assert_allclose(curve["losses"], losses, rtol=SUMS)
+        assert_gradients(curve["weights"], weights, SUMS, (kind, rank))
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_MANY)
+@pytest.mark.parametrize("size", SIZES)
+def test_logits_of_own_rows_are_the_nets_and_a_process_may_have_none(everything, size: int, kind: str) -> None:
+    net = work.net_of(0)
+    for rank, found in enumerate(everything[size]):
+        with torch.no_grad():
+            expected = net(work.batch_of(100 + rank, max(rank, 1))[0])[:rank]
+        assert found[kind]["logits"].shape == (rank, work.CLASSES)
+        # of values about 1: other groupings of rows may take other routines
+        np.testing.assert_allclose(found[kind]["logits"], expected.numpy(), rtol=SUMS, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_MANY)
+@pytest.mark.parametrize("size", SIZES)
+def test_when_one_process_wants_to_stop_all_know_in_the_same_step_and_only_in_it(
+    everything, size: int, kind: str
+) -> None:
+    assert [found[kind]["stops"] for found in everything[size]] == [[False, True, False]] * size
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_MANY)
+@pytest.mark.parametrize("size", SIZES)
+def test_a_loss_that_is_not_finite_is_seen_by_all_and_leaves_nothing_behind(everything, size: int, kind: str) -> None:
+    plain = work.plain_step(work.net_of(0), 1, 6)
+    for found in everything[size]:
+        not_finite, next_one = found[kind]["losses with NaN"]
+        assert np.isnan(not_finite)
+        assert next_one == pytest.approx(plain, rel=SUMS)
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_MANY)
+def test_gradients_are_sent_while_backward_still_goes_on(everything, kind: str) -> None:
+    assert all(found[kind]["missing at first"] > 0 for found in everything[2])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_bytes_that_are_counted_are_those_of_the_formula(everything, size: int) -> None:
+    parameters = {name: parameter.numel() for name, parameter in work.net_of(0).named_parameters()}
+    trunk = sum(count for name, count in parameters.items() if name.split(".")[0] not in HEAD)
+    rows = [len(one) for one in split(range(8), size)]
+    for rank, found in enumerate(everything[size]):
+        # two values more: the loss, and the wish to stop; integer division for each bucket loses less than one byte
+        sums = {"ddp": sum(parameters.values()) + 2, "hybrid": trunk + 2}
+        for kind, values in sums.items():
+            traffic = dict(found["cases"][Case(kind, 8)]["traffic"])
+            assert traffic.pop("gradients") == pytest.approx(2 * (size - 1) / size * 4 * values, abs=10)
+            if kind == "hybrid" and rank == 0:
+                assert traffic == {"feature gradients": 4 * work.FEATURES * sum(rows[1:])}
+            elif kind == "hybrid":
+                features = 4 * work.FEATURES * rows[rank]
+                assert traffic == {"features": features, "labels": 8 * rows[rank]}
+            else:
+                assert traffic == {}
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_MANY)
+@pytest.mark.parametrize("size", SIZES)
+def test_the_benchmarks_formula_gives_the_bytes_that_are_counted(everything, size: int, kind: str) -> None:
+    for batch in (8, 5):
+        counted = [found["cases"][Case(kind, batch)]["traffic"] for found in everything[size]]
+        for purpose, expected in sent_bytes(kind, size, costs(work.SMALL, work.CLASSES, batch), batch).items():
+            # of each bucket's bytes a fraction is cut off
+            assert sum(one.get(purpose, 0) for one in counted) == pytest.approx(expected, abs=10 * size), purpose
+
+
+def test_totals_and_flags_are_those_of_all_processes(everything) -> None:
+    for size in SIZES:
+        for found in everything[size]:
+            assert found["sums"] == [sum(range(size)), size / 2]
+            assert (found["any"], found["none"]) == (True, False)
+
+
+@pytest.mark.parametrize(("kind", "victim"), [("ddp", 0), ("hybrid", 3)])
+def test_when_a_process_is_killed_the_others_say_so_and_how_to_go_on_within_seconds(kind: str, victim: int) -> None:
+    begun = time.time()
+    ended = run_to_the_end(4, work.train_until_one_is_killed, kind, victim, seconds=60)
+    assert ended.pop(victim).exit_code == -9
+    for one in ended:
+        assert (one.error, one.exit_code) == (None, 0), "no process hangs, and none dies with it"
+        text, when = one.value
+        assert "has died" in text
+        assert "start the same command again" in text
+        assert "/" not in text, "no place in another project's source"
+        assert when - begun < 30, "far less than the patience of open_group"
+
+
+def test_a_process_with_an_error_of_its_own_raises_it_and_the_others_that_it_is_gone() -> None:
+    first, second = run_in_processes(2, work.train_until_one_gives_up, "hybrid", seconds=60)
+    assert second == "ValueError: a mistake of my own"
+    assert first.startswith("EnvironmentFault: a process of this training has died")
+
+
+def test_torchruns_processes_find_each_other(tmp_path: Path) -> None:
+    script = tmp_path / "sums.py"
+    script.write_text(
+        "import os\n"
+        "from prelunet.training.distributed.process_group import open_group\n"
+        "with open_group('cpu') as group:\n"
+        "    os.write(1, f'{group.size} {group.total(group.rank + 1)}\\n'.encode())\n"  # whole, whoever else writes
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3] / "src")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "2 [3.0]\n" * 2
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with open_group("cpu") as group:
+        yield group
+
+
+@pytest.mark.parametrize(
+    "options", [Options(), Options(accumulate=2), Options(accumulate=5), Options(channels_last=True)]
+)
+def test_one_process_alone_has_the_gradients_of_a_plain_step_whatever_kind_is_asked_for(
+    alone: Group, plain, options: Options
+) -> None:
+    for kind in KINDS:
+        parallel = make_parallel(kind, work.net_of(0), alone, options)
+        work.parallel_step(parallel, 1, 7)
+        step = work.parallel_step(parallel, 2, 5, stop=kind == "ddp")
+        assert step.loss == pytest.approx(plain[5, "fp32"][0], rel=SUMS)
+        assert step.stop == (kind == "ddp")
+        assert_gradients(work.gradients_of(parallel.net), plain[5, "fp32"][1], SUMS, kind)
+        assert not parallel.traffic
+
+
+def test_one_process_alone_is_the_sum_of_itself(alone: Group) -> None:
+    assert (alone.rank, alone.size, alone.is_first, alone.device) == (0, 1, True, CPU)
+    assert alone.total(2, 0.5) == [2.0, 0.5]
+    assert (alone.any(True), alone.any(False)) == (True, False)
+    alone.wait()
+
+
+def test_dropout_is_drawn_once_a_step_however_many_parts_it_has(alone: Group) -> None:
+    images, labels = work.batch_of(3, 6)
+    drawn: list[range] = []
+
+    def factors(rows: range) -> tuple[np.ndarray, np.ndarray]:
+        drawn.append(rows)
+        return (np.ones((len(rows), work.SMALL.hidden), np.float32),) * 2
+
+    make_parallel("ddp", work.net_of(0), alone, Options(accumulate=3)).gradients(images, labels, factors, 6)
+    assert drawn == [range(6)]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_images_have_their_channels_where_the_option_says_wherever_they_came_with_them(
+    alone: Group, monkeypatch: pytest.MonkeyPatch, last: bool
+) -> None:
+    seen: list[torch.Tensor] = []
+    parallel = make_parallel("ddp", work.net_of(0), alone, Options(channels_last=last))
+    features = parallel._features
+    monkeypatch.setattr(parallel, "_features", lambda given: seen.append(given) or features(given))
+    images, labels = work.batch_of(3, 4)
+    for some in (images.contiguous(), images.contiguous(memory_format=torch.channels_last)):
+        parallel.gradients(some, labels, None, 4)
+    assert [one.is_contiguous(memory_format=torch.channels_last) for one in seen] == [last, last]
+    assert [one.is_contiguous() for one in seen] == [not last, not last]
+
+
+def test_without_dropout_the_gradients_are_those_of_evaluation(alone: Group) -> None:
+    images, labels = work.batch_of(3, 4)
+    net = work.net_of(0)
+    torch.nn.functional.cross_entropy(net(images), labels).backward()
+    parallel = make_parallel("ddp", work.net_of(0), alone)
+    parallel.gradients(images, labels, None, 4)
+    assert_gradients(work.gradients_of(parallel.net), work.gradients_of(net), SUMS, "no dropout")
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(0, 3), (3, 4), (5, 2), (5, 4), (128, 8), (7, 1)])
+def test_parts_of_a_batch_cover_it_in_order_and_are_as_equal_as_can_be(rows: int, parts: int) -> None:
+    found = split(range(10, 10 + rows), parts)
+    assert [row for part in found for row in part] == list(range(10, 10 + rows))
+    assert len(found) == parts
+    assert max(map(len, found)) - min(map(len, found)) <= 1
+
+
+def test_a_batch_with_fewer_rows_than_processes_or_parts_is_refused() -> None:
+    check_batch(4, Group(0, 4, CPU), Options())
+    with pytest.raises(UsageError, match=r"a batch of 3 cannot be split into 4 parts \(4 processes"):
+        check_batch(3, Group(0, 4, CPU), Options())
+    with pytest.raises(UsageError, match="lower accumulate"):
+        check_batch(7, Group(0, 4, CPU), Options(accumulate=2))
+
+
+def test_a_kind_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"'model'\. There are: ddp, hybrid"):
+        make_parallel("model", work.net_of(0), Group(0, 1, CPU))
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({"RANK": "0"}, "has RANK, but not WORLD_SIZE"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "not LOCAL_RANK, MASTER_ADDR, MASTER_PORT: start the processes with torchrun",
+        ),
+        ({"RANK": "two", "WORLD_SIZE": "2"}, "should be numbers"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK 2, WORLD_SIZE 2"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE 3 in the environment do not fit"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "abc"}, "should be numbers: .*'abc'"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "70000"}, "MASTER_PORT 70000 .* 1 to 65535"),
+    ],
+)
+def test_a_half_set_environment_is_refused(monkeypatch: pytest.MonkeyPatch, environment, told: str) -> None:
+    half = told.startswith(("has RANK", "not LOCAL_RANK"))
+    rest = {} if half else {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**rest, **environment}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=told), open_group("cpu"):
+        pass
+
+
+def test_devices_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(UsageError, match=r"no device 'tpu' to train on\. There are: cpu, cuda"), open_group("tpu"):
+        pass
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(EnvironmentFault, match="torch finds no GPU here"), open_group("cuda"):
+        pass
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(EnvironmentFault, match=r"process 0 .* has no GPU: there are 0"), open_group("cuda"):
+        pass

@@ -1,0 +1,134 @@
+"""A training that diverges names the first thing in the net that is no longer finite."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import prelunet.training.inspection.layer_statistics
+from prelunet.training.inspection.layer_statistics import where_not_finite
+from prelunet.training.net.network import PreluNet, network_from_checkpoint
+from tests.helpers.tiny_nets import CLASSES, TINY, tiny_checkpoint
+
+NAN, INFINITY = float("nan"), float("inf")
+
+
+def net_with(changes: Mapping[str, Any] | None = None) -> PreluNet:
+    """Return TINY in float32, with responses of order 1 but for what the changed tensors do."""
+    checkpoint = tiny_checkpoint()
+    tensors = {**checkpoint.tensors, "conv1.weight": checkpoint.tensors["conv1.weight"] / 1000}
+    for name, value in (changes or {}).items():
+        tensors[name] = np.broadcast_to(np.float32(value), tensors[name].shape).copy()
+    return network_from_checkpoint(replace(checkpoint, tensors=tensors))
+
+
+def some_images(count: int = 4) -> tuple[Tensor, Tensor]:
+    random = np.random.default_rng(4)
+    images = random.uniform(-120, 130, (count, 3, TINY.crop, TINY.crop)).astype(np.float32)
+    return torch.from_numpy(images), torch.from_numpy(random.integers(0, CLASSES, count))
+
+
+def spoilt(net: PreluNet, name: str, value: float) -> PreluNet:
+    with torch.no_grad():
+        net.get_parameter(name).view(-1)[1] = value
+    return net
+
+
+def test_a_net_that_is_finite_throughout_is_said_to_be_so() -> None:
+    assert where_not_finite(net_with(), *some_images()) == "no layer: on these images all is finite without dropout"
+
+
+def test_a_process_without_images_of_its_own_looks_at_the_parameters_alone() -> None:
+    none = tuple(values[:0] for values in some_images())
+    assert where_not_finite(net_with(), *none).startswith("no layer")
+    net = spoilt(net_with(), "fc1.slope", NAN)
+    assert where_not_finite(net, *none) == "fc1.slope: the parameter is not finite"
+
+
+@pytest.mark.parametrize("value", [NAN, INFINITY, -INFINITY])
+def test_a_pixel_that_is_no_number_is_named_before_all_that_it_spoils(value: float) -> None:
+    images, labels = some_images()
+    images[2, 1, 7, 3] = value
+    assert where_not_finite(net_with(), images, labels) == "the images: a pixel is not finite"
+
+
+@pytest.mark.parametrize("name", ["conv2.weight", "conv1.slope", "fc2.bias"])
+@pytest.mark.parametrize("value", [NAN, INFINITY])
+def test_a_parameter_is_named(name: str, value: float) -> None:
+    assert where_not_finite(spoilt(net_with(), name, value), *some_images()) == f"{name}: the parameter is not finite"
+
+
+def test_of_several_parameters_the_first_layer_is_named() -> None:
+    net = spoilt(spoilt(net_with(), "fc1.weight", NAN), "conv2.bias", NAN)
+    assert where_not_finite(net, *some_images()) == "conv2.bias: the parameter is not finite"
+
+
+@pytest.mark.parametrize(
+    ("changes", "layer"),
+    [
+        ({"conv1.weight": 3e38}, "conv1"),
+        ({"conv2.weight": 3e38, "fc1.weight": 3e38}, "conv2"),  # whose infinity runs on through fc1
+        ({"fc2.weight": 3e38}, "fc2"),
+        ({"fc2.bias": 5.0, "fc3.weight": 3e38}, "fc3"),
+    ],
+)
+def test_the_first_layer_whose_response_overflows_is_named(changes: dict[str, float], layer: str) -> None:
+    assert where_not_finite(net_with(changes), *some_images()) == f"{layer}: its response is not finite"
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_the_first_layer_is_named_whatever_part_of_the_batch_it_is_in(
+    monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    monkeypatch.setattr(
+        prelunet.training.inspection.layer_statistics, "PIXELS_AT_ONCE", TINY.crop**2
+    )  # one image at a time
+    images, labels = some_images()
+    images[:, 0], images[place, 0] = 0.0, 1.0  # one image alone reaches conv1's infinity
+    net = net_with({"fc2.weight": 3e38})  # at which every image fails
+    with torch.no_grad():
+        net.get_parameter("conv1.weight")[:, 0] = 3e38
+    assert where_not_finite(net, images, labels) == "conv1: its response is not finite"
+
+
+def test_a_loss_that_overflows_between_finite_logits_is_told() -> None:
+    images, labels = some_images()
+    net = net_with({"fc3.weight": 0.0, "fc3.bias": np.array([3e38, -3e38, 0.0])})
+    assert where_not_finite(net, images, torch.ones_like(labels)) == "the loss is not finite, though the logits are"
+
+
+def test_a_gradient_that_overflows_on_its_way_back_is_named_at_the_layer_where_it_does() -> None:
+    # Forwards 1e-15, 1e15 and 1e25 stay finite; backwards the last two meet first, at fc1.
+    random = np.random.default_rng(0)
+    net = net_with(
+        {
+            "fc1.weight": 1e-20,
+            "fc1.bias": 1e-15,
+            "fc2.weight": random.uniform(1e14, 1e15, (TINY.hidden, TINY.hidden)),
+            "fc3.weight": random.uniform(-1e25, 1e25, (CLASSES, TINY.hidden)),
+        }
+    )
+    images, _ = some_images()
+    labels = net(images).argmin(dim=1)  # all of them wrong: softmax minus the truth is 1 and -1
+    assert where_not_finite(net, images, labels) == "fc1: the gradient of its response is not finite"
+
+
+def test_a_gradient_of_weights_that_overflows_is_named() -> None:
+    # Each of the four images adds 2e38 to fc3's gradient; nothing else comes near the end of float32, 3.4e38.
+    bias = np.array([50.0, 0.0, 0.0])
+    net = net_with({"fc2.weight": 0.0, "fc2.bias": 2e38, "fc3.weight": 0.0, "fc3.bias": bias})
+    images, labels = some_images()
+    assert where_not_finite(net, images, torch.full_like(labels, 2)) == "fc3.weight: its gradient is not finite"
+
+
+def test_looking_leaves_no_gradient_and_no_observer() -> None:
+    net = net_with()
+    state = torch.get_rng_state()
+    where_not_finite(net, *some_images())
+    assert all(parameter.grad is None for parameter in net.parameters())
+    assert net.observer is None
+    assert torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,80 @@
+"""What is found before a training begins: processes that were asked for different things, and what is seldom meant."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prelunet.evaluator.errors import UsageError
+from prelunet.training.data.splits import Splits, open_splits
+from prelunet.training.distributed.process_group import Group
+from prelunet.training.loop import setup
+from prelunet.training.loop.setup import check_alike, check_place
+from tests.training.training_folders import RECIPE, make_dataset
+
+ALONE = Group(0, 1, torch.device("cpu"))
+
+
+class Heard(Group):
+    """The second of three processes, and what all of them say."""
+
+    said: tuple[Any, ...] = ()
+
+    def everybody(self, value: Any) -> list[Any]:
+        return [self.said[0], value, self.said[1]]
+
+
+def heard(*said: Any) -> Heard:
+    group = Heard(1, 3, torch.device("cpu"))
+    object.__setattr__(group, "said", said)
+    return group
+
+
+def test_processes_that_were_asked_for_different_things_are_refused_with_the_difference() -> None:
+    same = {"recipe": {"rate": 0.01, "batch": 8}, "parallel": None}
+    check_alike(heard(same, same), same)
+    check_alike(ALONE, same)
+    other = {"recipe": {"rate": 0.02, "batch": 8}, "parallel": "ddp"}
+    with pytest.raises(UsageError, match=r"recipe\.rate: 0\.01 in process 0, 0\.02 in process 2") as caught:
+        check_alike(heard(same, other), same)
+    assert "parallel: None in process 0, ddp in process 2" in str(caught.value)
+    with pytest.raises(UsageError, match=r"0\.02 in process 1"):  # each process says it, also the one that differs
+        check_alike(heard(same, same), other)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_run_among_the_class_folders_is_refused(tmp_path: Path, split: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data" / split).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for place in (Path("data") / split / "run", tmp_path / "data" / split / "x" / ".." / "run"):
+        with pytest.raises(UsageError, match="would be taken for a class"):
+            check_place(place, Path("data"))
+    for place in (Path("data/run"), Path("run"), Path("data") / split / "cat" / "run"):
+        check_place(place, Path("data"))
+
+
+@pytest.fixture
+def splits(tmp_path: Path) -> Splits:
+    return open_splits(make_dataset(tmp_path / "data", classes=("0", "7", "12")))
+
+
+def words(splits: Splits, precision: Any = "fp32") -> list[str]:
+    return list(setup.first_words(replace(RECIPE, precision=precision), splits, ALONE, None))
+
+
+def test_imitated_bf16_is_told(splits: Splits, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup, "computes_bf16", lambda _device: False)
+    assert words(splits, "bf16")[0] == "training on cpu, bf16"
+    assert "this cpu has no bfloat16" in words(splits, "bf16")[-1]
+    assert len(words(splits)) == 2  # fp32 needs none
+    monkeypatch.setattr(setup, "computes_bf16", lambda _device: True)
+    assert len(words(splits, "bf16")) == 2
+
+
+def test_shards_that_give_their_classes_numbers_for_names_are_told(splits: Splits) -> None:
+    shards = replace(splits, train=replace(splits.train, layout="webdataset shards"))
+    assert "the classes are called 0 to 7, as in the shards" in words(shards)[-1]
+    named = replace(shards, train=replace(shards.train, classes=("0", "n01440764")))
+    assert len(words(named)) == 2

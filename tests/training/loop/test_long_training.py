@@ -1,0 +1,497 @@
+"""What somebody who trains for weeks relies on: plateaus, kept checkpoints, broken images, logs, other beginnings."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import prelunet.training.loop.trainer
+from prelunet.evaluator.errors import (
+    CheckpointError,
+    DatasetError,
+    EnvironmentFault,
+    Interrupted,
+    RunFolderError,
+    UsageError,
+)
+from prelunet.evaluator.files import sha256_of
+from prelunet.training.data.dataset_statistics import survey
+from prelunet.training.data.image_cache import Pictures
+from prelunet.training.data.loader import Batch
+from prelunet.training.data.splits import open_splits
+from prelunet.training.distributed.process_group import Group
+from prelunet.training.inspection.layer_log import read_diagnosis
+from prelunet.training.loop.train import train
+from prelunet.training.loop.trainer import Execution, Trainer
+from prelunet.training.net.checkpoints import read_checkpoint
+from prelunet.training.net.initialization import initial_tensors
+from prelunet.training.run_state.checkpoint_manager import Keeping
+from prelunet.training.run_state.metrics_log import Errors
+from tests.training.training_folders import RECIPE, lines_of, make_dataset
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("data"))
+
+
+# The recipe's keys reach the training
+
+
+def test_the_rate_falls_when_the_measured_error_stalls(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = replace(
+        RECIPE,
+        rate_policy="plateau",
+        rate_drops=(),
+        rate_factor=0.5,
+        patience=2,
+        most_drops=1,
+        evaluate_every=1,
+        steps=8,
+    )
+    errors = iter([50, 40, 40, 45, 39, 60, 60, 60])
+
+    def measured(self: Trainer, *_: Any) -> tuple[Errors, int]:
+        return Errors(self.progress.step, next(errors), 0.0), 9
+
+    rates = []
+    step = Trainer._step
+
+    def noted(self: Trainer, *arguments: Any) -> bool:
+        stop = step(self, *arguments)
+        rates.append(self.optimizer.param_groups[0]["lr"])
+        return stop
+
+    monkeypatch.setattr(Trainer, "_evaluate", measured)
+    monkeypatch.setattr(Trainer, "_step", noted)
+    train(recipe, data, tmp_path / "run")
+    # 40, 40, 45 stall after step 4; the second stall, after step 7, changes nothing: most_drops is 1
+    assert rates == [recipe.rate] * 4 + [recipe.rate * 0.5] * 4
+    assert read_checkpoint(tmp_path / "run/best.safetensors").metrics == {
+        "step": 5, "top1_error": 39, "top5_error": 0.0
+    }  # fmt: skip
+
+
+def test_checkpoints_are_kept_every_so_many_steps(data: Path, tmp_path: Path) -> None:
+    train(replace(RECIPE, keep_every=4, save_every=100), data, tmp_path / "run")
+    kept = sorted(path.name for path in (tmp_path / "run").glob("step-*"))
+    assert kept == ["step-0000004.safetensors", "step-0000008.safetensors", "step-0000012.safetensors"]
+    last = read_checkpoint(tmp_path / "run/last.safetensors")
+    for name, tensor in read_checkpoint(tmp_path / "run" / kept[-1]).tensors.items():
+        np.testing.assert_array_equal(tensor, last.tensors[name])
+    train(replace(RECIPE, steps=1), data, tmp_path / "run", fresh=True)
+    assert not list((tmp_path / "run").glob("step-*"))
+
+
+def test_the_first_weights_the_mean_and_the_length_are_the_recipes(data: Path, tmp_path: Path) -> None:
+    recipe = replace(
+        RECIPE,
+        steps=None,
+        epochs=0.8,
+        mean="channel",
+        init="gaussian",
+        init_std=0.05,
+        fc_stds=(0.2, 0.1, 0.3),
+        rate=1e-12,
+    )
+    train(recipe, data, tmp_path / "run")
+    checkpoint = read_checkpoint(tmp_path / "run/last.safetensors")
+    assert checkpoint.metrics is not None
+    assert checkpoint.metrics["step"] == 3  # 0.8·21 images in batches of 5: 3.4
+    np.testing.assert_array_equal(
+        checkpoint.mean, survey(open_splits(data).train, "train/", scale=14, crop=12).mean_channels
+    )
+    expected = initial_tensors(recipe.net(), 3, recipe.seed, recipe.initialization())
+    for name, tensor in checkpoint.tensors.items():
+        np.testing.assert_allclose(tensor, expected[name], rtol=0, atol=1e-9)  # what rate 1e-12 can move
+    assert checkpoint.recipe == recipe.to_json()
+
+
+def test_the_colour_change_is_added_to_every_pixel_after_the_mean(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    trainer = Trainer(RECIPE, open_splits(data), tmp_path / "run")
+    images = np.random.default_rng(0).integers(0, 256, (2, 12, 12, 3), dtype=np.uint8)
+    shift = np.array([[1, -2, 3], [0, 50, -300]], np.float32)
+    plain = trainer._input(Batch(images, np.array([1, 2])))
+    shifted = trainer._input(Batch(images, np.array([1, 2]), shift))
+    torch.testing.assert_close(shifted - plain, torch.from_numpy(shift)[:, :, None, None].expand_as(plain))
+
+
+def test_precision_accumulation_and_layout_change_the_sums_only(data: Path, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, steps=5, dropout=0.5)
+    losses = {}
+    for name, other in {
+        "plain": {}, "parts": {"accumulate": 2}, "layout": {"channels_last": False}, "bf16": {"precision": "bf16"}
+    }.items():  # fmt: skip
+        train(replace(recipe, **other), data, tmp_path / name)
+        losses[name] = [line["loss"] for line in lines_of(tmp_path / name) if "loss" in line]
+    assert losses["parts"] == pytest.approx(losses["plain"], rel=1e-5)  # float32 sums in another order
+    assert losses["layout"] == pytest.approx(losses["plain"], rel=1e-5)
+    assert losses["bf16"] == pytest.approx(losses["plain"], rel=0.02)  # 8 bits of mantissa
+    assert losses["bf16"] != losses["plain"]
+
+
+# Exact resume
+
+KILLED = """
+import os, sys
+from functools import partial
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+import prelunet.training.loop.trainer as loop
+from prelunet.training.loop.train import train
+from tests.training.loop.test_long_training import COLORFUL
+
+loop.Pictures = partial(loop.Pictures, memory=0)  # so that worker processes decode
+step, steps = loop.Trainer._step, 0
+
+def killed(self, *arguments):
+    global steps
+    steps += 1
+    if steps == {when}:
+        os.kill(os.getpid(), 9)
+    return step(self, *arguments)
+
+loop.Trainer._step = killed
+train(COLORFUL, Path({data!r}), Path({folder!r}), execution=loop.Execution(workers=2))
+"""
+COLORFUL = replace(RECIPE, color=0.1, dropout=0.5, steps=14, save_every=7, evaluate_every=14)
+
+
+def test_with_workers_and_colour_a_run_killed_in_the_middle_ends_as_an_undisturbed_one_bit_for_bit(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prelunet.training.loop.trainer, "Pictures", partial(Pictures, memory=0))
+    undisturbed, folder = tmp_path / "undisturbed", tmp_path / "run"
+    train(COLORFUL, data, undisturbed, execution=Execution(workers=3))
+    script = KILLED.format(tests=str(Path(__file__).parents[3]), when=8, data=str(data), folder=str(folder))
+    killed = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert torch.load(folder / "state.pt", weights_only=True)["step"] == 7
+    train(COLORFUL, data, folder, execution=Execution(workers=1))
+    for name in ("last.safetensors", "best.safetensors"):
+        assert (folder / name).read_bytes() == (undisturbed / name).read_bytes()
+    without = tmp_path / "without"
+    train(replace(COLORFUL, color=0.0), data, without, execution=Execution(workers=0))
+    assert (without / "last.safetensors").read_bytes() != (undisturbed / "last.safetensors").read_bytes()
+
+
+# Images that break on the way
+
+
+def test_an_image_that_breaks_is_replaced_named_and_counted_and_the_training_goes_on(tmp_path: Path) -> None:
+    root = make_dataset(tmp_path / "data")
+    (tmp_path / "run").mkdir()
+    said: list[str] = []
+    trainer = Trainer(replace(RECIPE, steps=6), open_splits(root), tmp_path / "run", announce=said.append)
+    broken = root / "train/dog/001.png"
+    broken.write_bytes(b"x" * broken.stat().st_size)  # as long as before: nobody can tell from the outside
+    trainer.run()
+    assert len(said) == 1  # once, however often it is met
+    assert said[0].startswith("train/: 1 images cannot be read any more; another of train/ takes the place of each:\n")
+    assert "\n  dog/001.png: " in said[0]
+    assert set(trainer.progress.lost) == {"dog/001.png"}
+    again = Trainer(replace(RECIPE, steps=6), open_splits(root), tmp_path / "run")
+    told = list(again.news())
+    assert told[0] == "train/: 1 images broke while the training ran before, and others took their places:"
+    assert told[1].startswith("  dog/001.png: ")
+
+
+def test_too_many_broken_images_end_the_training_with_the_state_saved(tmp_path: Path) -> None:
+    root = make_dataset(tmp_path / "data")
+    (tmp_path / "run").mkdir()
+    recipe = replace(RECIPE, steps=6, max_refused=0.04)  # of 21 images: none
+    trainer = Trainer(recipe, open_splits(root), tmp_path / "run")
+    broken = root / "train/dog/001.png"
+    whole = broken.read_bytes()
+    broken.write_bytes(b"x" * len(whole))
+    with pytest.raises(DatasetError, match=r"1 images of train/ broke.*more than max_refused, 4 % of 21.*dog/001\.png"):
+        trainer.run()
+    assert torch.load(tmp_path / "run/state.pt", weights_only=True)["step"] > 0
+    broken.write_bytes(whole)
+    Trainer(recipe, open_splits(root), tmp_path / "run").run()  # mended, it goes on
+
+
+def test_images_of_val_that_break_are_left_out_of_the_errors_and_counted(tmp_path: Path) -> None:
+    root = make_dataset(tmp_path / "data")
+    (tmp_path / "run").mkdir()
+    recipe, said = replace(RECIPE, steps=2, max_refused=0.12), list[str]()
+    trainer = Trainer(recipe, open_splits(root), tmp_path / "run", announce=said.append)
+    (root / "val/ox/002.png").unlink()
+    trainer.run()
+    assert said[0].startswith("val/: 1 images cannot be read any more; they are left out:\n  ox/002.png: ")
+    assert [(line["evaluated"], line["refused"]) for line in lines_of(tmp_path / "run") if "evaluated" in line] == [
+        (8, 1)
+    ]
+
+
+def test_too_many_broken_images_of_val_end_the_training_before_an_error_is_told(tmp_path: Path) -> None:
+    root = make_dataset(tmp_path / "data")
+    (tmp_path / "run").mkdir()
+    trainer = Trainer(replace(RECIPE, steps=2), open_splits(root), tmp_path / "run")
+    (root / "val/ox/002.png").unlink()
+    with pytest.raises(DatasetError, match=r"1 images of val/ broke.*more than max_refused, 10 % of 9.*ox/002\.png"):
+        trainer.run()
+    assert not (tmp_path / "run/metrics.jsonl").exists() or not any(
+        "top1_error" in one for one in lines_of(tmp_path / "run")
+    )
+
+
+def test_images_of_val_that_stay_broken_are_named_once_and_those_that_are_mended_count_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = make_dataset(tmp_path / "data")
+    (tmp_path / "run").mkdir()
+    said: list[str] = []
+    recipe = replace(RECIPE, steps=3, evaluate_every=1, max_refused=1.0)
+    trainer = Trainer(recipe, open_splits(root), tmp_path / "run", announce=said.append)
+    monkeypatch.setattr(trainer.val_pictures, "_memory", 0)
+    monkeypatch.setattr(trainer.val_pictures, "_room", 0)  # so that each evaluation reads the files
+    files = {path: path.read_bytes() for path in (root / "val").rglob("*.png")}
+    first, second = sorted(files)[:2]
+    first.unlink()
+    second.unlink()
+    step = Trainer._step
+
+    def stepped(self: Trainer, *arguments: Any) -> bool:
+        if self.progress.step == 2:
+            second.write_bytes(files[second])
+        return step(self, *arguments)
+
+    monkeypatch.setattr(Trainer, "_step", stepped)
+    trainer.run()
+    assert len(said) == 1
+    assert said[0].startswith("val/: 2 images cannot be read any more")
+    refused = [line["refused"] for line in lines_of(tmp_path / "run") if "refused" in line]
+    assert refused == [2, 2, 1]
+
+
+def test_a_val_without_any_image_left_ends_the_training_even_if_all_may_break(tmp_path: Path) -> None:
+    root = make_dataset(tmp_path / "data")
+    (tmp_path / "run").mkdir()
+    trainer = Trainer(replace(RECIPE, steps=2, max_refused=1.0), open_splits(root), tmp_path / "run")
+    for path in (root / "val").rglob("*.png"):
+        path.unlink()
+    with pytest.raises(DatasetError, match="no image of val/ can be read any more"):
+        trainer.run()
+
+
+# Signals at moments that are not the usual one
+
+
+def test_a_signal_while_a_state_is_saved_stops_there_and_saves_nothing_twice(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+    write = Keeping.write
+
+    def noted(self: Keeping, net: Any, momentum: Any, progress: Any) -> None:
+        write(self, net, momentum, progress)
+        written.append(progress.step)
+        if progress.step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Keeping, "write", noted)
+    with pytest.raises(Interrupted, match="interrupted after step 6 of 12"):
+        train(replace(RECIPE, evaluate_every=12), data, tmp_path / "run")
+    assert written == [0, 3, 6]
+
+
+def test_a_signal_while_the_last_state_is_saved_does_not_call_a_finished_run_interrupted(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Keeping.write
+
+    def noted(self: Keeping, net: Any, momentum: Any, progress: Any) -> None:
+        write(self, net, momentum, progress)
+        if progress.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Keeping, "write", noted)
+    assert train(replace(RECIPE, steps=4), data, tmp_path / "run").errors.step == 4
+
+
+def test_no_process_goes_on_or_leaves_before_the_first_one_has_written(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+    write, wait = Keeping.write, Group.wait
+
+    def written(self: Keeping, *arguments: Any) -> None:
+        write(self, *arguments)
+        happened.append("written")
+
+    def met(self: Group) -> None:
+        wait(self)
+        happened.append("met")
+
+    monkeypatch.setattr(Keeping, "write", written)
+    monkeypatch.setattr(Group, "wait", met)
+    train(replace(RECIPE, steps=2, save_every=1, evaluate_every=2), data, tmp_path / "run")
+    assert happened == ["written", "met"] * 3  # at the beginning, after the first step and after the last
+
+
+def test_too_little_memory_for_a_state_is_no_damage(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(replace(RECIPE, steps=1), data, tmp_path / "run")
+
+    def full(*_: Any, **__: Any) -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried")
+
+    monkeypatch.setattr(torch, "load", full)
+    with pytest.raises(EnvironmentFault, match="too little memory to read it"):
+        train(replace(RECIPE, steps=1), data, tmp_path / "run")
+
+
+# Nothing is lost before a new run begins
+
+
+@pytest.mark.parametrize("trouble", ["start", "images"])
+def test_what_keeps_a_fresh_run_from_beginning_leaves_the_old_one_whole(tmp_path: Path, trouble: str) -> None:
+    root, folder = make_dataset(tmp_path / "data"), tmp_path / "run"
+    train(replace(RECIPE, steps=3), root, folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    start = None
+    if trouble == "start":
+        start = tmp_path / "other.safetensors"
+        start.write_bytes(b"nonsense")
+    else:
+        for path in (root / "train/dog").iterdir():
+            path.write_bytes(b"x")
+    with pytest.raises((CheckpointError, DatasetError)):
+        train(RECIPE, root, folder, start=start, fresh=True)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_fresh_run_may_begin_with_the_checkpoint_that_it_replaces(data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train(replace(RECIPE, steps=3), data, folder)
+    before = read_checkpoint(folder / "last.safetensors")
+    train(replace(RECIPE, steps=1, rate=1e-12), data, folder, start=folder / "last.safetensors", fresh=True)
+    after = read_checkpoint(folder / "last.safetensors")
+    for name, tensor in before.tensors.items():
+        np.testing.assert_allclose(after.tensors[name], tensor, rtol=0, atol=1e-9)  # what rate 1e-12 can move
+
+
+def test_a_run_that_never_began_claims_nothing(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(CheckpointError):
+        train(RECIPE, data, tmp_path / "run", start=tmp_path / "x.safetensors")
+    train(replace(RECIPE, steps=1, batch=3), data, tmp_path / "run")
+
+
+def test_a_run_whose_state_is_gone_is_not_begun_anew_unasked(data: Path, tmp_path: Path) -> None:
+    train(replace(RECIPE, steps=1), data, tmp_path / "run")
+    (tmp_path / "run/state.pt").unlink()
+    with pytest.raises(RunFolderError, match=r"state\.pt is not there.*--fresh"):
+        train(replace(RECIPE, steps=1), data, tmp_path / "run")
+
+
+# Logs
+
+
+def test_events_that_cannot_be_written_are_given_up_and_said_and_the_training_goes_on(
+    data: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/tensorboard").write_text("a file in the place of the folder")
+    said: list[str] = []
+    trainer = Trainer(
+        RECIPE, open_splits(data), tmp_path / "run", execution=Execution(events=True), announce=said.append
+    )
+    trainer.run()
+    (text,) = said
+    assert "no more events for TensorBoard" in text
+    assert read_checkpoint(tmp_path / "run/last.safetensors").metrics is not None
+
+
+def test_a_diagnosis_and_events_are_written_at_every_evaluation_and_cut_where_a_run_resumes(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder, execution = tmp_path / "run", Execution(diagnose=True, events=True)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("prelunet.training.run_state.checkpoint_manager.write_state", _after(2, fails))
+        with pytest.raises(OSError, match="No space"):  # step 10 is measured and written down, but never saved
+            train(replace(RECIPE, save_every=100), data, folder, execution=execution)
+    assert [entry["step"] for entry in read_diagnosis(folder)] == [5, 10]
+    assert torch.load(folder / "state.pt", weights_only=True)["step"] == 5
+    train(replace(RECIPE, save_every=100), data, folder, execution=execution)
+    found = read_diagnosis(folder)
+    assert [entry["step"] for entry in found] == [5, 10, 12]
+    assert [layer["layer"] for layer in found[0]["layers"]][-3:] == ["fc1", "fc2", "fc3"]
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("val/top1_error")] == [5, 10, 12]
+    assert events.Scalars("val/top1_error")[-1].value == pytest.approx(
+        [line for line in lines_of(folder) if "top1_error" in line][-1]["top1_error"], abs=1e-3
+    )
+    assert {"train/loss", "train/rate", "train/images_per_second", "slope/conv1_1"} <= set(events.Tags()["scalars"])
+
+
+def _after(calls: int, action: Any) -> Any:
+    """Return a stand-in for write_state that works that often and then does something else."""
+    from prelunet.training.run_state.resume_state import write_state
+
+    left = iter(range(calls))
+    return lambda *arguments: write_state(*arguments) if next(left, None) is not None else action()
+
+
+def test_a_diagnosis_changes_nothing_of_what_is_learned(data: Path, tmp_path: Path) -> None:
+    for name, diagnose in (("with", True), ("without", False)):
+        train(RECIPE, data, tmp_path / name, execution=Execution(diagnose=diagnose))
+    assert (tmp_path / "with/last.safetensors").read_bytes() == (tmp_path / "without/last.safetensors").read_bytes()
+    assert not (tmp_path / "without/diagnosis.jsonl").exists()
+
+
+def test_a_training_that_diverges_names_the_layer(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    trainer = Trainer(RECIPE, open_splits(data), tmp_path / "run")
+    trainer.net.get_submodule("conv2_2").weight.data[3, 1] = float("inf")
+    with pytest.raises(UsageError, match=r"no longer finite \(conv2_2\.weight: "):
+        trainer.run()
+
+
+# Other beginnings
+
+
+def test_a_training_begins_with_a_checkpoint_whose_other_classes_get_a_new_last_layer(
+    data: Path, tmp_path: Path
+) -> None:
+    train(replace(RECIPE, steps=3), data, tmp_path / "first")
+    start = tmp_path / "first/last.safetensors"
+    other = make_dataset(tmp_path / "other", classes=("big-cat", "emu"))
+    news: list[str] = []
+    train(replace(RECIPE, steps=1, rate=1e-12), other, tmp_path / "second", start=start, announce=news.append)
+    before, after = read_checkpoint(start), read_checkpoint(tmp_path / "second/last.safetensors")
+    assert [entry.wnid for entry in after.classes] == ["big-cat", "emu"]
+    for name, tensor in before.tensors.items():
+        if not name.startswith("fc3"):
+            np.testing.assert_allclose(after.tensors[name], tensor, rtol=0, atol=1e-9)  # what rate 1e-12 can move
+    np.testing.assert_array_equal(after.mean, before.mean)
+    assert any("fc3, which is drawn anew: 1 of the 2 classes" in text for text in news)
+    assert json.loads((tmp_path / "second/training.json").read_text())["start"] == sha256_of(start)
+
+
+def test_another_start_is_another_training(data: Path, tmp_path: Path) -> None:
+    train(replace(RECIPE, steps=3), data, tmp_path / "first")
+    train(replace(RECIPE, steps=1), data, tmp_path / "run")
+    with pytest.raises(RunFolderError, match="start"):
+        train(replace(RECIPE, steps=1), data, tmp_path / "run", start=tmp_path / "first/last.safetensors")

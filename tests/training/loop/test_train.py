@@ -1,0 +1,359 @@
+"""A run ends where it should, whatever stops it on the way."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from prelunet.evaluator.errors import EnvironmentFault, Interrupted, RunFolderError, UsageError
+from prelunet.training.data.dataset_statistics import survey
+from prelunet.training.data.image_cache import Pictures
+from prelunet.training.data.splits import open_splits
+from prelunet.training.loop import signals as interrupts
+from prelunet.training.loop.signals import Signals, heard_signals
+from prelunet.training.loop.train import train
+from prelunet.training.loop.trainer import Trainer
+from prelunet.training.net.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
+from prelunet.training.net.network import network_from_checkpoint, tensors_of
+from tests.training.training_folders import RECIPE, make_dataset
+
+FILES = ("last.safetensors", "best.safetensors", "training.json")
+BEGINNING = ["training on cpu, fp32", "crop 12, scales 12 to 16, batch 5, rate 0.003"]  # what every run says first
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder that nothing ever stopped."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    train(RECIPE, data, folder)
+    return folder
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """Read metrics.jsonl without what depends on the machine's speed."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "images_per_second"} for line in lines]
+
+
+def assert_equal_runs(folder: Path, expected: Path) -> None:
+    """Two runs have the same checkpoints byte for byte, and measured the same."""
+    for name in FILES:
+        assert (folder / name).read_bytes() == (expected / name).read_bytes(), name
+    assert metrics(folder) == metrics(expected)
+
+
+# A whole run
+
+
+def test_a_run_leaves_checkpoints_metrics_and_what_it_was(undisturbed: Path, data: Path) -> None:
+    checkpoint = read_checkpoint(undisturbed / "last.safetensors")
+    splits = open_splits(data)
+    assert checkpoint.recipe == RECIPE.to_json()
+    assert checkpoint.dataset == {"fingerprint": splits.train.fingerprint, "images": 21}
+    assert (checkpoint.classes[0].wnid, checkpoint.classes[0].name) == ("big-cat", "big cat")
+    assert checkpoint.metrics is not None
+    assert checkpoint.metrics["step"] == RECIPE.steps
+    np.testing.assert_array_equal(checkpoint.mean, survey(splits.train, "train/", scale=14, crop=12).mean_image)
+    measured = [line for line in metrics(undisturbed) if "top1_error" in line]
+    assert [line["step"] for line in measured] == [5, 10, 12]
+    assert measured[-1]["top1_error"] == checkpoint.metrics["top1_error"]
+    assert (measured[-1]["evaluated"], measured[-1]["refused"]) == (9, 0)
+    best = read_checkpoint(undisturbed / "best.safetensors").metrics
+    assert best is not None
+    assert best["top1_error"] == min(line["top1_error"] for line in measured)
+
+
+def test_the_same_recipe_gives_the_same_run_and_another_seed_another(
+    undisturbed: Path, data: Path, tmp_path: Path
+) -> None:
+    train(RECIPE, data, tmp_path / "same")
+    assert_equal_runs(tmp_path / "same", undisturbed)
+    train(replace(RECIPE, seed=4), data, tmp_path / "other")
+    assert metrics(tmp_path / "other") != metrics(undisturbed)
+
+
+def test_the_net_learns_colours_and_the_stated_error_is_that_of_the_checkpoint(data: Path, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, steps=60, dropout=0.0, evaluate_every=60, save_every=60)
+    result = train(recipe, data, tmp_path / "run")
+    assert result.errors.top1_error == 0  # the classes differ in colour; 67 is chance
+    losses = [line["loss"] for line in metrics(tmp_path / "run") if "loss" in line]
+    assert losses[-1] < 0.1 < losses[0]
+    checkpoint = read_checkpoint(result.checkpoint)
+    net, splits = network_from_checkpoint(checkpoint), open_splits(data)
+    pictures = Pictures(splits.val, {})
+    for index, sample in enumerate(pictures.samples):
+        view = pictures.central_view(index, 14, 12).astype(np.float32) - checkpoint.mean
+        with torch.no_grad():
+            logits = net(torch.from_numpy(view.transpose(2, 0, 1).copy())[None])
+        assert int(logits.argmax()) == sample.label
+
+
+def test_slopes_are_not_decayed_and_weights_are(data: Path, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, steps=1, rate=1e-12, weight_decay=1e11, momentum=0.0)  # a step of decay and nothing else
+    (tmp_path / "run").mkdir()
+    trainer = Trainer(recipe, open_splits(data), tmp_path / "run")
+    before = {name: tensor.clone() for name, tensor in trainer.net.state_dict().items()}
+    trainer.run()
+    for name, tensor in trainer.net.state_dict().items():
+        kept = 1.0 if name.endswith(".slope") else 0.9  # 1 − rate·decay
+        # 1e-6: gradients move by rate·gradient, about 1e-10
+        torch.testing.assert_close(tensor, before[name] * kept, rtol=1e-6, atol=1e-6)
+
+
+# Resuming
+
+KILL = """
+import os, sys
+import prelunet.training.loop.trainer as loop
+from prelunet.training.loop.train import train
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from tests.training.training_folders import RECIPE
+
+place, when = {place!r}, {when}
+keeping = loop.Keeping.__init__.__globals__
+original = keeping[place] if place in keeping else getattr(loop.Trainer, place)
+calls = 0
+
+def killed(*arguments, **options):
+    global calls
+    calls += 1
+    if calls == when:
+        os._exit(9)
+    return original(*arguments, **options)
+
+if place in keeping:
+    keeping[place] = killed
+else:
+    setattr(loop.Trainer, place, killed)
+train(RECIPE, Path({data!r}), Path({folder!r}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "when"),
+    [
+        ("_step", 8),  # between two saved states: steps 7 and 8 are done again
+        ("write_checkpoint", 4),  # state.pt is of step 6, last.safetensors of step 5
+        ("_evaluate", 3),  # at the very end
+        ("write_state", 1),  # before anything was saved
+    ],
+)
+def test_a_run_that_was_killed_ends_as_an_undisturbed_one_bit_for_bit(
+    undisturbed: Path, data: Path, tmp_path: Path, place: str, when: int
+) -> None:
+    folder = tmp_path / "run"
+    script = KILL.format(
+        tests=str(Path(__file__).parents[3]), place=place, when=when, data=str(data), folder=str(folder)
+    )
+    killed = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
+    assert killed.returncode == 9, killed.stderr
+    assert not _is_finished(folder)
+    train(RECIPE, data, folder)
+    assert_equal_runs(folder, undisturbed)
+
+
+def _is_finished(folder: Path) -> bool:
+    path = folder / "last.safetensors"
+    return path.exists() and (read_checkpoint(path).metrics or {}).get("step") == RECIPE.steps
+
+
+class _Killed(BaseException):
+    """Ends a run at once, as if the machine had stopped."""
+
+
+@pytest.mark.parametrize("call", [2, 3])  # after state.pt of step 5: before last.safetensors, before best.safetensors
+def test_checkpoints_that_a_crash_left_behind_the_state_are_brought_to_it_at_the_next_start(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    calls, folder = 0, tmp_path / "run"
+
+    def killed(path: Path, checkpoint: Checkpoint) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise _Killed
+        write_checkpoint(path, checkpoint)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("prelunet.training.run_state.checkpoint_manager.write_checkpoint", killed)
+        with pytest.raises(_Killed):
+            train(RECIPE, data, folder)
+    assert not (folder / "best.safetensors").exists()
+    trainer = Trainer(RECIPE, open_splits(data), folder)
+    assert trainer.progress.step == 5
+    for name in ("last.safetensors", "best.safetensors"):
+        checkpoint = read_checkpoint(folder / name)
+        assert checkpoint.metrics is not None
+        assert checkpoint.metrics["step"] == 5
+        for tensor, own in zip(checkpoint.tensors.values(), tensors_of(trainer.net).values(), strict=True):
+            np.testing.assert_array_equal(tensor, own)
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, method: str, call: int, action: Callable[[], None]) -> None:
+    """Let `action` happen at the beginning of the given call of a Trainer's method."""
+    original, calls = getattr(Trainer, method), 0
+
+    def stopping(self: Trainer, *arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            action()
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Trainer, method, stopping)
+
+
+@pytest.mark.parametrize(
+    ("number", "method", "call", "step"),
+    [
+        (signal.SIGINT, "_step", 7, 7),  # the seventh step is finished first
+        (signal.SIGTERM, "_step", 1, 1),
+        (signal.SIGTERM, "_evaluate", 2, 10),
+        (signal.SIGINT, "_save", 1, 3),
+    ],
+)
+def test_a_signal_saves_whole_steps_and_the_same_command_goes_on(  # noqa: PLR0917 - a table
+    undisturbed: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    method: str,
+    call: int,
+    step: int,
+) -> None:
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as the program does
+    try:
+        with monkeypatch.context() as patch:
+            stop_at(patch, method, call, lambda: os.kill(os.getpid(), number))
+            with pytest.raises(Interrupted, match=f"interrupted after step {step} of 12"):
+                train(RECIPE, data, tmp_path / "run")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    news: list[str] = []
+    train(RECIPE, data, tmp_path / "run", announce=news.append)
+    assert news == [*BEGINNING, f"{tmp_path / 'run'}: going on after step {step} of 12"]
+    assert_equal_runs(tmp_path / "run", undisturbed)
+
+
+def test_a_signal_inside_a_block_is_noted_and_raised_after_it_unless_somebody_has_looked() -> None:
+    done = False
+    with pytest.raises(KeyboardInterrupt), heard_signals() as signals:  # noqa: PT012
+        os.kill(os.getpid(), signal.SIGINT)
+        done = signals.came
+    assert done
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_the_same_wish_by_two_signals_at_once_is_one_wish() -> None:
+    with pytest.raises(KeyboardInterrupt), heard_signals():  # noqa: PT012
+        os.kill(os.getpid(), signal.SIGTERM)  # from a scheduler
+        os.kill(os.getpid(), signal.SIGTERM)  # from torchrun, which the scheduler has told as well
+        saved = True
+    assert saved
+
+
+def test_a_second_signal_that_comes_later_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupts, "TOGETHER", -1.0)
+    with pytest.raises(KeyboardInterrupt), heard_signals():  # noqa: PT012
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        pytest.fail("the second signal was only noted")
+
+
+def test_a_finished_run_says_so_and_is_left_as_it_is(undisturbed: Path, data: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in undisturbed.iterdir() if path.name != "metrics.jsonl"}
+    news: list[str] = []
+    result = train(RECIPE, data, undisturbed, announce=news.append)
+    assert news == [*BEGINNING, f"{undisturbed}: all 12 steps are done already; train anew with --fresh"]
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert result.errors.step == 12
+
+
+# What can go wrong in between
+
+
+def test_another_recipe_is_refused_with_the_difference_and_fresh_begins_anew(
+    undisturbed: Path, data: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    train(replace(RECIPE, steps=2, rate=0.5e-3), data, folder)
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(RunFolderError, match="another training") as caught:
+        train(RECIPE, data, folder)
+    assert "recipe.rate: 0.0005 in the folder, 0.003 now" in str(caught.value)
+    assert "recipe.steps: 2 in the folder, 12 now" in str(caught.value)
+    assert "--fresh" in str(caught.value)
+    train(RECIPE, data, folder, fresh=True)
+    assert_equal_runs(folder, undisturbed)
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_a_training_that_diverges_stops_and_keeps_the_last_good_state(data: Path, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, rate=1e6, save_every=1)
+    with pytest.raises(UsageError, match=r"diverged: after step \d+ .*Lower `rate`"):
+        train(recipe, data, tmp_path / "run")
+    state = torch.load(tmp_path / "run/state.pt", weights_only=True)
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in state["net"].values())
+
+
+def test_a_net_whose_answers_are_no_numbers_is_never_measured_as_right(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    trainer = Trainer(RECIPE, open_splits(data), tmp_path / "run")
+    trainer.net.get_submodule("fc3").bias.data[1] = float("nan")
+    with pytest.raises(UsageError, match="diverged"):
+        trainer._evaluate(Signals())
+    with pytest.raises(UsageError, match="diverged"):
+        trainer._save()
+
+
+def test_a_full_disk_keeps_the_last_good_files_and_the_same_command_goes_on(
+    undisturbed: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, real, saves = tmp_path / "run", os.fsync, 0
+
+    def full(descriptor: int) -> None:
+        nonlocal saves
+        saves += 1
+        if saves > 12:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("prelunet.evaluator.files.os.fsync", full)
+        with pytest.raises(EnvironmentFault, match="disk is full"):
+            train(RECIPE, data, folder)
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+    read_checkpoint(folder / "last.safetensors")
+    train(RECIPE, data, folder)
+    assert_equal_runs(folder, undisturbed)
+
+
+def test_unreadable_images_are_named_counted_and_left_out(tmp_path: Path) -> None:
+    root = make_dataset(tmp_path / "data")
+    (root / "train/dog/001.png").write_bytes(b"no image")
+    news: list[str] = []
+    short = replace(RECIPE, steps=5)
+    train(short, root, tmp_path / "run", announce=news.append)
+    assert news[:2] == BEGINNING
+    assert news[2] == "train/: 1 images cannot be decoded and are left out:"
+    assert news[3].startswith("  dog/001.png: ")
+    again: list[str] = []
+    train(short, root, tmp_path / "run", announce=again.append)
+    assert again[:4] == news[:4]

@@ -1,0 +1,149 @@
+"""What is refused as state.pt: bytes that are not what was written, and contents that no training can have come to."""
+
+import shutil
+import warnings
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prelunet.evaluator.errors import RunFolderError
+from prelunet.training.loop.train import train
+from tests.training.training_folders import RECIPE, make_dataset
+
+State = dict[str, Any]
+FINISHED = replace(RECIPE, steps=2, evaluate_every=1)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    train(FINISHED, data, folder)
+    return folder
+
+
+def first_of(key: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[State], State]:
+    """Return a change of the first tensor of `net` or `momentum`."""
+
+    def changed(state: State) -> State:
+        name, value = next(iter(state[key].items()))
+        return {**state, key: {**state[key], name: change(value)}}
+
+    return changed
+
+
+def measured(**change: Any) -> Callable[[State], State]:
+    """Return a change of the second measurement of two."""
+    return lambda state: {**state, "measured": [state["measured"][0], {**state["measured"][1], **change}]}
+
+
+def refused_all(split: str) -> Callable[[State], State]:
+    """Return a change that leaves no image of a split of `make_dataset`."""
+    files = {f"{name}/{number:03}.png": "x" for name in ("big-cat", "dog", "ox") for number in range(7)}
+    return lambda state: {**state, "refused": {**state["refused"], split: files}}
+
+
+def with_nan(value: torch.Tensor) -> torch.Tensor:
+    return torch.where(torch.arange(value.numel()).view(value.shape) == 1, torch.nan, value)
+
+
+SENSELESS: dict[str, Callable[[State], Any]] = {
+    "a bare tensor": lambda _: torch.zeros(3),
+    "a list": lambda state: [state],
+    **{
+        f"a measurement with {change}": measured(**change)
+        for change in (
+            {"top1_error": "50"},
+            {"top5_error": None},
+            {"top1_error": float("nan")},
+            {"top5_error": float("nan")},
+            {"top1_error": 101.0},
+            {"top5_error": -1.0},
+            {"top1_error": 1.0, "top5_error": 2.0},
+            {"step": 1},  # as the one before
+            {"step": 3},
+            {"step": "2"},
+        )
+    },
+    "a loss of NaN": lambda state: {**state, "loss": [float("nan"), 1]},
+    "a loss of text": lambda state: {**state, "loss": ["1", 1]},
+    "a loss of -1 steps": lambda state: {**state, "loss": [0.5, -1]},
+    "a loss of too many steps": lambda state: {**state, "loss": [0.5, 3]},
+    "no image to learn from": refused_all("train"),
+    "no image to measure on": refused_all("val"),
+    "a reason that is no text": lambda state: {**state, "lost": {"dog/001.png": 5}},
+    "more steps than the recipe's": lambda state: {**state, "step": 3},
+    "no momentum": lambda state: {**state, "momentum": {}},
+    "momentum of one tensor": lambda state: {**state, "momentum": dict(list(state["momentum"].items())[:1])},
+    "NaN in the mean": lambda state: {**state, "mean": with_nan(state["mean"])},
+    "NaN in the axes": lambda state: {**state, "axes": with_nan(state["axes"])},
+    **{
+        f"{kind} in {key}": first_of(key, change)
+        for key in ("net", "momentum")
+        for kind, change in {
+            "NaN": with_nan,
+            "infinity": lambda value: value / 0,
+            "meta": lambda value: value.to("meta"),
+            "sparse": lambda value: value.to_sparse(),
+            "compressed sparse": lambda value: value.flatten(1).to_sparse_csr(),
+            "nested": lambda value: torch.nested.nested_tensor(list(value)),
+            "int": lambda value: value.int(),
+            "complex": lambda value: value.to(torch.complex64),
+            "half": lambda value: value.half(),
+            "double": lambda value: value.double(),
+        }.items()
+    },
+}
+
+
+def refused_untouched(data: Path, folder: Path) -> None:
+    """Check that a run is refused for its state, with no warning beside it, and that no file is changed."""
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with pytest.raises(RunFolderError, match=r"state\.pt: damaged"):
+            train(FINISHED, data, folder)
+    assert not told
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.filterwarnings("ignore:.*(S|s)parse|.*nested")  # of making them
+@pytest.mark.parametrize("change", SENSELESS.values(), ids=SENSELESS)
+def test_a_senseless_state_is_refused_and_nothing_is_overwritten(
+    data: Path, finished: Path, tmp_path: Path, change: Callable[[State], Any]
+) -> None:
+    folder = shutil.copytree(finished, tmp_path / "run")
+    torch.save(change(torch.load(folder / "state.pt", weights_only=True)), folder / "state.pt")
+    refused_untouched(data, folder)
+
+
+def test_a_state_with_damaged_bytes_in_a_tensor_is_refused_and_nothing_is_overwritten(
+    data: Path, finished: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(finished, tmp_path / "run")
+    with zipfile.ZipFile(folder / "state.pt") as file:
+        largest = max(file.infolist(), key=lambda record: record.file_size)
+    with (folder / "state.pt").open("r+b") as file:
+        file.seek(largest.header_offset + 2000)
+        file.write(b"\x3f" * 4000)  # finite numbers: only the CRC shows them
+    refused_untouched(data, folder)
+
+
+def test_a_state_has_its_checksums_although_torch_was_told_to_leave_them_out(data: Path, tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        train(FINISHED, data, tmp_path / "run")
+        assert not torch.serialization.get_crc32_options()
+    finally:
+        torch.serialization.set_crc32_options(True)
+    with zipfile.ZipFile(tmp_path / "run/state.pt") as file:
+        assert file.testzip() is None

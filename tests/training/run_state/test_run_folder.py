@@ -1,0 +1,216 @@
+"""The folder of a training: whose it is, and what is refused there."""
+
+import os
+import re
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from prelunet.evaluator.errors import Interrupted, RunFolderError, UsageError
+from prelunet.evaluator.files import locked_folder
+from prelunet.training.loop.train import train
+from prelunet.training.loop.trainer import Trainer
+from prelunet.training.net.checkpoints import Checkpoint, read_checkpoint
+from prelunet.training.recipe import Recipe
+from tests.training.training_folders import RECIPE, make_dataset
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("data"))
+
+
+def test_another_dataset_is_refused_with_the_difference(data: Path, tmp_path: Path) -> None:
+    folder, other = tmp_path / "run", make_dataset(tmp_path / "other", val=4)
+    short = replace(RECIPE, steps=1)
+    train(short, data, folder)
+    with pytest.raises(RunFolderError, match=r"dataset\.val_images: 9 in the folder, 12 now") as refused:
+        train(short, other, folder)
+    assert "A fingerprint is of names, lengths and labels" in str(refused.value)
+
+
+@pytest.mark.parametrize("change", [{"steps": 2}, {"evaluate_every": 4}, {"precision": "bf16"}, {"rate_drops": ()}])
+def test_another_recipe_is_refused_without_a_word_of_the_images(
+    data: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    folder, short = tmp_path / "run", replace(RECIPE, steps=1)
+    train(short, data, folder)
+    with pytest.raises(RunFolderError, match=f"holds another training:\n  recipe.{next(iter(change))}: ") as refused:
+        train(replace(short, **change, save_every=7), data, folder)
+    assert "fingerprint" not in str(refused.value)
+    assert "save_every" not in str(refused.value)  # it alone would have been no reason
+
+
+def stopped_after_seven_steps(recipe: Recipe, data: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train, and stop as Ctrl-C does."""
+    step = Trainer._step
+
+    def stopping(self: Trainer, *arguments: Any) -> bool:
+        if self.progress.step == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", stopping)
+        with pytest.raises(Interrupted, match="after step 7 of 12"):
+            train(recipe, data, folder)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """The last checkpoint of a run that nothing stopped."""
+    return read_checkpoint(train(RECIPE, data, tmp_path_factory.mktemp("undisturbed") / "run").checkpoint)
+
+
+def test_a_run_goes_on_with_other_times_of_saving_and_ends_with_the_same_net(
+    undisturbed: Checkpoint, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, other = tmp_path / "run", replace(RECIPE, save_every=2, keep_every=4)
+    stopped_after_seven_steps(RECIPE, data, folder, monkeypatch)
+    description = (folder / "training.json").read_bytes()
+    found = read_checkpoint(train(other, data, folder).checkpoint)
+    for name, tensor in undisturbed.tensors.items():
+        np.testing.assert_array_equal(found.tensors[name], tensor, strict=True)
+    np.testing.assert_array_equal(found.mean, undisturbed.mean, strict=True)
+    assert (found.metrics, found.dataset) == (undisturbed.metrics, undisturbed.dataset)
+    assert found.recipe == other.to_json()
+    assert {path.name for path in folder.glob("step-*")} == {"step-0000008.safetensors", "step-0000012.safetensors"}
+    assert (folder / "training.json").read_bytes() == description  # what the run began with
+
+
+@pytest.mark.parametrize("change", [{"accumulate": 3}, {"channels_last": False}])
+def test_a_run_goes_on_with_sums_in_another_order(
+    undisturbed: Checkpoint, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    folder, news = tmp_path / "run", list[str]()
+    stopped_after_seven_steps(RECIPE, data, folder, monkeypatch)
+    recipe = replace(RECIPE, **change, save_every=4)
+    found = read_checkpoint(train(recipe, data, folder, announce=news.append).checkpoint)
+    assert f"{folder}: going on after step 7 of 12" in news
+    for name, tensor in undisturbed.tensors.items():
+        # Float32 sums in another order, carried on through five steps
+        np.testing.assert_allclose(found.tensors[name], tensor, rtol=0, atol=1e-5 * np.abs(tensor).max(), err_msg=name)
+
+
+def test_a_finished_run_is_left_as_it_is_whatever_the_times_of_saving(data: Path, tmp_path: Path) -> None:
+    folder, short = tmp_path / "run", replace(RECIPE, steps=1)
+    train(short, data, folder)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    train(replace(short, save_every=7, compile=True), data, folder)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_the_same_dataset_in_another_place_is_the_same(data: Path, tmp_path: Path) -> None:
+    short = replace(RECIPE, steps=1)
+    train(short, data, tmp_path / "run")
+    train(short, make_dataset(tmp_path / "copy"), tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["state.pt", "training.json"])
+def test_a_damaged_run_folder_is_refused(data: Path, tmp_path: Path, name: str) -> None:
+    folder, short = tmp_path / "run", replace(RECIPE, steps=1)
+    train(short, data, folder)
+    path = folder / name
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(RunFolderError, match=rf"{name}.*--fresh"):
+        train(short, data, folder)
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"null", b'{"version": NaN}', b"\xff", b'{"a":' * 900, b"PK"])
+@pytest.mark.parametrize("name", ["training.json", "metrics.jsonl", "state.pt"])
+def test_whatever_stands_in_a_file_of_the_run_it_is_refused_in_our_own_words(
+    data: Path, tmp_path: Path, name: str, content: bytes
+) -> None:
+    folder, short = tmp_path / "run", replace(RECIPE, steps=1)
+    train(short, data, folder)
+    (folder / name).write_bytes(content + (b"\n" if name == "metrics.jsonl" else b""))
+    with pytest.raises(RunFolderError, match=rf"{name}: .*damaged.*--fresh") as caught:
+        train(short, data, folder)
+    assert "torch" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": "1"},
+        {"step": -1},
+        {"step": True},
+        {"mean": torch.zeros(2, 2, 3)},
+        {"refused": {}},
+        {"measured": [{"a": 1}]},
+        {"lost": 3},
+        {"axes": torch.zeros(3)},
+        {"net": {}},
+        {"momentum": {"conv1_1.weight": torch.zeros(2)}},
+    ],
+)
+def test_a_state_that_cannot_be_meant_is_refused(data: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    folder, short = tmp_path / "run", replace(RECIPE, steps=1)
+    train(short, data, folder)
+    state = torch.load(folder / "state.pt", weights_only=True)
+    torch.save({**state, **change}, folder / "state.pt")
+    with pytest.raises(RunFolderError, match=r"state\.pt: damaged"):
+        train(short, data, folder)
+    torch.save({**state, "version": 3}, folder / "state.pt")
+    with pytest.raises(RunFolderError, match=r"state\.pt: version 3, but this prelunet reads version 2"):
+        train(short, data, folder)
+
+
+def test_a_folder_in_which_another_process_trains_is_left_alone(data: Path, tmp_path: Path) -> None:
+    folder, short = tmp_path / "run", replace(RECIPE, steps=1)
+    train(short, data, folder)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    for fresh in (False, True):
+        with locked_folder(folder, "--out"), pytest.raises(RunFolderError, match=r"another process.*with --out"):
+            train(short, data, folder, fresh=fresh)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_folder_is_held_while_it_is_trained_in(data: Path, tmp_path: Path) -> None:
+    folder, refused = tmp_path / "run", []
+
+    def second(_news: str) -> None:
+        with pytest.raises(RunFolderError, match="another process is writing this run"):
+            train(RECIPE, data, folder)
+        refused.append(True)
+
+    train(replace(RECIPE, steps=1), data, folder)
+    train(replace(RECIPE, steps=1), data, folder, announce=second)
+    assert refused  # once for each thing that is announced
+    assert all(refused)
+
+
+def test_what_a_killed_training_left_half_written_is_removed_at_the_next_start(data: Path, tmp_path: Path) -> None:
+    folder, short = tmp_path / "run", replace(RECIPE, steps=1)
+    train(short, data, folder)
+    files = sorted(folder.iterdir())
+    for name in ("state.pt", "last.safetensors", "best.safetensors", "metrics.jsonl", "training.json"):
+        (folder / f".{name}.0a1b2c3d.tmp").write_bytes(b"half")
+    mine = folder / ".notes.0a1b2c3d.tmp"
+    mine.write_text("mine")
+    train(short, data, folder)
+    assert sorted(folder.iterdir()) == sorted([*files, mine])
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("name", ["last.safetensors", "run.json", "mine.txt"])
+def test_a_folder_that_holds_anything_but_a_training_is_left_alone(
+    data: Path, tmp_path: Path, name: str, fresh: bool
+) -> None:
+    (tmp_path / name).write_bytes(b"precious")
+    with pytest.raises(RunFolderError, match=rf"not empty \({re.escape(name)}\) and not a training"):
+        train(RECIPE, data, tmp_path, fresh=fresh)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_bytes() == b"precious"
+
+
+def test_a_run_among_the_class_folders_is_refused_before_it_leaves_anything_there(data: Path) -> None:
+    with pytest.raises(UsageError, match="would be taken for a class"):
+        train(RECIPE, data, data / "train" / "run")
+    assert not (data / "train" / "run").exists()

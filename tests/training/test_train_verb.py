@@ -1,0 +1,167 @@
+"""What a training counts, and what `prelunet train` makes of it."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from prelunet.evaluator.cli import run as run_program
+from prelunet.evaluator.engine.scores import ranks_of
+from prelunet.evaluator.errors import DatasetError, RunFolderError, UsageError
+from prelunet.training.loop.train import train
+from prelunet.training.run_state.metrics_log import MetricsLog, errors_of, mistakes
+from prelunet.training.verbs import train as train_verb
+from tests.training.training_folders import RECIPE, make_dataset, write_image
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("data"))
+
+
+def test_ranks_count_ties_for_the_lower_index() -> None:
+    logits = np.array([[1.0, 3.0, 2.0], [2.0, 2.0, 1.0], [2.0, 2.0, 1.0], [0.0, 0.0, 0.0]])
+    assert ranks_of(logits, np.array([2, 0, 1, 2])).tolist() == [2, 1, 2, 3]
+
+
+def test_errors_are_percent_of_all_images_not_means_of_batches() -> None:
+    wrong = [mistakes(np.array(ranks)) for ranks in ([1, 1, 1, 1], [6, 2])]
+    assert wrong == [(0, 0), (2, 1)]
+    errors = errors_of(7, 6, 2, 1)
+    assert errors.top1_error == pytest.approx(100 * 2 / 6, abs=1e-4)  # rounded to 4 decimals
+    assert errors.top5_error == pytest.approx(100 / 6, abs=1e-4)
+    assert str(replace(errors, top1_error=15.8, top5_error=0.45)) == "top-1 error 15.80 % top-5 error 0.45 %"
+
+
+def test_a_log_loses_later_lines_and_a_torn_one_but_is_refused_when_damaged_inside(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    lines = [
+        '{"step": 5, "loss": 1}\n',
+        '{"step": 5, "top1_error": 1}\n',
+        '{"step": 6, "loss": 1}\n',
+        '{"step": 7, "lo',
+    ]
+    log.path.write_text("".join(lines))
+    log.cut_after(6, evaluated=False)
+    assert log.path.read_text() == "".join(lines[:3])
+    log.cut_after(5, evaluated=True)
+    assert log.path.read_text() == "".join(lines[:2])
+    log.cut_after(5, evaluated=False)
+    assert log.path.read_text() == lines[0]
+    log.path.write_text(lines[0] + lines[2].removesuffix("\n"))  # cut off between a line and its end
+    log.cut_after(6, evaluated=True)
+    assert log.path.read_text() == lines[0]
+    log.path.write_text("{broken\n" + lines[0])
+    with pytest.raises(RunFolderError, match="line 1 is damaged"):
+        log.cut_after(5, evaluated=True)
+    for line in ('{"step": true}\n', '{"step": "5"}\n', '{"step": 5, "loss": NaN}\n', "[" * 100_000):
+        log.path.write_text(lines[0] + line)
+        with pytest.raises(RunFolderError, match="line 2 is damaged"):
+            log.cut_after(5, evaluated=True)
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    lines = [f"{key} = {json.dumps(value)}" for key, value in RECIPE.to_json().items()]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_the_last_line_of_the_verb_is_the_two_errors(
+    data: Path, tmp_path: Path, recipe_file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    code = run_program(["train", "--recipe", str(recipe_file), "--data", str(data), "--out", str(out), "--steps", "2"])
+    captured = capfd.readouterr()
+    assert code == 0, captured.err
+    assert re.fullmatch(r"top-1 error \d+\.\d\d % top-5 error \d+\.\d\d %", captured.out.splitlines()[-1])
+    assert f"prelunet export {out / 'last.safetensors'} -o {out / 'model.onnx'}" in captured.err
+    assert f"--data {data} --protocol multi-scale" in captured.err
+    assert json.loads((out / "training.json").read_text())["recipe"]["steps"] == 2
+
+
+def test_the_automatic_crop_follows_the_images(data: Path, tmp_path: Path, recipe_file: Path) -> None:
+    out = tmp_path / "run"
+    arguments = ["--recipe", str(recipe_file), "--data", str(data), "--out", str(out), "--steps", "1", "--seed", "0"]
+    for name in ("train", "val"):
+        for place in range(9):
+            write_image(data.parent / f"large/{name}/{'ab'[place % 2]}/{place}.png", place, (40, 30), 40 * place % 99)
+    arguments[3] = str(data.parent / "large")
+    assert run_program(["train", *arguments, "--crop", "auto"]) == 0
+    recipe = json.loads((out / "training.json").read_text())["recipe"]
+    # 30·7/8 = 26.25 → 28; everything grew by 28/12
+    assert (recipe["crop"], recipe["scales"], recipe["batch"]) == (28, [28, 37], 2)
+    assert recipe["seed"] == 0
+
+
+def test_another_crop_leaves_what_is_given_beside_it(
+    data: Path, tmp_path: Path, recipe_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    arguments = ["--recipe", str(recipe_file), "--data", str(data), "--out", str(out), "--steps", "1", "--crop", "24"]
+    assert run_program(["train", *arguments, "--batch", "3"]) == 0
+    recipe = json.loads((out / "training.json").read_text())["recipe"]
+    assert (recipe["crop"], recipe["scales"], recipe["batch"], recipe["rate"]) == (24, [24, 32], 3, RECIPE.rate)
+    assert "crop 24, scales 24 to 32, batch 3, rate 0.003" in capsys.readouterr().err
+
+
+def test_the_automatic_crop_is_of_the_stride_of_the_net_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_verb, "median_shorter_side", lambda _: 250.0)
+    with pytest.raises(UsageError, match="no architecture 'Z'"):
+        train_verb._wanted("small", "auto", {"architecture": "Z"}, None)
+    # 7/8 of 250 is 218.75: 55 times 4, or 14 times 16
+    assert train_verb._wanted("small", "auto", {}, None).crop == 220
+    assert train_verb._wanted("small", "auto", {"architecture": "A"}, None).crop == 224
+
+
+@pytest.mark.parametrize("crop", [None, "56"])
+def test_a_rate_that_follows_val_drops_the_recipes_own_places(crop: str | None) -> None:
+    recipe = train_verb._wanted("small", crop, {"rate_policy": "plateau"}, None)
+    assert (recipe.rate_policy, recipe.rate_drops) == ("plateau", ())
+    assert (recipe.patience, recipe.most_drops) == (4, 2)  # which the recipe leaves to the paper's
+    recipe = train_verb._wanted("A", None, {"rate_policy": "at", "rate_drops": "0.5,0.8"}, None)
+    assert (recipe.rate_policy, recipe.rate_drops) == ("at", (0.5, 0.8))
+    assert train_verb._wanted("small", crop, {"rate_policy": "at"}, None).rate_drops == (0.4, 0.6, 0.75, 0.88)
+
+
+def test_places_that_are_given_beside_a_rate_that_follows_val_are_refused() -> None:
+    keys = {"rate_policy": "plateau", "rate_drops": "0.5"}
+    for name, given in (("small", keys), ("A", {"rate_drops": "0.5"})):
+        with pytest.raises(UsageError, match=r"rate_drops \[0\.5\] belong to .* leave them out .*--rate-drops"):
+            train_verb._wanted(name, None, given, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--recipe", "nonesuch"], 2, "There are: "),
+        (["--recipe", "demo", "--crop", "big"], 2, "side in pixels, or auto"),
+        (["--recipe", "demo", "--crop", "3"], 2, "too small"),
+        (["--recipe", "demo", "--crop", "1" * 5000], 2, "side in pixels, or auto"),
+        (["--recipe", "demo", "--data", "nowhere"], 2, "no such file or folder"),
+        (["--recipe", "demo", "--steps", "0"], 2, "steps"),
+        (["--recipe", "demo", "--steps", "3", "--epochs", "2"], 2, "were both given"),
+    ],
+)
+def test_bad_options_are_refused_with_what_would_be_right(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
+) -> None:
+    assert run_program(["train", *arguments, "--out", str(tmp_path / "run")]) == code
+    assert message in capfd.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_out_may_not_be_a_file(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(UsageError, match=r"there is a file in the place of a folder.*--out"):
+        train(RECIPE, data, tmp_path / "run")
+
+
+def test_nothing_is_written_for_data_that_cannot_be_trained_on(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(DatasetError):
+        train(RECIPE, data / "train", tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,79 @@
+"""A dataset and the helpers of the tests of the pipeline."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from prelunet.evaluator.datasets.dataset import Dataset, Sample
+from prelunet.evaluator.datasets.open import open_dataset
+from prelunet.evaluator.engine.batching import BatchRules
+from prelunet.evaluator.engine.session import Outputs
+from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.validation.pipeline import ChunkResult
+from tests.helpers.fakes import FakeSession, fake_contract
+
+CLASSES = [entry.wnid for entry in fake_contract().classes]
+CENTER = make_protocol("center", fake_contract())
+TWO_SCALES = make_protocol("dense-29-36", fake_contract())
+IMAGES, BAD = 53, (7, 30, 31, 32, 52)  # damaged: in portions of one to three images whole portions are
+SHARED_CANVASES = BatchRules(canvas_step=16, max_windows=5000, max_pixels=15_000, switch_pixels=20_000)
+WAIT = 20.0  # seconds, after which a test that waits for another thread has failed
+
+
+def laid_out(folder: Path) -> Dataset:
+    """Lay out 53 images of 12 sizes; five are damaged."""
+    rng = np.random.default_rng(5)
+    for index in range(IMAGES):
+        path = folder / CLASSES[(0, 2, 3, 5)[index * 4 // IMAGES]] / f"{index:03}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        size = (29 + index % 4 * 9, 30 + index % 3 * 13)
+        Image.fromarray(rng.integers(0, 256, (*size, 3), np.uint8)).save(path)
+        if index in BAD:
+            path.write_bytes(b"no image")
+    return open_dataset(folder, split="val", class_names=CLASSES)
+
+
+def no_thread_is_left() -> Iterator[None]:
+    """Make sure that a test ends all threads that it has begun; an autouse fixture of each file."""
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) - before == set()  # one of an earlier test may end meanwhile
+
+
+class Reading:
+    """Reads for a dataset; `seen` gets the name of each file, and `before` is called with it."""
+
+    def __init__(self, dataset: Dataset, before: Callable[[str], None] = lambda _file: None) -> None:
+        self.seen: list[str] = []
+        self._reader, self._before = dataset.reader, before
+
+    def read(self, file: str) -> bytes:
+        self.seen.append(file)
+        self._before(file)
+        return self._reader.read(file)
+
+
+def chunks_of(samples: Sequence[Sample], size: int) -> list[Sequence[Sample]]:
+    return [samples[start : start + size] for start in range(0, len(samples), size)]
+
+
+def until_it_fails(results: Iterator[ChunkResult], error: type[BaseException], match: str) -> int:
+    """Return how many chunks were given before the error."""
+    given: list[ChunkResult] = []
+    with pytest.raises(error, match=match):
+        given.extend(results)
+    return len(given)
+
+
+class Irregular(FakeSession):
+    """Takes a while, never the same."""
+
+    def compute(self, staged: Any) -> Outputs:
+        time.sleep(0.004 * (hash((len(self.calls), id(self))) % 3))
+        return super().compute(staged)

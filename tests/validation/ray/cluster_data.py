@@ -1,0 +1,28 @@
+"""What the tests of clusters evaluate, and how."""
+
+from pathlib import Path
+
+from prelunet.evaluator.datasets.dataset import Dataset
+from prelunet.evaluator.datasets.open import open_dataset
+from prelunet.evaluator.engine.classify import Model
+from prelunet.evaluator.engine.session import Session
+from prelunet.evaluator.protocols import Protocol, make_protocol
+from prelunet.evaluator.validation.run import CHUNK, RunInfo, describe_dataset, run_info
+from tests.helpers.fakes import repeated
+
+IMAGES = 100
+COPIES = 9  # of each image
+TOTAL = IMAGES * COPIES
+CHUNKS = -(-TOTAL // CHUNK)
+
+
+def looks(session: Model) -> Protocol:
+    return make_protocol("dense-32", session.contract)
+
+
+def info_of(session: Session, dataset: Dataset) -> RunInfo:
+    return run_info(session, "m.onnx", describe_dataset(dataset), looks(session))
+
+
+def opened(session: Session, data: Path) -> Dataset:
+    return repeated(open_dataset(data, split="val", class_names=[c.wnid for c in session.contract.classes]), COPIES)

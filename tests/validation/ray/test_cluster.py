@@ -1,0 +1,312 @@
+"""Validation on a Ray cluster: the bytes of a run on one machine, whatever happens to the workers and to the driver."""
+
+import json
+import os
+import random
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prelunet.evaluator.datasets.dataset import Dataset, Sample
+from prelunet.evaluator.engine.classify import Model
+from prelunet.evaluator.engine.session import Session
+from prelunet.evaluator.errors import DatasetError, EnvironmentFault, Interrupted
+from prelunet.evaluator.validation.pipeline import ChunkResult
+from prelunet.evaluator.validation.ray_cluster import ATTEMPTS, Cluster, on_ray
+from prelunet.evaluator.validation.run import CHUNK
+from tests.helpers.child_processes import nursery
+from tests.helpers.fakes import validated
+from tests.validation.ray.cluster_data import CHUNKS, COPIES, TOTAL, info_of, looks, opened
+from tests.validation.ray.ray_workers import Dying, Mistaken, Stillborn
+
+Validate = Callable[..., list[str]]
+RESULT = ("run.json", "predictions.jsonl", "scores.f32.npy")
+CPUS = 2
+KILLS = 3  # of the driver
+
+HEAD = """
+import os, sys
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+import ray
+context = ray.init("local", num_cpus=int(sys.argv[1]), include_dashboard=False, log_to_driver=False)
+print("address", context.address_info["gcs_address"], flush=True)
+sys.stdin.read()
+"""
+
+
+@dataclass(frozen=True)
+class Head:
+    """A Ray cluster of two CPUs on this machine."""
+
+    process: "subprocess.Popen[str]"
+    address: str
+
+    def workers(self) -> list[int]:
+        """Return the process ids of our workers on this cluster."""
+        return [pid for pid, title in descendants(self.process.pid) if title.startswith("ray::Worker")]
+
+
+def descendants(pid: int) -> list[tuple[int, str]]:
+    """Return the processes below a process, with their titles."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in task.read_text().split():
+            try:
+                title = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                found += [(int(child), title), *descendants(int(child))]
+            except FileNotFoundError:
+                continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[Head]:
+    """Start a cluster that asks for a token of its own, as those of newer Rays do."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAY_AUTH_MODE", "token")
+        environment.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        environment.setenv(
+            "PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[3]), *sys.path])
+        )  # for the workers
+        with started() as head:
+            yield head
+
+
+@contextmanager
+def started() -> Iterator[Head]:
+    with subprocess.Popen(
+        [sys.executable, "-c", HEAD, str(CPUS)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if line.startswith("address "):
+                break
+        else:
+            pytest.fail(f"Ray did not start: {''.join(said)}")
+        yield Head(process, said[-1].split()[1])
+        process.communicate("")
+
+
+@pytest.fixture(scope="module")
+def local(session: Session, dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("runs") / "local"
+    validated(session, dataset, looks(session), folder)
+    return contents(folder)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in RESULT}
+
+
+@pytest.fixture
+def on_cluster(head: Head, session: Session, model: Path, dataset: Dataset, tmp_path: Path) -> Validate:
+    """Validate on the cluster into tmp_path/run; give what was announced.
+
+    hear: is told it too; after: is told the number of each chunk before the next is asked for.
+    """
+
+    def call(
+        *,
+        session: Model = session,
+        model: Path = model,
+        dataset: Dataset = dataset,
+        hear: Callable[[str], object] = lambda _: None,
+        after: Callable[[int], object] = lambda _: None,
+    ) -> list[str]:
+        said: list[str] = []
+
+        def announce(text: str) -> None:
+            said.append(text)
+            hear(text)
+
+        def elsewhere(chunks: Sequence[Sequence[Sample]]) -> Generator[ChunkResult, None, None]:
+            info = info_of(session, dataset)
+            evaluate = on_ray(Cluster(head.address, cpus=1), session, model, dataset, info, announce)
+            with closing(evaluate(chunks)) as results:
+                for number, result in enumerate(results):
+                    yield result
+                    after(number)
+
+        validated(session, dataset, looks(session), tmp_path / "run", elsewhere=elsewhere, announce=announce)
+        return said
+
+    return call
+
+
+def events(folder: Path) -> list[str]:
+    return [json.loads(line)["event"] for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def waited_for(condition: Callable[[], object], seconds: float = 30) -> bool:
+    """Say whether it came true in time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def lines_in(folder: Path) -> int:
+    path = folder / "predictions.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def test_a_run_on_a_cluster_is_byte_for_byte_that_of_one_machine(
+    on_cluster: Validate, tmp_path: Path, local: dict[str, bytes], capfd: pytest.CaptureFixture[str], head: Head
+) -> None:
+    said = on_cluster()
+    assert contents(tmp_path / "run") == local
+    joining = f"Ray: joining {head.address}"
+    assert said == [f"{tmp_path / 'run'}: new", joining, f"Ray: {CPUS} workers of 1 CPUs"]
+    assert capfd.readouterr().out == "", "stdout is for the result"
+    assert events(tmp_path / "run") == ["start", *["chunk"] * CHUNKS]
+    assert waited_for(lambda: not head.workers()), "workers outlive the run"
+
+
+def test_killed_workers_are_replaced_and_each_image_is_counted_once(
+    on_cluster: Validate, tmp_path: Path, local: dict[str, bytes], head: Head, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The first dies when a chunk is written and six are not begun yet, the second as soon as that is noticed."""
+    choices = random.Random(3)
+
+    def kill_one() -> None:
+        assert waited_for(head.workers)
+        os.kill(choices.choice(head.workers()), signal.SIGKILL)
+
+    def once_more(text: str) -> None:
+        if "a worker was lost" in text:
+            losses.append(text)
+            if len(losses) == 1:
+                kill_one()
+
+    losses: list[str] = []
+    on_cluster(hear=once_more, after=lambda number: number or kill_one())
+    assert contents(tmp_path / "run") == local
+    assert len(losses) == 2
+    assert capfd.readouterr().out == "", "stdout is for the result"
+
+
+def test_images_that_no_worker_survives_end_the_run_which_the_same_command_goes_on_with(
+    on_cluster: Validate, tmp_path: Path, local: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.Worker", Dying)
+    with pytest.raises(EnvironmentFault) as caught:
+        on_cluster()
+    done = lines_in(tmp_path / "run")
+    assert done % CHUNK == 0
+    assert f"{ATTEMPTS} workers were lost with the images " in str(caught.value)
+    assert f"{done} of {TOTAL} images are done and safe" in str(caught.value)
+    monkeypatch.undo()
+    said = on_cluster()
+    assert done == 0 or f"{tmp_path / 'run'}: going on after {done} of {TOTAL} images" in said
+    assert contents(tmp_path / "run") == local
+
+
+def test_workers_that_cannot_be_started_are_not_started_for_ever(
+    on_cluster: Validate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.Worker", Stillborn)
+    with pytest.raises(EnvironmentFault, match=f"{ATTEMPTS * CPUS} workers in a row were lost at their start .* 0 of"):
+        on_cluster()
+
+
+def test_a_mistake_of_ours_on_a_worker_is_told_with_its_place(
+    on_cluster: Validate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.Worker", Mistaken)
+    with pytest.raises(ZeroDivisionError, match=r"ray_workers\.py"):
+        on_cluster()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_end_the_workers_and_keep_what_is_done(
+    number: signal.Signals,
+    on_cluster: Validate,
+    tmp_path: Path,
+    local: dict[str, bytes],
+    head: Head,
+    on_sigterm: Any,
+) -> None:
+    sender = threading.Thread(target=lambda: os.kill(os.getpid(), number))
+
+    def send(chunk: int) -> None:
+        if chunk == 1:
+            sender.start()
+        if chunk == CHUNKS - 2:
+            sender.join()  # if this machine was so slow: never after the run
+
+    with pytest.raises(Interrupted, match=rf"of {TOTAL} images are done\. The same command goes on"):
+        on_cluster(after=send)
+    assert lines_in(tmp_path / "run") >= 2 * CHUNK
+    assert signal.getsignal(signal.SIGTERM) is on_sigterm
+    assert waited_for(lambda: not head.workers()), "workers outlive the run"
+    on_cluster()
+    assert contents(tmp_path / "run") == local
+
+
+def test_a_handler_of_sigterm_that_is_not_pythons_is_no_obstacle(
+    on_cluster: Validate, tmp_path: Path, local: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, on_sigterm: Any
+) -> None:
+    monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.signal.getsignal", lambda _: None)
+    on_cluster()
+    assert contents(tmp_path / "run") == local
+
+
+def test_what_our_caller_prints_meanwhile_reaches_stdout(
+    on_cluster: Validate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = on_cluster(hear=print)
+    assert capsys.readouterr().out.splitlines() == said
+
+
+def test_an_image_that_is_gone_stops_the_run_with_its_name_and_the_machine(
+    on_cluster: Validate, data: Path, session: Session, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(data, tmp_path / "val")
+    listed = opened(session, folder)
+    gone = folder / listed.samples[5].file.partition("/")[2]
+    gone.unlink()
+    with pytest.raises(DatasetError, match=rf"^worker on {socket.gethostname()}: {gone}: it is gone"):
+        on_cluster(dataset=listed)
+
+
+def test_a_run_whose_driver_is_killed_at_random_moments_goes_on_and_ends_in_the_same_bytes(
+    head: Head, model: Path, data: Path, tmp_path: Path, local: dict[str, bytes]
+) -> None:
+    moments, kills = random.Random(17), 0
+    runs = (tmp_path / str(number) for number in count())
+    folder = next(runs)
+    with nursery() as children:
+        order = {"data": data, "copies": COPIES, "model": model, "address": head.address}
+        while kills < KILLS:
+            code = children.live(moments.uniform(0, 2.5), folder=folder, **order)
+            if code == 0:
+                assert contents(folder) == local
+                folder = next(runs)  # it was faster; the kills go on with another
+            else:
+                assert code == -signal.SIGKILL
+                kills += 1
+        assert waited_for(lambda: not head.workers()), "workers outlive their driver"
+        children.begin(folder=folder, **order)
+        assert children.end() == 0
+    assert contents(folder) == local

@@ -1,0 +1,255 @@
+"""The driver of a cluster alone, with a Ray whose answers come in the order that a test wants, and what it asks for."""
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prelunet.evaluator.cli import run
+from prelunet.evaluator.datasets.dataset import Dataset, Sample
+from prelunet.evaluator.engine.session import Session
+from prelunet.evaluator.errors import EnvironmentFault, UsageError
+from prelunet.evaluator.validation.ray_cluster import AHEAD, ATTEMPTS, PATIENCE, Cluster, Crew, on_ray, room
+from prelunet.evaluator.validation.validate import WorkersLost
+from tests.validation.ray.cluster_data import info_of
+
+
+@dataclass
+class ScriptedRay:
+    """Stands for Ray's module: a test says which answers come next, and which of them tell that a worker is lost.
+
+    order: of answers, the smallest comes first; lost: whether an answer is none; silences: how often none comes before
+    each one.
+    """
+
+    order: Callable[["Owed"], Any] = lambda owed: owed.serial
+    lost: Callable[["Owed"], bool] = lambda _: False
+    silences: list[int] = field(default_factory=list)
+    hired: list["ScriptedWorker"] = field(default_factory=list)
+    begun: list[int] = field(default_factory=list)  # chunks, each time that one is handed out
+    serials: Iterator[int] = field(default_factory=count)
+
+    class exceptions:  # noqa: N801 - as Ray names it
+        RayError = KeyError
+        RayTaskError = ZeroDivisionError
+
+    def hire(self) -> "ScriptedWorker":
+        self.hired.append(ScriptedWorker(self, len(self.hired)))
+        return self.hired[-1]
+
+    def wait(self, owed: list["Owed"], *, num_returns: int, timeout: float) -> tuple[list["Owed"], list["Owed"]]:
+        assert (num_returns, timeout) == (1, PATIENCE)
+        if self.silences:
+            self.silences[0] -= 1
+            if self.silences[0] >= 0:
+                return [], owed
+            self.silences.pop(0)
+        return [min(owed, key=self.order)], []
+
+    def get(self, answer: "Owed") -> Any:
+        if self.lost(answer):
+            answer.worker.alive = False
+            raise KeyError("on purpose")
+        return f"place {answer.worker.number}" if answer.chunk is None else ([answer.chunk], np.zeros((1, 2)))
+
+    def kill(self, worker: "ScriptedWorker") -> None:
+        worker.alive = False
+
+    def crew(self, workers: int, chunks: int, said: list[str]) -> list[int]:
+        """Return the chunks in the order in which they are yielded."""
+        listed = [[Sample(f"{number}-first", 0, 1), Sample(f"{number}-last", 0, 1)] for number in range(chunks)]
+        crew: Any = Crew(self, self.hire, workers, listed, said.append)  # type: ignore[arg-type]
+        return [number for (number,), _ in crew.results()]
+
+
+class ScriptedWorker:
+    """Stands for an actor's handle."""
+
+    def __init__(self, ray: ScriptedRay, number: int):
+        self.ray, self.number, self.alive = ray, number, True
+        self.start = SimpleNamespace(remote=lambda: self._owe(None))
+        self.evaluate = SimpleNamespace(remote=self._begin)
+
+    def _begin(self, samples: Sequence[Sample]) -> "Owed":
+        chunk = int(samples[0].file.partition("-")[0])
+        self.ray.begun.append(chunk)
+        return self._owe(chunk)
+
+    def _owe(self, chunk: int | None) -> "Owed":
+        assert self.alive, "a lost worker is given something to do"
+        return Owed(next(self.ray.serials), self, chunk)
+
+
+@dataclass(frozen=True)
+class Owed:
+    """An answer of the so-manieth call; chunk: None of a start."""
+
+    serial: int
+    worker: ScriptedWorker
+    chunk: int | None
+
+
+def test_chunks_come_in_their_order_and_no_worker_runs_far_ahead_of_a_slow_one() -> None:
+    # The first chunk is answered when nothing else is left to wait for.
+    ray = ScriptedRay(order=lambda owed: (owed.chunk is not None, -(owed.chunk or 0)))
+    listed: Any = [[Sample(f"{number}-first", 0, 1)] for number in range(40)]
+    numbers: list[int] = []
+    for lines, _ in Crew(ray, ray.hire, 3, listed, lambda _: None).results():  # type: ignore[arg-type]
+        numbers.append(lines[0])  # type: ignore[arg-type]
+        assert max(ray.begun) < numbers[-1] + AHEAD * 3
+    assert numbers == list(range(40))
+    assert sorted(ray.begun) == list(range(40))
+
+
+@pytest.mark.parametrize("losses", [ATTEMPTS - 1, ATTEMPTS])
+def test_a_chunk_is_given_up_with_the_third_worker_that_it_takes(losses: int) -> None:
+    ray = ScriptedRay(lost=lambda owed: owed.chunk == 0 and ray.begun.count(0) <= losses)
+    said: list[str] = []
+    if losses < ATTEMPTS:
+        assert ray.crew(1, 1, said) == [0]
+    else:
+        with pytest.raises(WorkersLost, match="3 workers were lost with the images 0-first to 0-last in hand"):
+            ray.crew(1, 1, said)
+    assert ray.begun == [0] * ATTEMPTS
+    assert len(said) == ATTEMPTS - 1
+
+
+@pytest.mark.parametrize("losses", [2 * ATTEMPTS - 1, 2 * ATTEMPTS])
+def test_starts_are_given_up_with_the_third_loss_for_each_worker(losses: int) -> None:
+    ray = ScriptedRay(lost=lambda owed: owed.worker.number < losses)
+    if losses < 2 * ATTEMPTS:
+        assert ray.crew(2, 9, []) == list(range(9))
+    else:
+        with pytest.raises(WorkersLost, match="6 workers in a row were lost at their start"):
+            ray.crew(2, 9, [])
+        assert len(ray.hired) == 2 + losses - 1
+
+
+def test_starts_that_fail_now_and_then_do_not_add_up_to_an_end() -> None:
+    """Of every three workers one starts, does a chunk and is lost with the next: a long run on a shaky cluster."""
+
+    def lost(owed: Owed) -> bool:
+        return owed.worker.number % 3 < 2 if owed.chunk is None else ray.begun.count(owed.chunk) < 2
+
+    ray = ScriptedRay(lost=lost)
+    assert ray.crew(1, 20, []) == list(range(20))
+    assert len(ray.hired) > 20
+
+
+def test_a_worker_that_is_lost_while_it_could_take_more_is_given_nothing() -> None:
+    """The first chunk is lost when it is all that is left to wait for: beyond AHEAD nothing was begun."""
+    ray = ScriptedRay(
+        order=lambda owed: (owed.chunk == 0, owed.serial),
+        lost=lambda owed: owed.chunk == 0 and ray.begun.count(0) == 1,
+    )
+    assert ray.crew(1, 2 * AHEAD, []) == list(range(2 * AHEAD))
+    assert ray.begun[: AHEAD + 1] == [*range(AHEAD), 0], "the lost worker has no room left, and the test shows nothing"
+    assert [worker.alive for worker in ray.hired] == [False, True]
+
+
+def test_after_a_silence_it_is_said_which_images_and_which_worker_are_waited_for() -> None:
+    ray = ScriptedRay(silences=[1, 5, 0, 1])  # before the starts of both workers, the first chunk, the second
+    said: list[str] = []
+    assert ray.crew(2, 9, said) == list(range(9))
+    assert said[0] == "Ray: the cluster has no room for a worker yet; waiting"
+    expected = [(30, 0), (60, 0), (120, 0), (30, 1)]  # after 1, 2, 4 times PATIENCE, and anew after an answer
+    for text, (seconds, chunk) in zip(said[1:], expected, strict=True):
+        images = f"the images {chunk}-first to {chunk}-last from place 0."
+        assert text.startswith(f"Ray: no answer for {seconds} s; waiting for {images}")
+
+
+# What is asked of the cluster.
+
+
+@pytest.mark.parametrize(
+    ("machines", "cpus", "gpu", "expected"),
+    [
+        ([{"CPU": 8.0}, {"CPU": 5.0}], 0, False, (4, 3)),
+        ([{"CPU": 8.0}, {"CPU": 3.0}], 0, False, (3, 3)),
+        ([{"CPU": 8.0}, {"CPU": 3.0}], 5, False, (5, 1)),
+        ([{"CPU": 64.0, "GPU": 4.0}, {"CPU": 2.0}], 0, True, (4, 4)),
+        ([{"CPU": 6.0, "GPU": 4.0}, {"memory": 5.0}], 0, True, (4, 1)),
+    ],
+)
+def test_as_many_workers_are_asked_for_as_the_machines_have_room_for(
+    machines: list[dict[str, float]], cpus: int, gpu: bool, expected: tuple[int, int]
+) -> None:
+    assert room(machines, cpus, gpu=gpu) == expected
+
+
+@pytest.mark.parametrize(("machines", "cpus", "gpu"), [([{"CPU": 2.0}], 3, False), ([{"CPU": 8.0}], 0, True)])
+def test_a_cluster_without_room_for_a_worker_is_told_so(machines: list[dict[str, float]], cpus: int, gpu: bool) -> None:
+    with pytest.raises(EnvironmentFault, match=r"none of the cluster's 1 machines has .* CPUs"):
+        room(machines, cpus, gpu=gpu)
+
+
+def evaluated_on(address: str, session: Session, model: Path, dataset: Dataset) -> None:
+    evaluate = on_ray(Cluster(address), session, model, dataset, info_of(session, dataset))
+    next(evaluate([dataset.samples[:1]]))
+
+
+def test_without_ray_it_is_said_how_to_bring_it(
+    session: Session, model: Path, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(EnvironmentFault, match=r"ray cannot be imported .*pip install '\.\[ray\]'"):
+        evaluated_on("local", session, model, dataset)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1"])
+def test_an_address_where_nobody_listens_is_told_with_what_to_give(
+    session: Session, model: Path, dataset: Dataset, address: str
+) -> None:
+    with pytest.raises(EnvironmentFault, match=rf"--ray {re.escape(address)}: no cluster could be joined .*HOST:PORT"):
+        evaluated_on(address, session, model, dataset)
+
+
+NO_ADDRESSES = [
+    "",
+    " ",
+    ":",
+    ":6379",
+    ":-1",
+    "127.0.0.1",
+    "127.0.0.1:",
+    "127.0.0.1:0",
+    "127.0.0.1:-1",
+    "127.0.0.1:port",
+    "127.0.0.1:65536",
+    "127.0.0.1:99999",
+    "127.0.0.1:\u0666\u0663\u0667\u0669",
+    "127.0.0.1:6379 ",
+    "127.0.0.1:6379\n",
+    "::1:6379",
+    "LOCAL",
+    "auto ",
+    "ray://127.0.0.1:6379",
+]
+
+
+@pytest.mark.parametrize("address", NO_ADDRESSES)
+def test_what_is_no_address_is_refused_with_what_to_give(address: str) -> None:
+    with pytest.raises(UsageError, match=r"--ray '.*': no address .* HOST:PORT .* auto .* local"):
+        Cluster(address)
+
+
+@pytest.mark.parametrize("address", ["auto", "local", "head:6379", "a-b.c_d:1", "10.0.0.1:65535", "[fe80::1]:6379"])
+def test_an_address_is_taken_as_it_is_given(address: str) -> None:
+    assert Cluster(address).address == address
+
+
+def test_what_is_no_address_is_refused_before_a_run_folder_is_made(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    order = ["--model", model, "--data", data, "--run", folder, "--ray", "127.0.0.1"]
+    assert run(["validate", *map(str, order)]) == 2
+    assert "HOST:PORT" in capsys.readouterr().err
+    assert not folder.exists()

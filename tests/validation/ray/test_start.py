@@ -1,0 +1,105 @@
+"""The start of Ray, with one whose `init` does what a test wants: as Ray, after setting its own handler of SIGTERM."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from prelunet.evaluator.datasets.dataset import Dataset, Sample
+from prelunet.evaluator.engine.session import Session
+from prelunet.evaluator.errors import EnvironmentFault, Interrupted
+from prelunet.evaluator.validation.pipeline import ChunkResult
+from prelunet.evaluator.validation.ray_cluster import connected
+from tests.helpers.fakes import validated
+from tests.validation.ray.cluster_data import TOTAL, looks
+
+
+@pytest.fixture
+def starting(monkeypatch: pytest.MonkeyPatch, on_sigterm: Any) -> Iterator[Callable[[Callable[[], object]], list[str]]]:
+    """Start Ray whose `init` does something; give what was announced before. Afterwards the handlers are ours."""
+    before = signal.getsignal(signal.SIGALRM)
+    ends: list[str] = []
+
+    def start(init: Callable[[], object]) -> list[str]:
+        said: list[str] = []
+
+        def init_of_ray(**_options: object) -> None:
+            signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(number))
+            assert said, "nothing is said before it may hang"
+            init()
+
+        fake = SimpleNamespace(init=init_of_ray, shutdown=lambda: ends.append("shutdown"))
+        monkeypatch.setitem(sys.modules, "ray", fake)
+        with connected("local", said.append):
+            pass
+        return said
+
+    yield start
+    assert ends == ["shutdown"], "what Ray had started lives on"
+    assert signal.getsignal(signal.SIGTERM) is on_sigterm
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.alarm(0) == 0, "an alarm goes off in what comes after"
+
+
+def test_before_ray_starts_it_is_said(starting: Any) -> None:
+    assert starting(lambda: None) == ["Ray: starting a cluster on this machine"]
+
+
+def fail() -> None:
+    raise Exception("The current node timed out during startup.")
+
+
+def test_a_start_that_fails_with_a_bare_exception_is_a_fault_of_the_machine_with_its_mend(starting: Any) -> None:
+    with pytest.raises(
+        EnvironmentFault, match=r"--ray local: .*\(The current node timed out .*\).* try again; .*/tmp/ray"
+    ):
+        starting(fail)
+
+
+def test_sigterm_while_ray_starts_is_an_interruption(starting: Any) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        starting(lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def test_sigterm_while_ray_starts_keeps_what_is_done_and_says_how_to_go_on(
+    starting: Any, session: Session, model: Path, dataset: Dataset, tmp_path: Path
+) -> None:
+    def elsewhere(_chunks: Sequence[Sequence[Sample]]) -> Generator[ChunkResult, None, None]:
+        starting(lambda: os.kill(os.getpid(), signal.SIGTERM))
+        yield from ()
+
+    with pytest.raises(Interrupted, match=rf"0 of {TOTAL} images are done\. The same command goes on"):
+        validated(session, dataset, looks(session), tmp_path / "run", elsewhere=elsewhere)
+
+
+def try_for_ever() -> None:
+    """Hang as Ray does, for which each Exception is a reason to try again."""
+    while True:
+        with suppress(Exception):
+            time.sleep(60)
+
+
+def test_a_start_that_hangs_is_given_up(starting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.JOINING", 1)
+    with pytest.raises(EnvironmentFault, match=r"--ray local: no cluster could be joined \(no answer for 1 s\)"):
+        starting(try_for_ever)
+
+
+def test_outside_the_main_thread_ray_starts_without_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = SimpleNamespace(init=lambda **_: None, shutdown=lambda: None)
+    monkeypatch.setitem(sys.modules, "ray", fake)
+
+    def connect() -> object:
+        with connected("local", lambda _: None) as ray:
+            return ray
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(connect).result() is fake

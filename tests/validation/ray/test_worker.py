@@ -1,0 +1,117 @@
+"""A worker of a cluster alone, without Ray around it."""
+
+import hashlib
+import os
+import pickle
+import re
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from prelunet.evaluator.datasets.dataset import Dataset
+from prelunet.evaluator.engine.session import Placement, Session
+from prelunet.evaluator.errors import ContractError, DatasetError, EnvironmentFault, PreluNetError, UsageError
+from prelunet.evaluator.files import sha256_of
+from prelunet.evaluator.validation.pipeline import evaluate_chunks
+from prelunet.evaluator.validation.ray_cluster import Job, Worker
+from prelunet.evaluator.validation.run import CHUNK, Batching
+from tests.validation.ray.cluster_data import looks
+from tests.validation.ray.ray_workers import OtherThere
+
+
+@pytest.fixture
+def job(session: Session, model: Path, dataset: Dataset) -> Job:
+    batches = {"batching": session.rules.to_json()}
+    facts = {"model": {"sha256": session.model_sha256}, **session.circumstances.to_json(), **batches}
+    image = dataset.samples[3]
+    probes = [(image.file, hashlib.sha256(dataset.read(image)).hexdigest())]
+    batching = Batching(CHUNK, session.rules)
+    where = Placement("cpu", threads=1)
+    return Job(Path.cwd(), model, where, replace(dataset, samples=()), looks(session), batching, facts, probes)
+
+
+def test_a_worker_gives_of_a_chunk_what_the_driver_would_and_is_told_only_its_samples(
+    job: Job, session: Session, dataset: Dataset
+) -> None:
+    worker = Worker(pickle.loads(pickle.dumps(job)))
+    assert worker.start() == f"process {os.getpid()} on {socket.gethostname()}"
+    chunk = dataset.samples[64:100]
+    (expected,) = evaluate_chunks([session], dataset, looks(session), [chunk], CHUNK, 1)
+    found = worker.evaluate(chunk)
+    assert not isinstance(found, PreluNetError)
+    assert found[0] == expected[0]
+    np.testing.assert_array_equal(found[1], expected[1])
+
+
+def test_two_threads_of_a_worker_run_the_session_one_after_the_other(
+    job: Job, session: Session, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each run waits for a second one to come in, in vain."""
+    meeting = threading.Barrier(2, timeout=0.3)
+    met = []
+    compute = session.compute
+
+    def crowded(staged: Any) -> Any:
+        with suppress(threading.BrokenBarrierError):
+            met.append(meeting.wait())
+        meeting.reset()
+        return compute(staged)
+
+    monkeypatch.setattr(session, "compute", crowded)
+    monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.open_placed", lambda *_, **__: session)
+    worker = Worker(job)
+    assert isinstance(worker.start(), str)
+    with ThreadPoolExecutor(2) as pool:
+        answers = [*pool.map(worker.evaluate, [dataset.samples[:1], dataset.samples[1:2]])]
+    assert not any(isinstance(answer, PreluNetError) for answer in answers)
+    assert met == []
+
+
+def test_a_worker_without_the_model_file_says_so(job: Job) -> None:
+    error = Worker(replace(job, model=Path("/nowhere/m.onnx"))).start()
+    assert isinstance(error, UsageError)
+    assert re.match(r"worker on .* cannot start: /nowhere/m\.onnx: .*\nEvery machine needs", str(error))
+
+
+def test_a_worker_with_another_model_or_version_is_refused_with_the_difference(job: Job) -> None:
+    versions = {**job.facts["versions"], "pillow": "1.0"}
+    for facts, difference in [
+        ({**job.facts, "versions": versions}, r"versions\.pillow: 1\.0 where the run was started, \d.* here"),
+        ({**job.facts, "model": {"sha256": "ab" * 32}}, rf"model\.sha256: {'ab' * 32} where the run was started"),
+        ({**job.facts, "provider": "CUDAExecutionProvider"}, "provider: CUDA.*, CPU.* here"),
+    ]:
+        error = Worker(replace(job, facts=facts)).start()
+        assert isinstance(error, EnvironmentFault)
+        assert re.search(difference, str(error))
+
+
+def test_a_worker_with_other_images_is_refused(job: Job) -> None:
+    other = replace(job.dataset, reader=OtherThere(job.dataset.reader, os.getpid() + 1))
+    error = Worker(replace(job, dataset=other)).start()
+    assert isinstance(error, DatasetError)
+    assert re.search(r"worker on .* cannot start: .*\.png is another image here", str(error))
+
+
+def test_scores_that_are_no_numbers_arrive_as_the_model_files_fault(
+    job: Job, dataset: Dataset, model: Path, tmp_path: Path
+) -> None:
+    graph = onnx.load(model)
+    (bias,) = [tensor for tensor in graph.graph.initializer if tensor.name == "fc3.bias"]
+    bias.CopyFrom(numpy_helper.from_array(np.full(bias.dims, np.nan, np.float32), bias.name))
+    broken = tmp_path / "broken.onnx"
+    onnx.save(graph, broken)
+    facts = {**job.facts, "model": {"sha256": sha256_of(broken)}}
+    worker = Worker(replace(job, model=broken, facts=facts))
+    assert isinstance(worker.start(), str)
+    error = worker.evaluate(dataset.samples[:5])
+    assert isinstance(error, ContractError)
+    assert re.match(r"worker on .*\.png: .*no numbers", str(error))

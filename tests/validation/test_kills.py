@@ -1,0 +1,169 @@
+"""kill -9 at any moment: the same command goes on, and the run ends in the same bytes."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.conftest import Exported
+from tests.helpers.child_processes import Nursery, nursery
+from tests.helpers.fakes import fake_contract
+
+RESULT = ("run.json", "predictions.jsonl", "scores.f32.npy")
+IMAGES = 150  # two whole chunks and a part
+COPIES = 9  # of the images in a long run, which has 22 chunks
+KILLS = 20
+KILLS_OF_THE_PROGRAM = 5
+PRELUNET = [sys.executable, "-c", "from prelunet.evaluator.cli import main; main()"]
+
+
+@pytest.fixture(scope="module")
+def children() -> Iterator[Nursery]:
+    with nursery() as started:
+        yield started
+
+
+def lay_out(folder: Path, wnids: list[str]) -> Path:
+    """Lay out 150 small images of 12 sizes in the folders of five classes; one is damaged."""
+    rng = np.random.default_rng(5)
+    for index in range(IMAGES):
+        path = folder / wnids[(0, 1, 2, 3, 5)[index * 5 // IMAGES]] / f"{index:03}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        size = (29 + index % 4 * 9, 30 + index % 3 * 13)
+        Image.fromarray(rng.integers(0, 256, (*size, 3), np.uint8)).save(path)
+    path.write_bytes(b"no image")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return lay_out(tmp_path_factory.mktemp("data") / "val", [entry.wnid for entry in fake_contract().classes])
+
+
+@pytest.fixture(scope="module")
+def whole(children: Nursery, data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, bytes]]:
+    """Give the bytes of runs that nobody disturbed, by the copies of the images."""
+    folder, runs = tmp_path_factory.mktemp("whole"), {}
+    for copies in (1, COPIES):
+        children.begin(data=data, folder=folder / str(copies), copies=copies)
+        assert children.end() == 0
+        runs[copies] = contents(folder / str(copies))
+    return runs
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in RESULT}
+
+
+def check_log(folder: Path, torn: int = 0) -> None:
+    """Check that no chunk was done again after it was written, and that each beginning tells where it stands.
+
+    torn: how many lines may be unreadable, because a kill cut them in two.
+    """
+    done = 0
+    for line in (folder / "log.jsonl").read_text().splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            torn -= 1
+            assert torn >= 0, line
+            continue
+        if entry["event"] == "chunk":
+            assert entry["index"] * 64 in {done, done + 64}, "a chunk was done twice"  # one may be written, not logged
+            done = (entry["index"] + 1) * 64
+        else:
+            assert entry["event"] == ("resume" if entry["done"] else "start")
+            assert entry["done"] >= done
+
+
+def test_killed_at_twenty_random_moments_a_run_goes_on_and_ends_in_the_same_bytes(
+    children: Nursery, data: Path, tmp_path: Path, whole: dict[int, dict[str, bytes]]
+) -> None:
+    moments = random.Random(7)
+    runs = (tmp_path / str(number) for number in count())
+    folder, kills = next(runs), 0
+    while kills < KILLS:
+        code = children.live(moments.uniform(0, 0.3), data=data, folder=folder, copies=COPIES)
+        if code == 0:  # it was faster; the kills go on with another
+            assert contents(folder) == whole[COPIES]
+            check_log(folder)
+            folder = next(runs)
+        else:
+            assert code == -signal.SIGKILL
+            kills += 1
+    children.begin(data=data, folder=folder, copies=COPIES)
+    assert children.end() == 0
+    assert contents(folder) == whole[COPIES]
+    check_log(folder)
+
+
+def test_killed_at_any_step_of_writing_and_again_while_going_on_a_run_ends_in_the_same_bytes(
+    children: Nursery, data: Path, tmp_path: Path, whole: dict[int, dict[str, bytes]]
+) -> None:
+    again = random.Random(11)
+    for step in count(1):
+        order = {"data": data, "folder": tmp_path / str(step), "copies": 1}
+        if children.die(step, **order) == 0:
+            break
+        children.die(again.randint(1, 12), **order)
+        assert children.die(0, **order) == 0
+        assert contents(tmp_path / str(step)) == whole[1], f"killed at step {step}"
+        check_log(tmp_path / str(step), torn=2)
+    assert step > 3 * 4 + 4, "three chunks are twelve steps, and more come before"
+
+
+def test_killed_while_an_old_run_is_deleted_the_same_command_starts_anew(
+    children: Nursery, data: Path, tmp_path: Path, whole: dict[int, dict[str, bytes]]
+) -> None:
+    folder = tmp_path / "run"
+    order = {"data": data, "folder": folder, "copies": 1}
+    for step in range(1, 12):  # until the new run has its first lines
+        children.die(0, **order)
+        (folder / "report").mkdir(exist_ok=True)
+        (folder / "report" / "report.json").write_text("of the old run")
+        (folder / "run.json").write_text((folder / "run.json").read_text().replace('"m.onnx"', '"old.onnx"'))
+        assert children.die(step, **order, fresh=True) == -signal.SIGKILL
+        assert children.die(0, **order, fresh=step % 2 == 0) == 0, f"killed at step {step}"
+        found = contents(folder)
+        assert found.pop("run.json").replace(b"old.onnx", b"m.onnx") == whole[1]["run.json"]
+        assert found.items() <= whole[1].items(), f"killed at step {step}"
+        assert (folder / "report" / "report.json").exists() == (step == 1 and step % 2 == 1)
+
+
+def test_the_program_killed_at_random_moments_goes_on_and_ends_in_the_same_bytes(
+    exported: dict[str, Exported], tmp_path: Path
+) -> None:
+    model = exported["demo-image"]
+    data = lay_out(tmp_path / "val", [entry.wnid for entry in model.session.contract.classes])
+    command = [*PRELUNET, "validate", "--model", str(model.path), "--data", str(data), "--protocol", "dense-30"]
+    begun = time.monotonic()
+    subprocess.run([*command, "--run", str(tmp_path / "whole")], check=True, capture_output=True, timeout=60)
+    life = time.monotonic() - begun
+    whole = contents(tmp_path / "whole")
+    moments, kills = random.Random(13), 0
+    runs = (tmp_path / str(number) for number in count())
+    folder = next(runs)
+    while kills < KILLS_OF_THE_PROGRAM:
+        process = subprocess.Popen(
+            [*command, "--run", str(folder)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        time.sleep(moments.uniform(0, life))
+        process.kill()
+        if process.wait() == 0:
+            assert contents(folder) == whole
+            folder = next(runs)  # it was faster; the kills go on with another
+        else:
+            assert process.returncode == -signal.SIGKILL
+            kills += 1
+    last = subprocess.run([*command, "--run", str(folder)], check=True, capture_output=True, text=True, timeout=60)
+    assert "149 of 150 images" in last.stdout
+    assert contents(folder) == whole

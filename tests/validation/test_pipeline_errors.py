@@ -1,0 +1,236 @@
+"""What goes wrong in the pipeline, wherever it does: the caller gets the error in its place, and nothing is left."""
+
+import os
+import signal
+import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prelunet.evaluator.datasets.dataset import Dataset
+from prelunet.evaluator.engine.session import Outputs
+from prelunet.evaluator.errors import ContractError, DatasetError, UsageError
+from prelunet.evaluator.validation.pipeline import Pipeline, evaluate_chunks
+from tests.helpers.fakes import FakeSession, fake_contract
+from tests.validation.pipeline_data import (
+    CENTER,
+    TWO_SCALES,
+    WAIT,
+    Irregular,
+    Reading,
+    chunks_of,
+    laid_out,
+    no_thread_is_left,
+    until_it_fails,
+)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return laid_out(tmp_path_factory.mktemp("data") / "val")
+
+
+_no_thread_is_left = pytest.fixture(autouse=True)(no_thread_is_left)
+
+
+@pytest.mark.parametrize("sessions", [1, 2])
+def test_an_error_of_reading_comes_behind_the_portions_before_it(dataset: Dataset, sessions: int) -> None:
+    def vanished(file: str) -> None:
+        if file.endswith("022.png"):
+            raise DatasetError("planted: the disk is gone")
+
+    broken = replace(dataset, reader=Reading(dataset, vanished))
+    fakes = [Irregular() for _ in range(sessions)]
+    results = evaluate_chunks(fakes, broken, TWO_SCALES, chunks_of(dataset.samples, 5), 5, 2)
+    assert until_it_fails(results, DatasetError, "planted") == 4
+
+
+@pytest.mark.parametrize("error", [RuntimeError("planted"), KeyboardInterrupt("planted"), MemoryError("planted")])
+@pytest.mark.parametrize("where", ["stage", "compute"])
+def test_an_error_of_the_session_comes_behind_the_portions_before_it(
+    dataset: Dataset, where: str, error: BaseException
+) -> None:
+    session = FakeSession()
+    calls, working = count(1), getattr(session, where)
+
+    def failing(*arguments: Any) -> Any:
+        if next(calls) == 3:
+            raise error
+        return working(*arguments)
+
+    setattr(session, where, failing)
+    results = evaluate_chunks([session], dataset, CENTER, chunks_of(dataset.samples, 8), 8, 2)
+    assert until_it_fails(results, type(error), "planted") == 2
+
+
+def test_a_view_that_the_session_refuses_is_an_error_and_not_a_hang(dataset: Dataset) -> None:
+    session = FakeSession(fake_contract(max_side=60, default_scales=(28,)))
+    results = evaluate_chunks([session], dataset, TWO_SCALES, [dataset.samples], 8, 2)
+    assert until_it_fails(results, UsageError, "larger than this model's 60 pixels") == 0
+
+
+def test_the_first_of_several_errors_in_the_order_of_the_images_is_told(dataset: Dataset) -> None:
+    later = threading.Event()
+
+    def failing(file: str) -> None:
+        if file.endswith("009.png"):
+            later.set()
+            raise DatasetError("planted: the later image")
+        if file.endswith("004.png"):
+            later.wait(WAIT)
+            time.sleep(0.02)
+            raise DatasetError("planted: the earlier image")
+
+    broken = replace(dataset, reader=Reading(dataset, failing))
+    results = evaluate_chunks([FakeSession(), FakeSession()], broken, CENTER, chunks_of(dataset.samples, 3), 3, 3)
+    assert until_it_fails(results, DatasetError, "earlier") == 1
+
+
+def test_nothing_behind_an_error_is_computed_any_more_while_the_portions_before_it_are(dataset: Dataset) -> None:
+    gate = threading.Event()
+
+    def failing(file: str) -> None:
+        if file.endswith("003.png"):  # of the second portion
+            threading.Timer(0.2, gate.set).start()
+            raise DatasetError("planted")
+
+    class Gated(FakeSession):
+        def compute(self, staged: Any) -> Outputs:
+            assert gate.wait(WAIT)
+            return super().compute(staged)
+
+    sessions = [Gated(), Gated()]
+    broken = replace(dataset, reader=Reading(dataset, failing))
+    results = evaluate_chunks(sessions, broken, CENTER, chunks_of(dataset.samples, 3), 3, 1)
+    assert until_it_fails(results, DatasetError, "planted") == 1
+    assert len(sessions[0].calls) + len(sessions[1].calls) == 1
+
+
+def test_scores_that_are_no_numbers_name_the_file(dataset: Dataset) -> None:
+    class Broken(FakeSession):
+        def compute(self, staged: Any) -> Outputs:
+            outputs = super().compute(staged)
+            if len(self.calls) == 2:
+                outputs.scores[-1] = np.nan
+            return outputs
+
+    results = evaluate_chunks([Broken()], dataset, CENTER, chunks_of(dataset.samples, 8), 8, 2)
+    assert until_it_fails(results, ContractError, r"015\.png: .*no numbers") == 1
+
+
+def test_a_session_with_little_room_ends_too_when_all_of_it_is_taken(dataset: Dataset) -> None:
+    """As a GPU, whose `stage` waits until a batch is computed or dropped; here there is room for two."""
+    slots, stuck = threading.Semaphore(2), threading.Event()
+
+    class Staged:
+        def __init__(self, arrays: Any) -> None:
+            self.arrays = arrays
+            self.free = weakref.finalize(self, slots.release)
+
+    class Narrow(FakeSession):
+        def stage(self, images: np.ndarray, sizes: np.ndarray) -> Any:
+            if not slots.acquire(timeout=WAIT):
+                stuck.set()
+            return Staged(super().stage(images, sizes))
+
+        def compute(self, staged: Any) -> Outputs:
+            outputs = super().compute(staged.arrays)
+            staged.free()
+            time.sleep(0.005)  # in which the other thread fills all room
+            return outputs
+
+    for taken in range(4):
+        results = evaluate_chunks([Narrow()], dataset, TWO_SCALES, chunks_of(dataset.samples, 10), 10, 2)
+        for _ in range(taken):
+            next(results)
+        results.close()
+    assert len(list(evaluate_chunks([Narrow()], dataset, TWO_SCALES, chunks_of(dataset.samples, 30), 10, 2))) == 2
+    assert not stuck.is_set()
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3])
+def test_a_generator_that_is_closed_computes_no_more(dataset: Dataset, taken: int) -> None:
+    session = FakeSession()
+    results = evaluate_chunks([session], dataset, TWO_SCALES, chunks_of(dataset.samples, 5), 5, 2)
+    for _ in range(taken):
+        next(results)
+    results.close()
+    calls = len(session.calls)
+    time.sleep(0.02)
+    assert len(session.calls) == calls
+    assert taken or not calls
+
+
+def test_ctrl_c_ends_everything_though_the_session_and_the_threads_are_busy(dataset: Dataset) -> None:
+    busy = threading.Event()
+
+    class Busy(FakeSession):
+        def compute(self, staged: Any) -> Outputs:
+            busy.set()
+            time.sleep(0.1)
+            return super().compute(staged)
+
+    def interrupting() -> None:
+        assert busy.wait(WAIT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    session = Busy()
+    another = threading.Thread(target=interrupting)
+    another.start()
+    with pytest.raises(KeyboardInterrupt):
+        list(evaluate_chunks([session], dataset, TWO_SCALES, [dataset.samples], 10, 2))
+    another.join()
+    assert len(session.calls) == 1
+
+
+def test_a_consumer_that_fails_leaves_no_thread(dataset: Dataset) -> None:
+    with suppress(ZeroDivisionError):
+        for _ in evaluate_chunks([FakeSession()], dataset, CENTER, chunks_of(dataset.samples, 5), 5, 2):
+            raise ZeroDivisionError
+
+
+def test_no_chunks_are_no_work(dataset: Dataset) -> None:
+    assert list(evaluate_chunks([FakeSession()], dataset, CENTER, [], 5, 2)) == []
+
+
+@pytest.mark.parametrize("sessions", [1, 2])
+@pytest.mark.parametrize("image", [0, 12, 31])
+def test_a_machine_without_another_thread_is_told_and_not_waited_for(
+    dataset: Dataset, sessions: int, image: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images of the first portions are handed to the pool by the caller, later ones by the threads that pack."""
+    submit, handed = ThreadPoolExecutor.submit, count()
+
+    def failing(pool: ThreadPoolExecutor, *arguments: Any) -> Any:
+        if next(handed) == image:
+            raise RuntimeError("can't start new thread")
+        return submit(pool, *arguments)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", failing)
+    fakes = [FakeSession() for _ in range(sessions)]
+    results = evaluate_chunks(fakes, dataset, CENTER, chunks_of(dataset.samples, 5), 5, 2)
+    assert until_it_fails(results, RuntimeError, "new thread") == image // 5
+
+
+@pytest.mark.parametrize("where", ["stage", "compute"])
+def test_a_thread_that_fails_between_two_portions_is_told_and_not_waited_for(
+    dataset: Dataset, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    methods = {"stage": "_next_portion", "compute": "_next_batch"}
+    working, calls = getattr(Pipeline, methods[where]), count()
+
+    def failing(pipeline: Pipeline, *arguments: Any) -> Any:
+        if next(calls) == 2:
+            raise MemoryError("planted")
+        return working(pipeline, *arguments)
+
+    monkeypatch.setattr(Pipeline, methods[where], failing)
+    results = evaluate_chunks([FakeSession()], dataset, CENTER, chunks_of(dataset.samples, 5), 5, 2)
+    assert until_it_fails(results, MemoryError, "planted") <= 2

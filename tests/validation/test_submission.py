@@ -1,0 +1,325 @@
+"""The file for the ILSVRC server, line by line against a plain reading of the format, and its checker."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from prelunet.evaluator.cli import run as prelunet
+from prelunet.evaluator.errors import CheckFailed, RunFolderError, UsageError
+from prelunet.evaluator.validation import submission
+from prelunet.evaluator.validation.ensemble import ensemble
+from prelunet.evaluator.validation.run import read_run
+from prelunet.evaluator.validation.submission import check_submission, write_submission
+from tests.reporting.scored_runs import best_first, changed_info, random_scores, write_scored_run
+
+IMAGES = 40
+CLASSES = [{"wnid": f"n0{index}440764", "name": f"class {index}"} for index in range(7)]
+IDS = {CLASSES[index]["wnid"]: number for index, number in enumerate((7, 1000, 3, 12, 1, 999, 450))}
+FILES = [f"{'ba'[index % 2]}{index % 3}/ILSVRC2012_test_{index * 37 % IMAGES + 1:08}.JPEG" for index in range(IMAGES)]
+
+
+def scored_run(folder: Path, *, refused: Sequence[int] = (), labelled: bool = False, seed: int = 0) -> Path:
+    """Write a run of images whose names have not the order of their paths."""
+    order = sorted(range(IMAGES), key=lambda index: FILES[index])
+    labels = [index % 7 if labelled else None for index in range(IMAGES)]
+    return write_scored_run(
+        folder,
+        random_scores(seed, IMAGES),
+        labels,
+        files=[FILES[index] for index in order],
+        refusals=dict.fromkeys(refused, "truncated"),
+        classes=CLASSES,
+        model={"file": f"m{seed}.onnx", "sha256": f"{seed}" * 64},
+    )
+
+
+def expected_lines(scores: np.ndarray, refused: Sequence[int] = ()) -> list[str]:
+    """Say in the plainest way what the file should be. scores: in the order of the paths."""
+    lines = {}
+    for place, file in enumerate(sorted(FILES)):
+        best = [IDS[CLASSES[index]["wnid"]] for index in best_first(scores[place])[:5]]
+        lines[file.split("/")[1]] = "1 2 3 4 5" if place in refused else " ".join(str(number) for number in best)
+    return [lines[name] for name in sorted(lines)]
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "submission.txt"
+
+
+@pytest.mark.parametrize("labelled", [False, True])
+def test_each_image_has_its_five_ids_in_the_order_of_the_file_names(tmp_path: Path, out: Path, labelled: bool) -> None:
+    assert sorted(FILES) != sorted(FILES, key=lambda file: file.split("/")[1])
+    run = read_run(scored_run(tmp_path / "run", labelled=labelled))
+    assert write_submission(run, IDS, out) == 0
+    assert out.read_bytes() == "".join(line + "\n" for line in expected_lines(random_scores(0, IMAGES))).encode()
+    assert check_submission(out, IMAGES) == IMAGES
+
+
+def test_an_ensemble_is_submitted_like_a_run(tmp_path: Path, out: Path) -> None:
+    folders = [scored_run(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+    found = ensemble(folders, tmp_path / "e")
+    write_submission(found.run, IDS, out)
+    assert out.read_text().splitlines() == expected_lines(np.load(tmp_path / "e" / "scores.f32.npy"))
+
+
+def test_a_refused_image_stops_the_submission_unless_a_placeholder_is_asked_for(tmp_path: Path, out: Path) -> None:
+    run = read_run(scored_run(tmp_path / "run", refused=[5, 30]))
+    with pytest.raises(RunFolderError, match=r"2 images were refused \(.*: truncated\).*--allow-refused"):
+        write_submission(run, IDS, out)
+    assert not out.exists()
+    assert write_submission(run, IDS, out, allow_refused=True) == 2
+    assert out.read_text().splitlines() == expected_lines(random_scores(0, IMAGES), refused=[5, 30])
+
+
+def test_images_of_the_same_name_in_two_folders_are_refused(tmp_path: Path, out: Path) -> None:
+    files = ["a/1.png", "a/2.png", "b/2.png"]
+    run = read_run(write_scored_run(tmp_path / "run", random_scores(0, 3), [None] * 3, files=files, classes=CLASSES))
+    with pytest.raises(RunFolderError, match=r"a/2\.png and b/2\.png have the same name"):
+        write_submission(run, IDS, out)
+    assert not out.exists()
+
+
+def test_a_class_without_a_devkit_id_is_refused_by_its_wnid(tmp_path: Path, out: Path) -> None:
+    run = read_run(scored_run(tmp_path / "run"))
+    for unknown in (CLASSES[:1], CLASSES[2:]):
+        known = {
+            wnid: number for wnid, number in IDS.items() if {"wnid": wnid} not in [{"wnid": c["wnid"]} for c in unknown]
+        }
+        with pytest.raises(UsageError, match=rf"{len(unknown)} of the model's 7 classes .* \({unknown[0]['wnid']}"):
+            write_submission(run, known, out)
+    assert not out.exists()
+
+
+def test_a_model_of_four_classes_has_no_five_guesses(tmp_path: Path, out: Path) -> None:
+    folder = write_scored_run(tmp_path / "run", np.full((3, 4), 0.25, np.float32), [None] * 3, classes=CLASSES[:4])
+    with pytest.raises(UsageError, match="knows 4 classes, but a line has 5"):
+        write_submission(read_run(folder), IDS, out)
+
+
+def test_a_part_of_the_dataset_is_no_submission(tmp_path: Path, out: Path) -> None:
+    folder = scored_run(tmp_path / "run")
+    changed_info(folder, "dataset", "selection", value="the first 40")
+    with pytest.raises(RunFolderError, match=r"part of the dataset \(the first 40\)"):
+        write_submission(read_run(folder), IDS, out)
+    changed_info(folder, "dataset", "selection", value=None)
+    changed_info(folder, "shard", value={"number": 1, "of": 1})
+    with pytest.raises(RunFolderError, match=r"run: shard 1 of 1, not a whole run.*prelunet merge"):
+        write_submission(read_run(folder), IDS, out)
+
+
+@pytest.mark.parametrize(("strange", "fault"), [(1001, "id 1001, but"), (0, "id 0, but"), (3, "same id, 3")])
+def test_ids_out_of_range_or_doubled_are_refused_by_their_file_and_an_old_file_stays(
+    tmp_path: Path, out: Path, strange: int, fault: str
+) -> None:
+    run = read_run(scored_run(tmp_path / "run"))
+    out.write_bytes(GOOD)
+    ids = {**IDS, CLASSES[6]["wnid"]: strange}
+    with pytest.raises(UsageError, match=rf"ids\.txt: gives .*n06440764 the {fault}"):
+        write_submission(run, ids, out, ids_from=tmp_path / "ids.txt")
+    assert out.read_bytes() == GOOD
+
+
+def test_a_file_that_does_not_pass_the_check_replaces_none(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out.write_bytes(GOOD)
+    run = read_run(scored_run(tmp_path / "run", refused=[4]))
+    monkeypatch.setattr(submission, "PLACEHOLDER", (1, 2, 3, 4))
+    with pytest.raises(CheckFailed, match="has 4 ids"):
+        write_submission(run, IDS, out, allow_refused=True)
+    assert out.read_bytes() == GOOD
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "submission.txt"]
+
+
+@pytest.mark.parametrize("name", ["predictions.jsonl", "run.json", "submission.txt", "report/submission.txt"])
+@pytest.mark.parametrize("link", [False, True])
+def test_nothing_is_written_into_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, link: bool
+) -> None:
+    folder, other = scored_run(tmp_path / "run"), scored_run(tmp_path / "other", seed=1)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for target in (folder, other):
+        (target / "report").mkdir()
+        place = tmp_path / f"to-{target.name}"
+        place.symlink_to(target)
+        path = (place if link else target) / name
+        kit = mapping(tmp_path / "kit")
+        assert prelunet(["submission", str(folder), "-o", str(path), "--devkit", str(kit)]) == 2
+        assert f"{path}: lies in" in capsys.readouterr().err
+    assert before.items() <= {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}.items()
+    assert not list(tmp_path.rglob("submission.txt"))
+
+
+def test_the_devkit_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, kit = scored_run(tmp_path / "run"), tmp_path / "kit"
+    table = mapping(kit / "data")
+    before = table.read_bytes()
+    for devkit in (kit, kit / "data", table):
+        assert prelunet(["submission", str(folder), "-o", str(table), "--devkit", str(devkit)]) == 2
+        assert f"{table}: a file of the development kit" in capsys.readouterr().err
+    assert table.read_bytes() == before
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_only_a_regular_file_is_checked(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / kind
+    path.mkdir() if kind == "folder" else os.mkfifo(path)
+    with pytest.raises(UsageError, match=r"cannot be read \(not a regular file\)"):
+        check_submission(path)
+
+
+def test_a_line_without_end_is_not_read_to_its_end(out: Path) -> None:
+    out.write_bytes(GOOD + b"1" * 200_000 + b"\n" + GOOD * 3)
+    with pytest.raises(CheckFailed, match=r"(?s)line 2: has no end.*not read: line 2 has more than 65,536") as caught:
+        check_submission(out, 5)
+    assert "lines for 5 images" not in str(caught.value)
+
+
+GOOD = b"1 2 3 4 5\n"
+FAULTS: list[tuple[bytes, str]] = [
+    (b"1 2 3 4\n", "line 2: has 4 ids"),
+    (b"1 2 3 4 5 6\n", "line 2: has 6 ids"),
+    (b"0 2 3 4 5\n", "line 2: has '0', which is no devkit id; ids are 1 to 1000"),
+    (b"1 2 3 4 1001\n", "line 2: has '1001', which is no"),
+    (b"1 2 3 4 12345678901234567890\n", "line 2: has '12345678901234567890', which is no"),
+    (b"01 2 3 4 5\n", "line 2: has '01', which is no"),
+    (b"1 2 3 4 -5\n", "line 2: has '-5', which is no"),
+    (b"1 2 3 4 5.0\n", "line 2: has '5.0', which is no"),
+    (b"n01440764 2 3 4 5\n", "line 2: has 'n01440764', which is no"),
+    ("1 2 3 4 ٥\n".encode(), "line 2: has .*, which is no"),
+    (b"1,2,3,4,5\n", "line 2: has '1,2,3,4,5', which is no"),
+    (b"1 2 3 4 3\n", "line 2: has an id twice"),
+    (b"1 2 3 4 5 \n", "line 2: has tabs or blanks that are too many"),
+    (b" 1 2 3 4 5\n", "line 2: has tabs or blanks that are too many"),
+    (b"1  2 3 4 5\n", "line 2: has tabs or blanks that are too many"),
+    (b"1\t2 3 4 5\n", "line 2: has tabs or blanks that are too many"),
+    (b"1 2 3 4 5\r\n", "line 2: ends as on Windows"),
+    (b"\n", "line 2: is blank"),
+    (b"  \n", "line 2: is blank"),
+    (b"\xff\xfe\n", r"line 2: has '.*xff.*', which is no"),
+    (b"1 " * 10_000 + b"\n", "line 2: has no end, or is too long"),
+]
+
+
+@pytest.mark.parametrize(("line", "fault"), FAULTS)
+def test_a_faulty_line_is_named_with_its_number_and_the_mend(out: Path, line: bytes, fault: str) -> None:
+    out.write_bytes(GOOD + line + GOOD)
+    with pytest.raises(CheckFailed, match=fault) as caught:
+        check_submission(out)
+    assert str(caught.value).count("\n") == 1  # the lines around it are right
+
+
+def test_a_last_line_that_was_cut_off_is_named(out: Path) -> None:
+    for cut in (GOOD[:-1], GOOD[:-2], b"1"):
+        with pytest.raises(CheckFailed, match="line 3: has no end"):
+            check_submission_of(out, GOOD + GOOD + cut)
+
+
+def check_submission_of(path: Path, content: bytes, images: int | None = None) -> int:
+    path.write_bytes(content)
+    return check_submission(path, images)
+
+
+def test_the_limits_are_inside(out: Path) -> None:
+    assert check_submission_of(out, b"1 1000 999 500 10\n" * 3) == 3
+    assert check_submission_of(out, b"1000 999 998 997 996\n", 1) == 1
+
+
+def test_the_number_of_lines_is_that_of_the_images(out: Path) -> None:
+    with pytest.raises(CheckFailed, match="3 lines for 4 images"):
+        check_submission_of(out, GOOD * 3, 4)
+    with pytest.raises(CheckFailed, match="3 lines for 2 images"):
+        check_submission_of(out, GOOD * 3, 2)
+    with pytest.raises(CheckFailed, match="empty"):
+        check_submission_of(out, b"")
+
+
+def test_of_many_faults_the_first_are_told_and_how_many_more_there_are(out: Path) -> None:
+    with pytest.raises(CheckFailed) as caught:
+        check_submission_of(out, GOOD + b"1 1 2 3 4\n" * 20)
+    told = str(caught.value)
+    assert "line 2:" in told
+    assert "line 6:" in told
+    assert "line 7:" not in told
+    assert "... and 15 more" in told
+
+
+def test_a_file_that_is_not_there_cannot_be_checked(tmp_path: Path) -> None:
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(UsageError, match="cannot be read"):
+            check_submission(path)
+
+
+def mapping(folder: Path) -> Path:
+    """Write a text mapping, each line an id and its wnid."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "synsets.txt"
+    path.write_text("".join(f"{number} {wnid}\n" for wnid, number in IDS.items()))
+    return path
+
+
+def test_the_verb_writes_checks_and_says_so(tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = scored_run(tmp_path / "run", refused=[2])
+    command = ["submission", str(folder), "-o", str(out), "--devkit", str(mapping(tmp_path))]
+    assert prelunet(command) == 2
+    assert "--allow-refused" in capsys.readouterr().err
+    assert prelunet([*command, "--allow-refused"]) == 0
+    told = capsys.readouterr()
+    assert "OK, 40 lines of 5 devkit ids" in told.out
+    assert "1 images were refused and have the line '1 2 3 4 5'" in told.err
+    assert "100,000 images, this run 40" in told.err
+    assert out.read_text().splitlines() == expected_lines(random_scores(0, IMAGES), refused=[2])
+    assert prelunet(["submission", "--check", str(out), "--images", "40"]) == 0
+    assert "OK, 40 lines" in capsys.readouterr().out
+    assert prelunet(["submission", "--check", str(out), "--images", "100000"]) == 6
+    assert "40 lines for 100,000 images" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["RUN"],
+        ["RUN", "-o", "FILE"],
+        ["RUN", "--devkit", "KIT"],
+        ["-o", "FILE", "--devkit", "KIT"],
+        ["RUN", "-o", "FILE", "--devkit", "KIT", "--images", "40"],
+        ["RUN", "--check", "FILE"],
+        ["--check", "FILE", "--devkit", "KIT"],
+        ["--check", "FILE", "--allow-refused"],
+    ],
+)
+def test_the_verb_refuses_options_that_do_not_go_together(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert prelunet(["submission", *arguments]) == 2
+    assert "--check" in capsys.readouterr().err
+
+
+def test_the_devkits_own_table_tells_the_ids_of_the_classes(tmp_path: Path, out: Path) -> None:
+    from scipy.io import savemat
+
+    fields = [("ILSVRC2012_ID", "O"), ("WNID", "O"), ("words", "O"), ("num_children", "O")]
+    ancestor = [(1001, "n00001740", "entity", 5)]
+    rows = [(number, wnid, "words", 0) for wnid, number in IDS.items()] + ancestor
+    (tmp_path / "data").mkdir()
+    savemat(tmp_path / "data" / "meta.mat", {"synsets": np.array(rows, dtype=fields).reshape(-1, 1)})
+    folder = scored_run(tmp_path / "run")
+    for devkit in (tmp_path, tmp_path / "data", tmp_path / "data" / "meta.mat"):
+        out.unlink(missing_ok=True)
+        assert prelunet(["submission", str(folder), "-o", str(out), "--devkit", str(devkit)]) == 0
+        assert out.read_text().splitlines() == expected_lines(random_scores(0, IMAGES))
+
+
+def test_a_devkit_that_is_none_is_refused(tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = scored_run(tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "meta.mat").write_bytes(b"no matlab")
+    (tmp_path / "sorted.txt").write_text("".join(f"{entry['wnid']}\n" for entry in CLASSES))
+    for name in ("none", "empty", "meta.mat", "sorted.txt"):
+        assert prelunet(["submission", str(folder), "-o", str(out), "--devkit", str(tmp_path / name)]) == 2
+        assert str(tmp_path / name) in capsys.readouterr().err
+    assert not out.exists()

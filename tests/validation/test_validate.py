@@ -1,0 +1,362 @@
+"""Validation of a whole dataset: the same numbers as image by image, killed or not, and `prelunet validate`."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from prelunet.evaluator.cli import run
+from prelunet.evaluator.datasets.dataset import Dataset
+from prelunet.evaluator.datasets.open import open_dataset
+from prelunet.evaluator.engine.classify import classify_images
+from prelunet.evaluator.engine.memory import portion_within
+from prelunet.evaluator.engine.session import Outputs
+from prelunet.evaluator.errors import ContractError, DatasetError, EnvironmentFault, Interrupted, RunFolderError
+from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.imaging.views import make_views
+from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.reporting.statistics import wilson_interval
+from prelunet.evaluator.validation.run import CHUNK, read_run
+from prelunet.evaluator.validation.writer import scores_header
+from tests.conftest import Exported
+from tests.helpers.fakes import FakeSession, fake_contract, validated
+
+RESULT = ("run.json", "predictions.jsonl", "scores.f32.npy")
+CLASSES = [entry.wnid for entry in fake_contract().classes]
+CENTER = make_protocol("center", fake_contract())
+MULTI_SCALE = make_protocol("multi-scale", fake_contract())
+IMAGES = 150  # two whole chunks and a part
+BAD = {f"{CLASSES[0]}/007.png": b"no image", f"{CLASSES[3]}/100.png": b"\x89PNG\r\n\x1a\n" + b"\0" * 9}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Lay out 150 images of 12 sizes in the folders of five of the model's six classes; two are damaged."""
+    folder = tmp_path_factory.mktemp("data") / "val"
+    rng = np.random.default_rng(5)
+    for index in range(IMAGES):
+        path = folder / CLASSES[(0, 1, 2, 3, 5)[index * 5 // IMAGES]] / f"{index:03}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        size = (29 + index % 4 * 9, 30 + index % 3 * 13)
+        Image.fromarray(rng.integers(0, 256, (*size, 3), np.uint8)).resize((size[1] * 2, size[0] * 2)).save(path)
+    for name, damaged in BAD.items():
+        assert (folder / name).exists()
+        (folder / name).write_bytes(damaged)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dataset(data: Path) -> Dataset:
+    return open_dataset(data, split="val", class_names=CLASSES)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("runs") / "undisturbed"
+    validated(FakeSession(), dataset, CENTER, folder)
+    return contents(folder)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in RESULT}
+
+
+def log_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def executed(folder: Path) -> list[object]:
+    return [line["index"] for line in log_of(folder) if line["event"] == "chunk"]
+
+
+def test_a_run_says_of_every_image_what_the_model_says_of_it_alone(dataset: Dataset, tmp_path: Path) -> None:
+    session = FakeSession()
+    found = validated(session, dataset, MULTI_SCALE, tmp_path / "run")
+    scores = np.load(tmp_path / "run" / "scores.f32.npy")
+    assert scores.shape == (IMAGES, 6)
+    assert [p.file for p in found.predictions] == sorted(sample.file for sample in dataset.samples)
+    for sample, prediction, row in zip(dataset.samples, found.predictions, scores, strict=True):
+        assert (prediction.file, prediction.label) == (sample.file, CLASSES.index(sample.file.split("/")[0]))
+        if sample.file in BAD:
+            assert prediction.refused is not None
+            assert np.isnan(row).all()
+            continue
+        (alone,) = classify_images(session, [decode_rgb(dataset.read(sample))], MULTI_SCALE)
+        np.testing.assert_array_equal(row, alone.scores)
+        assert [(index, np.float32(score)) for index, score in prediction.top] == alone.top(5)
+        assert prediction.rank == alone.rank(sample.label)
+        assert list(prediction.view_ranks) == alone.view_ranks(sample.label)
+
+
+def test_a_refused_image_is_recorded_with_the_reason_and_its_neighbours_are_evaluated(
+    undisturbed: dict[str, bytes],
+) -> None:
+    lines = [json.loads(line) for line in undisturbed["predictions.jsonl"].splitlines()]
+    refused = {line["file"]: line["refused"] for line in lines if "refused" in line}
+    assert set(refused) == set(BAD)
+    assert "no image" in refused[f"{CLASSES[0]}/007.png"]
+    assert len(lines) == IMAGES
+
+
+def test_the_log_tells_the_start_the_place_of_the_data_and_each_chunk(dataset: Dataset, tmp_path: Path) -> None:
+    validated(FakeSession(), dataset, CENTER, tmp_path)
+    start, *chunks = log_of(tmp_path)
+    assert (start["event"], start["done"], start["device"]) == ("start", 0, "CPUExecutionProvider")
+    assert start["dataset"] == str(dataset.location.resolve())
+    assert [(line["index"], line["images"]) for line in chunks] == [(0, 64), (1, 64), (2, 22)]
+    assert sum(line["prepared"] for line in chunks) == IMAGES
+    assert (sum(line["views"] for line in chunks), sum(line["batches"] for line in chunks)) == (IMAGES - len(BAD), 3)
+    assert all(0 <= seconds < 60 for line in chunks for seconds in line["stages"].values())
+    assert {"compute", "write"} <= set(chunks[0]["stages"])
+
+
+def test_a_finished_run_is_said_to_be_finished_and_nothing_is_done(dataset: Dataset, tmp_path: Path) -> None:
+    validated(FakeSession(), dataset, CENTER, tmp_path)
+    before, log, said, session = contents(tmp_path), log_of(tmp_path), [], FakeSession()
+    validated(session, dataset, CENTER, tmp_path, announce=said.append)
+    assert (contents(tmp_path), log_of(tmp_path), session.calls) == (before, log, [])
+    assert "finished already" in said[0]
+
+
+class Stopping(FakeSession):
+    """A session that fails after so many calls."""
+
+    def __init__(self, calls: int, error: BaseException):
+        super().__init__()
+        self._left = calls
+        self._error = error
+
+    def compute(self, staged: Any) -> Outputs:
+        self._left -= 1
+        if self._left < 0:
+            raise self._error
+        return super().compute(staged)
+
+
+def test_ctrl_c_keeps_whole_chunks_and_the_same_command_goes_on(
+    dataset: Dataset, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
+    session = Stopping(1, KeyboardInterrupt())  # in the second of three chunks: crops of one size are one call
+    with pytest.raises(Interrupted, match=r"64 of 150 images are done\. The same command goes on"):
+        validated(session, dataset, CENTER, tmp_path / "run")
+    said: list[str] = []
+    validated(FakeSession(), dataset, CENTER, tmp_path / "run", announce=said.append)
+    assert "going on after 64 of 150" in said[0]
+    assert contents(tmp_path / "run") == undisturbed
+    assert executed(tmp_path / "run") == [0, 1, 2]
+    assert [line["event"] for line in log_of(tmp_path / "run")] == ["start", "chunk", "resume", "chunk", "chunk"]
+
+
+@pytest.mark.parametrize(
+    ("name", "images"),
+    [("center", 64), ("ten-crop", 64), ("multi-scale", 64), ("spp-net", 32), ("resnet", 32), ("dense-2000", 8)],
+)
+def test_a_chunk_is_prepared_in_parts_that_fit_into_memory_even_if_all_images_are_elongated(
+    name: str, images: int
+) -> None:
+    contract = fake_contract(crop=224, window=56, default_scales=(256, 384, 480), max_side=8000)
+    protocol = make_protocol(name, contract)
+    assert portion_within(protocol, CHUNK, None) == images
+    views = make_views(np.zeros((100, 400, 3), np.uint8), protocol)
+    kept = {id(view.image if view.image.base is None else view.image.base): view.image.nbytes for view in views}
+    assert images * sum(kept.values()) <= 3 * 2**27
+    assert images == CHUNK or 2 * images * sum(kept.values()) > 3 * 2**27, "the portions are needlessly small"
+
+
+def test_a_chunk_in_parts_gives_the_same_lines_and_scores(
+    dataset: Dataset, tmp_path: Path, undisturbed: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "prelunet.evaluator.engine.memory.PORTION_BYTES", 10 * 3 * 28 * 28
+    )  # of crops of 28: 7 portions, of 10
+    found = validated(FakeSession(), dataset, CENTER, tmp_path)
+    assert found.info.batching is not None
+    assert found.info.batching.images_together == 10
+    for name in ("predictions.jsonl", "scores.f32.npy"):
+        assert (tmp_path / name).read_bytes() == undisturbed[name]
+
+
+def test_a_line_of_the_log_that_a_crash_tore_does_not_swallow_the_next(dataset: Dataset, tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        validated(Stopping(1, KeyboardInterrupt()), dataset, CENTER, tmp_path)
+    (tmp_path / "log.jsonl").write_text('{"event": "chu')
+    validated(FakeSession(), dataset, CENTER, tmp_path)
+    torn, resumed, *_ = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert torn == '{"event": "chu'
+    assert json.loads(resumed)["event"] == "resume"
+
+
+def test_nan_stops_the_run_and_names_the_file(dataset: Dataset, tmp_path: Path) -> None:
+    class Broken(FakeSession):
+        def compute(self, staged: Any) -> Outputs:
+            outputs = super().compute(staged)
+            outputs.scores[-1] = np.nan
+            return outputs
+
+    with pytest.raises(ContractError, match=rf"{CLASSES[2]}/063\.png: .*no numbers"):
+        validated(Broken(), dataset, CENTER, tmp_path)
+    assert (tmp_path / "predictions.jsonl").read_bytes() == b""
+
+
+@pytest.mark.parametrize("label", [-2, 6])
+def test_a_sample_whose_class_the_model_does_not_have_is_refused_before_anything_is_written(
+    dataset: Dataset, tmp_path: Path, label: int
+) -> None:
+    samples = [*dataset.samples]
+    samples[3] = replace(samples[3], label=label)
+    with pytest.raises(DatasetError, match=rf"label of {samples[3].file} \({label}\) is none of the model's 6"):
+        validated(FakeSession(), replace(dataset, samples=samples), CENTER, tmp_path / "run")
+    with pytest.raises(DatasetError, match="no images"):
+        validated(FakeSession(), replace(dataset, samples=[]), CENTER, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_model_in_the_folder_is_refused_and_fresh_replaces_it(
+    dataset: Dataset, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
+    validated(FakeSession(seed=1), dataset, CENTER, tmp_path)
+    with pytest.raises(RunFolderError, match=r"model\.sha256: \w{64} in the folder, \w{64} now"):
+        validated(FakeSession(), dataset, CENTER, tmp_path)
+    validated(FakeSession(), dataset, CENTER, tmp_path, fresh=True)
+    assert contents(tmp_path) == undisturbed
+    assert executed(tmp_path) == [0, 1, 2]
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.floats(0, 1), st.floats(0, 1))
+@example(1.0, 1.0)  # whole already: nothing is done, so nothing is logged
+def test_cut_anywhere_a_run_ends_in_the_same_bytes_and_whole_chunks_are_not_done_again(
+    dataset: Dataset, tmp_path: Path, undisturbed: dict[str, bytes], lines_kept: float, scores_kept: float
+) -> None:
+    folder = tmp_path / "cut"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    lines, scores = undisturbed["predictions.jsonl"], undisturbed["scores.f32.npy"]
+    lines, scores = lines[: round(lines_kept * len(lines))], scores[: round(scores_kept * len(scores))]
+    (folder / "run.json").write_bytes(undisturbed["run.json"])
+    (folder / "predictions.jsonl").write_bytes(lines)
+    (folder / "scores.f32.npy").write_bytes(scores)
+    whole = min(lines.count(b"\n"), max(0, len(scores) - len(scores_header(IMAGES, 6))) // 24)
+    validated(FakeSession(), dataset, CENTER, folder)
+    assert contents(folder) == undisturbed
+    if whole == IMAGES:
+        assert not (folder / "log.jsonl").exists()
+    else:
+        assert executed(folder) == list(range(whole // CHUNK, 3))
+
+
+# prelunet validate
+
+
+@pytest.fixture
+def command(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Give the command line with a model behind `open_sessions`."""
+    monkeypatch.setattr("prelunet.evaluator.verbs.validate.open_sessions", lambda *_: [FakeSession()])
+
+    def call(*more: str, protocol: str = "center", images: Path = data) -> int:
+        folder = tmp_path / "run"
+        options = ["--model", "dir/m.onnx", "--data", str(images), "--run", str(folder), "--protocol", protocol]
+        return run(["validate", *options, *more])
+
+    return call
+
+
+def test_the_last_line_tells_the_errors_with_their_intervals_and_counts(
+    command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(protocol="multi-scale") == 0
+    told = capsys.readouterr()
+    ranks = [p.rank for p in read_run(tmp_path / "run").predictions if p.refused is None]
+    top1, top5 = sum(rank > 1 for rank in ranks), sum(rank > 5 for rank in ranks)
+    (low1, high1), (low5, high5) = wilson_interval(top1, 148), wilson_interval(top5, 148)
+    assert told.out == (
+        f"demo, multi-scale, mirrored: top-1 {100 * top1 / 148:.2f} [{low1:.1f}, {high1:.1f}] "
+        f"top-5 {100 * top5 / 148:.2f} [{low5:.1f}, {high5:.1f}] %, 148 of 150 images\n"
+    )
+    for said in [
+        "demo on CPUExecutionProvider, fp32",
+        "150 images of 5 of the model's 6 classes",
+        "150/150 images",
+        "warning: 2 of 150 images were refused",
+        f"prelunet report {tmp_path / 'run'}",
+    ]:
+        assert said in told.err
+
+
+def test_json_holds_the_same_numbers(command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("--json") == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert (numbers["images"], numbers["evaluated"], numbers["refused"]) == (150, 148, 2)
+    assert numbers["top1_interval"][0] < numbers["top1_error"] < numbers["top1_interval"][1]
+
+
+def test_where_every_image_is_refused_no_error_is_told(
+    command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images = tmp_path / "images"
+    (images / CLASSES[2]).mkdir(parents=True)
+    (images / CLASSES[2] / "only.png").write_text("no image")
+    assert command(images=images) == 0
+    assert "no error can be told, 0 of 1 images" in capsys.readouterr().out
+
+
+def test_another_protocol_in_the_folder_exits_2_and_fresh_starts_anew(
+    command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command() == 0
+    assert command(protocol="dense-40") == 2
+    assert "protocol.name: center in the folder, dense-40 now" in capsys.readouterr().err
+    assert command("--fresh", protocol="dense-40") == 0
+
+
+def test_workers_without_a_cluster_exit_2(command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("--ray-workers", "3") == 2
+    assert "give --ray ADDRESS too" in capsys.readouterr().err
+
+
+def test_an_interrupted_validation_exits_4_and_a_full_disk_5(
+    command: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for error, code in [(KeyboardInterrupt(), 4), (EnvironmentFault("disk"), 5)]:
+        stopping = Stopping(1, error)
+        monkeypatch.setattr("prelunet.evaluator.verbs.validate.open_sessions", lambda *_, session=stopping: [session])
+        assert command() == code
+    told = capsys.readouterr().err
+    assert "64 of 150 images are done" in told
+    assert told.endswith("prelunet: disk\n")
+
+
+def test_a_class_folder_that_the_model_does_not_know_exits_2(
+    command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images = tmp_path / "images"
+    (images / "unknown").mkdir(parents=True)
+    (images / "unknown" / "a.png").write_text("")
+    assert command(images=images) == 2
+    assert "unknown" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_exported_model_validates_like_image_by_image(
+    exported: dict[str, Exported], data: Path, tmp_path: Path
+) -> None:
+    session = exported["demo-image"].session
+    wnids = [entry.wnid for entry in session.contract.classes]
+    for index in (0, 2):
+        shutil.copytree(data / CLASSES[index], tmp_path / "val" / wnids[index])
+    few = open_dataset(tmp_path, split="val", class_names=wnids)
+    protocol = make_protocol("dense-30", session.contract)
+    found = validated(session, few, protocol, tmp_path / "run")
+    scores = np.load(tmp_path / "run" / "scores.f32.npy")
+    for index in (0, 31, 59):
+        (alone,) = classify_images(session, [decode_rgb(few.read(few.samples[index]))], protocol)
+        np.testing.assert_allclose(scores[index], alone.scores, atol=1e-6)  # in a batch sums run over other zeros
+        assert found.predictions[index].rank == alone.rank(found.predictions[index].label)

@@ -1,0 +1,276 @@
+"""`prelunet doctor`: what is right is said to be right, and each thing that is wrong is found with its mend."""
+
+import json
+import resource
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from prelunet.evaluator.cli import run
+from prelunet.evaluator.contract import OUTPUTS
+from prelunet.evaluator.engine.runtimes import onnx as onnx_runtime
+from prelunet.evaluator.engine.runtimes import openvino
+from prelunet.evaluator.errors import EnvironmentFault
+from prelunet.evaluator.serving.server import Server
+from prelunet.evaluator.verbs import doctor_checks
+from prelunet.evaluator.verbs.doctor_checks import TRIAL_MODEL, Finding, examine_machine
+from tests.conftest import Exported, with_contract
+from tests.helpers.fakes import FakeSession
+from tests.serving.serving_harness import in_a_thread, running_server
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, dict[str, Any]], str]:
+    """Return the exit code, the findings by name, and what was said on stderr."""
+    code = run(["doctor", "--json", *options])
+    said = capsys.readouterr()
+    told = json.loads(said.out)
+    assert told["passed"] is (code == 0)
+    return code, {finding["name"]: finding for finding in told["findings"]}, said.err
+
+
+def found(name: str) -> Finding:
+    return next(finding for finding in examine_machine("127.0.0.1", 0) if finding.name == name)
+
+
+def test_a_machine_that_is_set_up_right_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    code, findings, said = doctor(capsys, "--port", "0")
+    assert (code, said) == (0, "")
+    assert {name for name, finding in findings.items() if finding["state"] == "wrong"} == set()
+    assert findings["device cpu"]["facts"] == {"precisions": ["fp32"]}
+    assert findings["versions"]["facts"]["numpy"] == np.__version__
+    assert findings["onnxruntime"]["facts"].keys() <= {"onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino"}
+    assert findings["memory"]["facts"]["bytes"] > 2**28
+    assert findings["processor"]["facts"]["usable"] >= 1
+
+
+def test_people_get_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "--port", "0"]) == 0
+    out = capsys.readouterr().out
+    for part in ("device cpu", "computes in fp32", "onnxruntime", "open files"):
+        assert part in out
+
+
+def trial_model() -> onnx.ModelProto:
+    """Write the trial model anew."""
+    weights = np.zeros((2, 3, 1, 1), np.float32)
+    weights[0, :, 0, 0] = [1 / 64, 0, -1 / 64]
+    weights[1, :, 0, 0] = [0, 1 / 64, 0]
+    node = helper.make_node
+    nodes = [
+        node("Cast", ["images"], ["f"], to=TensorProto.FLOAT),
+        node("Transpose", ["f"], ["t"], perm=[0, 3, 1, 2]),
+        node("Conv", ["t", "w"], ["c"], kernel_shape=[1, 1]),
+        node("GlobalAveragePool", ["c"], ["p"]),
+        node("Flatten", ["p"], ["logits"]),
+        node("Softmax", ["logits"], ["scores"], axis=-1),
+        node("Identity", ["sizes"], ["windows"]),
+        node("Unsqueeze", ["scores", "axes"], ["window_scores"]),
+    ]
+    shapes: dict[str, list[Any]] = {
+        "scores": ["N", 2], "logits": ["N", 2], "windows": ["N", 2], "window_scores": ["N", 1, 1, 2],
+    }  # fmt: skip
+    tensor = helper.make_tensor_value_info
+    kinds = {name: TensorProto.INT64 if name == "windows" else TensorProto.FLOAT for name in OUTPUTS}
+    graph = helper.make_graph(
+        nodes,
+        "trial",
+        [tensor("images", TensorProto.UINT8, ["N", "H", "W", 3]), tensor("sizes", TensorProto.INT64, ["N", 2])],
+        [tensor(name, kinds[name], shapes[name]) for name in OUTPUTS],
+        [numpy_helper.from_array(weights, "w"), numpy_helper.from_array(np.array([1, 2], np.int64), "axes")],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+
+
+def test_the_trial_model_is_the_one_that_its_comment_tells_of() -> None:
+    onnx.checker.check_model(trial_model(), full_check=True)
+    assert onnx.load_from_string(TRIAL_MODEL) == trial_model()
+
+
+def test_a_device_that_computes_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = onnx_runtime.OnnxRuntimeModel.compute
+
+    def slightly_off(model: Any, staged: Any) -> Any:
+        scores, *rest = compute(model, staged)
+        return [scores + 2e-5, *rest]
+
+    assert found("device cpu").state == "ok"
+    monkeypatch.setattr(onnx_runtime.OnnxRuntimeModel, "compute", slightly_off)
+    finding = found("device cpu")
+    assert finding.state == "wrong"
+    assert "off by 2.0e-05" in finding.mend
+
+
+def test_a_damaged_onnxruntime_is_found_and_everything_else_looked_at(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> Any:
+        raise EnvironmentFault("onnxruntime and onnxruntime-gpu are both installed. Keep one")
+
+    monkeypatch.setattr(onnx_runtime, "import_runtime", broken)
+    code, findings, said = doctor(capsys, "--port", "0")
+    assert code == 6
+    assert {name for name, finding in findings.items() if finding["state"] == "wrong"} == {"onnxruntime", "device cpu"}
+    assert "2 of 9 findings are wrong:" in said
+    assert "- onnxruntime: " in said
+    assert "Keep one" in said
+
+
+@pytest.mark.parametrize(
+    ("gpus", "knows", "failure", "state", "told"),
+    [
+        (0, False, "", "ok", "no GPU is visible"),
+        (0, True, "", "ok", "could use one"),
+        (2, False, "", "note", "knows no CUDA"),
+        (2, True, "", "ok", "2 compute: H100, H100"),
+        (2, True, "no cuDNN", "wrong", "2 of 2 do not compute"),
+    ],
+)
+def test_gpus_are_tried_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, knows: bool, failure: str, state: str, told: str
+) -> None:
+    def on_gpu(path: Path, *, gpu: int) -> tuple[Any, int]:
+        if failure:
+            raise EnvironmentFault(failure)
+        loaded = onnx_runtime.load_on_cpu(path)
+        loaded.packages = {"gpu": "H100"}
+        return loaded, 0
+
+    monkeypatch.setattr(doctor_checks, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(onnx_runtime, "knows_cuda", lambda: knows)
+    monkeypatch.setattr(onnx_runtime, "load_on_cuda", on_gpu)
+    finding = found("device cuda")
+    assert (finding.state, told in finding.told) == (state, True), finding
+    assert failure in finding.mend
+
+
+@pytest.mark.parametrize(("works", "told"), [(("fp32", "bf16"), "fp32 and bf16"), (("fp32",), "knows no bf16")])
+def test_openvino_tells_its_precisions(monkeypatch: pytest.MonkeyPatch, works: tuple[str, ...], told: str) -> None:
+    def load(path: Path, precision: str) -> Any:
+        if precision not in works:
+            raise EnvironmentFault("computes in f32 instead")
+        return onnx_runtime.load_on_cpu(path)
+
+    monkeypatch.setattr(openvino, "load", load)
+    finding = found("device openvino")
+    assert (finding.state, told in finding.told) == ("ok", True)
+
+
+def test_a_limit_of_open_files_below_the_connections_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (256, 1024))
+    finding = found("open files")
+    assert finding.state == "note"
+    assert "--max-connections 768 instead of 4096" in finding.mend, "a server needs files beside those of connections"
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (256, 256))
+    assert found("open files").mend == "raise it (ulimit -Hn)", "with no connection at all a server does not start"
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (256, 4096 + 255))
+    assert found("open files").state == "note"
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (256, 4096 + 256))
+    assert found("open files").state == "ok"
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (256, resource.RLIM_INFINITY))
+    assert found("open files").state == "ok"
+
+
+def test_a_port_that_somebody_has_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, findings, _ = doctor(capsys, "--port", str(port))
+    assert code == 0, "it may be our server"
+    assert findings["port"]["state"] == "note"
+    assert "--port" in findings["port"]["mend"]
+    assert doctor(capsys, "--port", str(port))[1]["port"]["state"] == "ok"
+
+
+def test_a_good_model_is_told_with_its_golden_images_and_the_memory_of_serving_it(
+    exported: dict[str, Exported], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = exported["demo-image"].path
+    code, findings, _ = doctor(capsys, "--model", str(path), "--device", "cpu", "--port", "0")
+    facts = findings["model"]["facts"]
+    assert (code, findings["model"]["state"]) == (0, "ok")
+    assert [deviation["passed"] for deviation in facts["deviations"]] == [True] * 3
+    assert facts["memory"] > 2**28, "the queue alone takes as much"
+
+
+def test_a_model_whose_scores_are_off_is_found(
+    exported: dict[str, Exported], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = exported["demo-image"]
+    first, *others = model.session.contract.golden
+    scores = (first.scores[0] + 1e-3, *first.scores[1:])
+    wrong = replace(model.session.contract, golden=(*others, replace(first, scores=scores)))
+    monkeypatch.setattr(doctor_checks, "open_placed", lambda *_, **__: with_contract(model.session, wrong))
+    code, findings, said = doctor(capsys, "--model", str(model.path), "--port", "0")
+    assert (code, findings["model"]["state"]) == (6, "wrong")
+    assert "golden images are off by 1.0e-03" in said
+    assert "do not trust" in said
+
+
+def test_a_file_that_is_no_model_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.onnx"
+    text.write_text("no model")
+    code, findings, said = doctor(capsys, "--model", str(text), "--device", "cpu", "--port", "0")
+    assert (code, findings["model"]["state"]) == (6, "wrong")
+    assert "not an ONNX model" in said
+
+
+def test_a_running_server_is_asked_for_health_models_and_time(capsys: pytest.CaptureFixture[str]) -> None:
+    with running_server(six=FakeSession(), seven=FakeSession(seed=1)) as server:
+        code, findings, _ = doctor(capsys, "--server", server.address, "--port", "0")
+    assert code == 0
+    assert findings["server"]["facts"]["health"] == "SERVING"
+    assert findings["server"]["facts"]["seconds"] > 0
+    assert findings["served models"]["facts"]["models"] == {
+        "six": FakeSession().model_sha256,
+        "seven": FakeSession(seed=1).model_sha256,
+    }
+
+
+def test_a_server_that_does_not_serve_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    @asynccontextmanager
+    async def loading() -> AsyncIterator[str]:
+        server = Server("127.0.0.1", 0)
+        await server.open()
+        yield server.address
+        await server.stop(0)
+
+    with in_a_thread(loading) as (address, _):
+        code, findings, said = doctor(capsys, "--server", address, "--port", "0")
+    assert (code, findings["server"]["facts"]["health"]) == (6, "NOT_SERVING")
+    assert "loading its models" in said
+    assert "served models" not in findings
+
+
+@pytest.mark.parametrize(
+    ("address", "told"), [("localhost", "needs a port"), ("http://a:1", "without http://, as a:1")]
+)
+def test_an_address_that_is_none_is_told_before_anything_is_looked_at(
+    capsys: pytest.CaptureFixture[str], address: str, told: str
+) -> None:
+    assert run(["doctor", "--server", address]) == 2
+    said = capsys.readouterr()
+    assert (said.out, told in said.err) == ("", True), said
+
+
+def test_people_read_what_is_wrong_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    assert run(["doctor", "--server", address, "--port", "0"]) == 6
+    said = capsys.readouterr()
+    assert said.err == "prelunet: 1 of 10 findings is wrong: server. The table says what to do\n"
+    assert "is it running there?" in " ".join(said.out.split())
+
+
+def test_a_server_that_is_not_there_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    code, findings, said = doctor(capsys, "--server", address, "--port", "0")
+    assert (code, findings["server"]["state"]) == (6, "wrong")
+    assert f"{address}: UNAVAILABLE" in said
