@@ -1,4 +1,4 @@
-"""benchmarks/gpu/run.py without a GPU: its rehearsal, in an environment that holds no more than the borrowed machine's."""
+"""benchmarks/gpu without a GPU: a rehearsal in an environment that holds no more than the borrowed machine's."""
 
 import importlib.metadata
 import json

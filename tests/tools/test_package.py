@@ -1,0 +1,38 @@
+"""The one import package `prelunet`; check_install.sh tries the installed wheel."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import prelunet
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(program: str, *flags: str) -> "subprocess.CompletedProcess[str]":
+    """Run a program in the root of the checkout, where our folders lie beside it."""
+    command = [sys.executable, *flags, "-c", program]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("folder", ["evaluator", "export", "training"])
+def test_a_folder_of_the_checkout_cannot_be_imported_beside_the_package(folder: str) -> None:
+    done = run(f"import {folder}")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == f"ImportError: import prelunet.{folder} instead of {folder}"
+
+
+def test_the_package_gives_the_clients_and_the_version_by_name() -> None:
+    done = run("from prelunet import AsyncClient, Client, __version__; print(AsyncClient, Client, __version__)", "-P")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{prelunet.AsyncClient} {prelunet.Client} {prelunet.__version__}\n"
+
+
+def test_importing_the_package_loads_no_library_and_a_wrong_name_is_an_attribute_error() -> None:
+    done = run("import sys; before = set(sys.modules); import prelunet; print(*set(sys.modules) - before)", "-P")
+    assert not {"grpc", "numpy", "prelunet.evaluator"} & set(done.stdout.split()), done.stdout
+    assert "prelunet" in done.stdout.split()
+    with pytest.raises(AttributeError, match="module 'prelunet' has no attribute 'Cleint'"):
+        _ = prelunet.Cleint
