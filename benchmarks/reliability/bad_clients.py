@@ -31,6 +31,7 @@ from tests.serving.api.raw_http2 import (
 )
 
 CLASSIFY = "/prelunet.v1.PreluNetService/Classify"
+STREAM = "/prelunet.v1.PreluNetService/ClassifyStream"
 KEEPALIVE = 1  # seconds of silence until the server pings; 20 more until it gives up
 GOOD_AFTERWARDS = 20
 GOOD_CALLS = 200  # without the bad clients, to compare with
@@ -83,9 +84,9 @@ def cases(stand: Stand) -> Iterator[Case]:
     stalled = stand.few(20, 3)
     yield Case(
         "messages that never come",
-        f"{stalled} connections with {ON_ONE} calls each that send no message, or the beginning of one, which is all "
-        "the calls that the server takes: they end when their time is over, good calls are answered afterwards, and "
-        "nothing is left of them",
+        f"{stalled} connections with {ON_ONE} calls each, a third of them streams, that send no message, or the "
+        "beginning of one, which is all the calls that the server takes: they end when their time is over, good calls "
+        "are answered afterwards, and nothing is left of them",
         {"connections": stalled, "calls": ON_ONE, "arrival": ARRIVAL},
         ARRIVAL + 15,
         lambda: asyncio.run(_stalled(stand, stalled)),
@@ -233,9 +234,9 @@ async def _stalled(stand: Stand, count: int) -> Json:
 
 
 def _begun(number: int) -> bytes:
-    """Return the frames that begin a call; every other one begins its message too."""
+    """Return the frames that begin a call, every third a stream; every other one begins its message too."""
     stream = 2 * number + 1
-    begin = frame(HEADERS, call_headers(CLASSIFY), flags=END_HEADERS, stream=stream)
+    begin = frame(HEADERS, call_headers(CLASSIFY if number % 3 else STREAM), flags=END_HEADERS, stream=stream)
     return begin + (frame(DATA, b"\0" + struct.pack(">I", 100_000) + b"\xff", stream=stream) if number % 2 else b"")
 
 

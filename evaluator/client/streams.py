@@ -175,8 +175,11 @@ class Many:
         """Take note that the stream ended with an error; raise it where the stream should not be taken up again.
 
         An image that has been sent as often as an image may be is not sent once more: it may be what breaks them all.
+        A server that ends a stream because it was idle for too long is no failure: the next image opens another.
         """
-        self._open_from = time.monotonic() + self.call.pause_after(failed)
+        timed_out = isinstance(self.call.failure_of(failed).error, DeadlinePassed)
+        if not timed_out or (self._deadline is not None and time.monotonic() >= self._deadline):
+            self._open_from = time.monotonic() + self.call.pause_after(failed)
         absent = self.call.failure_of(failed).absent
         for image in self._sent.values():
             if absent:  # no server has seen it

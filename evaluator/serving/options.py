@@ -76,8 +76,9 @@ class Limits:
     """What clients may do; times in seconds.
 
     image: of each encoded image; max_calls: in flight, of all clients, health and reflection apart; arrival: until the
-    message of a call has come; max_connections: open; max_streams: calls in flight on one connection; max_metadata:
-    bytes of a call's headers;
+    message of a call, or the first of a stream, has come; stream_idle_timeout: until the next message of a stream has
+    come, while none is in progress; max_connections: open; max_streams: calls in flight on one connection;
+    max_metadata: bytes of a call's headers;
     handshake_timeout: until a new connection has said that it speaks HTTP/2; keepalive: without a word from a client
     until it is asked whether it is there; keepalive_timeout: for its answer, else it is cut off; min_ping_interval:
     between a client's own pings, more often is cut off; max_connection_age: until a client has to connect anew, with
@@ -88,6 +89,7 @@ class Limits:
     image: DecodeLimits = field(default_factory=DecodeLimits)
     max_calls: int = 2048
     arrival: float = 60.0
+    stream_idle_timeout: float = 300.0
     max_connections: int = 4096
     max_streams: int = 256
     max_metadata: int = 2**14

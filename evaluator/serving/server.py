@@ -54,7 +54,7 @@ class Server:
         self._opened = False
         self._server = grpc.aio.server(
             handlers=[self._services],
-            interceptors=[ErrorsToStatus(self._calls, limits.arrival)],
+            interceptors=[ErrorsToStatus(self._calls, limits.arrival, limits.stream_idle_timeout)],
             options=channel_options(limits),
         )
         self._host = host

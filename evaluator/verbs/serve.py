@@ -81,6 +81,12 @@ def serve(
     handshake_timeout: Annotated[
         float, typer.Option(min=0.1, max=3600, help="Seconds in which a connection has to begin to speak HTTP/2.")
     ] = Limits.handshake_timeout,
+    stream_idle_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.1, max=_DAY, help="Seconds after which a stream ends that sends nothing, with no request in progress."
+        ),
+    ] = Limits.stream_idle_timeout,
     keepalive: Annotated[
         float, typer.Option(min=1, max=_DAY, help="Seconds of silence until a client is asked whether it is there.")
     ] = Limits.keepalive,
@@ -146,6 +152,7 @@ def serve(
             max_connections=max_connections,
             max_streams=max_streams,
             handshake_timeout=handshake_timeout,
+            stream_idle_timeout=stream_idle_timeout,
             keepalive=keepalive,
             max_connection_age=max_connection_age,
         ),

@@ -27,7 +27,7 @@ from prelunet.evaluator.errors import (
     UsageError,
 )
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from prelunet.evaluator.rpc.status import MAX_MESSAGE
+from prelunet.evaluator.rpc.status import MAX_MESSAGE, status_of
 from tests.client.client_harness import (
     AT_ONCE,
     BOTH,
@@ -221,6 +221,37 @@ def test_a_stream_that_breaks_is_taken_up_again_with_what_is_unanswered(client_o
     assert len(server.seen) == 5
     assert {seen.metadata["x-request-id"] for seen in server.seen} == {"again"}
     assert sent[1][0] == b"fox", "what was answered is not sent again, and the oldest comes first"
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["nothing is sent", "something is sent"])
+def test_a_stream_that_the_server_ends_because_it_is_idle_is_opened_again_at_no_cost(client_of, waits: bool) -> None:
+    ended = threading.Event()
+
+    def idle(requests, context):
+        yield good(next(requests))
+        context.add_callback(ended.set)
+        context.abort_with_status(status_of(DeadlinePassed("no message came in 300 s"), ""))
+
+    def images() -> Iterator[bytes]:
+        yield b"cat"
+        if waits:
+            assert ended.wait(30)
+        yield from PETS[1:]
+
+    server = Scripted(idle, idle)
+    with served(server) as address, client_of(address, retries=replace(QUICK, reserve=0)) as client:
+        results = told(client.classify_many(images()))
+    assert sorted(results) == [(0, "cat"), (1, "dog"), (2, "fox"), (3, "owl"), (4, "rat")]
+    assert len(server.seen) == 3
+
+
+def test_an_image_whose_stream_is_always_ended_for_want_of_a_message_gets_the_error(client_of) -> None:
+    """As one does that takes longer on its way than a server gives the first message of a stream."""
+    server = Scripted(*[DeadlinePassed("the first message of this stream did not come in 60 s")] * 9)
+    with served(server) as address, client_of(address, retries=QUICK) as client:
+        ((key, (kind, text)),) = told(client.classify_many([b"cat"]))
+    assert (key, kind, "did not come in 60 s" in text) == (0, DeadlinePassed, True)
+    assert len(server.seen) == QUICK.attempts
 
 
 def test_a_stream_that_breaks_without_any_answer_is_given_up_with_its_error(client_of) -> None:

@@ -76,13 +76,13 @@ def test_every_option_reaches_the_server_in_its_unit(served: Served) -> None:
         "--max-image-bytes", "5", "--max-image-pixels", "6", "--max-calls", "7", "--max-connections", "8",
         "--max-streams", "9", "--handshake-timeout", "10", "--keepalive", "11", "--max-connection-age", "12",
         "--lame-duck", "13", "--grace", "14", "--metrics-port", "15", "--memory-limit", "1G", "--gpu-memory-limit",
-        "2G", "--device", "cpu", "--threads", "3",
+        "2G", "--device", "cpu", "--threads", "3", "--stream-idle-timeout", "16",
     )  # fmt: skip
     assert (options.host, options.port, options.metrics_port) == ("::1", 1, 15)
     assert options.queue == QueueOptions(2, 3, batch_wait=0.004)
     assert options.limits == Limits(
         image=DecodeLimits(5, 6), max_calls=7, max_connections=8, max_streams=9, handshake_timeout=10, keepalive=11,
-        max_connection_age=12,
+        max_connection_age=12, stream_idle_timeout=16,
     )  # fmt: skip
     assert (options.lame_duck, options.grace) == (13, 14)
     assert (options.placement.memory, options.placement.gpu_memory, options.placement.threads) == (2**30, 2**31, 3)

@@ -13,6 +13,7 @@ from prelunet.evaluator.errors import DatasetError, ImageError, UsageError
 from prelunet.evaluator.protocols import Protocol
 from prelunet.evaluator.reporting.report import Report, build_report
 from prelunet.evaluator.serving.classifier import Classifier
+from prelunet.evaluator.serving.observability import call_context
 from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.options import Limits
 from prelunet.evaluator.validation.predictions import Prediction, Predictions, prediction_of
@@ -73,6 +74,7 @@ async def evaluate(
     async def one(image: LabelledImage, inside: asyncio.Event) -> None:
         prediction = await _predict(classifier, protocol, image, caller, inside)
         answered.add(prediction, len(image.data))
+        call_context.note_done()
         await progress.count(prediction)
         places.release()
 

@@ -138,6 +138,7 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
         async with aclosing(in_order(request_iterator, answer, HELD)) as responses:
             async for response in responses:
                 yield response
+                call_context.note_done()
 
     def _model(self, name: str, version: str) -> Classifier:
         """Return a served model; the protocol wants its name even where there is only one."""

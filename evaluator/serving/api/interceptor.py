@@ -97,10 +97,12 @@ def _is_known(method: str) -> bool:
 class ErrorsToStatus(grpc.aio.ServerInterceptor):
     """Gives every call a status by the error table; those of health and reflection are not counted."""
 
-    def __init__(self, calls: Calls, arrival: float = Limits.arrival) -> None:
-        """arrival: seconds in which the message of a call has to come, where it has one."""
+    def __init__(
+        self, calls: Calls, arrival: float = Limits.arrival, stream_idle_timeout: float = Limits.stream_idle_timeout
+    ) -> None:
+        """arrival, stream_idle_timeout: seconds in which messages have to come, as in Limits."""
         self._calls = calls
-        self._arrival = arrival
+        self._times = arrival, stream_idle_timeout
 
     async def intercept_service(
         self,
@@ -118,7 +120,7 @@ class ErrorsToStatus(grpc.aio.ServerInterceptor):
         if handler is None:
             call.status = "UNIMPLEMENTED"  # as gRPC says now
             return None
-        return _Watched(handler, call, self._arrival).handler()
+        return _Watched(handler, call, *self._times).handler()
 
 
 def _refusing(call: Call, error: Exception) -> Handler:
@@ -144,8 +146,11 @@ _KINDS = {
 class _Watched:
     """A method of one call: messages are decoded where a bad one gets a status of ours, errors become a status."""
 
-    def __init__(self, handler: Any, call: Call, arrival: float) -> None:
+    def __init__(
+        self, handler: Any, call: Call, arrival: float, stream_idle_timeout: float = Limits.stream_idle_timeout
+    ) -> None:
         self._arrival = arrival
+        self._stream_idle_timeout = stream_idle_timeout
         kind, self._make = _KINDS[handler.request_streaming, handler.response_streaming]
         self._method = getattr(handler, kind)
         self._handler = handler
@@ -184,7 +189,9 @@ class _Watched:
         Of a call of one message no other is read; gRPC keeps the rest away and drops it when the call ends.
         """
         if self._handler.request_streaming:
-            return _Decoding(received, self._decoded)
+            messages = _Messages(received, self._decoded, self._arrival, self._stream_idle_timeout)
+            self._call.message_done = messages.done
+            return messages
         try:
             async with asyncio.timeout(self._arrival):
                 data = await context.read()  # `received` is a generator, which is work to end where it is left
@@ -219,18 +226,51 @@ class _Watched:
         await context.send_initial_metadata(((REQUEST_ID, self._call.request_id),))
 
 
-class _Decoding:
-    """The messages of a stream, decoded."""
+class _Messages:
+    """The messages of a stream, decoded; each has to come in time, so that an idle stream does not keep its place.
 
-    def __init__(self, requests: AsyncIterator[bytes], decode: Callable[[bytes], Any]) -> None:
-        self._requests = requests
+    Time counts only while the server waits for a message and none is in progress: neither while it reads no further nor
+    while the client may be waiting for an answer.
+    """
+
+    def __init__(
+        self, received: AsyncIterator[bytes], decode: Callable[[bytes], Any], arrival: float, idle_timeout: float
+    ) -> None:
+        """arrival: seconds for the first message; idle_timeout: for each other, from when none is in progress."""
+        self._received = received
         self._decode = decode
+        self._arrival = arrival
+        self._idle_timeout = idle_timeout
+        self._begun = False
+        self._in_progress = 0
+        self._timeout: asyncio.Timeout | None = None  # of the message that is waited for
 
     def __aiter__(self) -> AsyncIterator[Any]:
         return self
 
     async def __anext__(self) -> Any:
-        return self._decode(await anext(self._requests))
+        seconds = self._idle_timeout if self._begun else self._arrival
+        try:
+            async with asyncio.timeout(None if self._in_progress else seconds) as self._timeout:
+                data = await anext(self._received)
+        except TimeoutError:
+            raise DeadlinePassed(
+                f"no message came in {seconds:g} s, and none is in progress; end a stream that has nothing to send, "
+                "and open another later (--stream-idle-timeout of the server)"
+                if self._begun
+                else f"the first message of this stream did not come in {seconds:g} s; send it when the stream begins"
+            ) from None
+        finally:
+            self._timeout = None
+        self._begun = True
+        self._in_progress += 1
+        return self._decode(data)
+
+    def done(self) -> None:
+        """Note that a message is no longer in progress."""
+        self._in_progress -= 1
+        if self._timeout is not None and not self._in_progress:
+            self._timeout.reschedule(asyncio.get_running_loop().time() + self._idle_timeout)
 
 
 @asynccontextmanager

@@ -100,6 +100,7 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
         contract = classifier.session.contract
         protocol = prelunet_messages.protocol_asked(start, contract)
         call_context.note(classifier.name, 0)
+        call_context.note_done()  # the start, which has no answer of its own
 
         async def images() -> AsyncGenerator[LabelledImage, None]:
             async for request in request_iterator:
@@ -218,5 +219,6 @@ class _Stream:
         async with self._sending:
             self._unanswered.discard(response.id)  # not later: who has the answer may use the id again
             await self._send(response)
+        call_context.note_done()
         for _ in range(places):
             self.place.release()

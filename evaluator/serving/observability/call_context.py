@@ -3,7 +3,7 @@
 import re
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -24,7 +24,8 @@ class Call:
     method: as "prelunet.v1.PreluNetService/Classify"; begun: on the clock of time.monotonic(); peer: gRPC's name of the
     connection; status: name of its gRPC status, empty until it has one; reason, error: what the caller was told of an
     error; id: that its message bears, of the Open Inference Protocol; models: that were asked; images, failed: of a
-    stream, how many were asked and how many of them got an error; views: of its images; bytes: of its messages.
+    stream, how many were asked and how many of them got an error; views: of its images; bytes: of its messages;
+    message_done: to be called when a message of a stream has been answered, None of a call of one message.
     """
 
     method: str
@@ -40,6 +41,7 @@ class Call:
     failed: int = 0
     views: int = 0
     bytes: int = 0
+    message_done: Callable[[], None] | None = None
 
 
 _current: ContextVar[Call | None] = ContextVar("call", default=None)
@@ -69,6 +71,13 @@ def note_answer(*, failed: bool) -> None:
     if call is not None:
         call.images += 1
         call.failed += failed
+
+
+def note_done() -> None:
+    """Note that a message of a stream is no longer in progress: its answer has been sent, or it needs none."""
+    call = current()
+    if call is not None and call.message_done is not None:
+        call.message_done()
 
 
 def note_id(id_: str) -> None:

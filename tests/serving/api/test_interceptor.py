@@ -6,11 +6,13 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -27,9 +29,10 @@ from prelunet.evaluator.serving.observability.call_context import Call, note
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import Limits
 from tests.helpers.fakes import FakeSession
+from tests.serving.api.inference_calls import infer_request
 from tests.serving.api.raw_http2 import DATA, END_HEADERS, HEADERS, call_headers, connection, frame
 from tests.serving.scheduling.event_loop import until
-from tests.serving.serving_harness import eventually, running_server, running_servicer
+from tests.serving.serving_harness import Gated, Running, eventually, png, running_server, running_servicer
 
 SERVICE = "prelunet.v1.PreluNetService"
 CLASSIFY, STREAM = f"{SERVICE}/Classify", f"{SERVICE}/ClassifyStream"
@@ -513,6 +516,129 @@ def test_a_call_whose_message_never_comes_ends_and_gives_its_place_back() -> Non
         eventually(lambda: server.calls.count == 0)
         assert server.ended("DEADLINE_EXCEEDED") == 1
         assert server.stub.Classify(request("next"), timeout=30).model.name == "next"
+
+
+STREAMS = (STREAM, f"{SERVICE}/Evaluate", "inference.GRPCInferenceService/ModelStreamInfer")
+
+
+@contextmanager
+def served_stream(method: str, session: FakeSession, first: Iterable[bytes] = (), **limits: float) -> Iterator[Any]:
+    """Give a stream on a server that takes no other call, the server and a stub; after `first` no message comes."""
+    with (
+        running_server(server_limits=Limits(max_calls=1, **limits), six=session) as server,
+        grpc.insecure_channel(server.address) as channel,
+        held() as nothing,
+    ):
+        stream = channel.stream_stream(f"/{method}")(chain(first, nothing()), timeout=60)
+        eventually(lambda: server.metric("prelunet_calls_now") == 1)
+        yield stream, server, pb_grpc.PreluNetServiceStub(channel)
+
+
+def ends_for_want_of_a_message(stream: Any, server: Running, stub: pb_grpc.PreluNetServiceStub) -> str:
+    """Return what a stream is told that ends so; the next call has its place."""
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stream)
+    error = error_from(caught.value, "")
+    assert isinstance(error, DeadlinePassed)
+    eventually(lambda: server.metric("prelunet_calls_now") == 0)
+    assert stub.ListModels(pb.ListModelsRequest(), timeout=30).models
+    return str(error)
+
+
+@pytest.mark.parametrize("method", STREAMS)
+def test_a_stream_whose_first_message_never_comes_ends_and_gives_its_place_back(method: str) -> None:
+    with served_stream(method, FakeSession(), arrival=1.0) as (stream, server, stub):
+        assert failure(stub.ListModels, pb.ListModelsRequest()).code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        told = ends_for_want_of_a_message(stream, server, stub)
+        assert "first message of this stream did not come in 1 s" in told
+
+
+def messages_of(method: str) -> list[bytes]:
+    """Return what begins a stream with one image."""
+    image = png(40, 57)
+    classify = pb.ClassifyRequest(image=image, protocol="center")
+    labelled = pb.LabelledImage(file="a", data=image, label=0)
+    sent = {
+        STREAMS[0]: [pb.ClassifyStreamRequest(id="a", request=classify)],
+        STREAMS[1]: [
+            pb.EvaluateRequest(start=pb.EvaluateStart(dataset="flowers", protocol="center")),
+            pb.EvaluateRequest(image=labelled),
+        ],
+        STREAMS[2]: [infer_request([image])],
+    }
+    return [message.SerializeToString() for message in sent[method]]
+
+
+@pytest.mark.parametrize("method", STREAMS)
+def test_a_stream_that_is_idle_after_its_answers_ends_but_not_while_one_is_awaited(method: str) -> None:
+    session = Gated()
+    with served_stream(method, session, messages_of(method), stream_idle_timeout=0.5) as (stream, server, stub):
+        assert session.entered.wait(30)
+        time.sleep(1.5)
+        refused = failure(stub.ListModels, pb.ListModelsRequest()).code()
+        assert refused == grpc.StatusCode.RESOURCE_EXHAUSTED, "the stream should have its place still"
+        session.gate.set()
+        if method != STREAMS[1]:  # an evaluation has its answer at its end
+            next(stream)
+        assert "no message came in 0.5 s" in ends_for_want_of_a_message(stream, server, stub)
+
+
+@pytest.mark.parametrize("last", ["idle", "reads no further"])
+def test_the_time_for_a_message_counts_only_while_the_server_waits_and_none_is_in_progress(last: str) -> None:
+    """By a clock that stands still unless the test moves it."""
+    clock = 0.0
+
+    async def scenario() -> None:
+        loop, sent, reads = asyncio.get_running_loop(), asyncio.Queue[bytes](), asyncio.Event()
+        loop.time = lambda: clock  # type: ignore[method-assign]
+        call, context = Call(STREAM, "id"), FakeContext(None)
+
+        async def received() -> AsyncIterator[bytes]:
+            while True:
+                yield await sent.get()
+
+        async def method(requests: AsyncIterator[bytes], _context: object) -> AsyncIterator[bytes]:
+            async for _ in requests:
+                await reads.wait()
+            yield b""
+
+        async def passes(seconds: float) -> bool:
+            """Let time pass and say whether the stream goes on."""
+            nonlocal clock
+            clock += seconds
+            for _ in range(50):
+                await asyncio.sleep(0)
+            return not context.refusals
+
+        handler = grpc.stream_stream_rpc_method_handler(method)
+        watched = _Watched(handler, call, arrival=10, stream_idle_timeout=100).handler()
+        running = asyncio.create_task(watched.stream_stream(received(), context))
+        assert await passes(0)
+        assert await passes(9)
+        sent.put_nowait(b"first")
+        reads.set()
+        assert await passes(0)
+        assert await passes(1000), "one is in progress"
+        call.message_done()
+        assert await passes(99)
+        sent.put_nowait(b"second")
+        assert await passes(0)
+        call.message_done()
+        assert await passes(99)
+        if last == "reads no further":
+            reads.clear()
+            sent.put_nowait(b"third")
+            assert await passes(0)
+            call.message_done()
+            assert await passes(1000)
+            reads.set()
+            assert await passes(0)
+            assert await passes(99)
+        assert not await passes(1.5)
+        assert "no message came in 100 s" in context.refusals[0]
+        await running
+
+    asyncio.run(scenario())
 
 
 def test_the_time_in_which_a_message_comes_is_not_that_in_which_it_is_answered() -> None:
