@@ -41,6 +41,7 @@ from PIL import Image
 from benchmarks.claims.intervals import interval_of_mean
 from benchmarks.common.results import header, markdown, write_result
 from prelunet.evaluator.architectures import Activation
+from prelunet.evaluator.arrays import Float64Array
 from prelunet.evaluator.datasets import open_dataset, select
 from prelunet.evaluator.files import write_atomically
 from prelunet.evaluator.reporting.charts import chart_spec
@@ -49,7 +50,6 @@ from prelunet.training.data.splits import embedded_dataset_path
 from prelunet.training.net.initialization import initial_slope
 from prelunet.training.net.network import activate
 
-FloatArray = npt.NDArray[np.float64]
 ACTIVATIONS: tuple[Activation, Activation] = ("relu", "prelu")
 STATISTICS = (
     "off_diagonal", "between_layers",
@@ -65,7 +65,7 @@ BATCH, RATE, MOMENTUM = 64, 0.02, 0.9
 class Images:
     """inputs: float64 (N, SIDE²), of mean 0 per pixel and variance 1 over all of them; labels: int64 (N,)."""
 
-    inputs: FloatArray
+    inputs: Float64Array
     labels: npt.NDArray[np.int64]
 
 
@@ -73,11 +73,11 @@ class Images:
 class TwoLayers:
     """A net z = W2·f(W1·x + b1) + b2, all float64. slope: (HIDDEN,), the a of f on the negative side; 0 is ReLU."""
 
-    w1: FloatArray  # (HIDDEN, SIDE²)
-    b1: FloatArray
-    slope: FloatArray
-    w2: FloatArray  # (CLASSES, HIDDEN)
-    b2: FloatArray
+    w1: Float64Array  # (HIDDEN, SIDE²)
+    b1: Float64Array
+    slope: Float64Array
+    w2: Float64Array  # (CLASSES, HIDDEN)
+    b2: Float64Array
 
 
 def main() -> None:
@@ -177,7 +177,7 @@ def measured(net: TwoLayers, images: Images) -> dict[str, Any]:
     }
 
 
-def forward(net: TwoLayers, inputs: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+def forward(net: TwoLayers, inputs: Float64Array) -> tuple[Float64Array, Float64Array, Float64Array]:
     """Return the first layer's responses and outputs, (N, HIDDEN) each, and the probabilities (N, CLASSES)."""
     response = inputs @ net.w1.T + net.b1
     hidden = np.where(response > 0, response, net.slope * response)
@@ -186,7 +186,7 @@ def forward(net: TwoLayers, inputs: FloatArray) -> tuple[FloatArray, FloatArray,
     return response, hidden, exponentials / exponentials.sum(axis=1, keepdims=True)
 
 
-def fisher_matrix(net: TwoLayers, inputs: FloatArray) -> FloatArray:
+def fisher_matrix(net: TwoLayers, inputs: Float64Array) -> Float64Array:
     """Return F over (W1, b1, W2, b2), each flattened row by row, as the head of this file defines it.
 
     The gradient of log p(c) with respect to the logits is e_c − p, and Σ p_c (e_c − p)(e_c − p)ᵀ = diag p − p·pᵀ, which
@@ -201,7 +201,7 @@ def fisher_matrix(net: TwoLayers, inputs: FloatArray) -> FloatArray:
     return rows.T @ rows / len(inputs)
 
 
-def statistics_of(fisher: FloatArray, first: int) -> dict[str, float]:
+def statistics_of(fisher: Float64Array, first: int) -> dict[str, float]:
     """Return the statistics of the head of this file; first: how many parameters the first layer has."""
     squares = fisher**2
     diagonal = np.diag(fisher)
@@ -218,7 +218,7 @@ def statistics_of(fisher: FloatArray, first: int) -> dict[str, float]:
     }
 
 
-def _root_mean_off_diagonal(squares: FloatArray) -> float:
+def _root_mean_off_diagonal(squares: Float64Array) -> float:
     """Return the root mean of squared correlations but for those of a parameter with itself, which are 1."""
     size = len(squares)
     return float(np.sqrt((squares.sum() - size) / (size * (size - 1))))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from prelunet.evaluator.arrays import UInt8Array
 from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.engine.runtimes import openvino as openvino_runtime
@@ -30,9 +31,8 @@ if TYPE_CHECKING:
     from benchmarks.common.dense_torch import DenseNet
 
 Precision = Literal["fp32", "bf16"]
-Pixels = npt.NDArray[np.uint8]
 Scores = npt.NDArray[np.floating[Any]]
-Answer = Callable[[Pixels, Protocol], Scores]
+Answer = Callable[[UInt8Array, Protocol], Scores]
 
 # How far the scores of a right competitor may be from those of torch eager, as a part of the largest one: an untrained
 # net has only small scores. On models A and C float32 in another order gave 1e-5, and bf16, which keeps 8 bits, 4e-2;
@@ -114,7 +114,7 @@ class Opened:
 
     answer: Answer
     settings: Mapping[str, Any]
-    sample: Callable[[Pixels, Protocol, int], float] | None = None
+    sample: Callable[[UInt8Array, Protocol, int], float] | None = None
 
 
 @dataclass(frozen=True)
@@ -132,10 +132,10 @@ class Competitor:
     alone_as: str | None = None
 
 
-def in_pairs(run: Callable[[Pixels], Scores]) -> Answer:
+def in_pairs(run: Callable[[UInt8Array], Scores]) -> Answer:
     """Make an answer of a function from a batch, uint8 (N, H, W, 3), to scores (N, K): each scale is one batch."""
 
-    def answer(image: Pixels, protocol: Protocol) -> Scores:
+    def answer(image: UInt8Array, protocol: Protocol) -> Scores:
         assert protocol.kind == "dense", f"the competitors know no protocol of kind {protocol.kind}"
         views = make_views(image, protocol)
         batches = [np.stack([v.image for v in views if v.view.scale == scale]) for scale in protocol.scales]
@@ -164,7 +164,7 @@ def _compiled(case: Case) -> Opened:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(case.folder / "inductor")  # what an earlier call compiled is not used
     net = torch.compile(case.net, dynamic=True, options=options)
 
-    def run(images: Pixels) -> Scores:
+    def run(images: UInt8Array) -> Scores:
         with torch.inference_mode():
             scores: Scores = net(torch.from_numpy(images)).numpy()
             return scores
@@ -244,7 +244,7 @@ def _openvino(precision: Precision) -> Callable[[Case], Opened]:
             raise NotAvailable(str(error)) from error
         request = compiled.create_infer_request()
 
-        def run(images: Pixels) -> Scores:
+        def run(images: UInt8Array) -> Scores:
             scores: Scores = request.infer({"images": _channels_first(images)}, share_inputs=True)["scores"].copy()
             return scores
 
@@ -261,7 +261,7 @@ def _bare(device: Device, precision: Precision) -> Callable[[Case], Opened]:
     def open_(case: Case) -> Opened:
         session, settings = _session(case, device, precision)
 
-        def run(images: Pixels) -> Scores:
+        def run(images: UInt8Array) -> Scores:
             return session.run(images, np.array([images.shape[1:3]] * len(images), np.int64)).scores
 
         return Opened(in_pairs(run), settings)
@@ -288,7 +288,7 @@ def _session(case: Case, device: Device, precision: Precision) -> tuple[Session,
     return session, {**session.circumstances.to_json(), **facts}
 
 
-def _channels_first(images: Pixels) -> npt.NDArray[np.float32]:
+def _channels_first(images: UInt8Array) -> npt.NDArray[np.float32]:
     return np.ascontiguousarray(images.transpose(0, 3, 1, 2), np.float32)
 
 

@@ -31,7 +31,7 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.common.results import ROOT, Results, cpu, digest_of, header, shuffled
-from benchmarks.common.test_rig import Rig
+from benchmarks.common.rig import Rig
 from benchmarks.engine.competitors import Precision
 from benchmarks.engine.growth_plots import draw, tables
 from benchmarks.engine.interleaved import deviation, gflop_of, timed, windows_of, within

@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from benchmarks.common.test_rig import Rig, raw_session
+from benchmarks.common.rig import Rig, raw_session
 from prelunet.evaluator.contract import INPUTS, OUTPUTS
 from prelunet.evaluator.engine.runtimes.onnx import import_runtime
 

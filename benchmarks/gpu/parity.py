@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.common.nets import MEAN
 from benchmarks.common.results import Results
-from benchmarks.common.test_rig import Rig
+from benchmarks.common.rig import Rig
 from prelunet.evaluator.contract import golden_image
 from prelunet.evaluator.engine.session import Outputs, Session
 from prelunet.evaluator.engine.verify import judged_as, rubbish_canvas, tolerance_of

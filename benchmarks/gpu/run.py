@@ -30,7 +30,7 @@ from benchmarks.common.results import ROOT, Results, read_results
 from benchmarks.gpu.table import PARTS, goals, table, write_into
 
 # What a result depends on, besides the versions: all this, and the modules of its part.
-MEASURED = ("evaluator", "export", "training", "benchmarks/common/test_rig.py", "benchmarks/common/nets.py")
+MEASURED = ("evaluator", "export", "training", "benchmarks/common/rig.py", "benchmarks/common/nets.py")
 MODULES = {
     "parity": ("gpu/parity",),
     "sweep": ("gpu/sweep", "gpu/graphs", "gpu/uploads"),
@@ -79,7 +79,7 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _tell_plan(options: argparse.Namespace) -> None:
-    from benchmarks.common.test_rig import Rig
+    from benchmarks.common.rig import Rig
 
     rig = Rig(options.device, options.tiny, options.files)
     for part in PARTS if options.part in {None, "table"} else (options.part,):
@@ -93,7 +93,7 @@ def _module_of(part: str) -> ModuleType:
 
 def _measure(options: argparse.Namespace, words: Sequence[str]) -> int:
     from benchmarks.common.results import digest_of
-    from benchmarks.common.test_rig import Rig, check_provider, circumstances, tell, tell_runtime, watch
+    from benchmarks.common.rig import Rig, check_provider, circumstances, tell, tell_runtime, watch
 
     tell_runtime()
     rig = Rig(options.device, options.tiny, options.files)

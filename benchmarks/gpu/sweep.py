@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.results import Results
-from benchmarks.common.test_rig import Rig, Timing, provider_options, raw_session
+from benchmarks.common.rig import Rig, Timing, provider_options, raw_session
 from benchmarks.gpu import graphs, uploads
 from benchmarks.gpu.graphs import with_padded_conv1
 from prelunet.evaluator.contract import INPUTS, OUTPUTS

@@ -22,7 +22,7 @@ from PIL import Image
 
 from benchmarks.common.imagenet_sizes import draw
 from benchmarks.common.results import Results
-from benchmarks.common.test_rig import Rig
+from benchmarks.common.rig import Rig
 from prelunet.evaluator.contract import ModelContract
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.engine.batching import plan_batches

@@ -20,7 +20,7 @@ from benchmarks.common.dense_torch import DenseNet
 from benchmarks.common.imagenet_sizes import draw
 from benchmarks.common.nets import MEAN
 from benchmarks.common.results import Results
-from benchmarks.common.test_rig import Rig, check_provider, raw_session
+from benchmarks.common.rig import Rig, check_provider, raw_session
 from benchmarks.gpu.sweep import Bound
 from benchmarks.gpu.throughput import THREADS, Work, resized_noise
 from prelunet.evaluator.datasets.dataset import Sample

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.common.nets import MEAN
 from benchmarks.common.results import Results
-from benchmarks.common.test_rig import CROP, Rig
+from benchmarks.common.rig import CROP, Rig
 from prelunet.evaluator.architectures import multiply_adds
 from prelunet.training.data.augmentation import dropout_factors
 from prelunet.training.distributed.base import Options

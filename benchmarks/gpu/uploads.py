@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common.test_rig import Rig
+from benchmarks.common.rig import Rig
 from prelunet.evaluator.engine.runtimes.onnx import import_runtime
 from prelunet.evaluator.engine.session import Session
 

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from prelunet.evaluator.arrays import Float32Array
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.datasets.dataset import Sample
 from prelunet.evaluator.engine.scores import rank_of, shortest, top_k
@@ -33,7 +34,6 @@ from prelunet.evaluator.validation.writer import open_run
 CLASSES, PER_CLASS = 1000, 50
 PERFECT, HOPELESS, RIVALS = 113, 5, 8
 PROTOCOL = Protocol("multi-scale", "dense", (256, 384, 480), mirror=True)
-FloatArray = npt.NDArray[np.float32]
 
 
 def main() -> None:
@@ -81,7 +81,7 @@ def write(folder: Path, seed: int, number: int) -> None:
             writer.append(lines, scores)
 
 
-def _chunks(seed: int, number: int, images: int) -> Iterator[tuple[int, FloatArray, npt.NDArray[np.int64]]]:
+def _chunks(seed: int, number: int, images: int) -> Iterator[tuple[int, Float32Array, npt.NDArray[np.int64]]]:
     """Yield first image, scores float32 (chunk, classes) and view ranks (chunk, views) of each chunk."""
     shared, own = np.random.default_rng(seed), np.random.default_rng((seed, number))
     difficulty = shared.random(CLASSES)
@@ -108,7 +108,7 @@ def _chunks(seed: int, number: int, images: int) -> Iterator[tuple[int, FloatArr
         yield start, scores, views
 
 
-def _prediction(sample: Sample, scores: FloatArray, view_ranks: npt.NDArray[np.int64]) -> Prediction:
+def _prediction(sample: Sample, scores: Float32Array, view_ranks: npt.NDArray[np.int64]) -> Prediction:
     if np.isnan(scores[0]):
         return Prediction(sample.file, sample.label, refused="truncated: 512 bytes are missing at its end")
     top = tuple((index, shortest(score)) for index, score in top_k(scores, 5))

@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from benchmarks.common.results import shuffled
-from benchmarks.common.test_rig import Rig
+from benchmarks.common.rig import Rig
 from benchmarks.serving.peers import STARTERS, Server, Spec, start_ours
 from benchmarks.serving.worker import Worker
 from prelunet.evaluator.errors import EnvironmentFault

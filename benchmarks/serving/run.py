@@ -27,7 +27,7 @@ from PIL import Image
 
 from benchmarks.common.photos import load_photos
 from benchmarks.common.results import ROOT, Results, header
-from benchmarks.common.test_rig import Rig, digest_of
+from benchmarks.common.rig import Rig, digest_of
 from benchmarks.serving.bench import Bench, Pictures
 from benchmarks.serving.cases import overhead, peers, throughput
 from benchmarks.serving.peers import STARTERS

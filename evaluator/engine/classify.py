@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prelunet.evaluator.answer import Answer, ClassScore, ViewSeen
+from prelunet.evaluator.arrays import Float32Array, UInt8Array
 from prelunet.evaluator.contract import ModelContract
 from prelunet.evaluator.engine.batching import Batch, BatchRules, Plan, plan_batches
 from prelunet.evaluator.engine.scores import (
@@ -42,9 +43,6 @@ from prelunet.evaluator.imaging.canvas import pack
 from prelunet.evaluator.imaging.resize import Picture
 from prelunet.evaluator.imaging.views import ViewImage, make_views
 from prelunet.evaluator.protocols import Averaging, Protocol, View
-
-FloatArray = npt.NDArray[np.float32]
-Pixels = npt.NDArray[np.uint8]
 
 
 class Model(Interface):
@@ -83,21 +81,21 @@ class ViewResult:
     width: int
     capped: bool
     windows: tuple[int, int]
-    scores: FloatArray
-    logits: FloatArray
-    window_scores: FloatArray | None = None
+    scores: Float32Array
+    logits: Float32Array
+    window_scores: Float32Array | None = None
 
 
 @dataclass(frozen=True)
 class Classified:
     """One image, classified. scores: float32 (classes,), of sum 1; views: in the protocol's order."""
 
-    scores: FloatArray
+    scores: Float32Array
     views: tuple[ViewResult, ...]
     averaging: Averaging
 
     @cached_property
-    def view_scores(self) -> FloatArray:
+    def view_scores(self) -> Float32Array:
         """Return what each view alone would have said, float32 (views, classes); each row sums to 1."""
         if self.averaging == "logit":
             return softmax([view.logits for view in self.views]).astype(np.float32)
@@ -181,7 +179,7 @@ class Member:
 class PackedBatch:
     """A batch as `Session.stage` takes it. members: the view of each row; blank rows behind them have none."""
 
-    images: Pixels
+    images: UInt8Array
     sizes: npt.NDArray[np.int64]
     members: tuple[Member, ...]
 

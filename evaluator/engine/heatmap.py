@@ -11,18 +11,17 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
+from prelunet.evaluator.arrays import Float64Array, UInt8Array
 from prelunet.evaluator.contract import ModelContract
 from prelunet.evaluator.engine.classify import Classified, ViewResult
 from prelunet.evaluator.imaging.resize import resized_size
 from prelunet.evaluator.imaging.views import crop_origin
 from prelunet.evaluator.protocols import Protocol
 
-FloatArray = npt.NDArray[np.float64]
-
 UNCAPPED = 2**31  # as a cap: no image is that elongated
 
 
-def window_centres(contract: ModelContract, count: int) -> FloatArray:
+def window_centres(contract: ModelContract, count: int) -> Float64Array:
     """Return the centres of `count` neighbouring windows along one axis, in pixels of the view, float64 (count,).
 
     A pixel's own centre is its index. A layer of kernel k, stride s and pad p puts its cell i over the inputs
@@ -46,7 +45,7 @@ def heat_maps(
     map_size: tuple[int, int],
     contract: ModelContract,
     protocol: Protocol,
-) -> FloatArray:
+) -> Float64Array:
     """Return where each of some classes is seen, float64 (classes, rows, columns) in 0..1.
 
     classified: made with keep_windows; image_size: height and width of the image in pixels; map_size: those of the
@@ -56,7 +55,7 @@ def heat_maps(
     are averaged, then the scales, whatever the protocol's weights and averaging; of `spp-18` every window is shown, not
     only the nine that count. NaN where no view looked (outside the crops, or cut off by the cap).
     """
-    by_scale: dict[int, list[FloatArray]] = {}
+    by_scale: dict[int, list[Float64Array]] = {}
     for view in classified.views:
         maps = _view_maps(view, classes, image_size, map_size, contract, protocol)
         by_scale.setdefault(view.view.scale, []).append(maps)
@@ -70,7 +69,7 @@ def _view_maps(
     map_size: tuple[int, int],
     contract: ModelContract,
     protocol: Protocol,
-) -> FloatArray:
+) -> Float64Array:
     """Lay the window scores of one view over the image; NaN where the view did not look."""
     assert view.window_scores is not None, "classify_images was not asked to keep_windows"
     full = resized_size(*image_size, view.view.scale, UNCAPPED)
@@ -94,7 +93,7 @@ def _view_maps(
     return np.asarray(np.einsum("hr,rck,wc->khw", weights[0], scores, weights[1], optimize=True))
 
 
-def _linear_weights(positions: FloatArray, centres: FloatArray) -> FloatArray:
+def _linear_weights(positions: Float64Array, centres: Float64Array) -> Float64Array:
     """Return (positions, centres): how much each centre counts at each position in linear interpolation."""
     weights = np.empty((len(positions), len(centres)))
     for index, unit in enumerate(np.eye(len(centres))):
@@ -102,7 +101,7 @@ def _linear_weights(positions: FloatArray, centres: FloatArray) -> FloatArray:
     return weights
 
 
-def _mean_where_seen(maps: Sequence[FloatArray]) -> FloatArray:
+def _mean_where_seen(maps: Sequence[Float64Array]) -> Float64Array:
     """Average maps, point by point, over those that are not NaN there."""
     stack = np.stack(maps)
     seen = ~np.isnan(stack)
@@ -113,8 +112,6 @@ def _mean_where_seen(maps: Sequence[FloatArray]) -> FloatArray:
 
 # Heat maps drawn over their image: one picture that shows where each of the best classes is seen.
 
-
-Pixels = npt.NDArray[np.uint8]
 
 OVERLAYS = 5
 LONG_SIDE = 320  # pixels of a panel, to which tiny images are enlarged and huge ones shrunk
@@ -138,7 +135,7 @@ _COLOURS = np.array(
 class Panel:
     """One picture of the sheet with the two lines above it."""
 
-    picture: Pixels
+    picture: UInt8Array
     title: str
     detail: str
 
@@ -149,7 +146,9 @@ def colours(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return np.stack([np.interp(values, places, _COLOURS[:, channel]) for channel in range(3)], axis=-1)
 
 
-def draw_heat_maps(image: Pixels, classified: Classified, contract: ModelContract, protocol: Protocol) -> Pixels:
+def draw_heat_maps(
+    image: UInt8Array, classified: Classified, contract: ModelContract, protocol: Protocol
+) -> UInt8Array:
     """Draw the image beside its five best classes' heat maps, uint8 (H, W, 3).
 
     image: uint8 (h, w, 3); classified: of this image, made with keep_windows.
@@ -178,7 +177,7 @@ def draw_heat_maps(image: Pixels, classified: Classified, contract: ModelContrac
     return _sheet(panels, legend, columns=6 if height > width else 3)
 
 
-def png_bytes(picture: Pixels) -> bytes:
+def png_bytes(picture: UInt8Array) -> bytes:
     """Encode a picture, uint8 (H, W, 3), as a PNG file."""
     buffer = io.BytesIO()
     Image.fromarray(picture).save(buffer, format="PNG")
@@ -191,7 +190,7 @@ def _panel_size(height: int, width: int) -> tuple[int, int]:
     return max(SHORT_SIDE, round(height * factor)), max(SHORT_SIDE, round(width * factor))
 
 
-def _overlay(picture: Pixels, of_class: npt.NDArray[np.float64], brightest: float) -> Pixels:
+def _overlay(picture: UInt8Array, of_class: npt.NDArray[np.float64], brightest: float) -> UInt8Array:
     """Lay the colours of one map over the grey image; `brightest` is the value of the last colour."""
     grey = (picture.astype(np.float64) @ (0.299, 0.587, 0.114))[:, :, None]  # luma of ITU-R BT.601
     seen = ~np.isnan(of_class)
@@ -200,7 +199,7 @@ def _overlay(picture: Pixels, of_class: npt.NDArray[np.float64], brightest: floa
     return np.asarray(np.round(blended), np.uint8)
 
 
-def _sheet(panels: Sequence[Panel], legend: str, columns: int) -> Pixels:
+def _sheet(panels: Sequence[Panel], legend: str, columns: int) -> UInt8Array:
     """Arrange panels in rows, with the meaning of the colours below."""
     height, width = panels[0].picture.shape[:2]
     cell_width, cell_height = max(width, LABEL_WIDTH) + MARGIN, height + 2 * LINE + 2 * MARGIN

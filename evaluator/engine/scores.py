@@ -9,15 +9,12 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from prelunet.evaluator.arrays import Float32Array, Float64Array, Int64Array
 from prelunet.evaluator.errors import ContractError
 from prelunet.evaluator.protocols import Averaging, View, Weights
 
-FloatArray = npt.NDArray[np.float32]
-DoubleArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
-
-def view_weights(views: Sequence[View], windows: Sequence[tuple[int, int]], weights: Weights) -> DoubleArray:
+def view_weights(views: Sequence[View], windows: Sequence[tuple[int, int]], weights: Weights) -> Float64Array:
     """Return the weight of each view in an image's score, float64 (views,), of sum 1.
 
     windows: rows and columns of each view's grid.
@@ -39,7 +36,7 @@ def nine_places(side: int) -> list[int]:
     return sorted({0, (side - 1) // 2, side - 1})
 
 
-def nine_windows(window_scores: FloatArray) -> tuple[tuple[int, int], FloatArray, FloatArray]:
+def nine_windows(window_scores: Float32Array) -> tuple[tuple[int, int], Float32Array, Float32Array]:
     """Average the windows at the corners, the middles of the sides and the centre.
 
     window_scores: float32 (rows, columns, classes). Returns rows and columns of the grid of the chosen windows, and
@@ -58,8 +55,8 @@ def nine_windows(window_scores: FloatArray) -> tuple[tuple[int, int], FloatArray
 
 
 def average_views(
-    scores: npt.ArrayLike, logits: npt.ArrayLike, weights: DoubleArray, averaging: Averaging
-) -> FloatArray:
+    scores: npt.ArrayLike, logits: npt.ArrayLike, weights: Float64Array, averaging: Averaging
+) -> Float32Array:
     """Average the views of one image to its scores, float32 (classes,), which sum to 1.
 
     scores, logits: (views, classes), each the mean over one view's windows; weights: (views,), of sum 1.
@@ -70,32 +67,32 @@ def average_views(
     return _weighted_sum(scores, weights).astype(np.float32)
 
 
-def softmax(logits: npt.ArrayLike) -> DoubleArray:
+def softmax(logits: npt.ArrayLike) -> Float64Array:
     """Return the softmax over the last axis, float64."""
     values = np.asarray(logits, np.float64)
     powers = np.exp(values - values.max(axis=-1, keepdims=True))
     return np.asarray(powers / powers.sum(axis=-1, keepdims=True))
 
 
-def rank_of(scores: FloatArray, label: int) -> int:
+def rank_of(scores: Float32Array, label: int) -> int:
     """Return the rank of a class: 1 + how many classes score higher, or the same at a lower index."""
     return int(ranks_of(scores[None], np.array([label]))[0])
 
 
-def ranks_of(scores: FloatArray, labels: IntArray) -> IntArray:
+def ranks_of(scores: Float32Array, labels: Int64Array) -> Int64Array:
     """Return the rank of one class in each row, int64 (rows,), as `rank_of`.
 
     scores: float32 (rows, classes); labels: int64 (rows,), the class index that is asked for in each row.
     """
     own = scores[np.arange(len(scores)), labels][:, None]
-    ranks: IntArray = 1 + np.count_nonzero(scores > own, axis=1)
+    ranks: Int64Array = 1 + np.count_nonzero(scores > own, axis=1)
     tied = np.flatnonzero(np.count_nonzero(scores == own, axis=1) > 1)  # seldom, and slower
     lower = np.arange(scores.shape[1]) < labels[tied, None]
     ranks[tied] += np.count_nonzero((scores[tied] == own[tied]) & lower, axis=1)
     return ranks
 
 
-def top_k(scores: FloatArray, k: int) -> list[tuple[int, float]]:
+def top_k(scores: Float32Array, k: int) -> list[tuple[int, float]]:
     """Return the k best classes as (class index, score), best first; ties go to the lower index."""
     k = min(k, len(scores))
     candidates = np.flatnonzero(scores >= np.partition(scores, -k)[-k])  # more than k where the last ones are tied
@@ -108,7 +105,7 @@ def shortest(score: float) -> float:
     return float(str(np.float32(score)))
 
 
-def check_finite(scores: FloatArray, what: str) -> None:
+def check_finite(scores: Float32Array, what: str) -> None:
     """Raise ContractError when a score is NaN or infinite: no prediction can be made of it.
 
     Every pixel is a finite number and the session checks every size, so that it is the file whose weights or whose
@@ -121,7 +118,7 @@ def check_finite(scores: FloatArray, what: str) -> None:
         )
 
 
-def _weighted_sum(values: npt.ArrayLike, weights: DoubleArray) -> DoubleArray:
+def _weighted_sum(values: npt.ArrayLike, weights: Float64Array) -> Float64Array:
     """Return the weighted sum over views, adding in their order, so that it is the same on every machine."""
     total = np.zeros(np.shape(values)[1], np.float64)
     for weight, row in zip(weights, np.asarray(values, np.float64), strict=True):

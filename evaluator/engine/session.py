@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from prelunet.evaluator.arrays import Float32Array
 from prelunet.evaluator.contract import ModelContract
 from prelunet.evaluator.engine.batching import BatchRules
 from prelunet.evaluator.engine.runtimes import onnx
@@ -22,7 +23,6 @@ from prelunet.evaluator.errors import DeviceLost, OutOfMemory, UsageError
 
 Device = Literal["auto", "cpu", "openvino", "cuda"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
-FloatArray = npt.NDArray[np.float32]
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +35,13 @@ class Outputs:
     take_window_scores: brings the window scores from the device.
     """
 
-    scores: FloatArray
-    logits: FloatArray
+    scores: Float32Array
+    logits: Float32Array
     windows: npt.NDArray[np.int64]
-    take_window_scores: Callable[[], FloatArray]
+    take_window_scores: Callable[[], Float32Array]
 
     @cached_property
-    def window_scores(self) -> FloatArray:
+    def window_scores(self) -> Float32Array:
         """Return each window's scores, float32 (N, rows, columns, K), 0 outside the valid grid."""
         return self.take_window_scores()
 
@@ -136,9 +136,9 @@ class Session:
         with self._device_errors():
             scores, logits, windows, take = self._loaded.compute(staged)
 
-        def taken() -> FloatArray:
+        def taken() -> Float32Array:
             with self._device_errors():  # what is brought later can fail as well
-                found: FloatArray = take()
+                found: Float32Array = take()
             return found
 
         return Outputs(scores, logits, windows, taken)

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from itertools import islice
 
 import numpy as np
-import numpy.typing as npt
 import PIL._imaging
 from PIL import (  # the plugins by name: Pillow would load them at the first image, in whichever threads meet there
     BmpImagePlugin,
@@ -30,10 +29,9 @@ from PIL import (  # the plugins by name: Pillow would load them at the first im
     WebPImagePlugin,
 )
 
+from prelunet.evaluator.arrays import UInt8Array
 from prelunet.evaluator.errors import ImageError, OutOfMemory, PreluNetError
 from prelunet.evaluator.imaging.limits import DecodeLimits
-
-UInt8Array = npt.NDArray[np.uint8]
 
 _PLUGINS = (
     JpegImagePlugin.JpegImageFile,

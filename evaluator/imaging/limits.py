@@ -1,4 +1,4 @@
-"""TODO."""
+"""Limits on the images that are decoded."""
 
 from dataclasses import dataclass
 

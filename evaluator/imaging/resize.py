@@ -7,13 +7,12 @@ bicubic one is for adopted classifiers that were trained with it.
 from collections.abc import Iterable
 
 import numpy as np
-import numpy.typing as npt
 from PIL import Image
 
+from prelunet.evaluator.arrays import UInt8Array
 from prelunet.evaluator.contract import Interpolation
 from prelunet.evaluator.protocols import LONG_SIDE_CAP
 
-UInt8Array = npt.NDArray[np.uint8]
 Picture = UInt8Array | Image.Image  # (H, W, 3), or what `decode_image` gives
 
 # Pillow's filter, and how far it reaches: pixels of the coarser grid on either side.

@@ -3,13 +3,11 @@
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from prelunet.evaluator.arrays import UInt8Array
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.imaging.resize import Picture, resize_to_scales
 from prelunet.evaluator.protocols import Part, Protocol, View
-
-UInt8Array = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)

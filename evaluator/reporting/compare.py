@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from prelunet.evaluator.arrays import Int64Array
 from prelunet.evaluator.errors import RunFolderError
 from prelunet.evaluator.reporting.paired import NONE, SIGNIFICANCE, PairedErrors, adjusted_p
 from prelunet.evaluator.reporting.statistics import TOPS, error_percent, macro_error, macro_interval, wilson_interval
@@ -22,7 +22,6 @@ COMPARISON_VERSION = 1
 METRICS = {f"top{k}": k for k in TOPS}  # an image is wrong when the rank of its class is beyond this
 
 Comparison = dict[str, Any]
-Whole = npt.NDArray[np.int64]
 
 
 def compare_runs(a: Run, b: Run) -> Comparison:
@@ -143,12 +142,12 @@ def _first_difference(a: Sequence[str], b: Sequence[str]) -> str:
     return f"class {index} is {a[index][:100]!r} in the one, {b[index][:100]!r} in the other"
 
 
-def _ranks(run: Run) -> Whole:
+def _ranks(run: Run) -> Int64Array:
     """Return the rank of the truth of every image, 0 where it was refused."""
     return np.fromiter((prediction.rank for prediction in run.predictions), np.int64)
 
 
-def _count(label: Whole, ranks: tuple[Whole, Whole], beyond: int, classes: int) -> list[PairedErrors]:
+def _count(label: Int64Array, ranks: tuple[Int64Array, Int64Array], beyond: int, classes: int) -> list[PairedErrors]:
     """Count for each class how two runs judge the images that both evaluated. ranks: of A and of B, 0 if refused."""
     rank_a, rank_b = ranks
     kind = 4 * label + 2 * (rank_a > beyond) + (rank_b > beyond)
@@ -194,7 +193,7 @@ def _overall(of_class: Sequence[PairedErrors], metrics: Sequence[Mapping[str, An
     }
 
 
-def _with_refusals(ranks: tuple[Whole, Whole], beyond: int) -> float | None:
+def _with_refusals(ranks: tuple[Int64Array, Int64Array], beyond: int) -> float | None:
     """Return the difference over the images that A evaluated, those that B refused counted as wrong in B, in points."""
     judged = ranks[0] > 0
     wrong_a = int(np.count_nonzero(ranks[0] > beyond))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from prelunet.evaluator.arrays import Int64Array
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.protocols import View
 from prelunet.evaluator.reporting.statistics import (
@@ -28,18 +29,16 @@ CONFUSIONS_OF_A_CLASS = 5
 CONFUSIONS_OVERALL = 50
 WORST_CLASSES = 20  # of the matrix of the worst; more cannot be read on a page
 
-Whole = npt.NDArray[np.int64]
-
 
 @dataclass(frozen=True)
 class Evaluated:
     """The evaluated images of a run, in its order, as arrays of length `images`."""
 
-    label: Whole  # class index of the truth
-    answer: Whole  # class index of the best score; equal scores: the lower index
+    label: Int64Array  # class index of the truth
+    answer: Int64Array  # class index of the best score; equal scores: the lower index
     score: npt.NDArray[np.float64]  # of the answer, 0..1
-    rank: Whole  # of the truth, from 1
-    view_ranks: Whole  # (images, views): its rank in each view alone
+    rank: Int64Array  # of the truth, from 1
+    view_ranks: Int64Array  # (images, views): its rank in each view alone
 
 
 def evaluated_of(predictions: Sequence[Prediction], views: int) -> Evaluated:
@@ -109,7 +108,7 @@ def _by_kind(kinds: Sequence[Any], seen: Evaluated) -> Iterator[tuple[Any, dict[
         yield kind, {"views": len(places), **_errors_only(seen.view_ranks[:, places])}
 
 
-def _errors_only(ranks: Whole) -> dict[str, Any]:
+def _errors_only(ranks: Int64Array) -> dict[str, Any]:
     """Return the errors over all these ranks, whatever their shape."""
     return {f"top{k}_error": error_percent(int(np.count_nonzero(ranks > k)), ranks.size) for k in TOPS}
 
@@ -148,7 +147,7 @@ def class_table(
     ]
 
 
-def _split_by_class(values: Whole, label: Whole, classes: int) -> list[Whole]:
+def _split_by_class(values: Int64Array, label: Int64Array, classes: int) -> list[Int64Array]:
     """Return the values of the images of each class."""
     ends = np.cumsum(np.bincount(label, minlength=classes))
     return np.split(values[np.argsort(label, kind="stable")], ends[:-1])

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from prelunet.evaluator.arrays import BoolArray, Float32Array, Int64Array
 from prelunet.evaluator.datasets.dataset import UNLABELLED, Sample
-from prelunet.evaluator.engine.scores import IntArray, ranks_of, shortest, top_k
+from prelunet.evaluator.engine.scores import ranks_of, shortest, top_k
 from prelunet.evaluator.errors import RunFolderError, UsageError
 from prelunet.evaluator.json_checks import differences, shown
 from prelunet.evaluator.protocols import options_of
@@ -24,15 +25,7 @@ from prelunet.evaluator.terminal import progress
 from prelunet.evaluator.validation.predictions import TOP, Prediction
 from prelunet.evaluator.validation.run import Run, RunInfo, read_run, read_run_info, require_same_images, require_whole
 from prelunet.evaluator.validation.run_schema import fitting
-from prelunet.evaluator.validation.stored_runs import (
-    BLOCK,
-    Flags,
-    FloatArray,
-    begin,
-    check_scores,
-    read_rows,
-    refuse_source_as_target,
-)
+from prelunet.evaluator.validation.stored_runs import BLOCK, begin, check_scores, read_rows, refuse_source_as_target
 from prelunet.evaluator.validation.writer import RunWriter, open_run
 
 _NAME = "ensemble of {}"  # in place of a model file's
@@ -230,7 +223,7 @@ def _average(
     return tuple(_tally(rank, counted) for rank in alone), tuple(_tally(rank, counted) for rank in ranks)
 
 
-def weighted_mean(rows: Sequence[FloatArray], shares: Sequence[float]) -> FloatArray:
+def weighted_mean(rows: Sequence[Float32Array], shares: Sequence[float]) -> Float32Array:
     """Average scores, float32 (images, classes) of each member, adding in their order; float64 inside, float32 out.
 
     shares: weights of sum 1.
@@ -241,19 +234,19 @@ def weighted_mean(rows: Sequence[FloatArray], shares: Sequence[float]) -> FloatA
     return total.astype(np.float32)
 
 
-def _tally(ranks: IntArray, counted: Flags) -> Tally:
+def _tally(ranks: Int64Array, counted: BoolArray) -> Tally:
     own = ranks[counted]
     return Tally(len(own), int((own > 1).sum()), int((own > 5).sum()))
 
 
-def _lines(runs: Sequence[Run], block: slice, scores: FloatArray, ranks: IntArray) -> list[Prediction]:
+def _lines(runs: Sequence[Run], block: slice, scores: Float32Array, ranks: Int64Array) -> list[Prediction]:
     """Return the lines of some images. scores, ranks: of the ensemble, a row and the rank of the truth for each."""
     names = [f"member {number} ({run.info.model['file']})" for number, run in enumerate(runs, start=1)]
     members = zip(*(run.predictions[block] for run in runs), strict=True)
     return [_line(lines, names, row, int(rank)) for lines, row, rank in zip(members, scores, ranks, strict=True)]
 
 
-def _line(lines: Sequence[Prediction], names: Sequence[str], scores: FloatArray, rank: int) -> Prediction:
+def _line(lines: Sequence[Prediction], names: Sequence[str], scores: Float32Array, rank: int) -> Prediction:
     """Return the line of one image. lines: of the members; refused where one of them refused, by the first's name."""
     one = lines[0]
     for name, line in zip(names, lines, strict=True):

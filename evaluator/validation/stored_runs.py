@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from prelunet.evaluator.arrays import BoolArray, Float32Array
 from prelunet.evaluator.datasets.dataset import UNLABELLED
 from prelunet.evaluator.engine.scores import ranks_of
 from prelunet.evaluator.errors import RunFolderError, UsageError
@@ -17,9 +17,6 @@ from prelunet.evaluator.validation.writer import RunWriter, scores_header
 
 BLOCK = 1024  # images read at a time: 4 MB at 1000 classes
 SUM_TOLERANCE = 1e-3  # of a row: half precision may add or lose as much; float32 alone stays below 1e-6
-
-FloatArray = npt.NDArray[np.float32]
-Flags = npt.NDArray[np.bool_]
 
 
 def check_scores(run: Run) -> None:
@@ -45,7 +42,7 @@ def check_scores(run: Run) -> None:
             advance(end - first)
 
 
-def read_rows(run: Run, first: int, end: int) -> FloatArray:
+def read_rows(run: Run, first: int, end: int) -> Float32Array:
     """Return the stored scores of some images, float32 (end - first, classes); not checked."""
     classes = len(run.info.classes)
     offset = len(scores_header(run.info.images, classes)) + 4 * classes * first
@@ -78,7 +75,7 @@ def _check_frame(path: Path, info: RunInfo) -> None:
         raise RunFolderError(f"{path}: {size} bytes long, but its scores take {expected}. {mend}")
 
 
-def _fault_in(rows: FloatArray, lines: Sequence[Prediction]) -> tuple[int, str] | None:
+def _fault_in(rows: Float32Array, lines: Sequence[Prediction]) -> tuple[int, str] | None:
     """Return the first row that is not what its line tells, and what is wrong with it."""
     refused = np.array([line.refused is not None for line in lines])
     if (spoilt := refused & ~np.isnan(rows).all(axis=1)).any():
@@ -92,7 +89,7 @@ def _fault_in(rows: FloatArray, lines: Sequence[Prediction]) -> tuple[int, str] 
     return None
 
 
-def _faults(rows: FloatArray, lines: Sequence[Prediction]) -> Iterator[tuple[Flags, str]]:
+def _faults(rows: Float32Array, lines: Sequence[Prediction]) -> Iterator[tuple[BoolArray, str]]:
     """Yield (which rows it concerns, what is wrong) of images that were evaluated; each relies on those before it."""
     labels = np.array([line.label for line in lines], np.int64)
     told = np.array([line.rank for line in lines], np.int64)
@@ -107,7 +104,7 @@ def _faults(rows: FloatArray, lines: Sequence[Prediction]) -> Iterator[tuple[Fla
     yield (labels != UNLABELLED) & (ranks != told), "gives the true class another rank than its line"
 
 
-def _same_best(rows: FloatArray, lines: Sequence[Prediction]) -> Flags:
+def _same_best(rows: Float32Array, lines: Sequence[Prediction]) -> BoolArray:
     """Say of each row whether its best classes, their order and their scores are those of its line.
 
     Scores may differ in the last bit of float32: a line's decimal is read as float64 first, and rounded twice, which
@@ -116,7 +113,7 @@ def _same_best(rows: FloatArray, lines: Sequence[Prediction]) -> Flags:
     classes = np.array([[index for index, _ in line.top] for line in lines], np.int64)
     told = np.array([[score for _, score in line.top] for line in lines]).astype(np.float32)
     stored = np.take_along_axis(rows, classes, axis=1)
-    same: Flags = (np.abs(told - stored) <= np.spacing(stored)).all(axis=1)
+    same: BoolArray = (np.abs(told - stored) <= np.spacing(stored)).all(axis=1)
     for place in range(classes.shape[1]):
         same &= ranks_of(rows, classes[:, place]) == place + 1
     return same

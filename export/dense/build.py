@@ -21,6 +21,7 @@ import numpy.typing as npt
 from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 
 from prelunet.evaluator.architectures import LRELU_SLOPE, Activation, Architecture, Conv, Pool
+from prelunet.evaluator.arrays import Float32Array
 from prelunet.evaluator.contract import Canvas, ClassEntry, MeanKind, ModelContract, Precision, default_scales
 from prelunet.evaluator.protocols import LONG_SIDE_CAP
 from prelunet.export.dense.half_precision import round_to_half
@@ -30,7 +31,6 @@ from prelunet.export.onnx_graph import Graph
 MAX_SIDE = 4096  # pixels, or more where `multi-scale` needs it; the graph cuts its masks from a constant of that length
 _AT_ONCE = 64  # rows that are transposed together: a whole fc1 of 500 MB takes six times as long
 
-FloatArray = npt.NDArray[np.float32]
 Parameters = npt.NDArray[np.floating]  # float32, or float16 as `round_to_half` gives them
 
 
@@ -89,8 +89,8 @@ def contract_of(
 
 def build_model(
     architecture: Architecture,
-    tensors: Mapping[str, FloatArray],
-    mean: FloatArray,
+    tensors: Mapping[str, Float32Array],
+    mean: Float32Array,
     contract: ModelContract,
     version: str,
 ) -> ModelProto:
@@ -127,7 +127,7 @@ def _interface(classes: int) -> tuple[list[ValueInfoProto], list[ValueInfoProto]
     return inputs, outputs
 
 
-def _front(graph: Graph, mean: FloatArray, max_side: int, *, masked: bool) -> tuple[str, Valid]:
+def _front(graph: Graph, mean: Float32Array, max_side: int, *, masked: bool) -> tuple[str, Valid]:
     """Add cast, mean and the first mask: images → float (N, 3, H, W), zero outside each image."""
     graph.constant("arange", np.arange(max_side, dtype=np.int64))
     valid = Valid("images")
@@ -148,7 +148,7 @@ def _front(graph: Graph, mean: FloatArray, max_side: int, *, masked: bool) -> tu
     return (_mask(graph, image, valid, "images.masked") if masked else image), valid
 
 
-def _warped_mean(graph: Graph, mean: FloatArray, positions: dict[str, str], sides: dict[str, str]) -> str:
+def _warped_mean(graph: Graph, mean: Float32Array, positions: dict[str, str], sides: dict[str, str]) -> str:
     """Add the mean image warped to each image's own size: R · M · Cᵀ, float (N, 3, H, W).
 
     SPP-net, Appendix A, "Mean Subtraction". R (N, H, S) and C (N, W, S) hold the weights of bilinear interpolation

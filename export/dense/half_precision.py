@@ -17,6 +17,7 @@ import onnx
 from onnx import ModelProto, TensorProto, helper
 
 from prelunet.evaluator.architectures import Architecture
+from prelunet.evaluator.arrays import Float16Array, Float32Array, UInt8Array
 from prelunet.evaluator.contract import ModelContract, golden_image, golden_sizes
 from prelunet.evaluator.engine.runtimes.onnx import PlainNet
 from prelunet.evaluator.errors import UsageError
@@ -28,17 +29,13 @@ HEADROOM = 8.0  # a net that comes nearer to LARGEST is warned of: other images,
 LOSS = 1e-3
 _BLOCK = 2**22  # numbers that are looked at together: fc1 of model C takes 1.8 GB in float64
 
-UInt8Array = npt.NDArray[np.uint8]
-FloatArray = npt.NDArray[np.float32]
-HalfArray = npt.NDArray[np.float16]
 
-
-def round_to_half(tensors: Mapping[str, FloatArray]) -> dict[str, HalfArray]:
+def round_to_half(tensors: Mapping[str, Float32Array]) -> dict[str, Float16Array]:
     """Round a checkpoint's tensors to float16; UsageError names one that has numbers beyond it."""
     return {name: _rounded(name, tensor) for name, tensor in tensors.items()}
 
 
-def _rounded(name: str, tensor: FloatArray) -> HalfArray:
+def _rounded(name: str, tensor: Float32Array) -> Float16Array:
     with np.errstate(over="ignore"):
         half = tensor.astype(np.float16)
     if beyond := int(np.isinf(half).sum()):
@@ -49,7 +46,7 @@ def _rounded(name: str, tensor: FloatArray) -> HalfArray:
     return half
 
 
-def rounding_losses(tensors: Mapping[str, FloatArray]) -> dict[str, float]:
+def rounding_losses(tensors: Mapping[str, Float32Array]) -> dict[str, float]:
     """Return by what share of its size (root mean square) rounding moves each tensor; about 2e-4 where nothing is lost.
 
     Raises UsageError as `round_to_half` does.

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 import numpy as np
-import numpy.typing as npt
 from onnx import ModelProto
 
 from prelunet.evaluator.architectures import TrunkLayer
+from prelunet.evaluator.arrays import Float64Array, UInt8Array
 from prelunet.evaluator.contract import ClassEntry, ModelContract, golden_image
 from prelunet.evaluator.datasets.labels.class_file import read_class_list
 from prelunet.evaluator.engine.load import open_session
@@ -35,8 +35,6 @@ from prelunet.export.foreign.wrap_net import prepare_net, probability_floor, wra
 from prelunet.training.importing.preprocessing import Layout, Preprocessing
 
 Kind = Literal["auto", "logits", "softmax"]
-Pixels = npt.NDArray[np.uint8]
-FloatArray = npt.NDArray[np.float64]
 
 OLDEST_SCAN = 9  # the opset from which on Scan has its present form
 _SEEN_AGAIN = 2  # pictures that the net is shown a second time
@@ -79,9 +77,9 @@ class Adopted:
 class _Known:
     """One picture, uint8 (crop, crop, 3), and what the net itself says of it, float64 (K,) each."""
 
-    picture: Pixels
-    scores: FloatArray
-    logits: FloatArray
+    picture: UInt8Array
+    scores: Float64Array
+    logits: Float64Array
 
 
 def adopt(path: Path, output: Path, classes: Path, options: AdoptOptions) -> Adopted:
@@ -112,7 +110,7 @@ def adopt(path: Path, output: Path, classes: Path, options: AdoptOptions) -> Ado
     return Adopted(contract, interface, opset, probabilities, one_by_one, tuple(deviations))
 
 
-def _pictures(crop: int) -> dict[str, Pixels]:
+def _pictures(crop: int) -> dict[str, UInt8Array]:
     """Return the pictures that net and file are compared on by name, uint8 (crop, crop, 3), the golden image first.
 
     No two alike, and of several ranges, so that a net that measures its batch (its range, its mean, its size) says of
@@ -157,15 +155,19 @@ def _check_classes(path: Path, classes: Path, outputs: int, listed: int) -> None
 
 
 def _run_net(
-    path: Path, interface: Interface, preprocessing: Preprocessing, pictures: Mapping[str, Pixels], drawing: list[str]
-) -> list[FloatArray]:
+    path: Path,
+    interface: Interface,
+    preprocessing: Preprocessing,
+    pictures: Mapping[str, UInt8Array],
+    drawing: list[str],
+) -> list[Float64Array]:
     """Return what the net itself says of each picture, float64 (K,), alone and with nothing of ours around it.
 
     drawing: the operators of the net that draw random numbers, for the message where its answers differ.
     """
     net = PlainNet(path, threads=1)  # the last bits of the golden scores depend on the number of threads
 
-    def row_of(what: str, picture: Pixels) -> FloatArray:
+    def row_of(what: str, picture: UInt8Array) -> Float64Array:
         found = net.run({interface.input: interface.feed(preprocessing.plain(picture))}, interface.output)
         batch = interface.batch or 1
         if found.ndim < 2 or found.shape[0] != batch or found.shape[1] < 2 or found.shape[2:] not in {(), (1, 1)}:
@@ -173,7 +175,7 @@ def _run_net(
                 f"{path}: output '{interface.output}' has shape {found.shape}, but a classifier gives "
                 f"({batch}, classes). Choose another output, or export the net up to its classes"
             )
-        row: FloatArray = found[0].reshape(-1).astype(np.float64)
+        row: Float64Array = found[0].reshape(-1).astype(np.float64)
         if not np.isfinite(row).all():
             raise ContractError(
                 f"{path}: gives NaN or infinity for an image ({what}), with this mean and std and range"
@@ -193,7 +195,7 @@ def _run_net(
     return rows
 
 
-def _are_probabilities(path: Path, kind: Kind, rows: list[FloatArray], *, half: bool) -> bool:
+def _are_probabilities(path: Path, kind: Kind, rows: list[Float64Array], *, half: bool) -> bool:
     """Find out whether a net's output is behind a softmax, by what it says of several pictures.
 
     Raises UsageError where that contradicts `kind`, or where it looks like neither.
@@ -215,7 +217,7 @@ def _are_probabilities(path: Path, kind: Kind, rows: list[FloatArray], *, half: 
     return summed
 
 
-def _known(picture: Pixels, row: FloatArray, interface: Interface, probabilities: bool) -> _Known:
+def _known(picture: UInt8Array, row: Float64Array, interface: Interface, probabilities: bool) -> _Known:
     if probabilities:
         return _Known(picture, row, np.log(row + probability_floor(interface)))
     return _Known(picture, softmax(row), row)

@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 from benchmarks.common import imagenet_sizes
 from benchmarks.common.nets import MEAN
 from benchmarks.common.results import ROOT, Results, read_results
-from benchmarks.common.test_rig import Rig, check_provider, digest_of, raw_session
+from benchmarks.common.rig import Rig, check_provider, digest_of, raw_session
 from benchmarks.gpu import parity, sweep
 from benchmarks.gpu import run as gpu
 from benchmarks.gpu.graphs import with_padded_conv1, with_split_concats
@@ -200,7 +200,7 @@ class Plans:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.shape = 0.0, (0, 0, 0)
-        monkeypatch.setattr("benchmarks.common.test_rig.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("benchmarks.common.rig.time.perf_counter", lambda: self.now)
 
     def upload(self, shape: tuple[int, int, int], seed: int = 0) -> tuple[int, int, int]:
         return shape
@@ -240,8 +240,8 @@ class ByThread:
 def test_memory_that_each_thread_takes_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.gpu.sweep.Bound", ByThread)
     monkeypatch.setattr("benchmarks.gpu.sweep.raw_session", lambda *_: None)
-    monkeypatch.setattr("benchmarks.common.test_rig.Rig.model_file", lambda *_: None)
-    monkeypatch.setattr("benchmarks.common.test_rig.Rig.used_memory_gb", lambda _: 2.0 * len(ByThread.threads))
+    monkeypatch.setattr("benchmarks.common.rig.Rig.model_file", lambda *_: None)
+    monkeypatch.setattr("benchmarks.common.rig.Rig.used_memory_gb", lambda _: 2.0 * len(ByThread.threads))
     found = sweep._threads(Rig("cpu", tiny=False, files=tmp_path), "A")
     assert (found["runs"], found["same_gb"], found["fresh_gb"]) == (8, 0, 16)
 
@@ -255,7 +255,7 @@ def test_the_rehearsal_of_the_sweep_widens_conv1_without_another_score(rehearsal
 def test_time_for_the_oracle_is_asked_for_once_a_net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.gpu.parity._oracle", lambda *_: [])
     monkeypatch.setattr("benchmarks.gpu.parity._compare", lambda *_: {})
-    monkeypatch.setattr("benchmarks.common.test_rig.Rig.session", lambda *_: None)
+    monkeypatch.setattr("benchmarks.common.rig.Rig.session", lambda *_: None)
     asked: dict[str, list[float]] = {}
 
     class Asked:

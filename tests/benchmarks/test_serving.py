@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks.common.test_rig import Rig
+from benchmarks.common.rig import Rig
 from benchmarks.serving import run as serving
 from benchmarks.serving.bench import Bench, Pictures, Visit, calls_for, check_answers, in_turn, percentile, summary
 from benchmarks.serving.engine import InMemory

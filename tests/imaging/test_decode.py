@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from prelunet.evaluator.arrays import UInt8Array
 from prelunet.evaluator.errors import EnvironmentFault, ImageError, UsageError
 from prelunet.evaluator.imaging import decode
 from prelunet.evaluator.imaging.decode import decode_image, decode_rgb, image_size
@@ -31,7 +32,6 @@ assert HOSTILE, f"{DATA} is empty"
 # pytest takes back the filter that evaluator.imaging.decode sets when it is imported.
 pytestmark = pytest.mark.filterwarnings(r"ignore::Warning:PIL\.")
 
-UInt8Array = npt.NDArray[np.uint8]
 HEIGHT, WIDTH = 24, 37
 ROW, COLUMN = np.mgrid[:HEIGHT, :WIDTH]
 PICTURE = np.stack([ROW * 10, COLUMN * 6, 255 - ROW * 4 - COLUMN * 3], axis=2).astype(np.uint8)

@@ -4,17 +4,14 @@ import math
 from fractions import Fraction
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from prelunet.evaluator.arrays import Float64Array, UInt8Array
 from prelunet.evaluator.contract import Interpolation, golden_image
 from prelunet.evaluator.imaging.resize import resize_part, resize_shorter_side, resize_to_scales, resized_size
-
-UInt8Array = npt.NDArray[np.uint8]
-Float64Array = npt.NDArray[np.float64]
 
 # Pillow rounds after the columns and again after the rows, half a grey level each.
 TOLERANCE = 1.0 + 1e-3

@@ -10,8 +10,9 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from prelunet.evaluator.arrays import Float32Array, UInt8Array
 from prelunet.evaluator.imaging.resize import Picture, resize_part, resized_size
-from prelunet.training.data.image_cache import TRAINING_CAP, FloatArray, UInt8Array
+from prelunet.training.data.image_cache import TRAINING_CAP
 from prelunet.training.recipe import Recipe
 
 ORDER, VIEW, DROPOUT, COLOR, SUBSTITUTE = range(5)  # independent random streams of one seed
@@ -61,7 +62,7 @@ def places_of_step(recipe: Recipe, step: int, images: int) -> list[tuple[int, in
 # eigenvalue is a variance, in levels², and would shift a view by hundreds of levels.
 
 
-def color_axes(count: int, sums: Sequence[int], products: Sequence[Sequence[int]]) -> FloatArray:
+def color_axes(count: int, sums: Sequence[int], products: Sequence[Sequence[int]]) -> Float32Array:
     """Return the axes along which RGB values vary: float32 (3, 3), columns of length sqrt(eigenvalue), longest first.
 
     count: of pixels; sums: of each channel's values, 0-255; products: 3x3, sums of the products of two channels. Whole
@@ -78,7 +79,7 @@ def color_axes(count: int, sums: Sequence[int], products: Sequence[Sequence[int]
     return np.asarray(axes * np.where(largest < 0, -1, 1), dtype=np.float32)
 
 
-def color_shift(recipe: Recipe, axes: FloatArray, epoch: int, index: int) -> FloatArray:
+def color_shift(recipe: Recipe, axes: Float32Array, epoch: int, index: int) -> Float32Array:
     """Return what is added to all pixels of image `index` in an epoch: float32 (3,), RGB, in levels of 0-255.
 
     axes: of `color_axes`; recipe.color: standard deviation of the coefficients, the paper's 0.1. A function of (seed,

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from prelunet.evaluator.arrays import Float32Array, Int64Array, UInt8Array
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.errors import DatasetError, ImageError, PreluNetError
 from prelunet.evaluator.files import open_atomically
@@ -21,9 +21,7 @@ from prelunet.evaluator.imaging.decode import decode_image
 from prelunet.evaluator.json_checks import an_object, parse_json, whole
 from prelunet.evaluator.terminal import progress
 from prelunet.training.data.augmentation import color_axes
-from prelunet.training.data.image_cache import WORKERS, FloatArray, UInt8Array, central_view, map_ahead
-
-Int64Array = npt.NDArray[np.int64]
+from prelunet.training.data.image_cache import WORKERS, central_view, map_ahead
 
 MAX_REFUSED = 0.1  # part of a split; beyond it the dataset, not a few files, is broken
 VERSION = 1  # of what is kept; to be raised whenever the same images would give other sums
@@ -41,9 +39,9 @@ class Survey:
     """
 
     refused: Mapping[str, str]
-    mean_image: FloatArray
-    mean_channels: FloatArray
-    axes: FloatArray
+    mean_image: Float32Array
+    mean_channels: Float32Array
+    axes: Float32Array
 
 
 @dataclass

@@ -9,9 +9,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 from PIL import Image
 
+from prelunet.evaluator.arrays import UInt8Array
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.errors import DatasetError, ImageError
 from prelunet.evaluator.imaging.decode import decode_image
@@ -19,8 +19,6 @@ from prelunet.evaluator.imaging.resize import Picture, resize_shorter_side
 from prelunet.evaluator.imaging.views import center_crop
 from prelunet.evaluator.machine import cores
 
-UInt8Array = npt.NDArray[np.uint8]
-FloatArray = npt.NDArray[np.float32]
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 

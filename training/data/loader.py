@@ -9,26 +9,17 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from prelunet.evaluator.arrays import Float32Array, Int64Array, UInt8Array
 from prelunet.evaluator.datasets.dataset import Sample
 from prelunet.evaluator.errors import DatasetError
 from prelunet.evaluator.imaging.resize import Picture
 from prelunet.training.data.augmentation import SUBSTITUTE, color_shift, places_of_step, random_stream, training_view
-from prelunet.training.data.image_cache import (
-    UNREADABLE,
-    WORKERS,
-    FloatArray,
-    Pictures,
-    UInt8Array,
-    central_view,
-    map_ahead,
-)
+from prelunet.training.data.image_cache import UNREADABLE, WORKERS, Pictures, central_view, map_ahead
 from prelunet.training.data.worker_processes import map_in_processes
 from prelunet.training.recipe import Recipe
 
-Int64Array = npt.NDArray[np.int64]
 Place = tuple[int | None, int]  # epoch, or None for the view of the evaluation; image index
 
 TRIES = 20  # images that fail one after another for one place: then the dataset is gone, not a few of its files
@@ -44,7 +35,7 @@ class Batch:
 
     images: UInt8Array
     labels: Int64Array
-    shift: FloatArray | None = None
+    shift: Float32Array | None = None
     lost: tuple[tuple[str, str], ...] = ()
 
 
@@ -54,7 +45,7 @@ def training_batches(
     first_step: int,
     *,
     rows: range | None = None,
-    axes: FloatArray | None = None,
+    axes: Float32Array | None = None,
     workers: int | None = None,
     pin: bool = False,
     here: int = 1,
@@ -113,7 +104,7 @@ def evaluation_batches(
 
 
 def make_batch(
-    pictures: Pictures, recipe: Recipe, step: int, rows: range | None = None, axes: FloatArray | None = None
+    pictures: Pictures, recipe: Recipe, step: int, rows: range | None = None, axes: Float32Array | None = None
 ) -> Batch:
     """Return the batch of one step, counted from 0; see `training_batches`."""
     only = replace(recipe, steps=step + 1, epochs=None)
@@ -154,7 +145,7 @@ class _Rest:
     """What a worker makes beside the images; a batch, but for the gaps."""
 
     labels: Int64Array
-    shift: FloatArray | None
+    shift: Float32Array | None
     gaps: list[_Gap]
 
     @property
@@ -165,7 +156,7 @@ class _Rest:
 class _Maker:
     """Makes views of the pictures of a split. axes: of the colour change, None without it."""
 
-    def __init__(self, pictures: Pictures, recipe: Recipe, axes: FloatArray | None) -> None:
+    def __init__(self, pictures: Pictures, recipe: Recipe, axes: Float32Array | None) -> None:
         self.pictures, self.recipe, self.axes = pictures, recipe, axes
 
     def order(self, places: list[Place]) -> _Order:
@@ -197,7 +188,7 @@ class _Maker:
             return central_view(picture, self.recipe.evaluation_scale, self.recipe.crop)
         return training_view(picture, self.recipe, epoch, index)
 
-    def _shift(self, places: list[Place]) -> FloatArray | None:
+    def _shift(self, places: list[Place]) -> Float32Array | None:
         if self.axes is None:
             return None
         shifts = [color_shift(self.recipe, self.axes, epoch, index) for epoch, index in places if epoch is not None]

@@ -19,14 +19,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from prelunet.evaluator.arrays import UInt8Array
 from prelunet.evaluator.errors import EnvironmentFault, PreluNetError, from_os_error
 
-UInt8Array = npt.NDArray[np.uint8]
 Item = TypeVar("Item")
 Rest = TypeVar("Rest")
 

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, TypeAlias, get_args
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from prelunet.evaluator.arrays import Float32Array
 from prelunet.evaluator.errors import UsageError
 from prelunet.training.distributed.process_group import Group
 from prelunet.training.net.network import Factors, PreluNet
@@ -26,11 +25,10 @@ from prelunet.training.recipe import Precision
 
 Kind = Literal["ddp", "hybrid"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-FloatArray: TypeAlias = npt.NDArray[np.float32]
 
 # Called with places in the step's global batch: what dropout multiplies fc1's and fc2's outputs by in these rows,
 # (rows, hidden) each; None for no dropout. A process asks once a step, for the rows whose head it computes.
-DropoutFactors: TypeAlias = Callable[[range], tuple[FloatArray, FloatArray]] | None
+DropoutFactors: TypeAlias = Callable[[range], tuple[Float32Array, Float32Array]] | None
 
 
 @dataclass(frozen=True)

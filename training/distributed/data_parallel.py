@@ -1,4 +1,4 @@
-"""TODO."""
+"""Plain data parallelism (DDP), and the choice between it and the hybrid scheme of the paper."""
 
 import torch
 import torch.nn.functional as F

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from prelunet.evaluator.architectures import ACTIVATIONS, ARCHITECTURES, Architecture, architecture, parameter_shapes
+from prelunet.evaluator.arrays import Float32Array
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.errors import CheckpointError, UsageError, from_os_error
 from prelunet.training.importing.name_map import NameMap, Renamed
 from prelunet.training.importing.preprocessing import Preprocessing, three_numbers
 from prelunet.training.importing.state_dicts import StateDict, read_state_dict
-from prelunet.training.net.checkpoints import Checkpoint, FloatArray, is_finite, name_faults
+from prelunet.training.net.checkpoints import Checkpoint, is_finite, name_faults
 
 How = Literal["by name", "by the map", "by order"]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -51,7 +52,7 @@ def import_net(
     classes: tuple[ClassEntry, ...],
     preprocessing: Preprocessing,
     *,
-    mean: FloatArray | None = None,
+    mean: Float32Array | None = None,
     name_map: NameMap | None = None,
 ) -> Imported:
     """Turn a torch state dict or a .safetensors file of the same architecture into a checkpoint.
@@ -77,7 +78,7 @@ def import_net(
     return Imported(Checkpoint(net, classes, own_mean, arrays), assignment, tuple(remarks))
 
 
-def read_mean_image(path: Path, crop: int) -> FloatArray:
+def read_mean_image(path: Path, crop: int) -> Float32Array:
     """Read a mean image from a .npy file: (crop, crop, 3), or (3, crop, crop) as Caffe has it.
 
     Returns (crop, crop, 3), channels in the order of the file. Raises UsageError for anything else.
@@ -103,7 +104,7 @@ def read_mean_image(path: Path, crop: int) -> FloatArray:
 
 def preprocessing_of(
     mean: str, std: str, pixel_range: int, channels: Literal["rgb", "bgr"], crop: int
-) -> tuple[Preprocessing, FloatArray | None]:
+) -> tuple[Preprocessing, Float32Array | None]:
     """Read what `--mean` and its companions say; the second is the mean image where --mean names one.
 
     Of an image the means of its channels stand in the first, so that a wrong range is found out for it, too. Raises
@@ -245,7 +246,7 @@ def _nets_of_these_shapes(found: Sequence[tuple[int, ...]], asked: int) -> Itera
                 yield f"--arch {name} --activation {activation}{also}"
 
 
-def _as_float32(path: Path, tensors: Mapping[str, Tensor], assignment: Assignment) -> dict[str, FloatArray]:
+def _as_float32(path: Path, tensors: Mapping[str, Tensor], assignment: Assignment) -> dict[str, Float32Array]:
     """Return the numbers as float32; CheckpointError that names every tensor with one that is not finite."""
     arrays = {name: tensor.detach().resolve_neg().to(torch.float32).numpy() for name, tensor in tensors.items()}
     if bad := [assignment.theirs[name] for name, array in arrays.items() if not is_finite(array)]:
@@ -267,8 +268,8 @@ def _conversions(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _with_pixels_as_ours(
-    path: Path, conv1: FloatArray, preprocessing: Preprocessing, image: FloatArray | None
-) -> tuple[FloatArray, FloatArray]:
+    path: Path, conv1: Float32Array, preprocessing: Preprocessing, image: Float32Array | None
+) -> tuple[Float32Array, Float32Array]:
     """Return conv1's weights and the mean for RGB from 0 to 255.
 
     With r the range of pixels: (x·r/255 − mean) / std = (x − mean·255/r) · r/(255·std). The factor goes into the

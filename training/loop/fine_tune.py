@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from prelunet.evaluator.architectures import Architecture
+from prelunet.evaluator.arrays import Float32Array
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.files import sha256_of
 from prelunet.evaluator.json_checks import differences, shown
-from prelunet.training.net.checkpoints import Checkpoint, FloatArray, read_checkpoint
+from prelunet.training.net.checkpoints import Checkpoint, read_checkpoint
 from prelunet.training.net.initialization import Initialization, initial_tensors
 from prelunet.training.run_state.run_folder import BEST_FILE, LAST_FILE
 
@@ -28,8 +29,8 @@ class Start:
     remarks: what a user should know.
     """
 
-    tensors: dict[str, FloatArray]
-    mean: FloatArray
+    tensors: dict[str, Float32Array]
+    mean: Float32Array
     remarks: tuple[str, ...]
 
 
@@ -97,7 +98,7 @@ def _check_architecture(path: Path, there: Architecture, here: Architecture) -> 
         )
 
 
-def _mean_for(checkpoint: Checkpoint, shape: tuple[int, ...]) -> tuple[FloatArray, tuple[str, ...]]:
+def _mean_for(checkpoint: Checkpoint, shape: tuple[int, ...]) -> tuple[Float32Array, tuple[str, ...]]:
     """Return the checkpoint's mean in another shape: its features were learned with it, not with that of new images.
 
     A mean image fits no other crop: there the mean of each of its channels stands for it.

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from prelunet.evaluator.arrays import Float32Array
 from prelunet.evaluator.datasets.dataset import Dataset
 from prelunet.evaluator.datasets.layouts import SHARDS
 from prelunet.evaluator.errors import EnvironmentFault, UsageError
@@ -15,7 +16,6 @@ from prelunet.training.data.splits import Splits
 from prelunet.training.distributed.base import Kind
 from prelunet.training.distributed.process_group import Group, computes_bf16
 from prelunet.training.loop.fine_tune import start_from
-from prelunet.training.net.checkpoints import FloatArray
 from prelunet.training.net.initialization import initial_tensors
 from prelunet.training.recipe import Recipe
 from prelunet.training.run_state.resume_state import Progress
@@ -24,7 +24,7 @@ from prelunet.training.run_state.run_folder import open_run_folder
 
 def beginning(
     recipe: Recipe, splits: Splits, start: Path | None, cache: Path | None, announce: Callable[[str], None]
-) -> tuple[Mapping[str, FloatArray], Progress]:
+) -> tuple[Mapping[str, Float32Array], Progress]:
     """Look at all images once, and draw the initial weights or take those to begin with.
 
     start: a checkpoint whose weights and mean are the first ones; cache: see `training.data.dataset_statistics.survey`;

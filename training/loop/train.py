@@ -1,4 +1,4 @@
-"""TODO."""
+"""Train a net from start to finish: `train` is the table of contents."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The training loop, for one process and for many: `train` is the table of contents, `Trainer` what one run needs.
+"""The training loop of one run, for one process and for many.
 
 With many processes each makes its rows of every batch, and `training.distributed.base` makes one gradient of them all;
 the first one writes the files and talks to the user.

@@ -7,10 +7,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 
 from prelunet.evaluator.architectures import (
     MAX_SIDE,
@@ -19,12 +18,11 @@ from prelunet.evaluator.architectures import (
     multiply_adds,
     parameter_shapes,
 )
+from prelunet.evaluator.arrays import Float32Array
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.errors import CheckpointError, UsageError
 from prelunet.evaluator.files import open_atomically, require_plain
 from prelunet.evaluator.json_checks import a_list, check_plain, parse_json, record, text, whole
-
-FloatArray = npt.NDArray[np.float32]
 
 CHECKPOINT_VERSION = 1
 PREFIX = "prelunet."
@@ -44,8 +42,8 @@ class Checkpoint:
 
     architecture: Architecture
     classes: tuple[ClassEntry, ...]
-    mean: FloatArray
-    tensors: Mapping[str, FloatArray]
+    mean: Float32Array
+    tensors: Mapping[str, Float32Array]
     recipe: Mapping[str, Any] | None = None
     dataset: Mapping[str, Any] | None = None
     metrics: Mapping[str, Any] | None = None
@@ -141,7 +139,7 @@ def name_faults(
     return faults
 
 
-def is_finite(tensor: FloatArray) -> bool:
+def is_finite(tensor: Float32Array) -> bool:
     """Whether there is neither NaN nor infinity; the two extremes show both, without a mask as large as the tensor."""
     return bool(np.isfinite(tensor.min()) and np.isfinite(tensor.max()))
 
@@ -159,7 +157,7 @@ def _check_names(
         )
 
 
-def _check_finite(path: Path, name: str, tensor: FloatArray) -> None:
+def _check_finite(path: Path, name: str, tensor: Float32Array) -> None:
     if not is_finite(tensor):
         raise CheckpointError(
             f"{path}: {name} holds values that are not finite, so the training has diverged or the file is damaged. "
@@ -181,7 +179,7 @@ def _metadata_of(checkpoint: Checkpoint, is_image: bool) -> dict[str, str]:
     return {PREFIX + key: json.dumps(values[key], sort_keys=True, allow_nan=False) for key in sorted(values)}
 
 
-def _write_safetensors(file: BinaryIO, tensors: Mapping[str, FloatArray], metadata: Mapping[str, str]) -> None:
+def _write_safetensors(file: BinaryIO, tensors: Mapping[str, Float32Array], metadata: Mapping[str, str]) -> None:
     """Write the safetensors format: 8 bytes of header length, the header as JSON, then the tensors one after another.
 
     Not the library's own writer: that one puts the metadata in a random order (version 0.8), so that the same
@@ -257,7 +255,7 @@ class _Metadata:
             raise self.malformed("classes", "empty, or a wnid twice")
         return classes
 
-    def mean(self) -> FloatArray | None:
+    def mean(self) -> Float32Array | None:
         """Return the three numbers, or None where the mean is an image."""
         value = self.value("mean")
         if value == "image":
@@ -292,11 +290,7 @@ class _Metadata:
 # What a new checkpoint amounts to, as the verbs that write one say it.
 
 
-if TYPE_CHECKING:
-    from prelunet.training.net.checkpoints import Checkpoint
-
-
-def sizes(checkpoint: "Checkpoint", path: Path) -> str:
+def sizes(checkpoint: Checkpoint, path: Path) -> str:
     """Return the parameters and multiply-adds of a net and the bytes of its file, in one line."""
     net = checkpoint.architecture
     parameters = sum(tensor.size for tensor in checkpoint.tensors.values())

@@ -11,10 +11,10 @@ from typing import Literal, get_args
 import numpy as np
 
 from prelunet.evaluator.architectures import LRELU_SLOPE, Activation, Architecture, parameter_shapes
+from prelunet.evaluator.arrays import Float32Array
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.datasets.labels.class_file import MAX_CLASSES, read_class_list
 from prelunet.evaluator.errors import UsageError
-from prelunet.training.net.checkpoints import FloatArray
 
 Rule = Literal["fan-out", "fan-in", "average", "xavier", "gaussian"]
 FirstLayer = Literal["half", "exact"]
@@ -103,7 +103,7 @@ def initial_slope(activation: Activation) -> float:
 
 def initial_tensors(
     architecture: Architecture, classes: int, seed: int, initialization: Initialization = Initialization()
-) -> dict[str, FloatArray]:
+) -> dict[str, Float32Array]:
     """Draw the tensors of an untrained net; names and shapes of `parameter_shapes`, same seed same bytes.
 
     Biases 0, slopes 0.25. Every layer's weights have a random stream of their own, by the layer's number: a change of
@@ -112,7 +112,7 @@ def initial_tensors(
     """
     slope = initial_slope(architecture.activation)
     fc_stds = dict(zip(FC_LAYERS, initialization.fc_stds, strict=True))
-    tensors: dict[str, FloatArray] = {}
+    tensors: dict[str, Float32Array] = {}
     layers = list(dict.fromkeys(name.split(".")[0] for name in parameter_shapes(architecture, classes)))
     for name, shape in parameter_shapes(architecture, classes).items():
         layer, kind = name.split(".")
@@ -131,14 +131,14 @@ def initial_tensors(
     return tensors
 
 
-def _gaussian(random: np.random.Generator, shape: tuple[int, ...], std: float) -> FloatArray:
+def _gaussian(random: np.random.Generator, shape: tuple[int, ...], std: float) -> Float32Array:
     """Draw float32 weights from the normal distribution around 0."""
     weights = random.standard_normal(shape, dtype=np.float32)
     weights *= np.float32(std)
     return weights
 
 
-def _uniform(random: np.random.Generator, shape: tuple[int, ...], std: float) -> FloatArray:
+def _uniform(random: np.random.Generator, shape: tuple[int, ...], std: float) -> Float32Array:
     """Draw float32 weights from the uniform distribution around 0 that has this deviation: its edge is √3 of it."""
     weights = random.random(shape, dtype=np.float32)
     weights -= np.float32(0.5)

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prelunet.evaluator.architectures import LRELU_SLOPE, Activation, Architecture, Pool, parameter_shapes
-from prelunet.training.net.checkpoints import Checkpoint, FloatArray
+from prelunet.evaluator.arrays import Float32Array
+from prelunet.training.net.checkpoints import Checkpoint
 
 HEAD = ("fc1", "fc2", "fc3")
 Factors: TypeAlias = tuple[Tensor, Tensor]  # of dropout: what the outputs of fc1 and fc2 are multiplied by, (N, hidden)
@@ -149,7 +150,7 @@ def parameter_groups(net: PreluNet, weight_decay: float) -> list[dict[str, Any]]
     return [group for group in groups if group["params"]]
 
 
-def load_tensors(net: PreluNet, tensors: Mapping[str, FloatArray]) -> None:
+def load_tensors(net: PreluNet, tensors: Mapping[str, Float32Array]) -> None:
     """Copy a checkpoint's tensors into a net of the same architecture."""
     net.load_state_dict({name: torch.from_numpy(tensor) for name, tensor in tensors.items()})
 
@@ -165,6 +166,6 @@ def network_from_checkpoint(checkpoint: Checkpoint) -> PreluNet:
     return net.eval()
 
 
-def tensors_of(net: PreluNet) -> dict[str, FloatArray]:
+def tensors_of(net: PreluNet) -> dict[str, Float32Array]:
     """Return the net's parameters as float32 arrays for a checkpoint; a net on the CPU shares its memory with them."""
     return {name: value.detach().to("cpu", torch.float32).numpy() for name, value in net.state_dict().items()}

@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from prelunet.evaluator.arrays import Float32Array
 from prelunet.evaluator.errors import EnvironmentFault, RunFolderError
 from prelunet.evaluator.files import open_atomically
 from prelunet.evaluator.json_checks import an_object, text, whole
-from prelunet.training.data.image_cache import FloatArray
 from prelunet.training.net.checkpoints import is_finite
 from prelunet.training.net.network import PreluNet
 from prelunet.training.run_state.metrics_log import Errors
@@ -43,8 +43,8 @@ class Progress:
     loss_sum over loss_steps: steps that are not logged yet; measured: all measurements so far, in their order.
     """
 
-    mean: FloatArray
-    axes: FloatArray
+    mean: Float32Array
+    axes: Float32Array
     refused: Mapping[str, Mapping[str, str]]
     lost: dict[str, str] = field(default_factory=dict)
     step: int = 0
@@ -180,12 +180,12 @@ def _state_of(found: dict[str, Any], net: PreluNet) -> State:
     return State(_progress_of(found, net.architecture.crop), tensors, momentum)
 
 
-def _array(value: Any, what: str, *shapes: tuple[int, ...]) -> FloatArray:
+def _array(value: Any, what: str, *shapes: tuple[int, ...]) -> Float32Array:
     """Return a tensor of finite float32 of one of these shapes.
 
     For what has no values in rows (sparse, nested, on `meta`) torch raises TypeError or RuntimeError.
     """
-    array: FloatArray = value.numpy()
+    array: Float32Array = value.numpy()
     if array.dtype != np.float32 or array.shape not in shapes or not is_finite(array):
         raise ValueError(f"{what}: {array.dtype} of shape {array.shape}, or not finite")
     return array

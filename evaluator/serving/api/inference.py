@@ -10,8 +10,8 @@ import grpc
 import grpc.aio
 from prometheus_client import Gauge, Histogram, Summary
 
+from prelunet.evaluator.arrays import Float32Array
 from prelunet.evaluator.engine.classify import Classified
-from prelunet.evaluator.engine.scores import FloatArray
 from prelunet.evaluator.errors import ImageError, ModelNotFound, UsageError
 from prelunet.evaluator.pb.inference import inference_pb2 as pb
 from prelunet.evaluator.pb.inference import inference_pb2_grpc as pb_grpc
@@ -182,10 +182,10 @@ async def _made(make: Callable[[], Made], *, long: bool) -> Made:
     return await asyncio.to_thread(make) if long else make()
 
 
-async def _scores_of(classifier: Classifier, asked: messages.Asked, caller: Caller) -> list[FloatArray]:
+async def _scores_of(classifier: Classifier, asked: messages.Asked, caller: Caller) -> list[Float32Array]:
     """Classify every image of a request; the first that fails drops the others and is named in the error."""
 
-    async def one(index: int) -> FloatArray:
+    async def one(index: int) -> Float32Array:
         try:
             return await classifier.classify(asked.images[index], asked.protocol, _its_scores, caller=caller)
         except ImageError as error:
@@ -201,7 +201,7 @@ async def _scores_of(classifier: Classifier, asked: messages.Asked, caller: Call
     return [task.result() for task in tasks]
 
 
-def _its_scores(classified: Classified) -> FloatArray:
+def _its_scores(classified: Classified) -> Float32Array:
     return classified.scores
 
 

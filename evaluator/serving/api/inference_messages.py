@@ -8,8 +8,9 @@ from typing import TypeAlias
 
 import numpy as np
 
+from prelunet.evaluator.arrays import Float32Array
 from prelunet.evaluator.contract import MOST_SCALES, ModelContract
-from prelunet.evaluator.engine.scores import FloatArray, top_k
+from prelunet.evaluator.engine.scores import top_k
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.pb.inference import inference_pb2 as pb
 from prelunet.evaluator.protocols import Changes, Protocol, default_protocol, make_protocol
@@ -243,7 +244,7 @@ def _top_of(request: pb.ModelInferRequest, contract: ModelContract) -> int | Non
 
 
 def infer_response(
-    model: str, asked: Asked, scores: Sequence[FloatArray], contract: ModelContract
+    model: str, asked: Asked, scores: Sequence[Float32Array], contract: ModelContract
 ) -> pb.ModelInferResponse:
     """Return the answer to a request. model: its name; scores: float32 (classes,) of each image."""
     response = pb.ModelInferResponse(model_name=model, model_version=VERSION, id=asked.id)
@@ -266,7 +267,7 @@ def infer_response(
     return response
 
 
-def _class_texts(scores: FloatArray, top: int, contract: ModelContract) -> list[bytes]:
+def _class_texts(scores: Float32Array, top: int, contract: ModelContract) -> list[bytes]:
     """Return the best classes as Triton writes them: score, class index, name."""
     return [f"{score:f}:{index}:{contract.classes[index].name}".encode() for index, score in top_k(scores, top)]
 
