@@ -10,7 +10,7 @@ from typing import Any
 
 from prelunet.evaluator.errors import UsageError
 
-TOP = 5  # classes that are told unless another number is asked for
+DEFAULT_TOP_K = 5  # classes that are told unless another number is asked for
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class ClassScore:
 
 
 @dataclass(frozen=True)
-class ViewSeen:
+class AveragedView:
     """One view that was averaged. scale: pixels; part: see `View`; windows: `rows` and `columns` of its grid."""
 
     scale: int
@@ -61,7 +61,7 @@ class Answer:
     predictions: tuple[ClassScore, ...]
     model: Mapping[str, str]
     protocol: Mapping[str, Any]
-    views: tuple[ViewSeen, ...]
+    views: tuple[AveragedView, ...]
     capped: bool
     circumstances: Mapping[str, Any]
     heatmap: bytes = b""
@@ -79,15 +79,15 @@ class Answer:
 def answer_from_json(data: Mapping[str, Any], heatmap: bytes = b"") -> Answer:
     """Read what `Answer.to_json` wrote."""
     predictions = tuple(ClassScore(**entry) for entry in data["predictions"])
-    views = tuple(ViewSeen(**view) for view in data["views"])
+    views = tuple(AveragedView(**view) for view in data["views"])
     timings = Timings(**data["timings"]) if data.get("timings") is not None else None
     return Answer(**{**data, "predictions": predictions, "views": views, "heatmap": heatmap, "timings": timings})
 
 
-def top_asked(asked: int | None, classes: int) -> int:
+def resolve_top_k(requested: int | None, classes: int) -> int:
     """Return how many classes to tell; UsageError for a number outside 1 to `classes`, the number there is."""
-    if asked is None:
-        return min(TOP, classes)
-    if not 1 <= asked <= classes:
-        raise UsageError(f"top_k is {asked}, but this model can tell 1 to {classes} classes")
-    return asked
+    if requested is None:
+        return min(DEFAULT_TOP_K, classes)
+    if not 1 <= requested <= classes:
+        raise UsageError(f"top_k is {requested}, but this model can tell 1 to {classes} classes")
+    return requested

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
 from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.json_checks import a_list, an_object, one_of, text, whole
+from prelunet.evaluator.json_checks import require_choice, require_int, require_list, require_object, require_str
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Architecture:
         if self.activation not in ACTIVATIONS:
             raise UsageError(f"no activation '{self.activation}'. There are: {', '.join(ACTIVATIONS)}")
         try:
-            whole(self.crop, "crop (pixels)", 1, MAX_SIDE)
+            require_int(self.crop, "crop (pixels)", 1, MAX_SIDE)
         except ValueError as error:
             raise UsageError(f"architecture {self.name}: {error}") from error
         names = [layer.name for layer in self.trunk]
@@ -142,27 +142,28 @@ class Architecture:
 
 def architecture_from_json(data: Any) -> Architecture:
     """Read what `Architecture.to_json` wrote; raises ValueError, TypeError or UsageError when it is not that."""
-    fields = an_object(data, "an architecture")
-    trunk = tuple(_layer_from_json(layer) for layer in a_list(fields.get("trunk"), "trunk"))
+    fields = require_object(data, "an architecture")
+    trunk = tuple(_layer_from_json(layer) for layer in require_list(fields.get("trunk"), "trunk"))
     levels = tuple(
-        whole(level, "a level of the pyramid", 1) for level in a_list(fields.get("spp_levels"), "spp_levels")
+        require_int(level, "a level of the pyramid", 1)
+        for level in require_list(fields.get("spp_levels"), "spp_levels")
     )
     if not trunk or not levels:
         raise ValueError("trunk and spp_levels should not be empty")
-    text(fields.get("name"), "name")
-    text(fields.get("activation", "prelu"), "activation")
-    whole(fields.get("hidden"), "hidden", 1)
+    require_str(fields.get("name"), "name")
+    require_str(fields.get("activation", "prelu"), "activation")
+    require_int(fields.get("hidden"), "hidden", 1)
     return Architecture(**{**fields, "trunk": trunk, "spp_levels": levels})
 
 
 def _layer_from_json(data: Any) -> Conv | Pool:
-    fields = dict(an_object(data, "a layer"))
-    kind = one_of(fields.pop("kind", None), "kind of a layer", ("conv", "pool"))
+    fields = dict(require_object(data, "a layer"))
+    kind = require_choice(fields.pop("kind", None), "kind of a layer", ("conv", "pool"))
     for key, value in fields.items():
         if key == "name":
-            text(value, "name of a layer")
+            require_str(value, "name of a layer")
         else:
-            whole(value, f"{key} of a layer", 0 if key == "pad" else 1, MAX_SIDE)
+            require_int(value, f"{key} of a layer", 0 if key == "pad" else 1, MAX_SIDE)
     return Conv(**fields) if kind == "conv" else Pool(**fields)
 
 
@@ -269,17 +270,17 @@ def multiply_adds(architecture: Mapping[str, Any], height: int, width: int, clas
     architecture: what `Architecture.to_json` gives; height, width: in pixels. At one crop this is the "complexity" of
     Table 3. Raises ValueError for data that tells of no such net.
     """
-    layers = [an_object(layer, "a layer") for layer in a_list(architecture.get("trunk"), "trunk")]
+    layers = [require_object(layer, "a layer") for layer in require_list(architecture.get("trunk"), "trunk")]
     trunk = [_size_of(layer) for layer in layers]
-    window = feature_map_side(trunk, whole(architecture.get("crop"), "crop", 1))
-    hidden = whole(architecture.get("hidden"), "hidden", 1)
-    levels = a_list(architecture.get("spp_levels"), "spp_levels")
-    bins = sum(whole(level, "a level of the pyramid", 1) ** 2 for level in levels)
+    window = feature_map_side(trunk, require_int(architecture.get("crop"), "crop", 1))
+    hidden = require_int(architecture.get("hidden"), "hidden", 1)
+    levels = require_list(architecture.get("spp_levels"), "spp_levels")
+    bins = sum(require_int(level, "a level of the pyramid", 1) ** 2 for level in levels)
     total, channels = 0, 3
     for layer, size in zip(layers, trunk, strict=True):
         height, width = size.output_side(height), size.output_side(width)
-        if one_of(layer.get("kind"), "kind of a layer", ("conv", "pool")) == "conv":
-            filters = whole(layer.get("channels"), "channels of a layer", 1)
+        if require_choice(layer.get("kind"), "kind of a layer", ("conv", "pool")) == "conv":
+            filters = require_int(layer.get("channels"), "channels of a layer", 1)
             total += size.kernel**2 * channels * filters * height * width
             channels = filters
     windows = max(0, height - window + 1) * max(0, width - window + 1)
@@ -288,5 +289,5 @@ def multiply_adds(architecture: Mapping[str, Any], height: int, width: int, clas
 
 def _size_of(layer: Mapping[str, Any]) -> TrunkLayer:
     """Return a layer as far as sizes are concerned; pools, whose data have no pad, pad nothing."""
-    kernel, stride = (whole(layer.get(key), f"{key} of a layer", 1) for key in ("kernel", "stride"))
-    return TrunkLayer(kernel, stride, whole(layer.get("pad", 0), "pad of a layer", 0))
+    kernel, stride = (require_int(layer.get(key), f"{key} of a layer", 1) for key in ("kernel", "stride"))
+    return TrunkLayer(kernel, stride, require_int(layer.get("pad", 0), "pad of a layer", 0))

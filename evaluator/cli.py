@@ -25,11 +25,11 @@ from prelunet.evaluator.errors import (
     Interrupted,
     PreluNetError,
     UsageError,
+    error_status,
     from_missing_module,
     from_os_error,
-    outcome_of,
 )
-from prelunet.evaluator.terminal import printable
+from prelunet.evaluator.terminal import escape_unprintable
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Verb:
 
     help: str
     target: str = ""
-    configured: bool = False
+    configurable: bool = False
 
 
 VERBS: dict[str, Verb] = {  # in the order of the work
@@ -73,7 +73,7 @@ VERBS: dict[str, Verb] = {  # in the order of the work
     ),
     "compare": Verb("Tell which of two runs is better, class by class.", "prelunet.evaluator.verbs.compare:compare"),
     "bench": Verb("Measure where the time of an evaluation goes.", "prelunet.evaluator.verbs.bench:bench"),
-    "serve": Verb("Serve models over gRPC.", "prelunet.evaluator.verbs.serve:serve", configured=True),
+    "serve": Verb("Serve models over gRPC.", "prelunet.evaluator.verbs.serve:serve", configurable=True),
     "doctor": Verb("Say what this machine can run, and what to mend.", "prelunet.evaluator.verbs.doctor:doctor"),
 }
 
@@ -119,11 +119,11 @@ def _load(name: str) -> Any:
 
 def _class_of(verb: Verb) -> type[typer.core.TyperCommand] | None:
     """Return what parses a verb's options, None for the usual."""
-    if not verb.configured:
+    if not verb.configurable:
         return None
-    from prelunet.evaluator.verbs.config_file import Configured
+    from prelunet.evaluator.verbs.config_file import ConfigurableCommand
 
-    return Configured
+    return ConfigurableCommand
 
 
 def _function_of(name: str) -> Callable[..., Any]:
@@ -189,7 +189,7 @@ def run(arguments: list[str] | None = None) -> int:
         if hasattr(error, "exit_code") and hasattr(error, "show"):  # the parser's own complaints
             complaint = io.StringIO()
             error.show(complaint)
-            sys.stderr.write(printable(complaint.getvalue(), newlines=True))
+            sys.stderr.write(escape_unprintable(complaint.getvalue(), newlines=True))
             return int(error.exit_code)
         raise
     return result if isinstance(result, int) else 0
@@ -197,8 +197,8 @@ def run(arguments: list[str] | None = None) -> int:
 
 def _fail(error: PreluNetError) -> int:
     if not str(error):  # another process of the same work tells it
-        return outcome_of(error).exit_code
+        return error_status(error).exit_code
     with contextlib.suppress(OSError, AttributeError):  # nobody reads it, or there is no stderr: the code says it still
-        sys.stderr.write(printable(f"prelunet: {error}\n", newlines=True))
+        sys.stderr.write(escape_unprintable(f"prelunet: {error}\n", newlines=True))
         sys.stderr.flush()
-    return outcome_of(error).exit_code
+    return error_status(error).exit_code

@@ -21,18 +21,22 @@ from prelunet.evaluator.json_checks import check_plain, parse_json
 
 CONTRACT_VERSION = 1
 PREFIX = "prelunet."
-LARGEST_SIDE = 65536  # pixels of a canvas side
-MOST_SCALES = 32  # of `multi-scale`; SPP-net uses six
-MOST_GOLDEN = 16
-MOST_MULTIPLY_ADDS = 2**63 - 1  # of one crop; beyond it, arithmetic with floats overflows at some point
-LONGEST_NAME = 1000  # characters
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # what could steer a terminal or forge a line of a log
-_UNFIT = re.compile(CONTROL.pattern + r"|[\ud800-\udfff]")  # bytes of a command line that are no UTF-8 come as halves
+MAX_CANVAS_SIDE = 65536  # pixels of a canvas side
+MAX_SCALES = 32  # of `multi-scale`; SPP-net uses six
+MAX_GOLDEN_IMAGES = 16
+MAX_MULTIPLY_ADDS = 2**63 - 1  # of one crop; beyond it, arithmetic with floats overflows at some point
+MAX_NAME_LENGTH = 1000  # characters
+CONTROL_CHARACTERS = re.compile(
+    r"[\x00-\x1f\x7f-\x9f\u2028\u2029]"
+)  # what could steer a terminal or forge a line of a log
+_FORBIDDEN_CHARACTERS = re.compile(
+    CONTROL_CHARACTERS.pattern + r"|[\ud800-\udfff]"
+)  # bytes of a command line that are no UTF-8 come as halves
 INPUTS = ("images", "sizes")
 OUTPUTS = ("scores", "logits", "windows", "window_scores")
 
 Canvas = Literal["ragged", "exact"]
-Precision = Literal["fp32", "fp16"]
+FilePrecision = Literal["fp32", "fp16"]
 MeanKind = Literal["channel", "image"]
 Interpolation = Literal["bilinear", "bicubic"]
 
@@ -76,7 +80,7 @@ class ModelContract:
     default_scales: tuple[int, ...]  # what `multi-scale` means for this model
     max_side: int
     canvas: Canvas
-    precision: Precision
+    precision: FilePrecision
     checkpoint_sha256: str
     interpolation: Interpolation = "bilinear"  # with which images are resized, always antialiased
     training: Mapping[str, Any] = field(default_factory=dict)  # recipe, dataset, metrics, slopes: whatever is known
@@ -171,26 +175,26 @@ def _contradictions(contract: ModelContract) -> Iterator[tuple[bool, str]]:
         return
     texts = [contract.name, *(text for entry in contract.classes for text in (entry.wnid, entry.name))]
     for text in texts:
-        if not isinstance(text, str) or len(text) > LONGEST_NAME or _UNFIT.search(text):
-            limits = f"up to {LONGEST_NAME} characters, without halves of characters, without control characters"
+        if not isinstance(text, str) or len(text) > MAX_NAME_LENGTH or _FORBIDDEN_CHARACTERS.search(text):
+            limits = f"up to {MAX_NAME_LENGTH} characters, without halves of characters, without control characters"
             yield True, f"{text!a:.60} is no name: names should be text of {limits}"
             break
     count = contract.architecture.get("multiply_adds")
-    yield type(count) is int and count > MOST_MULTIPLY_ADDS, "multiply_adds are beyond all measure"
+    yield type(count) is int and count > MAX_MULTIPLY_ADDS, "multiply_adds are beyond all measure"
     yield not wnids or len(set(wnids)) < len(wnids), "classes should be there, with different wnids"
     sane = all(layer.kernel >= 1 and layer.stride >= 1 and 0 <= layer.pad < layer.kernel for layer in contract.trunk)
-    if not contract.trunk or not sane or not 1 <= crop <= contract.max_side <= LARGEST_SIDE:
-        yield True, f"a trunk of layers, and 1 <= crop <= max_side <= {LARGEST_SIDE}, should be there"
+    if not contract.trunk or not sane or not 1 <= crop <= contract.max_side <= MAX_CANVAS_SIDE:
+        yield True, f"a trunk of layers, and 1 <= crop <= max_side <= {MAX_CANVAS_SIDE}, should be there"
         return
     yield contract.feature_map_side(crop) != window or window < 1, f"a crop of {crop} is no window of {window} cells"
     yield not all(1 <= level <= window for level in contract.spp_levels), "spp_levels should be 1 to the window"
     scales = contract.default_scales
     yield (
-        not 1 <= len(set(scales)) == len(scales) <= MOST_SCALES,
-        f"there should be 1 to {MOST_SCALES} scales",
+        not 1 <= len(set(scales)) == len(scales) <= MAX_SCALES,
+        f"there should be 1 to {MAX_SCALES} scales",
     )
     yield not all(crop <= scale <= contract.max_side for scale in scales), "scales should be from crop to max_side"
-    yield len(contract.golden) > MOST_GOLDEN, f"there should be up to {MOST_GOLDEN} golden images"
+    yield len(contract.golden) > MAX_GOLDEN_IMAGES, f"there should be up to {MAX_GOLDEN_IMAGES} golden images"
     for golden in contract.golden:
         sides = (golden.height, golden.width)
         yield not all(type(s) is int and crop <= s <= contract.max_side for s in sides), "golden: sides out of range"
@@ -199,7 +203,7 @@ def _contradictions(contract: ModelContract) -> Iterator[tuple[bool, str]]:
             yield not finite or len(numbers) != len(wnids), "golden: one finite number per class should be there"
 
 
-def how_to_write(where: str) -> str:
+def rewrite_hint(where: str) -> str:
     """Return what mends a model file that is damaged or of another version; `where` is its path."""
     return f"Write the file again with: prelunet export CHECKPOINT -o {where} (an adopted net: with prelunet adopt)"
 
@@ -212,11 +216,11 @@ def contract_from_metadata(metadata: Mapping[str, str], where: str) -> ModelCont
     read = _Reader(metadata, where)
     version = read.value("contract_version", int)
     if version < 1:
-        raise ContractError(f"{where}: contract version {version}, but they begin with 1. {read.mend}")
+        raise ContractError(f"{where}: contract version {version}, but they begin with 1. {read.fix}")
     if version > CONTRACT_VERSION:
         raise ContractError(
             f"{where}: contract version {version}, but this prelunet knows versions up to {CONTRACT_VERSION}. "
-            f"Install a newer prelunet. Or use this one: {how_to_write(where)}"
+            f"Install a newer prelunet. Or use this one: {rewrite_hint(where)}"
         )
     try:
         contract = ModelContract(
@@ -242,7 +246,7 @@ def contract_from_metadata(metadata: Mapping[str, str], where: str) -> ModelCont
         _check_derived(contract, read)
         return contract
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise ContractError(f"{where}: the 'prelunet.*' metadata is malformed ({error!r}). {read.mend}") from error
+        raise ContractError(f"{where}: the 'prelunet.*' metadata is malformed ({error!r}). {read.fix}") from error
 
 
 def _check_derived(contract: ModelContract, read: "_Reader") -> None:
@@ -264,25 +268,25 @@ class _Reader:
     def __init__(self, metadata: Mapping[str, str], where: str) -> None:
         self.metadata = metadata
         self.where = where
-        self.mend = how_to_write(where)
+        self.fix = rewrite_hint(where)
 
     def value(self, key: str, kind: type) -> Any:
         text = self.metadata.get(PREFIX + key)
         if text is None:
-            raise ContractError(f"{self.where}: no '{PREFIX}{key}' in the ONNX metadata. {self.mend}")
+            raise ContractError(f"{self.where}: no '{PREFIX}{key}' in the ONNX metadata. {self.fix}")
         try:
             value = parse_json(text)
             check_plain(value)
         except ValueError as error:
-            raise ContractError(f"{self.where}: '{PREFIX}{key}' is not JSON ({error}). {self.mend}") from error
+            raise ContractError(f"{self.where}: '{PREFIX}{key}' is not JSON ({error}). {self.fix}") from error
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise ContractError(f"{self.where}: '{PREFIX}{key}' should be a {kind.__name__}. {self.mend}")
+            raise ContractError(f"{self.where}: '{PREFIX}{key}' should be a {kind.__name__}. {self.fix}")
         return value
 
     def choice(self, key: str, allowed: tuple[str, ...]) -> Any:
         value = self.value(key, str)
         if value not in allowed:
-            raise ContractError(f"{self.where}: '{PREFIX}{key}' is '{value}', not one of {allowed}. {self.mend}")
+            raise ContractError(f"{self.where}: '{PREFIX}{key}' is '{value}', not one of {allowed}. {self.fix}")
         return value
 
 

@@ -101,47 +101,47 @@ class CheckFailed(PreluNetError):  # noqa: N818
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ErrorStatus:
     """How one kind of error is told to the outside."""
 
     exit_code: int
     grpc_status: str  # a name of grpc.StatusCode; a string, so that this module needs no grpc
 
 
-INTERNAL = Outcome(1, "INTERNAL")  # anything that is not in the table is our own mistake
+INTERNAL = ErrorStatus(1, "INTERNAL")  # anything that is not in the table is our own mistake
 
-OUTCOMES: dict[type[PreluNetError], Outcome] = {
-    UsageError: Outcome(2, "INVALID_ARGUMENT"),
-    DivergenceError: Outcome(2, "INVALID_ARGUMENT"),
-    ImageError: Outcome(2, "INVALID_ARGUMENT"),
-    DatasetError: Outcome(2, "INVALID_ARGUMENT"),
-    RunFolderError: Outcome(2, "FAILED_PRECONDITION"),
-    ModelNotFound: Outcome(2, "NOT_FOUND"),
-    ContractError: Outcome(3, "FAILED_PRECONDITION"),
-    CheckpointError: Outcome(3, "FAILED_PRECONDITION"),
-    Interrupted: Outcome(4, "CANCELLED"),
-    EnvironmentFault: Outcome(5, "UNAVAILABLE"),
-    OutOfMemory: Outcome(5, "RESOURCE_EXHAUSTED"),
-    DeviceLost: Outcome(5, "UNAVAILABLE"),
-    NotReady: Outcome(5, "UNAVAILABLE"),
-    Overloaded: Outcome(5, "RESOURCE_EXHAUSTED"),
-    DeadlinePassed: Outcome(5, "DEADLINE_EXCEEDED"),
-    CheckFailed: Outcome(6, "DATA_LOSS"),
+ERROR_STATUSES: dict[type[PreluNetError], ErrorStatus] = {
+    UsageError: ErrorStatus(2, "INVALID_ARGUMENT"),
+    DivergenceError: ErrorStatus(2, "INVALID_ARGUMENT"),
+    ImageError: ErrorStatus(2, "INVALID_ARGUMENT"),
+    DatasetError: ErrorStatus(2, "INVALID_ARGUMENT"),
+    RunFolderError: ErrorStatus(2, "FAILED_PRECONDITION"),
+    ModelNotFound: ErrorStatus(2, "NOT_FOUND"),
+    ContractError: ErrorStatus(3, "FAILED_PRECONDITION"),
+    CheckpointError: ErrorStatus(3, "FAILED_PRECONDITION"),
+    Interrupted: ErrorStatus(4, "CANCELLED"),
+    EnvironmentFault: ErrorStatus(5, "UNAVAILABLE"),
+    OutOfMemory: ErrorStatus(5, "RESOURCE_EXHAUSTED"),
+    DeviceLost: ErrorStatus(5, "UNAVAILABLE"),
+    NotReady: ErrorStatus(5, "UNAVAILABLE"),
+    Overloaded: ErrorStatus(5, "RESOURCE_EXHAUSTED"),
+    DeadlinePassed: ErrorStatus(5, "DEADLINE_EXCEEDED"),
+    CheckFailed: ErrorStatus(6, "DATA_LOSS"),
 }
 
 
-def outcome_of(error: BaseException) -> Outcome:
+def error_status(error: BaseException) -> ErrorStatus:
     """Return the exit code and gRPC status of an error; INTERNAL for what is not a PreluNetError."""
     for kind in type(error).__mro__:
-        if kind in OUTCOMES:
-            return OUTCOMES[kind]
+        if kind in ERROR_STATUSES:
+            return ERROR_STATUSES[kind]
     return INTERNAL
 
 
 _EXTRA_OF_MODULE = {"torch": "train", "onnx": "train", "safetensors": "train"}
 
 
-def how_to_install(extra: str) -> str:
+def install_hint(extra: str) -> str:
     """Return the command that brings an extra of prelunet."""
     return f"pip install '.[{extra}]' in a checkout of prelunet"
 
@@ -151,7 +151,7 @@ def from_missing_module(error: ModuleNotFoundError) -> EnvironmentFault | None:
     extra = _EXTRA_OF_MODULE.get((error.name or "").split(".")[0])
     if extra is None:
         return None
-    return EnvironmentFault(f"this needs {error.name}, which is not installed. Bring it: {how_to_install(extra)}")
+    return EnvironmentFault(f"this needs {error.name}, which is not installed. Bring it: {install_hint(extra)}")
 
 
 # What the operating system says when the machine, not the user's input, is at fault.

@@ -18,7 +18,7 @@ from prelunet.evaluator.errors import EnvironmentFault, RunFolderError, UsageErr
 
 def sha256_of(path: Path) -> str:
     """Return the sha256 of a file, 64 hexadecimal digits; UsageError when it cannot be read."""
-    require_plain(path)
+    require_regular_file(path)
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -26,7 +26,7 @@ def sha256_of(path: Path) -> str:
         raise UsageError(f"{path}: cannot be read ({error.strerror}). Give the path of a file that is there") from error
 
 
-def require_plain(path: Path) -> None:
+def require_regular_file(path: Path) -> None:
     """Refuse a pipe, a socket or a device with a UsageError: reading one may wait, or go on, without end.
 
     What is missing, and a folder, pass: opening them fails at once, and the reader says what it looked for.
@@ -86,7 +86,7 @@ def require_writable(path: Path) -> Path:
     return target
 
 
-def make_folder(folder: Path, option: str) -> None:
+def create_folder(folder: Path, option: str) -> None:
     """Make a folder with those above it where they are missing; UsageError where a file is in the way.
 
     option: of the command line that names the folder.

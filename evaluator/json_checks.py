@@ -58,9 +58,9 @@ def check_plain(value: Any, depth: int = MAX_DEPTH) -> None:
             check_plain(inner, depth - 1)
 
 
-def record(value: Any, what: str, keys: AbstractSet[str]) -> dict[str, Any]:
+def require_keys(value: Any, what: str, keys: AbstractSet[str]) -> dict[str, Any]:
     """Return the value, an object with just these keys."""
-    found = an_object(value, what)
+    found = require_object(value, what)
     if found.keys() != keys:
         lacks = [f"lacks '{key}'" for key in sorted(keys - found.keys())]
         unknown = [f"has an unknown key {key[:40]!r}" for key in sorted(found.keys() - keys)]
@@ -68,50 +68,50 @@ def record(value: Any, what: str, keys: AbstractSet[str]) -> dict[str, Any]:
     return found
 
 
-def an_object(value: Any, what: str) -> dict[str, Any]:
+def require_object(value: Any, what: str) -> dict[str, Any]:
     """Return the value, a JSON object."""
     if type(value) is not dict:
-        raise ValueError(f"{what} should be an object, not {_shown(value)}")
+        raise ValueError(f"{what} should be an object, not {_described(value)}")
     return value
 
 
-def a_list(value: Any, what: str) -> list[Any]:
+def require_list(value: Any, what: str) -> list[Any]:
     """Return the value, a list."""
     if type(value) is not list:
-        raise ValueError(f"{what} should be a list, not {_shown(value)}")
+        raise ValueError(f"{what} should be a list, not {_described(value)}")
     return value
 
 
-def whole(value: Any, what: str, low: int, high: int | None = None) -> int:
+def require_int(value: Any, what: str, low: int, high: int | None = None) -> int:
     """Return the value, a whole number from low to high."""
     if type(value) is not int or value < low or (high is not None and value > high):
         limits = f"from {low} to {high}" if high is not None else f"of at least {low}"
-        raise ValueError(f"{what} should be a whole number {limits}, not {_shown(value)}")
+        raise ValueError(f"{what} should be a whole number {limits}, not {_described(value)}")
     return value
 
 
-def text(value: Any, what: str) -> str:
+def require_str(value: Any, what: str) -> str:
     """Return the value, a string."""
     if type(value) is not str:
-        raise ValueError(f"{what} should be text, not {_shown(value)}")
+        raise ValueError(f"{what} should be text, not {_described(value)}")
     return value
 
 
-def flag(value: Any, what: str) -> bool:
+def require_bool(value: Any, what: str) -> bool:
     """Return the value, true or false."""
     if type(value) is not bool:
-        raise ValueError(f"{what} should be true or false, not {_shown(value)}")
+        raise ValueError(f"{what} should be true or false, not {_described(value)}")
     return value
 
 
-def one_of(value: Any, what: str, allowed: tuple[str, ...]) -> Any:
+def require_choice(value: Any, what: str, allowed: tuple[str, ...]) -> Any:
     """Return the value, one of these words."""
-    if text(value, what) not in allowed:
-        raise ValueError(f"{what} should be one of {', '.join(allowed)}, not {_shown(value)}")
+    if require_str(value, what) not in allowed:
+        raise ValueError(f"{what} should be one of {', '.join(allowed)}, not {_described(value)}")
     return value
 
 
-def _shown(value: Any) -> str:
+def _described(value: Any) -> str:
     """Return a value in a few words: what is nested may be as deep as the stack."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
@@ -145,7 +145,7 @@ def differences(
     ]
 
 
-def shown(found: Sequence[str]) -> str:
+def format_differences(found: Sequence[str]) -> str:
     """Return differences as indented lines, the first eight of them."""
     more = [f"... and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
     return "\n".join(f"  {line}" for line in [*found[:_SHOWN], *more])

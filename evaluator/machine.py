@@ -39,15 +39,15 @@ def cores(root: Path = _ROOT) -> int:
     return max(1, min(limits))
 
 
-def cpu_fact(key: str, root: Path = _ROOT) -> str:
+def cpuinfo_value(key: str, root: Path = _ROOT) -> str:
     """Return what the kernel says of the first processor under a key, as `model name` or `flags`; or nothing."""
     lines = (line.partition(":") for line in _text(root / "proc/cpuinfo").splitlines())
     return next((value.strip() for name, _, value in lines if name.strip() == key), "")
 
 
-def knows_bf16(root: Path = _ROOT) -> bool:
+def supports_bf16(root: Path = _ROOT) -> bool:
     """Say whether this CPU's instructions know bfloat16 (AVX512_BF16 or AMX), as far as the kernel tells."""
-    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(cpu_fact("flags", root).split())
+    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(cpuinfo_value("flags", root).split())
 
 
 def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:

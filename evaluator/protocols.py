@@ -8,21 +8,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args, get_type_hints
 
-from prelunet.evaluator.contract import MOST_SCALES, Interpolation, ModelContract, center_scale
+from prelunet.evaluator.contract import MAX_SCALES, Interpolation, ModelContract, center_scale
 from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.json_checks import a_list, flag, one_of, record, text, whole
+from prelunet.evaluator.json_checks import (
+    require_bool,
+    require_choice,
+    require_int,
+    require_keys,
+    require_list,
+    require_str,
+)
 
-Kind = Literal["dense", "spp-18", "center", "ten-crop"]
-Part = Literal["whole", "nine", "top-left", "top-right", "bottom-left", "bottom-right", "center"]
+ProtocolKind = Literal["dense", "spp-18", "center", "ten-crop"]
+ViewPart = Literal["whole", "nine", "top-left", "top-right", "bottom-left", "bottom-right", "center"]
 Averaging = Literal["softmax", "logit"]
-Weights = Literal["scale", "view"]
+Weighting = Literal["scale", "view"]
 
 LONG_SIDE_CAP = 4  # shorter sides; of a longer image the centre is kept, so that no panorama can fill the memory
-MOST_CROPS_A_SIDE = 16  # in a scale that is cropped; beyond, a crop shows next to nothing of a huge resized image
+MAX_CROPS_PER_SIDE = 16  # in a scale that is cropped; beyond, a crop shows next to nothing of a huge resized image
 
-_LONGEST_NAME = 16 + 6 * MOST_SCALES  # characters: a kind, and every scale with five digits
+_MAX_NAME_LENGTH = 16 + 6 * MAX_SCALES  # characters: a kind, and every scale with five digits
 
-PARTS: Mapping[Kind, tuple[Part, ...]] = {
+PARTS: Mapping[ProtocolKind, tuple[ViewPart, ...]] = {
     "dense": ("whole",),
     "spp-18": ("nine",),
     "center": ("center",),
@@ -42,7 +49,7 @@ class View:
 
     scale: int  # shorter side in pixels after resizing
     mirrored: bool
-    part: Part = "whole"
+    part: ViewPart = "whole"
 
     def to_json(self) -> dict[str, Any]:
         """Return the view as plain data."""
@@ -50,7 +57,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Protocol:
+class EvaluationProtocol:
     """How one image is looked at and how its views become one score per class.
 
     name: as typed on the command line; kind: `dense` shows every window of the whole image, `spp-18` nine of them,
@@ -60,18 +67,18 @@ class Protocol:
     """
 
     name: str
-    kind: Kind
+    kind: ProtocolKind
     scales: tuple[int, ...]
     mirror: bool
     averaging: Averaging = "softmax"
-    weights: Weights = "scale"
+    weights: Weighting = "scale"
     long_side_cap: int = LONG_SIDE_CAP
     crop: int | None = None  # side of the crops; None where the whole image is shown
     interpolation: Interpolation = "bilinear"  # Pillow's filter of that name, antialiased
     apply_exif: bool = False  # whether a camera's note on rotation is obeyed; ImageNet's evaluations do not
 
     def __post_init__(self) -> None:
-        _check_number(self.scales)
+        _check_scale_count(self.scales)
         if not self.scales or len(set(self.scales)) != len(self.scales) or min(self.scales) < 1:
             raise UsageError(f"protocol {self.name}: scales must be different positive numbers, not {self.scales}")
         if (self.kind in {"center", "ten-crop"}) != (self.crop is not None):
@@ -90,16 +97,16 @@ class Protocol:
         return {**asdict(self), "scales": list(self.scales)}
 
 
-def _check_number(scales: Sequence[int]) -> None:
-    if len(scales) > MOST_SCALES:
-        raise UsageError(f"a protocol of {len(scales)} scales: give at most {MOST_SCALES}")
+def _check_scale_count(scales: Sequence[int]) -> None:
+    if len(scales) > MAX_SCALES:
+        raise UsageError(f"a protocol of {len(scales)} scales: give at most {MAX_SCALES}")
 
 
-def protocol_from_json(data: Any) -> Protocol:
+def protocol_from_json(data: Any) -> EvaluationProtocol:
     """Read what `Protocol.to_json` wrote; raises UsageError when it is not that."""
     try:
-        plain = record(data, "it", {field.name for field in fields(Protocol)})
-        return Protocol(**{key: _value_of(key, value) for key, value in plain.items()})
+        plain = require_keys(data, "it", {field.name for field in fields(EvaluationProtocol)})
+        return EvaluationProtocol(**{key: _value_of(key, value) for key, value in plain.items()})
     except ValueError as error:
         raise UsageError(f"not a protocol: {error}") from error
 
@@ -107,31 +114,31 @@ def protocol_from_json(data: Any) -> Protocol:
 def _value_of(key: str, value: Any) -> Any:
     match key:
         case "name":
-            return text(value, key)
+            return require_str(value, key)
         case "kind" | "averaging" | "weights" | "interpolation":
-            return one_of(value, key, get_args(get_type_hints(Protocol)[key]))
+            return require_choice(value, key, get_args(get_type_hints(EvaluationProtocol)[key]))
         case "scales":
-            return tuple(whole(scale, "a scale", 1) for scale in a_list(value, key))
+            return tuple(require_int(scale, "a scale", 1) for scale in require_list(value, key))
         case "mirror" | "apply_exif":
-            return flag(value, key)
-    return None if key == "crop" and value is None else whole(value, key, 1)  # crop, long_side_cap
+            return require_bool(value, key)
+    return None if key == "crop" and value is None else require_int(value, key, 1)  # crop, long_side_cap
 
 
 def view_from_json(data: Any) -> View:
     """Read what `View.to_json` wrote; raises ValueError when it is not that."""
-    plain = record(data, "a view", {"scale", "mirrored", "part"})
-    part = one_of(plain["part"], "part of a view", get_args(Part))
-    return View(whole(plain["scale"], "scale of a view", 1), flag(plain["mirrored"], "mirrored"), part)
+    plain = require_keys(data, "a view", {"scale", "mirrored", "part"})
+    part = require_choice(plain["part"], "part of a view", get_args(ViewPart))
+    return View(require_int(plain["scale"], "scale of a view", 1), require_bool(plain["mirrored"], "mirrored"), part)
 
 
 @dataclass(frozen=True)
-class Changes:
+class ProtocolOverrides:
     """What a user wants otherwise than a protocol has it; None: as it is."""
 
     scales: tuple[int, ...] | None = None
     mirror: bool | None = None
     averaging: Averaging | None = None
-    weights: Weights | None = None
+    weights: Weighting | None = None
     apply_exif: bool | None = None
 
 
@@ -139,12 +146,14 @@ PROTOCOL_NAMES = ("center", "ten-crop", "multi-scale", "spp-18", "spp-net", "res
 _NAME_WITH_SCALES = re.compile(r"(center|ten-crop|dense|spp-18)((?:-[1-9]\d{0,4})+)", re.ASCII)
 
 
-def default_protocol(contract: ModelContract) -> str:
+def default_protocol_name(contract: ModelContract) -> str:
     """Return the name of the protocol that is used unless another is asked for."""
     return "center" if contract.fixed_size else "multi-scale"
 
 
-def make_protocol(name: str, contract: ModelContract, changes: Changes | None = None) -> Protocol:
+def build_protocol(
+    name: str, contract: ModelContract, overrides: ProtocolOverrides | None = None
+) -> EvaluationProtocol:
     """Build the protocol of that name for a model, with a user's changes.
 
     `center`: scale round(crop·256/224), central crop, not mirrored. `ten-crop`: the same scale; the crops at the
@@ -156,18 +165,18 @@ def make_protocol(name: str, contract: ModelContract, changes: Changes | None = 
     Raises UsageError for an unknown name, for scales both in the name and beside it, and with the reason for a scale
     or a view that the model cannot do.
     """
-    changes = changes or Changes()
-    if len(name) > _LONGEST_NAME:
-        raise UsageError(f"a protocol's name of {len(name)} characters: it has at most {_LONGEST_NAME}")
+    overrides = overrides or ProtocolOverrides()
+    if len(name) > _MAX_NAME_LENGTH:
+        raise UsageError(f"a protocol's name of {len(name)} characters: it has at most {_MAX_NAME_LENGTH}")
     kind, scales = _kind_and_scales(name, contract)
-    if changes.scales is not None:
-        _check_number(changes.scales)  # before a name is made of them
+    if overrides.scales is not None:
+        _check_scale_count(overrides.scales)  # before a name is made of them
         if _NAME_WITH_SCALES.fullmatch(name):
             raise UsageError(f"protocol {name} names its scales already; other ones contradict it. Give one of the two")
-        scales, name = changes.scales, "-".join(map(str, (kind, *changes.scales)))
+        scales, name = overrides.scales, "-".join(map(str, (kind, *overrides.scales)))
     crops = kind in {"center", "ten-crop"}
-    given = {key: value for key, value in vars(changes).items() if value is not None}
-    protocol = Protocol(
+    given = {key: value for key, value in vars(overrides).items() if value is not None}
+    protocol = EvaluationProtocol(
         name=name,
         kind=kind,
         scales=scales,
@@ -177,11 +186,11 @@ def make_protocol(name: str, contract: ModelContract, changes: Changes | None = 
         interpolation=contract.interpolation,
     )
     protocol = replace(protocol, **given)
-    _check_possible(protocol, contract)
+    _check_supported(protocol, contract)
     return protocol
 
 
-def options_of(protocol: Protocol, *, by_scales: bool = False) -> list[str]:
+def command_line_options(protocol: EvaluationProtocol, *, by_scales: bool = False) -> list[str]:
     """Return the options of the command line that ask for a protocol.
 
     by_scales: name the scales, so that a model with other default scales looks at the same ones.
@@ -197,10 +206,10 @@ def options_of(protocol: Protocol, *, by_scales: bool = False) -> list[str]:
     return [*words, *(["--exif"] if protocol.apply_exif else [])]
 
 
-def _kind_and_scales(name: str, contract: ModelContract) -> tuple[Kind, tuple[int, ...]]:
+def _kind_and_scales(name: str, contract: ModelContract) -> tuple[ProtocolKind, tuple[int, ...]]:
     """Return what a protocol's name stands for."""
     if found := _NAME_WITH_SCALES.fullmatch(name):
-        kind: Kind = one_of(found[1], "kind", get_args(Kind))
+        kind: ProtocolKind = require_choice(found[1], "kind", get_args(ProtocolKind))
         return kind, tuple(map(int, found[2].split("-")[1:]))
     if name in {"center", "ten-crop"}:
         kind = "center" if name == "center" else "ten-crop"
@@ -216,13 +225,13 @@ def _kind_and_scales(name: str, contract: ModelContract) -> tuple[Kind, tuple[in
     )
 
 
-def _check_possible(protocol: Protocol, contract: ModelContract) -> None:
+def _check_supported(protocol: EvaluationProtocol, contract: ModelContract) -> None:
     """Refuse what a model cannot do, with the reason."""
     if protocol.crop is not None:
-        if not contract.crop <= min(protocol.scales) <= max(protocol.scales) <= MOST_CROPS_A_SIDE * contract.crop:
+        if not contract.crop <= min(protocol.scales) <= max(protocol.scales) <= MAX_CROPS_PER_SIDE * contract.crop:
             raise UsageError(
                 f"protocol {protocol.name}: crops of {contract.crop} pixels are cut from scales of {contract.crop} to "
-                f"{MOST_CROPS_A_SIDE * contract.crop} pixels"
+                f"{MAX_CROPS_PER_SIDE * contract.crop} pixels"
             )
         return
     if contract.fixed_size:

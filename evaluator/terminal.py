@@ -6,29 +6,29 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol as Interface
+from typing import Protocol
 
 # C0 and C1, separators of lines and paragraphs, marks that turn the direction of writing, halves of characters.
-_STEERING = re.compile("[\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-_STEERING_BUT_NEWLINES = re.compile(_STEERING.pattern.replace("\0-\x1f", "\0-\x09\x0b-\x1f"))
+_UNPRINTABLE = re.compile("[\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_UNPRINTABLE_BUT_NEWLINES = re.compile(_UNPRINTABLE.pattern.replace("\0-\x1f", "\0-\x09\x0b-\x1f"))
 
 
-def printable(text: str, *, newlines: bool = False) -> str:
+def escape_unprintable(text: str, *, newlines: bool = False) -> str:
     r"""Return a text in which characters that steer a terminal are written out: `\x1b`, `\u202e`, `\udcff`.
 
     newlines: leave these as they are, in a text of ours that has several lines.
     """
-    return (_STEERING_BUT_NEWLINES if newlines else _STEERING).sub(_written_out, text)
+    return (_UNPRINTABLE_BUT_NEWLINES if newlines else _UNPRINTABLE).sub(_escaped, text)
 
 
-def say(text: str, *, err: bool = False, end: str = "\n") -> None:
-    """Print a text of ours, of any lines, with what others wrote made `printable`. err: to stderr."""
-    import typer  # here, since `printable` is for libraries too, which should load where only they are needed
+def echo(text: str, *, err: bool = False, end: str = "\n") -> None:
+    """Print a text of ours, of any lines, with what others wrote made `escape_unprintable`. err: to stderr."""
+    import typer  # here, since `escape_unprintable` is for libraries too, which should load where only they are needed
 
-    typer.echo(printable(text, newlines=True) + end, err=err, nl=False)
+    typer.echo(escape_unprintable(text, newlines=True) + end, err=err, nl=False)
 
 
-def _written_out(found: re.Match[str]) -> str:
+def _escaped(found: re.Match[str]) -> str:
     code = ord(found[0])
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
@@ -36,13 +36,13 @@ def _written_out(found: re.Match[str]) -> str:
 # Progress of long work on stderr: rate and remaining time; plain lines where stderr is no terminal.
 
 
-PLAIN_INTERVAL = 10.0  # seconds between two plain lines
-RECENT = 60.0  # seconds over which the rate is taken, and at least MARKS steps, however long they last
-MARKS = 10
-MARK_INTERVAL = 0.5  # seconds between two marks: many small steps are one
+LINE_INTERVAL = 10.0  # seconds between two plain lines
+RATE_WINDOW = 60.0  # seconds over which the rate is taken, and at least MIN_SAMPLES steps, however long they last
+MIN_SAMPLES = 10
+SAMPLE_INTERVAL = 0.5  # seconds between two marks: many small steps are one
 
 
-class Advance(Interface):
+class Advance(Protocol):
     """Tell that `count` more units are done; `note` is shown beside, as `loss 0.31`."""
 
     def __call__(self, count: int = 1, note: str = "") -> None:
@@ -58,7 +58,7 @@ def progress(what: str, total: int, unit: str, *, done: int = 0) -> Iterator[Adv
     minute.
     """
     reporter = _bar if sys.stderr is not None and sys.stderr.isatty() else _plain
-    with reporter(printable(what), total, unit, done) as advance:
+    with reporter(escape_unprintable(what), total, unit, done) as advance:
         yield advance
 
 
@@ -72,7 +72,7 @@ def _bar(what: str, total: int, unit: str, done: int) -> Iterator[Advance]:
     columns = (texts[0], BarColumn(), MofNCompleteColumn(), texts[1])
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as bar:
         task = bar.add_task(what, total=total, completed=done, rate="")
-        clock = _Clock(total, unit, done)
+        clock = _RateMeter(total, unit, done)
 
         def advance(count: int = 1, note: str = "") -> None:
             clock.advance(count)
@@ -83,14 +83,14 @@ def _bar(what: str, total: int, unit: str, done: int) -> Iterator[Advance]:
 
 @contextmanager
 def _plain(what: str, total: int, unit: str, done: int) -> Iterator[Advance]:
-    clock = _Clock(total, unit, done)
+    clock = _RateMeter(total, unit, done)
     last = clock.start
 
     def advance(count: int = 1, note: str = "") -> None:
         nonlocal last
         clock.advance(count)
         now = time.monotonic()
-        if now - last >= PLAIN_INTERVAL or clock.done == total:
+        if now - last >= LINE_INTERVAL or clock.done == total:
             last = now
             sys.stderr.write(f"{what}: {clock.done}/{total} {unit} {clock} {note}".rstrip() + "\n")
             sys.stderr.flush()
@@ -98,7 +98,7 @@ def _plain(what: str, total: int, unit: str, done: int) -> Iterator[Advance]:
     yield advance
 
 
-class _Clock:
+class _RateMeter:
     """Counts units of this call alone and says the rate of late and, from it, the remaining time.
 
     Of late and not since the start: images differ in size along a dataset, and workers come and go.
@@ -107,18 +107,18 @@ class _Clock:
     def __init__(self, total: int, unit: str, done: int) -> None:
         self.total, self.unit, self.done = total, unit, done
         self.start = time.monotonic()
-        self._marks = deque([(self.start, done)])  # what was done when, in the time that counts
+        self._samples = deque([(self.start, done)])  # what was done when, in the time that counts
 
     def advance(self, count: int) -> None:
         self.done += count
         now = time.monotonic()
-        if now - self._marks[-1][0] >= MARK_INTERVAL:
-            self._marks.append((now, self.done))
-            while len(self._marks) > MARKS and now - self._marks[1][0] >= RECENT:
-                self._marks.popleft()
+        if now - self._samples[-1][0] >= SAMPLE_INTERVAL:
+            self._samples.append((now, self.done))
+            while len(self._samples) > MIN_SAMPLES and now - self._samples[1][0] >= RATE_WINDOW:
+                self._samples.popleft()
 
     def __str__(self) -> str:
-        since, before = self._marks[0]
+        since, before = self._samples[0]
         rate = (self.done - before) / max(time.monotonic() - since, 1e-9)
         if rate == 0:
             return ""

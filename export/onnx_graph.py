@@ -14,7 +14,7 @@ Array = npt.NDArray[Any]
 _UP_TO_THE_END = np.iinfo(np.int64).max
 
 
-class Graph:
+class GraphBuilder:
     """Collects nodes and constants. Every method that adds a node returns the name of its output."""
 
     def __init__(self) -> None:

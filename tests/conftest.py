@@ -19,7 +19,7 @@ from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.engine.session import Session
 from prelunet.export.dense.export import export_checkpoint
 from prelunet.training.net.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
-from tests.helpers.discriminating_nets import telling_checkpoint
+from tests.helpers.discriminating_nets import discriminating_checkpoint
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -29,7 +29,7 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedNet:
     """A telling checkpoint, its model file, and a CPU session on it."""
 
     name: str
@@ -44,21 +44,21 @@ class Exported:
         return {name: tensor.astype(np.float64) for name, tensor in self.checkpoint.tensors.items()}
 
 
-def export_telling(
+def export_discriminating(
     name: str, mean: str, folder: Path, *, activation: Activation = "prelu", canvas: Canvas = "ragged"
-) -> Exported:
+) -> ExportedNet:
     """Make, write, export and load a telling checkpoint."""
     path = folder / f"{name}.safetensors"
-    write_checkpoint(path, telling_checkpoint(name, mean=mean, activation=activation))
+    write_checkpoint(path, discriminating_checkpoint(name, mean=mean, activation=activation))
     export_checkpoint(path, path.with_suffix(".onnx"), canvas)
     return _loaded(name, folder)
 
 
-def _loaded(name: str, folder: Path) -> Exported:
-    """Load what `export_telling` has written."""
+def _loaded(name: str, folder: Path) -> ExportedNet:
+    """Load what `export_discriminating` has written."""
     path = folder / f"{name}.safetensors"
     model = path.with_suffix(".onnx")
-    return Exported(name, read_checkpoint(path), path, model, open_session(model, "cpu"))
+    return ExportedNet(name, read_checkpoint(path), path, model, open_session(model, "cpu"))
 
 
 def with_contract(session: Session, contract: ModelContract) -> Session:
@@ -68,7 +68,7 @@ def with_contract(session: Session, contract: ModelContract) -> Session:
     return other
 
 
-class _Lazy(dict[str, Exported]):
+class _ExportedNets(dict[str, ExportedNet]):
     """Exports a net when a test first asks for it.
 
     folder: of all processes that run tests, so that a net is exported by one of them.
@@ -78,7 +78,7 @@ class _Lazy(dict[str, Exported]):
         super().__init__()
         self.folder = folder
 
-    def __missing__(self, key: str) -> Exported:
+    def __missing__(self, key: str) -> ExportedNet:
         name, variant = key.split("-")
         folder = self.folder / key
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ class _Lazy(dict[str, Exported]):
             if (folder / f"{name}.onnx").exists():
                 self[key] = _loaded(name, folder)
             else:
-                self[key] = export_telling(
+                self[key] = export_discriminating(
                     name,
                     "channel" if variant == "channel" else "image",
                     folder,
@@ -99,10 +99,10 @@ class _Lazy(dict[str, Exported]):
 
 
 @pytest.fixture(scope="session")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Exported]:
+def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ExportedNet]:
     """Give exported nets by name: `A-channel`, `E-image`, `demo-relu`, `demo-exact`, ..."""
     own = tmp_path_factory.getbasetemp()
-    return _Lazy((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "exported")
+    return _ExportedNets((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "exported")
 
 
 @pytest.fixture(autouse=True, scope="session")

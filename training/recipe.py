@@ -21,29 +21,29 @@ from prelunet.evaluator.architectures import (
 )
 from prelunet.evaluator.contract import center_scale
 from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.files import require_plain
+from prelunet.evaluator.files import require_regular_file
 from prelunet.training.net.initialization import FIRST_LAYERS, RULES, FirstLayer, Initialization, Rule
 
 RatePolicy = Literal["at", "plateau"]
-Mean = Literal["image", "channel"]
-Precision = Literal["fp32", "bf16"]
+MeanKind = Literal["image", "channel"]
+TrainingPrecision = Literal["fp32", "bf16"]
 
 MAX_BATCH = 65_536
 MAX_STEPS = 10**9
 MAX_FACTOR = 1e12  # of weights in an update: without sense long before, and torch takes no more than float32 has
-_MOST_BITS = 1000  # of a whole number: from 1024 on no float has it, and beyond 4300 digits Python writes none out
+_MAX_BITS = 1000  # of a whole number: from 1024 on no float has it, and beyond 4300 digits Python writes none out
 CHOICES: dict[str, tuple[str, ...]] = {  # key → what it may be
     "architecture": tuple(ARCHITECTURES),
     "activation": ACTIVATIONS,
     "rate_policy": get_args(RatePolicy),
-    "mean": get_args(Mean),
+    "mean": get_args(MeanKind),
     "init": RULES,
     "first_layer": FIRST_LAYERS,
-    "precision": get_args(Precision),
+    "precision": get_args(TrainingPrecision),
 }
 # How a run is carried out: none of these changes what is learned, but for the order of sums, so a run may go on with
 # others. Not evaluate_every: the measurements decide where a plateau's rate falls, and which checkpoint is the best.
-OF_EXECUTION = ("save_every", "keep_every", "channels_last", "compile", "accumulate")
+EXECUTION_KEYS = ("save_every", "keep_every", "channels_last", "compile", "accumulate")
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,12 @@ class Recipe:
     dropout: Annotated[float, "Probability of dropping an output of fc1 and fc2."] = 0.5
     mirror: Annotated[bool, "Mirror half of the views."] = True
     color: Annotated[float, "Standard deviation of the colour change's coefficients; 0 for none."] = 0.0
-    mean: Annotated[Mean, "What is subtracted: the mean of each pixel, or of each channel."] = "image"
+    mean: Annotated[MeanKind, "What is subtracted: the mean of each pixel, or of each channel."] = "image"
     init: Annotated[Rule, "How convolutions begin: fan-out is Eq. 14, fan-in Eq. 10."] = "fan-out"
     init_std: Annotated[float, "gaussian: standard deviation of the convolutions."] = 0.01
     first_layer: Annotated[FirstLayer, "conv1 with the factor 1/2, or without it, as its input is an image."] = "half"
     fc_stds: Annotated[tuple[float, float, float], "Standard deviations of fc1, fc2, fc3."] = (0.01, 0.01, 0.001)
-    precision: Annotated[Precision, "Of forward and backward; weights and updates stay fp32."] = "fp32"
+    precision: Annotated[TrainingPrecision, "Of forward and backward; weights and updates stay fp32."] = "fp32"
     channels_last: Annotated[bool, "Keep channels last in memory."] = True
     compile: Annotated[bool, "Compile the net with torch.compile."] = False
     accumulate: Annotated[int, "Parts of a batch that are computed one after another; less memory."] = 1
@@ -159,16 +159,16 @@ class Recipe:
         yield not 0 <= self.max_refused <= 1, f"max_refused {self.max_refused} should be from 0 to 1"
         yield self.seed < 0, f"seed {self.seed} should not be negative"
 
-    def of_length(self, images: int) -> "Recipe":
+    def in_steps(self, images: int) -> "Recipe":
         """Return the recipe with its length in steps, for a training set of so many images, halves rounded up."""
         if self.epochs is None:
             return self
         return replace(self, steps=max(1, int(self.epochs * images / self.batch + 0.5)), epochs=None)
 
     @property
-    def length(self) -> int:
-        """Return the steps of the run; `of_length` has made them of epochs."""
-        assert self.steps is not None, "the length is in epochs: of_length first"
+    def total_steps(self) -> int:
+        """Return the steps of the run; `in_steps` has made them of epochs."""
+        assert self.steps is not None, "the length is in epochs: in_steps first"
         return self.steps
 
     def net(self) -> Architecture:
@@ -203,7 +203,7 @@ def read_recipe(name_or_file: str) -> Recipe:
     """
     if name_or_file.endswith(".toml"):
         path = Path(name_or_file)
-        require_plain(path)
+        require_regular_file(path)
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -232,33 +232,33 @@ def recipe_from_values(values: Mapping[str, Any], where: str) -> Recipe:
     missing = [key.name for key in fields(Recipe) if key.default is MISSING and key.name not in values]
     if missing:
         raise UsageError(f"{where}: the recipe lacks {', '.join(missing)}. Add what is missing")
-    return Recipe(**{key: typed(value, kinds[key], f"{where}: {key}") for key, value in values.items()})
+    return Recipe(**{key: check_type(value, kinds[key], f"{where}: {key}") for key, value in values.items()})
 
 
-def typed(value: Any, kind: Any, where: str) -> Any:
+def check_type(value: Any, kind: Any, where: str) -> Any:
     """Check a value against the type of its field; whole numbers pass as floats, nothing else is converted."""
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
-    if type(value) is int and value.bit_length() > _MOST_BITS:
+    if type(value) is int and value.bit_length() > _MAX_BITS:
         raise UsageError(f"{where} should be a number that can be meant, not one of more than 300 digits")
     if isinstance(kind, UnionType):  # `int | None`
-        return None if value is None else typed(value, get_args(kind)[0], where)
+        return None if value is None else check_type(value, get_args(kind)[0], where)
     if get_origin(kind) is tuple:
         item, *rest = get_args(kind)
         if not isinstance(value, list) or (rest != [...] and len(value) != 1 + len(rest)):
             raise UsageError(
-                f"{where} should be a list{'' if rest == [...] else f' of {1 + len(rest)}'}, not {_shown(value)}"
+                f"{where} should be a list{'' if rest == [...] else f' of {1 + len(rest)}'}, not {_format_value(value)}"
             )
-        return tuple(typed(one, item, where) for one in value)
+        return tuple(check_type(one, item, where) for one in value)
     if kind is float and type(value) is int:
         return float(value)
     plain = kind if isinstance(kind, type) else str  # a Literal; Recipe itself checks which
     if type(value) is not plain:
-        raise UsageError(f"{where} should be of type {plain.__name__}, not {_shown(value)}")
+        raise UsageError(f"{where} should be of type {plain.__name__}, not {_format_value(value)}")
     return value
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     try:
         return repr(value)
     except ValueError:  # of thousands of digits, which 0x brings past the reader
@@ -293,19 +293,19 @@ def automatic_crop(median_shorter_side: float, stride: int) -> int:
 def rate_at(recipe: Recipe, step: int, drops: int = 0) -> float:
     """Return the learning rate of a step, counted from 0.
 
-    drops: how often the error has stalled until then (`stalls`), for the rate_policy `plateau`. The paper lowers the
-    rate twice by ten "when the error plateaus" (PReLU-nets, section 4); with `at` the places are fixed.
+    drops: how often the error has stalled until then (`count_plateaus`), for the rate_policy `plateau`. The paper
+    lowers the rate twice by ten "when the error plateaus" (PReLU-nets, section 4); with `at` the places are fixed.
     """
     if recipe.rate_policy == "at":
-        drops = sum(step >= part * recipe.length for part in recipe.rate_drops)
-    return recipe.rate * recipe.rate_factor ** min(drops, _most(recipe))
+        drops = sum(step >= part * recipe.total_steps for part in recipe.rate_drops)
+    return recipe.rate * recipe.rate_factor ** min(drops, _max_drops(recipe))
 
 
-def _most(recipe: Recipe) -> int:
+def _max_drops(recipe: Recipe) -> int:
     return recipe.most_drops if recipe.rate_policy == "plateau" else len(recipe.rate_drops)
 
 
-def stalls(errors: Sequence[float], patience: int) -> int:
+def count_plateaus(errors: Sequence[float], patience: int) -> int:
     """Return how often the error on val/ has stalled, given its measurements in their order.
 
     It stalls when none of `patience` measurements in a row is below the lowest one before them; counting begins anew

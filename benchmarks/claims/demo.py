@@ -17,10 +17,10 @@ import numpy as np
 
 from benchmarks.claims.intervals import interval_of_mean
 from benchmarks.common.results import header, markdown, write_result
-from prelunet.evaluator.datasets import DatasetPlace, open_place
+from prelunet.evaluator.datasets import DatasetSpec, open_from_spec
 from prelunet.evaluator.engine.load import open_session
-from prelunet.evaluator.protocols import make_protocol
-from prelunet.evaluator.validation.run import describe_dataset, run_info
+from prelunet.evaluator.protocols import build_protocol
+from prelunet.evaluator.validation.run import build_run_info, describe_dataset
 from prelunet.evaluator.validation.validate import validate
 from prelunet.export.dense.export import export_checkpoint
 from prelunet.training.data.splits import embedded_dataset_path
@@ -90,8 +90,8 @@ def _one(folder: Path, seed: int) -> Json:
 def _error(model: Path, name: str, folder: Path) -> float:
     """Return the top-1 error in percent; a finished run in the folder is taken as it is."""
     session = open_session(model, "cpu")
-    dataset = open_place(DatasetPlace(embedded_dataset_path()), session.contract.classes)
-    info = run_info(session, model.name, describe_dataset(dataset), make_protocol(name, session.contract))
+    dataset = open_from_spec(DatasetSpec(embedded_dataset_path()), session.contract.classes)
+    info = build_run_info(session, model.name, describe_dataset(dataset), build_protocol(name, session.contract))
     run = validate([session], dataset, info, folder)
     ranks = np.array([line.rank for line in run.predictions if line.refused is None])
     return round(100 * float((ranks > 1).mean()), 3)

@@ -25,7 +25,7 @@ def write_files(name: str, folder: Path) -> None:
     from prelunet.export.dense.export import export_checkpoint
 
     net = architecture(name)
-    checkpoint = Checkpoint(net, class_entries(CLASSES), MEAN, telling_tensors(net, CLASSES))
+    checkpoint = Checkpoint(net, class_entries(CLASSES), MEAN, discriminating_tensors(net, CLASSES))
     write_checkpoint(folder / "net.safetensors", checkpoint)
     export_plain(DenseNet(network_from_checkpoint(checkpoint), checkpoint.mean), folder / "plain.onnx")
     del checkpoint  # exporting reads it anew, and model C has 1.3 GB
@@ -37,7 +37,7 @@ def class_entries(classes: int) -> tuple[ClassEntry, ...]:
     return tuple(ClassEntry(f"n{index:08d}", f"class {index}") for index in range(classes))
 
 
-def telling_tensors(net: Architecture, classes: int, seed: int = 0) -> Mapping[str, npt.NDArray[np.float32]]:
+def discriminating_tensors(net: Architecture, classes: int, seed: int = 0) -> Mapping[str, npt.NDArray[np.float32]]:
     """Draw the parameters of a net that does not say the same of every image.
 
     Weights do not change the speed, but an untrained net gives every class 1/K, and forgives a wrong bias or slope.

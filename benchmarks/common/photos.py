@@ -12,7 +12,7 @@ from prelunet.evaluator.imaging.decode import decode_rgb
 
 # Height and width of photos as ImageNet has them: half of them 4:3 at 500 pixels, others with odd sides.
 SIZES = ((375, 500), (500, 375), (333, 500), (500, 334), (427, 640), (371, 487), (500, 500), (768, 1024), (281, 500))
-MOST = 12  # of a folder: enough for mixed sizes
+MAX_PHOTOS = 12  # of a folder: enough for mixed sizes
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def load_photos(folder: Path | None) -> list[Photo]:
         return [Photo(f"made {height}x{width}", golden_image(height, width)) for height, width in SIZES]
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     photos: list[Photo] = []
-    count = min(MOST, len(files))
+    count = min(MAX_PHOTOS, len(files))
     for path in (files[index * len(files) // count] for index in range(count)):
         try:
             photos.append(Photo(path.name, decode_rgb(path.read_bytes())))

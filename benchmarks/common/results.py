@@ -21,9 +21,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from prelunet.evaluator.engine.runtimes.base import is_lost, lacks_memory
+from prelunet.evaluator.engine.runtimes.base import is_device_lost, is_out_of_memory
 from prelunet.evaluator.files import write_atomically
-from prelunet.evaluator.machine import cores, cpu_fact
+from prelunet.evaluator.machine import cores, cpuinfo_value
 
 IDENTITY = ("device", "tiny", "gpu", "versions", "source")
 
@@ -55,7 +55,7 @@ class Results:
     circumstances: dict[str, Any]
     limit: float
     watch: Callable[[], Mapping[str, Any]] = dict
-    left: list[Mapping[str, Any]] = field(default_factory=list)  # settings for which there was no time
+    skipped: list[Mapping[str, Any]] = field(default_factory=list)  # settings for which there was no time
     failed: list[Mapping[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class Results:
         self._run: int | None = None
 
     @property
-    def spent(self) -> float:
+    def elapsed(self) -> float:
         """Return the seconds since the part began."""
         return time.monotonic() - self.begun
 
@@ -93,8 +93,8 @@ class Results:
         if (known := self.find(settings)) is not None:
             print(f"  kept      {_short(settings)}")
             return known
-        if self.spent + seconds > self.limit:
-            self.left.append(settings)
+        if self.elapsed + seconds > self.limit:
+            self.skipped.append(settings)
             print(f"  no time   {_short(settings)} (about {seconds:.0f} s)")
             return None
         begun = time.monotonic()
@@ -104,7 +104,7 @@ class Results:
         print(f"  {took:7.1f} s {_short(settings)}: {_short(result)}", flush=True)
         if "error" in result:
             self.failed.append(settings)
-            if is_lost(result["error"]):
+            if is_device_lost(result["error"]):
                 raise SystemExit("CUDA gives nothing but errors after this one: call the same part again to go on")
         return result
 
@@ -128,7 +128,7 @@ def _guarded(work: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
     try:
         return _plain(work())
     except Exception as error:
-        if lacks_memory(error):
+        if is_out_of_memory(error):
             return {"out_of_memory": True}
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         return {"error": text[:300] + (f" … {text[-300:]}" if len(text) > 600 else text[300:])}
@@ -196,7 +196,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": cpu(),
         "cores": cores(),
-        "instructions": [name for name in _WIDE if name in cpu_fact("flags").split()],
+        "instructions": [name for name in _WIDE if name in cpuinfo_value("flags").split()],
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
         "platform": platform.machine(),
     }
@@ -204,7 +204,7 @@ def machine() -> dict[str, Any]:
 
 def cpu() -> str:
     """Return the processor's name as the kernel gives it."""
-    return cpu_fact("model name") or platform.processor()
+    return cpuinfo_value("model name") or platform.processor()
 
 
 @cache

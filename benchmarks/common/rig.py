@@ -22,16 +22,16 @@ import onnx
 import PIL
 import torch
 
-from benchmarks.common.nets import MEAN, class_entries, telling_tensors
+from benchmarks.common.nets import MEAN, class_entries, discriminating_tensors
 from benchmarks.common.results import digest_of, machine
 from prelunet.evaluator.architectures import Architecture, Conv, Pool, architecture, multiply_adds
-from prelunet.evaluator.contract import Canvas, ModelContract, Precision
-from prelunet.evaluator.engine.load import open_placed
+from prelunet.evaluator.contract import Canvas, FilePrecision, ModelContract
+from prelunet.evaluator.engine.load import open_with_placement
 from prelunet.evaluator.engine.runtimes.cuda import cuda_options
 from prelunet.evaluator.engine.runtimes.onnx import CPU, CUDA, import_runtime
 from prelunet.evaluator.engine.session import Placement, Session
 from prelunet.evaluator.errors import EnvironmentFault
-from prelunet.export.dense.build import build_model, contract_of
+from prelunet.export.dense.build import build_contract, build_model
 from prelunet.training.net.network import PreluNet, load_tensors
 
 CROP = 224  # pixels, of the nets that are measured; all lengths in this benchmark are told for it
@@ -92,7 +92,7 @@ class Rig:
         """Return a length that is told for crops of 224 pixels, in pixels of the nets that are run."""
         return -(-length * TINY.crop // CROP) if self.tiny else length
 
-    def few(self, count: int, at_most: int = 2) -> int:
+    def reduced(self, count: int, at_most: int = 2) -> int:
         """Return a count, or `at_most` in a rehearsal."""
         return min(count, at_most) if self.tiny else count
 
@@ -103,10 +103,10 @@ class Rig:
         return TINY_E if name == "E" else TINY
 
     def tensors(self, name: str) -> Mapping[str, np.ndarray]:
-        """Return the weights of `nets.telling_tensors`; the last net's are kept (C: 1.3 GB)."""
+        """Return the weights of `nets.discriminating_tensors`; the last net's are kept (C: 1.3 GB)."""
         if self._drawn is None or self._drawn[0] != name:
             self._drawn = None
-            self._drawn = (name, telling_tensors(self.net(name), self.classes))
+            self._drawn = (name, discriminating_tensors(self.net(name), self.classes))
         return self._drawn[1]
 
     def torch_net(self, name: str) -> PreluNet:
@@ -118,8 +118,8 @@ class Rig:
     def contract(self, name: str, precision: str = "fp32", canvas: Canvas = "ragged") -> ModelContract:
         """Return what a model file of a net states; precision: `fp32` (also for tf32) or `fp16`."""
         classes = class_entries(self.classes)
-        half: Precision = "fp16" if precision == "fp16" else "fp32"
-        return contract_of(self.net(name), classes, canvas, half, checkpoint_sha256="0" * 64)
+        half: FilePrecision = "fp16" if precision == "fp16" else "fp32"
+        return build_contract(self.net(name), classes, canvas, half, checkpoint_sha256="0" * 64)
 
     def model_file(self, name: str, precision: str = "fp32", canvas: Canvas = "ragged") -> Path:
         """Return the path of a net's model file, which is written unless it is there."""
@@ -137,8 +137,8 @@ class Rig:
     def session(self, name: str, precision: str = "fp32", canvas: Canvas = "ragged") -> Session:
         """Open a net as `validate` does."""
         asked = precision if self.on_gpu else None  # a CPU computes a file in one precision only
-        return open_placed(
-            self.model_file(name, precision, canvas), Placement(self.device, asked), for_many=self.on_gpu
+        return open_with_placement(
+            self.model_file(name, precision, canvas), Placement(self.device, asked), preallocate=self.on_gpu
         )
 
     def flop(self, name: str, sizes: Sequence[tuple[int, int]]) -> int:
@@ -157,14 +157,14 @@ class Rig:
         if self.on_gpu:
             torch.cuda.synchronize()
 
-    def timed(self, call: Callable[[], Any], *, seconds: float = 0.6, least: int = 3, warm: int = 2) -> Timing:
-        """Call again and again for about that long, at least `least` times; return milliseconds of one call."""
-        for _ in range(self.few(warm, 1)):
+    def timed(self, call: Callable[[], Any], *, seconds: float = 0.6, min_calls: int = 3, warm: int = 2) -> Timing:
+        """Call again and again for about that long, at least `min_calls` times; return milliseconds of one call."""
+        for _ in range(self.reduced(warm, 1)):
             call()
         self.wait()
         took: list[float] = []
         begun = time.perf_counter()
-        while len(took) < self.few(least) or (time.perf_counter() - begun < seconds and not self.tiny):
+        while len(took) < self.reduced(min_calls) or (time.perf_counter() - begun < seconds and not self.tiny):
             start = time.perf_counter()
             call()
             self.wait()
@@ -192,7 +192,7 @@ class Rig:
         for name, (dtype, tf32) in kinds.items():
             torch.backends.cuda.matmul.allow_tf32 = tf32
             one, other = (torch.randn(side, side, device=self.device).to(dtype) for _ in range(2))
-            timing = self.timed(lambda one=one, other=other: one @ other, seconds=0.5, least=5, warm=5)
+            timing = self.timed(lambda one=one, other=other: one @ other, seconds=0.5, min_calls=5, warm=5)
             peaks[name] = float(f"{2 * side**3 / timing['ms'] / 1e9:.4g}")
         torch.backends.cuda.matmul.allow_tf32 = before
         self.peaks = peaks
@@ -290,14 +290,14 @@ def watch(rig: Rig) -> dict[str, str]:
     return dict(zip(SMI.split(","), (value.strip() for value in line[0].split(",")), strict=False)) if line else {}
 
 
-def tell_runtime() -> None:
+def print_runtime() -> None:
     """Print which onnxruntime this is, before anything can fail."""
     runtime = import_runtime()
     name = getattr(runtime, "package_name", "onnxruntime of unknown origin")
     print(f"onnxruntime.package_name {name}, providers {runtime.get_available_providers()}", flush=True)
 
 
-def tell(now: Mapping[str, Any]) -> None:
+def print_circumstances(now: Mapping[str, Any]) -> None:
     """Print what is measured with."""
     print(", ".join(f"{name} {version}" for name, version in now["versions"].items()))
     print(f"{now['gpu'] or now['machine']['cpu']}, {now['first'] or 'no nvidia-smi'}", flush=True)

@@ -20,14 +20,14 @@ from benchmarks.common.results import environment
 from prelunet.evaluator.engine.memory import parse_memory
 
 PRELUNET = (sys.executable, "-c", "from prelunet.evaluator.cli import main; main()")
-RIGGED = (sys.executable, "-m", "benchmarks.reliability.fault_injection")
-STARTING = 120.0  # seconds for the start line
+FAULT_INJECTION = (sys.executable, "-m", "benchmarks.reliability.fault_injection")
+START_TIMEOUT = 120.0  # seconds for the start line
 _PILLOW = '"logger": "PIL.'  # in its lines of the log
-ENDING = 60.0  # seconds for a process that was told to end, beside its own lame duck and grace
+STOP_TIMEOUT = 60.0  # seconds for a process that was told to end, beside its own lame duck and grace
 
 
 @dataclass(frozen=True)
-class Exit:
+class ProcessExit:
     """How a process ended. code: negative where a signal ended it; output, log: stdout after the start line, stderr."""
 
     code: int
@@ -52,7 +52,7 @@ def _level(line: str) -> str | None:
         return None
 
 
-class Served:
+class ServerProcess:
     """A server, ready to answer when this is made; use it in a `with` block, which kills what is still there.
 
     models: name → file; options: of `prelunet serve`; log: the file that its stderr goes to; control: of
@@ -63,7 +63,7 @@ class Served:
     def __init__(
         self, models: Mapping[str, Path], *options: str, log: Path, control: Path | None = None, device: str = "cpu"
     ) -> None:
-        program = PRELUNET if control is None else (*RIGGED, str(control))
+        program = PRELUNET if control is None else (*FAULT_INJECTION, str(control))
         named = [word for name, path in models.items() for word in ("--model", f"{name}={path}")]
         fixed = ("--device", device, "--log-format", "json", "--metrics-port", "0")
         ports = () if "--port" in options else ("--port", "0")
@@ -87,7 +87,7 @@ class Served:
     def _start_line(self) -> str:
         stdout = self.process.stdout
         assert stdout is not None
-        there, _, _ = select.select([stdout], [], [], STARTING)
+        there, _, _ = select.select([stdout], [], [], START_TIMEOUT)
         line = stdout.readline().decode() if there else ""
         if not line.startswith("serving on "):
             self.kill()
@@ -117,23 +117,25 @@ class Served:
         if self.process.stdout is not None:
             self.process.stdout.close()
 
-    def stop(self, *, within: float = ENDING) -> Exit:
+    def stop(self, *, timeout: float = STOP_TIMEOUT) -> ProcessExit:
         """Ask the process to end and wait for it."""
         if self.alive:
             self.send(signal.SIGTERM)
-        return self.ended(within=within)
+        return self.ended(timeout=timeout)
 
-    def ended(self, *, within: float = ENDING) -> Exit:
+    def ended(self, *, timeout: float = STOP_TIMEOUT) -> ProcessExit:
         """Wait for the end; TimeoutExpired where it does not come."""
-        output, _ = self.process.communicate(timeout=within)
-        return Exit(self.process.returncode, output.decode(), self._log.read_text(encoding="utf-8", errors="replace"))
+        output, _ = self.process.communicate(timeout=timeout)
+        return ProcessExit(
+            self.process.returncode, output.decode(), self._log.read_text(encoding="utf-8", errors="replace")
+        )
 
     # What it is at the moment
 
-    def metrics(self) -> "Metrics":
+    def metrics(self) -> "MetricsSnapshot":
         """Return what its metrics say now."""
         with urllib.request.urlopen(f"http://{self._metrics}/metrics", timeout=30) as answer:
-            return Metrics(answer.read().decode())
+            return MetricsSnapshot(answer.read().decode())
 
     def rss_mb(self) -> float:
         """Return its resident memory in MB."""
@@ -153,7 +155,7 @@ def _entries(folder: str) -> int:
     return sum(1 for _ in Path(folder).iterdir())
 
 
-class Metrics:
+class MetricsSnapshot:
     """Metrics at one moment."""
 
     def __init__(self, text: str) -> None:
@@ -181,10 +183,10 @@ def make_model(folder: Path, classes: int = 10) -> Path:
     return model
 
 
-def run_verb(*words: str, within: float = 300, codes: Sequence[int] = (0,)) -> Any:
+def run_verb(*words: str, timeout: float = 300, codes: Sequence[int] = (0,)) -> Any:
     """Run a verb of this checkout; RuntimeError where it does not end with one of these codes."""
     ran = subprocess.run(
-        [*PRELUNET, *words], capture_output=True, text=True, timeout=within, check=False, env=environment()
+        [*PRELUNET, *words], capture_output=True, text=True, timeout=timeout, check=False, env=environment()
     )
     if ran.returncode not in codes:
         raise RuntimeError(f"prelunet {' '.join(words)} ended with {ran.returncode}: {ran.stderr[-1000:]}")

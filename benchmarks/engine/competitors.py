@@ -24,20 +24,20 @@ from prelunet.evaluator.engine.runtimes.onnx import import_runtime
 from prelunet.evaluator.engine.session import Device, Session
 from prelunet.evaluator.errors import EnvironmentFault
 from prelunet.evaluator.imaging.views import make_views
-from prelunet.evaluator.machine import knows_bf16
-from prelunet.evaluator.protocols import Protocol
+from prelunet.evaluator.machine import supports_bf16
+from prelunet.evaluator.protocols import EvaluationProtocol
 
 if TYPE_CHECKING:
     from benchmarks.common.dense_torch import DenseNet
 
-Precision = Literal["fp32", "bf16"]
+CompetitorPrecision = Literal["fp32", "bf16"]
 Scores = npt.NDArray[np.floating[Any]]
-Answer = Callable[[UInt8Array, Protocol], Scores]
+ScoreFunction = Callable[[UInt8Array, EvaluationProtocol], Scores]
 
 # How far the scores of a right competitor may be from those of torch eager, as a part of the largest one: an untrained
 # net has only small scores. On models A and C float32 in another order gave 1e-5, and bf16, which keeps 8 bits, 4e-2;
 # a wrong head is off by about 1.
-TOLERANCES: Mapping[Precision, float] = {"fp32": 1e-4, "bf16": 0.1}
+TOLERANCES: Mapping[CompetitorPrecision, float] = {"fp32": 1e-4, "bf16": 0.1}
 
 
 class NotAvailable(Exception):  # noqa: N818 - no error: it becomes a row of the table
@@ -45,7 +45,7 @@ class NotAvailable(Exception):  # noqa: N818 - no error: it becomes a row of the
 
 
 @dataclass
-class Case:
+class BenchmarkNet:
     """One net in its files, in `folder`, and what several competitors share of it in memory.
 
     checkpoint: `net.safetensors`; plain: `plain.onnx`, `dense_torch.export_plain`; ours: `ours.onnx`,
@@ -54,7 +54,7 @@ class Case:
 
     folder: Path
     threads: int
-    _sessions: dict[tuple[Device, Precision], Session] = field(default_factory=dict)
+    _sessions: dict[tuple[Device, CompetitorPrecision], Session] = field(default_factory=dict)
 
     @property
     def checkpoint(self) -> Path:
@@ -71,7 +71,7 @@ class Case:
         """Return the path of this project's model file."""
         return self.folder / "ours.onnx"
 
-    def session(self, device: Device, precision: Precision) -> Session:
+    def session(self, device: Device, precision: CompetitorPrecision) -> Session:
         """Return the session on our file; two competitors share it, since each would take 2.6 GB for model C."""
         if (device, precision) not in self._sessions:
             self._sessions[device, precision] = open_session(
@@ -88,7 +88,7 @@ class Case:
         """Return the torch net in float32, channels first: naive, eager and torch.compile share it."""
         return self.dense_net()
 
-    def dense_net(self, *, precision: Precision = "fp32", channels_last: bool = False) -> "DenseNet":
+    def dense_net(self, *, precision: CompetitorPrecision = "fp32", channels_last: bool = False) -> "DenseNet":
         """Load the torch net."""
         import torch
 
@@ -105,16 +105,16 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedCompetitor:
     """A competitor that is ready.
 
     settings: what it runs with, as it says itself where it can; sample: of one that is too slow to be run whole,
     from image, protocol and a number of crops to the seconds that all crops of the image would take.
     """
 
-    answer: Answer
+    answer: ScoreFunction
     settings: Mapping[str, Any]
-    sample: Callable[[UInt8Array, Protocol, int], float] | None = None
+    sample: Callable[[UInt8Array, EvaluationProtocol, int], float] | None = None
 
 
 @dataclass(frozen=True)
@@ -126,16 +126,16 @@ class Competitor:
     """
 
     name: str
-    precision: Precision
-    open: Callable[[Case], Opened]
+    precision: CompetitorPrecision
+    open: Callable[[BenchmarkNet], OpenedCompetitor]
     ours: bool = False
     alone_as: str | None = None
 
 
-def in_pairs(run: Callable[[UInt8Array], Scores]) -> Answer:
+def in_pairs(run: Callable[[UInt8Array], Scores]) -> ScoreFunction:
     """Make an answer of a function from a batch, uint8 (N, H, W, 3), to scores (N, K): each scale is one batch."""
 
-    def answer(image: UInt8Array, protocol: Protocol) -> Scores:
+    def answer(image: UInt8Array, protocol: EvaluationProtocol) -> Scores:
         assert protocol.kind == "dense", f"the competitors know no protocol of kind {protocol.kind}"
         views = make_views(image, protocol)
         batches = [np.stack([v.image for v in views if v.view.scale == scale]) for scale in protocol.scales]
@@ -145,18 +145,18 @@ def in_pairs(run: Callable[[UInt8Array], Scores]) -> Answer:
     return answer
 
 
-def _naive(case: Case) -> Opened:
+def _naive(case: BenchmarkNet) -> OpenedCompetitor:
     from benchmarks.engine.naive import CROPS_AT_ONCE, classify_every_crop, seconds_of_sample
 
     settings = {**_torch_settings(), "crops at once": CROPS_AT_ONCE}
-    return Opened(partial(classify_every_crop, case.net), settings, partial(seconds_of_sample, case.net))
+    return OpenedCompetitor(partial(classify_every_crop, case.net), settings, partial(seconds_of_sample, case.net))
 
 
-def _eager(case: Case) -> Opened:
-    return Opened(in_pairs(case.net.scores), _torch_settings())
+def _eager(case: BenchmarkNet) -> OpenedCompetitor:
+    return OpenedCompetitor(in_pairs(case.net.scores), _torch_settings())
 
 
-def _compiled(case: Case) -> Opened:
+def _compiled(case: BenchmarkNet) -> OpenedCompetitor:
     import torch
 
     # Sizes change from image to image. Freezing lays weights out for oneDNN once, in float32 too.
@@ -177,15 +177,15 @@ def _compiled(case: Case) -> Opened:
     except RuntimeError as error:  # no C++ compiler, above all
         raise NotAvailable(f"torch.compile: {str(error).strip().splitlines()[0]}") from error
     facts = {"dynamic": True, **options, "compiled": "all but the gathering of bins and the three products"}
-    return Opened(in_pairs(run), {**_torch_settings(), **facts})
+    return OpenedCompetitor(in_pairs(run), {**_torch_settings(), **facts})
 
 
-def _channels_last(precision: Precision) -> Callable[[Case], Opened]:
-    def open_(case: Case) -> Opened:
-        if precision == "bf16" and not knows_bf16():
+def _channels_last(precision: CompetitorPrecision) -> Callable[[BenchmarkNet], OpenedCompetitor]:
+    def open_(case: BenchmarkNet) -> OpenedCompetitor:
+        if precision == "bf16" and not supports_bf16():
             raise NotAvailable("this CPU has no bfloat16 instructions, and torch imitates them ten times as slowly")
         net = case.dense_net(precision=precision, channels_last=True)
-        return Opened(in_pairs(net.scores), {**_torch_settings(), "layout": "channels_last"})
+        return OpenedCompetitor(in_pairs(net.scores), {**_torch_settings(), "layout": "channels_last"})
 
     return open_
 
@@ -202,7 +202,7 @@ def _torch_settings() -> dict[str, Any]:
     }
 
 
-def _onnxruntime(case: Case) -> Opened:
+def _onnxruntime(case: BenchmarkNet) -> OpenedCompetitor:
     try:
         runtime = import_runtime()
     except EnvironmentFault as error:
@@ -211,7 +211,7 @@ def _onnxruntime(case: Case) -> Opened:
     options.intra_op_num_threads = case.threads
     session = runtime.InferenceSession(os.fspath(case.plain), options, providers=["CPUExecutionProvider"])
     run = in_pairs(lambda images: session.run(None, {"images": _channels_first(images)})[0])
-    return Opened(
+    return OpenedCompetitor(
         run,
         {
             "onnxruntime": runtime.__version__,
@@ -223,10 +223,10 @@ def _onnxruntime(case: Case) -> Opened:
     )
 
 
-def _openvino(precision: Precision) -> Callable[[Case], Opened]:
+def _openvino(precision: CompetitorPrecision) -> Callable[[BenchmarkNet], OpenedCompetitor]:
     """Return what opens the plain export in OpenVINO."""
 
-    def open_(case: Case) -> Opened:
+    def open_(case: BenchmarkNet) -> OpenedCompetitor:
         try:
             import openvino
         except ImportError as error:
@@ -250,36 +250,36 @@ def _openvino(precision: Precision) -> Callable[[Case], Opened]:
 
         said = {key: str(compiled.get_property(key)) for key in (*asked, "NUM_STREAMS", "ENABLE_CPU_PINNING")}
         facts = {"openvino": openvino.__version__, "file": "plain export", "convolutions": precision}
-        return Opened(in_pairs(run), {**facts, **said})
+        return OpenedCompetitor(in_pairs(run), {**facts, **said})
 
     return open_
 
 
-def _bare(device: Device, precision: Precision) -> Callable[[Case], Opened]:
+def _bare(device: Device, precision: CompetitorPrecision) -> Callable[[BenchmarkNet], OpenedCompetitor]:
     """Return what calls the runtime on our file once a scale, without what `_ours` does around it."""
 
-    def open_(case: Case) -> Opened:
+    def open_(case: BenchmarkNet) -> OpenedCompetitor:
         session, settings = _session(case, device, precision)
 
         def run(images: UInt8Array) -> Scores:
             return session.run(images, np.array([images.shape[1:3]] * len(images), np.int64)).scores
 
-        return Opened(in_pairs(run), settings)
+        return OpenedCompetitor(in_pairs(run), settings)
 
     return open_
 
 
-def _ours(device: Device, precision: Precision) -> Callable[[Case], Opened]:
+def _ours(device: Device, precision: CompetitorPrecision) -> Callable[[BenchmarkNet], OpenedCompetitor]:
     """Return what answers as `prelunet classify` does: views, batches, canvases, averages."""
 
-    def open_(case: Case) -> Opened:
+    def open_(case: BenchmarkNet) -> OpenedCompetitor:
         session, settings = _session(case, device, precision)
-        return Opened(lambda image, protocol: classify_images(session, [image], protocol)[0].scores, settings)
+        return OpenedCompetitor(lambda image, protocol: classify_images(session, [image], protocol)[0].scores, settings)
 
     return open_
 
 
-def _session(case: Case, device: Device, precision: Precision) -> tuple[Session, dict[str, Any]]:
+def _session(case: BenchmarkNet, device: Device, precision: CompetitorPrecision) -> tuple[Session, dict[str, Any]]:
     try:
         session = case.session(device, precision)
     except EnvironmentFault as error:

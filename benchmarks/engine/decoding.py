@@ -30,13 +30,13 @@ from PIL import Image
 
 from benchmarks.common.photos import load_photos
 from benchmarks.common.results import cpu, header, markdown, write_result
-from prelunet.evaluator.engine.classify import combine, run_views
+from prelunet.evaluator.engine.classify import average_image, run_views
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.imaging.canvas import pack
 from prelunet.evaluator.imaging.decode import decode_image, decode_rgb, image_size
-from prelunet.evaluator.imaging.resize import Picture, resize_to_scales, resized_size
+from prelunet.evaluator.imaging.resize import DecodedImage, resize_to_scales, resized_size
 from prelunet.evaluator.imaging.views import ViewImage
-from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.protocols import build_protocol
 
 Pixels = np.ndarray
 Way = Callable[[bytes, Sequence[int]], dict[int, Pixels]]  # a JPEG and scales → scale: uint8 (h, w, 3)
@@ -46,15 +46,15 @@ KINDS = {"500x375": (375, 500, 95), "4000x3000": (3000, 4000, 92)}  # height, wi
 SCALES = {"dense-256": (256,), "multi-scale": (256, 384, 480)}
 NEEDS = {"dense-256": 2500, "multi-scale": 50_000 / 480}  # photos/s: A on a large GPU, about; C in 8 minutes
 DECODERS = {"simplejpeg": "simplejpeg", "imagecodecs": "imagecodecs", "cv2": "opencv-python-headless"}
-LEAST_SIDE = 250  # smaller photos are left out: continued to 500x375 they would repeat too often
+MIN_SIDE = 250  # smaller photos are left out: continued to 500x375 they would repeat too often
 
 
 def main() -> None:
     """Measure and write the result."""
     options = _options()
-    sources = [photo.pixels for photo in load_photos(options.data) if min(photo.pixels.shape[:2]) >= LEAST_SIDE]
+    sources = [photo.pixels for photo in load_photos(options.data) if min(photo.pixels.shape[:2]) >= MIN_SIDE]
     if not sources:
-        raise SystemExit(f"--data {options.data}: no photo with sides of {LEAST_SIDE} pixels or more")
+        raise SystemExit(f"--data {options.data}: no photo with sides of {MIN_SIDE} pixels or more")
     ways = _ways()
     results: dict[str, Any] = {}
     for kind, (height, width, quality) in KINDS.items():
@@ -70,7 +70,7 @@ def main() -> None:
         if options.model:
             for name, effect in _scores(ways, jpegs, options.model).items():
                 results[kind]["ways"][name] |= effect
-    _tell(options, sources, results)
+    _report(options, sources, results)
 
 
 def _options() -> argparse.Namespace:
@@ -131,7 +131,7 @@ def _module(name: str) -> ModuleType | None:
         return None
 
 
-def _to_scales(image: Picture, scales: Sequence[int]) -> dict[int, Pixels]:
+def _to_scales(image: DecodedImage, scales: Sequence[int]) -> dict[int, Pixels]:
     return {scale: pixels for scale, (pixels, _) in resize_to_scales(image, scales).items()}
 
 
@@ -267,7 +267,7 @@ def _deviation(ours: Way, way: Way, jpegs: Sequence[bytes]) -> dict[str, Any]:
 def _scores(ways: dict[str, Way], jpegs: Sequence[bytes], model: Path) -> dict[str, dict[str, Any]]:
     """Classify the photos at the model's own scales in each way; compare the scores with ours."""
     session = open_session(model, "cpu")
-    protocol = make_protocol("multi-scale", session.contract)
+    protocol = build_protocol("multi-scale", session.contract)
     scores: dict[str, Pixels] = {}
     for name, way in ways.items():
         rows = []
@@ -277,7 +277,7 @@ def _scores(ways: dict[str, Way], jpegs: Sequence[bytes], model: Path) -> dict[s
                 ViewImage(view, pixels[view.scale][:, ::-1] if view.mirrored else pixels[view.scale], capped=False)
                 for view in protocol.views
             ]
-            rows.append(combine(protocol, run_views(session, views)).scores)
+            rows.append(average_image(protocol, run_views(session, views)).scores)
         scores[name] = np.stack(rows)
     return {
         name: {
@@ -288,7 +288,7 @@ def _scores(ways: dict[str, Way], jpegs: Sequence[bytes], model: Path) -> dict[s
     }
 
 
-def _tell(options: argparse.Namespace, sources: Sequence[Pixels], results: dict[str, Any]) -> None:
+def _report(options: argparse.Namespace, sources: Sequence[Pixels], results: dict[str, Any]) -> None:
     """Print the tables and write both files."""
     sides = [f"{min(values)}-{max(values)}" for values in zip(*(source.shape[:2] for source in sources), strict=True)]
     origin = "real photos" if options.data else "made pictures"

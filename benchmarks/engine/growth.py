@@ -32,18 +32,18 @@ from PIL import Image
 
 from benchmarks.common.results import ROOT, Results, cpu, digest_of, header, shuffled
 from benchmarks.common.rig import Rig
-from benchmarks.engine.competitors import Precision
+from benchmarks.engine.competitors import CompetitorPrecision
 from benchmarks.engine.growth_plots import draw, tables
 from benchmarks.engine.interleaved import deviation, gflop_of, timed, windows_of, within
-from benchmarks.engine.isolated import run_alone
+from benchmarks.engine.isolated import run_isolated
 from prelunet.evaluator.architectures import parameter_shapes
 from prelunet.evaluator.contract import golden_image
 from prelunet.evaluator.engine.classify import classify_images
-from prelunet.evaluator.engine.load import open_placed
+from prelunet.evaluator.engine.load import open_with_placement
 from prelunet.evaluator.engine.session import Device, Placement, Session
 from prelunet.evaluator.errors import EnvironmentFault
 from prelunet.evaluator.imaging.resize import resized_size
-from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.protocols import build_protocol
 from prelunet.training.data.splits import embedded_dataset_path
 
 PACKAGES = ("prelunet", "onnxruntime", "onnxruntime-gpu", "openvino", "numpy", "pillow")  # that can change a number
@@ -60,7 +60,7 @@ SCALES = ((256,), (256, 384), (256, 384, 480), (224, 256, 300, 360, 448, 560))  
 CLASSES_SCALE, CLASSES = 384, (10, 100, 1_000, 10_000, 21_841)
 IMAGES = (100, 1_000, 10_000, 50_000)
 DATASET_PROTOCOL = "multi-scale"  # hundreds of shapes: what a runtime keeps of each would show
-LEAST_ROUNDS, MOST_ROUNDS, ROUND_SECONDS = 2, 7, 5.0  # rounds of all engines on a point: until that long, or MOST
+MIN_ROUNDS, MAX_ROUNDS, ROUND_SECONDS = 2, 7, 5.0  # rounds of all engines on a point: until that long, or MOST
 
 Json = dict[str, Any]
 
@@ -71,7 +71,7 @@ class Engine:
 
     name: str
     device: Device
-    precision: Precision
+    precision: CompetitorPrecision
 
 
 ENGINES: Mapping[str, Engine] = {
@@ -97,7 +97,7 @@ class Nets(Rig):
 
 
 @dataclass
-class Bench:
+class GrowthBench:
     """What the parts share. engines: those that came up; folder: of model files."""
 
     tiny: bool
@@ -120,7 +120,8 @@ class Bench:
         if not self._sessions:
             path = self.nets().model_file(NET)
             self._sessions = {
-                engine.name: open_placed(path, Placement(engine.device, engine.precision)) for engine in self.engines
+                engine.name: open_with_placement(path, Placement(engine.device, engine.precision))
+                for engine in self.engines
             }
         return self._sessions
 
@@ -149,19 +150,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="prelunet-growth-") as folder:
         engines, found = _engines(Path(folder), options.engines)
-        bench = Bench(options.tiny, Path(folder), engines, options.most_images)
+        bench = GrowthBench(options.tiny, Path(folder), engines, options.most_images)
         facts = {"device": cpu(), "tiny": options.tiny, "source": digest_of(*MEASURED), "engines": found}
         circumstances = {**header(__file__, words, PACKAGES), **facts}
         results = Results(options.output, "growth", circumstances, options.limit)
         for part in options.parts:
-            print(f"{part} ({results.spent:.0f} s)")
-            if part in ALONE:
+            print(f"{part} ({results.elapsed:.0f} s)")
+            if part in ISOLATED_PARTS:
                 bench.close()
             for point in PARTS[part](bench):
                 results.measure({"part": part, **point.settings}, point.work, point.seconds)
-    if results.left:
-        print(f"no time for {len(results.left)} points: the same command goes on with them")
-    return 1 if results.failed else 3 if results.left else 0
+    if results.skipped:
+        print(f"no time for {len(results.skipped)} points: the same command goes on with them")
+    return 1 if results.failed else 3 if results.skipped else 0
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
@@ -186,7 +187,9 @@ def _engines(folder: Path, names: Sequence[str]) -> tuple[list[Engine], Json]:
     found: Json = {}
     for engine in (ENGINES[name] for name in names):
         try:
-            found[engine.name] = open_placed(path, Placement(engine.device, engine.precision)).circumstances.to_json()
+            found[engine.name] = open_with_placement(
+                path, Placement(engine.device, engine.precision)
+            ).circumstances.to_json()
         except EnvironmentFault as error:
             found[engine.name] = f"not measured: {error}"
         else:
@@ -194,47 +197,47 @@ def _engines(folder: Path, names: Sequence[str]) -> tuple[list[Engine], Json]:
     return engines, found
 
 
-def area(bench: Bench) -> Iterator[Point]:
+def area(bench: GrowthBench) -> Iterator[Point]:
     """Pairs of mirrored views of one photo at growing scales."""
     for scale in bench.some(AREA_SCALES):
         yield _timed(bench, {"scale": scale}, (scale,), PHOTO, seconds=scale**2 / 16_000)
 
 
-def elongation(bench: Bench) -> Iterator[Point]:
+def elongation(bench: GrowthBench) -> Iterator[Point]:
     """Pairs of one scale and growing length."""
     for times in bench.some(ELONGATIONS):
         photo = (ELONGATED_SCALE, round(ELONGATED_SCALE * times))
         yield _timed(bench, {"times": times}, (ELONGATED_SCALE,), photo)
 
 
-def scales(bench: Bench) -> Iterator[Point]:
+def scales(bench: GrowthBench) -> Iterator[Point]:
     """One photo at more and more scales."""
     for several in bench.some(SCALES):
         yield _timed(bench, {"scales": list(several)}, several, PHOTO)
 
 
 def _timed(
-    bench: Bench, settings: Json, of_scales: Sequence[int], photo: tuple[int, int], seconds: float = 40
+    bench: GrowthBench, settings: Json, of_scales: Sequence[int], photo: tuple[int, int], seconds: float = 40
 ) -> Point:
     """Time the engines in turn on a photo; all lengths as for crops of 224 pixels."""
 
     def work() -> Json:
         nets = bench.nets()
         image = golden_image(*map(nets.px, photo))
-        protocol = make_protocol("dense-" + "-".join(str(nets.px(scale)) for scale in of_scales),
+        protocol = build_protocol("dense-" + "-".join(str(nets.px(scale)) for scale in of_scales),
                                  next(iter(bench.sessions.values())).contract)  # fmt: skip
         answers = {
             name: lambda session=session: classify_images(session, [image], protocol)[0].scores
             for name, session in bench.sessions.items()
         }
-        taken, deviations = in_turn(answers, bench.tiny)
+        taken, deviations = interleave(answers, bench.tiny)
         sizes = [resized_size(*image.shape[:2], nets.px(scale)) for scale in of_scales]
         return {"seconds": taken, "deviations": deviations, **_amount(nets, [size for size in sizes for _ in "pm"])}
 
     return Point(settings, work, seconds)
 
 
-def in_turn(
+def interleave(
     answers: Mapping[str, Callable[[], np.ndarray]], tiny: bool
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Call each once untimed, then all in turn, each round in another order.
@@ -250,8 +253,8 @@ def in_turn(
             raise RuntimeError(f"{name}: scores are off by {off:.1e} of the largest that {next(iter(scores))} gives")
     taken: dict[str, list[float]] = {name: [] for name in answers}
     begun = time.perf_counter()
-    for number in range(LEAST_ROUNDS if tiny else MOST_ROUNDS):
-        if number >= LEAST_ROUNDS and time.perf_counter() - begun > ROUND_SECONDS:
+    for number in range(MIN_ROUNDS if tiny else MAX_ROUNDS):
+        if number >= MIN_ROUNDS and time.perf_counter() - begun > ROUND_SECONDS:
             break
         for name in shuffled(answers, number):
             taken[name].append(round(timed(answers[name])[0], 5))
@@ -272,20 +275,20 @@ def _amount(nets: Nets, sizes: Sequence[tuple[int, int]]) -> Json:
     }
 
 
-def memory(bench: Bench) -> Iterator[Point]:
+def memory(bench: GrowthBench) -> Iterator[Point]:
     """Each engine alone, validating large photos at growing scales."""
     for scale, each in bench.some(MEMORY_SCALES):
         for engine in bench.engines:
             yield _large_photos(bench, engine, scale, each)
 
 
-def _large_photos(bench: Bench, engine: Engine, scale: int, each: int) -> Point:
+def _large_photos(bench: GrowthBench, engine: Engine, scale: int, each: int) -> Point:
     def work() -> Json:
         nets = bench.nets()
         sizes = [(nets.px(height), nets.px(width)) for height, width in LARGE_PHOTOS]
         task = {"task": "validate", "protocol": f"dense-{nets.px(scale)}", "data": str(photos(bench.folder, sizes))}
         task |= {"model": str(nets.model_file(NET)), "images": each * len(sizes)}
-        return run_engine_alone(engine, task)
+        return run_engine_isolated(engine, task)
 
     return Point({"scale": scale, "engine": engine.name}, work, seconds=scale**2 / 5000)
 
@@ -301,7 +304,7 @@ def photos(folder: Path, sizes: Sequence[tuple[int, int]]) -> Path:
     return dataset
 
 
-def classes(bench: Bench) -> Iterator[Point]:
+def classes(bench: GrowthBench) -> Iterator[Point]:
     """Each engine alone, on nets of growing numbers of classes; a file is thrown away before the next is made."""
     for count in bench.some(CLASSES):
         for engine in bench.engines:
@@ -310,13 +313,13 @@ def classes(bench: Bench) -> Iterator[Point]:
             file.unlink()
 
 
-def _of_classes(bench: Bench, engine: Engine, count: int) -> Point:
+def _of_classes(bench: GrowthBench, engine: Engine, count: int) -> Point:
     def work() -> Json:
         nets = bench.nets(count)
         path, scale = nets.model_file(NET), nets.px(CLASSES_SCALE)
         height, width = map(nets.px, PHOTO)
         task = {"task": "classify", "protocol": f"dense-{scale}", "height": height, "width": width, "calls": 3}
-        found = run_engine_alone(engine, {**task, "model": str(path)})
+        found = run_engine_isolated(engine, {**task, "model": str(path)})
         size = resized_size(height, width, scale)
         seconds = found["seconds"][1:]  # the first call is a warm-up
         file_mb = round(path.stat().st_size / 2**20, 1)
@@ -325,7 +328,7 @@ def _of_classes(bench: Bench, engine: Engine, count: int) -> Point:
     return Point({"classes": count, "engine": engine.name}, work)
 
 
-def dataset(bench: Bench) -> Iterator[Point]:
+def dataset(bench: GrowthBench) -> Iterator[Point]:
     """Validate with each engine alone; the largest dataset with the first one only."""
     for images in IMAGES:
         for engine in bench.engines if images < IMAGES[-1] else bench.engines[:1]:
@@ -333,25 +336,25 @@ def dataset(bench: Bench) -> Iterator[Point]:
                 yield _validation(bench, engine, images)
 
 
-def _validation(bench: Bench, engine: Engine, images: int) -> Point:
+def _validation(bench: GrowthBench, engine: Engine, images: int) -> Point:
     def work() -> Json:
         model = str(bench.nets(demo=True).model_file(NET))
         task = {"task": "validate", "protocol": DATASET_PROTOCOL, "data": str(embedded_dataset_path())}
-        return run_engine_alone(engine, {**task, "model": model, "images": images})
+        return run_engine_isolated(engine, {**task, "model": model, "images": images})
 
     return Point({"images": images, "engine": engine.name}, work, seconds=5 + images / 150)
 
 
-def run_engine_alone(engine: Engine, task: Mapping[str, Any]) -> Json:
+def run_engine_isolated(engine: Engine, task: Mapping[str, Any]) -> Json:
     """Return what isolated.py says of a task on an engine."""
-    return run_alone({**task, "device": engine.device, "precision": engine.precision})
+    return run_isolated({**task, "device": engine.device, "precision": engine.precision})
 
 
-PARTS: Mapping[str, Callable[[Bench], Iterator[Point]]] = {
+PARTS: Mapping[str, Callable[[GrowthBench], Iterator[Point]]] = {
     part.__name__: part for part in (area, elongation, scales, memory, classes, dataset)
 }
 
-ALONE = ("memory", "classes", "dataset")
+ISOLATED_PARTS = ("memory", "classes", "dataset")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,16 +11,24 @@ import numpy as np
 from benchmarks.common.nets import CLASSES
 from benchmarks.common.photos import Photo
 from benchmarks.common.results import shuffled
-from benchmarks.engine.competitors import COMPETITORS, REFERENCE, TOLERANCES, Answer, Opened, Precision, Scores
+from benchmarks.engine.competitors import (
+    COMPETITORS,
+    REFERENCE,
+    TOLERANCES,
+    CompetitorPrecision,
+    OpenedCompetitor,
+    ScoreFunction,
+    Scores,
+)
 from prelunet.evaluator.architectures import Architecture, multiply_adds
 from prelunet.evaluator.imaging.resize import resized_size
-from prelunet.evaluator.protocols import Protocol
+from prelunet.evaluator.protocols import EvaluationProtocol
 
 SAMPLED_CROPS = 16  # of the naive competitor, in images that have more: one of its batches
 
 
 @dataclass(frozen=True)
-class Visit:
+class PhotoTimings:
     """One image, answered once by each competitor of a group.
 
     gflop: of its dense evaluation, two per multiply-add; seconds, deviations: by competitor, the latter as `deviation`
@@ -42,22 +50,22 @@ class Visit:
 class Reference:
     """The scores that others are compared with, computed once for each picture and protocol."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: ScoreFunction) -> None:
         self._answer = answer
         self._known: dict[tuple[str, str], Scores] = {}
 
-    def scores(self, photo: Photo, protocol: Protocol) -> Scores:
+    def scores(self, photo: Photo, protocol: EvaluationProtocol) -> Scores:
         """Return the scores of a picture."""
         key = (photo.name, protocol.name)
         if key not in self._known:
             self._known[key] = self._answer(photo.pixels, protocol)
         return self._known[key]
 
-    def learn(self, scores: Scores, photo: Photo, protocol: Protocol) -> None:
+    def learn(self, scores: Scores, photo: Photo, protocol: EvaluationProtocol) -> None:
         """Keep the scores of a picture, unless they are known."""
         self._known.setdefault((photo.name, protocol.name), scores)
 
-    def deviation(self, name: str, found: Scores, photo: Photo, protocol: Protocol) -> float:
+    def deviation(self, name: str, found: Scores, photo: Photo, protocol: EvaluationProtocol) -> float:
         """Return how far a competitor's scores are off; SystemExit beyond the tolerance of its precision.
 
         The naive competitor has no tolerance: its crops see other borders. Its net is the reference's own.
@@ -76,20 +84,20 @@ def deviation(found: Scores, expected: Scores) -> float:
     return float(np.abs(found - expected).max() / expected.max())
 
 
-def within(off: float, precision: Precision) -> bool:
+def within(off: float, precision: CompetitorPrecision) -> bool:
     """Say whether rounding explains a deviation; NaN is never within."""
     return off <= TOLERANCES[precision]
 
 
 @dataclass(frozen=True)
-class Limits:
+class StopRule:
     """How long to measure. images: at least and at most so many; seconds: begin no image that would end after them.
 
     patience: seconds within which not even the least number of images is left out.
     """
 
-    least: int
-    most: int
+    min_images: int
+    max_images: int
     seconds: float
     patience: float = math.inf
 
@@ -98,10 +106,12 @@ class Limits:
         if not images:
             return False
         end = seconds * (images + 1) / images  # of one more
-        return images >= self.most or end > (self.seconds if images >= self.least else self.patience)
+        return images >= self.max_images or end > (self.seconds if images >= self.min_images else self.patience)
 
 
-def warm_up(opened: Mapping[str, Opened], photo: Photo, protocol: Protocol, reference: Reference) -> None:
+def warm_up(
+    opened: Mapping[str, OpenedCompetitor], photo: Photo, protocol: EvaluationProtocol, reference: Reference
+) -> None:
     """Let each competitor answer once, untimed, and stop at wrong scores."""
     for name, competitor in opened.items():
         if competitor.sample is None:
@@ -109,18 +119,18 @@ def warm_up(opened: Mapping[str, Opened], photo: Photo, protocol: Protocol, refe
 
 
 def measure(
-    opened: Mapping[str, Opened],
+    opened: Mapping[str, OpenedCompetitor],
     photos: Sequence[Photo],
-    protocol: Protocol,
+    protocol: EvaluationProtocol,
     net: Architecture,
-    limits: Limits,
+    limits: StopRule,
     reference: Reference,
-) -> list[Visit]:
+) -> list[PhotoTimings]:
     """Visit picture after picture, each in an order of its own.
 
     Raises SystemExit when a competitor's scores are wrong.
     """
-    visits: list[Visit] = []
+    visits: list[PhotoTimings] = []
     begun = time.perf_counter()
     while not limits.reached(len(visits), time.perf_counter() - begun):
         photo = photos[len(visits) % len(photos)]
@@ -130,13 +140,13 @@ def measure(
 
 
 def _visit(
-    opened: Mapping[str, Opened],
+    opened: Mapping[str, OpenedCompetitor],
     photo: Photo,
-    protocol: Protocol,
+    protocol: EvaluationProtocol,
     net: Architecture,
     number: int,
     reference: Reference,
-) -> Visit:
+) -> PhotoTimings:
     seconds: dict[str, float] = {}
     scores: dict[str, Scores] = {}
     sizes = [resized_size(*photo.pixels.shape[:2], view.scale, protocol.long_side_cap) for view in protocol.views]
@@ -154,7 +164,7 @@ def _visit(
     if REFERENCE in scores:
         reference.learn(scores[REFERENCE], photo, protocol)
     deviations = {name: reference.deviation(name, found, photo, protocol) for name, found in scores.items()}
-    return Visit(photo, gflop_of(net, sizes, CLASSES), seconds, deviations, crops)
+    return PhotoTimings(photo, gflop_of(net, sizes, CLASSES), seconds, deviations, crops)
 
 
 def timed(answer: Callable[[], Scores]) -> tuple[float, Scores]:

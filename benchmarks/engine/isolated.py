@@ -2,7 +2,7 @@
 
     python -m benchmarks.engine.isolated '{"task": "competitor" or "classify" or "validate", ...}'
 
-prints one line of JSON; `run_alone` calls it for run.py and growth.py. Memory is in MB, as the kernel tells it:
+prints one line of JSON; `run_isolated` calls it for run.py and growth.py. Memory is in MB, as the kernel tells it:
 `loading` is the peak until the model is open, `settled` what it takes then, `peak` that of the work which follows.
 What a task needs is imported by it, so that one without torch does not pay for torch.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 
-def run_alone(task: Mapping[str, Any]) -> Json:
+def run_isolated(task: Mapping[str, Any]) -> Json:
     """Return what a task tells; RuntimeError with the end of what it complains of."""
     from benchmarks.common.results import environment  # not at the top: its imports are not part of getting ready
 
@@ -47,15 +47,15 @@ def main() -> None:
 def competitor(task: Mapping[str, Any]) -> Json:
     """Open a competitor and show it one image at one scale, plain and mirrored.
 
-    task: name, folder and threads of its `Case`, height, width, scale.
+    task: name, folder and threads of its `BenchmarkNet`, height, width, scale.
     """
-    from benchmarks.engine.competitors import COMPETITORS, Case, NotAvailable
+    from benchmarks.engine.competitors import COMPETITORS, BenchmarkNet, NotAvailable
     from prelunet.evaluator.contract import golden_image
-    from prelunet.evaluator.protocols import Protocol
+    from prelunet.evaluator.protocols import EvaluationProtocol
 
-    protocol = Protocol("largest view", "dense", (task["scale"],), mirror=True)
+    protocol = EvaluationProtocol("largest view", "dense", (task["scale"],), mirror=True)
     try:
-        opened = COMPETITORS[task["name"]].open(Case(Path(task["folder"]), task["threads"]))
+        opened = COMPETITORS[task["name"]].open(BenchmarkNet(Path(task["folder"]), task["threads"]))
         ready = time.perf_counter() - BEGUN
         opened.answer(golden_image(task["height"], task["width"]), protocol)
     except NotAvailable as error:
@@ -70,10 +70,10 @@ def classify(task: Mapping[str, Any]) -> Json:
     """
     from prelunet.evaluator.contract import golden_image
     from prelunet.evaluator.engine.classify import classify_images
-    from prelunet.evaluator.protocols import make_protocol
+    from prelunet.evaluator.protocols import build_protocol
 
     session, loaded = _load(task)
-    protocol = make_protocol(task["protocol"], session.contract)
+    protocol = build_protocol(task["protocol"], session.contract)
     image = golden_image(task["height"], task["width"])
     seconds = []
     for _ in range(task["calls"]):
@@ -97,16 +97,16 @@ def validate(task: Mapping[str, Any]) -> Json:
     task: model, device, precision, protocol, data, images.
     """
     from prelunet.evaluator.datasets import open_dataset
-    from prelunet.evaluator.protocols import make_protocol
-    from prelunet.evaluator.validation.run import describe_dataset, run_info
+    from prelunet.evaluator.protocols import build_protocol
+    from prelunet.evaluator.validation.run import build_run_info, describe_dataset
     from prelunet.evaluator.validation.validate import validate as run_validation
-    from prelunet.evaluator.verbs.options import foretold
+    from prelunet.evaluator.verbs.options import estimate_run_memory
 
     session, loaded = _load(task)
     dataset = repeated(open_dataset(Path(task["data"]), split="val", class_names=None), task["images"])
-    protocol = make_protocol(task["protocol"], session.contract)
-    info = run_info(session, Path(task["model"]).name, describe_dataset(dataset), protocol)
-    need = foretold(session, protocol, info.chunk, dataset.samples)
+    protocol = build_protocol(task["protocol"], session.contract)
+    info = build_run_info(session, Path(task["model"]).name, describe_dataset(dataset), protocol)
+    need = estimate_run_memory(session, protocol, info.chunk, dataset.samples)
     with tempfile.TemporaryDirectory(prefix="prelunet-alone-") as folder:
         begun = time.perf_counter()
         run = run_validation([session], dataset, info, Path(folder) / "run")
@@ -130,10 +130,10 @@ def validate(task: Mapping[str, Any]) -> Json:
 
 def _load(task: Mapping[str, Any]) -> "tuple[Session, Json]":
     from benchmarks.common.results import resident_mb
-    from prelunet.evaluator.engine.load import open_placed
+    from prelunet.evaluator.engine.load import open_with_placement
     from prelunet.evaluator.engine.session import Placement
 
-    session = open_placed(Path(task["model"]), Placement(task["device"], task["precision"]))
+    session = open_with_placement(Path(task["model"]), Placement(task["device"], task["precision"]))
     loaded = {"loading_mb": _peak_mb(), "settled_mb": resident_mb()}
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is counted from here on: proc(5)
     return session, loaded
@@ -179,7 +179,7 @@ def repeated(dataset: "Dataset", images: int) -> "Dataset":
         for copy in range(max(1, images // given))
         for sample in dataset.samples
     ]
-    return replace(dataset, samples=samples, reader=_Copies(dataset.reader), place=None)
+    return replace(dataset, samples=samples, reader=_Copies(dataset.reader), spec=None)
 
 
 if __name__ == "__main__":

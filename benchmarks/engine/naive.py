@@ -12,13 +12,13 @@ import numpy.typing as npt
 from benchmarks.common.dense_torch import DenseNet
 from prelunet.evaluator.arrays import UInt8Array
 from prelunet.evaluator.imaging.views import ViewImage, make_views
-from prelunet.evaluator.protocols import Protocol
+from prelunet.evaluator.protocols import EvaluationProtocol
 
 CROPS_AT_ONCE = 16
 Corner = tuple[int, int, int]  # index of the view, row and column of the crop's upper left pixel
 
 
-def classify_every_crop(net: DenseNet, image: UInt8Array, protocol: Protocol) -> npt.NDArray[np.float64]:
+def classify_every_crop(net: DenseNet, image: UInt8Array, protocol: EvaluationProtocol) -> npt.NDArray[np.float64]:
     """Return the image's scores, (K,): crops → view → image, each a plain mean."""
     views = make_views(image, protocol)
     corners = _corners(net, views)
@@ -27,7 +27,7 @@ def classify_every_crop(net: DenseNet, image: UInt8Array, protocol: Protocol) ->
     return np.mean([scores[owner == index].mean(axis=0) for index in range(len(views))], axis=0)
 
 
-def seconds_of_sample(net: DenseNet, image: UInt8Array, protocol: Protocol, crops: int) -> float:
+def seconds_of_sample(net: DenseNet, image: UInt8Array, protocol: EvaluationProtocol, crops: int) -> float:
     """Return the seconds that all crops of an image would take, from a random sample of `crops` of them."""
     start = time.perf_counter()
     views = make_views(image, protocol)

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.results import header, markdown, write_result
-from prelunet.evaluator.datasets import DatasetPlace, open_place
-from prelunet.evaluator.engine.load import open_placed
+from prelunet.evaluator.datasets import DatasetSpec, open_from_spec
+from prelunet.evaluator.engine.load import open_with_placement
 from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.errors import EnvironmentFault
-from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.reporting.compare import compare_runs
-from prelunet.evaluator.validation.run import Run, describe_dataset, run_info
+from prelunet.evaluator.validation.run import Run, build_run_info, describe_dataset
 from prelunet.evaluator.validation.stored_runs import read_rows
 from prelunet.evaluator.validation.validate import validate
 
@@ -70,13 +70,13 @@ def _runs(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Run 
     ]
     for name, path, placement in wanted:
         try:
-            session = open_placed(path, placement)
+            session = open_with_placement(path, placement)
         except EnvironmentFault as error:
             yield name, str(error)
             continue
-        dataset = open_place(DatasetPlace(options.data, limit=options.limit), session.contract.classes)
-        protocol = make_protocol(options.protocol, session.contract)
-        info = run_info(session, path.name, describe_dataset(dataset), protocol)
+        dataset = open_from_spec(DatasetSpec(options.data, limit=options.limit), session.contract.classes)
+        protocol = build_protocol(options.protocol, session.contract)
+        info = build_run_info(session, path.name, describe_dataset(dataset), protocol)
         yield name, validate([session], dataset, info, folder / name)
 
 

@@ -22,16 +22,16 @@ from typing import Any
 from benchmarks.common.nets import write_files
 from benchmarks.common.photos import Photo, load_photos
 from benchmarks.common.results import digest_of, header, resident_mb, write_result
-from benchmarks.engine.competitors import COMPETITORS, REFERENCE, Case, NotAvailable, Opened
-from benchmarks.engine.interleaved import Limits, Reference, Visit, measure, warm_up
-from benchmarks.engine.isolated import run_alone
+from benchmarks.engine.competitors import COMPETITORS, REFERENCE, BenchmarkNet, NotAvailable, OpenedCompetitor
+from benchmarks.engine.interleaved import PhotoTimings, Reference, StopRule, measure, warm_up
+from benchmarks.engine.isolated import run_isolated
 from benchmarks.engine.table import goals_of, rows_of, tables
 from prelunet.evaluator.architectures import architecture
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.files import sha256_of
 from prelunet.evaluator.machine import cores
 from prelunet.evaluator.profiling.profile import peak_memory
-from prelunet.evaluator.protocols import Protocol, make_protocol
+from prelunet.evaluator.protocols import EvaluationProtocol, build_protocol
 from prelunet.evaluator.terminal import progress
 
 Json = dict[str, Any]
@@ -59,12 +59,12 @@ def main() -> None:
     }
     for name in options.nets:
         with tempfile.TemporaryDirectory(prefix="prelunet-bench-") as folder:
-            _say(begun, f"{name}: making its files")
+            _log(begun, f"{name}: making its files")
             write_files(name, Path(folder))
             result["files"][name] = sha256_of(Path(folder) / "ours.onnx")
-            _net(options, name, Case(Path(folder), options.threads), photos, result, begun)
+            _net(options, name, BenchmarkNet(Path(folder), options.threads), photos, result, begun)
         gc.collect()
-    _say(begun, "done")
+    _log(begun, "done")
     print(tables(result))
 
 
@@ -91,7 +91,7 @@ def _options() -> argparse.Namespace:
 
 
 def _net(
-    options: argparse.Namespace, name: str, case: Case, photos: Sequence[Photo], result: Json, begun: float
+    options: argparse.Namespace, name: str, case: BenchmarkNet, photos: Sequence[Photo], result: Json, begun: float
 ) -> None:
     """Measure all competitors on one net, and write the result after each protocol.
 
@@ -100,20 +100,20 @@ def _net(
     chosen = [one for one in COMPETITORS if one in options.only or one == REFERENCE]
     protocols = _protocols(case, options.protocols)
     alone = _alone(case, chosen, photos[0], max(scale for protocol in protocols for scale in protocol.scales))
-    visits: dict[str, list[Visit]] = {protocol.name: [] for protocol in protocols}
+    visits: dict[str, list[PhotoTimings]] = {protocol.name: [] for protocol in protocols}
     reference = Reference(COMPETITORS[REFERENCE].open(case).answer)
     of_net: list[Json] = []
     result["settings"][name], done = {}, list(result["results"])
     for precision in ("fp32", "bf16"):
-        _say(begun, f"{name}: opening competitors in {precision}")
+        _log(begun, f"{name}: opening competitors in {precision}")
         opened = _open(case, [one for one in chosen if COMPETITORS[one].precision == precision], alone)
         result["settings"][name] |= {one: dict(competitor.settings) for one, competitor in opened.items()}
         if not opened:
             continue
         warm_up(opened, photos[0], min(protocols, key=lambda protocol: max(protocol.scales)), reference)
         for protocol in protocols:
-            _say(begun, f"{name}, {protocol.name}, {precision}: {len(opened)} competitors in turn")
-            limits = Limits(*options.images, options.seconds, options.patience)
+            _log(begun, f"{name}, {protocol.name}, {precision}: {len(opened)} competitors in turn")
+            limits = StopRule(*options.images, options.seconds, options.patience)
             visits[protocol.name] += measure(opened, photos, protocol, architecture(name), limits, reference)
             of_net = [_result(name, one, visits[one.name], alone) for one in protocols if visits[one.name]]
             result["process_memory_mb"][name] = round(peak_memory() / 2**20)
@@ -126,7 +126,7 @@ def _net(
         gc.collect()
 
 
-def _result(name: str, protocol: Protocol, visits: Sequence[Visit], alone: Mapping[str, Json]) -> Json:
+def _result(name: str, protocol: EvaluationProtocol, visits: Sequence[PhotoTimings], alone: Mapping[str, Json]) -> Json:
     return {
         "net": name,
         "protocol": protocol.to_json(),
@@ -135,9 +135,9 @@ def _result(name: str, protocol: Protocol, visits: Sequence[Visit], alone: Mappi
     }
 
 
-def _protocols(case: Case, names: Sequence[str]) -> list[Protocol]:
+def _protocols(case: BenchmarkNet, names: Sequence[str]) -> list[EvaluationProtocol]:
     contract = open_session(case.ours, "cpu").contract
-    protocols = [make_protocol(name, contract) for name in names]
+    protocols = [build_protocol(name, contract) for name in names]
     for protocol in protocols:
         if protocol.kind != "dense":
             raise SystemExit(
@@ -146,7 +146,7 @@ def _protocols(case: Case, names: Sequence[str]) -> list[Protocol]:
     return protocols
 
 
-def _alone(case: Case, names: Sequence[str], photo: Photo, scale: int) -> dict[str, Json]:
+def _alone(case: BenchmarkNet, names: Sequence[str], photo: Photo, scale: int) -> dict[str, Json]:
     """Return what each competitor takes alone in a process of its own, by name; see isolated.py."""
     stand_ins = {name: COMPETITORS[name].alone_as or name for name in names}
     height, width = photo.pixels.shape[:2]
@@ -155,16 +155,16 @@ def _alone(case: Case, names: Sequence[str], photo: Photo, scale: int) -> dict[s
     with progress("each alone", len(set(stand_ins.values())), "competitors") as advance:
         for name in dict.fromkeys(stand_ins.values()):
             try:
-                found[name] = run_alone({**task, "name": name, "height": height, "width": width, "scale": scale})
+                found[name] = run_isolated({**task, "name": name, "height": height, "width": width, "scale": scale})
             except RuntimeError as error:
                 raise SystemExit(f"{name}: {error}") from error
             advance(note=name)
     return {name: found[stand_in] for name, stand_in in stand_ins.items()}
 
 
-def _open(case: Case, names: Sequence[str], alone: Mapping[str, Json]) -> dict[str, Opened]:
+def _open(case: BenchmarkNet, names: Sequence[str], alone: Mapping[str, Json]) -> dict[str, OpenedCompetitor]:
     """Open all competitors that came up alone."""
-    opened: dict[str, Opened] = {}
+    opened: dict[str, OpenedCompetitor] = {}
     with progress("opening", len(names), "competitors") as advance:
         for name in names:
             if "not_available" not in alone[name]:
@@ -176,7 +176,7 @@ def _open(case: Case, names: Sequence[str], alone: Mapping[str, Json]) -> dict[s
     return opened
 
 
-def _say(begun: float, text: str) -> None:
+def _log(begun: float, text: str) -> None:
     print(f"{(time.perf_counter() - begun) / 60:4.1f} min  {text}", flush=True)
 
 

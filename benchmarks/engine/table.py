@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.common.results import markdown
 from benchmarks.engine.competitors import COMPETITORS
-from benchmarks.engine.interleaved import SAMPLED_CROPS, Visit
+from benchmarks.engine.interleaved import SAMPLED_CROPS, PhotoTimings
 
 Row = dict[str, Any]
 Goal = dict[str, Any]
@@ -33,7 +33,7 @@ ENOUGH = 0.95  # of the fastest competitor's speed
 TIMES_NAIVE = 10
 
 
-def rows_of(visits: Sequence[Visit], alone: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+def rows_of(visits: Sequence[PhotoTimings], alone: Mapping[str, Mapping[str, Any]]) -> list[Row]:
     """Return a row per competitor, in the order of COMPETITORS.
 
     alone: by competitor, what isolated.py says, or {"not_available": why}; who is not in it was not chosen.
@@ -59,7 +59,7 @@ def rows_of(visits: Sequence[Visit], alone: Mapping[str, Mapping[str, Any]]) -> 
     return rows
 
 
-def _measured(visits: Sequence[Visit], name: str, fastest: str | None) -> Row:
+def _measured(visits: Sequence[PhotoTimings], name: str, fastest: str | None) -> Row:
     seconds = [visit.seconds[name] for visit in visits if name in visit.seconds]
     rates = _rates(visits, name)
     naive = _rates(visits, "naive")
@@ -82,12 +82,12 @@ def _measured(visits: Sequence[Visit], name: str, fastest: str | None) -> Row:
     return row
 
 
-def _rates(visits: Sequence[Visit], name: str) -> list[float]:
+def _rates(visits: Sequence[PhotoTimings], name: str) -> list[float]:
     """Return GFLOP/s on each picture."""
     return [visit.gflop / visit.seconds[name] for visit in visits if name in visit.seconds]
 
 
-def _ratio(visits: Sequence[Visit], other: str, name: str) -> Row | None:
+def _ratio(visits: Sequence[PhotoTimings], other: str, name: str) -> Row | None:
     """Return how many times as fast as another competitor one is, from the visits that both took part in.
 
     error: standard error of the median, as if ratios were spread normally; None for a single one.

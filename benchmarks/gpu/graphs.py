@@ -39,7 +39,7 @@ def cases(
     yield settings, lambda: _measure(rig, net, split=split), 40
 
 
-class Fixed:
+class FixedBindings:
     """A session with one binding for each shape, at addresses that never change."""
 
     def __init__(self, rig: Rig, net: str, path: Path, shapes: list[Shape], *, graphs: bool) -> None:
@@ -96,10 +96,10 @@ def _measure(rig: Rig, net: str, *, split: bool) -> dict[str, Any]:
     shapes = [(rows, rig.px(height), rig.px(width)) for rows, height, width in SHAPES]
     path = rig.model_file(net, "fp16")
     before = rig.used_memory_gb()
-    plain = Fixed(rig, net, path, shapes, graphs=False)
+    plain = FixedBindings(rig, net, path, shapes, graphs=False)
     between = rig.used_memory_gb()
     changed = with_split_concats(path) if split else path
-    captured = Fixed(rig, net, changed, shapes, graphs=rig.on_gpu)
+    captured = FixedBindings(rig, net, changed, shapes, graphs=rig.on_gpu)
     after = rig.used_memory_gb()
     deviations = _deviations(rig, plain, captured)
     result: dict[str, Any] = {
@@ -114,7 +114,7 @@ def _measure(rig: Rig, net: str, *, split: bool) -> dict[str, Any]:
             rig.timed(lambda index=index, one=one: one.run(index), seconds=0.1)["ms"] for index in range(len(shapes))
         ]
 
-        def round_robin(one: Fixed = one) -> None:
+        def round_robin(one: FixedBindings = one) -> None:
             for index in range(len(shapes)):
                 one.run(index)
 
@@ -126,10 +126,10 @@ def _measure(rig: Rig, net: str, *, split: bool) -> dict[str, Any]:
     return {**result, "shapes": [list(shape) for shape in shapes]}
 
 
-def _deviations(rig: Rig, plain: Fixed, captured: Fixed) -> list[float]:
+def _deviations(rig: Rig, plain: FixedBindings, captured: FixedBindings) -> list[float]:
     """Replay the shapes in turn on new pixels; return by how much scores and window scores are off from a plain run."""
     found = []
-    for turn in range(1, 1 + rig.few(ROUNDS)):
+    for turn in range(1, 1 + rig.reduced(ROUNDS)):
         for index in range(len(plain.shapes)):
             for one in (plain, captured):
                 one.fill(index, turn)
@@ -162,19 +162,19 @@ def with_padded_conv1(path: Path, channels: int) -> Path:
     return _saved(model, path, f"conv1-{channels}")
 
 
-def with_split_concats(path: Path, most: int = CONCAT_INPUTS) -> Path:
-    """Write a copy of a file in which no Concat has more than `most` inputs: larger ones are made of several.
+def with_split_concats(path: Path, limit: int = CONCAT_INPUTS) -> Path:
+    """Write a copy of a file in which no Concat has more than `limit` inputs: larger ones are made of several.
 
     A larger one uploads a table of addresses from the host in every run, whose place a CUDA graph would keep.
     """
     model = onnx.load(str(path))
     nodes = []
     for node in model.graph.node:
-        if node.op_type == "Concat" and len(node.input) > most:
+        if node.op_type == "Concat" and len(node.input) > limit:
             inputs, parts = list(node.input), []
-            for number, start in enumerate(range(0, len(inputs), most)):
+            for number, start in enumerate(range(0, len(inputs), limit)):
                 part = f"{node.name}.part{number}"
-                copied = helper.make_node("Concat", inputs[start : start + most], [part], name=part)
+                copied = helper.make_node("Concat", inputs[start : start + limit], [part], name=part)
                 copied.attribute.extend(node.attribute)
                 nodes.append(copied)
                 parts.append(part)

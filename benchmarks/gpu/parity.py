@@ -14,7 +14,7 @@ from benchmarks.common.results import Results
 from benchmarks.common.rig import Rig
 from prelunet.evaluator.contract import golden_image
 from prelunet.evaluator.engine.session import Outputs, Session
-from prelunet.evaluator.engine.verify import judged_as, rubbish_canvas, tolerance_of
+from prelunet.evaluator.engine.verify import garbage_canvas, tolerance_of, tolerance_precision
 from prelunet.training.net.dense_reference import dense_windows
 
 NETS = ("A", "C", "E")
@@ -79,7 +79,7 @@ def _compare(session: Session, images: list[np.ndarray], oracle: Windows) -> dic
         "largest_score": float(max(scores.max() for scores, _ in oracle)),
     }
     if session.contract.canvas == "ragged":
-        outputs = session.run(*rubbish_canvas(session.contract, images))
+        outputs = session.run(*garbage_canvas(session.contract, images))
         rows["together"] = [_deviation(outputs, row, *windows) for row, windows in enumerate(oracle)]
         result["together_from_alone"] = max(_apart(outputs, row, alone[row]) for row in range(len(images)))
     for case, found in rows.items():
@@ -88,7 +88,7 @@ def _compare(session: Session, images: list[np.ndarray], oracle: Windows) -> dic
             f"{case}_{key}": float(np.max([row[key] for row in found])) for key in ("scores", "logits", "windows")
         }
         result[f"{case}_other_classes"] = sum(int(row["other_class"]) for row in found)
-    tolerance = tolerance_of(judged_as(session))
+    tolerance = tolerance_of(tolerance_precision(session))
     result["passed"] = all(
         result[f"{case}_scores"] <= tolerance.scores
         and result[f"{case}_windows"] <= tolerance.scores

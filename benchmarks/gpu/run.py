@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = _options(words)
     if options.plan:
-        _tell_plan(options)
+        _print_plan(options)
         return 0
     if options.part == "table":
         if options.output:
@@ -78,7 +78,7 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _tell_plan(options: argparse.Namespace) -> None:
+def _print_plan(options: argparse.Namespace) -> None:
     from benchmarks.common.rig import Rig
 
     rig = Rig(options.device, options.tiny, options.files)
@@ -93,16 +93,16 @@ def _module_of(part: str) -> ModuleType:
 
 def _measure(options: argparse.Namespace, words: Sequence[str]) -> int:
     from benchmarks.common.results import digest_of
-    from benchmarks.common.rig import Rig, check_provider, circumstances, tell, tell_runtime, watch
+    from benchmarks.common.rig import Rig, check_provider, circumstances, print_circumstances, print_runtime, watch
 
-    tell_runtime()
+    print_runtime()
     rig = Rig(options.device, options.tiny, options.files)
     _check_torch(rig.device)
     output = options.output or options.results / f"gpu-{options.part}{'-tiny' if options.tiny else ''}.json"
     read_results(output)  # if it is damaged, better now than when the first case has been measured
     sources = (f"benchmarks/{module}.py" for module in MODULES[options.part])
     now = circumstances(rig, words, digest_of(*MEASURED, *sources))
-    tell(now)
+    print_circumstances(now)
     if options.part not in WITHOUT_RUNTIME:
         check_provider(rig)
     now["matmul_tflops"] = rig.measure_peaks()
@@ -133,14 +133,14 @@ def _check_torch(device: str) -> None:
 
 def _end(results: Results, options: argparse.Namespace) -> int:
     """Tell goals and what is missing."""
-    print(f"{results.path}: {len(results.data['cases'])} cases, {results.spent:.0f} s")
+    print(f"{results.path}: {len(results.data['cases'])} cases, {results.elapsed:.0f} s")
     for line in goals(results.path.parent, {options.part: results.path}):
         print(line)
     for settings in results.failed:
         print(f"failed: {settings}")
-    if results.left:
-        print(f"no time for {len(results.left)} cases: the same command goes on with them")
-    return 1 if results.failed else 3 if results.left else 0
+    if results.skipped:
+        print(f"no time for {len(results.skipped)} cases: the same command goes on with them")
+    return 1 if results.failed else 3 if results.skipped else 0
 
 
 if __name__ == "__main__":

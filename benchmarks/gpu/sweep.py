@@ -29,13 +29,13 @@ SHAPES = ((256, 352), (352, 256), (256, 384), (384, 512), (512, 384), (384, 576)
 TURNS = 24  # calls with a change of shape before each; a multiple of the number of shapes
 LADDER = (1, 2, 4, 8, 16, 32, 64)
 LADDER_CANVASES = ((224, 224), (256, 352), (480, 640))
-MOST_PIXELS = 16 * 480 * 640  # of a batch of the ladder
+MAX_PIXELS = 16 * 480 * 640  # of a batch of the ladder
 SEARCHES = ("HEURISTIC", "EXHAUSTIVE", "DEFAULT")
 CONV1_CHANNELS = (3, 4, 8)
 THREAD_RUNS = 8
 
 Shape = tuple[int, int, int]  # images, height, width
-Case = tuple[dict[str, Any], Callable[[], Mapping[str, Any]], float]
+PlannedCase = tuple[dict[str, Any], Callable[[], Mapping[str, Any]], float]
 
 
 def plan(rig: Rig) -> list[str]:
@@ -52,7 +52,7 @@ def plan(rig: Rig) -> list[str]:
 
 def run(rig: Rig, results: Results) -> None:
     """Measure all cases. CUDA graphs come last: what goes wrong in a capture can end the process."""
-    nets = NETS[: rig.few(len(NETS), 1)]
+    nets = NETS[: rig.reduced(len(NETS), 1)]
     for net in nets:
         for settings, work, seconds in _cases(rig, net):
             results.measure(settings, work, seconds)
@@ -62,7 +62,7 @@ def run(rig: Rig, results: Results) -> None:
                 results.measure(settings, work, seconds)
 
 
-def _cases(rig: Rig, net: str) -> Iterator[Case]:
+def _cases(rig: Rig, net: str) -> Iterator[PlannedCase]:
     for settings in _option_settings(rig, net):
         slow = settings["search"] == "DEFAULT" or settings["precision"] == "fp32"
         yield settings, lambda settings=settings: _options(rig, settings), 40 if slow else 20
@@ -91,7 +91,7 @@ def _setting(net: str, precision: str, search: str, nhwc: int, bias: int) -> dic
     return {"what": "options", "net": net, "precision": precision, "search": search, "nhwc": nhwc, "fuse_bias": bias}
 
 
-class Bound:
+class BoundSession:
     """A raw session whose inputs and outputs stay on the device."""
 
     def __init__(self, rig: Rig, session: Any) -> None:
@@ -125,13 +125,13 @@ def _options(rig: Rig, settings: Mapping[str, Any]) -> dict[str, Any]:
         "use_tf32": str(int(settings["precision"] == "tf32")),
     }
     session = raw_session(rig, rig.model_file(settings["net"], settings["precision"]), changes)
-    bound = Bound(rig, session)
-    shape = (rig.few(BATCH), rig.px(CANVAS[0]), rig.px(CANVAS[1]))
+    bound = BoundSession(rig, session)
+    shape = (rig.reduced(BATCH), rig.px(CANVAS[0]), rig.px(CANVAS[1]))
     rate = _rate(rig, bound, settings["net"], shape, settings["precision"])
     return {"provider_options": provider_options(rig, session), **rate, **_changes_of_shape(rig, bound)}
 
 
-def _rate(rig: Rig, bound: Bound, net: str, shape: Shape, precision: str) -> dict[str, Any]:
+def _rate(rig: Rig, bound: BoundSession, net: str, shape: Shape, precision: str) -> dict[str, Any]:
     """Time one shape again and again."""
     values = bound.upload(shape)
     timing: Timing = rig.timed(lambda: bound.run(values))
@@ -147,7 +147,7 @@ def _rate(rig: Rig, bound: Bound, net: str, shape: Shape, precision: str) -> dic
     }
 
 
-def _changes_of_shape(rig: Rig, bound: Bound) -> dict[str, Any]:
+def _changes_of_shape(rig: Rig, bound: BoundSession) -> dict[str, Any]:
     """Time pairs of images of six shapes: each repeated, then two and all six in turn.
 
     switch_ms: by how much a call takes longer when the one before it had another shape. It is what
@@ -157,12 +157,12 @@ def _changes_of_shape(rig: Rig, bound: Bound) -> dict[str, Any]:
     repeated = [rig.timed(lambda values=values: bound.run(values), seconds=0.05)["ms"] for values in batches]
     found: dict[str, Any] = {"repeated_ms": float(np.mean(repeated))}
     for count in (2, len(batches)):
-        turns = rig.few(TURNS, count)
+        turns = rig.reduced(TURNS, count)
         order = iter(list(islice(cycle(batches[:count]), turns + count)))
         for _ in range(count):
             bound.run(next(order))  # a first round, so that no shape is new
         took = [
-            rig.timed(lambda order=order: bound.run(next(order)), seconds=0, least=1, warm=0)["ms"]
+            rig.timed(lambda order=order: bound.run(next(order)), seconds=0, min_calls=1, warm=0)["ms"]
             for _ in range(turns)
         ]
         found[f"alternating_{count}_ms"] = float(np.mean(took))
@@ -172,9 +172,9 @@ def _changes_of_shape(rig: Rig, bound: Bound) -> dict[str, Any]:
 
 def _ladder(rig: Rig, net: str, height: int, width: int) -> dict[str, Any]:
     """Time rising batches on one canvas."""
-    bound = Bound(rig, raw_session(rig, rig.model_file(net, "fp16")))
+    bound = BoundSession(rig, raw_session(rig, rig.model_file(net, "fp16")))
     size = (rig.px(height), rig.px(width))
-    steps = [rows for rows in LADDER[: rig.few(len(LADDER))] if rows * height * width <= MOST_PIXELS]
+    steps = [rows for rows in LADDER[: rig.reduced(len(LADDER))] if rows * height * width <= MAX_PIXELS]
     found = [_rate(rig, bound, net, (rows, *size), "fp16") for rows in steps]
     best = max(found, key=lambda step: step["images_per_second"])
     return {"best_batch": best["shape"][0], "best_images_per_second": best["images_per_second"],
@@ -184,12 +184,13 @@ def _ladder(rig: Rig, net: str, height: int, width: int) -> dict[str, Any]:
 def _masks(rig: Rig, net: str) -> dict[str, Any]:
     """Time the same batch in a ragged and in an exact file, in turn: what the masks cost."""
     bound = {
-        canvas: Bound(rig, raw_session(rig, rig.model_file(net, "fp16", canvas))) for canvas in ("ragged", "exact")
+        canvas: BoundSession(rig, raw_session(rig, rig.model_file(net, "fp16", canvas)))
+        for canvas in ("ragged", "exact")
     }
-    shape = (rig.few(BATCH), rig.px(CANVAS[0]), rig.px(CANVAS[1]))
+    shape = (rig.reduced(BATCH), rig.px(CANVAS[0]), rig.px(CANVAS[1]))
     values = {canvas: one.upload(shape) for canvas, one in bound.items()}
     times: dict[str, list[float]] = {canvas: [] for canvas in bound}
-    for _ in range(rig.few(5, 1)):
+    for _ in range(rig.reduced(5, 1)):
         for canvas, one in bound.items():
             timing = rig.timed(lambda one=one, canvas=canvas: one.run(values[canvas]), seconds=0.2)
             times[canvas].append(timing["ms"])
@@ -202,15 +203,15 @@ def _conv1(rig: Rig, net: str, channels: int) -> dict[str, Any]:
 
     off: how far its scores are from those of the file as it is.
     """
-    shape = (rig.few(BATCH), rig.px(CANVAS[0]), rig.px(CANVAS[1]))
+    shape = (rig.reduced(BATCH), rig.px(CANVAS[0]), rig.px(CANVAS[1]))
     path = rig.model_file(net, "fp16")
-    plain = Bound(rig, raw_session(rig, path))
+    plain = BoundSession(rig, raw_session(rig, path))
     exact = plain.run(plain.upload(shape))[0].numpy()
     if channels == 3:
         return {**_rate(rig, plain, net, shape, "fp16"), "off": 0.0}
     del plain
     wider = with_padded_conv1(path, channels)
-    bound = Bound(rig, raw_session(rig, wider))
+    bound = BoundSession(rig, raw_session(rig, wider))
     wider.unlink()
     off = float(np.abs(bound.run(bound.upload(shape))[0].numpy() - exact).max())
     return {**_rate(rig, bound, net, shape, "fp16"), "off": off}
@@ -222,11 +223,11 @@ def _threads(rig: Rig, net: str) -> dict[str, Any]:
     The provider keeps handles and scratch memory for each thread: a pipeline that computed in threads of its own would
     fill the GPU (onnxruntime issue 29351). The first run is not counted.
     """
-    shape = (rig.few(BATCH), rig.px(CANVAS[0]), rig.px(CANVAS[1]))
-    runs = rig.few(THREAD_RUNS)
+    shape = (rig.reduced(BATCH), rig.px(CANVAS[0]), rig.px(CANVAS[1]))
+    runs = rig.reduced(THREAD_RUNS)
     result: dict[str, Any] = {"runs": runs}
     for name in ("same", "fresh"):
-        bound = Bound(rig, raw_session(rig, rig.model_file(net, "fp16")))
+        bound = BoundSession(rig, raw_session(rig, rig.model_file(net, "fp16")))
         values = bound.upload(shape)
         with ThreadPoolExecutor(1) as first:
             first.submit(bound.run, values).result()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.results import markdown, read_results
-from prelunet.evaluator.engine.memory import GPU_RATE, GPU_SWITCH_SECONDS
+from prelunet.evaluator.engine.memory import GPU_FLOPS, GPU_SWITCH_SECONDS
 
 PARTS = ("parity", "sweep", "throughput", "torch", "training")
 BEGIN, END = "<!-- results of benchmarks/gpu/run.py -->", "<!-- end of results -->"
@@ -18,13 +18,13 @@ SHARE, TIMES, MINUTES = 0.60, 1.3, 8.0  # the goals, for model C at multi-scale
 EAGER = {("eager", "pairs"), ("eager", "groups")}
 EAGER_OF = {"C": {*EAGER, ("eager-benchmark", "pairs")}, "A": EAGER}
 
-Case = dict[str, Any]  # settings and result in one, with the run's circumstances under "run"
+MeasuredCase = dict[str, Any]  # settings and result in one, with the run's circumstances under "run"
 
 
-def cases(folder: Path, part: str, path: Path | None = None) -> list[Case]:
+def cases(folder: Path, part: str, path: Path | None = None) -> list[MeasuredCase]:
     """Return the newest result of each case of a part; none of a case that failed when it was measured last."""
     data = read_results(path or folder / f"gpu-{part}.json")
-    newest: dict[str, Case] = {}
+    newest: dict[str, MeasuredCase] = {}
     for case in sorted(data["cases"], key=lambda case: case["run"]):
         newest[str(case["settings"])] = {**case["result"], **case["settings"], "run": data["runs"][case["run"]]}
     return [case for case in newest.values() if "error" not in case]
@@ -52,7 +52,7 @@ def _verdict(goal: str, measured: float | None, met: bool, unit: str = "") -> st
     return f"{goal}: {'met' if met else 'not met'} ({measured:.3g}{unit})"
 
 
-def _parity_goal(found: Sequence[Case]) -> str:
+def _parity_goal(found: Sequence[MeasuredCase]) -> str:
     passed = sum(bool(case.get("passed")) for case in found)
     goal = "every file within the tolerance of its precision"
     if not found:
@@ -60,23 +60,23 @@ def _parity_goal(found: Sequence[Case]) -> str:
     return f"{goal}: {'met' if passed == len(found) else 'not met'} ({passed} of {len(found)})"
 
 
-def _chosen(found: Sequence[Case], **wanted: Any) -> list[Case]:
+def _chosen(found: Sequence[MeasuredCase], **wanted: Any) -> list[MeasuredCase]:
     return [case for case in found if all(case.get(key) == value for key, value in wanted.items())]
 
 
-def _of_c(found: Sequence[Case], what: str) -> Case | None:
+def _of_c(found: Sequence[MeasuredCase], what: str) -> MeasuredCase | None:
     chosen = _chosen(found, what=what, net="C", precision="fp16", protocol="multi-scale", together=0)
     return chosen[0] if chosen else None
 
 
-def _share_goal(found: Sequence[Case]) -> str:
+def _share_goal(found: Sequence[MeasuredCase]) -> str:
     case = _of_c(found, "views")
     share = case and case.get("share_of_peak")
     goal = f"C multi-scale in fp16, without decoding: at least {SHARE:.0%} of the matrix product's rate"
     return _verdict(goal, 100 * share if share else None, bool(share and share >= SHARE), " %")
 
 
-def _times_goal(found: Sequence[Case], net: str) -> str:
+def _times_goal(found: Sequence[MeasuredCase], net: str) -> str:
     mixed = {(case["competitor"], case["way"]): case for case in _chosen(found, what="mixed", net=net)}
     rates = {kind: case["images_per_second"] for kind, case in mixed.items() if "images_per_second" in case}
     ours, eager = rates.get(("engine", "pipeline")), [rate for kind, rate in rates.items() if kind in EAGER_OF[net]]
@@ -85,22 +85,22 @@ def _times_goal(found: Sequence[Case], net: str) -> str:
     return _verdict(goal, times, bool(times and times >= TIMES), " times")
 
 
-def _minutes_goal(found: Sequence[Case]) -> str:
+def _minutes_goal(found: Sequence[MeasuredCase]) -> str:
     case = _of_c(found, "jpegs")
     minutes = case and case.get("minutes_for_imagenet")
     goal = f"50,000 images of C multi-scale, decoding included: at most {MINUTES:g} minutes"
     return _verdict(goal, minutes, bool(minutes and minutes <= MINUTES), " minutes, projected")
 
 
-def _constants(found: Sequence[Case]) -> list[str]:
+def _constants(found: Sequence[MeasuredCase]) -> list[str]:
     """Return what `evaluator.engine.memory` assumes of a GPU, and what was measured with the engine's options."""
     ours = _chosen(found, what="options", net="C", search="HEURISTIC", nhwc=1)
     ours = [case for case in ours if "tflops" in case and case["fuse_bias"] == (case["precision"] != "fp32")]
     fp16 = _chosen(ours, precision="fp16")
     switch = f"{fp16[0]['switch_6_ms']:.3g} ms" if fp16 else NOT_MEASURED
     rates = {case["precision"]: f"{case['tflops']:.3g}" for case in ours}
-    assumed = ", ".join(f"{name} {rate / 1e12:g}" for name, rate in GPU_RATE.items())
-    measured = ", ".join(f"{name} {rates[name]}" for name in GPU_RATE if name in rates) or NOT_MEASURED
+    assumed = ", ".join(f"{name} {rate / 1e12:g}" for name, rate in GPU_FLOPS.items())
+    measured = ", ".join(f"{name} {rates[name]}" for name in GPU_FLOPS if name in rates) or NOT_MEASURED
     return [
         f"constant: a change of shape costs C {switch}; the planner assumes {1e3 * GPU_SWITCH_SECONDS:g} ms",
         f"constant: C computes {measured} TFLOP/s; the planner assumes {assumed}",
@@ -127,7 +127,7 @@ def write_into(document: Path, text: str) -> None:
     document.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}", encoding="utf-8")
 
 
-def _circumstances(found: Mapping[str, Sequence[Case]]) -> str:
+def _circumstances(found: Mapping[str, Sequence[MeasuredCase]]) -> str:
     """Return a line for each machine and set of versions that a result comes from."""
     lines = []
     for part, of_part in found.items():
@@ -142,7 +142,7 @@ def _circumstances(found: Mapping[str, Sequence[Case]]) -> str:
     return "\n".join(lines) or f"Machine, driver and versions: {NOT_MEASURED}."
 
 
-def _markdown(found: Sequence[Case], what: str, columns: Sequence[str]) -> str:
+def _markdown(found: Sequence[MeasuredCase], what: str, columns: Sequence[str]) -> str:
     """Return a table of the cases of a kind; a column is written `title: key`, or `key`; `%` behind it is a share."""
     rows = [case for case in found if case["what"] == what]
     if not rows:
@@ -152,7 +152,7 @@ def _markdown(found: Sequence[Case], what: str, columns: Sequence[str]) -> str:
     return markdown(titles, ([_value(case, key) for key in keys] for case in rows))
 
 
-def _value(case: Case, key: str) -> Any:
+def _value(case: MeasuredCase, key: str) -> Any:
     value = case.get(key.removesuffix("%"))
     if value is None:
         return "out of memory" if case.get("out_of_memory") else "too slow" if case.get("too_slow") else None

@@ -26,15 +26,15 @@ from benchmarks.common.rig import Rig
 from prelunet.evaluator.contract import ModelContract
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.engine.batching import plan_batches
-from prelunet.evaluator.engine.classify import combine
-from prelunet.evaluator.engine.memory import gpu_rules, portion_within
+from prelunet.evaluator.engine.classify import average_image
+from prelunet.evaluator.engine.memory import gpu_rules, portion_size
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.imaging.resize import resized_size
 from prelunet.evaluator.imaging.views import ViewImage
-from prelunet.evaluator.protocols import Protocol, make_protocol
+from prelunet.evaluator.protocols import EvaluationProtocol, build_protocol
 from prelunet.evaluator.validation.pipeline import Pipeline, evaluate_chunks
-from prelunet.evaluator.validation.run import Batching, describe_dataset, run_info
-from prelunet.evaluator.validation.timing import Stages
+from prelunet.evaluator.validation.run import Batching, build_run_info, describe_dataset
+from prelunet.evaluator.validation.timing import StageTimer
 
 IMAGES = 1024  # a chunk on a GPU
 IMAGENET = 50_000
@@ -72,7 +72,7 @@ Size = tuple[int, int]  # height, width
 def plan(rig: Rig) -> list[str]:
     """Return what would be measured, a line each."""
     return [
-        f"{len(VIEWS)} times net x protocol x precision on views in memory, {rig.few(IMAGES, 4)} images each: A, B, C; "
+        f"{len(VIEWS)} times net x protocol x precision on views in memory, {rig.reduced(IMAGES, 4)} images each: A, B, C; "
         "dense-256, dense-384, multi-scale; fp16, and C multi-scale in tf32 and fp32; other portions",
         f"{len(JPEGS)} times from JPEGs in memory, with {THREADS} threads",
         "about 6 minutes",
@@ -86,7 +86,7 @@ def _planned(rig: Rig, net: str) -> Iterator[str]:
     rules, sizes = gpu_rules(contract, None), draw(IMAGES)
     for name in ("dense-256", "multi-scale"):
         protocol = protocol_of(rig, name, contract)
-        for together in (portion_within(protocol, IMAGES, None, gpu=True), 256):
+        for together in (portion_size(protocol, IMAGES, None, gpu=True), 256):
             plans = []
             for start in range(0, IMAGES, together):
                 shapes = view_shapes(sizes[start : start + together], protocol)
@@ -99,14 +99,14 @@ def _planned(rig: Rig, net: str) -> Iterator[str]:
             )
 
 
-def protocol_of(rig: Rig, name: str, contract: ModelContract) -> Protocol:
+def protocol_of(rig: Rig, name: str, contract: ModelContract) -> EvaluationProtocol:
     """Return a protocol by its name for nets with a crop of 224."""
     if name.startswith("dense-"):
         name = f"dense-{rig.px(int(name.removeprefix('dense-')))}"
-    return make_protocol(name, contract)
+    return build_protocol(name, contract)
 
 
-def view_shapes(sizes: Sequence[Size], protocol: Protocol) -> list[Size]:
+def view_shapes(sizes: Sequence[Size], protocol: EvaluationProtocol) -> list[Size]:
     """Return the size of every view of images of these sizes."""
     return [resized_size(*size, view.scale, protocol.long_side_cap) for size in sizes for view in protocol.views]
 
@@ -117,14 +117,14 @@ def run(rig: Rig, results: Results) -> None:
         if precision not in rig.precisions:
             continue
         settings = {"what": what, "net": net, "precision": precision, "protocol": protocol}
-        settings |= {"images": rig.few(images, 4), "together": rig.few(together)}
+        settings |= {"images": rig.reduced(images, 4), "together": rig.reduced(together)}
         work = partial(_views if what == "views" else _jpegs, rig, settings)
         results.measure(settings, work, 60 if net == "C" or what == "jpegs" else 35)
 
 
 def _order(rig: Rig) -> Iterator[tuple[str, tuple[str, str, str, int, int]]]:
     yield "views", VIEWS[0]
-    yield from (("jpegs", case) for case in JPEGS[: rig.few(len(JPEGS))])
+    yield from (("jpegs", case) for case in JPEGS[: rig.reduced(len(JPEGS))])
     yield from (("views", case) for case in (VIEWS[1:3] if rig.tiny else VIEWS[1:]))
 
 
@@ -135,19 +135,19 @@ class Work:
         self.rig, self.settings, self.sizes = rig, settings, sizes
         self.memory_before = rig.used_memory_gb()
         self.session: Session = rig.session(settings["net"], settings["precision"])
-        self.protocol: Protocol = protocol_of(rig, settings["protocol"], self.session.contract)
+        self.protocol: EvaluationProtocol = protocol_of(rig, settings["protocol"], self.session.contract)
         if not rig.on_gpu:  # a rehearsal should meet the same kinds of canvases
             self.session.rules = gpu_rules(self.session.contract, None)
-        info = run_info(self.session, "model.onnx", describe_dataset(dataset_of(sizes, [b"none"])), self.protocol)
+        info = build_run_info(self.session, "model.onnx", describe_dataset(dataset_of(sizes, [b"none"])), self.protocol)
         assert info.batching is not None, "a run that computes says how"
         self.batching: Batching = info.batching
         self.together = settings["together"] or self.batching.images_together
         self.chunk = max(info.chunk, self.together)
 
-    def result(self, seconds: float, first: float, stages: Stages) -> dict[str, Any]:
+    def result(self, seconds: float, first: float, timer: StageTimer) -> dict[str, Any]:
         """Tell images per second, shares of the peak, batches, and the time for ImageNet's validation images."""
-        tally, images = stages.tally(), len(self.sizes)
-        canvases = [(size[1], size[2]) for size, count in stages.canvases().items() for _ in range(size[0] * count)]
+        totals, images = timer.totals(), len(self.sizes)
+        canvases = [(size[1], size[2]) for size, count in timer.canvases().items() for _ in range(size[0] * count)]
         net, precision = self.settings["net"], self.settings["precision"]
         shapes = view_shapes(self.sizes, self.protocol)
         useful, computed = (self.rig.flop(net, sizes) / seconds / 1e12 for sizes in (shapes, canvases))
@@ -161,13 +161,13 @@ class Work:
             "tflops": useful,
             "share_of_peak": self.rig.share_of_peak(useful, precision),
             "computed_share_of_peak": self.rig.share_of_peak(computed, precision),
-            "padding": tally.padding,
-            "batches": tally.batches,
-            "changes_of_shape": tally.changes,
-            "different_canvases": len(stages.canvases()),
-            "rows_per_batch": len(canvases) / tally.batches,
-            "compute_share": tally.seconds["compute"] / seconds,
-            "stages": {stage: round(spent, 4) for stage, spent in tally.seconds.items()},
+            "padding": totals.padding,
+            "batches": totals.batches,
+            "changes_of_shape": totals.changes,
+            "different_canvases": len(timer.canvases()),
+            "rows_per_batch": len(canvases) / totals.batches,
+            "compute_share": totals.seconds["compute"] / seconds,
+            "stages": {stage: round(spent, 4) for stage, spent in totals.seconds.items()},
             "memory_gb": None if memory is None else round(memory - (self.memory_before or 0), 2),
             "images_together": self.together,
             "batching": self.batching.to_json(),
@@ -181,26 +181,26 @@ def _views(rig: Rig, settings: Settings) -> dict[str, Any]:
     views = resized_noise(work.sizes, work.protocol)
     numbers = [Sample(str(index), 0, 1) for index in range(len(views))]
     portions = [numbers[start : start + work.together] for start in range(0, len(numbers), work.together)]
-    passes: list[tuple[float, Stages]] = []
-    while len(passes) < rig.few(1 + REPEATS) and (len(passes) < 2 or sum(took for took, _ in passes) < SECONDS):
-        stages, begun = Stages(), time.perf_counter()
+    passes: list[tuple[float, StageTimer]] = []
+    while len(passes) < rig.reduced(1 + REPEATS) and (len(passes) < 2 or sum(took for took, _ in passes) < SECONDS):
+        timer, begun = StageTimer(), time.perf_counter()
         # The pipeline of `validate`, but with views instead of files.
-        with closing(Pipeline([work.session], portions, lambda one: views[int(one.file)], THREADS, stages)) as line:
+        with closing(Pipeline([work.session], portions, lambda one: views[int(one.file)], THREADS, timer)) as line:
             for portion in line.finished():
                 _average(work.protocol, [portion.results[index] for index in range(len(portion.results))])
-        passes.append((time.perf_counter() - begun, stages))
+        passes.append((time.perf_counter() - begun, timer))
     in_order = sorted(passes[1:], key=lambda one: one[0])
     seconds, of_it = in_order[(len(in_order) - 1) // 2]  # one pass, so that its stages are those of its seconds
     return work.result(seconds, passes[0][0], of_it)
 
 
-def _average(protocol: Protocol, results: Sequence[Any]) -> None:
+def _average(protocol: EvaluationProtocol, results: Sequence[Any]) -> None:
     views = len(protocol.views)
     for first in range(0, len(results), views):
-        combine(protocol, results[first : first + views])
+        average_image(protocol, results[first : first + views])
 
 
-def resized_noise(sizes: Sequence[Size], protocol: Protocol) -> list[list[ViewImage]]:
+def resized_noise(sizes: Sequence[Size], protocol: EvaluationProtocol) -> list[list[ViewImage]]:
     """Return the views of images of these sizes, each image another place of one large picture of noise."""
     cap, scales = protocol.long_side_cap, protocol.scales
     shapes = [{scale: resized_size(*size, scale, cap) for scale in scales} for size in sizes]
@@ -220,7 +220,7 @@ def resized_noise(sizes: Sequence[Size], protocol: Protocol) -> list[list[ViewIm
     return views
 
 
-class InMemory:
+class InMemoryReader:
     """JPEG files, by the number of the image."""
 
     def __init__(self, files: Sequence[bytes]) -> None:
@@ -234,12 +234,12 @@ class InMemory:
 def dataset_of(sizes: Sequence[Size], files: Sequence[bytes]) -> Dataset:
     """Return a dataset of that many images, whose bytes are these files again and again."""
     samples = [Sample(f"{index:06}", 0, len(files[index % len(files)])) for index in range(len(sizes))]
-    return Dataset(Path("imagenet-sizes"), ("n00000000",), samples, InMemory(files))
+    return Dataset(Path("imagenet-sizes"), ("n00000000",), samples, InMemoryReader(files))
 
 
 def _jpegs(rig: Rig, settings: Settings) -> dict[str, Any]:
     """Evaluate JPEGs in memory; the different ones once before, so that no shape is new."""
-    different = draw(rig.few(PICTURES, 3))
+    different = draw(rig.reduced(PICTURES, 3))
     with ThreadPoolExecutor(THREADS) as pool:
         files = list(pool.map(_jpeg, different, range(len(different))))
     work = Work(rig, settings, [different[index % len(different)] for index in range(settings["images"])])
@@ -247,15 +247,13 @@ def _jpegs(rig: Rig, settings: Settings) -> dict[str, Any]:
     for count in (len(different), len(work.sizes)):
         dataset = dataset_of(work.sizes[:count], files)
         chunks = [dataset.samples[start : start + work.chunk] for start in range(0, count, work.chunk)]
-        stages, begun = Stages(), time.perf_counter()
-        evaluated = evaluate_chunks(
-            [work.session], dataset, work.protocol, chunks, work.together, THREADS, stages=stages
-        )
+        timer, begun = StageTimer(), time.perf_counter()
+        evaluated = evaluate_chunks([work.session], dataset, work.protocol, chunks, work.together, THREADS, timer=timer)
         for predictions, _scores in evaluated:
             assert not any(prediction.refused for prediction in predictions), "our own JPEGs were refused"
         took.append(time.perf_counter() - begun)
     size = sum(map(len, files)) / len(files) / 1e3
-    return {**work.result(took[1], took[0], stages), "threads": THREADS, "kilobytes_per_image": size}
+    return {**work.result(took[1], took[0], timer), "threads": THREADS, "kilobytes_per_image": size}
 
 
 def _jpeg(size: tuple[int, int], seed: int) -> bytes:

@@ -21,18 +21,18 @@ from benchmarks.common.imagenet_sizes import draw
 from benchmarks.common.nets import MEAN
 from benchmarks.common.results import Results
 from benchmarks.common.rig import Rig, check_provider, raw_session
-from benchmarks.gpu.sweep import Bound
+from benchmarks.gpu.sweep import BoundSession
 from benchmarks.gpu.throughput import THREADS, Work, resized_noise
 from prelunet.evaluator.datasets.dataset import Sample
 from prelunet.evaluator.imaging.views import ViewImage
-from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.validation.pipeline import Pipeline
-from prelunet.evaluator.validation.timing import Stages
+from prelunet.evaluator.validation.timing import StageTimer
 
 NETS = ("C", "A")
 CANVASES = ((8, 384, 512), (8, 256, 352), (4, 480, 640))  # images, height, width; the first is the one in a rehearsal
 IMAGES = 48
-MOST_PIXELS = 16 * 384 * 512  # of a group of equal shapes
+MAX_PIXELS = 16 * 384 * 512  # of a group of equal shapes
 SLOWEST = 150  # seconds, after which the three passes are given up
 
 Settings = dict[str, Any]
@@ -48,7 +48,7 @@ def plan(rig: Rig) -> list[str]:
     return [
         f"{sum(s['what'] == 'canvas' for s in found)} times one canvas: engine, eager, eager with "
         "cudnn.benchmark, compiled; A and C",
-        f"{sum(s['what'] == 'mixed' for s in found)} times {rig.few(IMAGES)} photos of mixed shapes, multi-scale",
+        f"{sum(s['what'] == 'mixed' for s in found)} times {rig.reduced(IMAGES)} photos of mixed shapes, multi-scale",
         "about 7 minutes, most of them for cudnn.benchmark and the compiler",
     ]
 
@@ -70,17 +70,17 @@ def run(rig: Rig, results: Results) -> None:
 
 def _all_settings(rig: Rig) -> Iterator[tuple[Settings, float]]:
     """Yield settings and seconds, what takes longest last."""
-    for net in NETS[: rig.few(len(NETS), 1)]:
+    for net in NETS[: rig.reduced(len(NETS), 1)]:
         for way, competitor in (("pipeline", "engine"), ("pairs", "eager"), ("groups", "eager")):
             yield {"what": "mixed", "net": net, "competitor": competitor, "way": way}, 30
-        for canvas in CANVASES[: rig.few(len(CANVASES), 1)]:
+        for canvas in CANVASES[: rig.reduced(len(CANVASES), 1)]:
             for competitor in ("engine", "eager", "eager-benchmark"):
                 yield {"what": "canvas", "net": net, "competitor": competitor, "canvas": list(canvas)}, 20
     slow = 150 if rig.on_gpu else 10
     yield {"what": "canvas", "net": "C", "competitor": "compiled", "canvas": list(CANVASES[0])}, 80
     yield {"what": "mixed", "net": "C", "competitor": "eager-benchmark", "way": "pairs"}, slow
     yield {"what": "mixed", "net": "C", "competitor": "compiled", "way": "pairs"}, slow
-    for net, canvas in (("C", CANVASES[1]), ("C", CANVASES[2]), ("A", CANVASES[0]))[: rig.few(3, 0)]:
+    for net, canvas in (("C", CANVASES[1]), ("C", CANVASES[2]), ("A", CANVASES[0]))[: rig.reduced(3, 0)]:
         yield {"what": "canvas", "net": net, "competitor": "compiled", "canvas": list(canvas)}, 80
 
 
@@ -108,11 +108,11 @@ def _net(rig: Rig, settings: Settings) -> Any:
 def _canvas(rig: Rig, settings: Settings) -> dict[str, Any]:
     """Time one shape whose pixels are on the device."""
     rows, height, width = settings["canvas"]
-    shape = rows, height, width = rig.few(rows), rig.px(height), rig.px(width)
+    shape = rows, height, width = rig.reduced(rows), rig.px(height), rig.px(width)
     images = np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8)
     begun = time.perf_counter()
     if settings["competitor"] == "engine":
-        bound = Bound(rig, raw_session(rig, rig.model_file(settings["net"], "fp16")))
+        bound = BoundSession(rig, raw_session(rig, rig.model_file(settings["net"], "fp16")))
         values = bound.upload(shape)
         scores = bound.run(values)[0].numpy()
         timing = rig.timed(lambda: bound.run(values))
@@ -146,8 +146,8 @@ def _off(rig: Rig, settings: Settings, images: np.ndarray, scores: np.ndarray) -
 
 def _mixed(rig: Rig, settings: Settings) -> dict[str, Any]:
     """Time three passes over photos of mixed shapes."""
-    sizes = draw(rig.few(IMAGES))
-    views = resized_noise(sizes, make_protocol("multi-scale", rig.contract(settings["net"])))
+    sizes = draw(rig.reduced(IMAGES))
+    views = resized_noise(sizes, build_protocol("multi-scale", rig.contract(settings["net"])))
     if settings["competitor"] == "engine":
         work = Work(rig, {**settings, "precision": "fp16", "protocol": "multi-scale", "together": 0}, sizes)
         one_pass = partial(_engine_pass, work, views)
@@ -176,7 +176,7 @@ def _engine_pass(work: Work, views: Sequence[list[ViewImage]]) -> float:
     """Return the seconds of the pipeline of `validate` on these views."""
     numbers = [Sample(str(index), 0, 1) for index in range(len(views))]
     begun = time.perf_counter()
-    line = Pipeline([work.session], [numbers], lambda sample: views[int(sample.file)], THREADS, Stages())
+    line = Pipeline([work.session], [numbers], lambda sample: views[int(sample.file)], THREADS, StageTimer())
     with closing(line):
         for portion in line.finished():
             assert len(portion.results) == sum(map(len, views)), "views are missing"
@@ -193,7 +193,7 @@ def _batches(views: Sequence[list[ViewImage]], way: str) -> list[np.ndarray]:
         groups.setdefault(view.image.shape, []).append(view.image)
     batches = []
     for (height, width, _), images in groups.items():
-        most = max(1, MOST_PIXELS // (height * width))
+        most = max(1, MAX_PIXELS // (height * width))
         batches += [np.stack(images[start : start + most]) for start in range(0, len(images), most)]
     return batches
 

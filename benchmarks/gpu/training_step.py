@@ -17,9 +17,9 @@ from benchmarks.common.results import Results
 from benchmarks.common.rig import CROP, Rig
 from prelunet.evaluator.architectures import multiply_adds
 from prelunet.training.data.augmentation import dropout_factors
-from prelunet.training.distributed.base import Options
-from prelunet.training.distributed.data_parallel import make_parallel
-from prelunet.training.distributed.process_group import Group
+from prelunet.training.distributed.base import StepOptions
+from prelunet.training.distributed.data_parallel import build_parallel
+from prelunet.training.distributed.process_group import ProcessGroup
 from prelunet.training.net.dense_reference import subtract_mean
 from prelunet.training.net.network import parameter_groups
 
@@ -77,8 +77,8 @@ def _measure(rig: Rig, settings: Settings) -> dict[str, Any]:
     """Time steps of one kind."""
     batch, precision = settings["batch"], settings["precision"]
     net = rig.torch_net(settings["net"]).train()
-    options = Options("bf16" if precision == "bf16" else "fp32", settings["channels_last"], settings["compile"])
-    parallel = make_parallel("ddp", net, Group(0, 1, torch.device(rig.device)), options)
+    options = StepOptions("bf16" if precision == "bf16" else "fp32", settings["channels_last"], settings["compile"])
+    parallel = build_parallel("ddp", net, ProcessGroup(0, 1, torch.device(rig.device)), options)
     optimizer = torch.optim.SGD(parameter_groups(net, DECAY), lr=RATE, momentum=MOMENTUM)
     side = rig.px(CROP)
     rng = np.random.default_rng(0)
@@ -105,11 +105,11 @@ def _timed(rig: Rig, step: Any, settings: Settings) -> dict[str, Any]:
     """Take steps on the clock; operations are counted as three forward passes."""
     if rig.on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    for _ in range(rig.few(WARM, 1)):
+    for _ in range(rig.reduced(WARM, 1)):
         loss = step()
     rig.wait()
     took: list[float] = []
-    while len(took) < rig.few(STEPS, 1) and sum(took) < SECONDS:
+    while len(took) < rig.reduced(STEPS, 1) and sum(took) < SECONDS:
         begun = time.perf_counter()
         loss = step()
         rig.wait()

@@ -48,7 +48,7 @@ def _measure(rig: Rig, net: str) -> dict[str, Any]:
 
 
 def _batch(rig: Rig, seed: int) -> Batch:
-    rows, height, width = rig.few(SHAPE[0]), rig.px(SHAPE[1]), rig.px(SHAPE[2])
+    rows, height, width = rig.reduced(SHAPE[0]), rig.px(SHAPE[1]), rig.px(SHAPE[2])
     images = np.random.default_rng(seed).integers(0, 256, (rows, height, width, 3), np.uint8)
     return images, np.tile(np.array([height, width], np.int64), (rows, 1))
 
@@ -56,7 +56,7 @@ def _batch(rig: Rig, seed: int) -> Batch:
 def _stage_and_compute(rig: Rig, session: Session, batches: list[Batch]) -> dict[str, float]:
     """Time the two in turn, each for itself: who stages without computing may wait for a free buffer for ever."""
     took: dict[str, list[float]] = {"stage_ms": [], "compute_ms": []}
-    for index in range(rig.few(2 * ROUNDS)):
+    for index in range(rig.reduced(2 * ROUNDS)):
         begun = time.perf_counter()
         staged = session.stage(*batches[index % len(batches)])
         between = time.perf_counter()
@@ -71,7 +71,7 @@ def _overlap(rig: Rig, session: Session, batches: list[Batch], stage_ms: float, 
 
     hidden: which part of the shorter of the two no longer shows, 0 to 1.
     """
-    rounds = rig.few(ROUNDS)
+    rounds = rig.reduced(ROUNDS)
 
     def in_turn() -> None:
         for index in range(rounds):

@@ -11,9 +11,9 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 from benchmarks.common.results import environment
-from benchmarks.common.server_process import Served
-from benchmarks.reliability.cases import NAME, Case, Json, Stand, verdict
-from benchmarks.reliability.clients import Good, new_channel, percentiles, settled, until
+from benchmarks.common.server_process import ServerProcess
+from benchmarks.reliability.cases import NAME, Case, Json, ServerTestBed, verdict
+from benchmarks.reliability.clients import CheckedCall, new_channel, percentiles, wait_until, wait_until_settled
 from tests.serving.api.raw_http2 import (
     ACK,
     DATA,
@@ -40,22 +40,22 @@ OPTIONS = ("--keepalive", str(KEEPALIVE), "--handshake-timeout", str(HANDSHAKE))
 ARRIVAL = 3.0  # seconds for the message of a call, where that is tried; a server that is not rigged gives 60
 ON_ONE = 50  # calls on one connection whose messages never come
 IDLE = 3.0  # seconds for which they sit there, all of them
-FLOOD, MOST_PINGS = 5.0, 100_000  # seconds of it; pings on a connection that is not cut off
+FLOOD, MAX_PINGS = 5.0, 100_000  # seconds of it; pings on a connection that is not cut off
 RESETS = 5.0  # seconds for which calls are begun and reset
 RESETS_MB = 50.0  # of memory that a connection may take by that: 512 calls, and what gRPC needs to refuse others
 SLOWER = 5.0  # times as long, and
 MORE = 0.02  # so many seconds more, may the median of a good call be meanwhile
 # What the bad clients do; returns whether the server did with them as it should, and numbers.
-Doing = Callable[[Served], Awaitable[tuple[bool, Json]]]
+Doing = Callable[[ServerProcess], Awaitable[tuple[bool, Json]]]
 
 
-def cases(stand: Stand) -> Iterator[Case]:
+def cases(bed: ServerTestBed) -> Iterator[Case]:
     """Return a case for each kind of client."""
-    kills, slow, idle, flood = stand.few(30, 3), stand.few(200, 9), stand.few(1000, 50), stand.few(20, 2)
-    half_open = stand.few(50, 5)
+    kills, slow, idle, flood = bed.reduced(30, 3), bed.reduced(200, 9), bed.reduced(1000, 50), bed.reduced(20, 2)
+    half_open = bed.reduced(50, 5)
     tried: tuple[tuple[str, str, float, Doing], ...] = (
         ("killed clients", f"kill -9 of {kills} client processes in the middle of calls", kills,
-         lambda server: _killed(server, stand, kills)),
+         lambda server: _killed(server, bed, kills)),
         ("slow clients", f"{slow} connections that send a byte now and then, or headers and no message", 15,
          lambda server: _slow(server, slow)),
         ("half-open connections", f"{half_open} clients that do not answer any more are cut off", 35,
@@ -68,20 +68,20 @@ def cases(stand: Stand) -> Iterator[Case]:
         yield Case(
             name,
             f"{what}: good calls go on meanwhile, and afterwards nothing is left of them",
-            {"what": what, "seed": stand.seed},
+            {"what": what, "seed": bed.seed},
             seconds + 10,
-            lambda doing=doing: asyncio.run(_beside(stand, stand.serve(*OPTIONS), doing)),
+            lambda doing=doing: asyncio.run(_beside(bed, bed.serve(*OPTIONS), doing)),
         )
-    hasty = stand.few(4, 1)
+    hasty = bed.reduced(4, 1)
     yield Case(
         "rapid resets",
         f"{hasty} connections that begin calls and reset them at once, without end (CVE-2023-44487): most are refused, "
         "memory is bounded, good calls are late but answered, and afterwards nothing is left of them",
         {"connections": hasty, "seconds": RESETS},
         RESETS + 8,
-        lambda: asyncio.run(_beside(stand, stand.serve(), lambda server: _resets(server, hasty), more=hasty)),
+        lambda: asyncio.run(_beside(bed, bed.serve(), lambda server: _resets(server, hasty), more=hasty)),
     )
-    stalled = stand.few(20, 3)
+    stalled = bed.reduced(20, 3)
     yield Case(
         "messages that never come",
         f"{stalled} connections with {ON_ONE} calls each, a third of them streams, that send no message, or the "
@@ -89,22 +89,22 @@ def cases(stand: Stand) -> Iterator[Case]:
         "are answered afterwards, and nothing is left of them",
         {"connections": stalled, "calls": ON_ONE, "arrival": ARRIVAL},
         ARRIVAL + 15,
-        lambda: asyncio.run(_stalled(stand, stalled)),
+        lambda: asyncio.run(_stalled(bed, stalled)),
     )
 
 
-async def _beside(stand: Stand, serving: Served, doing: Doing, more: float = MORE) -> Json:
+async def _beside(bed: ServerTestBed, serving: ServerProcess, doing: Doing, more: float = MORE) -> Json:
     """Make good calls alone, then while bad clients are there, and look at what is left. more: as MORE."""
     with serving as server:
-        good = Good(server.address, stand.pictures[0].data)
+        good = CheckedCall(server.address, bed.pictures[0].data)
         await good.times(20)
-        alone = await good.times(stand.few(GOOD_CALLS, 20))
+        alone = await good.times(bed.reduced(GOOD_CALLS, 20))
         files, threads = await _quiet(server)
         already = len(good.latencies)
         async with good.meanwhile():
             right, told = await doing(server)
         meanwhile = good.latencies[already:]
-        metrics, more_files = await settled(server, files)
+        metrics, more_files = await wait_until_settled(server, files)
         ended = await asyncio.to_thread(server.stop)
     before, beside = percentiles(alone), percentiles(meanwhile)
     return verdict(
@@ -129,7 +129,7 @@ async def _beside(stand: Stand, serving: Served, doing: Doing, more: float = MOR
     )
 
 
-async def _quiet(server: Served) -> tuple[int, int]:
+async def _quiet(server: ServerProcess) -> tuple[int, int]:
     """Return open files and threads once those of the calls before are gone."""
     before = server.open_files()
     for _ in range(20):
@@ -141,10 +141,10 @@ async def _quiet(server: Served) -> tuple[int, int]:
 # Killed
 
 
-async def _killed(server: Served, stand: Stand, count: int) -> tuple[bool, Json]:
+async def _killed(server: ServerProcess, bed: ServerTestBed, count: int) -> tuple[bool, Json]:
     """Start client processes, kill each at a random moment in the middle of its calls."""
-    rng, picture = random.Random(stand.seed), stand.folder / "victim.jpg"
-    picture.write_bytes(max((one.data for one in stand.pictures), key=len))
+    rng, picture = random.Random(bed.seed), bed.folder / "victim.jpg"
+    picture.write_bytes(max((one.data for one in bed.pictures), key=len))
     in_flight = []
     for number in range(count):
         kind = ("classify", "stream", "evaluate")[number % 3]
@@ -152,7 +152,7 @@ async def _killed(server: Served, stand: Stand, count: int) -> tuple[bool, Json]
     return all(in_flight), {"killed": count, "with_calls_in_flight": sum(in_flight)}
 
 
-async def _one_killed(server: Served, kind: str, picture: Path, seconds: float) -> bool:
+async def _one_killed(server: ServerProcess, kind: str, picture: Path, seconds: float) -> bool:
     """Kill one client; returns whether it was calling."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benchmarks.reliability.victim", server.address, kind, str(picture),
@@ -170,7 +170,7 @@ async def _one_killed(server: Served, kind: str, picture: Path, seconds: float) 
 # By hand
 
 
-async def _slow(server: Served, count: int) -> tuple[bool, Json]:
+async def _slow(server: ServerProcess, count: int) -> tuple[bool, Json]:
     """Let connections dawdle in three ways; those that do not even say hello in time are cut off."""
     async with AsyncExitStack() as stack:
         hello = [await stack.enter_async_context(connection(server.address, b"")) for _ in range(count // 3)]
@@ -196,23 +196,23 @@ async def _slow(server: Served, count: int) -> tuple[bool, Json]:
     return cut == len(hello), {"connections": 3 * (count // 3), "without_a_handshake_cut_off": cut}
 
 
-async def _stalled(stand: Stand, count: int) -> Json:
+async def _stalled(bed: ServerTestBed, count: int) -> Json:
     """Take all places by calls that never say what they want; they have to come free though their clients stay."""
     places = count * ON_ONE
-    with stand.serve_rigged(stand.control(arrival=ARRIVAL), "--max-calls", str(places)) as server:
-        good, files = Good(server.address, stand.pictures[0].data), server.open_files()
+    with bed.serve_with_faults(bed.control(arrival=ARRIVAL), "--max-calls", str(places)) as server:
+        good, files = CheckedCall(server.address, bed.pictures[0].data), server.open_files()
         async with AsyncExitStack() as stack:
             there = [await stack.enter_async_context(connection(server.address)) for _ in range(count)]
             for one in there:
                 one.send(*(_begun(number) for number in range(ON_ONE)))
-            full = await until(lambda: server.metrics()("calls_now") == places, ARRIVAL)
+            full = await wait_until(lambda: server.metrics()("calls_now") == places, ARRIVAL)
             await good.times(1)
             refused, good.failures = good.failures, []
-            free = await until(lambda: server.metrics()("calls_now") == 0, 2 * ARRIVAL)
+            free = await wait_until(lambda: server.metrics()("calls_now") == 0, 2 * ARRIVAL)
             expired = server.metrics()("calls_total", status="DEADLINE_EXCEEDED")
             await good.times(GOOD_AFTERWARDS)
             stayed = not any(one.closed.is_set() for one in there)
-        metrics, more_files = await settled(server, files)
+        metrics, more_files = await wait_until_settled(server, files)
         ended = await asyncio.to_thread(server.stop)
     return verdict(
         {
@@ -240,7 +240,7 @@ def _begun(number: int) -> bytes:
     return begin + (frame(DATA, b"\0" + struct.pack(">I", 100_000) + b"\xff", stream=stream) if number % 2 else b"")
 
 
-async def _half_open(server: Served, count: int) -> tuple[bool, Json]:
+async def _half_open(server: ServerProcess, count: int) -> tuple[bool, Json]:
     """Leave connections with a call that has begun; they read nothing and answer no ping."""
     patience = KEEPALIVE + 20 + 10
     async with AsyncExitStack() as stack:
@@ -257,7 +257,7 @@ async def _half_open(server: Served, count: int) -> tuple[bool, Json]:
     return cut == count, {"connections": count, "pinged": pinged, "cut_off": cut, "after_seconds": round(seconds, 1)}
 
 
-async def _floods(server: Served, count: int) -> tuple[bool, Json]:
+async def _floods(server: ServerProcess, count: int) -> tuple[bool, Json]:
     """Let clients flood with pings, and come again as soon as they are cut off."""
     floods = [flood for some in await asyncio.gather(*(_flooder(server) for _ in range(count))) for flood in some]
     told = sum(calmed for calmed, _ in floods)
@@ -265,13 +265,13 @@ async def _floods(server: Served, count: int) -> tuple[bool, Json]:
     return told == len(floods), {**numbers, "pings_sent": sum(sent for _, sent in floods)}
 
 
-async def _flooder(server: Served) -> list[tuple[bool, int]]:
+async def _flooder(server: ServerProcess) -> list[tuple[bool, int]]:
     """Return for each connection whether it was told to calm down, and how many pings it sent."""
     floods, end = [], time.monotonic() + FLOOD
     while time.monotonic() < end:
         async with connection(server.address) as there:
             sent = 0
-            while not there.closed.is_set() and sent < MOST_PINGS:
+            while not there.closed.is_set() and sent < MAX_PINGS:
                 there.send(*(frame(PING, b"%08d" % number) for number in range(100)))
                 sent += 100
                 await asyncio.sleep(0.002)
@@ -279,7 +279,7 @@ async def _flooder(server: Served) -> list[tuple[bool, int]]:
     return floods
 
 
-async def _resets(server: Served, count: int) -> tuple[bool, Json]:
+async def _resets(server: ServerProcess, count: int) -> tuple[bool, Json]:
     """Let clients begin calls and reset them at once."""
     memory = server.rss_mb()
     told = await asyncio.gather(*(_hasty(server) for _ in range(count)))
@@ -289,10 +289,10 @@ async def _resets(server: Served, count: int) -> tuple[bool, Json]:
     return 2 * refused >= calls and grown <= RESETS_MB * count, numbers
 
 
-async def _hasty(server: Served) -> tuple[int, int]:
+async def _hasty(server: ServerProcess) -> tuple[int, int]:
     """Return how many calls a client began, and how many of them were refused."""
     async with connection(server.address) as there:
-        await there.until(SETTINGS)
+        await there.wait_until(SETTINGS)
         there.send(frame(SETTINGS, flags=ACK))  # before that, gRPC takes only a few calls
         sent, end = 0, time.monotonic() + RESETS
         while time.monotonic() < end:
@@ -303,7 +303,7 @@ async def _hasty(server: Served) -> tuple[int, int]:
         return sent, there.count(RST_STREAM)
 
 
-async def _idle(server: Served, count: int) -> tuple[bool, Json]:
+async def _idle(server: ServerProcess, count: int) -> tuple[bool, Json]:
     """Open connections and leave them alone for a while."""
     files, memory = server.open_files(), server.rss_mb()
     channels = [new_channel(server.address) for _ in range(count)]

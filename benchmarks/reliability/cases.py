@@ -8,14 +8,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from benchmarks.common.server_process import Served, make_model
+from benchmarks.common.server_process import ServerProcess, make_model
 from benchmarks.reliability.fault_injection import write_control
 from benchmarks.reliability.pictures import Picture, good_pictures
 
 Json = dict[str, Any]
 NAME = "demo"  # of the served model
 # Conditions that a machine which is busy with something else may break.
-TIMED = frozenset({"at_once", "latency_kept", "latency_bounded", "first_calls_are_not_slow"})
+TIMING_CONDITIONS = frozenset({"at_once", "latency_kept", "latency_bounded", "first_calls_are_not_slow"})
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def verdict(conditions: Mapping[str, bool], **numbers: Any) -> Json:
 
 
 @dataclass
-class Stand:
+class ServerTestBed:
     """Model file, pictures and a folder for logs; use it in a `with` block.
 
     seed: of all that is random; tiny: few repeats, a rehearsal; soak_seconds: of that case; model_file: to serve, None
@@ -69,11 +69,11 @@ class Stand:
             self.model_file = make_model(self.folder)
         return self.model_file
 
-    def few(self, count: int, at_most: int) -> int:
+    def reduced(self, count: int, at_most: int) -> int:
         """Return a count, or no more than so many in a rehearsal."""
         return min(count, at_most) if self.tiny else count
 
-    def serve(self, *options: str, device: str = "cpu") -> Served:
+    def serve(self, *options: str, device: str = "cpu") -> ServerProcess:
         """Start a server with the model; unless asked for, it logs warnings and errors only and has no lame duck."""
         return self._serve(None, options, device)
 
@@ -83,12 +83,12 @@ class Stand:
         write_control(path, **told)
         return path
 
-    def serve_rigged(self, control: Path, *options: str) -> Served:
+    def serve_with_faults(self, control: Path, *options: str) -> ServerProcess:
         """Start a server whose session does what a control file says."""
         return self._serve(control, options, "cpu")
 
-    def _serve(self, control: Path | None, options: tuple[str, ...], device: str) -> Served:
+    def _serve(self, control: Path | None, options: tuple[str, ...], device: str) -> ServerProcess:
         usual = {"--log-level": "warning", "--lame-duck": "0"}
         words = [word for name, value in usual.items() if name not in options for word in (name, value)]
         log = self.folder / f"server-{next(self._numbers)}.log"
-        return Served({NAME: self.model}, *words, *options, log=log, control=control, device=device)
+        return ServerProcess({NAME: self.model}, *words, *options, log=log, control=control, device=device)

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from benchmarks.common.server_process import Metrics, Served
+from benchmarks.common.server_process import MetricsSnapshot, ServerProcess
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 
@@ -48,7 +48,7 @@ def scores_of(response: pb.ClassifyResponse) -> dict[int, float]:
     return {one.class_index: one.score for one in response.predictions}
 
 
-def same(found: dict[int, float], expected: dict[int, float]) -> bool:
+def same_scores(found: dict[int, float], expected: dict[int, float]) -> bool:
     """Say whether two answers differ by rounding only."""
     return found.keys() == expected.keys() and all(
         abs(found[index] - expected[index]) <= TOLERANCE for index in expected
@@ -56,7 +56,7 @@ def same(found: dict[int, float], expected: dict[int, float]) -> bool:
 
 
 @dataclass
-class Good:
+class CheckedCall:
     """A good call to a server, made again and again. latencies: seconds of each; failures: of those that failed."""
 
     address: str
@@ -87,7 +87,7 @@ class Good:
         self.latencies.append(time.monotonic() - begun)
         if self._expected is None:
             self._expected = found
-        elif not same(found, self._expected):
+        elif not same_scores(found, self._expected):
             self.failures.append(f"another answer than before: {found}, not {self._expected}")
 
     async def times(self, count: int) -> list[float]:
@@ -98,15 +98,15 @@ class Good:
                 await self.ask(channel)
         return self.latencies[already:]
 
-    def meanwhile(self, pause: float = 0.01) -> "Meanwhile":
+    def meanwhile(self, pause: float = 0.01) -> "BackgroundCalls":
         """Return a block during which the call is made again and again."""
-        return Meanwhile(self, pause)
+        return BackgroundCalls(self, pause)
 
 
-class Meanwhile:
+class BackgroundCalls:
     """Makes good calls one after the other while its block runs; needs a loop that is not held up."""
 
-    def __init__(self, good: Good, pause: float) -> None:
+    def __init__(self, good: CheckedCall, pause: float) -> None:
         self._good = good
         self._pause = pause
         self._stop = False
@@ -126,7 +126,7 @@ class Meanwhile:
         await self._task
 
 
-async def until(condition: Callable[[], bool], seconds: float = SETTLING) -> bool:
+async def wait_until(condition: Callable[[], bool], seconds: float = SETTLING) -> bool:
     """Wait for something that nobody tells; returns whether it came."""
     end = time.monotonic() + seconds
     while not (came := condition()) and time.monotonic() < end:
@@ -134,7 +134,7 @@ async def until(condition: Callable[[], bool], seconds: float = SETTLING) -> boo
     return came
 
 
-async def settled(server: Served, files: int) -> tuple[Metrics, int]:
+async def wait_until_settled(server: ServerProcess, files: int) -> tuple[MetricsSnapshot, int]:
     """Wait until no call is under way and no more than so many files are open; returns the metrics, and how many more.
 
     As they are after a while, where that does not come: what is left then is left for good.

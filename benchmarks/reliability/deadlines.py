@@ -9,9 +9,9 @@ from typing import Any
 
 import grpc.aio
 
-from benchmarks.common.server_process import Served
-from benchmarks.reliability.cases import NAME, Case, Json, Stand, verdict
-from benchmarks.reliability.clients import classify, new_channel, settled, until
+from benchmarks.common.server_process import ServerProcess
+from benchmarks.reliability.cases import NAME, Case, Json, ServerTestBed, verdict
+from benchmarks.reliability.clients import classify, new_channel, wait_until, wait_until_settled
 from benchmarks.reliability.fault_injection import GPU_PIXELS, write_control
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
@@ -22,34 +22,34 @@ OF_A_KIND = 10  # calls of each kind, each round
 VIEWS = {"center": 1, "ten-crop": 10}
 
 
-def cases(stand: Stand) -> Iterator[Case]:
+def cases(bed: ServerTestBed) -> Iterator[Case]:
     """Return a case for the rules of a CPU, and one for those of a GPU, where batches are staged ahead."""
-    rounds = stand.few(ROUNDS, 2)
+    rounds = bed.reduced(ROUNDS, 2)
     for rules in ("cpu", "gpu"):
         yield Case(
             f"deadlines and cancellation, rules of a {rules.upper()}",
             "calls that expire or are cancelled while they wait are never computed, every other one is, and nothing is "
             "left",
-            {"rounds": rounds, "of_a_kind": OF_A_KIND, "seed": stand.seed, "rules": rules},
+            {"rounds": rounds, "of_a_kind": OF_A_KIND, "seed": bed.seed, "rules": rules},
             rounds * 1.5 * GONE + (20 if rules == "gpu" else 5),
-            lambda rules=rules: asyncio.run(_deadlines(stand, rounds, rules)),
+            lambda rules=rules: asyncio.run(_deadlines(bed, rounds, rules)),
         )
 
 
-async def _deadlines(stand: Stand, rounds: int, rules: str) -> Json:
-    rng = random.Random(stand.seed)
-    control = stand.control(**({"gpu": GPU_PIXELS} if rules == "gpu" else {}))
+async def _deadlines(bed: ServerTestBed, rounds: int, rules: str) -> Json:
+    rng = random.Random(bed.seed)
+    control = bed.control(**({"gpu": GPU_PIXELS} if rules == "gpu" else {}))
     dropped = answered = computed = in_time = 0
     statuses: dict[str, int] = {}
-    with stand.serve_rigged(control, "--threads", "1") as server:
+    with bed.serve_with_faults(control, "--threads", "1") as server:
         files = server.open_files()
         for _ in range(rounds):
-            plan = _planned(stand, rng)
+            plan = _planned(bed, rng)
             in_time += await _round(server, control, plan, statuses)
             dropped += sum(call.views for call in plan if call.kind != "good")
             answered += sum(call.kind == "good" for call in plan)
             computed += sum(call.views for call in plan if call.kind == "good")
-        metrics, more_files = await settled(server, files)
+        metrics, more_files = await wait_until_settled(server, files)
     lost = sum(metrics("dropped_views_total", model=NAME, reason=reason) for reason in ("expired", "cancelled"))
     views = metrics("batch_views_sum", model=NAME)
     return verdict(
@@ -91,27 +91,27 @@ class _Call:
         return self.images * VIEWS[self.protocol]
 
 
-def _planned(stand: Stand, rng: random.Random) -> list[_Call]:
+def _planned(bed: ServerTestBed, rng: random.Random) -> list[_Call]:
     """Return the calls of a round; the first is the one behind which the others wait."""
     kinds = ["good", "expires", "cancelled"] * OF_A_KIND + ["stream"]
     rng.shuffle(kinds)
-    waiting = [_Call(kind, rng.choice(stand.pictures).data, rng.choice(list(VIEWS))) for kind in kinds]
-    return [_Call("good", stand.pictures[0].data, "center"), *waiting]
+    waiting = [_Call(kind, rng.choice(bed.pictures).data, rng.choice(list(VIEWS))) for kind in kinds]
+    return [_Call("good", bed.pictures[0].data, "center"), *waiting]
 
 
-async def _round(server: Served, control: Path, plan: Sequence[_Call], statuses: dict[str, int]) -> bool:
+async def _round(server: ServerProcess, control: Path, plan: Sequence[_Call], statuses: dict[str, int]) -> bool:
     """Let calls wait behind one that is held until the impatient ones are gone; returns whether all came in time."""
     before = server.metrics()("batch_views_count", model=NAME)
     write_control(control, hold=True)
     gone = asyncio.Event()
     async with new_channel(server.address) as channel:
         calls = [asyncio.create_task(_ask(channel, plan[0], gone))]
-        await until(lambda: server.metrics()("batch_views_count", model=NAME) > before)
+        await wait_until(lambda: server.metrics()("batch_views_count", model=NAME) > before)
         calls += [asyncio.create_task(_ask(channel, call, gone)) for call in plan[1:]]
         images, good = sum(call.images for call in plan), sum(call.kind == "good" for call in plan)
-        in_time = await until(lambda: server.metrics()("waiting_images", model=NAME) == images, 0.9 * GONE)
+        in_time = await wait_until(lambda: server.metrics()("waiting_images", model=NAME) == images, 0.9 * GONE)
         gone.set()
-        in_time &= await until(lambda: server.metrics()("waiting_images", model=NAME) == good)
+        in_time &= await wait_until(lambda: server.metrics()("waiting_images", model=NAME) == good)
         write_control(control)
         for status in await asyncio.gather(*calls):
             statuses[status] = statuses.get(status, 0) + 1

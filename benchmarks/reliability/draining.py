@@ -15,14 +15,14 @@ from typing import Any
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from benchmarks.common.server_process import Exit
-from benchmarks.reliability.cases import Case, Json, Stand, verdict
+from benchmarks.common.server_process import ProcessExit
+from benchmarks.reliability.cases import Case, Json, ServerTestBed, verdict
 from benchmarks.reliability.clients import CALL_SECONDS, NOT_SERVING, SERVING, classify, new_channel
 from prelunet.evaluator.client import Client
 from prelunet.evaluator.errors import NotReady, PreluNetError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from prelunet.evaluator.rpc.status import error_from, is_absent
+from prelunet.evaluator.rpc.status import error_from, is_unreachable
 
 DRAINS = 12
 KILLS = 5
@@ -34,29 +34,29 @@ BEYOND = 0.7  # seconds for which an evaluation goes on after the window
 AGAIN = 120.0  # seconds that a call may take, with a restart in between
 
 
-def cases(stand: Stand) -> Iterator[Case]:
+def cases(bed: ServerTestBed) -> Iterator[Case]:
     """Return the two cases."""
-    drains, kills = stand.few(DRAINS, 1), stand.few(KILLS, 1)
+    drains, kills = bed.reduced(DRAINS, 1), bed.reduced(KILLS, 1)
     yield Case(
         "drain",
         f"SIGTERM under load at {drains} random moments: health says NOT_SERVING first, new calls and connections work "
         "in the window, then new calls are refused with UNAVAILABLE before the port closes, every call that was "
         "accepted is answered, exit code 0",
-        {"drains": drains, "clients": CLIENTS, "window": WINDOW, "seed": stand.seed},
+        {"drains": drains, "clients": CLIENTS, "window": WINDOW, "seed": bed.seed},
         drains * 9,
-        lambda: asyncio.run(_drains(stand, drains)),
+        lambda: asyncio.run(_drains(bed, drains)),
     )
     yield Case(
         "kill and restart",
         f"SIGKILL under load and a new start, {kills} times: with evaluator.client as it is, no call fails",
-        {"kills": kills, "clients": CLIENTS, "seed": stand.seed},
+        {"kills": kills, "clients": CLIENTS, "seed": bed.seed},
         kills * 8,
-        lambda: _kills(stand, kills),
+        lambda: _kills(bed, kills),
     )
 
 
 @dataclass
-class _Drain:
+class _DrainRecord:
     """What was seen of one drain. Times: seconds after the signal.
 
     signalled: on the clock of time.monotonic(), 0 before; refused: calls that were told that the server stops;
@@ -75,7 +75,7 @@ class _Drain:
     after_closing: int = 0
     evaluated: int = -1
     took: float = 0.0
-    exit: Exit | None = None
+    exit: ProcessExit | None = None
 
     @property
     def window_over(self) -> bool:
@@ -96,7 +96,7 @@ class _Drain:
         if self.window_over and isinstance(error_from(error, ""), NotReady):
             self.refused += 1
             return "refused"
-        if self.window_over and is_absent(error):
+        if self.window_over and is_unreachable(error):
             self.came_too_late += 1
             return "late"
         after = time.monotonic() - self.signalled if self.signalled else -1.0
@@ -104,9 +104,9 @@ class _Drain:
         return "lost"
 
 
-async def _drains(stand: Stand, count: int) -> Json:
-    rng = random.Random(stand.seed)
-    seen = [await _drain(stand, rng) for _ in range(count)]
+async def _drains(bed: ServerTestBed, count: int) -> Json:
+    rng = random.Random(bed.seed)
+    seen = [await _drain(bed, rng) for _ in range(count)]
     failures = [failure for one in seen for failure in one.failures]
     return verdict(
         {
@@ -134,11 +134,11 @@ async def _drains(stand: Stand, count: int) -> Json:
     )
 
 
-async def _drain(stand: Stand, rng: random.Random) -> _Drain:
+async def _drain(bed: ServerTestBed, rng: random.Random) -> _DrainRecord:
     """Let clients call until they are sent away, and end the server at a random moment."""
-    seen = _Drain()
-    with stand.serve("--lame-duck", str(WINDOW), "--log-level", "info") as server:
-        images = [picture.data for picture in stand.pictures]
+    seen = _DrainRecord()
+    with bed.serve("--lame-duck", str(WINDOW), "--log-level", "info") as server:
+        images = [picture.data for picture in bed.pictures]
         clients = [
             asyncio.create_task(_client(server.address, images[number % len(images)], seen, stubborn=number % 2 == 0))
             for number in range(CLIENTS)
@@ -147,7 +147,7 @@ async def _drain(stand: Stand, rng: random.Random) -> _Drain:
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
             first = (await watch.read()).status
             await asyncio.sleep(rng.uniform(0.05, LONGEST))
-            evaluation = asyncio.create_task(_evaluation(channel, stand, WINDOW + BEYOND, seen))
+            evaluation = asyncio.create_task(_evaluation(channel, bed, WINDOW + BEYOND, seen))
             await asyncio.sleep(0.05)
             seen.signalled = time.monotonic()
             server.send(signal.SIGTERM)
@@ -158,14 +158,14 @@ async def _drain(stand: Stand, rng: random.Random) -> _Drain:
             await _new_connection(server.address, images[0], seen)
             await asyncio.sleep(max(0.0, seen.signalled + 0.9 * WINDOW - time.monotonic()))
             asker = asyncio.create_task(_asker(server.address, seen))
-            await _burst(channel, stand, seen)
+            await _burst(channel, bed, seen)
             await asyncio.gather(*clients, asker, evaluation)
         seen.exit = await asyncio.to_thread(server.ended)
         seen.took = time.monotonic() - seen.signalled
     return seen
 
 
-async def _client(address: str, image: bytes, seen: _Drain, *, stubborn: bool) -> None:
+async def _client(address: str, image: bytes, seen: _DrainRecord, *, stubborn: bool) -> None:
     """Call again and again, until a call is refused; who is stubborn goes on until the port is closed."""
     async with new_channel(address) as channel:
         while True:
@@ -174,7 +174,7 @@ async def _client(address: str, image: bytes, seen: _Drain, *, stubborn: bool) -
                 return
 
 
-async def _asked(seen: _Drain, who: str, make: Callable[[], Any]) -> str:
+async def _asked(seen: _DrainRecord, who: str, make: Callable[[], Any]) -> str:
     """Make one call; returns what became of it."""
     begun = time.monotonic()
     try:
@@ -185,13 +185,13 @@ async def _asked(seen: _Drain, who: str, make: Callable[[], Any]) -> str:
     return "answered"
 
 
-async def _new_connection(address: str, image: bytes, seen: _Drain) -> None:
+async def _new_connection(address: str, image: bytes, seen: _DrainRecord) -> None:
     async with new_channel(address) as channel:
         became = await _asked(seen, "new connection", lambda: classify(channel, image))
         seen.new_connections += became == "answered"
 
 
-async def _asker(address: str, seen: _Drain) -> None:
+async def _asker(address: str, seen: _DrainRecord) -> None:
     """Ask for something small without a pause until that is refused; so the first refusal there is, is seen."""
     async with new_channel(address) as channel:
         stub = pb_grpc.PreluNetServiceStub(channel)
@@ -204,16 +204,16 @@ async def _asker(address: str, seen: _Drain) -> None:
                 return
 
 
-async def _burst(channel: grpc.aio.Channel, stand: Stand, seen: _Drain) -> None:
+async def _burst(channel: grpc.aio.Channel, bed: ServerTestBed, seen: _DrainRecord) -> None:
     """Make more calls than can be answered before the window is over."""
-    image = max((picture.data for picture in stand.pictures), key=len)
+    image = max((picture.data for picture in bed.pictures), key=len)
     calls = (_asked(seen, "burst", lambda: classify(channel, image, "multi-scale")) for _ in range(BURST))
     await asyncio.gather(*calls)
 
 
-async def _evaluation(channel: grpc.aio.Channel, stand: Stand, seconds: float, seen: _Drain) -> None:
+async def _evaluation(channel: grpc.aio.Channel, bed: ServerTestBed, seconds: float, seen: _DrainRecord) -> None:
     """Begin an evaluation that is not over when the port closes."""
-    images = [picture.data for picture in stand.pictures[:2]]
+    images = [picture.data for picture in bed.pictures[:2]]
 
     async def requests() -> AsyncIterator[pb.EvaluateRequest]:
         yield pb.EvaluateRequest(start=pb.EvaluateStart(dataset="drain", protocol="center"))
@@ -232,11 +232,11 @@ async def _evaluation(channel: grpc.aio.Channel, stand: Stand, seconds: float, s
 # SIGKILL
 
 
-def _kills(stand: Stand, count: int) -> Json:
-    rng = random.Random(stand.seed)
+def _kills(bed: ServerTestBed, count: int) -> Json:
+    rng = random.Random(bed.seed)
     port = _free_port()
-    load = _Load(f"127.0.0.1:{port}", [picture.data for picture in stand.pictures])
-    server = stand.serve("--port", str(port))
+    load = _Load(f"127.0.0.1:{port}", [picture.data for picture in bed.pictures])
+    server = bed.serve("--port", str(port))
     begun, back = time.monotonic(), []
     try:
         load.start()
@@ -244,7 +244,7 @@ def _kills(stand: Stand, count: int) -> Json:
             time.sleep(rng.uniform(0.3, 1.5))
             server.kill()
             killed = time.monotonic()
-            server = stand.serve("--port", str(port))
+            server = bed.serve("--port", str(port))
             load.wait_for_answers(2 * CLIENTS)
             back.append(time.monotonic() - killed)
         load.stop()

@@ -43,7 +43,7 @@ SWITCH_PIXELS = 2**18  # how much a change of shape costs the device that there 
 _kept: list[Any] = []
 
 
-class Control:
+class ControlFile:
     """The file, read again when it has changed."""
 
     def __init__(self, path: Path) -> None:
@@ -59,10 +59,10 @@ class Control:
         return self._told
 
 
-class Rig:
+class FaultySession:
     """Stands between the server and one session: staging notes the canvases, computing does what the file says."""
 
-    def __init__(self, session: Session, control: Control) -> None:
+    def __init__(self, session: Session, control: ControlFile) -> None:
         self._stage, self._compute = session.stage, session.compute
         self._control = control
         told = control()
@@ -106,15 +106,15 @@ def _without_numbers(outputs: Outputs, marked: list[int]) -> Outputs:
     return replace(outputs, scores=scores, logits=logits)
 
 
-def _rigged_decoder(decode: Callable[..., Any], control: Control) -> Callable[..., Any]:
-    def decode_rigged(*arguments: Any, **options: Any) -> Any:
+def _faulty_decoder(decode: Callable[..., Any], control: ControlFile) -> Callable[..., Any]:
+    def decode_faulty(*arguments: Any, **options: Any) -> Any:
         image, told = decode(*arguments, **options), control()
         _kept.extend(np.array(image) for _ in range(told.get("leak", 0)))
         if image.width == told.get("dies_at_width"):
             os.kill(os.getpid(), signal.SIGKILL)  # as after a fault in C, but it leaves no core file
         return image
 
-    return decode_rigged
+    return decode_faulty
 
 
 def write_control(path: Path, **told: Any) -> None:
@@ -124,21 +124,21 @@ def write_control(path: Path, **told: Any) -> None:
     new.replace(path)
 
 
-def _rigged_main() -> None:
-    control = Control(Path(sys.argv.pop(1)))
-    open_placed = models.open_placed
+def _main() -> None:
+    control = ControlFile(Path(sys.argv.pop(1)))
+    open_with_placement = models.open_with_placement
 
     def opened(*arguments: Any, **options: Any) -> Session:
-        session = open_placed(*arguments, **options)
-        Rig(session, control)
+        session = open_with_placement(*arguments, **options)
+        FaultySession(session, control)
         return session
 
-    models.open_placed = opened  # type: ignore[attr-defined]
-    if (arrival := control().get("arrival")) is not None:
-        serve.Limits = partial(serve.Limits, arrival=arrival)  # type: ignore[attr-defined]
-    classifier.decode_image = _rigged_decoder(classifier.decode_image, control)  # type: ignore[attr-defined]
+    models.open_with_placement = opened  # type: ignore[attr-defined]
+    if (message_timeout := control().get("arrival")) is not None:
+        serve.ServerLimits = partial(serve.ServerLimits, message_timeout=message_timeout)  # type: ignore[attr-defined]
+    classifier.decode_image = _faulty_decoder(classifier.decode_image, control)  # type: ignore[attr-defined]
     main()
 
 
 if __name__ == "__main__":
-    _rigged_main()
+    _main()

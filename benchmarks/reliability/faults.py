@@ -8,18 +8,18 @@ from pathlib import Path
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from benchmarks.common.server_process import Served
-from benchmarks.reliability.cases import NAME, Case, Json, Stand, verdict
+from benchmarks.common.server_process import ServerProcess
+from benchmarks.reliability.cases import NAME, Case, Json, ServerTestBed, verdict
 from benchmarks.reliability.clients import (
     NOT_SERVING,
     SERVING,
-    Good,
+    CheckedCall,
     classify,
     new_channel,
-    same,
+    same_scores,
     scores_of,
-    settled,
-    until,
+    wait_until,
+    wait_until_settled,
 )
 from benchmarks.reliability.fault_injection import GPU_PIXELS, MARK, write_control
 from benchmarks.reliability.pictures import marked_picture
@@ -35,9 +35,9 @@ SPLIT = {
 ROWS = 4  # canvases that fit, where more are too many
 
 
-def cases(stand: Stand) -> Iterator[Case]:
+def cases(bed: ServerTestBed) -> Iterator[Case]:
     """Return a case for each fault."""
-    rounds = stand.few(ROUNDS, 1)
+    rounds = bed.reduced(ROUNDS, 1)
     for rules, (fault, status) in itertools.product(("cpu", "gpu"), SPLIT.items()):
         yield Case(
             f"fault: {fault}" + ", rules of a GPU" * (rules == "gpu"),
@@ -45,7 +45,7 @@ def cases(stand: Stand) -> Iterator[Case]:
             + (f" but the one picture that it is for, with {status}" if status else "; it is split until it fits"),
             {"fault": fault, "rounds": rounds, "rules": rules},
             rounds + (20 if rules == "gpu" else 5),
-            lambda fault=fault, status=status, rules=rules: asyncio.run(_split(stand, fault, status, rounds, rules)),
+            lambda fault=fault, status=status, rules=rules: asyncio.run(_split(bed, fault, status, rounds, rules)),
         )
     for fault in ("lost", "sticky"):
         yield Case(
@@ -53,17 +53,17 @@ def cases(stand: Stand) -> Iterator[Case]:
             f"a device that is {fault}: health says NOT_SERVING, calls get UNAVAILABLE, the process ends with {EXIT}",
             {"fault": fault},
             10,
-            lambda fault=fault: asyncio.run(_lost(stand, fault)),
+            lambda fault=fault: asyncio.run(_lost(bed, fault)),
         )
 
 
-async def _split(stand: Stand, fault: str, expected: str | None, rounds: int, rules: str) -> Json:
+async def _split(bed: ServerTestBed, fault: str, expected: str | None, rounds: int, rules: str) -> Json:
     """Let a batch of good pictures and a marked one fail, some times."""
-    images = [picture.data for picture in stand.pictures]
-    control = stand.control(**({"gpu": GPU_PIXELS} if rules == "gpu" else {}))
+    images = [picture.data for picture in bed.pictures]
+    control = bed.control(**({"gpu": GPU_PIXELS} if rules == "gpu" else {}))
     found: list[str] = []
     wrong = 0
-    with stand.serve_rigged(control) as server:
+    with bed.serve_with_faults(control) as server:
         async with new_channel(server.address) as channel:
             right = [scores_of(await classify(channel, image, top_k=10)) for image in images]
             broken = {"rows": ROWS} if expected is None else {"fault": fault}
@@ -71,11 +71,11 @@ async def _split(stand: Stand, fault: str, expected: str | None, rounds: int, ru
                 marked, answers = await _together(server, channel, control, broken, images)
                 found.append(marked)
                 wrong += sum(
-                    isinstance(answer, str) or not same(answer, right[number % len(right)])
+                    isinstance(answer, str) or not same_scores(answer, right[number % len(right)])
                     for number, answer in enumerate(answers)
                 )
-        metrics, _ = await settled(server, server.open_files())
-        state = await Good(server.address, images[0]).state()
+        metrics, _ = await wait_until_settled(server, server.open_files())
+        state = await CheckedCall(server.address, images[0]).state()
         failures = sum(metrics("batch_failures_total", model=NAME, reason=reason) for reason in ("error", "memory"))
     return verdict(
         {
@@ -95,7 +95,7 @@ async def _split(stand: Stand, fault: str, expected: str | None, rounds: int, ru
 
 
 async def _together(
-    server: Served, channel: grpc.aio.Channel, control: Path, broken: Json, images: list[bytes]
+    server: ServerProcess, channel: grpc.aio.Channel, control: Path, broken: Json, images: list[bytes]
 ) -> tuple[str, list[dict[int, float] | str]]:
     """Ask for good pictures and the marked one, which share a batch; returns the marked one's status and answers."""
 
@@ -108,26 +108,26 @@ async def _together(
     before = server.metrics()("batch_views_count", model=NAME)
     write_control(control, hold=True)
     calls = [asyncio.create_task(ask(images[0]))]
-    await until(lambda: server.metrics()("batch_views_count", model=NAME) > before)
+    await wait_until(lambda: server.metrics()("batch_views_count", model=NAME) > before)
     asked = [*(images[number % len(images)] for number in range(1, NEIGHBOURS + 1)), marked_picture(MARK)]
     calls += [asyncio.create_task(ask(image)) for image in asked]
-    await until(lambda: server.metrics()("waiting_images", model=NAME) == len(calls))
+    await wait_until(lambda: server.metrics()("waiting_images", model=NAME) == len(calls))
     await asyncio.sleep(DECODING)
     write_control(control, **broken)
     *answers, marked = await asyncio.gather(*calls)
     return marked if isinstance(marked, str) else "OK", answers
 
 
-async def _lost(stand: Stand, fault: str) -> Json:
+async def _lost(bed: ServerTestBed, fault: str) -> Json:
     """Let the device be lost while calls wait, and see how the process ends."""
-    control = stand.control()
-    with stand.serve_rigged(control, "--lame-duck", "30") as server:
+    control = bed.control()
+    with bed.serve_with_faults(control, "--lame-duck", "30") as server:
         async with new_channel(server.address) as channel:
-            await classify(channel, stand.pictures[0].data)
+            await classify(channel, bed.pictures[0].data)
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
             first = (await watch.read()).status
             write_control(control, delay=0.3, fault=fault)  # so that most wait when it happens
-            images = [marked_picture(MARK), *(picture.data for picture in stand.pictures)]
+            images = [marked_picture(MARK), *(picture.data for picture in bed.pictures)]
             calls = [asyncio.create_task(_status(channel, image)) for image in images]
             then = (await watch.read()).status
             statuses = await asyncio.gather(*calls)

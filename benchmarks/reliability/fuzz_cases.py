@@ -23,7 +23,7 @@ HOSTILE = 0.3  # of the pictures are those of the tests, which take longer
 
 
 @dataclass(frozen=True)
-class Case:
+class FuzzCase:
     """One call. method: its path; messages: the bytes of what is sent; what: the damage, for people."""
 
     number: int
@@ -58,7 +58,7 @@ def method_at(path: str) -> Method:
     return next(method for method in methods() if method.path == path)
 
 
-def case_of(seed: int, number: int) -> Case:
+def case_of(seed: int, number: int) -> FuzzCase:
     """Return a case; the same seed and number give the same bytes."""
     rng = random.Random(hashlib.sha256(f"{seed} {number}".encode()).digest())
     if rng.random() < PICTURES:
@@ -76,15 +76,15 @@ def _blobs() -> tuple[bytes, ...]:
     return tuple(picture.data for picture in made_pictures())
 
 
-def _picture_case(rng: random.Random, number: int) -> Case:
+def _picture_case(rng: random.Random, number: int) -> FuzzCase:
     """Damage a picture and send it in a good message."""
     picture = _picture(rng)
     damaged = damaged_picture(rng, picture.data, _blobs())
     path, make = rng.choice(_WITH_PICTURE)
-    return Case(number, path, tuple(_bytes(message) for message in make(rng, damaged)), f"picture: {picture.what}")
+    return FuzzCase(number, path, tuple(_bytes(message) for message in make(rng, damaged)), f"picture: {picture.what}")
 
 
-def _message_case(rng: random.Random, number: int) -> Case:
+def _message_case(rng: random.Random, number: int) -> FuzzCase:
     """Damage the messages of a call: their fields, their bytes, or both."""
     method = rng.choice((*methods(), *(method_at(path) for path, _ in _WITH_PICTURE)))
     messages, kinds = [], []
@@ -94,7 +94,7 @@ def _message_case(rng: random.Random, number: int) -> Case:
         kinds.append(kind)
     if method.streams[0] and rng.random() < 0.2:
         rng.shuffle(messages)
-    return Case(number, method.path, tuple(messages), f"message: {', '.join(kinds)}")
+    return FuzzCase(number, method.path, tuple(messages), f"message: {', '.join(kinds)}")
 
 
 def _damaged_message(rng: random.Random, message: Message, kind: str) -> bytes:

@@ -18,31 +18,33 @@ import grpc
 import grpc.aio
 from PIL import Image
 
-from benchmarks.common.server_process import Served
+from benchmarks.common.server_process import ServerProcess
 from benchmarks.reliability import cases as stand
 from benchmarks.reliability import fuzz_cases
-from benchmarks.reliability.cases import Json, Stand, verdict
-from benchmarks.reliability.clients import Good, new_channel, settled
+from benchmarks.reliability.cases import Json, ServerTestBed, verdict
+from benchmarks.reliability.clients import CheckedCall, new_channel, wait_until_settled
 from benchmarks.reliability.fuzz_cases import case_of, method_at
 from prelunet.evaluator.client.streams import StreamEnd
 from prelunet.evaluator.pb.inference import inference_pb2 as oip
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 
 CASES = 100_000
-TOGETHER = 24  # calls in flight
+CONCURRENCY = 24  # calls in flight
 CONNECTIONS = 4
 SAMPLED = 2500  # cases from one sample of the server's resident memory to the next
-PATIENCE = 60.0  # seconds for any answer
+CALL_TIMEOUT = 60.0  # seconds for any answer
 DEAD = 0.5  # seconds in which a process that dies is dead
-MOST_CRASHES = 5
-NEVER = ("INTERNAL", "UNKNOWN", "UNAVAILABLE", "DATA_LOSS")  # what no caller can bring about
-_OUR_MISTAKE = "an error of the server"  # how the text of an INTERNAL begins, where a stream tells texts alone
-_DEADLY = 20_000  # pixels: a picture of this width kills the control
+MAX_CRASHES = 5
+FORBIDDEN_STATUSES = ("INTERNAL", "UNKNOWN", "UNAVAILABLE", "DATA_LOSS")  # what no caller can bring about
+_INTERNAL_ERROR_PREFIX = (
+    "an error of the server"  # how the text of an INTERNAL begins, where a stream tells texts alone
+)
+_CRASH_WIDTH = 20_000  # pixels: a picture of this width kills the control
 _BESIDE = 200  # cases that the control is sent beside the deadly one
 
 
 @dataclass
-class Tally:
+class FuzzResults:
     """What came of the cases. wrong: those that ended as none should; slowest: seconds and number of a case."""
 
     statuses: Counter[str] = field(default_factory=Counter)
@@ -57,9 +59,9 @@ class Tally:
     crashes: list[Json] = field(default_factory=list)
 
 
-def cases(here: Stand) -> Iterator[stand.Case]:
+def cases(here: ServerTestBed) -> Iterator[stand.Case]:
     """Return the two cases."""
-    count = here.few(CASES, 600)
+    count = here.reduced(CASES, 600)
     yield stand.Case(
         "fuzz, a server that crashes",
         "the same check catches a server that dies of one picture, and names the case",
@@ -70,19 +72,21 @@ def cases(here: Stand) -> Iterator[stand.Case]:
     yield stand.Case(
         "fuzz",
         f"{count} damaged messages and pictures bring about no INTERNAL, no UNKNOWN and no crash, and every one is "
-        f"answered within {PATIENCE:g} s",
+        f"answered within {CALL_TIMEOUT:g} s",
         {"cases": count, "seed": here.seed},
         count / 250 + 20,
         lambda: asyncio.run(fuzz(here.seed, range(count), here.serve, here.pictures[0].data)),
     )
 
 
-async def _control(here: Stand) -> Json:
+async def _control(here: ServerTestBed) -> Json:
     """Fuzz a server that dies of a picture, of which there is one among the cases."""
-    deadly = next(number for number in itertools.count(_BESIDE) if _width_in(case_of(here.seed, number)) == _DEADLY)
-    control = here.control(dies_at_width=_DEADLY)
+    deadly = next(
+        number for number in itertools.count(_BESIDE) if _width_in(case_of(here.seed, number)) == _CRASH_WIDTH
+    )
+    control = here.control(dies_at_width=_CRASH_WIDTH)
     numbers = [*range(_BESIDE // 2), deadly, *range(_BESIDE // 2, _BESIDE)]
-    result = await fuzz(here.seed, numbers, lambda: here.serve_rigged(control), here.pictures[0].data)
+    result = await fuzz(here.seed, numbers, lambda: here.serve_with_faults(control), here.pictures[0].data)
     named = [number for crash in result["crashes"] for _, number, *_ in crash["alone"]]
     told = {name: result[name] for name in ("cases", "statuses")}
     return {"held": deadly in named, "deadly_case": deadly, "named": named, **told}
@@ -101,19 +105,19 @@ def _width_in(case: fuzz_cases.Case) -> int:
     return 0
 
 
-async def fuzz(seed: int, numbers: Sequence[int], serve: Callable[[], Served], good_image: bytes) -> Json:
+async def fuzz(seed: int, numbers: Sequence[int], serve: Callable[[], ServerProcess], good_image: bytes) -> Json:
     """Send these cases to a server, and to new ones where it dies."""
-    tally, left, state, promised = Tally(), iter(numbers), "never asked", 0.0
+    tally, left, state, promised = FuzzResults(), iter(numbers), "never asked", 0.0
     remaining: dict[str, float] = {}
     begun = time.monotonic()
-    while tally.done < len(numbers) and len(tally.crashes) < MOST_CRASHES:
+    while tally.done < len(numbers) and len(tally.crashes) < MAX_CRASHES:
         with serve() as server:
             promised = server.promised_mb
             await _send(server, seed, left, tally)
             if server.alive:
-                metrics, _ = await settled(server, server.open_files())
+                metrics, _ = await wait_until_settled(server, server.open_files())
                 remaining = metrics.left()
-                state = await Good(server.address, good_image).state()
+                state = await CheckedCall(server.address, good_image).state()
                 tally.rss_mb.append(round(server.rss_mb()))
                 ended = await asyncio.to_thread(server.stop)
             else:
@@ -146,13 +150,13 @@ async def fuzz(seed: int, numbers: Sequence[int], serve: Callable[[], Served], g
     )
 
 
-async def _send(server: Served, seed: int, numbers: Iterator[int], tally: Tally) -> None:
+async def _send(server: ServerProcess, seed: int, numbers: Iterator[int], tally: FuzzResults) -> None:
     """Send cases until there are no more of them, or the server is gone."""
     async with _channels(server.address) as channels:
         await asyncio.gather(
             *(
                 _work(server, channel, seed, numbers, tally)
-                for channel in itertools.islice(itertools.cycle(channels), TOGETHER)
+                for channel in itertools.islice(itertools.cycle(channels), CONCURRENCY)
             )
         )
 
@@ -167,12 +171,14 @@ async def _channels(address: str) -> AsyncIterator[Sequence[grpc.aio.Channel]]:
             await channel.close()
 
 
-async def _work(server: Served, channel: grpc.aio.Channel, seed: int, numbers: Iterator[int], tally: Tally) -> None:
+async def _work(
+    server: ServerProcess, channel: grpc.aio.Channel, seed: int, numbers: Iterator[int], tally: FuzzResults
+) -> None:
     while server.alive and (number := next(numbers, None)) is not None:
         case = case_of(seed, number)
         tally.in_flight.add(number)
         begun = time.monotonic()
-        status, inside = await outcome_of(channel, case)
+        status, inside = await call_case(channel, case)
         seconds = time.monotonic() - begun
         if status == "UNAVAILABLE":
             await asyncio.sleep(DEAD)
@@ -181,35 +187,35 @@ async def _work(server: Served, channel: grpc.aio.Channel, seed: int, numbers: I
         tally.in_flight.discard(number)
         if tally.done % SAMPLED == 0:
             tally.rss_mb.append(round(server.rss_mb()))
-        note(tally, number, status, inside, seconds)
+        count_result(tally, number, status, inside, seconds)
 
 
-def note(tally: Tally, number: int, status: str, inside: Sequence[str], seconds: float) -> None:
+def count_result(tally: FuzzResults, number: int, status: str, inside: Sequence[str], seconds: float) -> None:
     """Count what came of a case."""
     tally.done += 1
     tally.statuses[status] += 1
     tally.inside.update(inside)
     tally.slowest = max(tally.slowest, (seconds, number))
-    bad = [told for told in (status, *inside) if told in NEVER]
-    if seconds >= PATIENCE:
+    bad = [told for told in (status, *inside) if told in FORBIDDEN_STATUSES]
+    if seconds >= CALL_TIMEOUT:
         bad.append(f"{status} after {seconds:.0f} s")
     tally.wrong.extend((number, told) for told in bad)
 
 
-async def outcome_of(channel: grpc.aio.Channel, case: fuzz_cases.Case) -> tuple[str, list[str]]:
+async def call_case(channel: grpc.aio.Channel, case: fuzz_cases.Case) -> tuple[str, list[str]]:
     """Make a call; returns its status, and those of the single images of a stream."""
     inside: list[str] = []
     if method_at(case.method).streams == (False, False):
         try:
-            await channel.unary_unary(case.method)(case.messages[0], timeout=PATIENCE)
+            await channel.unary_unary(case.method)(case.messages[0], timeout=CALL_TIMEOUT)
         except grpc.aio.AioRpcError as error:
             return error.code().name, inside
         return "OK", inside
-    stream = channel.stream_stream(case.method)(_each(case.messages), timeout=PATIENCE)
+    stream = channel.stream_stream(case.method)(_each(case.messages), timeout=CALL_TIMEOUT)
     end = StreamEnd(stream)  # grpc.aio has a status of its own where a server ends a stream early
     try:
         async for response in stream:
-            inside += inside_of(case.method, response)
+            inside += image_status_of(case.method, response)
     except grpc.aio.AioRpcError as failed:
         error = await end.status(failed)
         return "OK" if error is None else error.code().name, inside
@@ -221,13 +227,13 @@ async def _each(messages: Iterable[bytes]) -> AsyncIterator[bytes]:
         yield message
 
 
-def inside_of(method: str, response: bytes) -> list[str]:
+def image_status_of(method: str, response: bytes) -> list[str]:
     """Return the status of an image in a message of a stream, if the message tells one."""
     if method.endswith("/ClassifyStream"):
         return [_name_of(pb.ClassifyStreamResponse.FromString(response).error.code)]
     if method.endswith("/ModelStreamInfer"):
         text = oip.ModelStreamInferResponse.FromString(response).error_message
-        return ["INTERNAL" if text.startswith(_OUR_MISTAKE) else "refused" if text else "OK"]
+        return ["INTERNAL" if text.startswith(_INTERNAL_ERROR_PREFIX) else "refused" if text else "OK"]
     return []
 
 
@@ -235,7 +241,7 @@ def _name_of(code: int) -> str:
     return next(status.name for status in grpc.StatusCode if status.value[0] == code)
 
 
-async def _culprits(seed: int, tally: Tally, code: int, serve: Callable[[], Served]) -> Json:
+async def _culprits(seed: int, tally: FuzzResults, code: int, serve: Callable[[], ServerProcess]) -> Json:
     """Return how a server died, and which of the cases that were in flight do that alone, the smallest first."""
     suspects, alone = sorted(tally.in_flight), []
     tally.in_flight.clear()
@@ -247,7 +253,7 @@ async def _culprits(seed: int, tally: Tally, code: int, serve: Callable[[], Serv
             while number is not None and server.alive:
                 case = case_of(seed, number)
                 async with _channels(server.address) as channels:
-                    status, _ = await outcome_of(channels[0], case)
+                    status, _ = await call_case(channels[0], case)
                 if status == "UNAVAILABLE":
                     await asyncio.sleep(DEAD)
                 if not server.alive:

@@ -7,47 +7,47 @@ from collections.abc import Iterator, Sequence
 
 import grpc.aio
 
-from benchmarks.common.server_process import Served
-from benchmarks.reliability.cases import NAME, Case, Json, Stand, verdict
-from benchmarks.reliability.clients import new_channel, settled
+from benchmarks.common.server_process import ServerProcess
+from benchmarks.reliability.cases import NAME, Case, Json, ServerTestBed, verdict
+from benchmarks.reliability.clients import new_channel, wait_until_settled
 from benchmarks.reliability.mixed import ROOMY, Mix
 
 CALLS = 10_000
 LIMIT = 100.0  # MB of growth from the middle of a run to its end; Triton's own L0_memory_growth has this threshold
-TOGETHER = 16  # calls in flight
+CONCURRENCY = 16  # calls in flight
 CONNECTIONS = 4
 SAMPLES = 200  # of the resident memory
 MEMORY = ("growth_below_the_limit", "within_the_memory_of_the_start_line")  # what a leak breaks
 WINDOW = 0.1  # of a run, whose samples a median is taken of
 
 
-def cases(stand: Stand) -> Iterator[Case]:
+def cases(bed: ServerTestBed) -> Iterator[Case]:
     """Return a case for each device, and the leaking control."""
-    calls = stand.few(CALLS, 120)
+    calls = bed.reduced(CALLS, 120)
     for device in ("cpu", "openvino"):
         yield Case(
             f"memory, {device}",
             f"{calls} mixed calls: resident memory grows by less than {LIMIT:g} MB from the middle to the end",
-            {"device": device, "calls": calls, "seed": stand.seed},
+            {"device": device, "calls": calls, "seed": bed.seed},
             calls / 150 + 10,
-            lambda device=device: asyncio.run(_memory(stand, stand.serve(*ROOMY, device=device), calls)),
+            lambda device=device: asyncio.run(_memory(bed, bed.serve(*ROOMY, device=device), calls)),
         )
-    leak = 100 if stand.tiny else 1
+    leak = 100 if bed.tiny else 1
     yield Case(
         "memory, a server that leaks",
         f"the same check catches a server that keeps every picture ({leak} times)",
-        {"calls": calls, "seed": stand.seed, "leak": leak},
+        {"calls": calls, "seed": bed.seed, "leak": leak},
         calls / 150 + 10,
-        lambda: _caught(asyncio.run(_memory(stand, stand.serve_rigged(stand.control(leak=leak), *ROOMY), calls))),
+        lambda: _caught(asyncio.run(_memory(bed, bed.serve_with_faults(bed.control(leak=leak), *ROOMY), calls))),
     )
 
 
-async def _memory(stand: Stand, serving: Served, calls: int) -> Json:
-    mix = Mix(stand.seed, NAME)
+async def _memory(bed: ServerTestBed, serving: ServerProcess, calls: int) -> Json:
+    mix = Mix(bed.seed, NAME)
     with serving as server:
         files = server.open_files()
         samples = await _sampled(server, mix, calls)
-        metrics, more_files = await settled(server, files)
+        metrics, more_files = await wait_until_settled(server, files)
         alive, promised = server.alive, server.promised_mb
     growth = growth_of(samples)
     return verdict(
@@ -73,7 +73,7 @@ async def _memory(stand: Stand, serving: Served, calls: int) -> Json:
     )
 
 
-async def _sampled(server: Served, mix: Mix, calls: int) -> list[float]:
+async def _sampled(server: ServerProcess, mix: Mix, calls: int) -> list[float]:
     """Make the calls and return samples of the server's resident memory in MB, evenly over the calls."""
     every = max(1, calls // SAMPLES)
     samples = [server.rss_mb()]
@@ -87,7 +87,7 @@ async def _sampled(server: Served, mix: Mix, calls: int) -> list[float]:
                 samples.append(server.rss_mb())
 
     try:
-        await asyncio.gather(*(client(one) for one in itertools.islice(itertools.cycle(channels), TOGETHER)))
+        await asyncio.gather(*(client(one) for one in itertools.islice(itertools.cycle(channels), CONCURRENCY)))
     finally:
         for channel in channels:
             await channel.close()

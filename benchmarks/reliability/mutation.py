@@ -13,7 +13,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 EXTREMES = (0, 1, 2, 7, 8, 127, 128, 255, 256, 32767, 32768, 65535, 65536, 2**31 - 1, 2**31, 2**32 - 1)
-MOST = 2**17  # bytes of what comes out: larger ones only take longer
+MAX_BYTES = 2**17  # bytes of what comes out: larger ones only take longer
 
 Damage = Callable[[random.Random, bytes], bytes]
 
@@ -96,7 +96,7 @@ def damaged_bytes(rng: random.Random, data: bytes, others: Sequence[bytes]) -> b
         if not data:
             break
         data = splice(rng, data, others) if rng.random() < 0.1 else rng.choice(ANY_BYTES)(rng, data)
-    return data[:MOST]
+    return data[:MAX_BYTES]
 
 
 def damaged_picture(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:

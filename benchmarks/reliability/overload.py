@@ -12,9 +12,16 @@ from pathlib import Path
 
 import grpc.aio
 
-from benchmarks.common.server_process import Served
-from benchmarks.reliability.cases import NAME, Case, Json, Stand, verdict
-from benchmarks.reliability.clients import Good, classify, new_channel, percentiles, settled, until
+from benchmarks.common.server_process import ServerProcess
+from benchmarks.reliability.cases import NAME, Case, Json, ServerTestBed, verdict
+from benchmarks.reliability.clients import (
+    CheckedCall,
+    classify,
+    new_channel,
+    percentiles,
+    wait_until,
+    wait_until_settled,
+)
 from benchmarks.reliability.fault_injection import write_control
 from prelunet.evaluator.errors import Overloaded
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
@@ -22,7 +29,7 @@ from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.rpc.status import error_from
 
 AT_ONCE = 0.5  # seconds in which a refusal has to be there, with all the calls that come at the same moment
-PATIENCE = 10.0  # seconds for all of them; the others are held until then
+REFUSAL_TIMEOUT = 10.0  # seconds for all of them; the others are held until then
 SIZES = ((1, 1), (8, 5), (64, 32), (150, 100))  # q and k; all calls go over one connection, which takes 256
 PROTOCOLS = {"center": 1, "ten-crop": 10}  # name → views
 RESERVE = 4  # one part in so many of what may wait is kept for clients that have less than their share
@@ -44,10 +51,10 @@ class Reply:
     overloaded: bool = False
 
 
-def cases(stand: Stand) -> Iterator[Case]:
+def cases(bed: ServerTestBed) -> Iterator[Case]:
     """Return a case for each bound of the queue, size and protocol, and one for streams, which wait instead."""
     bounds = (("views", "center"), ("views", "ten-crop"), ("bytes", "center"), ("calls", "center"))
-    for waiting, more in SIZES[1:2] if stand.tiny else SIZES:
+    for waiting, more in SIZES[1:2] if bed.tiny else SIZES:
         for bound, protocol in bounds:
             if bound == "calls" and waiting == 1:  # a call counts until gRPC has done with it, after its answer
                 continue
@@ -60,38 +67,38 @@ def cases(stand: Stand) -> Iterator[Case]:
                 {"bound": bound, "waiting": waiting, "more": more, "protocol": protocol},
                 8,
                 lambda waiting=waiting, more=more, bound=bound, protocol=protocol: asyncio.run(
-                    _overload(stand, waiting, more, bound, protocol)
+                    _overload(bed, waiting, more, bound, protocol)
                 ),
             )
-    streams = stand.few(STREAMS, 3)
+    streams = bed.reduced(STREAMS, 3)
     yield Case(
         "overload, streams",
         f"with room for {ROOM} views, {streams} streams and as many evaluations of {IN_A_STREAM} images each wait for "
         "room: no image is refused, and never more than the room and a quarter are inside",
         {"room": ROOM, "streams": streams, "in_a_stream": IN_A_STREAM},
         10,
-        lambda: asyncio.run(_streams(stand, streams)),
+        lambda: asyncio.run(_streams(bed, streams)),
     )
 
 
-async def _overload(stand: Stand, waiting: int, more: int, bound: str, protocol: str) -> Json:
-    image = stand.pictures[0].data
+async def _overload(bed: ServerTestBed, waiting: int, more: int, bound: str, protocol: str) -> Json:
+    image = bed.pictures[0].data
     views = waiting * PROTOCOLS[protocol]
     each = {"views": PROTOCOLS[protocol], "bytes": len(image), "calls": 1}[bound]
     room = waiting * each
     fit = 0 if bound == "calls" else room // RESERVE // each  # of the second client
     others = 0 if bound == "calls" else fit + MORE_THAN_FIT
     option = "--max-calls" if bound == "calls" else f"--queue-{bound}"
-    control = stand.control()
-    with stand.serve_rigged(control, option, str(room)) as server:
-        good = Good(server.address, image, protocol if PROTOCOLS[protocol] <= views else "center")
-        count = stand.few(GOOD_CALLS, 10)
+    control = bed.control()
+    with bed.serve_with_faults(control, option, str(room)) as server:
+        good = CheckedCall(server.address, image, protocol if PROTOCOLS[protocol] <= views else "center")
+        count = bed.reduced(GOOD_CALLS, 10)
         await good.times(10)
         before = percentiles(await good.times(count))
-        held = _Held(server, control, (image, protocol))
+        held = _HeldServer(server, control, (image, protocol))
         replies, second, before_any_answer = await held.ask((waiting, more), (fit, others - fit))
         after = percentiles(await good.times(count))
-        metrics, _ = await settled(server, server.open_files())
+        metrics, _ = await wait_until_settled(server, server.open_files())
         counted = metrics("refusals_total", reason=bound)
     refused, others_refused = _refused(replies), _refused(second)
     return verdict(
@@ -121,16 +128,16 @@ async def _overload(stand: Stand, waiting: int, more: int, bound: str, protocol:
     )
 
 
-async def _streams(stand: Stand, count: int) -> Json:
-    image = stand.pictures[0].data
+async def _streams(bed: ServerTestBed, count: int) -> Json:
+    image = bed.pictures[0].data
     most = 0.0
-    with stand.serve("--queue-views", str(ROOM)) as server:
+    with bed.serve("--queue-views", str(ROOM)) as server:
         calls = [asyncio.create_task(_of_many(server, image, number)) for number in range(2 * count)]
         while not all(call.done() for call in calls):
             most = max(most, server.metrics()("waiting_views", model=NAME))
             await asyncio.sleep(GLANCE)
         found = [call.result() for call in calls]
-        metrics, _ = await settled(server, server.open_files())
+        metrics, _ = await wait_until_settled(server, server.open_files())
     return verdict(
         {
             "no_image_refused": found == [IN_A_STREAM] * len(found),
@@ -145,7 +152,7 @@ async def _streams(stand: Stand, count: int) -> Json:
     )
 
 
-async def _of_many(server: Served, image: bytes, number: int) -> int:
+async def _of_many(server: ServerProcess, image: bytes, number: int) -> int:
     """Ask for many images by a stream, or by an evaluation; returns how many have their answer."""
     asked = [pb.ClassifyRequest(image=image, protocol="center")] * IN_A_STREAM
     async with new_channel(server.address) as channel:
@@ -168,10 +175,10 @@ def _answered(replies: Sequence[Reply]) -> int:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _HeldServer:
     """A server whose device is held while calls come. asked: image and protocol of each."""
 
-    server: Served
+    server: ServerProcess
     control: Path
     asked: tuple[bytes, str]
 
@@ -193,12 +200,14 @@ class _Held:
         """Begin the calls of one client; returns them, and whether as many were refused, and waited, as should."""
         await channel.channel_ready()
         calls = [asyncio.create_task(_reply(self.server, channel, *self.asked)) for _ in range(sum(wanted))]
-        came = await until(lambda: sum(call.done() for call in calls) >= wanted[1], PATIENCE)
-        inside = await until(lambda: self.server.metrics()("waiting_images", model=NAME) == waiting, PATIENCE)
+        came = await wait_until(lambda: sum(call.done() for call in calls) >= wanted[1], REFUSAL_TIMEOUT)
+        inside = await wait_until(
+            lambda: self.server.metrics()("waiting_images", model=NAME) == waiting, REFUSAL_TIMEOUT
+        )
         return calls, came and inside
 
 
-async def _reply(server: Served, channel: grpc.aio.Channel, image: bytes, protocol: str) -> Reply:
+async def _reply(server: ServerProcess, channel: grpc.aio.Channel, image: bytes, protocol: str) -> Reply:
     begun = time.monotonic()
     try:
         await classify(channel, image, protocol)

@@ -10,10 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.reliability.cases import Stand
+from benchmarks.reliability.cases import ServerTestBed
 from benchmarks.reliability.clients import new_channel
-from benchmarks.reliability.fuzz_cases import Case, case_of
-from benchmarks.reliability.fuzzing import outcome_of
+from benchmarks.reliability.fuzz_cases import FuzzCase, case_of
+from benchmarks.reliability.fuzzing import call_case
 
 
 def main() -> int:
@@ -33,7 +33,7 @@ def main() -> int:
     if options.server is not None:
         asyncio.run(_send(options.server, case))
         return 0
-    with Stand(options.seed) as stand, stand.serve() as server:
+    with ServerTestBed(options.seed) as bed, bed.serve() as server:
         before = server.rss_mb()
         asyncio.run(_send(server.address, case))
         time.sleep(0.5)  # a process that dies is not dead at once
@@ -44,10 +44,10 @@ def main() -> int:
         return 1
 
 
-async def _send(address: str, case: Case) -> None:
+async def _send(address: str, case: FuzzCase) -> None:
     begun = time.monotonic()
     async with new_channel(address) as channel:
-        status, inside = await outcome_of(channel, case)
+        status, inside = await call_case(channel, case)
     print(f"{status} {inside or ''} after {time.monotonic() - begun:.2f} s")
 
 

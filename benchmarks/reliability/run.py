@@ -25,7 +25,7 @@ from benchmarks.common.results import (
     header,
 )
 from benchmarks.reliability import bad_clients, deadlines, draining, faults, fuzzing, memory, overload, shapes, soak
-from benchmarks.reliability.cases import Case, Stand
+from benchmarks.reliability.cases import Case, ServerTestBed
 from benchmarks.reliability.table import filled, latest, not_held, summary, table
 
 PACKAGES = ("prelunet", "onnxruntime", "openvino", "numpy", "pillow", "grpcio", "protobuf")  # that can change a result
@@ -33,7 +33,7 @@ MEASURED = ("evaluator", "benchmarks/reliability", "tests/serving/api/raw_http2.
 OUTPUT = ROOT / "benchmarks" / "results" / "reliability.json"
 LIMIT = 1600  # seconds
 SOAK = 60.0  # seconds
-GROUPS: dict[str, Callable[[Stand], Iterable[Case]]] = {
+GROUPS: dict[str, Callable[[ServerTestBed], Iterable[Case]]] = {
     "overload": overload.cases,
     "deadlines": deadlines.cases,
     "shapes": shapes.cases,
@@ -58,9 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "source": digest_of(*MEASURED),
     }
     results = Results(options.output, "reliability", now, options.limit)
-    with Stand(options.seed, tiny=options.tiny, soak_seconds=options.soak_seconds) as stand:
+    with ServerTestBed(options.seed, tiny=options.tiny, soak_seconds=options.soak_seconds) as bed:
         for group in options.only:
-            for case in GROUPS[group](stand):
+            for case in GROUPS[group](bed):
                 settings = {"case": case.name, **case.settings}
                 results.measure(settings, lambda group=group, case=case: _tried(group, case), case.seconds)
     text = table(results.data)
@@ -107,9 +107,9 @@ def _end(results: Results, seconds: float) -> int:
     print(f"{results.path}: {len(latest(results.data))} cases, {seconds:.0f} s")
     for name, why in broken:
         print(f"NOT held: {name}: {why}")
-    if results.left:
-        print(f"no time for {len(results.left)} cases: the same command goes on with them")
-    return 1 if broken or results.failed else 3 if results.left else 0
+    if results.skipped:
+        print(f"no time for {len(results.skipped)} cases: the same command goes on with them")
+    return 1 if broken or results.failed else 3 if results.skipped else 0
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import grpc.aio
 
-from benchmarks.common.server_process import Served
-from benchmarks.reliability.cases import NAME, Case, Json, Stand, verdict
+from benchmarks.common.server_process import ServerProcess
+from benchmarks.reliability.cases import NAME, Case, Json, ServerTestBed, verdict
 from benchmarks.reliability.clients import CALL_SECONDS, classify, new_channel
 from benchmarks.reliability.fault_injection import GPU_PIXELS
 from benchmarks.reliability.pictures import encoded, pixels
@@ -27,32 +27,32 @@ SLOWER = 2.0
 NOISE = 0.002  # seconds; calls of a few milliseconds differ by as much without any reason
 
 
-def cases(stand: Stand) -> Iterator[Case]:
+def cases(bed: ServerTestBed) -> Iterator[Case]:
     """Return the cases."""
-    calls = stand.few(CALLS, 100)
+    calls = bed.reduced(CALLS, 100)
     for rules in ("cpu", "gpu"):
         yield Case(
             f"mixed shapes share batches, rules of a {rules.upper()}",
             f"{CLIENTS} clients with pictures of {len(ALTERNATING)} shapes in turn: more than one view in a mean batch",
             {"rules": rules, "calls": calls},
             calls / 100 + 15,
-            lambda rules=rules: asyncio.run(_shared(stand, rules, calls)),
+            lambda rules=rules: asyncio.run(_shared(bed, rules, calls)),
         )
-    starts = stand.few(STARTS, 1)
+    starts = bed.reduced(STARTS, 1)
     yield Case(
         "first call of each shape",
         f"after READY the first call of a shape takes no more than {SLOWER:g} times as long as later ones, and "
         f"{1000 * NOISE:g} ms (CPU)",
         {"starts": starts, "steady": STEADY},
         starts * 12,
-        lambda: asyncio.run(_first_calls(stand, starts)),
+        lambda: asyncio.run(_first_calls(bed, starts)),
     )
 
 
-async def _shared(stand: Stand, rules: str, calls: int) -> Json:
+async def _shared(bed: ServerTestBed, rules: str, calls: int) -> Json:
     images = [encoded(pixels(*shape, number), "JPEG") for number, shape in enumerate(ALTERNATING)]
     told = {"gpu": GPU_PIXELS} if rules == "gpu" else {}
-    with stand.serve_rigged(stand.control(**told)) as server:
+    with bed.serve_with_faults(bed.control(**told)) as server:
         turns = itertools.islice(itertools.cycle(images), calls)
         failures: list[str] = []
 
@@ -79,12 +79,12 @@ async def _shared(stand: Stand, rules: str, calls: int) -> Json:
     )
 
 
-async def _first_calls(stand: Stand, starts: int) -> Json:
+async def _first_calls(bed: ServerTestBed, starts: int) -> Json:
     """Compare on fresh servers; of each shape the median over the starts counts."""
     firsts: dict[str, list[float]] = {}
     steadies: dict[str, list[float]] = {}
     for start in range(starts):
-        with stand.serve() as server:
+        with bed.serve() as server:
             for name, first, steady in await _of_one_start(server, start):
                 firsts.setdefault(name, []).append(first)
                 steadies.setdefault(name, []).append(steady)
@@ -102,7 +102,7 @@ async def _first_calls(stand: Stand, starts: int) -> Json:
     )
 
 
-async def _of_one_start(server: Served, start: int) -> list[tuple[str, float, float]]:
+async def _of_one_start(server: ServerProcess, start: int) -> list[tuple[str, float, float]]:
     """Return for each shape the seconds of the first call and of later ones, as the server tells them."""
     found = []
     shapes = [(shape, protocol) for protocol in FIRST_PROTOCOLS for shape in FIRST_SHAPES]

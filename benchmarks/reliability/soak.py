@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
 from benchmarks.common.results import environment
-from benchmarks.common.server_process import PRELUNET, Served
-from benchmarks.reliability.cases import NAME, Case, Json, Stand, verdict
-from benchmarks.reliability.clients import Good, new_channel, percentiles, settled
+from benchmarks.common.server_process import PRELUNET, ServerProcess
+from benchmarks.reliability.cases import NAME, Case, Json, ServerTestBed, verdict
+from benchmarks.reliability.clients import CheckedCall, new_channel, percentiles, wait_until_settled
 from benchmarks.reliability.memory import LIMIT, growth_of
 from benchmarks.reliability.mixed import ROOMY, Mix
 
@@ -23,34 +23,34 @@ DOCTOR_SECONDS = 120.0
 SAMPLE = 0.5  # seconds from one sample of the resident memory to the next
 
 
-def cases(stand: Stand) -> Iterator[Case]:
+def cases(bed: ServerTestBed) -> Iterator[Case]:
     """Return the one case."""
-    seconds = min(stand.soak_seconds, 5.0) if stand.tiny else stand.soak_seconds
+    seconds = min(bed.soak_seconds, 5.0) if bed.tiny else bed.soak_seconds
     yield Case(
         "soak",
         f"{seconds:g} s of a random mix (valid, odd, hostile, impatient, killed clients, streams, evaluations, "
         "doctor): no good call fails, nothing is left",
-        {"seconds": seconds, "clients": CLIENTS, "seed": stand.seed},
+        {"seconds": seconds, "clients": CLIENTS, "seed": bed.seed},
         seconds + 15,
-        lambda: asyncio.run(_soak(stand, seconds)),
+        lambda: asyncio.run(_soak(bed, seconds)),
     )
 
 
-async def _soak(stand: Stand, seconds: float) -> Json:
-    mix, counts, wrong = Mix(stand.seed, NAME), Counter[str](), list[str]()
+async def _soak(bed: ServerTestBed, seconds: float) -> Json:
+    mix, counts, wrong = Mix(bed.seed, NAME), Counter[str](), list[str]()
     samples: list[float] = []
-    (stand.folder / PICTURE).write_bytes(max(mix.good, key=len))
-    with stand.serve(*ROOMY) as server:
+    (bed.folder / PICTURE).write_bytes(max(mix.good, key=len))
+    with bed.serve(*ROOMY) as server:
         files = server.open_files()
-        good = Good(server.address, stand.pictures[0].data)
+        good = CheckedCall(server.address, bed.pictures[0].data)
         end = time.monotonic() + seconds
 
         async def client(number: int) -> None:
-            rng = random.Random(f"{stand.seed} {number}")
+            rng = random.Random(f"{bed.seed} {number}")
             while time.monotonic() < end:
                 name = rng.choices(list(SCENARIOS), [share for share, _ in SCENARIOS.values()])[0]
                 counts[name] += 1
-                await SCENARIOS[name][1](_Scene(server, stand, mix, rng, wrong))
+                await SCENARIOS[name][1](_ScenarioContext(server, bed, mix, rng, wrong))
 
         async def watch() -> None:
             while time.monotonic() < end:
@@ -59,7 +59,7 @@ async def _soak(stand: Stand, seconds: float) -> Json:
 
         async with good.meanwhile(pause=0.1):
             await asyncio.gather(watch(), *(client(number) for number in range(CLIENTS)))
-        metrics, more_files = await settled(server, files)
+        metrics, more_files = await wait_until_settled(server, files)
         state = await good.state()
         ended = await asyncio.to_thread(server.stop)
     growth = growth_of(samples)
@@ -88,11 +88,11 @@ async def _soak(stand: Stand, seconds: float) -> Json:
 
 
 @dataclass(frozen=True)
-class _Scene:
+class _ScenarioContext:
     """What a scenario is given. wrong: what went wrong, beside the calls of the mix."""
 
-    server: Served
-    stand: Stand
+    server: ServerProcess
+    bed: ServerTestBed
     mix: Mix
     rng: random.Random
     wrong: list[str]
@@ -103,19 +103,19 @@ class _Scene:
             await asyncio.gather(*(self.mix.call(channel, kind) for _ in range(self.rng.randint(1, times))))
 
 
-def _of(kind: str, times: int = BURST) -> Callable[[_Scene], Awaitable[None]]:
+def _of(kind: str, times: int = BURST) -> Callable[[_ScenarioContext], Awaitable[None]]:
     return lambda scene: scene.calls(kind, times)
 
 
-async def _mixed(scene: _Scene) -> None:
+async def _mixed(scene: _ScenarioContext) -> None:
     await scene.calls()
 
 
-async def _killed(scene: _Scene) -> None:
+async def _killed(scene: _ScenarioContext) -> None:
     """Let a client process call, and kill it."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benchmarks.reliability.victim", scene.server.address,
-        scene.rng.choice(("classify", "stream", "evaluate")), str(scene.stand.folder / PICTURE),
+        scene.rng.choice(("classify", "stream", "evaluate")), str(scene.bed.folder / PICTURE),
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment(),
     )  # fmt: skip
     assert process.stdout is not None
@@ -125,7 +125,7 @@ async def _killed(scene: _Scene) -> None:
     await process.communicate()
 
 
-async def _doctor(scene: _Scene) -> None:
+async def _doctor(scene: _ScenarioContext) -> None:
     """Run `prelunet doctor` against the server, as an operator would."""
     process = await asyncio.create_subprocess_exec(
         *PRELUNET, "doctor", "--server", scene.server.address, "--port", "0", "--device", "cpu", "--timeout", "60",
@@ -136,7 +136,7 @@ async def _doctor(scene: _Scene) -> None:
         scene.wrong.append(f"doctor ended with {process.returncode}: {said.decode()[-300:]}")
 
 
-async def _left_connection(scene: _Scene) -> None:
+async def _left_connection(scene: _ScenarioContext) -> None:
     """Close a connection under its calls."""
     channel = new_channel(scene.server.address)
     kinds = ("good", "stream", "evaluation")
@@ -147,7 +147,7 @@ async def _left_connection(scene: _Scene) -> None:
 
 
 # name → share and what is done
-SCENARIOS: dict[str, tuple[float, Callable[[_Scene], Awaitable[None]]]] = {
+SCENARIOS: dict[str, tuple[float, Callable[[_ScenarioContext], Awaitable[None]]]] = {
     "valid": (30, _of("good")),
     "mixed": (25, _mixed),
     "odd": (10, _of("odd")),

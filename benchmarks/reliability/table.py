@@ -21,11 +21,11 @@ _NOT_NUMBERS = (
     "slow",
     "state",
 )
-_MOST = 12  # values of a list that are shown
+_MAX_VALUES = 12  # values of a list that are shown
 BEGIN, END = "<!-- summary: begin -->", "<!-- summary: end -->"  # around what `filled` replaces
 # What the summary tells of a group of cases: its words, the number of a case's result, and how several are made one.
 # A number inside of another is written with a dot.
-_TOLD: Mapping[str, tuple[tuple[str, str, Callable[[Iterable[float]], float]], ...]] = {
+_HEADLINE_NUMBERS: Mapping[str, tuple[tuple[str, str, Callable[[Iterable[float]], float]], ...]] = {
     "overload": (
         ("refusals", "refused", sum),
         ("slowest refusal, ms", "refusals.max_ms", max),
@@ -90,7 +90,7 @@ def summary(data: Mapping[str, Any], groups: Iterable[str]) -> str:
 def _facts(group: str, cases: Iterable[Mapping[str, Any]]) -> str:
     told = []
     results = [case["result"] for case in cases]
-    for words, path, fold in _TOLD[group]:
+    for words, path, fold in _HEADLINE_NUMBERS[group]:
         if values := [value for result in results if (value := _inside(result, path)) is not None]:
             one = fold(values)
             told.append(f"{words} {', '.join(map(cell, one)) if isinstance(one, list) else cell(one)}")
@@ -129,10 +129,10 @@ def _row(case: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _numbers(result: Mapping[str, Any]) -> str:
-    return "; ".join(f"{_words(name)} {told}" for name, told in _told(result))
+    return "; ".join(f"{_words(name)} {told}" for name, told in _formatted_numbers(result))
 
 
-def _told(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _formatted_numbers(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Return what is said of each number; empty ones, and texts for whoever mends something, are left to the file."""
     for name, value in result.items():
         if name in _NOT_NUMBERS or value in ({}, [], None):
@@ -140,7 +140,7 @@ def _told(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if isinstance(value, Mapping):
             yield name, ", ".join(f"{_words(key)} {cell(one)}" for key, one in value.items())
         elif isinstance(value, list):
-            shown = value if len(value) <= _MOST else value[:: -(-len(value) // _MOST)]
+            shown = value if len(value) <= _MAX_VALUES else value[:: -(-len(value) // _MAX_VALUES)]
             yield name, ", ".join(map(cell, shown))
         else:
             yield name, cell(value)

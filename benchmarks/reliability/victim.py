@@ -29,9 +29,11 @@ def main() -> None:
             print("calling", flush=True)
             call.result()
     if kind == "stream":
-        for _ in stub.ClassifyStream(_told(pb.ClassifyStreamRequest(id=str(n), request=request) for n in _count())):
+        for _ in stub.ClassifyStream(
+            _announced(pb.ClassifyStreamRequest(id=str(n), request=request) for n in _count())
+        ):
             pass
-    for _ in stub.Evaluate(_told(_evaluation(image))):
+    for _ in stub.Evaluate(_announced(_evaluation(image))):
         pass
 
 
@@ -49,7 +51,7 @@ def _evaluation(image: bytes) -> Iterator[pb.EvaluateRequest]:
         yield pb.EvaluateRequest(image=pb.LabelledImage(file=str(number), data=image, label=1))
 
 
-def _told(messages: Iterator[object]) -> Iterator[object]:
+def _announced(messages: Iterator[object]) -> Iterator[object]:
     for message in messages:
         yield message
         print("calling", flush=True)

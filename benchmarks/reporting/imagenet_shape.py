@@ -25,15 +25,15 @@ import numpy.typing as npt
 from prelunet.evaluator.arrays import Float32Array
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.datasets.dataset import Sample
-from prelunet.evaluator.engine.scores import rank_of, shortest, top_k
-from prelunet.evaluator.protocols import Protocol
+from prelunet.evaluator.engine.scores import rank_of, shortest_decimal, top_k
+from prelunet.evaluator.protocols import EvaluationProtocol
 from prelunet.evaluator.validation.predictions import Prediction
 from prelunet.evaluator.validation.run import CHUNK, RunInfo
 from prelunet.evaluator.validation.writer import open_run
 
 CLASSES, PER_CLASS = 1000, 50
 PERFECT, HOPELESS, RIVALS = 113, 5, 8
-PROTOCOL = Protocol("multi-scale", "dense", (256, 384, 480), mirror=True)
+PROTOCOL = EvaluationProtocol("multi-scale", "dense", (256, 384, 480), mirror=True)
 
 
 def main() -> None:
@@ -111,7 +111,7 @@ def _chunks(seed: int, number: int, images: int) -> Iterator[tuple[int, Float32A
 def _prediction(sample: Sample, scores: Float32Array, view_ranks: npt.NDArray[np.int64]) -> Prediction:
     if np.isnan(scores[0]):
         return Prediction(sample.file, sample.label, refused="truncated: 512 bytes are missing at its end")
-    top = tuple((index, shortest(score)) for index, score in top_k(scores, 5))
+    top = tuple((index, shortest_decimal(score)) for index, score in top_k(scores, 5))
     return replace(
         Prediction(sample.file, sample.label, top),
         rank=rank_of(scores, sample.label),

@@ -58,7 +58,7 @@ def main() -> None:
             for name, (arguments, _page) in verbs.items():
                 measured[name].append(_measure(arguments))
         rows = [_row(name, measured[name], page) for name, (_arguments, page) in verbs.items()]
-    _tell(rows, options.output)
+    _report(rows, options.output)
 
 
 def _measure(arguments: list[str]) -> tuple[float, int]:
@@ -86,7 +86,7 @@ def _row(name: str, measured: list[tuple[float, int]], page: Path | None) -> dic
     }
 
 
-def _tell(rows: list[dict[str, Any]], output: Path | None) -> None:
+def _report(rows: list[dict[str, Any]], output: Path | None) -> None:
     """Print the table and write the JSON file; exit 1 when a limit is broken."""
     print(f"runs of 50,000 x 1000, {cpu()}")
     print(f"{'':24}{'median s':>10}{'peak MB':>10}{'page MB':>10}")

@@ -17,12 +17,12 @@ from benchmarks.common.rig import Rig
 from benchmarks.serving.peers import STARTERS, Server, Spec, start_ours
 from benchmarks.serving.worker import Worker
 from prelunet.evaluator.errors import EnvironmentFault
-from prelunet.evaluator.protocols import Protocol
+from prelunet.evaluator.protocols import EvaluationProtocol
 
 PROCESSES = 2  # of clients: one alone would be a third of what the demo's model takes
 TOLERANCE = 1e-4  # of a score: another order of the same sums, and six digits where a score travels as text
 Json = dict[str, Any]
-Contender = Callable[[int, int], "Visit"]  # from the number of calls and of the round to what came of them
+Contender = Callable[[int, int], "TurnResult"]  # from the number of calls and of the round to what came of them
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Pictures:
 
 
 @dataclass(frozen=True)
-class Visit:
+class TurnResult:
     """One contender's turn. Times in seconds; cpu, client_cpu: processor time of all calls together."""
 
     calls: int
@@ -48,7 +48,7 @@ class Visit:
 
 
 @dataclass
-class Bench:
+class ServingBench:
     """The processes, started when they are first needed.
 
     now: what the result file says of this run; servers are told in it, and peers that are not there.
@@ -89,7 +89,7 @@ class Bench:
         start = partial(start_ours, {net: self.model(net)}, self.threads, null=null)
         return self._server(f"prelunet {net}{', null' * null}", start, [net])
 
-    def peers(self, net: str, protocols: Mapping[str, Protocol]) -> dict[str, Server]:
+    def peers(self, net: str, protocols: Mapping[str, EvaluationProtocol]) -> dict[str, Server]:
         """Return the peers that are there, each with a model for each protocol, by name of the model."""
         specs = {
             name: Spec(self.model(net), p.scales[0], p.crop, p.mirror, self.threads, null=name == "null")
@@ -145,7 +145,7 @@ class Bench:
 
 
 @dataclass(frozen=True)
-class Asking:
+class LoadTarget:
     """How a server is asked. model: its name there; clients: calls in flight; rate: calls a second, or None."""
 
     server: Server
@@ -162,7 +162,7 @@ class Asking:
         best: list[Any] = client.told()["best"]
         return best
 
-    def visit(self, workers: Sequence[Worker], calls: int, number: int) -> Visit:
+    def visit(self, workers: Sequence[Worker], calls: int, number: int) -> TurnResult:
         """Make so many calls, spread over the processes of clients."""
         workers = workers[: self.clients]
         share = math.ceil(calls / len(workers))
@@ -178,7 +178,7 @@ class Asking:
             )
             worker.ask({"load": load, "images": self.images})
         told = [worker.told() for worker in workers]
-        return Visit(
+        return TurnResult(
             share * len(workers),
             max(one["ended"] for one in told) - begin_at,
             self.server.cpu_seconds() - cpu,
@@ -191,11 +191,11 @@ class Asking:
         return {"address": self.server.address, "api": self.api, "model": self.model, "protocol": self.protocol, **more}
 
 
-def in_process(engine: Worker, way: str, protocol: str, images: Sequence[int], calls: int, _number: int) -> Visit:
+def in_process(engine: Worker, way: str, protocol: str, images: Sequence[int], calls: int, _number: int) -> TurnResult:
     """Let the engine classify so many pictures."""
     engine.ask({"way": way, "protocol": protocol, "images": images, "calls": calls})
     told = engine.told()
-    return Visit(calls, told["seconds"], told["cpu_seconds"])
+    return TurnResult(calls, told["seconds"], told["cpu_seconds"])
 
 
 def best_in_process(engine: Worker, protocol: str, images: Sequence[int]) -> list[Any]:
@@ -219,28 +219,28 @@ def check_answers(name: str, found: Sequence[Any], expected: Sequence[Any]) -> f
     return off
 
 
-def in_turn(contenders: Mapping[str, Contender], calls: int, rounds: int) -> Json:
+def interleave(contenders: Mapping[str, Contender], calls: int, rounds: int) -> Json:
     """Let all take turns, each round in an order of its own; the result of each by name.
 
     A contender whose calls fail is told with the first error, and its numbers mean nothing.
     """
-    visits: dict[str, list[Visit]] = {name: [] for name in contenders}
+    turns: dict[str, list[TurnResult]] = {name: [] for name in contenders}
     for number in range(rounds):
         for name in shuffled(contenders, number):
-            visits[name].append(contenders[name](calls, number))
-    return {name: summary(of_one) for name, of_one in visits.items()}
+            turns[name].append(contenders[name](calls, number))
+    return {name: summary(of_one) for name, of_one in turns.items()}
 
 
-def summary(visits: Sequence[Visit]) -> Json:
+def summary(turns: Sequence[TurnResult]) -> Json:
     """Return what a result file says of one contender. ms: of a call; percentiles are of the calls of all rounds."""
-    calls = sum(visit.calls for visit in visits)
-    latencies = sorted(latency for visit in visits for latency in visit.latencies)
-    errors = [error for visit in visits for error in visit.errors]
+    calls = sum(visit.calls for visit in turns)
+    latencies = sorted(latency for visit in turns for latency in visit.latencies)
+    errors = [error for visit in turns for error in visit.errors]
     return {
-        "rates": [_significant(visit.calls / visit.seconds) for visit in visits],
+        "rates": [_significant(visit.calls / visit.seconds) for visit in turns],
         "calls": calls,
-        "cpu_ms": _significant(1000 * sum(visit.cpu for visit in visits) / calls),
-        "client_cpu_ms": _significant(1000 * sum(visit.client_cpu for visit in visits) / calls),
+        "cpu_ms": _significant(1000 * sum(visit.cpu for visit in turns) / calls),
+        "client_cpu_ms": _significant(1000 * sum(visit.client_cpu for visit in turns) / calls),
         **{f"p{share}_ms": _significant(1000 * percentile(latencies, share)) for share in (50, 99) if latencies},
         "failed": len(errors),
         **({"first_error": errors[0][:200]} if errors else {}),
@@ -256,7 +256,7 @@ def _significant(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def calls_for(seconds: float, visit: Visit, clients: int, least: int) -> int:
+def calls_for(seconds: float, visit: TurnResult, clients: int, minimum: int) -> int:
     """Return how many calls take about so long, after one visit: whole rounds of all clients, at least so many."""
-    wanted = max(least, seconds * visit.calls / visit.seconds)
+    wanted = max(minimum, seconds * visit.calls / visit.seconds)
     return math.ceil(wanted / clients) * clients

@@ -7,20 +7,20 @@ from typing import Any
 
 from benchmarks.common.results import Results
 from benchmarks.serving.bench import (
-    Asking,
-    Bench,
     Contender,
     Json,
+    LoadTarget,
+    ServingBench,
     best_in_process,
     calls_for,
     check_answers,
     in_process,
-    in_turn,
+    interleave,
 )
 from benchmarks.serving.engine import IN_FLIGHT, WAYS
 from benchmarks.serving.peers import STARTERS
 from prelunet.evaluator.engine.load import open_session
-from prelunet.evaluator.protocols import Protocol, make_protocol
+from prelunet.evaluator.protocols import EvaluationProtocol, build_protocol
 
 OUR_APIS = ("Classify", "ClassifyStream", "OIP")
 SERVED = (("A", "center"), ("demo", "multi-scale"))  # net and protocol of the first part
@@ -38,7 +38,7 @@ OVERHEAD_CALLS, OVERHEAD_ROUNDS = 200, 3
 TINY_CALLS = 8
 
 
-def throughput(bench: Bench, results: Results) -> None:
+def throughput(bench: ServingBench, results: Results) -> None:
     """Measure our server with 16 clients beside the engine in process."""
     for net, protocol in SERVED[-1:] if bench.rig.tiny else SERVED:
         settings = {"part": "throughput", "net": net, "protocol": protocol, "clients": IN_FLIGHT, "pictures": "mixed"}
@@ -48,18 +48,18 @@ def throughput(bench: Bench, results: Results) -> None:
         bench.stop()
 
 
-def _served(bench: Bench, net: str, protocol: str) -> Json:
+def _served(bench: ServingBench, net: str, protocol: str) -> Json:
     images, engine = bench.pictures.mixed, bench.engine(net)
     server = bench.ours(net)
-    ours = {api: Asking(server, api, net, protocol, images, IN_FLIGHT) for api in OUR_APIS}
+    ours = {api: LoadTarget(server, api, net, protocol, images, IN_FLIGHT) for api in OUR_APIS}
     off = _check(bench, ours, best_in_process(engine, protocol, images))
     contenders: dict[str, Contender] = {way: partial(in_process, engine, way, protocol, images) for way in WAYS}
-    contenders |= {api: partial(asking.visit, bench.clients()) for api, asking in ours.items()}
+    contenders |= {api: partial(target.visit, bench.clients()) for api, target in ours.items()}
     turn = _turn(bench, contenders, SERVED_TURN[net], IN_FLIGHT)
     return {**_result(contenders, *turn), "off": off}
 
 
-def peers(bench: Bench, results: Results) -> None:
+def peers(bench: ServingBench, results: Results) -> None:
     """Measure three servers of the same model file, asked alike."""
     given = [name for name in STARTERS if bench.pythons[name] is not None]
     for name, protocol in PEER_PROTOCOLS.items():
@@ -78,70 +78,70 @@ def peers(bench: Bench, results: Results) -> None:
                 results.measure(settings, partial(case, CLIENTS[-1], SHARE * slowest), seconds * (rounds + 1) * 4 + 5)
 
 
-def _beside_peers(bench: Bench, name: str, pictures: str, clients: int, rate: float | None) -> Json:
+def _beside_peers(bench: ServingBench, name: str, pictures: str, clients: int, rate: float | None) -> Json:
     images, protocol = getattr(bench.pictures, pictures), PEER_PROTOCOLS[name]
-    askings = {
-        "prelunet": Asking(bench.ours(NET), "Classify", NET, protocol, images, clients, rate),
-        "prelunet, OIP": Asking(bench.ours(NET), "OIP", NET, protocol, images, clients, rate),
+    targets = {
+        "prelunet": LoadTarget(bench.ours(NET), "Classify", NET, protocol, images, clients, rate),
+        "prelunet, OIP": LoadTarget(bench.ours(NET), "OIP", NET, protocol, images, clients, rate),
     }
     for peer, server in bench.peers(NET, _of_peers(bench)).items():
-        askings[peer] = Asking(server, "OIP of a peer", name, protocol, images, clients, rate)
-    off = _check(bench, askings, best_in_process(bench.engine(NET), protocol, images))
-    contenders = {one: partial(asking.visit, bench.clients()) for one, asking in askings.items()}
+        targets[peer] = LoadTarget(server, "OIP of a peer", name, protocol, images, clients, rate)
+    off = _check(bench, targets, best_in_process(bench.engine(NET), protocol, images))
+    contenders = {one: partial(target.visit, bench.clients()) for one, target in targets.items()}
     if rate is None:
         turn = _turn(bench, contenders, PEER_TURN, clients)
     else:
-        seconds, rounds, least = OPEN_TURN
-        turn = (TINY_CALLS, 1) if bench.rig.tiny else (max(least, round(seconds * rate)), rounds)
+        seconds, rounds, minimum = OPEN_TURN
+        turn = (TINY_CALLS, 1) if bench.rig.tiny else (max(minimum, round(seconds * rate)), rounds)
     told = {} if rate is None else {"calls_per_second": round(rate, 2)}
     return {**_result(contenders, *turn), "off": off, **told}
 
 
-def overhead(bench: Bench, results: Results) -> None:
+def overhead(bench: ServingBench, results: Results) -> None:
     """Measure calls, one after the other, to models that compute nothing."""
     given = [name for name in STARTERS if bench.pythons[name] is not None]
     results.measure({"part": "overhead", "peers": given}, partial(_overhead, bench), 60)
 
 
-def _overhead(bench: Bench) -> Json:
+def _overhead(bench: ServingBench) -> Json:
     images = bench.pictures.smallest
     server = bench.ours(NET, null=True)
-    askings = {
-        f"prelunet, {api}": Asking(server, api, NET, NULL_PROTOCOL, images, 1) for api in (*OUR_APIS, "ServerLive")
+    targets = {
+        f"prelunet, {api}": LoadTarget(server, api, NET, NULL_PROTOCOL, images, 1) for api in (*OUR_APIS, "ServerLive")
     }
     for peer, there in bench.peers(NET, _of_peers(bench)).items():
-        askings[f"{peer}, OIP"] = Asking(there, "OIP of a peer", "null", "", images, 1)
-        askings[f"{peer}, ServerLive"] = Asking(there, "ServerLive", "null", "", images, 1)
-    contenders = {name: partial(asking.visit, bench.clients()) for name, asking in askings.items()}
-    in_turn(contenders, TINY_CALLS, 1)
+        targets[f"{peer}, OIP"] = LoadTarget(there, "OIP of a peer", "null", "", images, 1)
+        targets[f"{peer}, ServerLive"] = LoadTarget(there, "ServerLive", "null", "", images, 1)
+    contenders = {name: partial(target.visit, bench.clients()) for name, target in targets.items()}
+    interleave(contenders, TINY_CALLS, 1)
     turn = (TINY_CALLS, 1) if bench.rig.tiny else (OVERHEAD_CALLS, OVERHEAD_ROUNDS)
     return _result(contenders, *turn)
 
 
-def _of_peers(bench: Bench) -> Mapping[str, Protocol]:
+def _of_peers(bench: ServingBench) -> Mapping[str, EvaluationProtocol]:
     """Return the protocols of the peers' models, by the name of the model."""
     contract = open_session(bench.model(NET), "cpu").contract
     names = {**PEER_PROTOCOLS, "null": NULL_PROTOCOL}
-    return {model: make_protocol(name, contract) for model, name in names.items()}
+    return {model: build_protocol(name, contract) for model, name in names.items()}
 
 
-def _check(bench: Bench, askings: Mapping[str, Asking], expected: Sequence[Any]) -> dict[str, float]:
+def _check(bench: ServingBench, targets: Mapping[str, LoadTarget], expected: Sequence[Any]) -> dict[str, float]:
     client = bench.clients()[0]
-    return {name: check_answers(name, asking.best(client), expected) for name, asking in askings.items()}
+    return {name: check_answers(name, target.best(client), expected) for name, target in targets.items()}
 
 
 def _turn(
-    bench: Bench, contenders: Mapping[str, Contender], lengths: tuple[float, int, int], clients: int
+    bench: ServingBench, contenders: Mapping[str, Contender], lengths: tuple[float, int, int], clients: int
 ) -> tuple[int, int]:
     """Let each have an untimed turn; return calls of a turn and rounds, told from the slowest."""
     if bench.rig.tiny:
         return TINY_CALLS, 1
-    seconds, rounds, least = lengths
+    seconds, rounds, minimum = lengths
     warm = max(2 * clients, 4)
     slowest = max((contender(warm, 0) for contender in contenders.values()), key=lambda visit: visit.seconds)
-    return calls_for(seconds, slowest, clients, least), rounds
+    return calls_for(seconds, slowest, clients, minimum), rounds
 
 
 def _result(contenders: Mapping[str, Contender], calls: int, rounds: int) -> Json:
     """Return what the result file holds of a case."""
-    return {"calls_of_a_turn": calls, "rounds": rounds, "contenders": in_turn(contenders, calls, rounds)}
+    return {"calls_of_a_turn": calls, "rounds": rounds, "contenders": interleave(contenders, calls, rounds)}

@@ -21,15 +21,15 @@ from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.imaging.decode import decode_image
-from prelunet.evaluator.protocols import Protocol, make_protocol
-from prelunet.evaluator.validation.pipeline import PORTIONS_OF_PIXELS, evaluate_chunks
+from prelunet.evaluator.protocols import EvaluationProtocol, build_protocol
+from prelunet.evaluator.validation.pipeline import MAX_DECODED_PORTIONS, evaluate_chunks
 
 WAYS = ("validate", "classify_images")
 IN_FLIGHT = 16
 TOP = 5
 
 
-class InMemory:
+class InMemoryReader:
     """Pictures under numbers, as a dataset's reader gives them; beyond the last they begin again."""
 
     def __init__(self, images: Sequence[bytes]) -> None:
@@ -45,15 +45,15 @@ class InMemory:
         return Dataset(Path("memory"), ("n00000000",), samples, self)
 
 
-def by_validate(session: Session, images: Sequence[bytes], protocol: Protocol, count: int) -> None:
+def by_validate(session: Session, images: Sequence[bytes], protocol: EvaluationProtocol, count: int) -> None:
     """Run the pipeline of `validate`, up to the lines of its predictions."""
-    dataset = InMemory(images).dataset(count)
-    for _ in evaluate_chunks([session], dataset, protocol, [dataset.samples], IN_FLIGHT // PORTIONS_OF_PIXELS, 0):
+    dataset = InMemoryReader(images).dataset(count)
+    for _ in evaluate_chunks([session], dataset, protocol, [dataset.samples], IN_FLIGHT // MAX_DECODED_PORTIONS, 0):
         pass
 
 
 def by_classify_images(
-    session: Session, images: Sequence[bytes], protocol: Protocol, count: int, pool: ThreadPoolExecutor
+    session: Session, images: Sequence[bytes], protocol: EvaluationProtocol, count: int, pool: ThreadPoolExecutor
 ) -> None:
     """Decode 16 images, classify them, and so on."""
     for start in range(0, count, IN_FLIGHT):
@@ -72,10 +72,10 @@ def main() -> None:
     def answer(question: Json) -> Json:
         images = [there[index] for index in question["images"]]
         if "best" in question:
-            protocol = make_protocol(question["best"], session.contract)
+            protocol = build_protocol(question["best"], session.contract)
             answers = classify_images(session, [decode_image(image) for image in images], protocol)
             return {"best": [[(index, float(score)) for index, score in one.top(TOP)] for one in answers]}
-        protocol = make_protocol(question["protocol"], session.contract)
+        protocol = build_protocol(question["protocol"], session.contract)
         begun, cpu = time.perf_counter(), time.process_time()
         if question["way"] == WAYS[0]:
             by_validate(session, images, protocol, question["calls"])

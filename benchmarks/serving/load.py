@@ -1,6 +1,6 @@
 """Clients of one process: so many calls in flight, or calls at random moments, with the latency of each.
 
-    python -m benchmarks.serving.load FOLDER      pictures; then a question per line, see `Load`
+    python -m benchmarks.serving.load FOLDER      pictures; then a question per line, see `Workload`
 
 Plain generated stubs, in one event loop, as a program with many calls would have it. Each client has a connection of
 its own and asks again when it has its answer; over `ClassifyStream` all clients of the process share one stream.
@@ -37,7 +37,7 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Load:
+class Workload:
     """What to do.
 
     api: of APIS; model, protocol: asked for, the latter by our APIs and by OIP of ours; clients: of this process;
@@ -58,7 +58,7 @@ class Load:
 
 
 @dataclass
-class Calls:
+class CallResults:
     """What came of them. Times are those of time.monotonic(); latencies in seconds, in the order of the ends."""
 
     latencies: list[float]
@@ -69,7 +69,7 @@ class Calls:
 class Unary:
     """One connection with calls of one image."""
 
-    def __init__(self, load: Load, images: Sequence[bytes]) -> None:
+    def __init__(self, load: Workload, images: Sequence[bytes]) -> None:
         self._channel = grpc.aio.insecure_channel(load.address, options=CHANNEL)
         self._requests = [self.request(load, image) for image in images]
         self._method = self.method(self._channel)
@@ -82,7 +82,7 @@ class Unary:
         """End the connection."""
         await self._channel.close()
 
-    def request(self, load: Load, image: bytes) -> Any:
+    def request(self, load: Workload, image: bytes) -> Any:
         """Return the request for a picture."""
         return pb.ClassifyRequest(image=image, model=load.model, protocol=load.protocol, top_k=TOP)
 
@@ -98,7 +98,7 @@ class Unary:
 class Oip(Unary):
     """The Open Inference Protocol as our server speaks it."""
 
-    def request(self, load: Load, image: bytes) -> Any:
+    def request(self, load: Workload, image: bytes) -> Any:
         """Return the request for a picture."""
         request = _infer_request(load, image, [1])
         request.parameters["protocol"].string_param = load.protocol
@@ -123,7 +123,7 @@ class Oip(Unary):
 class OipOfPeer(Oip):
     """The Open Inference Protocol as the peers' models speak it."""
 
-    def request(self, load: Load, image: bytes) -> Any:
+    def request(self, load: Workload, image: bytes) -> Any:
         """Return the request for a picture."""
         return _infer_request(load, image, [1, 1])
 
@@ -138,7 +138,7 @@ class OipOfPeer(Oip):
 class Live(Unary):
     """ServerLive of the Open Inference Protocol: a call that asks for nothing."""
 
-    def request(self, load: Load, image: bytes) -> Any:  # noqa: ARG002
+    def request(self, load: Workload, image: bytes) -> Any:  # noqa: ARG002
         """Return an empty request."""
         return oip.ServerLiveRequest()
 
@@ -151,7 +151,7 @@ class Live(Unary):
         return []
 
 
-def _infer_request(load: Load, image: bytes, shape: Sequence[int]) -> Any:
+def _infer_request(load: Workload, image: bytes, shape: Sequence[int]) -> Any:
     request = oip.ModelInferRequest(model_name=load.model)
     request.inputs.add(name="images", datatype="BYTES", shape=shape)
     request.raw_input_contents.append(struct.pack("<I", len(image)) + image)
@@ -161,7 +161,7 @@ def _infer_request(load: Load, image: bytes, shape: Sequence[int]) -> Any:
 class Stream:
     """One ClassifyStream on one connection; answers come in any order."""
 
-    def __init__(self, load: Load, images: Sequence[bytes]) -> None:
+    def __init__(self, load: Workload, images: Sequence[bytes]) -> None:
         self._channel = grpc.aio.insecure_channel(load.address, options=CHANNEL)
         self._requests = [
             pb.ClassifyRequest(image=image, model=load.model, protocol=load.protocol, top_k=TOP) for image in images
@@ -201,7 +201,7 @@ class Stream:
         await self._channel.close()
 
 
-APIS: dict[str, Callable[[Load, Sequence[bytes]], Any]] = {
+APIS: dict[str, Callable[[Workload, Sequence[bytes]], Any]] = {
     "Classify": Unary,
     "ClassifyStream": Stream,
     "OIP": Oip,
@@ -210,32 +210,35 @@ APIS: dict[str, Callable[[Load, Sequence[bytes]], Any]] = {
 }
 
 
-async def run(load: Load, images: Sequence[bytes]) -> Calls:
+async def run(load: Workload, images: Sequence[bytes]) -> CallResults:
     """Make the calls of a load; a call that fails is counted, and its client goes on."""
     opened = [APIS[load.api](load, images) for _ in range(1 if load.api == "ClassifyStream" else load.clients)]
-    calls = Calls([], load.begin_at, [])
+    calls = CallResults([], load.begin_at, [])
     try:
         await _sleep_until(load.begin_at)
         if load.rate is None:
             numbers = iter(range(load.calls))
             await asyncio.gather(
-                *(_ask_again(load, opened[client % len(opened)], numbers, calls) for client in range(load.clients))
+                *(
+                    _closed_loop_client(load, opened[client % len(opened)], numbers, calls)
+                    for client in range(load.clients)
+                )
             )
         else:
-            await _at_random(load, opened, calls)
+            await _open_loop(load, opened, calls)
     finally:
         for one in opened:
             await one.close()
     return calls
 
 
-async def _ask_again(load: Load, ask: Any, numbers: Any, calls: Calls) -> None:
+async def _closed_loop_client(load: Workload, ask: Any, numbers: Any, calls: CallResults) -> None:
     """Be one client of a closed loop; all of a process share the numbers of the calls to be made."""
     for number in numbers:
         await _ask(ask, load.first + number, time.monotonic(), calls)
 
 
-async def _at_random(load: Load, opened: Sequence[Any], calls: Calls) -> None:
+async def _open_loop(load: Workload, opened: Sequence[Any], calls: CallResults) -> None:
     """Make calls at random moments, whether or not others are answered; late ones count from when they were due."""
     assert load.rate is not None
     chance, due = random.Random(load.seed), load.begin_at
@@ -246,7 +249,7 @@ async def _at_random(load: Load, opened: Sequence[Any], calls: Calls) -> None:
             group.create_task(_ask(opened[number % len(opened)], load.first + number, due, calls))
 
 
-async def _ask(ask: Any, index: int, since: float, calls: Calls) -> None:
+async def _ask(ask: Any, index: int, since: float, calls: CallResults) -> None:
     try:
         await ask(index)
     except (grpc.RpcError, RuntimeError) as error:
@@ -260,7 +263,7 @@ async def _sleep_until(moment: float) -> None:
         await asyncio.sleep(seconds)
 
 
-async def best_of_all(load: Load, images: Sequence[bytes]) -> list[Best]:
+async def best_of_all(load: Workload, images: Sequence[bytes]) -> list[Best]:
     """Ask for each picture once, one after the other."""
     ask = APIS[load.api](load, images)
     try:
@@ -276,9 +279,9 @@ def main() -> None:
     def answer(question: Json) -> Json:
         chosen = [images[index] for index in question["images"]]
         if "best" in question:
-            return {"best": asyncio.run(best_of_all(Load(**question["best"]), chosen))}
+            return {"best": asyncio.run(best_of_all(Workload(**question["best"]), chosen))}
         begun = time.process_time()
-        calls = asyncio.run(run(Load(**question["load"]), chosen))
+        calls = asyncio.run(run(Workload(**question["load"]), chosen))
         return {**vars(calls), "cpu_seconds": time.process_time() - begun}
 
     answer_questions(answer)

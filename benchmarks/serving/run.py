@@ -28,7 +28,7 @@ from PIL import Image
 from benchmarks.common.photos import load_photos
 from benchmarks.common.results import ROOT, Results, header
 from benchmarks.common.rig import Rig, digest_of
-from benchmarks.serving.bench import Bench, Pictures
+from benchmarks.serving.bench import Pictures, ServingBench
 from benchmarks.serving.cases import overhead, peers, throughput
 from benchmarks.serving.peers import STARTERS
 from benchmarks.serving.table import goals_of, tables
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pictures = _pictures(Path(folder) / "pictures", options.data)
         rig = Rig("cpu", options.tiny, Path(folder) / "files")
         pythons = {name: getattr(options, f"{name}_python") for name in STARTERS}
-        with Bench(rig, Path(folder), pictures, options.threads, pythons, now) as bench:
+        with ServingBench(rig, Path(folder), pictures, options.threads, pythons, now) as bench:
             for part in options.parts:
                 PARTS[part](bench, results)
                 bench.stop()
@@ -115,9 +115,9 @@ def _end(results: Results, seconds: float) -> int:
         print(goal)
     for settings in results.failed:
         print(f"failed: {settings}")
-    if results.left:
-        print(f"no time for {len(results.left)} cases: the same command goes on with them")
-    return 1 if results.failed else 3 if results.left else 0
+    if results.skipped:
+        print(f"no time for {len(results.skipped)} cases: the same command goes on with them")
+    return 1 if results.failed else 3 if results.skipped else 0
 
 
 if __name__ == "__main__":

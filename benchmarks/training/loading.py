@@ -33,8 +33,8 @@ from prelunet.evaluator.contract import golden_image
 from prelunet.evaluator.datasets.open import open_dataset
 from prelunet.evaluator.imaging.decode import decode_image
 from prelunet.evaluator.imaging.resize import resized_size
-from prelunet.training.data.augmentation import VIEW, places_of_step, random_stream, training_view
-from prelunet.training.data.image_cache import TRAINING_CAP, Pictures
+from prelunet.training.data.augmentation import VIEW, random_stream, training_view, view_keys_of_step
+from prelunet.training.data.image_cache import TRAINING_LONG_SIDE_CAP, ImageCache
 from prelunet.training.data.loader import training_batches
 from prelunet.training.recipe import Recipe
 
@@ -83,11 +83,11 @@ def _words(options: argparse.Namespace) -> list[str]:
     return words
 
 
-def _prepare(data: Path | None, folder: Path, most: int) -> list[Path]:
+def _prepare(data: Path | None, folder: Path, limit: int) -> list[Path]:
     """Write the JPEGs that are measured into a folder and return them."""
     folder.mkdir(parents=True)
     if data is None:
-        for number, (height, width) in enumerate(draw(most)):
+        for number, (height, width) in enumerate(draw(limit)):
             Image.fromarray(golden_image(height, width)).save(folder / f"{number:03}.jpg", quality=QUALITY)
         return sorted(folder.iterdir())
     found = sorted(
@@ -95,8 +95,8 @@ def _prepare(data: Path | None, folder: Path, most: int) -> list[Path]:
     )
     if not found:
         raise SystemExit(f"--data {data}: no photo in it")
-    for number in range(min(most, len(found))):
-        path = found[number * len(found) // min(most, len(found))]
+    for number in range(min(limit, len(found))):
+        path = found[number * len(found) // min(limit, len(found))]
         target = folder / f"{number:03}.jpg"
         if path.suffix.lower() in {".jpg", ".jpeg"}:
             target.write_bytes(path.read_bytes())
@@ -120,7 +120,7 @@ def plain(path: Path, epoch: int, index: int) -> np.ndarray:
     image = Image.open(path).convert("RGB")
     random = random_stream(RECIPE.seed, VIEW, epoch, index)
     scale = int(random.integers(*RECIPE.scales, endpoint=True))
-    height, width = resized_size(image.height, image.width, scale, TRAINING_CAP)
+    height, width = resized_size(image.height, image.width, scale, TRAINING_LONG_SIDE_CAP)
     image = image.resize((width, height), Image.Resampling.BILINEAR)
     top, left = (int(random.integers(0, side - RECIPE.crop, endpoint=True)) for side in (height, width))
     image = image.crop((left, top, left + RECIPE.crop, top + RECIPE.crop))
@@ -168,15 +168,15 @@ def _alone(files: Sequence[Path], repeats: int) -> dict[str, Any]:
     }
 
 
-class Plain(Dataset[Any]):
+class HandWrittenDataset(Dataset[Any]):
     """The dataset that one writes by hand: one view an item."""
 
-    def __init__(self, pictures: Pictures, batches: int) -> None:
-        root = pictures.dataset.location / "train"
+    def __init__(self, image_cache: ImageCache, batches: int) -> None:
+        root = image_cache.dataset.location / "train"
         self.items = [
-            (root / pictures.samples[index].file, epoch, index, pictures.samples[index].label)
+            (root / image_cache.samples[index].file, epoch, index, image_cache.samples[index].label)
             for step in range(batches)
-            for epoch, index in places_of_step(RECIPE, step, len(pictures))
+            for epoch, index in view_keys_of_step(RECIPE, step, len(image_cache))
         ]
 
     def __len__(self) -> int:
@@ -189,13 +189,13 @@ class Plain(Dataset[Any]):
 
 def _loaders(root: Path, batches: int, workers: int) -> dict[str, Any]:
     """Let both loaders make the same batches in turn; the first batch, for which the processes start, is left out."""
-    pictures = Pictures(open_dataset(root, split="train"), {}, memory=0)
+    image_cache = ImageCache(open_dataset(root, split="train"), {}, memory=0)
     recipe = replace(RECIPE, steps=batches)
 
     def by_hand() -> Any:
-        return DataLoader(Plain(pictures, batches), batch_size=RECIPE.batch, num_workers=workers)
+        return DataLoader(HandWrittenDataset(image_cache, batches), batch_size=RECIPE.batch, num_workers=workers)
 
-    loaders = {"plain": by_hand, "ours": lambda: training_batches(pictures, recipe, 0, workers=workers)}
+    loaders = {"plain": by_hand, "ours": lambda: training_batches(image_cache, recipe, 0, workers=workers)}
     rates: dict[str, list[float]] = {name: [] for name in loaders}
     for turn in range(5):
         for name in shuffled(loaders, turn):

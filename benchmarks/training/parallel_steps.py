@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from prelunet.evaluator.architectures import Architecture, Conv, architecture
-from prelunet.training.distributed.base import Options
-from prelunet.training.distributed.data_parallel import make_parallel
-from prelunet.training.distributed.process_group import Group, open_group
+from prelunet.training.distributed.base import StepOptions
+from prelunet.training.distributed.data_parallel import build_parallel
+from prelunet.training.distributed.process_group import ProcessGroup, open_process_group
 from prelunet.training.net.initialization import initial_tensors
 from prelunet.training.net.network import PreluNet, load_tensors, parameter_groups
 
@@ -40,17 +40,17 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with open_group("cpu") as group:
+    with open_process_group("cpu") as group:
         found = measure(options.kind, group, options.steps)
     if group.is_first:
         options.output.write_text(json.dumps(found), encoding="utf-8")
 
 
-def measure(kind: Any, group: Group, steps: int) -> dict[str, Any]:
+def measure(kind: Any, group: ProcessGroup, steps: int) -> dict[str, Any]:
     """Return the seconds and the loss of each step, the bytes that all processes sent in one, and what passed `lo`."""
     net = PreluNet(small_a(), CLASSES)
     load_tensors(net, initial_tensors(small_a(), CLASSES, seed=0))
-    parallel = make_parallel(kind, net, group, Options(channels_last=True))
+    parallel = build_parallel(kind, net, group, StepOptions(channels_last=True))
     optimizer = torch.optim.SGD(parameter_groups(net, 5e-4), lr=1e-3, momentum=0.9)
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(BATCH, 3, net.architecture.crop, net.architecture.crop, generator=generator) * 50

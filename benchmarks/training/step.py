@@ -30,8 +30,8 @@ from prelunet.evaluator.architectures import Architecture, Pool
 from prelunet.evaluator.machine import cores
 from prelunet.training.data.loader import Batch
 from prelunet.training.data.splits import embedded_dataset_path, open_splits
-from prelunet.training.loop.signals import Signals
-from prelunet.training.loop.trainer import ALONE, Execution, Trainer
+from prelunet.training.loop.signals import StopSignals
+from prelunet.training.loop.trainer import SINGLE_PROCESS, Execution, Trainer
 from prelunet.training.recipe import Recipe, read_recipe
 
 GOAL = 1.05
@@ -43,7 +43,7 @@ RATE = 1e-6  # one batch of noise, over and over: with their own rates A and E d
 
 
 @dataclass(frozen=True)
-class Case:
+class StepCase:
     """A net and a batch. rounds: of steps, each of every way once."""
 
     recipe: Recipe
@@ -75,13 +75,13 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _case(text: str) -> Case:
+def _case(text: str) -> StepCase:
     name, batch, rounds = text.split(":")
     recipe = replace(read_recipe(name), batch=int(batch), steps=10**6, epochs=None, color=0.0, rate=RATE)
-    return Case(recipe, int(rounds))
+    return StepCase(recipe, int(rounds))
 
 
-def _measure(case: Case, cache: Path) -> dict[str, Any]:
+def _measure(case: StepCase, cache: Path) -> dict[str, Any]:
     """Time all ways of a case in turn. cache: where what is known of the images is kept."""
     recipe, random = case.recipe, np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
@@ -89,7 +89,9 @@ def _measure(case: Case, cache: Path) -> dict[str, Any]:
         trainers = []
         for last in (False, True):
             (own := Path(folder) / str(last)).mkdir()
-            trainers.append(Trainer(replace(recipe, channels_last=last), splits, own, ALONE, Execution(cache=cache)))
+            trainers.append(
+                Trainer(replace(recipe, channels_last=last), splits, own, SINGLE_PROCESS, Execution(cache=cache))
+            )
     classes = len(splits.classes)
     images = random.integers(0, 256, (recipe.batch, recipe.crop, recipe.crop, 3), dtype=np.uint8)
     batch = Batch(images, random.integers(0, classes, recipe.batch))
@@ -127,7 +129,7 @@ def _ratio(ours: np.ndarray, other: np.ndarray, random: np.random.Generator) -> 
 
 
 def _ours(trainer: Trainer, batch: Batch) -> Callable[[], object]:
-    signals = Signals()
+    signals = StopSignals()
     return lambda: trainer._step(batch, signals)
 
 

@@ -8,8 +8,8 @@ docs/client.md shows the rest: asyncio, many images, evaluations, deadlines and 
 """
 
 from prelunet.evaluator.client.aio import AsyncClient
-from prelunet.evaluator.client.calls import Retries
-from prelunet.evaluator.client.messages import Progress, ServedModel
+from prelunet.evaluator.client.calls import RetryPolicy
+from prelunet.evaluator.client.messages import EvaluationProgress, ServedModel
 from prelunet.evaluator.client.sync import Client
 
-__all__ = ["AsyncClient", "Client", "Progress", "Retries", "ServedModel"]
+__all__ = ["AsyncClient", "Client", "EvaluationProgress", "RetryPolicy", "ServedModel"]

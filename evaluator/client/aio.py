@@ -10,27 +10,36 @@ import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 
 from prelunet.evaluator.answer import Answer
-from prelunet.evaluator.client.calls import RETRIES, Call, Retries, Terms, Timeout
+from prelunet.evaluator.client.calls import DEFAULT_RETRY_POLICY, Call, ClientSettings, RetryPolicy, Timeout
 from prelunet.evaluator.client.channel import CHANNEL_OPTIONS
 from prelunet.evaluator.client.messages import (
     HEALTH,
-    Evaluation,
-    Progress,
+    EvaluationProgress,
+    EvaluationResponses,
     ServedModel,
     classify_request,
     evaluate_start,
     is_serving,
-    not_there,
-    served_model,
+    is_unreachable,
+    served_model_from_message,
 )
-from prelunet.evaluator.client.streams import AHEAD, AsyncExchange, LabelledImages, Many, StreamEnd, Told
+from prelunet.evaluator.client.streams import (
+    MAX_PENDING,
+    AsyncExchange,
+    AsyncLabelledImages,
+    PendingImages,
+    Result,
+    StreamEnd,
+)
 from prelunet.evaluator.datasets.dataset import Dataset
 from prelunet.evaluator.errors import Interrupted, PreluNetError, UsageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.rpc.convert import answer_from_message
 
-_FEW = 50  # predictions; an answer that tells 1000 classes takes 20 ms to read, too long for an event loop
+_MAX_INLINE_PREDICTIONS = (
+    50  # predictions; an answer that tells 1000 classes takes 20 ms to read, too long for an event loop
+)
 
 
 class AsyncClient:
@@ -39,15 +48,17 @@ class AsyncClient:
     It belongs to the event loop that runs the block. A task that is cancelled cancels its call on the server too.
     """
 
-    def __init__(self, address: str, *, timeout: float | None = 60.0, retries: Retries = RETRIES) -> None:
-        self._terms = Terms(address, timeout, retries)
-        self._terms.closed = True  # until the block begins: gRPC's channel needs the loop that runs
+    def __init__(
+        self, address: str, *, timeout: float | None = 60.0, retries: RetryPolicy = DEFAULT_RETRY_POLICY
+    ) -> None:
+        self._settings = ClientSettings(address, timeout, retries)
+        self._settings.closed = True  # until the block begins: gRPC's channel needs the loop that runs
         self._channel: grpc.aio.Channel | None = None
 
     @property
     def address(self) -> str:
         """Return the server's address."""
-        return self._terms.address
+        return self._settings.address
 
     async def __aenter__(self) -> Self:
         if self._channel is not None:
@@ -55,7 +66,7 @@ class AsyncClient:
         self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
         self._stub: Any = pb_grpc.PreluNetServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
-        self._terms.closed = False
+        self._settings.closed = False
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -63,7 +74,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the connection; calls in flight end with Interrupted."""
-        self._terms.closed = True
+        self._settings.closed = True
         if self._channel is not None:
             await self._channel.close()
 
@@ -92,8 +103,8 @@ class AsyncClient:
             heatmap=heatmap,
             apply_exif=apply_exif,
         )
-        call = Call(self._terms, self._terms.deadline(timeout), request_id)
-        return await _answer_from(await self._answer("Classify", request, call))
+        call = Call(self._settings, self._settings.deadline(timeout), request_id)
+        return await _answer_from(await self._unary_call("Classify", request, call))
 
     def classify_many(  # noqa: PLR0913 - one argument per option
         self,
@@ -106,7 +117,7 @@ class AsyncClient:
         top_k: int | None = None,
         heatmap: bool = False,
         apply_exif: bool = False,
-        ahead: int = AHEAD,
+        max_pending: int = MAX_PENDING,
         timeout: float | None = None,
         request_id: str | None = None,
     ) -> AsyncGenerator[tuple[Any, Answer | PreluNetError], None]:
@@ -124,13 +135,15 @@ class AsyncClient:
             heatmap=heatmap,
             apply_exif=apply_exif,
         )
-        return self._stream(Many(self._terms, request, self._terms.deadline(timeout), request_id, ahead), images)
+        return self._stream(
+            PendingImages(self._settings, request, self._settings.deadline(timeout), request_id, max_pending), images
+        )
 
     async def _stream(
-        self, many: Many, images: AsyncIterable[Any] | Iterable[Any]
+        self, pending: PendingImages, images: AsyncIterable[Any] | Iterable[Any]
     ) -> AsyncGenerator[tuple[Any, Answer | PreluNetError], None]:
         """Give the answers; a stream is open while there is something to send or to wait for."""
-        exchange = AsyncExchange(many)
+        exchange = AsyncExchange(pending)
         taking = asyncio.create_task(exchange.take(images))
         try:
             while await exchange.wait_for_work():
@@ -138,25 +151,25 @@ class AsyncClient:
                     for told in results:
                         yield await _told(told)
                     continue
-                requests, options = exchange.open_stream(), many.call.begin()
+                requests, options = exchange.open_stream(), pending.call.begin()
                 stream = self._stub.ClassifyStream(requests, **options)
                 end = StreamEnd(stream)
                 try:
                     async for response in stream:
-                        for told in exchange.answered(_readable(response, many.call)):
+                        for told in exchange.answer_received(_require_message(response, pending.call)):
                             yield await _told(told)
-                    exchange.ended()
+                    exchange.stream_ended()
                 except grpc.RpcError as failed:
                     if (status := await end.status(failed)) is None:
-                        exchange.ended()
+                        exchange.stream_ended()
                     else:
-                        exchange.broke(status)
+                        exchange.stream_failed(status)
                 except asyncio.CancelledError:
                     self._raise_unless_cancelled()
                     raise
                 finally:
                     stream.cancel()
-            many.raise_error()
+            pending.raise_error()
         finally:
             exchange.close_stream()
             taking.cancel()
@@ -171,23 +184,23 @@ class AsyncClient:
         scales: Sequence[int] | None = None,
         mirror: bool | None = None,
         apply_exif: bool = False,
-        progress: Callable[[Progress], object] | None = None,
+        progress: Callable[[EvaluationProgress], object] | None = None,
         timeout: float | None = None,
         request_id: str | None = None,
     ) -> dict[str, Any]:
         """Send a labelled dataset and return its report, as `Client.evaluate`; images are read in a thread."""
-        call = Call(self._terms, self._terms.deadline(timeout), request_id)
+        call = Call(self._settings, self._settings.deadline(timeout), request_id)
         start = evaluate_start(
             dataset, model=model, protocol=protocol, scales=scales, mirror=mirror, apply_exif=apply_exif
         )
         while True:
             options = call.begin()
-            requests, evaluation = LabelledImages(dataset, start), Evaluation(call, progress)
+            requests, evaluation = AsyncLabelledImages(dataset, start), EvaluationResponses(call, progress)
             stream = self._stub.Evaluate(requests.messages(), **options)
             end = StreamEnd(stream)
             try:
                 async for response in stream:
-                    evaluation.read(_readable(response, call))
+                    evaluation.read(_require_message(response, call))
                 status = None
             except grpc.RpcError as failed:
                 status = await end.status(failed)
@@ -196,37 +209,37 @@ class AsyncClient:
                 raise
             finally:
                 stream.cancel()
-            requests.raise_own_error()  # if there is one, what the server says of the rest does not matter
+            requests.raise_local_error()  # if there is one, what the server says of the rest does not matter
             if status is None:
                 return await asyncio.to_thread(evaluation.report)  # 1000 classes take a while
             await asyncio.sleep(call.pause_after(status, repeatable=not requests.begun))
 
     async def models(self, *, timeout: Timeout = "client", request_id: str | None = None) -> list[ServedModel]:
         """Return what is served, in the server's order."""
-        deadline = self._terms.deadline(timeout)
+        deadline = self._settings.deadline(timeout)
 
         async def ask(method: str, request: object) -> Any:
-            return await self._answer(method, request, Call(self._terms, deadline, request_id))
+            return await self._unary_call(method, request, Call(self._settings, deadline, request_id))
 
         listed = (await ask("ListModels", pb.ListModelsRequest())).models
         asked = (pb.GetModelRequest(name=model.name) for model in listed)
-        return [served_model((await ask("GetModel", request)).model) for request in asked]
+        return [served_model_from_message((await ask("GetModel", request)).model) for request in asked]
 
     async def ready(self, *, timeout: Timeout = "client") -> bool:
         """Whether the server takes calls: False where it says that it does not, or nothing answers in time."""
-        call = Call(self._terms, self._terms.deadline(timeout), None)
+        call = Call(self._settings, self._settings.deadline(timeout), None)
         options = call.begin()
         try:
             return is_serving(await self._health.Check(HEALTH, **options))
         except grpc.RpcError as failed:
-            if not_there(failed):
+            if is_unreachable(failed):
                 return False
             raise call.failure_of(failed).error from failed
         except asyncio.CancelledError:
             self._raise_unless_cancelled()
             raise
 
-    async def _answer(self, method: str, request: object, call: Call) -> Any:
+    async def _unary_call(self, method: str, request: object, call: Call) -> Any:
         """Make a call of one request and one answer."""
         while True:
             options = call.begin()  # first: without a block there is no stub
@@ -238,8 +251,8 @@ class AsyncClient:
                 self._raise_unless_cancelled()
                 raise
             else:
-                call.answered()
-                return _readable(response, call)
+                call.answer_received()
+                return _require_message(response, call)
             await asyncio.sleep(pause)
 
     def _raise_unless_cancelled(self) -> None:
@@ -249,19 +262,19 @@ class AsyncClient:
             raise Interrupted(f"{self.address}: the client was closed before the answer came")
 
 
-def _readable(response: Any, call: Call) -> Any:
+def _require_message(response: Any, call: Call) -> Any:
     """Return a message, which is None where grpc.aio could not read the bytes; the other gRPC makes an error of it."""
     if response is None:
-        raise call.broken("what answers there sends no messages of this service")
+        raise call.invalid_response("what answers there sends no messages of this service")
     return response
 
 
 async def _answer_from(message: pb.ClassifyResponse) -> Answer:
-    if len(message.predictions) > _FEW:
+    if len(message.predictions) > _MAX_INLINE_PREDICTIONS:
         return await asyncio.to_thread(answer_from_message, message)
     return answer_from_message(message)
 
 
-async def _told(told: Told) -> tuple[Any, Answer | PreluNetError]:
+async def _told(told: Result) -> tuple[Any, Answer | PreluNetError]:
     key, result = told
     return key, await _answer_from(result) if isinstance(result, pb.ClassifyResponse) else result

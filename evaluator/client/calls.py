@@ -14,20 +14,20 @@ import grpc
 from prelunet.evaluator.client.channel import checked_address
 from prelunet.evaluator.errors import Interrupted, NotReady, Overloaded, PreluNetError, UsageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from prelunet.evaluator.rpc.status import error_from, error_named, is_absent
+from prelunet.evaluator.rpc.status import error_for_reason, error_from, is_unreachable
 
 
 @dataclass(frozen=True)
-class Retries:
+class RetryPolicy:
     """How often a client tries a call again, and how long it waits before.
 
     attempts: of one call, the first one included; first: seconds that the wait before the second attempt may last; each
-    further wait may last twice as long as the one before, but no longer than `most`. Each wait is drawn evenly between
-    0 and that (full jitter), so that many clients do not come back at one moment; what an overloaded server asks to
-    wait comes on top.
+    further wait may last twice as long as the one before, but no longer than `max_backoff`. Each wait is drawn evenly
+    between 0 and that (full jitter), so that many clients do not come back at one moment; what an overloaded server
+    asks to wait comes on top.
 
     reserve: retries that a client has in hand, all its calls together; answers_per_retry: so many answers bring one
-    back, up to the reserve. So a client whose calls fail for long adds at most `reserve` calls and one for every
+    back, up to the reserve. So a client whose calls fail for long adds at most `retry_budget` calls and one for every
     `answers_per_retry` answers to what the server has to bear.
 
     restart: seconds for which a call waits for a server that is absent, with the same waits in between; attempts and
@@ -35,43 +35,43 @@ class Retries:
     """
 
     attempts: int = 4
-    first: float = 0.1
-    most: float = 5.0
-    reserve: int = 50
+    initial_backoff: float = 0.1
+    max_backoff: float = 5.0
+    retry_budget: int = 50
     answers_per_retry: int = 10
-    restart: float = 20.0
+    restart_timeout: float = 20.0
 
     def __post_init__(self) -> None:
-        if self.attempts < 1 or self.reserve < 0 or self.answers_per_retry < 1:
+        if self.attempts < 1 or self.retry_budget < 0 or self.answers_per_retry < 1:
             raise UsageError(f"{self}: attempts and answers_per_retry should be 1 or more, reserve 0 or more")
-        if not 0 < self.first <= self.most < float("inf"):
+        if not 0 < self.initial_backoff <= self.max_backoff < float("inf"):
             raise UsageError(f"{self}: first and most should be seconds above 0, first no more than most")
-        if not 0 <= self.restart < float("inf"):
+        if not 0 <= self.restart_timeout < float("inf"):
             raise UsageError(f"{self}: restart should be seconds, 0 or more")
 
     @classmethod
     def none(cls) -> Self:
         """Return the rule by which nothing is tried again."""
-        return cls(attempts=1, restart=0.0)
+        return cls(attempts=1, restart_timeout=0.0)
 
 
-class Budget:
+class RetryBudget:
     """The retries that a client has in hand; for any number of threads."""
 
-    def __init__(self, retries: Retries) -> None:
-        self._price = retries.answers_per_retry  # counted in answers: whole numbers, so that ten tenths are one
-        self._most = self._left = retries.reserve * self._price
+    def __init__(self, retries: RetryPolicy) -> None:
+        self._cost = retries.answers_per_retry  # counted in answers: whole numbers, so that ten tenths are one
+        self._most = self._left = retries.retry_budget * self._cost
         self._lock = threading.Lock()
 
     def take(self) -> bool:
         """Take one retry; False where none is left."""
         with self._lock:
-            if self._left < self._price:
+            if self._left < self._cost:
                 return False
-            self._left -= self._price
+            self._left -= self._cost
             return True
 
-    def earn(self) -> None:
+    def deposit(self) -> None:
         """Take note of an answer."""
         with self._lock:
             self._left = min(self._most, self._left + 1)
@@ -88,8 +88,8 @@ class Attempts:
 
     def __init__(
         self,
-        retries: Retries,
-        budget: Budget,
+        retries: RetryPolicy,
+        budget: RetryBudget,
         deadline: float | None,
         draw: Callable[[float, float], float] = _draw,
     ) -> None:
@@ -107,7 +107,7 @@ class Attempts:
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     @property
-    def spent(self) -> bool:
+    def exhausted(self) -> bool:
         """Whether no further attempt is allowed."""
         return self._begun >= self._retries.attempts
 
@@ -118,57 +118,57 @@ class Attempts:
         after the last attempt, none that could not begin before the deadline, and none that the client has no more
         retries in hand for.
         """
-        if absent and self._retries.restart:
-            return self._pause_until_back(error)
+        if absent and self._retries.restart_timeout:
+            return self._pause_until_available(error)
         self._absences = 0
-        if self.spent:
+        if self.exhausted:
             return None
-        pause = self._drawn(error, self._begun)
+        pause = self._jittered(error, self._begun)
         if self._deadline is not None and time.monotonic() + pause >= self._deadline:
             return None
         return pause if self._budget.take() else None
 
-    def _pause_until_back(self, error: PreluNetError) -> float | None:
+    def _pause_until_available(self, error: PreluNetError) -> float | None:
         """Return the seconds to wait for a server that is absent: at most half of what is left, so that the last
         attempts come just before the end.
         """
         now = time.monotonic()
-        self.take_back()
+        self.discard_last()
         if self._absences == 0:
             self._absent_since = now
         self._absences += 1
-        end = self._absent_since + self._retries.restart
+        end = self._absent_since + self._retries.restart_timeout
         left = (end if self._deadline is None else min(end, self._deadline)) - now
-        if left < self._retries.first:
+        if left < self._retries.initial_backoff:
             return None
-        return min(self._drawn(error, self._absences), left / 2)
+        return min(self._jittered(error, self._absences), left / 2)
 
-    def _drawn(self, error: PreluNetError, failures: int) -> float:
+    def _jittered(self, error: PreluNetError, failures: int) -> float:
         """Return a wait after so many failures, with what the server asks to wait."""
-        doublings = min(failures - 1, 60)  # the wait has long reached `most`, and a float has an end
-        pause = self._draw(0.0, min(self._retries.most, self._retries.first * 2.0**doublings))
+        doublings = min(failures - 1, 60)  # the wait has long reached `max_backoff`, and a float has an end
+        pause = self._draw(0.0, min(self._retries.max_backoff, self._retries.initial_backoff * 2.0**doublings))
         asked: float | None = getattr(error, "retry_after", None)
         return pause if asked is None else pause + asked
 
-    def take_back(self) -> None:
+    def discard_last(self) -> None:
         """Count the last attempt as none: no server has seen it."""
         self._begun -= 1
 
-    def answered(self) -> None:
+    def answer_received(self) -> None:
         """Take note of an answer; in a stream, from which attempts are counted anew."""
         self._begun = 1
         self._absences = 0
-        self._budget.earn()
+        self._budget.deposit()
 
 
 Timeout: TypeAlias = float | Literal["client"] | None
 """Seconds for a call, retries included; None to wait for ever; "client": as its client was told."""
 
-RETRIES = Retries()
+DEFAULT_RETRY_POLICY = RetryPolicy()
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_LONGEST = 1e9  # seconds; gRPC counts nanoseconds in 64 bits
+_MAX_TIMEOUT = 1e9  # seconds; gRPC counts nanoseconds in 64 bits
 _CANCELLED = grpc.StatusCode.CANCELLED  # from a server: it stopped before it had begun the call
-_PASSING = (grpc.StatusCode.UNAVAILABLE, _CANCELLED)
+_TRANSIENT = (grpc.StatusCode.UNAVAILABLE, _CANCELLED)
 
 log = logging.getLogger(__name__)
 
@@ -181,20 +181,20 @@ class Failure:
     """
 
     error: PreluNetError
-    passing: bool
+    transient: bool
     absent: bool = False
 
 
-class Terms:
+class ClientSettings:
     """What a client was told about all its calls; shared by its threads. closed: no further call may begin."""
 
-    def __init__(self, address: str, timeout: float | None, retries: Retries) -> None:
+    def __init__(self, address: str, timeout: float | None, retries: RetryPolicy) -> None:
         self.address = checked_address(address)
         self.retries = retries
-        self.budget = Budget(retries)
+        self.budget = RetryBudget(retries)
         self.closed = False
         self._timeout = _checked(timeout)
-        self._told = False
+        self._warned = False
 
     def deadline(self, timeout: Timeout) -> float | None:
         """Return when a call that begins now should be over, on the clock of time.monotonic()."""
@@ -205,41 +205,41 @@ class Terms:
         """Return the attempts of something that is asked now."""
         return Attempts(self.retries, self.budget, deadline)
 
-    def note_absence(self, error: PreluNetError) -> None:
+    def warn_server_absent(self, error: PreluNetError) -> None:
         """Tell once, until a call has its answer, that calls wait: else nobody would know why nothing happens."""
-        if self.retries.restart and not self._told:
-            self._told = True
+        if self.retries.restart_timeout and not self._warned:
+            self._warned = True
             where = "" if self.address in str(error) else f"{self.address}: "
-            log.warning("trying again for up to %g s: %s%s", self.retries.restart, where, error)
+            log.warning("trying again for up to %g s: %s%s", self.retries.restart_timeout, where, error)
 
-    def note_answer(self) -> None:
+    def clear_warning(self) -> None:
         """Take note that there is a server."""
-        self._told = False
+        self._warned = False
 
 
 class Call:
     """One call of a client, through all its attempts. deadline: as of `Terms.deadline`."""
 
-    def __init__(self, terms: Terms, deadline: float | None, request_id: str | None) -> None:
+    def __init__(self, settings: ClientSettings, deadline: float | None, request_id: str | None) -> None:
         if request_id is not None and not _REQUEST_ID.fullmatch(request_id):
             raise UsageError(
                 f"request_id is {request_id!a}, but it should have 1 to 128 letters, digits, '.', '_', ':' and '-'"
             )
-        self._terms = terms
+        self._settings = settings
         self._request_id = request_id
-        self._attempts = terms.attempts(deadline)
+        self._attempts = settings.attempts(deadline)
 
     def begin(self) -> dict[str, Any]:
         """Begin an attempt: return the arguments that gRPC needs beside the request."""
-        if self._terms.closed:
+        if self._settings.closed:
             raise UsageError("the client is closed; make the call inside of its `with` block")
         metadata = () if self._request_id is None else (("x-request-id", self._request_id),)
         return {"timeout": self._attempts.begin(), "metadata": metadata}
 
-    def answered(self) -> None:
+    def answer_received(self) -> None:
         """Take note of an answer."""
-        self._attempts.answered()
-        self._terms.note_answer()
+        self._attempts.answer_received()
+        self._settings.clear_warning()
 
     def pause_after(self, failed: grpc.RpcError, *, repeatable: bool = True) -> float:
         """Return the seconds to wait before the next attempt; raise the error where there should be none.
@@ -247,11 +247,11 @@ class Call:
         repeatable: whether the call can be made again once a server has begun it.
         """
         failure = self.failure_of(failed)
-        if failure.passing and (repeatable or failure.absent):
+        if failure.transient and (repeatable or failure.absent):
             pause = self._attempts.pause(failure.error, absent=failure.absent)
             if pause is not None:
                 if failure.absent:
-                    self._terms.note_absence(failure.error)
+                    self._settings.warn_server_absent(failure.error)
                 return pause
         try:
             raise failure.error from failed
@@ -260,27 +260,27 @@ class Call:
 
     def failure_of(self, failed: grpc.RpcError) -> Failure:
         """Return why the call failed."""
-        if failed.code() == _CANCELLED and self._terms.closed:
-            return self._failure(Interrupted(f"{self._terms.address}: the client was closed before the answer came"))
-        return self._failure(error_from(failed, self._terms.address), failed.code(), absent=is_absent(failed))
+        if failed.code() == _CANCELLED and self._settings.closed:
+            return self._failure(Interrupted(f"{self._settings.address}: the client was closed before the answer came"))
+        return self._failure(error_from(failed, self._settings.address), failed.code(), absent=is_unreachable(failed))
 
-    def failure_told(self, told: pb.CallError) -> Failure:
+    def failure_from_message(self, told: pb.CallError) -> Failure:
         """Return why an image of a stream has no answer."""
         retry_after = told.retry_after_seconds if told.HasField("retry_after_seconds") else None
-        error = error_named(told.reason, retry_after, told.message)
+        error = error_for_reason(told.reason, retry_after, told.message)
         if error is None:
-            error = PreluNetError(f"{self._terms.address}: status {told.code}: {told.message}")
-        return self._failure(error, next((code for code in _PASSING if code.value[0] == told.code), None))
+            error = PreluNetError(f"{self._settings.address}: status {told.code}: {told.message}")
+        return self._failure(error, next((code for code in _TRANSIENT if code.value[0] == told.code), None))
 
     def _failure(self, error: PreluNetError, code: grpc.StatusCode | None = None, *, absent: bool = False) -> Failure:
         if self._request_id is not None:
             error.args = (f"{error} (request id {self._request_id})", *error.args[1:])
-        passing = code in _PASSING or isinstance(error, Overloaded)
-        return Failure(error, passing, absent or isinstance(error, NotReady))
+        transient = code in _TRANSIENT or isinstance(error, Overloaded)
+        return Failure(error, transient, absent or isinstance(error, NotReady))
 
-    def broken(self, what: str) -> PreluNetError:
+    def invalid_response(self, what: str) -> PreluNetError:
         """Return the error for a server that does not keep to the protocol."""
-        error = PreluNetError(f"{self._terms.address}: {what}. Are client and server of the same version?")
+        error = PreluNetError(f"{self._settings.address}: {what}. Are client and server of the same version?")
         return self._failure(error).error
 
 
@@ -288,6 +288,6 @@ def _checked(timeout: float | Literal["client"] | None) -> float | None:
     """Return a timeout that is one."""
     if timeout is None:
         return None
-    if isinstance(timeout, str) or not 0 < timeout <= _LONGEST:
+    if isinstance(timeout, str) or not 0 < timeout <= _MAX_TIMEOUT:
         raise UsageError(f"timeout is {timeout!r}, but it should be seconds above 0, or None to wait for ever")
     return float(timeout)

@@ -3,13 +3,13 @@
 import re
 
 from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.rpc.status import MAX_MESSAGE
+from prelunet.evaluator.rpc.status import MAX_MESSAGE_BYTES
 
 PING_INTERVAL = 30  # seconds; a server cuts off who pings more often than `Limits.min_ping_interval` allows: 5 s
 PING_TIMEOUT = 10  # seconds
 
 CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE),  # a report of 1000 classes may pass gRPC's 4 MiB
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),  # a report of 1000 classes may pass gRPC's 4 MiB
     ("grpc.enable_http_proxy", 0),  # the address is meant as it stands; a proxy for downloads has no part in it
     # Calls go round all addresses of a name, as those of a headless Kubernetes service; gRPC would stay with the first.
     ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}'),
@@ -29,11 +29,11 @@ CHANNEL_OPTIONS = (
 
 
 # What gRPC takes beside host:port; it knows the names of further ones by itself.
-_OWN_KINDS = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:", "xds:")
+_GRPC_SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:", "xds:")
 _WITH_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://([^/]*)", re.IGNORECASE)
 _WITH_PORT = re.compile(r"(?:\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]]+):([0-9]{1,5})")
 _EXAMPLE = "127.0.0.1:50051"
-_MOST = 65535
+_MAX_PORT = 65535
 
 
 def checked_address(address: str) -> str:
@@ -42,12 +42,12 @@ def checked_address(address: str) -> str:
     Raises UsageError where gRPC would understand something else: it takes "host" for host:443, and "http://host:50051"
     for the name of a machine.
     """
-    if address.startswith(_OWN_KINDS):
+    if address.startswith(_GRPC_SCHEMES):
         return address
     if found := _WITH_PORT.fullmatch(address):
-        if int(found[1]) <= _MOST:
+        if int(found[1]) <= _MAX_PORT:
             return address
-        raise UsageError(f"address is {address!r}, but a port is 0 to {_MOST}, as in {_EXAMPLE}")
+        raise UsageError(f"address is {address!r}, but a port is 0 to {_MAX_PORT}, as in {_EXAMPLE}")
     if found := _WITH_SCHEME.match(address):
         host = found[2] or _EXAMPLE
         raise UsageError(f"address is {address!r}, but it is written without {found[1]}://, as {_with_port(host)}")

@@ -13,7 +13,7 @@ from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.errors import DatasetError, ImageError, UsageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.rpc.convert import report_from_message, to_plain
-from prelunet.evaluator.rpc.status import MAX_MESSAGE
+from prelunet.evaluator.rpc.status import MAX_MESSAGE_BYTES
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ServedModel:
     checkpoint_sha256: str
 
 
-def served_model(model: pb.Model) -> ServedModel:
+def served_model_from_message(model: pb.Model) -> ServedModel:
     """Read what a server says of one model."""
     return ServedModel(
         name=model.name,
@@ -51,7 +51,7 @@ def served_model(model: pb.Model) -> ServedModel:
 
 
 @dataclass(frozen=True)
-class Progress:
+class EvaluationProgress:
     """How far an evaluation is.
 
     images: that are answered, refused ones included; refused: of them; top1_error: percent of the evaluated images so
@@ -64,32 +64,32 @@ class Progress:
     seconds: float
 
 
-class Evaluation:
+class EvaluationResponses:
     """The answers of one evaluation. tell: called with every Progress."""
 
-    def __init__(self, call: Call, tell: Callable[[Progress], object] | None) -> None:
+    def __init__(self, call: Call, on_progress: Callable[[EvaluationProgress], object] | None) -> None:
         self._call = call
-        self._tell = tell
+        self._on_progress = on_progress
         self._report: pb.Report | None = None
 
     def read(self, response: pb.EvaluateResponse) -> None:
         """Read one message."""
         if response.HasField("report"):
             self._report = response.report
-        elif self._tell is not None and response.HasField("progress"):
+        elif self._on_progress is not None and response.HasField("progress"):
             progress = response.progress
             top1_error = progress.top1_error if progress.HasField("top1_error") else None
-            self._tell(Progress(progress.images, progress.refused, top1_error, progress.seconds))
+            self._on_progress(EvaluationProgress(progress.images, progress.refused, top1_error, progress.seconds))
 
     def report(self) -> dict[str, Any]:
         """Return the report, which is the last message."""
         if self._report is None:
-            raise self._call.broken("the evaluation ended without a report")
+            raise self._call.invalid_response("the evaluation ended without a report")
         return report_from_message(self._report)
 
 
 HEALTH = health_pb2.HealthCheckRequest()  # of the whole server
-_NOT_THERE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+_UNREACHABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 def is_serving(response: health_pb2.HealthCheckResponse) -> bool:
@@ -97,15 +97,15 @@ def is_serving(response: health_pb2.HealthCheckResponse) -> bool:
     return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def not_there(failed: grpc.RpcError) -> bool:
+def is_unreachable(failed: grpc.RpcError) -> bool:
     """Whether a question about health failed because nothing answers."""
-    return failed.code() in _NOT_THERE
+    return failed.code() in _UNREACHABLE
 
 
 # What a client sends.
 
 
-_ROOM = 4096  # bytes of a message for the file's name, its class and the framing
+_MESSAGE_OVERHEAD = 4096  # bytes of a message for the file's name, its class and the framing
 
 
 def classify_request(
@@ -136,8 +136,10 @@ def classify_request(
 
 def stream_request(number: int, request: pb.ClassifyRequest) -> pb.ClassifyStreamRequest:
     """Return one request of a stream; ImageError for an image that would end the stream instead of being refused."""
-    if (size := request.ByteSize()) > MAX_MESSAGE - _ROOM:
-        raise ImageError(f"{size} bytes are more than a message of {MAX_MESSAGE} bytes can carry. Send a smaller image")
+    if (size := request.ByteSize()) > MAX_MESSAGE_BYTES - _MESSAGE_OVERHEAD:
+        raise ImageError(
+            f"{size} bytes are more than a message of {MAX_MESSAGE_BYTES} bytes can carry. Send a smaller image"
+        )
     return pb.ClassifyStreamRequest(id=str(number), request=request)
 
 
@@ -170,9 +172,9 @@ def labelled_image(dataset: Dataset, sample: Sample) -> pb.EvaluateRequest:
         sample.file.encode()
     except UnicodeEncodeError as error:
         raise DatasetError(f"{sample.file!a}: a name that is no Unicode cannot be sent. Rename the file") from error
-    if sample.size > MAX_MESSAGE - _ROOM:
+    if sample.size > MAX_MESSAGE_BYTES - _MESSAGE_OVERHEAD:
         raise DatasetError(
-            f"{sample.file}: {sample.size} bytes are more than a message of {MAX_MESSAGE} bytes can carry. "
+            f"{sample.file}: {sample.size} bytes are more than a message of {MAX_MESSAGE_BYTES} bytes can carry. "
             "Take the file out of the dataset, or use `prelunet validate`"
         )
     data = dataset.reader.read(sample.file)  # the server refuses what is too large for it, and counts it

@@ -10,21 +10,21 @@ import grpc
 from grpc_health.v1 import health_pb2_grpc
 
 from prelunet.evaluator.answer import Answer
-from prelunet.evaluator.client.calls import RETRIES, Call, Retries, Terms, Timeout
+from prelunet.evaluator.client.calls import DEFAULT_RETRY_POLICY, Call, ClientSettings, RetryPolicy, Timeout
 from prelunet.evaluator.client.channel import CHANNEL_OPTIONS
 from prelunet.evaluator.client.messages import (
     HEALTH,
-    Evaluation,
-    Progress,
+    EvaluationProgress,
+    EvaluationResponses,
     ServedModel,
     classify_request,
     evaluate_start,
     is_serving,
+    is_unreachable,
     labelled_image,
-    not_there,
-    served_model,
+    served_model_from_message,
 )
-from prelunet.evaluator.client.streams import AHEAD, Many, Told
+from prelunet.evaluator.client.streams import MAX_PENDING, PendingImages, Result
 from prelunet.evaluator.datasets.dataset import Dataset
 from prelunet.evaluator.errors import PreluNetError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
@@ -44,8 +44,10 @@ class Client:
     (1 to 128 letters, digits, '.', '_', ':' and '-') stands in the server's log and in the errors of the call.
     """
 
-    def __init__(self, address: str, *, timeout: float | None = 60.0, retries: Retries = RETRIES) -> None:
-        self._terms = Terms(address, timeout, retries)
+    def __init__(
+        self, address: str, *, timeout: float | None = 60.0, retries: RetryPolicy = DEFAULT_RETRY_POLICY
+    ) -> None:
+        self._settings = ClientSettings(address, timeout, retries)
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub = pb_grpc.PreluNetServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -53,7 +55,7 @@ class Client:
     @property
     def address(self) -> str:
         """Return the server's address."""
-        return self._terms.address
+        return self._settings.address
 
     def __enter__(self) -> Self:
         return self
@@ -63,7 +65,7 @@ class Client:
 
     def close(self) -> None:
         """Close the connection; calls in flight end with Interrupted."""
-        self._terms.closed = True
+        self._settings.closed = True
         self._channel.close()
 
     def classify(  # noqa: PLR0913 - one argument per option
@@ -98,8 +100,8 @@ class Client:
             heatmap=heatmap,
             apply_exif=apply_exif,
         )
-        call = Call(self._terms, self._terms.deadline(timeout), request_id)
-        return answer_from_message(_answer(self._stub.Classify, request, call))
+        call = Call(self._settings, self._settings.deadline(timeout), request_id)
+        return answer_from_message(_unary_call(self._stub.Classify, request, call))
 
     def classify_many(  # noqa: PLR0913 - one argument per option
         self,
@@ -112,7 +114,7 @@ class Client:
         top_k: int | None = None,
         heatmap: bool = False,
         apply_exif: bool = False,
-        ahead: int = AHEAD,
+        max_pending: int = MAX_PENDING,
         timeout: float | None = None,
         request_id: str | None = None,
     ) -> Generator[tuple[Any, Answer | PreluNetError], None, None]:
@@ -136,26 +138,30 @@ class Client:
             heatmap=heatmap,
             apply_exif=apply_exif,
         )
-        return self._stream(Many(self._terms, request, self._terms.deadline(timeout), request_id, ahead), images)
+        return self._stream(
+            PendingImages(self._settings, request, self._settings.deadline(timeout), request_id, max_pending), images
+        )
 
-    def _stream(self, many: Many, images: Iterable[Any]) -> Generator[tuple[Any, Answer | PreluNetError], None, None]:
+    def _stream(
+        self, pending: PendingImages, images: Iterable[Any]
+    ) -> Generator[tuple[Any, Answer | PreluNetError], None, None]:
         """Give the answers; a stream is open while there is something to send or to wait for."""
-        exchange = Exchange(many, images)
+        exchange = Exchange(pending, images)
         try:
             while exchange.wait_for_work():
                 if results := exchange.take_results():
                     yield from map(_told, results)
                     continue
-                stream = self._stub.ClassifyStream(exchange.open_stream(), **many.call.begin())
+                stream = self._stub.ClassifyStream(exchange.open_stream(), **pending.call.begin())
                 try:
                     for response in stream:
-                        yield from map(_told, exchange.answered(response))
-                    exchange.ended()
+                        yield from map(_told, exchange.answer_received(response))
+                    exchange.stream_ended()
                 except grpc.RpcError as failed:
-                    exchange.broke(failed)
+                    exchange.stream_failed(failed)
                 finally:
                     stream.cancel()
-            many.raise_error()
+            pending.raise_error()
         finally:
             exchange.stop()
 
@@ -168,7 +174,7 @@ class Client:
         scales: Sequence[int] | None = None,
         mirror: bool | None = None,
         apply_exif: bool = False,
-        progress: Callable[[Progress], object] | None = None,
+        progress: Callable[[EvaluationProgress], object] | None = None,
         timeout: float | None = None,
         request_id: str | None = None,
     ) -> dict[str, Any]:
@@ -179,21 +185,21 @@ class Client:
         The other arguments are those of `classify`. Once the first image has been read, nothing is tried again.
         Raises DatasetError for an image that cannot be read.
         """
-        call = Call(self._terms, self._terms.deadline(timeout), request_id)
+        call = Call(self._settings, self._settings.deadline(timeout), request_id)
         start = evaluate_start(
             dataset, model=model, protocol=protocol, scales=scales, mirror=mirror, apply_exif=apply_exif
         )
         while True:
-            requests, evaluation = LabelledImages(dataset, start), Evaluation(call, progress)
+            requests, evaluation = LabelledImages(dataset, start), EvaluationResponses(call, progress)
             stream = self._stub.Evaluate(iter(requests), **call.begin())
             try:
                 for response in stream:
                     evaluation.read(response)
             except grpc.RpcError as failed:
-                requests.raise_own_error()  # if there is one, what the server says of the rest does not matter
+                requests.raise_local_error()  # if there is one, what the server says of the rest does not matter
                 pause = call.pause_after(failed, repeatable=not requests.begun)
             else:
-                requests.raise_own_error()
+                requests.raise_local_error()
                 return evaluation.report()
             finally:
                 stream.cancel()
@@ -201,27 +207,27 @@ class Client:
 
     def models(self, *, timeout: Timeout = "client", request_id: str | None = None) -> list[ServedModel]:
         """Return what is served, in the server's order."""
-        deadline = self._terms.deadline(timeout)
+        deadline = self._settings.deadline(timeout)
 
         def ask(method: Callable[..., Any], request: object) -> Any:
-            return _answer(method, request, Call(self._terms, deadline, request_id))
+            return _unary_call(method, request, Call(self._settings, deadline, request_id))
 
         listed = ask(self._stub.ListModels, pb.ListModelsRequest()).models
         asked = (pb.GetModelRequest(name=model.name) for model in listed)
-        return [served_model(ask(self._stub.GetModel, request).model) for request in asked]
+        return [served_model_from_message(ask(self._stub.GetModel, request).model) for request in asked]
 
     def ready(self, *, timeout: Timeout = "client") -> bool:
         """Whether the server takes calls: False where it says that it does not, or nothing answers in time."""
-        call = Call(self._terms, self._terms.deadline(timeout), None)
+        call = Call(self._settings, self._settings.deadline(timeout), None)
         try:
             return is_serving(self._health.Check(HEALTH, **call.begin()))
         except grpc.RpcError as failed:
-            if not_there(failed):
+            if is_unreachable(failed):
                 return False
             raise call.failure_of(failed).error from failed
 
 
-def _answer(method: Callable[..., Any], request: object, call: Call) -> Any:
+def _unary_call(method: Callable[..., Any], request: object, call: Call) -> Any:
     """Make a call of one request and one answer."""
     while True:
         try:
@@ -229,12 +235,12 @@ def _answer(method: Callable[..., Any], request: object, call: Call) -> Any:
         except grpc.RpcError as failed:
             pause = call.pause_after(failed)
         else:
-            call.answered()
+            call.answer_received()
             return response
         time.sleep(pause)
 
 
-def _told(told: Told) -> tuple[Any, Answer | PreluNetError]:
+def _told(told: Result) -> tuple[Any, Answer | PreluNetError]:
     key, result = told
     return key, answer_from_message(result) if isinstance(result, pb.ClassifyResponse) else result
 
@@ -243,14 +249,14 @@ def _told(told: Told) -> tuple[Any, Answer | PreluNetError]:
 
 
 class Exchange:
-    """`Many` between three threads: the caller's that reads, gRPC's that sends, and one that takes images.
+    """`PendingImages` between three threads: the caller's that reads, gRPC's that sends, and one that takes images.
 
     images: what the caller gives; asked in a thread of its own, because a stream that breaks may be taken up again
     while the caller's iterable still makes the next image.
     """
 
-    def __init__(self, many: Many, images: Iterable[object]) -> None:
-        self._many = many
+    def __init__(self, pending: PendingImages, images: Iterable[object]) -> None:
+        self._pending = pending
         self._changed = threading.Condition()
         self._stopped = False
         self._stream = 0
@@ -264,28 +270,28 @@ class Exchange:
             while self._has_room():
                 given = next(each)
                 with self._changed:
-                    self._many.take(given)
+                    self._pending.take(given)
                     self._changed.notify_all()
         except StopIteration:
             pass
         except BaseException as raised:  # told by raise_error in the caller's thread
             error = raised
         with self._changed:
-            self._many.finish(error)
+            self._pending.finish(error)
             self._changed.notify_all()
 
     def _has_room(self) -> bool:
         """Wait until there is room for an image; False once the caller wants no more."""
         with self._changed:
-            self._changed.wait_for(lambda: self._many.room or self._stopped)
+            self._changed.wait_for(lambda: self._pending.has_room or self._stopped)
             return not self._stopped
 
     def wait_for_work(self) -> bool:
         """Wait until there is something to send or to tell; False when everything is told."""
         with self._changed:
-            while (pause := self._many.work_in()) != 0.0:
+            while (pause := self._pending.seconds_until_work()) != 0.0:
                 self._changed.wait(pause)
-            return not self._many.done
+            return not self._pending.done
 
     def open_stream(self) -> Iterator[pb.ClassifyStreamRequest]:
         """Return the requests of a new stream, for gRPC's thread; those of the stream before end."""
@@ -300,38 +306,38 @@ class Exchange:
     def _next_request(self, stream: int) -> pb.ClassifyStreamRequest | None:
         """Wait for a request of this stream; None when it should send no more."""
         with self._changed:
-            while self._stream == stream and not self._many.idle:
-                if (request := self._many.next_request()) is not None:
+            while self._stream == stream and not self._pending.idle:
+                if (request := self._pending.next_request()) is not None:
                     return request
-                self._changed.wait(self._many.due_in())
+                self._changed.wait(self._pending.seconds_until_due())
             return None
 
-    def answered(self, response: pb.ClassifyStreamResponse) -> list[Told]:
+    def answer_received(self, response: pb.ClassifyStreamResponse) -> list[Result]:
         """Take note of an answer; returns what there is to tell."""
         with self._changed:
-            self._many.answered(response)
+            self._pending.answer_received(response)
             return self._told()
 
-    def ended(self) -> None:
+    def stream_ended(self) -> None:
         """Take note that the server ended the stream, whose requests end too."""
         with self._changed:
             self._close_stream()
-            self._many.ended()
+            self._pending.stream_ended()
 
-    def broke(self, failed: grpc.RpcError) -> None:
+    def stream_failed(self, failed: grpc.RpcError) -> None:
         """Take note that the stream broke, whose requests end too; raises the error where that is the end of all."""
         with self._changed:
             self._close_stream()  # first: what is taken from here on belongs to the next stream
-            self._many.broke(failed)
+            self._pending.stream_failed(failed)
 
-    def take_results(self) -> list[Told]:
+    def take_results(self) -> list[Result]:
         """Return what there is to tell."""
         with self._changed:
             return self._told()
 
-    def _told(self) -> list[Told]:
+    def _told(self) -> list[Result]:
         self._changed.notify_all()  # there may be room now
-        return self._many.take_results()
+        return self._pending.take_results()
 
     def stop(self) -> None:
         """Take no more images; the thread that takes them ends, at the latest when the next one is there."""
@@ -363,10 +369,10 @@ class LabelledImages:
         try:
             for sample in self._dataset.samples:
                 yield labelled_image(self._dataset, sample)
-        except Exception as error:  # told by raise_own_error in the caller's thread; ending the stream ends the call
+        except Exception as error:  # told by raise_local_error in the caller's thread; ending the stream ends the call
             self._error = error
 
-    def raise_own_error(self) -> None:
+    def raise_local_error(self) -> None:
         """Raise what went wrong on this side, if anything did."""
         if self._error is not None:
             raise self._error

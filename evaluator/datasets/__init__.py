@@ -1,10 +1,17 @@
 """A folder or an archive of images as labelled samples."""
 
-from prelunet.evaluator.datasets.dataset import Dataset, DatasetPlace, Reader, Sample
-from prelunet.evaluator.datasets.open import open_dataset, open_images, open_place
-from prelunet.evaluator.datasets.selection import classes_asked, select
+from prelunet.evaluator.datasets.dataset import Dataset, DatasetSpec, Reader, Sample
+from prelunet.evaluator.datasets.open import open_dataset, open_from_spec, open_images
+from prelunet.evaluator.datasets.selection import parse_class_selection, select
 
 __all__ = [
-    "Dataset", "DatasetPlace", "Reader", "Sample",
-    "classes_asked", "open_dataset", "open_images", "open_place", "select",
+    "Dataset",
+    "DatasetSpec",
+    "Reader",
+    "Sample",
+    "open_dataset",
+    "open_from_spec",
+    "open_images",
+    "parse_class_selection",
+    "select",
 ]  # fmt: skip

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol as Interface
+from typing import Protocol
 
 from prelunet.evaluator.errors import DatasetError, ImageError
 from prelunet.evaluator.imaging.limits import DecodeLimits
@@ -22,7 +22,7 @@ class Sample:
     size: int
 
 
-class Reader(Interface):
+class Reader(Protocol):
     """Gives the bytes of a sample; safe to call from several threads."""
 
     def read(self, file: str) -> bytes:
@@ -31,7 +31,7 @@ class Reader(Interface):
 
 
 @dataclass(frozen=True)
-class DatasetPlace:
+class DatasetSpec:
     """All that it takes to open the same dataset again.
 
     path: folder or archive; labels: file or folder that gives the labels, None where the dataset itself does;
@@ -64,7 +64,7 @@ class Dataset:
     layout: str = "class folders"
     remarks: tuple[str, ...] = ()
     selection: str | None = None
-    place: DatasetPlace | None = None
+    spec: DatasetSpec | None = None
 
     def read(self, sample: Sample) -> bytes:
         """Return the encoded bytes of one sample.

@@ -14,7 +14,7 @@ from prelunet.evaluator.datasets.labels.class_names import ClassList
 from prelunet.evaluator.datasets.labels.imagenet_devkit import GROUND_TRUTH, labels_of_devkit, wnids_in_names
 from prelunet.evaluator.datasets.labels.label_lists import labels_of_list
 from prelunet.evaluator.datasets.sources.archive import ArchiveSource
-from prelunet.evaluator.datasets.sources.base import LabelFile, Source, place_of, some
+from prelunet.evaluator.datasets.sources.base import LabelFile, Source, describe_place, format_names
 from prelunet.evaluator.datasets.sources.folder import FolderSource, label_file
 from prelunet.evaluator.datasets.webdataset import (
     is_shard,
@@ -29,24 +29,24 @@ SHARDS = "webdataset shards"  # as a layout is called
 
 
 @dataclass(frozen=True)
-class Images:
+class ImageListing:
     """The images in one folder of a source. names: sorted, relative to it; sizes: bytes; place: of it, for people."""
 
     source: Source
     path: Path
-    inside: str
+    subfolder: str
     names: Sequence[str]
     sizes: Sequence[int]
 
     @property
     def place(self) -> str:
         """Return where they lie, for people."""
-        return place_of(self.path, self.inside)
+        return describe_place(self.path, self.subfolder)
 
 
 @dataclass(frozen=True)
-class Found:
-    """Images with their labels. layout, remarks: see `Dataset`; labels_from: `DatasetPlace.labels`."""
+class LabelledListing:
+    """Images with their labels. layout, remarks: see `Dataset`; labels_from: `DatasetSpec.labels`."""
 
     names: Sequence[str]
     sizes: Sequence[int]
@@ -57,16 +57,16 @@ class Found:
     labels_from: Path | None = None
 
 
-def images_in(source: Source, path: Path, inside: str) -> Images:
+def list_images(source: Source, path: Path, subfolder: str) -> ImageListing:
     """List the images in a folder; DatasetError for a name that could not be written to a run, nor printed."""
-    found = sorted(source.images(inside))
+    found = sorted(source.images(subfolder))
     names = [name for name, _ in found]
-    images = Images(source, path, inside, names, array("q", (size for _, size in found)))
-    _check_names((*source.folders(inside), *names), images.place)
+    images = ImageListing(source, path, subfolder, names, array("q", (size for _, size in found)))
+    _check_names((*source.folders(subfolder), *names), images.place)
     return images
 
 
-def training_layout(images: Images, split: str) -> tuple[Found, tuple[str, ...]]:
+def label_training_images(images: ImageListing, split: str) -> tuple[LabelledListing, tuple[str, ...]]:
     """Label images by their class folders in sorted order, or as shards do; also return the classes.
 
     Raises DatasetError where there are neither, a class folder is empty, or labels do not fit (`open_training_shards`).
@@ -74,8 +74,8 @@ def training_layout(images: Images, split: str) -> tuple[Found, tuple[str, ...]]
     if tars := _tars(images):
         paths = shards_of_split(tars, split)
         table, labels, reader, classes = open_training_shards(paths, complete=split == "train")
-        return Found(table.names, table.sizes, labels, reader, SHARDS, [_span(images, paths)]), classes
-    folders = tuple(images.source.folders(images.inside))
+        return LabelledListing(table.names, table.sizes, labels, reader, SHARDS, [_span(images, paths)]), classes
+    folders = tuple(images.source.folders(images.subfolder))
     if not folders:
         raise DatasetError(
             f"{images.place}: no class folders here ({len(images.names)} images lie loose). "
@@ -84,61 +84,69 @@ def training_layout(images: Images, split: str) -> tuple[Found, tuple[str, ...]]
     return _by_folder(images, folders, {folder: index for index, folder in enumerate(folders)}, []), folders
 
 
-def find_layout(images: Images, split: str, classes: ClassList, labels: Path | None, *, no_labels: bool) -> Found:
+def label_images(
+    images: ImageListing, split: str, classes: ClassList, labels: Path | None, *, no_labels: bool
+) -> LabelledListing:
     """Find out how a model's images are labelled, and label them; errors as of `open_dataset`."""
     if (shards := _shards(images, split, classes, labels, no_labels=no_labels)) is not None:
         return shards
     if no_labels:
         return _found(images, [UNLABELLED] * len(images.names), "unlabelled")
     if labels is not None:
-        return _by_file(images, named_labels(labels), classes)
-    folders = images.source.folders(images.inside)
+        return _by_file(images, resolve_labels_option(labels), classes)
+    folders = images.source.folders(images.subfolder)
     loose = sum("/" not in name for name in images.names)
     if not loose and folders:
         return _by_class_folder(images, folders, classes)
     if loose == len(images.names):
         return _flat(images, classes)
-    if not any(map(classes.knows, folders)) and classes.folder_numbers(folders, images.place) is None:
+    if not any(map(classes.contains, folders)) and classes.folder_numbers(folders, images.place) is None:
         raise DatasetError(
             f"{images.place}: {loose:,} images lie loose and {len(images.names) - loose:,} in folders that are no "
-            f"classes of the model ({some(folders)}). Give the labels of all with --labels FILE, or the folder that "
+            f"classes of the model ({format_names(folders)}). Give the labels of all with --labels FILE, or the folder that "
             "is meant as --data"
         )
     return _by_class_folder(images, folders, classes)
 
 
 def _found(
-    images: Images, labels: Sequence[int], layout: str, remarks: Iterable[str] = (), labels_from: Path | None = None
-) -> Found:
-    reader = images.source.reader(images.inside)
-    return Found(images.names, images.sizes, labels, reader, layout, tuple(remarks), labels_from)
+    images: ImageListing,
+    labels: Sequence[int],
+    layout: str,
+    remarks: Iterable[str] = (),
+    labels_from: Path | None = None,
+) -> LabelledListing:
+    reader = images.source.reader(images.subfolder)
+    return LabelledListing(images.names, images.sizes, labels, reader, layout, tuple(remarks), labels_from)
 
 
-def _by_class_folder(images: Images, folders: Sequence[str], classes: ClassList) -> Found:
+def _by_class_folder(images: ImageListing, folders: Sequence[str], classes: ClassList) -> LabelledListing:
     index, remarks = labels_of_folders(folders, classes, images.place)
     return _by_folder(images, folders, index, remarks)
 
 
-def _by_folder(images: Images, folders: Sequence[str], index: Mapping[str, int], remarks: Sequence[str]) -> Found:
+def _by_folder(
+    images: ImageListing, folders: Sequence[str], index: Mapping[str, int], remarks: Sequence[str]
+) -> LabelledListing:
     """Label images by their folders; images that lie loose beside the folders are left out."""
-    check_filled(folders, {name.partition("/")[0] for name in images.names if "/" in name}, images.place)
-    inside = [place for place, name in enumerate(images.names) if "/" in name]
-    loose = len(images.names) - len(inside)
+    check_not_empty(folders, {name.partition("/")[0] for name in images.names if "/" in name}, images.place)
+    subfolder = [place for place, name in enumerate(images.names) if "/" in name]
+    loose = len(images.names) - len(subfolder)
     if loose:
         left_out = f"{images.place}: {loose:,} images lie loose beside the class folders and are left out"
         remarks = [*remarks, left_out]
-        sizes = array("q", (images.sizes[place] for place in inside))
-        images = replace(images, names=[images.names[place] for place in inside], sizes=sizes)
+        sizes = array("q", (images.sizes[place] for place in subfolder))
+        images = replace(images, names=[images.names[place] for place in subfolder], sizes=sizes)
     return _found(images, [index[name.partition("/")[0]] for name in images.names], "class folders", remarks)
 
 
-def _flat(images: Images, classes: ClassList) -> Found:
+def _flat(images: ImageListing, classes: ClassList) -> LabelledListing:
     """Label images that lie loose: by the wnids in their names, or by the one file that gives their labels."""
     if not images.names:
         raise DatasetError(f"{images.place}: no images here. Give a folder or an archive that holds some")
     if (labels := wnids_in_names(images.names, classes)) is not None:
         return _found(images, labels, "flat, wnids in the names")
-    file = found_labels(images.source, images.path, images.inside)
+    file = find_label_file(images.source, images.path, images.subfolder)
     if file is None:
         raise DatasetError(
             f"{images.place}: {len(images.names):,} images lie loose, without class folders, and no labels were found "
@@ -154,12 +162,12 @@ def _flat(images: Images, classes: ClassList) -> Found:
         ) from error
 
 
-def _by_file(images: Images, file: LabelFile, classes: ClassList) -> Found:
+def _by_file(images: ImageListing, file: LabelFile, classes: ClassList) -> LabelledListing:
     """Label images by a list or by the devkit."""
     if not images.names:
         raise DatasetError(f"{images.place}: no images here. Give a folder or an archive that holds some")
     remarks, how = [], "flat" if not any("/" in name for name in images.names) else "folders"
-    if any(map(classes.knows, images.source.folders(images.inside))):
+    if any(map(classes.contains, images.source.folders(images.subfolder))):
         remarks = [
             f"{images.place}: some folders are named as classes; the labels are those of {file.path} all the same"
         ]
@@ -167,17 +175,21 @@ def _by_file(images: Images, file: LabelFile, classes: ClassList) -> Found:
         labels, more = labels_of_devkit(file, images.names, classes)
         how += ", devkit labels"
     else:
-        labels, more = labels_of_list(file, images.names, classes, images.inside)
+        labels, more = labels_of_list(file, images.names, classes, images.subfolder)
         how += f", labels from {file.path.name}"
     return _found(images, labels, how, [*more, *remarks], file.path if isinstance(file.source, FolderSource) else None)
 
 
-def _shards(images: Images, split: str, classes: ClassList, labels: Path | None, *, no_labels: bool) -> Found | None:
+def _shards(
+    images: ImageListing, split: str, classes: ClassList, labels: Path | None, *, no_labels: bool
+) -> LabelledListing | None:
     """Label the images of webdataset shards, of one or of a folder of them; None where there are none."""
-    source, inside = images.source, images.inside
+    source, subfolder = images.source, images.subfolder
     tars = _tars(images)
-    sidecars = any(map(classes.knows, source.folders(inside)))  # beside images in class folders: these tell the labels
-    if not tars and (sidecars or not isinstance(source, ArchiveSource) or not is_shard(source, inside)):
+    sidecars = any(
+        map(classes.contains, source.folders(subfolder))
+    )  # beside images in class folders: these tell the labels
+    if not tars and (sidecars or not isinstance(source, ArchiveSource) or not is_shard(source, subfolder)):
         return None
     if labels is not None:
         raise DatasetError(f"{images.place}: webdataset shards hold their own labels. Leave --labels out")
@@ -185,21 +197,23 @@ def _shards(images: Images, split: str, classes: ClassList, labels: Path | None,
     if tars:
         paths = shards_of_split(tars, split)
         table, indices, reader = open_shards(paths, classes, no_labels=no_labels)
-        return Found(table.names, table.sizes, indices, reader, layout, [_span(images, paths)])
+        return LabelledListing(table.names, table.sizes, indices, reader, layout, [_span(images, paths)])
     assert isinstance(source, ArchiveSource), "or there would be tars"
-    indices = [UNLABELLED] * len(images.names) if no_labels else labels_in_shard(source, inside, classes)
+    indices = [UNLABELLED] * len(images.names) if no_labels else labels_in_shard(source, subfolder, classes)
     return _found(images, indices, layout)
 
 
-def _tars(images: Images) -> list[Path]:
+def _tars(images: ImageListing) -> list[Path]:
     """Return the tars in a folder that has no images beside them."""
     source = images.source
     if not isinstance(source, FolderSource) or images.names:
         return []
-    return [source.root / images.inside / name for name in source.others(images.inside) if name.endswith(".tar")]
+    return [
+        source.root / images.subfolder / name for name in source.other_files(images.subfolder) if name.endswith(".tar")
+    ]
 
 
-def _span(images: Images, paths: Sequence[Path]) -> str:
+def _span(images: ImageListing, paths: Sequence[Path]) -> str:
     return f"{images.place}: {len(paths):,} shards, {paths[0].name} to {paths[-1].name}"
 
 
@@ -221,19 +235,19 @@ def labels_of_folders(folders: Sequence[str], classes: ClassList, place: str) ->
     folders: sorted; place: where they lie, for people. Raises DatasetError when a folder is no class of the model, or
     may be several.
     """
-    index, remarks = _understood(folders, classes, place)
-    _check_apart(index, classes, place)
+    index, remarks = _match_folders(folders, classes, place)
+    _check_distinct(index, classes, place)
     found = set(index.values())
-    lacking = [wnid for number, wnid in enumerate(classes.wnids) if number not in found]
-    if lacking:
+    missing = [wnid for number, wnid in enumerate(classes.wnids) if number not in found]
+    if missing:
         remarks.append(
-            f"{place}: no folders for {len(lacking):,} of the model's {len(classes.wnids):,} classes "
-            f"({some(lacking)}); labels stay those of the whole model"
+            f"{place}: no folders for {len(missing):,} of the model's {len(classes.wnids):,} classes "
+            f"({format_names(missing)}); labels stay those of the whole model"
         )
     return index, remarks
 
 
-def _understood(folders: Sequence[str], classes: ClassList, place: str) -> tuple[dict[str, int], list[str]]:
+def _match_folders(folders: Sequence[str], classes: ClassList, place: str) -> tuple[dict[str, int], list[str]]:
     if all(folder in classes.by_wnid for folder in folders):
         return {folder: classes.by_wnid[folder] for folder in folders}, []
     numbers = classes.folder_numbers(folders, place)
@@ -242,34 +256,34 @@ def _understood(folders: Sequence[str], classes: ClassList, place: str) -> tuple
             f"{place}: the folders are the numbers 0 to {len(folders) - 1}, taken as class indices in the order of the "
             "numbers (as text, 10 would come before 2)"
         ]
-    unknown = [folder for folder in folders if not classes.knows(folder)]
+    unknown = [folder for folder in folders if not classes.contains(folder)]
     if unknown:
         raise DatasetError(
             f"{place}: {len(unknown)} of {len(folders)} class folders are not among the model's {len(classes.wnids)} "
-            f"classes: {some(unknown)}. The model's begin with {some(classes.wnids)}. "
+            f"classes: {format_names(unknown)}. The model's begin with {format_names(classes.wnids)}. "
             "Rename the folders to the model's wnids, take them away, or give the labels with --labels FILE"
         )
-    meaning = classes.understand({folder: f"{place}/{folder}" for folder in folders})
-    return dict(meaning.index), [f"{place}: the folders are matched to the model's classes by {meaning.kind}"]
+    resolved = classes.resolve_labels({folder: f"{place}/{folder}" for folder in folders})
+    return dict(resolved.index), [f"{place}: the folders are matched to the model's classes by {resolved.kind}"]
 
 
-def _check_apart(index: Mapping[str, int], classes: ClassList, place: str) -> None:
+def _check_distinct(index: Mapping[str, int], classes: ClassList, place: str) -> None:
     """Refuse two folders that mean one class: they may be two classes of another list."""
     first: dict[int, str] = {}
     for folder, number in index.items():
         if number in first:
             raise DatasetError(
-                f"{place}: the folders {some([first[number]])} and {some([folder])} both mean the class "
+                f"{place}: the folders {format_names([first[number]])} and {format_names([folder])} both mean the class "
                 f"{classes.wnids[number]}. Put their images into one folder, or rename the wrong one"
             )
         first[number] = folder
 
 
-def check_filled(folders: Sequence[str], filled: set[str], place: str) -> None:
+def check_not_empty(folders: Sequence[str], filled: set[str], place: str) -> None:
     """Refuse class folders without images: rather a mistake in copying than a class that nobody needs."""
     if empty := [name for name in folders if name not in filled]:
         raise DatasetError(
-            f"{place}: no images in {len(empty)} of {len(folders)} class folders: {some(empty)}. "
+            f"{place}: no images in {len(empty)} of {len(folders)} class folders: {format_names(empty)}. "
             "Put images there, or remove the folders"
         )
 
@@ -281,10 +295,10 @@ def check_filled(folders: Sequence[str], filled: set[str], place: str) -> None:
 # model.
 
 
-_LISTS = ("val.txt", "val.csv", "labels.txt", "labels.csv", "LOC_val_solution.csv")
+_LABEL_FILE_NAMES = ("val.txt", "val.csv", "labels.txt", "labels.csv", "LOC_val_solution.csv")
 
 
-def named_labels(path: Path) -> LabelFile:
+def resolve_labels_option(path: Path) -> LabelFile:
     """Return the file that `--labels` names: a list, a ground truth, or the folder of a devkit.
 
     Raises UsageError when nothing is there, DatasetError when a folder is no devkit.
@@ -302,12 +316,12 @@ def named_labels(path: Path) -> LabelFile:
     return label_file(path)
 
 
-def found_labels(source: Source, path: Path, inside: str) -> LabelFile | None:
+def find_label_file(source: Source, path: Path, subfolder: str) -> LabelFile | None:
     """Return the one file in or beside a dataset that may give its labels, None when there is none.
 
     path: of the dataset; inside: the folder in it that holds the images. Raises DatasetError when there are several.
     """
-    candidates = {file.path: file for file in _candidates(source, path, inside)}
+    candidates = {file.path: file for file in _candidates(source, path, subfolder)}
     if len(candidates) > 1:
         raise DatasetError(
             f"{path}: more than one file may give the labels: {', '.join(map(str, candidates))}. "
@@ -316,28 +330,28 @@ def found_labels(source: Source, path: Path, inside: str) -> LabelFile | None:
     return next(iter(candidates.values()), None)
 
 
-def has_list(source: Source, path: Path, inside: str) -> bool:
+def has_label_file(source: Source, path: Path, subfolder: str) -> bool:
     """Say whether a folder in a dataset has a file in it, by its name, that may give labels."""
-    return not source.others(inside).keys().isdisjoint((*_names(path), GROUND_TRUTH))
+    return not source.other_files(subfolder).keys().isdisjoint((*_label_file_names(path), GROUND_TRUTH))
 
 
-def _names(path: Path) -> tuple[str, ...]:
+def _label_file_names(path: Path) -> tuple[str, ...]:
     stem = path.name.partition(".")[0] or path.name
-    return (*_LISTS, f"{stem}.txt", f"{stem}.csv")
+    return (*_LABEL_FILE_NAMES, f"{stem}.txt", f"{stem}.csv")
 
 
-def _candidates(source: Source, path: Path, inside: str) -> Iterator[LabelFile]:
-    own = _names(path)
-    around = inside.split("/") if inside else []
+def _candidates(source: Source, path: Path, subfolder: str) -> Iterator[LabelFile]:
+    own = _label_file_names(path)
+    around = subfolder.split("/") if subfolder else []
     for folder in ("/".join(around[:depth]) for depth in range(len(around), -1, -1)):
-        names = source.others(folder)
+        names = source.other_files(folder)
         for name in (*own, GROUND_TRUTH):
             if name in names:
                 yield LabelFile(source, folder, name, path / folder / name)
         if isinstance(source, FolderSource):
             for devkit in _devkit_folders(path / folder):
                 yield label_file(devkit / GROUND_TRUTH)
-    if not inside or not isinstance(source, FolderSource):
+    if not subfolder or not isinstance(source, FolderSource):
         beside = path.absolute().parent
         for name in own:
             if _is_file(beside / name) and beside / name != path.absolute():

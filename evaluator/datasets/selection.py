@@ -9,14 +9,14 @@ from pathlib import Path
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.datasets.labels.class_names import ClassList
-from prelunet.evaluator.datasets.sources.base import some
+from prelunet.evaluator.datasets.sources.base import format_names
 from prelunet.evaluator.datasets.sources.folder import label_file
 from prelunet.evaluator.errors import DatasetError, UsageError
 
 _NAMED = 8  # classes that a selection names; more are told by their number and a digest
 
 
-def classes_asked(text: str, classes: Sequence[ClassEntry]) -> tuple[str, ...]:
+def parse_class_selection(text: str, classes: Sequence[ClassEntry]) -> tuple[str, ...]:
     """Return the wnids that `--classes` asks for, in the order of the model's classes.
 
     text: wnids, class indices or unique names with commas between, or a file with one on each line (what follows the
@@ -30,7 +30,7 @@ def classes_asked(text: str, classes: Sequence[ClassEntry]) -> tuple[str, ...]:
         except UnicodeDecodeError as error:
             raise UsageError(f"--classes {path}: not a text in UTF-8. Give a file with a wnid on each line") from error
         words = {
-            word if known.knows(word) else word.split()[0]: f"{path}: line {number}"
+            word if known.contains(word) else word.split()[0]: f"{path}: line {number}"
             for number, line in enumerate(lines, 1)
             if (word := line.strip())
         }
@@ -38,7 +38,7 @@ def classes_asked(text: str, classes: Sequence[ClassEntry]) -> tuple[str, ...]:
         words = {word.strip(): "--classes" for word in text.split(",") if word.strip()}
     if not words:
         raise UsageError(f"--classes {text}: names no class. Give wnids with commas between, or a file of them")
-    chosen = set(known.understand(words, chosen=True).index.values())
+    chosen = set(known.resolve_labels(words, chosen=True).index.values())
     return tuple(wnid for index, wnid in enumerate(known.wnids) if index in chosen)
 
 
@@ -50,10 +50,12 @@ def select(dataset: Dataset, *, limit: int | None, classes: Sequence[str]) -> Da
     """
     samples, words, remarks = dataset.samples, list[str](), list(dataset.remarks)
     if classes:
-        samples, lacking = _of_classes(dataset, classes)
-        if lacking:
-            remarks.append(f"no images of {len(lacking):,} of the {len(classes):,} classes asked for: {some(lacking)}")
-        words.append(_classes_in_words(classes))
+        samples, missing = _of_classes(dataset, classes)
+        if missing:
+            remarks.append(
+                f"no images of {len(missing):,} of the {len(classes):,} classes asked for: {format_names(missing)}"
+            )
+        words.append(_describe_classes(classes))
     total = len(samples)
     if limit is not None and limit < total:
         samples = [samples[number * total // limit] for number in range(limit)]
@@ -62,8 +64,8 @@ def select(dataset: Dataset, *, limit: int | None, classes: Sequence[str]) -> Da
         remarks.append(f"--limit {limit}: there are only {total:,} images; all of them are taken")
     if not words:
         return replace(dataset, remarks=tuple(remarks))
-    place = dataset.place and replace(dataset.place, limit=limit, classes=tuple(classes))
-    return replace(dataset, samples=samples, remarks=tuple(remarks), selection=", of these ".join(words), place=place)
+    spec = dataset.spec and replace(dataset.spec, limit=limit, classes=tuple(classes))
+    return replace(dataset, samples=samples, remarks=tuple(remarks), selection=", of these ".join(words), spec=spec)
 
 
 def _of_classes(dataset: Dataset, classes: Sequence[str]) -> tuple[list[Sample], list[str]]:
@@ -73,13 +75,13 @@ def _of_classes(dataset: Dataset, classes: Sequence[str]) -> tuple[list[Sample],
     samples = [sample for sample in dataset.samples if sample.label in asked]
     if None in asked or not samples:
         raise DatasetError(
-            f"{dataset.location}: no images of the classes asked for ({some(classes)}). Ask for classes that it has"
+            f"{dataset.location}: no images of the classes asked for ({format_names(classes)}). Ask for classes that it has"
         )
     filled = {sample.label for sample in samples}
     return samples, [wnid for label, wnid in asked.items() if label not in filled]
 
 
-def _classes_in_words(classes: Sequence[str]) -> str:
+def _describe_classes(classes: Sequence[str]) -> str:
     """Return words for a set of classes that no other set has."""
     plain = all(wnid.isalnum() for wnid in classes)
     if plain and len(classes) <= _NAMED:

@@ -12,18 +12,18 @@ from pathlib import Path
 from prelunet.evaluator.datasets.dataset import UNLABELLED
 from prelunet.evaluator.datasets.labels.class_names import NUMBER, ClassList
 from prelunet.evaluator.datasets.sources.archive import ArchiveReader, ArchiveSource, open_archive
-from prelunet.evaluator.datasets.sources.archive_index import MemberTable
-from prelunet.evaluator.datasets.sources.base import join, some
+from prelunet.evaluator.datasets.sources.archive_index import ArchiveIndex
+from prelunet.evaluator.datasets.sources.base import format_names, join
 from prelunet.evaluator.errors import DatasetError
-from prelunet.evaluator.json_checks import an_object, parse_json
+from prelunet.evaluator.json_checks import parse_json, require_object
 from prelunet.evaluator.terminal import progress
 
 _SUFFIXES = {".cls": 64 * 1024, ".json": 1024**2}  # and the most bytes that one may have
 
 
-def is_shard(source: ArchiveSource, inside: str = "") -> bool:
+def is_shard(source: ArchiveSource, subfolder: str = "") -> bool:
     """Say whether an archive is a shard: whether it has a .cls, or a .json of the same key as its first image."""
-    images, labels = source.members.below(inside).names, source.labels.below(inside)
+    images, labels = source.members.subtree(subfolder).names, source.labels.subtree(subfolder)
     if not images:
         return False
     return labels.find(_key(images[0]) + ".json") is not None or any(name.endswith(".cls") for name in labels.names)
@@ -41,7 +41,7 @@ def shards_of_split(paths: Sequence[Path], split: str) -> list[Path]:
     asked = [kind for kind in kinds if split in kind.lower()]
     if len(kinds) > 1 and len(asked) != 1:
         raise DatasetError(
-            f"{paths[0].parent}: tars of {len(kinds)} kinds ({some(list(kinds))}), and it is not clear which are the "
+            f"{paths[0].parent}: tars of {len(kinds)} kinds ({format_names(list(kinds))}), and it is not clear which are the "
             f"{split} images. Put those into a folder of their own, or give one of them as --data"
         )
     return kinds[asked[0] if len(kinds) > 1 else next(iter(kinds))]
@@ -49,7 +49,7 @@ def shards_of_split(paths: Sequence[Path], split: str) -> list[Path]:
 
 def open_shards(
     paths: Sequence[Path], classes: ClassList, *, no_labels: bool
-) -> tuple[MemberTable, list[int], ArchiveReader]:
+) -> tuple[ArchiveIndex, list[int], ArchiveReader]:
     """Read the lists of a folder's shards: their images as `shard.tar/key.jpg`, their labels, and a reader.
 
     Raises DatasetError where one is no shard, an image has no label or the reverse, or a label is none of the classes.
@@ -60,7 +60,7 @@ def open_shards(
 
 def open_training_shards(
     paths: Sequence[Path], *, complete: bool
-) -> tuple[MemberTable, list[int], ArchiveReader, tuple[str, ...]]:
+) -> tuple[ArchiveIndex, list[int], ArchiveReader, tuple[str, ...]]:
     """Read shards as `open_shards` does, where the classes are not known beforehand; return them, too.
 
     Words are classes in sorted order. Class indices are classes named by their numbers, "0", "1", …; complete: whether
@@ -89,19 +89,19 @@ def _classes_of(found_at: Mapping[str, str], *, complete: bool) -> tuple[str, ..
             f"{found_at[word]}: the label {word!a:.80} is no class index as the others are, 0, 1, …. "
             "Pack the shards anew, with labels of one kind"
         )
-    lacking = sorted(set(range(max(numbers.values()) + 1)) - set(numbers.values()))
-    if complete and lacking:
+    missing = sorted(set(range(max(numbers.values()) + 1)) - set(numbers.values()))
+    if complete and missing:
         raise DatasetError(
             f"{next(iter(found_at.values()))}: labels from {min(numbers.values())} to {max(numbers.values())} in these "
-            f"shards, but no image of class {lacking[0]} ({len(lacking):,} such classes). Class indices are counted "
+            f"shards, but no image of class {missing[0]} ({len(missing):,} such classes). Class indices are counted "
             "from 0: pack the shards anew, or give all of them"
         )
     return tuple(sorted(numbers, key=numbers.__getitem__))
 
 
-def _read_shards(paths: Sequence[Path], *, no_labels: bool) -> tuple[MemberTable, list[str], dict[str, str]]:
+def _read_shards(paths: Sequence[Path], *, no_labels: bool) -> tuple[ArchiveIndex, list[str], dict[str, str]]:
     """Return the images, the word for the class of each, and each word with the place where it stands first."""
-    table, words, found_at = MemberTable(), list[str](), dict[str, str]()
+    table, words, found_at = ArchiveIndex(), list[str](), dict[str, str]()
     with progress("read shards", len(paths), "shards") as advance:
         for volume, path in enumerate(paths):
             source = open_archive(path)
@@ -117,42 +117,42 @@ def _read_shards(paths: Sequence[Path], *, no_labels: bool) -> tuple[MemberTable
     return table, words, found_at
 
 
-def labels_in_shard(source: ArchiveSource, inside: str, classes: ClassList) -> list[int]:
+def labels_in_shard(source: ArchiveSource, subfolder: str, classes: ClassList) -> list[int]:
     """Return the labels of a single shard's images in the order of their names; errors as of `open_shards`."""
     words, found_at = list[str](), dict[str, str]()
-    _read_words(source, inside, words, found_at)
+    _read_words(source, subfolder, words, found_at)
     return _labels(words, found_at, classes, len(words))
 
 
 def _labels(words: list[str], found_at: dict[str, str], classes: ClassList, images: int) -> list[int]:
     if not words:
         return [UNLABELLED] * images
-    meaning = classes.understand(found_at)
-    return [meaning.index[word] for word in words]
+    resolved = classes.resolve_labels(found_at)
+    return [resolved.index[word] for word in words]
 
 
-def _read_words(source: ArchiveSource, inside: str, words: list[str], found_at: dict[str, str]) -> None:
+def _read_words(source: ArchiveSource, subfolder: str, words: list[str], found_at: dict[str, str]) -> None:
     """Append the word for the class of each image of a shard. found_at: each word and where it stands first."""
-    images, labels = source.members.below(inside).names, source.labels.below(inside)
+    images, labels = source.members.subtree(subfolder).names, source.labels.subtree(subfolder)
     suffix = next(suffix for suffix in _SUFFIXES if any(name.endswith(suffix) for name in labels.names))
     for name, following in pairwise(images):
         if _key(name) == _key(following):
             raise DatasetError(f"{source.path}: {name} and {following} are two images of one key. Pack the shard anew")
-    lacking = [name for name in images if labels.find(_key(name) + suffix) is None]
-    if lacking:
+    missing = [name for name in images if labels.find(_key(name) + suffix) is None]
+    if missing:
         raise DatasetError(
-            f"{source.path}: no {suffix} beside {len(lacking):,} of {len(images):,} images: {some(lacking)}. "
+            f"{source.path}: no {suffix} beside {len(missing):,} of {len(images):,} images: {format_names(missing)}. "
             "Pack the shard anew, with a label for each image"
         )
     lonely = _without_image(labels.names, images, suffix)
     if lonely:
         raise DatasetError(
-            f"{source.path}: {len(lonely):,} labels of images that do not exist: {some(lonely)}. Pack the shard anew"
+            f"{source.path}: {len(lonely):,} labels of images that do not exist: {format_names(lonely)}. Pack the shard anew"
         )
     for name in images:
         file = _key(name) + suffix
         place = f"{source.path}: {file}"
-        word = _word(source.read(join(inside, file), _SUFFIXES[suffix]), suffix, place)
+        word = _word(source.read(join(subfolder, file), _SUFFIXES[suffix]), suffix, place)
         found_at.setdefault(word, place)
         words.append(word)
 
@@ -171,7 +171,7 @@ def _word(data: bytes, suffix: str, place: str) -> str:
     try:
         if suffix == ".cls":
             return data.decode().strip()
-        label = an_object(parse_json(data), "it").get("label")
+        label = require_object(parse_json(data), "it").get("label")
         if type(label) not in {int, str}:
             raise ValueError("its 'label' should be a class index or a wnid")
         return str(label)

@@ -20,17 +20,17 @@ from typing import Any
 
 import numpy as np
 
-from prelunet.evaluator.engine.shape_buckets import Ladder
-from prelunet.evaluator.json_checks import record, whole
+from prelunet.evaluator.engine.shape_buckets import ShapeBuckets
+from prelunet.evaluator.json_checks import require_int, require_keys
 
 # The two large things in memory, for the largest net (C: 896 channels, 63 bins; conv1 gives 96 channels at stride 2):
 # 63·896·4 bytes of pooled features per window, and 96·4/4 bytes per pixel for each of about three maps alive at conv1.
 MAX_WINDOWS = 2048  # · 226 kB = 0.46 GB
 MAX_PIXELS = 2**21  # · 0.3 kB = 0.60 GB
 
-MOST = 2**40  # of any rule: far beyond every machine, and sums of such numbers stay below 2**63
-_NEVER = 2**61  # the cost of what is not allowed
-_ROUNDS, _NEW_CANVASES = 8, 2  # of `_improved`: three rounds and one new canvas were enough wherever it was tried
+MAX_RULE_VALUE = 2**40  # of any rule: far beyond every machine, and sums of such numbers stay below 2**63
+_FORBIDDEN_COST = 2**61  # the cost of what is not allowed
+_ROUNDS, _NEW_CANVASES = 8, 2  # of `_local_search`: three rounds and one new canvas were enough wherever it was tried
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class BatchRules:
 
     def __post_init__(self) -> None:
         for key, value in asdict(self).items():
-            whole(value, key, 0 if key == "switch_pixels" else 1, MOST)
+            require_int(value, key, 0 if key == "switch_pixels" else 1, MAX_RULE_VALUE)
 
-    def most_rows(self, pixels: int, windows: int) -> int:
+    def max_rows(self, pixels: int, windows: int) -> int:
         """Return how many canvases of so many pixels and windows a batch may have, at least 1."""
         return max(1, min(self.max_pixels // pixels, self.max_windows // max(1, windows)))
 
@@ -64,7 +64,7 @@ class BatchRules:
     @classmethod
     def from_json(cls, data: Any) -> "BatchRules":
         """Read what `to_json` wrote; raises ValueError when it is not that."""
-        return cls(**record(data, "the rules of batches", {field.name for field in fields(cls)}))
+        return cls(**require_keys(data, "the rules of batches", {field.name for field in fields(cls)}))
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BatchPlan:
     """Batches in the order in which they are run. images_pixels: of all images together."""
 
     batches: tuple[Batch, ...]
@@ -107,16 +107,16 @@ class Plan:
 
 def plan_batches(
     shapes: Sequence[tuple[int, int]],
-    windows_of: Callable[[int, int], tuple[int, int]],
+    window_grid: Callable[[int, int], tuple[int, int]],
     rules: BatchRules,
     *,
     max_side: int,
-    ladder: Ladder | None = None,
-) -> Plan:
+    shape_buckets: ShapeBuckets | None = None,
+) -> BatchPlan:
     """Plan batches so that each image is in exactly one.
 
     shapes: (height, width) of each image in pixels, none beyond max_side;
-    windows_of: (height, width) of a canvas → its grid of windows, each side by itself (`ModelContract.window_grid`);
+    window_grid: (height, width) of a canvas → its grid of windows, each side by itself (`ModelContract.window_grid`);
     max_side: the largest canvas side that the model takes; no side is rounded up beyond it;
     ladder: the canvases and rows to keep to, for images that fit.
     An image that alone exceeds the rules' limits gets batches of its own shape, one image each. The first batch holds
@@ -125,9 +125,9 @@ def plan_batches(
     """
     step = rules.canvas_step
     canonical = [(_round_up(height, step, max_side), _round_up(width, step, max_side)) for height, width in shapes]
-    if ladder is not None:
-        canonical = [ladder.canvas(*shape) or shape for shape in canonical]
-    costs = _Costs(rules, windows_of, {side for shape in canonical for side in shape}, ladder)
+    if shape_buckets is not None:
+        canonical = [shape_buckets.canvas(*shape) or shape for shape in canonical]
+    costs = _Costs(rules, window_grid, {side for shape in canonical for side in shape}, shape_buckets)
     canvas_of = _shared_canvases(Counter(canonical), costs) if step > 1 and rules.switch_pixels else {}
     members: dict[tuple[int, int], list[int]] = {}
     for index, shape in enumerate(canonical):
@@ -135,9 +135,9 @@ def plan_batches(
     batches = [
         batch
         for (height, width), indices in members.items()
-        for batch in _batches_of(indices, height, width, costs, rules.switch_pixels, ladder)
+        for batch in _batches_of(indices, height, width, costs, rules.switch_pixels, shape_buckets)
     ]
-    return Plan(tuple(batches), sum(height * width for height, width in shapes))
+    return BatchPlan(tuple(batches), sum(height * width for height, width in shapes))
 
 
 def _round_up(side: int, step: int, largest: int) -> int:
@@ -145,29 +145,29 @@ def _round_up(side: int, step: int, largest: int) -> int:
 
 
 def _batches_of(
-    indices: list[int], height: int, width: int, costs: "_Costs", switch_pixels: int, ladder: Ladder | None
+    indices: list[int], height: int, width: int, costs: "_Costs", switch_pixels: int, shape_buckets: ShapeBuckets | None
 ) -> Iterator[Batch]:
     """Yield the batches of one canvas; on a ladder each has the rows of a rung."""
-    most = int(costs.most_rows(height, width))
-    if ladder is None or (height, width) != ladder.canvas(height, width):
-        yield from _cut(indices, height, width, most, switch_pixels)
+    max_rows = int(costs.max_rows(height, width))
+    if shape_buckets is None or (height, width) != shape_buckets.canvas(height, width):
+        yield from _cut(indices, height, width, max_rows, switch_pixels)
         return
-    for start in range(0, len(indices), ladder.rows_below(most)):
-        batch = tuple(indices[start : start + ladder.rows_below(most)])
-        yield Batch(batch, height, width, ladder.rows_above(len(batch)))
+    for start in range(0, len(indices), shape_buckets.round_down_rows(max_rows)):
+        batch = tuple(indices[start : start + shape_buckets.round_down_rows(max_rows)])
+        yield Batch(batch, height, width, shape_buckets.round_up_rows(len(batch)))
 
 
-def _cut(indices: list[int], height: int, width: int, most: int, switch_pixels: int) -> Iterator[Batch]:
-    """Yield the batches of one canvas, `most` rows at most: as few as possible.
+def _cut(indices: list[int], height: int, width: int, max_rows: int, switch_pixels: int) -> Iterator[Batch]:
+    """Yield the batches of one canvas, `max_rows` rows at most: as few as possible.
 
     They all get the same number of rows where the blank ones that this takes, fewer than there are batches, cost less
-    than a change of shape; else all but the last have `most`.
+    than a change of shape; else all but the last have `max_rows`.
     """
-    count = -(-len(indices) // most)
+    count = -(-len(indices) // max_rows)
     even = -(-len(indices) // count)
     blank = count * even - len(indices)
     same = blank * height * width < switch_pixels
-    rows = even if same else most
+    rows = even if same else max_rows
     for start in range(0, len(indices), rows):
         batch = tuple(indices[start : start + rows])
         yield Batch(batch, height, width, rows if same else len(batch))
@@ -179,17 +179,17 @@ class _Costs:
     def __init__(
         self,
         rules: BatchRules,
-        windows_of: Callable[[int, int], tuple[int, int]],
+        window_grid: Callable[[int, int], tuple[int, int]],
         sides: set[int],
-        ladder: Ladder | None = None,
+        shape_buckets: ShapeBuckets | None = None,
     ) -> None:
         self._rules = rules
-        self._widest_short = ladder.widest_short if ladder is not None else MOST
+        self._max_short_side = shape_buckets.max_short_side if shape_buckets is not None else MAX_RULE_VALUE
         self._windows = np.zeros(max(sides, default=0) + 1, np.int64)  # by the canvas's side
         for side in sides:
-            self._windows[side] = max(0, windows_of(side, side)[0])
+            self._windows[side] = max(0, window_grid(side, side)[0])
 
-    def most_rows(self, height: Any, width: Any) -> Any:
+    def max_rows(self, height: Any, width: Any) -> Any:
         """Return how many canvases of a size the limits allow, at least 1."""
         windows, area = np.maximum(1, self._windows[height] * self._windows[width]), np.maximum(1, height * width)
         return np.maximum(1, np.minimum(self._rules.max_windows // windows, self._rules.max_pixels // area))
@@ -201,14 +201,14 @@ class _Costs:
         that very shape only.
         """
         area, switch = np.maximum(1, height * width), self._rules.switch_pixels
-        count = -(-images // self.most_rows(height, width))
+        count = -(-images // self.max_rows(height, width))
         blank = count * -(-images // np.maximum(count, 1)) - images
         cost = images * area + np.minimum(blank * area, switch) + switch * (images > 0)
         too_large = (area > self._rules.max_pixels) | (
             self._windows[height] * self._windows[width] > self._rules.max_windows
         )
-        too_large |= np.minimum(height, width) > self._widest_short
-        return np.where(too_large & (shapes > 1), _NEVER, cost)
+        too_large |= np.minimum(height, width) > self._max_short_side
+        return np.where(too_large & (shapes > 1), _FORBIDDEN_COST, cost)
 
     def of_all(self, groups: Iterable[Sequence["_Shape"]]) -> int:
         """Return the cost of groups of shapes, each on a canvas of its own."""
@@ -232,7 +232,7 @@ def _shared_canvases(images: Mapping[tuple[int, int], int], costs: _Costs) -> di
         sorted(shapes, key=lambda shape: (shape[1], shape[0])),
         sorted(shapes, key=lambda shape: (shape[0] < shape[1], min(shape[:2]), max(shape[:2]))),  # scale by scale
     )
-    groups = _improved(min((_intervals(order, costs) for order in orders), key=costs.of_all), costs)
+    groups = _local_search(min((_intervals(order, costs) for order in orders), key=costs.of_all), costs)
     return {(height, width): _size(group)[1:3] for group in groups for height, width, _ in group}
 
 
@@ -256,7 +256,7 @@ def _intervals(shapes: Sequence[_Shape], costs: _Costs) -> list[list[_Shape]]:
     return groups[::-1]
 
 
-def _improved(groups: list[list[_Shape]], costs: _Costs) -> list[list[_Shape]]:
+def _local_search(groups: list[list[_Shape]], costs: _Costs) -> list[list[_Shape]]:
     """Move each shape to the canvas where it adds least, or to one of its own, and again until nothing is gained."""
     groups = [*groups, *([] for _ in range(_NEW_CANVASES))]
     sizes = np.array([_size(group) for group in groups])

@@ -16,36 +16,35 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Any
-from typing import Protocol as Interface
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from prelunet.evaluator.answer import Answer, ClassScore, ViewSeen
+from prelunet.evaluator.answer import Answer, AveragedView, ClassScore
 from prelunet.evaluator.arrays import Float32Array, UInt8Array
 from prelunet.evaluator.contract import ModelContract
-from prelunet.evaluator.engine.batching import Batch, BatchRules, Plan, plan_batches
+from prelunet.evaluator.engine.batching import Batch, BatchPlan, BatchRules, plan_batches
 from prelunet.evaluator.engine.scores import (
     average_views,
     check_finite,
     nine_windows,
     rank_of,
     ranks_of,
-    shortest,
+    shortest_decimal,
     softmax,
     top_k,
     view_weights,
 )
 from prelunet.evaluator.engine.session import Circumstances, Outputs
-from prelunet.evaluator.engine.shape_buckets import Ladder
+from prelunet.evaluator.engine.shape_buckets import ShapeBuckets
 from prelunet.evaluator.imaging.canvas import pack
-from prelunet.evaluator.imaging.resize import Picture
+from prelunet.evaluator.imaging.resize import DecodedImage
 from prelunet.evaluator.imaging.views import ViewImage, make_views
-from prelunet.evaluator.protocols import Averaging, Protocol, View
+from prelunet.evaluator.protocols import Averaging, EvaluationProtocol, View
 
 
-class Model(Interface):
+class EvaluationSession(Protocol):
     """What is needed of a `Session`."""
 
     contract: ModelContract
@@ -87,7 +86,7 @@ class ViewResult:
 
 
 @dataclass(frozen=True)
-class Classified:
+class Classification:
     """One image, classified. scores: float32 (classes,), of sum 1; views: in the protocol's order."""
 
     scores: Float32Array
@@ -121,8 +120,12 @@ class Classified:
 
 
 def classify_images(
-    session: Model, images: Sequence[Picture], protocol: Protocol, *, keep_windows: bool = False
-) -> list[Classified]:
+    session: EvaluationSession,
+    images: Sequence[DecodedImage],
+    protocol: EvaluationProtocol,
+    *,
+    keep_windows: bool = False,
+) -> list[Classification]:
     """Classify decoded images, uint8 (H, W, 3) or Pillow's own in RGB; their views share batches.
 
     keep_windows: keep each view's window scores, which a heat map needs (0.5 to 2 MB a view at 1000 classes).
@@ -130,14 +133,16 @@ def classify_images(
     """
     views = [make_views(image, protocol) for image in images]
     results = iter(run_views(session, [view for of_image in views for view in of_image], keep_windows=keep_windows))
-    return [combine(protocol, list(islice(results, len(of_image)))) for of_image in views]
+    return [average_image(protocol, list(islice(results, len(of_image)))) for of_image in views]
 
 
-def run_views(session: Model, views: Sequence[ViewImage], *, keep_windows: bool = False) -> list[ViewResult]:
+def run_views(
+    session: EvaluationSession, views: Sequence[ViewImage], *, keep_windows: bool = False
+) -> list[ViewResult]:
     """Run views of any images and protocols in as few batches as memory allows; results in the order of the views.
 
-    Only the thread that owns the session may call this. NaN is left to `combine`: it is one image's fault at most,
-    and the others of its batch have their answer.
+    Only the thread that owns the session may call this. NaN is left to `average_image`: it is one image's fault at
+    most, and the others of its batch have their answer.
     """
     results: dict[int, ViewResult] = {}
     for batch in plan_views(session, views).batches:
@@ -146,7 +151,7 @@ def run_views(session: Model, views: Sequence[ViewImage], *, keep_windows: bool 
 
 
 def run_batch(
-    session: Model, batch: Batch, views: Sequence[ViewImage], *, keep_windows: bool = False
+    session: EvaluationSession, batch: Batch, views: Sequence[ViewImage], *, keep_windows: bool = False
 ) -> dict[int, ViewResult]:
     """Run one batch of the planned views; returns the result of each of its views under its index.
 
@@ -154,18 +159,22 @@ def run_batch(
     """
     packed = pack_batch(batch, views)
     outputs = session.run(packed.images, packed.sizes)
-    return results_of(packed.members, outputs, keep_windows=keep_windows)
+    return unpack_results(packed.packed_views, outputs, keep_windows=keep_windows)
 
 
-def plan_views(session: Model, views: Sequence[ViewImage], ladder: Ladder | None = None) -> Plan:
+def plan_views(
+    session: EvaluationSession, views: Sequence[ViewImage], shape_buckets: ShapeBuckets | None = None
+) -> BatchPlan:
     """Plan the batches of views by the session's rules; ladder: the canvases and rows to keep to, if there is one."""
     contract = session.contract
     shapes = [(view.image.shape[0], view.image.shape[1]) for view in views]
-    return plan_batches(shapes, contract.window_grid, session.rules, max_side=contract.max_side, ladder=ladder)
+    return plan_batches(
+        shapes, contract.window_grid, session.rules, max_side=contract.max_side, shape_buckets=shape_buckets
+    )
 
 
 @dataclass(frozen=True)
-class Member:
+class PackedView:
     """A view in a batch, without its pixels. index: its place among the views that were planned."""
 
     index: int
@@ -181,29 +190,31 @@ class PackedBatch:
 
     images: UInt8Array
     sizes: npt.NDArray[np.int64]
-    members: tuple[Member, ...]
+    packed_views: tuple[PackedView, ...]
 
 
 def pack_batch(batch: Batch, views: Sequence[ViewImage]) -> PackedBatch:
     """Lay a batch of the planned views on its canvases."""
     chosen = [views[index] for index in batch.indices]
     images, sizes = pack([view.image for view in chosen], batch.height, batch.width, rows=batch.rows)
-    members = (
-        Member(index, view.view, view.image.shape[0], view.image.shape[1], view.capped)
+    packed_views = (
+        PackedView(index, view.view, view.image.shape[0], view.image.shape[1], view.capped)
         for index, view in zip(batch.indices, chosen, strict=True)
     )
-    return PackedBatch(images, sizes, tuple(members))
+    return PackedBatch(images, sizes, tuple(packed_views))
 
 
-def results_of(members: Sequence[Member], outputs: Outputs, *, keep_windows: bool = False) -> dict[int, ViewResult]:
+def unpack_results(
+    packed_views: Sequence[PackedView], outputs: Outputs, *, keep_windows: bool = False
+) -> dict[int, ViewResult]:
     """Return the result of each view of a batch under its index."""
     return {
-        member.index: _view_result(member, outputs, row, keep_windows=keep_windows)
-        for row, member in enumerate(members)
+        packed_view.index: _view_result(packed_view, outputs, row, keep_windows=keep_windows)
+        for row, packed_view in enumerate(packed_views)
     }
 
 
-def combine(protocol: Protocol, views: Sequence[ViewResult]) -> Classified:
+def average_image(protocol: EvaluationProtocol, views: Sequence[ViewResult]) -> Classification:
     """Average the views of one image as the protocol says. Raises ContractError when the model gave NaN."""
     for view in views:
         check_finite(view.scores, f"the {view.height}x{view.width} view of an image")
@@ -211,36 +222,43 @@ def combine(protocol: Protocol, views: Sequence[ViewResult]) -> Classified:
     scores = average_views(
         [view.scores for view in views], [view.logits for view in views], weights, protocol.averaging
     )
-    return Classified(scores, tuple(views), protocol.averaging)
+    return Classification(scores, tuple(views), protocol.averaging)
 
 
-def _view_result(member: Member, outputs: Outputs, row: int, *, keep_windows: bool) -> ViewResult:
+def _view_result(packed_view: PackedView, outputs: Outputs, row: int, *, keep_windows: bool) -> ViewResult:
     """Take one view's part out of a batch; copies, so that the batch's memory is given back."""
     scores, logits = outputs.scores[row].copy(), outputs.logits[row].copy()
     windows = rows, columns = int(outputs.windows[row, 0]), int(outputs.windows[row, 1])
     kept = None
-    if keep_windows or member.view.part == "nine":  # else they are left where they are, perhaps on a GPU
+    if keep_windows or packed_view.view.part == "nine":  # else they are left where they are, perhaps on a GPU
         window_scores = outputs.window_scores[row, :rows, :columns]
-        if member.view.part == "nine":
+        if packed_view.view.part == "nine":
             windows, scores, logits = nine_windows(window_scores)
         kept = window_scores.copy() if keep_windows else None
-    return ViewResult(member.view, member.height, member.width, member.capped, windows, scores, logits, kept)
+    return ViewResult(
+        packed_view.view, packed_view.height, packed_view.width, packed_view.capped, windows, scores, logits, kept
+    )
 
 
-def answer_of(
-    session: Model, name: str, protocol: Protocol, classified: Classified, top: int, heatmap: bytes = b""
+def build_answer(
+    session: EvaluationSession,
+    name: str,
+    protocol: EvaluationProtocol,
+    classified: Classification,
+    top: int,
+    heatmap: bytes = b"",
 ) -> Answer:
     """Return the answer for one image. name: of the model; top: how many classes to tell."""
     classes = session.contract.classes
     return Answer(
         predictions=tuple(
-            ClassScore(index, classes[index].wnid, classes[index].name, shortest(score))
+            ClassScore(index, classes[index].wnid, classes[index].name, shortest_decimal(score))
             for index, score in classified.top(top)
         ),
         model={"name": name, "sha256": session.model_sha256},
         protocol=protocol.to_json(),
         views=tuple(
-            ViewSeen(**seen.view.to_json(), windows={"rows": seen.windows[0], "columns": seen.windows[1]})
+            AveragedView(**seen.view.to_json(), windows={"rows": seen.windows[0], "columns": seen.windows[1]})
             for seen in classified.views
         ),
         capped=classified.capped,

@@ -13,10 +13,10 @@ from PIL import Image, ImageDraw, ImageFont
 
 from prelunet.evaluator.arrays import Float64Array, UInt8Array
 from prelunet.evaluator.contract import ModelContract
-from prelunet.evaluator.engine.classify import Classified, ViewResult
+from prelunet.evaluator.engine.classify import Classification, ViewResult
 from prelunet.evaluator.imaging.resize import resized_size
 from prelunet.evaluator.imaging.views import crop_origin
-from prelunet.evaluator.protocols import Protocol
+from prelunet.evaluator.protocols import EvaluationProtocol
 
 UNCAPPED = 2**31  # as a cap: no image is that elongated
 
@@ -39,12 +39,12 @@ def window_centres(contract: ModelContract, count: int) -> Float64Array:
 
 
 def heat_maps(
-    classified: Classified,
+    classified: Classification,
     classes: Sequence[int],
     image_size: tuple[int, int],
     map_size: tuple[int, int],
     contract: ModelContract,
-    protocol: Protocol,
+    protocol: EvaluationProtocol,
 ) -> Float64Array:
     """Return where each of some classes is seen, float64 (classes, rows, columns) in 0..1.
 
@@ -68,7 +68,7 @@ def _view_maps(
     image_size: tuple[int, int],
     map_size: tuple[int, int],
     contract: ModelContract,
-    protocol: Protocol,
+    protocol: EvaluationProtocol,
 ) -> Float64Array:
     """Lay the window scores of one view over the image; NaN where the view did not look."""
     assert view.window_scores is not None, "classify_images was not asked to keep_windows"
@@ -113,7 +113,7 @@ def _mean_where_seen(maps: Sequence[Float64Array]) -> Float64Array:
 # Heat maps drawn over their image: one picture that shows where each of the best classes is seen.
 
 
-OVERLAYS = 5
+HEAT_MAP_CLASSES = 5
 LONG_SIDE = 320  # pixels of a panel, to which tiny images are enlarged and huge ones shrunk
 SHORT_SIDE = 40  # pixels at least, so that a 1x20000 image is squeezed into something one can see
 LABEL_WIDTH = 220  # pixels at least for the text of a panel
@@ -140,14 +140,14 @@ class Panel:
     detail: str
 
 
-def colours(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def apply_colour_map(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Turn values in 0..1, of any shape, into RGB colours in 0..255 along a new last axis."""
     places = np.linspace(0, 1, len(_COLOURS))
     return np.stack([np.interp(values, places, _COLOURS[:, channel]) for channel in range(3)], axis=-1)
 
 
 def draw_heat_maps(
-    image: UInt8Array, classified: Classified, contract: ModelContract, protocol: Protocol
+    image: UInt8Array, classified: Classification, contract: ModelContract, protocol: EvaluationProtocol
 ) -> UInt8Array:
     """Draw the image beside its five best classes' heat maps, uint8 (H, W, 3).
 
@@ -156,7 +156,7 @@ def draw_heat_maps(
     that is surest of the class, averaged over scales; but at least to a tenth of the highest peak of all, so that a
     class that is hardly seen stays dark. Where no view looked, the image is faint and grey.
     """
-    best = classified.top(OVERLAYS)
+    best = classified.top(HEAT_MAP_CLASSES)
     height, width = _panel_size(*image.shape[:2])
     picture = np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC))
     maps = heat_maps(
@@ -169,7 +169,7 @@ def draw_heat_maps(
         peak = float(np.nanmax(of_class))
         title = f"{place}. {contract.classes[index].name}"
         panels.append(
-            Panel(_overlay(picture, of_class, max(peak, hardly)), title, f"score {score:.1%}, peak {peak:.1%}")
+            Panel(_blend_map(picture, of_class, max(peak, hardly)), title, f"score {score:.1%}, peak {peak:.1%}")
         )
     legend = "peak of the class, or a tenth of the highest peak if that is more" + (
         ", faint: not looked at" if np.isnan(maps).any() else ""
@@ -190,11 +190,11 @@ def _panel_size(height: int, width: int) -> tuple[int, int]:
     return max(SHORT_SIDE, round(height * factor)), max(SHORT_SIDE, round(width * factor))
 
 
-def _overlay(picture: UInt8Array, of_class: npt.NDArray[np.float64], brightest: float) -> UInt8Array:
+def _blend_map(picture: UInt8Array, of_class: npt.NDArray[np.float64], brightest: float) -> UInt8Array:
     """Lay the colours of one map over the grey image; `brightest` is the value of the last colour."""
     grey = (picture.astype(np.float64) @ (0.299, 0.587, 0.114))[:, :, None]  # luma of ITU-R BT.601
     seen = ~np.isnan(of_class)
-    coloured = colours(np.where(seen, of_class, 0) / (brightest or 1))
+    coloured = apply_colour_map(np.where(seen, of_class, 0) / (brightest or 1))
     blended = np.where(seen[:, :, None], (1 - OPACITY) * grey + OPACITY * coloured, (1 - UNSEEN) * grey + UNSEEN * 255)
     return np.asarray(np.round(blended), np.uint8)
 
@@ -212,18 +212,20 @@ def _sheet(panels: Sequence[Panel], legend: str, columns: int) -> UInt8Array:
     for place, panel in enumerate(panels):
         left = MARGIN + place % columns * cell_width
         top = MARGIN + place // columns * cell_height
-        draw.text((left, top), _fit(panel.title, cell_width - MARGIN, draw, font), INK, font)
-        draw.text((left, top + LINE), _fit(panel.detail, cell_width - MARGIN, draw, font), INK, font)
+        draw.text((left, top), _truncate_text(panel.title, cell_width - MARGIN, draw, font), INK, font)
+        draw.text((left, top + LINE), _truncate_text(panel.detail, cell_width - MARGIN, draw, font), INK, font)
         sheet.paste(Image.fromarray(panel.picture), (left, top + 2 * LINE))
     top = size[1] - MARGIN - LINE
-    strip = OPACITY * colours(np.tile(np.linspace(0, 1, 120), (LINE - 4, 1))) + (1 - OPACITY) * 128
+    strip = OPACITY * apply_colour_map(np.tile(np.linspace(0, 1, 120), (LINE - 4, 1))) + (1 - OPACITY) * 128
     sheet.paste(Image.fromarray(np.asarray(np.round(strip), np.uint8)), (MARGIN + 20, top))
     draw.text((MARGIN, top - 1), "0", INK, font)
     draw.text((MARGIN + 148, top - 1), legend, INK, font)
     return np.array(sheet)
 
 
-def _fit(text: str, width: int, draw: ImageDraw.ImageDraw, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
+def _truncate_text(
+    text: str, width: int, draw: ImageDraw.ImageDraw, font: ImageFont.FreeTypeFont | ImageFont.ImageFont
+) -> str:
     """Shorten a text to a width in pixels."""
     if draw.textlength(text, font) <= width:
         return text

@@ -19,12 +19,12 @@ from prelunet.evaluator.contract import (
     ModelContract,
     contract_from_metadata,
     golden_image,
-    how_to_write,
+    rewrite_hint,
 )
-from prelunet.evaluator.engine.memory import Runtime, cpu_rules, gpu_rules, require_loading
+from prelunet.evaluator.engine.memory import Runtime, cpu_rules, gpu_rules, require_loadable
 from prelunet.evaluator.engine.runtimes import onnx, openvino
-from prelunet.evaluator.engine.runtimes.base import LoadedModel, reason_of
-from prelunet.evaluator.engine.runtimes.onnx_metadata import stated_precision
+from prelunet.evaluator.engine.runtimes.base import LoadedModel, error_summary
+from prelunet.evaluator.engine.runtimes.onnx_metadata import read_precision
 from prelunet.evaluator.engine.session import Circumstances, Device, Placement, Precision, Session
 from prelunet.evaluator.engine.verify import deviation, tolerance_of
 from prelunet.evaluator.errors import (
@@ -34,7 +34,7 @@ from prelunet.evaluator.errors import (
     UsageError,
 )
 from prelunet.evaluator.files import sha256_of
-from prelunet.evaluator.json_checks import differences, shown
+from prelunet.evaluator.json_checks import differences, format_differences
 
 _DRIVER = "libcuda.so.1"  # comes with the driver, whichever CUDA the runtime brings
 _ON_A_CPU = "There one session uses all cores: leave --gpus out, and see --threads"
@@ -45,13 +45,13 @@ def open_sessions(path: Path, placement: Placement, gpus: int = 1) -> list[Sessi
 
     gpus: how many, from the placement's on; 0 for all that are visible. 1 is any device, GPU or not.
     Raises UsageError when several are asked for on a CPU, EnvironmentFault when there are fewer or when they are not
-    alike, else as `open_placed`.
+    alike, else as `open_with_placement`.
     """
     if gpus != 1 and placement.device in {"cpu", "openvino"}:
         raise UsageError(f"--gpus {gpus}: --device {placement.device} has no GPUs. {_ON_A_CPU}")
     if placement.device == "cuda" and gpus:
         _require_visible(gpus, placement.gpu)  # before anything is loaded
-    first = open_placed(path, placement, for_many=True)
+    first = open_with_placement(path, placement, preallocate=True)
     if gpus == 1:
         return [first]
     if first.placement.device != "cuda":
@@ -61,8 +61,8 @@ def open_sessions(path: Path, placement: Placement, gpus: int = 1) -> list[Sessi
     sessions = [first]
     for gpu in range(placement.gpu + 1, last):
         where = replace(first.placement, gpu=gpu)
-        sessions.append(open_placed(path, where, for_many=True, digest=first.model_sha256))
-        _check_alike(first, sessions[-1])
+        sessions.append(open_with_placement(path, where, preallocate=True, digest=first.model_sha256))
+        _require_identical(first, sessions[-1])
     return sessions
 
 
@@ -75,13 +75,13 @@ def _require_visible(gpus: int, first: int) -> None:
         )
 
 
-def _check_alike(first: Session, other: Session) -> None:
+def _require_identical(first: Session, other: Session) -> None:
     """Refuse cards of two kinds, or with different room: a run states one kind and one way of batching."""
     places = f"GPU {first.placement.gpu}", f"GPU {other.placement.gpu}"
     facts = [{**each.circumstances.to_json(), "batching": each.rules.to_json()} for each in (first, other)]
     if found := differences(*facts, places=places):
         raise EnvironmentFault(
-            f"--gpus: {' and '.join(places)} would not compute alike:\n{shown(found)}\n"
+            f"--gpus: {' and '.join(places)} would not compute alike:\n{format_differences(found)}\n"
             "Choose equal ones with CUDA_VISIBLE_DEVICES. Where one has less free memory, end what takes it, or give "
             "all of them less with --gpu-memory-limit"
         )
@@ -104,7 +104,7 @@ if TYPE_CHECKING:  # which calls this when it opens a file
 log = logging.getLogger(__name__)
 
 
-def check_it_runs(session: "Session", name: str) -> None:
+def self_check(session: "Session", name: str) -> None:
     """Run one canvas of the smallest size; a GPU that computes in float32 must give the scores that the file states.
 
     A provider may round products to TF32 that it was told not to. name: of the model, for errors.
@@ -115,7 +115,7 @@ def check_it_runs(session: "Session", name: str) -> None:
     if not (compared and contract.golden):
         if compared:
             log.warning("%s carries no golden images, so float32 is not checked on this GPU", name)
-        _run_black(session, name, 1, contract.min_side)
+        _run_blank(session, name, 1, contract.min_side)
         return
     golden = contract.golden[0]
     with _errors(session, name, 1, golden.height, golden.width):
@@ -133,7 +133,7 @@ def check_it_runs(session: "Session", name: str) -> None:
         )
 
 
-def run_largest(session: "Session", name: str) -> None:
+def run_largest_batch(session: "Session", name: str) -> None:
     """Run a batch of the largest canvases, so that a GPU's memory is taken in regions into which all others fit.
 
     Raises EnvironmentFault when the model does not run; name: of the model, for errors.
@@ -141,10 +141,10 @@ def run_largest(session: "Session", name: str) -> None:
     contract, rules = session.contract, session.rules
     side = max(contract.default_scales)
     windows = math.prod(contract.window_grid(side, side))
-    _run_black(session, name, rules.most_rows(side**2, windows), side)
+    _run_blank(session, name, rules.max_rows(side**2, windows), side)
 
 
-def _run_black(session: "Session", name: str, rows: int, side: int) -> None:
+def _run_blank(session: "Session", name: str, rows: int, side: int) -> None:
     with _errors(session, name, rows, side, side):
         session.run(np.zeros((rows, side, side, 3), np.uint8), np.full((rows, 2), side, np.int64))
 
@@ -158,7 +158,7 @@ def _errors(session: "Session", name: str, rows: int, height: int, width: int) -
     except Exception as error:  # the runtime's own classes
         raise EnvironmentFault(
             f"model {name} loads but does not run on {session.circumstances.provider} with {rows} canvases of "
-            f"{height}x{width} ({type(error).__name__}: {reason_of(error)}). Try: prelunet verify MODEL.onnx"
+            f"{height}x{width} ({type(error).__name__}: {error_summary(error)}). Try: prelunet verify MODEL.onnx"
         ) from error
 
 
@@ -176,60 +176,62 @@ _PRECISIONS: Mapping[tuple[str, str], tuple[Precision, ...]] = {
 def open_session(
     path: Path, device: Device = "auto", *, precision: Precision | None = None, threads: int = 0
 ) -> Session:
-    """Load a model file on a device; see `open_placed`."""
-    return open_placed(path, Placement(device, precision, threads))
+    """Load a model file on a device; see `open_with_placement`."""
+    return open_with_placement(path, Placement(device, precision, threads))
 
 
-def open_placed(path: Path, placement: Placement, *, for_many: bool = False, digest: str | None = None) -> Session:
+def open_with_placement(
+    path: Path, placement: Placement, *, preallocate: bool = False, digest: str | None = None
+) -> Session:
     """Load a model file where it is asked for; its `circumstances` say what came up.
 
     On a GPU it runs once before it counts as loaded, in float32 with its scores compared; where it does not run, `auto`
-    goes on to the CPU with a warning. for_many: many images will follow, so that the largest batch is run too;
+    goes on to the CPU with a warning. preallocate: many images will follow, so that the largest batch is run too;
     digest: SHA-256 of the file, where the caller knows it.
 
     Raises ContractError when the file is not ours or too new, EnvironmentFault when the device does not come up or
     cannot compute in that precision, UsageError when the file cannot be read or no such device or precision exists.
     """
-    for what, value, known in (
+    for what, value, choices in (
         ("device", placement.device, Device), ("precision", placement.precision or "fp32", Precision)
     ):  # fmt: skip
-        if value not in get_args(known):
-            raise UsageError(f"no {what} '{value}'. There are: {', '.join(get_args(known))}")
+        if value not in get_args(choices):
+            raise UsageError(f"no {what} '{value}'. There are: {', '.join(get_args(choices))}")
     digest = digest or sha256_of(path)
     if placement.device != "auto":
-        return _open(path, placement, digest, for_many=for_many)
-    if onnx.knows_cuda():
+        return _open(path, placement, digest, preallocate=preallocate)
+    if onnx.has_cuda_provider():
         try:
-            return _open(path, replace(placement, device="cuda"), digest, for_many=for_many)
+            return _open(path, replace(placement, device="cuda"), digest, preallocate=preallocate)
         except EnvironmentFault as error:
             log.warning("device auto: running on the CPU, because CUDA did not come up: %s", error)
-    return _open(path, replace(placement, device="cpu"), digest, for_many=for_many)
+    return _open(path, replace(placement, device="cpu"), digest, preallocate=preallocate)
 
 
-def _open(path: Path, placement: Placement, digest: str, *, for_many: bool) -> Session:
+def _open(path: Path, placement: Placement, digest: str, *, preallocate: bool) -> Session:
     """Load a model file on this very device and see that it runs there."""
     device, file_bytes = placement.device, path.stat().st_size
     if device != "cuda" and placement.gpu_memory is not None:
         raise UsageError(f"--gpu-memory-limit: the model runs on a CPU (--device {device}). See --memory-limit")
     runtime: Runtime = "openvino" if device == "openvino" else "cuda" if device == "cuda" else "cpu"
-    if stated := stated_precision(path):  # then what cannot be is told before a gigabyte is loaded
-        _running(device, stated, placement.precision, path)
+    if stated := read_precision(path):  # then what cannot be is told before a gigabyte is loaded
+        _compute_precision(device, stated, placement.precision, path)
         if placement.memory is not None:
-            require_loading(file_bytes, stated, placement.memory, runtime)
+            require_loadable(file_bytes, stated, placement.memory, runtime)
     loaded, arena = _load(path, placement)
     contract = contract_from_metadata(loaded.metadata, str(path))
     _check_interface(loaded, contract, path)
-    running = _running(device, contract.precision, placement.precision, path)
-    circumstances = Circumstances(loaded.provider, running, _versions(loaded.packages))
+    precision = _compute_precision(device, contract.precision, placement.precision, path)
+    circumstances = Circumstances(loaded.provider, precision, _versions(loaded.packages))
     if device == "cuda":
-        rules = gpu_rules(contract, arena, file_bytes=file_bytes, precision=running)
+        rules = gpu_rules(contract, arena, file_bytes=file_bytes, precision=precision)
     else:
-        rules = cpu_rules(contract, placement.memory, file_bytes=file_bytes, runtime=runtime, precision=running)
+        rules = cpu_rules(contract, placement.memory, file_bytes=file_bytes, runtime=runtime, precision=precision)
     session = Session(loaded, contract, digest, circumstances, placement, rules=rules, model_bytes=file_bytes)
-    if device == "cuda" or for_many:
-        check_it_runs(session, path.name)  # on a GPU, loading does not even tell whether cuDNN is there
-    if device == "cuda" and for_many:
-        run_largest(session, path.name)
+    if device == "cuda" or preallocate:
+        self_check(session, path.name)  # on a GPU, loading does not even tell whether cuDNN is there
+    if device == "cuda" and preallocate:
+        run_largest_batch(session, path.name)
     return session
 
 
@@ -244,40 +246,40 @@ def _load(path: Path, placement: Placement) -> tuple[LoadedModel, int | None]:
     return onnx.load_on_cpu(path, threads=threads), None
 
 
-def _running(device: Device, held: str, asked: Precision | None, path: Path) -> Precision:
+def _compute_precision(device: Device, stored: str, requested: Precision | None, path: Path) -> Precision:
     """Return what the model computes in; UsageError when that is not what was asked for. held: what the file holds."""
-    possible = _PRECISIONS[device, held]
-    if asked is not None and asked not in possible:
-        others = [f"--device {other}" for (other, file), known in _PRECISIONS.items()
-                  if file == held and asked in known]  # fmt: skip
+    possible = _PRECISIONS[device, stored]
+    if requested is not None and requested not in possible:
+        others = [f"--device {other}" for (other, file), choices in _PRECISIONS.items()
+                  if file == stored and requested in choices]  # fmt: skip
         needed = " or ".join(others) or "--device cuda and another file"
-        export = "" if others else f": prelunet export --precision {'fp16' if asked == 'fp16' else 'fp32'}"
-        mend = f"{asked} needs {needed}{export}"
+        export = "" if others else f": prelunet export --precision {'fp16' if requested == 'fp16' else 'fp32'}"
+        fix = f"{requested} needs {needed}{export}"
         raise UsageError(
-            f"--precision {asked}: {path} holds {held}, which --device {device} computes in "
-            f"{' or '.join(possible)}. {mend}"
+            f"--precision {requested}: {path} holds {stored}, which --device {device} computes in "
+            f"{' or '.join(possible)}. {fix}"
         )
-    return asked or possible[0]
+    return requested or possible[0]
 
 
 def _check_interface(loaded: LoadedModel, contract: ModelContract, path: Path) -> None:
     """Refuse a file whose inputs or outputs are not those of the contract, or whose classes are not the graph's."""
-    mend = how_to_write(str(path))
+    fix = rewrite_hint(str(path))
     inputs, outputs = loaded.inputs, loaded.outputs
     if inputs != INPUTS or outputs != OUTPUTS:
         raise ContractError(
-            f"{path}: inputs {inputs} and outputs {outputs}, but the contract has {INPUTS} and {OUTPUTS}. {mend}"
+            f"{path}: inputs {inputs} and outputs {outputs}, but the contract has {INPUTS} and {OUTPUTS}. {fix}"
         )
     # An adopted net states its crop in the graph too; one of ours leaves height and width open.
     sides = [side for side in loaded.image_shape[1:3] if isinstance(side, int)]
     if sides and {*sides, contract.crop, contract.max_side} != {contract.crop}:
         raise ContractError(
             f"{path}: its graph takes images of {'x'.join(map(str, sides))} pixels and nothing else, but it states a "
-            f"crop of {contract.crop} and sides up to {contract.max_side}. {mend}"
+            f"crop of {contract.crop} and sides up to {contract.max_side}. {fix}"
         )
     classes = loaded.scores_shape[-1]
     if classes != len(contract.classes):
-        raise ContractError(f"{path}: {len(contract.classes)} classes are listed, but the graph has {classes}. {mend}")
+        raise ContractError(f"{path}: {len(contract.classes)} classes are listed, but the graph has {classes}. {fix}")
 
 
 def _versions(packages: Mapping[str, str]) -> dict[str, str]:

@@ -12,7 +12,7 @@ What takes memory, for model A in float32 and one view of 480x1920 pixels as an 
     list       the images' names and labels, and in the end the lines of the run                     0.5 kB an image
 
 Only the last depends on the number of images. The estimates are upper bounds, but for one thing: an image that alone
-takes more than the room for decoding is decoded all the same, by itself (`LARGEST_DECODING`). docs/performance.md
+takes more than the room for decoding is decoded all the same, by itself (`MAX_DECODE_BYTES`). docs/performance.md
 compares them with what was measured.
 """
 
@@ -25,24 +25,24 @@ from math import ceil, inf
 from typing import Literal
 
 from prelunet.evaluator.architectures import TrunkLayer, multiply_adds
-from prelunet.evaluator.contract import PREFIX, ModelContract, how_to_write
-from prelunet.evaluator.engine.batching import MAX_PIXELS, MAX_WINDOWS, MOST, BatchRules
+from prelunet.evaluator.contract import PREFIX, ModelContract, rewrite_hint
+from prelunet.evaluator.engine.batching import MAX_PIXELS, MAX_RULE_VALUE, MAX_WINDOWS, BatchRules
 from prelunet.evaluator.errors import ContractError, UsageError
-from prelunet.evaluator.imaging.decode_memory import GPU_ROOM, ROOM
+from prelunet.evaluator.imaging.decode_memory import DECODE_BYTES, GPU_DECODE_BYTES
 from prelunet.evaluator.imaging.resize import resized_size
-from prelunet.evaluator.json_checks import a_list, an_object, one_of, whole
-from prelunet.evaluator.protocols import Protocol
+from prelunet.evaluator.json_checks import require_choice, require_int, require_list, require_object
+from prelunet.evaluator.protocols import EvaluationProtocol
 
 Runtime = Literal["cpu", "openvino", "cuda"]  # cpu: onnxruntime's own
 
 # How much a runtime keeps, in sizes of what the graph needs at once. OpenVINO lays windows out anew for its products,
 # and on CUDA the arena grows by powers of two (not measured here).
-COPIES: Mapping[Runtime, int] = {"cpu": 1, "openvino": 2, "cuda": 2}
-WORKSPACE = 2**25  # bytes, whatever the batch: buffers of the runtime's threads
+BUFFER_COPIES: Mapping[Runtime, int] = {"cpu": 1, "openvino": 2, "cuda": 2}
+WORKSPACE_BYTES = 2**25  # bytes, whatever the batch: buffers of the runtime's threads
 # An adopted net says nothing of its layers. VGG-16, the widest of the usual ones, has 64 channels at every pixel of its
 # first layers; of three such maps at once.
-ADOPTED_BYTES_A_PIXEL = 3 * 64 * 4
-FRONT_BYTES_A_PIXEL = 2 * 3 + 4 * 3 * 4  # uint8 as it came and channels first; float32, mean, centred, masked
+ADOPTED_BYTES_PER_PIXEL = 3 * 64 * 4
+INPUT_BYTES_PER_PIXEL = 2 * 3 + 4 * 3 * 4  # uint8 as it came and channels first; float32, mean, centred, masked
 
 
 def batch_bytes(
@@ -57,10 +57,10 @@ def batch_bytes(
         maps, pools = (of(contract, height, width) * value_bytes for of in (_largest_maps, _pooled_maps))
         grid_rows, grid_columns = contract.window_grid(height, width)
         head = pools + max(0, grid_rows) * max(0, grid_columns) * window_bytes(contract, value_bytes)
-        canvas = max(FRONT_BYTES_A_PIXEL * height * width, maps, head)
+        canvas = max(INPUT_BYTES_PER_PIXEL * height * width, maps, head)
     else:
-        canvas = ADOPTED_BYTES_A_PIXEL * height * width
-    return WORKSPACE + COPIES[runtime] * rows * canvas
+        canvas = ADOPTED_BYTES_PER_PIXEL * height * width
+    return WORKSPACE_BYTES + BUFFER_COPIES[runtime] * rows * canvas
 
 
 def window_bytes(contract: ModelContract, value_bytes: int = 4) -> int:
@@ -80,7 +80,7 @@ def weights_bytes(contract: ModelContract) -> int:
         return 0
     total, before = 0, 3
     for layer in _layers(contract):
-        if layer.convolves:
+        if layer.is_convolution:
             total += (layer.size.kernel**2 * before + 2) * layer.channels  # with biases and slopes
         before = layer.channels
     bins = before * sum(level * level for level in contract.spp_levels)
@@ -89,30 +89,32 @@ def weights_bytes(contract: ModelContract) -> int:
     return total * (2 if contract.precision == "fp16" else 4)
 
 
-def bytes_at(contract: ModelContract, pixels: int, windows: int, value_bytes: int = 4, runtime: Runtime = "cpu") -> int:
+def batch_bytes_bound(
+    contract: ModelContract, pixels: int, windows: int, value_bytes: int = 4, runtime: Runtime = "cpu"
+) -> int:
     """Return what no batch of so many pixels and windows exceeds.
 
     The maps of n pixels in a row are largest in proportion just where a stride begins, or else in a row without end.
     """
-    batch = float(ADOPTED_BYTES_A_PIXEL * pixels)
+    batch = float(ADOPTED_BYTES_PER_PIXEL * pixels)
     if _has_trunk(contract):
         sides = [*range(contract.crop, contract.crop + contract.trunk_stride), 2**20]
         maps, pools = (
             max(of(contract, side, side) / side**2 for side in sides) * value_bytes * pixels
             for of in (_largest_maps, _pooled_maps)
         )
-        batch = max(FRONT_BYTES_A_PIXEL * pixels, maps, pools + windows * window_bytes(contract, value_bytes))
-    return WORKSPACE + ceil(COPIES[runtime] * batch)
+        batch = max(INPUT_BYTES_PER_PIXEL * pixels, maps, pools + windows * window_bytes(contract, value_bytes))
+    return WORKSPACE_BYTES + ceil(BUFFER_COPIES[runtime] * batch)
 
 
-def operations_a_pixel(contract: ModelContract) -> float:
+def flops_per_pixel(contract: ModelContract) -> float:
     """Return multiplications and additions for each pixel of a 3:4 view at the middle scale; infinite if unknown."""
     height, width = resized_size(3, 4, contract.default_scales[len(contract.default_scales) // 2])
-    with _malformed():
+    with _architecture_errors():
         if _has_trunk(contract):
             return 2 * multiply_adds(contract.architecture, height, width, len(contract.classes)) / (height * width)
         stated = contract.architecture.get("multiply_adds")
-        return inf if stated is None else 2 * whole(stated, "multiply_adds", 1) / contract.crop**2
+        return inf if stated is None else 2 * require_int(stated, "multiply_adds", 1) / contract.crop**2
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class _Layer:
     """One layer of a trunk with what a contract's `trunk` leaves out. channels: of its output."""
 
     size: TrunkLayer
-    convolves: bool
+    is_convolution: bool
     channels: int
 
 
@@ -130,28 +132,30 @@ def _has_trunk(contract: ModelContract) -> bool:
 
 def _layers(contract: ModelContract) -> list[_Layer]:
     """Return the trunk; ContractError for a malformed architecture."""
-    with _malformed():
-        described = [an_object(layer, "a layer") for layer in a_list(contract.architecture["trunk"], "trunk")]
+    with _architecture_errors():
+        described = [
+            require_object(layer, "a layer") for layer in require_list(contract.architecture["trunk"], "trunk")
+        ]
         layers, channels = [], 3
         for layer, size in zip(described, contract.trunk, strict=True):
-            convolves = one_of(layer.get("kind"), "kind of a layer", ("conv", "pool")) == "conv"
-            channels = whole(layer.get("channels"), "channels of a layer", 1) if convolves else channels
-            layers.append(_Layer(size, convolves, channels))
+            is_convolution = require_choice(layer.get("kind"), "kind of a layer", ("conv", "pool")) == "conv"
+            channels = require_int(layer.get("channels"), "channels of a layer", 1) if is_convolution else channels
+            layers.append(_Layer(size, is_convolution, channels))
         return layers
 
 
 def _hidden(contract: ModelContract) -> int:
-    with _malformed():
-        return whole(contract.architecture.get("hidden"), "hidden", 1)
+    with _architecture_errors():
+        return require_int(contract.architecture.get("hidden"), "hidden", 1)
 
 
 @contextmanager
-def _malformed() -> Iterator[None]:
+def _architecture_errors() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
         raise ContractError(
-            f"'{PREFIX}architecture' of this model file is malformed ({error}). {how_to_write('MODEL.onnx')}"
+            f"'{PREFIX}architecture' of this model file is malformed ({error}). {rewrite_hint('MODEL.onnx')}"
         ) from error
 
 
@@ -166,7 +170,7 @@ def _largest_maps(contract: ModelContract, height: int, width: int) -> int:
         height, width = (max(0, layer.size.output_side(side)) for side in (height, width))
         after = layer.channels * height * width
         masked = layer.size.pad > 0 and contract.canvas == "ragged"
-        largest = max(largest, (1 + masked) * before + after, 2 * after if layer.convolves else 0)
+        largest = max(largest, (1 + masked) * before + after, 2 * after if layer.is_convolution else 0)
         before = after
     return largest
 
@@ -187,42 +191,47 @@ def _pooled_maps(contract: ModelContract, height: int, width: int) -> int:
 
 # Measured on models A and C (712 and 1,323 MB) and on A in float16, with onnxruntime 1.31.1 and OpenVINO 2026.4.1, on
 # Linux; in sizes of the weights in float32, which is what these runtimes turn those of a float16 file into.
-LOADING: Mapping[str, float] = {"fp32": 2.2, "fp16": 2.6}  # peak, by the file's precision: 1.94 to 2.13, 1.96 to 2.43
+LOADING_FACTOR: Mapping[str, float] = {
+    "fp32": 2.2,
+    "fp16": 2.6,
+}  # peak, by the file's precision: 1.94 to 2.13, 1.96 to 2.43
 # After the first call, at which OpenVINO lays its weights out anew: 1.09 to 1.38, 2.06 to 2.27, 1.93 to 2.03.
-SETTLED: Mapping[tuple[Runtime, str], float] = {
+RESIDENT_FACTOR: Mapping[tuple[Runtime, str], float] = {
     ("cpu", "fp32"): 1.4,
     ("openvino", "fp32"): 2.3,
     ("openvino", "bf16"): 2.2,
 }
-BASE = 2**27  # bytes: 60 to 75 MB of Python and libraries, 46 to 57 MB more when a runtime is there
+BASE_BYTES = 2**27  # bytes: 60 to 75 MB of Python and libraries, 46 to 57 MB more when a runtime is there
 PORTION_BYTES = 3 * 2**27  # of the views of one portion, if every image were as elongated as the protocol lets it be
 # For a GPU: the 1,024 images of a chunk in one portion change its canvases four times less often.
 GPU_PORTION_BYTES = 6 * 2**30
 PORTION_SHARE = 16  # a portion takes at most a sixteenth of a limit
-PACKED = 4  # batches whose pixels are kept: one is computed, two are ready, one is being packed
-RESULTS = 3  # portions whose results are kept until they are averaged
-LISTED = 512  # bytes an image: 280 in the dataset's list and 130 in the lines of the run, with names of 40 characters
+PACKED_BATCHES = 4  # batches whose pixels are kept: one is computed, two are ready, one is being packed
+RESULT_PORTIONS = 3  # portions whose results are kept until they are averaged
+LISTING_BYTES_PER_IMAGE = (
+    512  # bytes an image: 280 in the dataset's list and 130 in the lines of the run, with names of 40 characters
+)
 # Images of a dataset and of a chunk, for which rules leave room before either is known.
-LISTED_USUALLY, CHUNK_USUALLY = 50_000, 64
+TYPICAL_DATASET_IMAGES, TYPICAL_CHUNK_IMAGES = 50_000, 64
 
 # Assumptions about a GPU, not measured here.
-GPU_BASE = 2**31  # bytes of main memory: the libraries of CUDA and cuDNN
-GPU_SETTLED = 2.2  # what the weights take there, in sizes of the file
-GPU_HOST_SETTLED = 1.1  # and in main memory once they are on the GPU
-GPU_PACKED = 8  # of batches in main memory: three page-locked, of up to twice the size, and two that are packed
+GPU_BASE_BYTES = 2**31  # bytes of main memory: the libraries of CUDA and cuDNN
+GPU_RESIDENT_FACTOR = 2.2  # what the weights take there, in sizes of the file
+GPU_HOST_RESIDENT_FACTOR = 1.1  # and in main memory once they are on the GPU
+GPU_PACKED_BATCHES = 8  # of batches in main memory: three page-locked, of up to twice the size, and two that are packed
 GPU_BATCH_BYTES = 6 * 2**30  # of a batch unless a limit is lower: some 10 Mpixel of net C, far more than fill a GPU
 GPU_SWITCH_SECONDS = 0.020  # in which the CUDA provider rebuilds the plans of about 20 convolutions
-GPU_RATE: Mapping[str, float] = {"fp16": 400e12, "tf32": 200e12, "fp32": 45e12}  # operations per second of a whole net
+GPU_FLOPS: Mapping[str, float] = {"fp16": 400e12, "tf32": 200e12, "fp32": 45e12}  # operations per second of a whole net
 GPU_CANVAS_CELLS = 2  # a canvas grows in cells of the feature map: 32 px for A, B, C; 256, 384 and 480 need no rounding
 
 _VALUE_BYTES: Mapping[str, int] = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # of a number in a map
-MOST_MEMORY = 2**60
+MAX_MEMORY = 2**60
 _UNITS = "MGT"
 _AMOUNT = re.compile(r"(?P<number>\d{1,15}(?:\.\d{1,6})?)(?P<unit>[MGTmgt])(?:iB|(?P<decimal>B))?", re.ASCII)
 
 
 @dataclass(frozen=True)
-class MemoryNeed:
+class MemoryEstimate:
     """Bytes of main memory that a process takes at most; what each is, see above.
 
     loading: while the file is loaded, when there are no batches and images yet.
@@ -241,8 +250,8 @@ class MemoryNeed:
     @property
     def total(self) -> int:
         """Return the most that is taken at any time."""
-        running = self.weights + self.batch + self.packed + self.images + self.decoding + self.results + self.listed
-        return self.base + max(self.loading, running)
+        workload = self.weights + self.batch + self.packed + self.images + self.decoding + self.results + self.listed
+        return self.base + max(self.loading, workload)
 
     def __str__(self) -> str:
         parts = {
@@ -253,12 +262,12 @@ class MemoryNeed:
             "decoding": self.decoding,
             "results": self.results + self.listed,
         }
-        listed = ", ".join(f"{key} {in_bytes(value)}" for key, value in parts.items())
-        return f"{in_bytes(self.total)} ({listed}; {in_bytes(self.loading)} while loading the weights)"
+        listed = ", ".join(f"{key} {format_bytes(value)}" for key, value in parts.items())
+        return f"{format_bytes(self.total)} ({listed}; {format_bytes(self.loading)} while loading the weights)"
 
 
 @dataclass(frozen=True)
-class Running:
+class Workload:
     """How a model is run in one process, and on how much.
 
     precision: what is computed in; file_bytes: of the model file, 0 for what its architecture tells; gpu_rules: of the
@@ -276,7 +285,7 @@ class Running:
     encoded: int = 0
 
 
-def rules_within(
+def fit_rules(
     contract: ModelContract,
     budget: int,
     most: BatchRules,
@@ -291,8 +300,8 @@ def rules_within(
     on top, besides what is being computed. An image that alone exceeds them is a batch all the same, see
     `require_fits`.
     """
-    needed = bytes_at(contract, most.max_pixels, most.max_windows, value_bytes, runtime)
-    share = (budget - WORKSPACE) / (needed - WORKSPACE + packed * 3 * most.max_pixels)
+    needed = batch_bytes_bound(contract, most.max_pixels, most.max_windows, value_bytes, runtime)
+    share = (budget - WORKSPACE_BYTES) / (needed - WORKSPACE_BYTES + packed * 3 * most.max_pixels)
     if share >= 1:
         return most
     windows, pixels = (max(1, int(share * limit)) for limit in (most.max_windows, most.max_pixels))
@@ -314,9 +323,9 @@ def cpu_rules(
     """
     if memory is None:
         return BatchRules()
-    settled = math.ceil(SETTLED[runtime, precision] * _weights_there(contract, file_bytes, runtime))
-    budget = memory - BASE - settled - _beside_batches(contract, memory)
-    return rules_within(contract, budget, BatchRules(), _VALUE_BYTES[precision], runtime, packed=PACKED)
+    resident = math.ceil(RESIDENT_FACTOR[runtime, precision] * _weights_in_memory(contract, file_bytes, runtime))
+    budget = memory - BASE_BYTES - resident - _non_batch_bytes(contract, memory)
+    return fit_rules(contract, budget, BatchRules(), _VALUE_BYTES[precision], runtime, packed=PACKED_BATCHES)
 
 
 def gpu_rules(
@@ -330,15 +339,15 @@ def gpu_rules(
     """
     precision = precision or contract.precision
     step = 1 if contract.canvas == "exact" else GPU_CANVAS_CELLS * contract.trunk_stride
-    switch = int(GPU_SWITCH_SECONDS * GPU_RATE[precision] / operations_a_pixel(contract))
+    switch = int(GPU_SWITCH_SECONDS * GPU_FLOPS[precision] / flops_per_pixel(contract))
     budget = GPU_BATCH_BYTES
     if memory is not None:
-        budget = min(budget, memory - math.ceil(GPU_SETTLED * (file_bytes or weights_bytes(contract))))
-    most = BatchRules(step, 16 * MAX_WINDOWS, 16 * MAX_PIXELS, min(switch, MOST))
-    return rules_within(contract, budget, most, _VALUE_BYTES[precision], "cuda")
+        budget = min(budget, memory - math.ceil(GPU_RESIDENT_FACTOR * (file_bytes or weights_bytes(contract))))
+    most = BatchRules(step, 16 * MAX_WINDOWS, 16 * MAX_PIXELS, min(switch, MAX_RULE_VALUE))
+    return fit_rules(contract, budget, most, _VALUE_BYTES[precision], "cuda")
 
 
-def portion_within(protocol: Protocol, chunk: int, memory: int | None, *, gpu: bool = False) -> int:
+def portion_size(protocol: EvaluationProtocol, chunk: int, memory: int | None, *, gpu: bool = False) -> int:
     """Return how many images of a chunk are prepared and computed at a time: a portion of it.
 
     memory: most bytes of main memory of the process, or None; gpu: whether a GPU computes.
@@ -353,44 +362,48 @@ def portion_within(protocol: Protocol, chunk: int, memory: int | None, *, gpu: b
     return -(-chunk // portions)
 
 
-def image_bytes(protocol: Protocol) -> int:
+def image_bytes(protocol: EvaluationProtocol) -> int:
     """Return the bytes of all views of one image that is as elongated as the protocol lets it be."""
     if protocol.crop is not None:
         return 3 * len(protocol.views) * protocol.crop**2
     return 3 * sum(scale * scale * protocol.long_side_cap for scale in protocol.scales)  # mirrored ones share them
 
 
-def memory_need(
-    contract: ModelContract, protocol: Protocol, chunk: int, memory: int | None, running: Running = Running()
-) -> MemoryNeed:
+def estimate_memory(
+    contract: ModelContract,
+    protocol: EvaluationProtocol,
+    chunk: int,
+    memory: int | None,
+    workload: Workload = Workload(),
+) -> MemoryEstimate:
     """Return what evaluating chunks of images takes of the main memory at most.
 
     memory: the limit for which batches and portions are planned, or None.
     """
-    gpu, runtime, precision = running.runtime == "cuda", running.runtime, running.precision
-    file_bytes, streams = running.file_bytes, running.sessions * running.pipelines
-    weights = _weights_there(contract, file_bytes, runtime)
-    settled = math.ceil((GPU_HOST_SETTLED if gpu else SETTLED[runtime, precision]) * weights)
-    rules = running.gpu_rules or cpu_rules(
+    gpu, runtime, precision = workload.runtime == "cuda", workload.runtime, workload.precision
+    file_bytes, streams = workload.file_bytes, workload.sessions * workload.pipelines
+    weights = _weights_in_memory(contract, file_bytes, runtime)
+    resident = math.ceil((GPU_HOST_RESIDENT_FACTOR if gpu else RESIDENT_FACTOR[runtime, precision]) * weights)
+    rules = workload.gpu_rules or cpu_rules(
         contract, memory, file_bytes=file_bytes, runtime=runtime, precision=precision
     )
     largest_view = max(height * width for height, width in _view_sizes(contract, protocol))
-    portion = portion_within(protocol, chunk, memory, gpu=gpu)
-    return MemoryNeed(
-        base=GPU_BASE if gpu else BASE,
-        loading=math.ceil(LOADING[contract.precision] * weights) + (running.sessions - 1) * settled,
-        weights=running.sessions * settled,
-        batch=WORKSPACE if gpu else largest_batch_bytes(contract, protocol, rules, runtime, precision),
-        packed=streams * (GPU_PACKED if gpu else PACKED) * 3 * max(rules.max_pixels, largest_view),
+    portion = portion_size(protocol, chunk, memory, gpu=gpu)
+    return MemoryEstimate(
+        base=GPU_BASE_BYTES if gpu else BASE_BYTES,
+        loading=math.ceil(LOADING_FACTOR[contract.precision] * weights) + (workload.sessions - 1) * resident,
+        weights=workload.sessions * resident,
+        batch=WORKSPACE_BYTES if gpu else largest_batch_bytes(contract, protocol, rules, runtime, precision),
+        packed=streams * (GPU_PACKED_BATCHES if gpu else PACKED_BATCHES) * 3 * max(rules.max_pixels, largest_view),
         images=streams * 2 * portion * image_bytes(protocol),
-        decoding=(GPU_ROOM if gpu else ROOM) + running.encoded,
+        decoding=(GPU_DECODE_BYTES if gpu else DECODE_BYTES) + workload.encoded,
         results=_results_bytes(len(protocol.views), len(contract.classes), portion, chunk, streams),
-        listed=LISTED * running.images,
+        listed=LISTING_BYTES_PER_IMAGE * workload.images,
     )
 
 
 def largest_batch_bytes(
-    contract: ModelContract, protocol: Protocol, rules: BatchRules, runtime: Runtime, precision: str = "fp32"
+    contract: ModelContract, protocol: EvaluationProtocol, rules: BatchRules, runtime: Runtime, precision: str = "fp32"
 ) -> int:
     """Return what the largest batch of a protocol's views takes, up to the longest image that is not capped.
 
@@ -404,7 +417,7 @@ def largest_batch_bytes(
     return found
 
 
-def _view_sizes(contract: ModelContract, protocol: Protocol) -> list[tuple[int, int]]:
+def _view_sizes(contract: ModelContract, protocol: EvaluationProtocol) -> list[tuple[int, int]]:
     """Return height and width of the views of square to long images, upright ones left out: they take the same."""
     if protocol.crop is not None:
         return [(protocol.crop, protocol.crop)]
@@ -416,48 +429,50 @@ def _view_sizes(contract: ModelContract, protocol: Protocol) -> list[tuple[int, 
     ]
 
 
-def require_loading(file_bytes: int, precision: str, memory: int, runtime: Runtime = "cpu") -> None:
+def require_loadable(file_bytes: int, precision: str, memory: int, runtime: Runtime = "cpu") -> None:
     """Refuse a model file of which loading alone takes more than a limit, before it is loaded.
 
     precision: that the file holds; memory: bytes. Raises UsageError that says how much is needed.
     """
-    base = GPU_BASE if runtime == "cuda" else BASE
-    need = base + math.ceil(LOADING[precision] * _in_memory(file_bytes, precision, runtime))
+    base = GPU_BASE_BYTES if runtime == "cuda" else BASE_BYTES
+    need = base + math.ceil(LOADING_FACTOR[precision] * _expanded_bytes(file_bytes, precision, runtime))
     if need > memory:
         raise UsageError(
-            f"--memory-limit {in_bytes(memory)}: loading the model alone takes up to {in_bytes(need)}. Give more"
+            f"--memory-limit {format_bytes(memory)}: loading the model alone takes up to {format_bytes(need)}. Give more"
         )
 
 
 def require_fits(
-    contract: ModelContract, protocol: Protocol, chunk: int, memory: int, running: Running = Running()
-) -> MemoryNeed:
-    """Return what a run takes within a limit (see `memory_need`), if that can be kept.
+    contract: ModelContract, protocol: EvaluationProtocol, chunk: int, memory: int, workload: Workload = Workload()
+) -> MemoryEstimate:
+    """Return what a run takes within a limit (see `estimate_memory`), if that can be kept.
 
     Raises UsageError that says how much is needed, for what, and what to change.
     """
-    need = enough = memory_need(contract, protocol, chunk, memory, running)
+    need = enough = estimate_memory(contract, protocol, chunk, memory, workload)
     if need.total <= memory:
         return need
     given = memory
     while enough.total > given:  # a larger limit lets portions grow by an eighth of it, so this ends
         given = enough.total
-        enough = memory_need(contract, protocol, chunk, given, running)
+        enough = estimate_memory(contract, protocol, chunk, given, workload)
     loading = need.total == need.base + need.loading
     of_views = need.batch + need.packed + need.images > need.total // 2
-    if loading or not of_views or protocol.crop is not None or running.runtime == "cuda":
-        why, mend = "Loading the model takes the most of it. " if loading else "", ""
+    if loading or not of_views or protocol.crop is not None or workload.runtime == "cuda":
+        why, fix = "Loading the model takes the most of it. " if loading else "", ""
     else:
         scale, longest = max(protocol.scales), protocol.long_side_cap
         why = f"A view of an image of 1:{longest} has {scale}x{scale * longest} pixels and cannot be divided. "
-        mend = ", or take smaller scales (--scales)"
+        fix = ", or take smaller scales (--scales)"
     raise UsageError(
-        f"--memory-limit {in_bytes(memory)}: protocol {protocol.name} takes up to {need}. "
-        f"{why}Give {in_bytes(given)} or more{mend}"
+        f"--memory-limit {format_bytes(memory)}: protocol {protocol.name} takes up to {need}. "
+        f"{why}Give {format_bytes(given)} or more{fix}"
     )
 
 
-def require_room(contract: ModelContract, protocol: Protocol, image: tuple[int, int], available: int) -> None:
+def require_view_fits(
+    contract: ModelContract, protocol: EvaluationProtocol, image: tuple[int, int], available: int
+) -> None:
     """Refuse an image of which one view alone takes more than there is.
 
     image: height and width in pixels; available: bytes, see `evaluator.machine`. Raises UsageError that says how much.
@@ -468,8 +483,8 @@ def require_room(contract: ModelContract, protocol: Protocol, image: tuple[int, 
     need = batch_bytes(contract, 1, height, width, runtime="openvino")  # the larger of both runtimes
     if need > available:
         raise UsageError(
-            f"a view of {height}x{width} pixels takes up to {in_bytes(need)} of memory, and this machine has "
-            f"{in_bytes(available)}. Take a smaller scale"
+            f"a view of {height}x{width} pixels takes up to {format_bytes(need)} of memory, and this machine has "
+            f"{format_bytes(available)}. Take a smaller scale"
         )
 
 
@@ -486,7 +501,7 @@ def parse_memory(text: str | None, option: str = "--memory-limit") -> int | None
     if found:
         power = _UNITS.index(found["unit"].upper()) + 2
         value = int(float(found["number"]) * (1000 if found["decimal"] else 1024) ** power)
-    if not found or not 1 <= value <= MOST_MEMORY:
+    if not found or not 1 <= value <= MAX_MEMORY:
         raise UsageError(
             f"{option} {text}: not an amount of memory. Write it with its unit: 900M, 6G or 1.5GiB in powers of "
             "1024, 6GB in powers of 1000"
@@ -494,7 +509,7 @@ def parse_memory(text: str | None, option: str = "--memory-limit") -> int | None
     return value
 
 
-def in_bytes(value: int) -> str:
+def format_bytes(value: int) -> str:
     """Return an amount of memory to three digits, in the units that `parse_memory` reads: 1.17G. Rounded up."""
     for power, unit in reversed(list(enumerate(_UNITS, 2))):
         if value >= 1024**power or power == 2:
@@ -504,23 +519,28 @@ def in_bytes(value: int) -> str:
     raise AssertionError("there is a unit for everything")
 
 
-def _weights_there(contract: ModelContract, file_bytes: int, runtime: Runtime) -> int:
+def _weights_in_memory(contract: ModelContract, file_bytes: int, runtime: Runtime) -> int:
     """Return what the weights would take once; file_bytes: 0 for what the architecture tells."""
-    return _in_memory(file_bytes or weights_bytes(contract), contract.precision, runtime)
+    return _expanded_bytes(file_bytes or weights_bytes(contract), contract.precision, runtime)
 
 
-def _in_memory(file_bytes: int, precision: str, runtime: Runtime) -> int:
+def _expanded_bytes(file_bytes: int, precision: str, runtime: Runtime) -> int:
     """Return what a file's weights take once: in float32 on a CPU, as the file has them on a GPU."""
     return (2 if precision == "fp16" and runtime != "cuda" else 1) * file_bytes
 
 
 def _results_bytes(views: int, classes: int, portion: int, chunk: int, streams: int = 1) -> int:
     """Return what scores take: of each view with its logits until it is averaged, then of each image until written."""
-    return streams * 4 * classes * (2 * views * (RESULTS * portion + chunk) + RESULTS * chunk)
+    return streams * 4 * classes * (2 * views * (RESULT_PORTIONS * portion + chunk) + RESULT_PORTIONS * chunk)
 
 
-def _beside_batches(contract: ModelContract, memory: int) -> int:
+def _non_batch_bytes(contract: ModelContract, memory: int) -> int:
     """Return what everything but batches takes beside the weights within a limit, for the usual views and images."""
     views = 2 * len(contract.default_scales)
-    results = _results_bytes(views, len(contract.classes), CHUNK_USUALLY, CHUNK_USUALLY)
-    return 2 * min(PORTION_BYTES, memory // PORTION_SHARE) + ROOM + results + LISTED * LISTED_USUALLY
+    results = _results_bytes(views, len(contract.classes), TYPICAL_CHUNK_IMAGES, TYPICAL_CHUNK_IMAGES)
+    return (
+        2 * min(PORTION_BYTES, memory // PORTION_SHARE)
+        + DECODE_BYTES
+        + results
+        + LISTING_BYTES_PER_IMAGE * TYPICAL_DATASET_IMAGES
+    )

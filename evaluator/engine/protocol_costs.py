@@ -5,12 +5,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from prelunet.evaluator.architectures import TrunkLayer, multiply_adds
-from prelunet.evaluator.contract import ClassEntry, ModelContract, default_scales, how_to_write
+from prelunet.evaluator.contract import ClassEntry, ModelContract, default_scales, rewrite_hint
 from prelunet.evaluator.engine.scores import nine_places
 from prelunet.evaluator.errors import ContractError, UsageError
 from prelunet.evaluator.imaging.resize import resized_size
-from prelunet.evaluator.json_checks import whole
-from prelunet.evaluator.protocols import PROTOCOL_NAMES, Kind, Protocol, View, make_protocol
+from prelunet.evaluator.json_checks import require_int
+from prelunet.evaluator.protocols import PROTOCOL_NAMES, EvaluationProtocol, ProtocolKind, View, build_protocol
 
 SOURCES: Mapping[str, str] = {  # by the names of PROTOCOL_NAMES
     "center": "PReLU-nets, Fig. 2",
@@ -35,7 +35,7 @@ class ProtocolCost:
 
     name: str
     source: str
-    kind: Kind | None = None
+    kind: ProtocolKind | None = None
     scales: tuple[int, ...] | None = None
     views: int | None = None
     windows: int | None = None
@@ -77,7 +77,7 @@ def protocol_costs(contract: ModelContract, height: int, width: int) -> list[Pro
         names = [f"dense-{scale}" for scale in contract.default_scales] if entry == "dense-S" else [entry]
         for name in names:
             try:
-                protocol = make_protocol(name, contract)
+                protocol = build_protocol(name, contract)
             except UsageError as error:
                 costs.append(ProtocolCost(name, SOURCES[entry], refusal=str(error)))
             else:
@@ -91,7 +91,9 @@ def protocol_costs(contract: ModelContract, height: int, width: int) -> list[Pro
     ]
 
 
-def _cost_of(protocol: Protocol, source: str, contract: ModelContract, image: tuple[int, int]) -> ProtocolCost:
+def _cost_of(
+    protocol: EvaluationProtocol, source: str, contract: ModelContract, image: tuple[int, int]
+) -> ProtocolCost:
     """Add up the views of one protocol."""
     sizes = [_view_size(view, protocol, image) for view in protocol.views]
     windows = sum(
@@ -102,7 +104,7 @@ def _cost_of(protocol: Protocol, source: str, contract: ModelContract, image: tu
     return ProtocolCost(protocol.name, source, protocol.kind, protocol.scales, len(sizes), windows, total)
 
 
-def _view_size(view: View, protocol: Protocol, image: tuple[int, int]) -> tuple[int, int]:
+def _view_size(view: View, protocol: EvaluationProtocol, image: tuple[int, int]) -> tuple[int, int]:
     """Return height and width of a view in pixels."""
     if protocol.crop is not None:
         return protocol.crop, protocol.crop
@@ -121,8 +123,8 @@ def multiply_adds_of_view(contract: ModelContract, height: int, width: int) -> i
         if "trunk" in architecture:
             return multiply_adds(architecture, height, width, len(contract.classes))
         stated = architecture.get("multiply_adds")
-        return None if stated is None else whole(stated, "multiply_adds", 1)
+        return None if stated is None else require_int(stated, "multiply_adds", 1)
     except (ValueError, ZeroDivisionError) as error:
         raise ContractError(
-            f"'prelunet.architecture' of this model file is malformed ({error}). {how_to_write('MODEL.onnx')}"
+            f"'prelunet.architecture' of this model file is malformed ({error}). {rewrite_hint('MODEL.onnx')}"
         ) from error

@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from prelunet.evaluator.arrays import Float32Array, Float64Array, Int64Array
 from prelunet.evaluator.errors import ContractError
-from prelunet.evaluator.protocols import Averaging, View, Weights
+from prelunet.evaluator.protocols import Averaging, View, Weighting
 
 
-def view_weights(views: Sequence[View], windows: Sequence[tuple[int, int]], weights: Weights) -> Float64Array:
+def view_weights(views: Sequence[View], windows: Sequence[tuple[int, int]], weights: Weighting) -> Float64Array:
     """Return the weight of each view in an image's score, float64 (views,), of sum 1.
 
     windows: rows and columns of each view's grid.
@@ -100,7 +100,7 @@ def top_k(scores: Float32Array, k: int) -> list[tuple[int, float]]:
     return [(int(index), float(scores[index])) for index in best]
 
 
-def shortest(score: float) -> float:
+def shortest_decimal(score: float) -> float:
     """Return the number with the fewest decimals that is the same float32: 0.1 and not 0.10000000149011612."""
     return float(str(np.float32(score)))
 

@@ -18,7 +18,7 @@ from prelunet.evaluator.arrays import Float32Array
 from prelunet.evaluator.contract import ModelContract
 from prelunet.evaluator.engine.batching import BatchRules
 from prelunet.evaluator.engine.runtimes import onnx
-from prelunet.evaluator.engine.runtimes.base import LoadedModel, is_lost, lacks_memory, reason_of
+from prelunet.evaluator.engine.runtimes.base import LoadedModel, error_summary, is_device_lost, is_out_of_memory
 from prelunet.evaluator.errors import DeviceLost, OutOfMemory, UsageError
 
 Device = Literal["auto", "cpu", "openvino", "cuda"]
@@ -32,18 +32,18 @@ class Outputs:
     """What the graph gives for N canvases (docs/contract.md).
 
     scores, logits: float32 (N, K); windows: int64 (N, 2), the valid grid of each image;
-    take_window_scores: brings the window scores from the device.
+    fetch_window_scores: brings the window scores from the device.
     """
 
     scores: Float32Array
     logits: Float32Array
     windows: npt.NDArray[np.int64]
-    take_window_scores: Callable[[], Float32Array]
+    fetch_window_scores: Callable[[], Float32Array]
 
     @cached_property
     def window_scores(self) -> Float32Array:
         """Return each window's scores, float32 (N, rows, columns, K), 0 outside the valid grid."""
-        return self.take_window_scores()
+        return self.fetch_window_scores()
 
 
 @dataclass(frozen=True)
@@ -148,16 +148,16 @@ class Session:
         try:
             yield
         except Exception as error:  # the runtime's own classes, and ours for calls of CUDA
-            if is_lost(error):
+            if is_device_lost(error):
                 raise DeviceLost(
-                    f"{self.circumstances.provider} gives nothing but errors from now on ({reason_of(error)}). "
+                    f"{self.circumstances.provider} gives nothing but errors from now on ({error_summary(error)}). "
                     "Start the program again; if it comes back, look at the device: nvidia-smi, dmesg"
                 ) from error
-            if not lacks_memory(error):
+            if not is_out_of_memory(error):
                 raise
             option = "--gpu-memory-limit" if self.placement.device == "cuda" else "--memory-limit"
             raise OutOfMemory(
-                f"{self.circumstances.provider} has too little memory for a batch ({reason_of(error)}). "
+                f"{self.circumstances.provider} has too little memory for a batch ({error_summary(error)}). "
                 f"Take smaller scales, end other programs, or make batches smaller: {option} of validate and bench"
             ) from error
 

@@ -10,21 +10,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 # Long sides in shorter sides: square, 4:3 and 3:2 as cameras have it, screens, panoramas up to what protocols keep.
-ASPECTS = (1.0, 4 / 3, 1.5, 16 / 9, 2.0, 3.0, 4.0)
-MOST_ROWS = 256
+ASPECT_RATIOS = (1.0, 4 / 3, 1.5, 16 / 9, 2.0, 3.0, 4.0)
+MAX_ROWS = 256
 
 
 @dataclass(frozen=True)
-class Ladder:
+class ShapeBuckets:
     """The sides of canvases in pixels, and how many of them a batch has; both rising, the rows from 1 on.
 
-    widest_short: no canvas that images of several shapes share has a longer shorter side, in pixels: a canvas that is
+    max_short_side: no canvas that images of several shapes share has a longer shorter side, in pixels: a canvas that is
     both as high as a tall panorama and as wide as a wide one would be mostly padding.
     """
 
     sides: tuple[int, ...]
     rows: tuple[int, ...]
-    widest_short: int
+    max_short_side: int
 
     def canvas(self, height: int, width: int) -> tuple[int, int] | None:
         """Return the smallest canvas for an image of these sides; None where the ladder has none."""
@@ -32,39 +32,41 @@ class Ladder:
         if max(places) >= len(self.sides):
             return None
         high, wide = (self.sides[place] for place in places)
-        return (high, wide) if min(high, wide) <= self.widest_short else None
+        return (high, wide) if min(high, wide) <= self.max_short_side else None
 
-    def rows_above(self, rows: int) -> int:
+    def round_up_rows(self, rows: int) -> int:
         """Return the smallest number of rows of a rung that is not below `rows`, which is at most the largest."""
         return self.rows[bisect_left(self.rows, rows)]
 
-    def rows_below(self, most: int) -> int:
-        """Return the largest number of rows of a rung that is not above `most`, which is at least 1."""
-        return self.rows[bisect_right(self.rows, most) - 1]
+    def round_down_rows(self, limit: int) -> int:
+        """Return the largest number of rows of a rung that is not above `limit`, which is at least 1."""
+        return self.rows[bisect_right(self.rows, limit) - 1]
 
-    def rungs(self, most_rows: Callable[[int, int], int]) -> list[tuple[int, int, int]]:
+    def batch_shapes(self, max_rows: Callable[[int, int], int]) -> list[tuple[int, int, int]]:
         """Return every batch that can come: rows, height and width, those with the most pixels first.
 
-        most_rows: (height, width) of a canvas → the rows that the batch rules allow, at least 1.
+        max_rows: (height, width) of a canvas → the rows that the batch rules allow, at least 1.
         """
         found = [
             (rows, height, width)
             for height in self.sides
             for width in self.sides
-            if min(height, width) <= self.widest_short
+            if min(height, width) <= self.max_short_side
             for rows in self.rows
-            if rows <= self.rows_below(most_rows(height, width))
+            if rows <= self.round_down_rows(max_rows(height, width))
         ]
-        return sorted(found, key=lambda rung: (-rung[0] * rung[1] * rung[2], rung))
+        return sorted(found, key=lambda shape: (-shape[0] * shape[1] * shape[2], shape))
 
 
-def ladder_for(crop: int, scales: Sequence[int], step: int, max_side: int) -> Ladder:
+def build_shape_buckets(crop: int, scales: Sequence[int], step: int, max_side: int) -> ShapeBuckets:
     """Return the ladder of a model.
 
     crop, scales: pixels; step: sides are multiples of it, but for the crop's own; max_side: none is larger.
     """
-    wanted = {crop, *(round(scale * aspect) for scale in scales for aspect in ASPECTS)}
+    wanted = {crop, *(round(scale * aspect) for scale in scales for aspect in ASPECT_RATIOS)}
     sides = {crop} | {min(-(-side // step) * step, max_side) for side in wanted}
-    rows = sorted(count << doublings for count in (1, 3) for doublings in range(MOST_ROWS.bit_length()))
-    widest = max((-(-round(scale * ASPECTS[1]) // step) * step for scale in scales), default=crop)
-    return Ladder(tuple(sorted(sides)), tuple(count for count in rows if count <= MOST_ROWS), min(widest, max_side))
+    rows = sorted(count << doublings for count in (1, 3) for doublings in range(MAX_ROWS.bit_length()))
+    widest = max((-(-round(scale * ASPECT_RATIOS[1]) // step) * step for scale in scales), default=crop)
+    return ShapeBuckets(
+        tuple(sorted(sides)), tuple(count for count in rows if count <= MAX_ROWS), min(widest, max_side)
+    )

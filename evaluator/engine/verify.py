@@ -108,7 +108,7 @@ def golden_answer(
     return GoldenImage(height, width, *rounded)
 
 
-def judged_as(session: Session) -> str:
+def tolerance_precision(session: Session) -> str:
     """Return the precision whose tolerance a session is held to: the coarser of its file's and its own.
 
     A file of half weights stays as coarse as these are, also where a runtime computes with them in float32.
@@ -128,9 +128,9 @@ def verify(session: Session) -> list[Deviation]:
             "the model carries no golden images. Export its checkpoint again with: prelunet export (an adopted net: "
             "with prelunet adopt)"
         )
-    deviations, precision = [], judged_as(session)
+    deviations, precision = [], tolerance_precision(session)
     for case, outputs, index in run_cases(session, [golden_image(g.height, g.width) for g in contract.golden]):
-        golden, row = contract.golden[index], index_in(case, index)
+        golden, row = contract.golden[index], output_row(case, index)
         size = (golden.height, golden.width)
         found = deviation(case, size, outputs, row, golden.scores, golden.logits, precision=precision)
         if tuple(outputs.windows[row]) != contract.window_grid(golden.height, golden.width):
@@ -139,7 +139,7 @@ def verify(session: Session) -> list[Deviation]:
     return deviations
 
 
-def index_in(case: str, index: int) -> int:
+def output_row(case: str, index: int) -> int:
     """Return the row of an image in the outputs of a case."""
     return index if case == "together" else 0
 
@@ -151,14 +151,14 @@ def run_cases(session: Session, images: Sequence[npt.NDArray[np.uint8]]) -> list
         sizes = np.array([image.shape[:2]], np.int64)
         cases.append(("alone", session.run(image[None], sizes), index))
     if session.contract.canvas == "ragged":
-        outputs = session.run(*rubbish_canvas(session.contract, images))
+        outputs = session.run(*garbage_canvas(session.contract, images))
         cases += [("together", outputs, index) for index in range(len(images))]
     return cases
 
 
-def rubbish_canvas(
-    contract: ModelContract, images: Sequence[npt.NDArray[np.uint8]], rubbish: int = 77
+def garbage_canvas(
+    contract: ModelContract, images: Sequence[npt.NDArray[np.uint8]], fill: int = 77
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    """Put images on one canvas, a little larger than needed, whose unused part holds `rubbish`."""
+    """Put images on one canvas, a little larger than needed, whose unused part holds `fill`."""
     height, width = (max(image.shape[axis] for image in images) + contract.trunk_stride + 3 for axis in (0, 1))
-    return pack(images, height, width, fill=rubbish)
+    return pack(images, height, width, fill=fill)

@@ -70,7 +70,7 @@ _SCAN = re.compile(re.escape(_START_OF_SCAN))
 
 _TILE_WIDTH, _TILE_LENGTH, _BITS_PER_SAMPLE = 322, 323, 258  # TIFF 6.0, sections 15 and 3
 _ORIENTATION = 274  # Exif 2.32, section 4.6.4
-_UPRIGHT = {
+_EXIF_TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -81,8 +81,8 @@ _UPRIGHT = {
 }
 
 
-_MOST_BYTES_A_PIXEL = 28 + 4  # WebP with transparency, and a copy that is rotated; see `decoding_bytes`
-LARGEST_DECODING = _MOST_BYTES_A_PIXEL * DecodeLimits.max_pixels  # bytes
+_MAX_BYTES_PER_PIXEL = 28 + 4  # WebP with transparency, and a copy that is rotated; see `decode_bytes`
+MAX_DECODE_BYTES = _MAX_BYTES_PER_PIXEL * DecodeLimits.max_pixels  # bytes
 
 
 def decode_rgb(data: bytes, limits: DecodeLimits = DecodeLimits(), *, apply_exif: bool = False) -> UInt8Array:
@@ -103,7 +103,7 @@ def decode_image(
     limits: DecodeLimits = DecodeLimits(),
     *,
     apply_exif: bool = False,
-    admit: Callable[[int], None] = lambda _bytes: None,
+    reserve: Callable[[int], None] = lambda _bytes: None,
 ) -> Image.Image:
     """Decode as `decode_rgb` does, to Pillow's own RGB image.
 
@@ -115,7 +115,7 @@ def decode_image(
     """
     with _image_errors(limits):
         image = _open(data, limits)
-        admit(decoding_bytes(image, apply_exif=apply_exif))
+        reserve(decode_bytes(image, apply_exif=apply_exif))
         return _decoded(image, apply_exif=apply_exif)
 
 
@@ -124,12 +124,12 @@ def _decoded(image: ImageFile.ImageFile, *, apply_exif: bool) -> Image.Image:
     rgb = _to_rgb(image)
     if apply_exif:
         orientation = image.getexif().get(_ORIENTATION, 1)
-        if orientation in _UPRIGHT:
-            rgb = rgb.transpose(_UPRIGHT[orientation])
+        if orientation in _EXIF_TRANSPOSE:
+            rgb = rgb.transpose(_EXIF_TRANSPOSE[orientation])
     return rgb
 
 
-def decoding_bytes(image: Image.Image, *, apply_exif: bool = False) -> int:
+def decode_bytes(image: Image.Image, *, apply_exif: bool = False) -> int:
     """Return what an image takes at most until it is RGB of its full size and resized; its pixels are not decoded yet.
 
     Measured with Pillow 13.0 on 12 Mpixel of each kind: the decoder's own buffers, and the copies that the way to RGB
@@ -194,7 +194,7 @@ def _open(data: bytes, limits: DecodeLimits) -> ImageFile.ImageFile:
     if isinstance(image, TiffImagePlugin.TiffImageFile):
         tile = image.tag_v2.get(_TILE_WIDTH, 1), image.tag_v2.get(_TILE_LENGTH, 1)
         _check_pixels(*tile, limits)  # a tile may be far larger than its image
-    if isinstance(image, JpegImagePlugin.JpegImageFile) and _scans(data) > _MAX_SCANS:
+    if isinstance(image, JpegImagePlugin.JpegImageFile) and _count_scans(data) > _MAX_SCANS:
         raise ImageError(f"a JPEG of more than {_MAX_SCANS} scans takes too long to decode. Save the image anew")
     return image
 
@@ -216,7 +216,7 @@ def _webp_canvas(data: bytes) -> tuple[int, int]:
     return int.from_bytes(data[24:27], "little") + 1, int.from_bytes(data[27:30], "little") + 1
 
 
-def _scans(data: bytes) -> int:
+def _count_scans(data: bytes) -> int:
     """Count the scans of a JPEG up to its end; what follows (some cameras append a film) does not count."""
     # Nearly all files have few of these bytes, and no walk is needed. Not bytes.count, which takes 0.065 ms for 92 kB,
     # this 0.027 ms; other threads stand still meanwhile.

@@ -13,7 +13,7 @@ from prelunet.evaluator.arrays import UInt8Array
 from prelunet.evaluator.contract import Interpolation
 from prelunet.evaluator.protocols import LONG_SIDE_CAP
 
-Picture = UInt8Array | Image.Image  # (H, W, 3), or what `decode_image` gives
+DecodedImage = UInt8Array | Image.Image  # (H, W, 3), or what `decode_image` gives
 
 # Pillow's filter, and how far it reaches: pixels of the coarser grid on either side.
 _FILTERS = {"bilinear": (Image.Resampling.BILINEAR, 1), "bicubic": (Image.Resampling.BICUBIC, 2)}
@@ -35,7 +35,7 @@ def _uncapped_size(height: int, width: int, scale: int) -> tuple[int, int]:
 
 
 def resize_shorter_side(
-    image: Picture, scale: int, cap: int = LONG_SIDE_CAP, interpolation: Interpolation = "bilinear"
+    image: DecodedImage, scale: int, cap: int = LONG_SIDE_CAP, interpolation: Interpolation = "bilinear"
 ) -> tuple[UInt8Array, bool]:
     """Resize an image so that its shorter side has `scale` pixels.
 
@@ -48,7 +48,7 @@ def resize_shorter_side(
 
 
 def resize_to_scales(
-    image: Picture, scales: Iterable[int], cap: int = LONG_SIDE_CAP, interpolation: Interpolation = "bilinear"
+    image: DecodedImage, scales: Iterable[int], cap: int = LONG_SIDE_CAP, interpolation: Interpolation = "bilinear"
 ) -> dict[int, tuple[UInt8Array, bool]]:
     """Resize an image to each scale, always from all its pixels; for each what `resize_shorter_side` returns.
 
@@ -59,7 +59,7 @@ def resize_to_scales(
 
 
 def resize_part(
-    image: Picture, scale: int, origin: tuple[int, int], size: tuple[int, int], cap: int = LONG_SIDE_CAP
+    image: DecodedImage, scale: int, origin: tuple[int, int], size: tuple[int, int], cap: int = LONG_SIDE_CAP
 ) -> UInt8Array:
     """Compute one part of what `resize_shorter_side` gives, bilinear, and nothing beside it.
 
@@ -76,7 +76,7 @@ def resize_part(
     capped = resized_size(picture.height, picture.width, scale, cap)
     assert all(0 <= place <= side - count for place, side, count in zip(origin, capped, size, strict=True))
     first = (full[0] - capped[0]) // 2 + origin[0], (full[1] - capped[1]) // 2 + origin[1]
-    return _resized(picture, full, first, size, "bilinear")
+    return _resize_region(picture, full, first, size, "bilinear")
 
 
 def _resize(picture: Image.Image, scale: int, cap: int, interpolation: Interpolation) -> tuple[UInt8Array, bool]:
@@ -84,10 +84,10 @@ def _resize(picture: Image.Image, scale: int, cap: int, interpolation: Interpola
     full = _uncapped_size(height, width, scale)
     kept = resized_size(height, width, scale, cap)
     first = (full[0] - kept[0]) // 2, (full[1] - kept[1]) // 2
-    return _resized(picture, full, first, kept, interpolation), kept != full
+    return _resize_region(picture, full, first, kept, interpolation), kept != full
 
 
-def _resized(
+def _resize_region(
     picture: Image.Image,
     full: tuple[int, int],
     first: tuple[int, int],

@@ -6,8 +6,8 @@ import numpy as np
 
 from prelunet.evaluator.arrays import UInt8Array
 from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.imaging.resize import Picture, resize_to_scales
-from prelunet.evaluator.protocols import Part, Protocol, View
+from prelunet.evaluator.imaging.resize import DecodedImage, resize_to_scales
+from prelunet.evaluator.protocols import EvaluationProtocol, View, ViewPart
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class ViewImage:
     capped: bool
 
 
-def make_views(image: Picture, protocol: Protocol) -> list[ViewImage]:
+def make_views(image: DecodedImage, protocol: EvaluationProtocol) -> list[ViewImage]:
     """Make the views of an image, uint8 (H, W, 3) or Pillow's own in RGB, in the order of `protocol.views`.
 
     Each scale is resized once; a mirrored view is the plain one, or its crop, with the columns reversed.
@@ -38,7 +38,7 @@ def make_views(image: Picture, protocol: Protocol) -> list[ViewImage]:
     return views
 
 
-def crop_at(image: UInt8Array, part: Part, crop: int) -> UInt8Array:
+def crop_at(image: UInt8Array, part: ViewPart, crop: int) -> UInt8Array:
     """Cut crop x crop pixels out of uint8 (h, w, 3) at a corner or the centre; UsageError where they do not fit."""
     height, width = image.shape[:2]
     if min(height, width) < crop:
@@ -47,7 +47,7 @@ def crop_at(image: UInt8Array, part: Part, crop: int) -> UInt8Array:
     return np.ascontiguousarray(image[top : top + crop, left : left + crop])
 
 
-def crop_origin(height: int, width: int, part: Part, crop: int) -> tuple[int, int]:
+def crop_origin(height: int, width: int, part: ViewPart, crop: int) -> tuple[int, int]:
     """Return row and column where a crop begins: at a corner, or centred, from floor((side − crop)/2) on."""
     if part == "center":
         return (height - crop) // 2, (width - crop) // 2

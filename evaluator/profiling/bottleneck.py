@@ -14,7 +14,9 @@ MUCH_PADDING, MUCH_CHANGING = 0.15, 0.05  # of all pixels, and of the time
 TOO_SHORT = 1.0  # seconds, in which steps hardly begin to overlap
 TOLERANCE = 1.05  # times as long as the whole may computing alone take, and still be believed
 
-Cause = Literal["short", "disturbed", "compute", "sharing", "reading", "decoding", "packing", "averaging", "nothing"]
+Bottleneck = Literal[
+    "short", "disturbed", "compute", "sharing", "reading", "decoding", "packing", "averaging", "nothing"
+]
 _WORDS = {
     "reading": "reading the images",
     "decoding": "decoding and resizing",
@@ -32,7 +34,7 @@ _LESS_DECODING = "images that are saved nearer to the protocol's scales take les
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ExecutionSettings:
     """What could be changed.
 
     device, precision: that ran; file_precision: of the model file; model_threads: that were asked for, 0 for one per
@@ -49,7 +51,7 @@ class Surroundings:
     limited: bool
 
 
-def cause_of(measured: Measurement) -> Cause:
+def find_bottleneck(measured: Measurement) -> Bottleneck:
     """Return what bounds the rate.
 
     `sharing`: the session computes far longer than it would alone, and the other steps take enough of the cores to
@@ -64,7 +66,7 @@ def cause_of(measured: Measurement) -> Cause:
     if measured.share("compute") >= BUSY:
         return "sharing"
     reading, decoding = measured.share("read"), measured.share("decode") + measured.share("resize")
-    busy: dict[Cause, float] = {
+    busy: dict[Bottleneck, float] = {
         "reading" if reading > decoding else "decoding": reading + decoding,  # the same threads do both
         "packing": measured.share("pack") + measured.share("upload"),
         "averaging": measured.share("average"),
@@ -78,14 +80,14 @@ def cause_of(measured: Measurement) -> Cause:
 
 def _unexplained(measured: Measurement) -> bool:
     """Say whether computing took longer than alone by more than the other steps can have taken of the cores."""
-    seconds = measured.tally.seconds
+    seconds = measured.totals.seconds
     others = sum(seconds[stage] for stage in ("decode", "resize", "pack", "upload", "average"))
     return seconds["compute"] - measured.pure_compute > 2 * others + (1 - BUSY) * measured.seconds
 
 
-def in_words(measured: Measurement) -> str:
+def describe_bottleneck(measured: Measurement) -> str:
     """Return in one sentence what bounds the rate."""
-    cause, computes, waits = cause_of(measured), measured.share("compute"), measured.share("wait")
+    cause, computes, waits = find_bottleneck(measured), measured.share("compute"), measured.share("wait")
     if cause == "short":
         return f"too short to judge: {measured.seconds:.2f} s of measuring"
     if cause == "disturbed":
@@ -100,7 +102,7 @@ def in_words(measured: Measurement) -> str:
         return (
             f"bound by compute that shares its cores: {whose} computes {computes:.0%} of the time, "
             f"{measured.slowed:.2f} times as long as alone; "
-            f"{_WORDS[_most_of_the_rest(measured)]} takes the most beside it"
+            f"{_WORDS[_largest_other_cost(measured)]} takes the most beside it"
         )
     if cause == "nothing":
         return (
@@ -110,10 +112,10 @@ def in_words(measured: Measurement) -> str:
     return f"bound by {_WORDS[cause]}: {whose} waits {waits:.0%} of the time"
 
 
-def _most_of_the_rest(measured: Measurement) -> Cause:
+def _largest_other_cost(measured: Measurement) -> Bottleneck:
     """Return what takes the most of the cores besides computing; reading, which waits for the disk, takes few."""
-    seconds = measured.tally.seconds
-    taken: dict[Cause, float] = {
+    seconds = measured.totals.seconds
+    taken: dict[Bottleneck, float] = {
         "decoding": seconds["decode"] + seconds["resize"],
         "packing": seconds["pack"] + seconds["upload"],
         "averaging": seconds["average"],
@@ -121,52 +123,52 @@ def _most_of_the_rest(measured: Measurement) -> Cause:
     return max(taken, key=lambda one: taken[one])
 
 
-def advice(measured: Measurement, around: Surroundings) -> list[str]:
+def advice(measured: Measurement, settings: ExecutionSettings) -> list[str]:
     """Return what to change, the most promising first; nothing where no number gives reason."""
-    cause = cause_of(measured)
+    cause = find_bottleneck(measured)
     if cause in {"compute", "sharing"}:
-        less = cause == "sharing" and _most_of_the_rest(measured) == "decoding"
-        return [*([_LESS_DECODING] * less), *_faster_compute(around), *_less_to_compute(measured, around)]
+        less = cause == "sharing" and _largest_other_cost(measured) == "decoding"
+        return [*([_LESS_DECODING] * less), *_faster_compute(settings), *_less_to_compute(measured, settings)]
     if cause == "decoding":
-        most = min(around.cores, MAX_THREADS)
-        if measured.threads < most:
-            return [f"--threads {most}: {measured.threads} of {around.cores} cores decode"]
+        max_threads = min(settings.cores, MAX_THREADS)
+        if measured.threads < max_threads:
+            return [f"--threads {max_threads}: {measured.threads} of {settings.cores} cores decode"]
         return [f"every core that can decode does: {_LESS_DECODING}"]
     return _ALWAYS.get(cause, [])
 
 
-def _faster_compute(around: Surroundings) -> list[str]:
+def _faster_compute(settings: ExecutionSettings) -> list[str]:
     """Return how the same could be computed faster."""
-    if around.device == "cuda":
-        if around.file_precision == "fp32" and around.precision == "fp32":
+    if settings.device == "cuda":
+        if settings.file_precision == "fp32" and settings.precision == "fp32":
             return [
                 "a file of `prelunet export --precision fp16` runs on the tensor cores; this file does with "
                 "--precision tf32, less fast. Look at what it does to the errors with `prelunet compare`"
             ]
         return []
     found = []
-    if 0 < around.model_threads < around.cores:
-        found.append(f"--threads 0 takes all {around.cores} cores; now {around.model_threads} compute")
-    if around.bf16 and around.precision != "bf16":
-        device = "" if around.device == "openvino" else "--device openvino "
+    if 0 < settings.model_threads < settings.cores:
+        found.append(f"--threads 0 takes all {settings.cores} cores; now {settings.model_threads} compute")
+    if settings.bf16 and settings.precision != "bf16":
+        device = "" if settings.device == "openvino" else "--device openvino "
         found.append(
             f"{device}--precision bf16: this CPU has instructions for it, with which the paper's nets take about half "
             "of the time. Look at what it does to the errors with `prelunet compare`"
         )
-    elif around.device == "cpu" and not around.bf16:
+    elif settings.device == "cpu" and not settings.bf16:
         found.append("--device openvino computes float32 somewhat faster on most CPUs, to the same errors")
     return found
 
 
-def _less_to_compute(measured: Measurement, around: Surroundings) -> list[str]:
+def _less_to_compute(measured: Measurement, settings: ExecutionSettings) -> list[str]:
     """Return how less would be computed."""
-    found, option = [], "--gpu-memory-limit" if around.device == "cuda" else "--memory-limit"
-    if measured.tally.padding > MUCH_PADDING and around.limited:
+    found, option = [], "--gpu-memory-limit" if settings.device == "cuda" else "--memory-limit"
+    if measured.totals.padding > MUCH_PADDING and settings.limited:
         found.append(
-            f"{measured.tally.padding:.0%} of the pixels are padding: a larger {option} puts more images of like "
+            f"{measured.totals.padding:.0%} of the pixels are padding: a larger {option} puts more images of like "
             "shapes together"
         )
-    changing = measured.tally.changes * GPU_SWITCH_SECONDS / (measured.sessions * measured.seconds)
-    if around.device == "cuda" and changing > MUCH_CHANGING and around.limited:
+    changing = measured.totals.changes * GPU_SWITCH_SECONDS / (measured.sessions * measured.seconds)
+    if settings.device == "cuda" and changing > MUCH_CHANGING and settings.limited:
         found.append(f"changes of canvas take about {changing:.0%} of the time: a larger {option} makes fewer")
     return found

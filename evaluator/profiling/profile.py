@@ -16,18 +16,18 @@ from typing import Any
 
 from prelunet.evaluator.contract import ModelContract
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
-from prelunet.evaluator.engine.classify import Model, pack_batch, plan_views
+from prelunet.evaluator.engine.classify import EvaluationSession, pack_batch, plan_views
 from prelunet.evaluator.engine.protocol_costs import multiply_adds_of_view
 from prelunet.evaluator.errors import DatasetError, ImageError
-from prelunet.evaluator.protocols import Protocol
+from prelunet.evaluator.protocols import EvaluationProtocol
 from prelunet.evaluator.terminal import progress
 from prelunet.evaluator.validation.pipeline import Prepared, decoding_threads, evaluate_chunks, prepare
-from prelunet.evaluator.validation.timing import STAGES, Stage, Stages, Tally
+from prelunet.evaluator.validation.timing import STAGES, Stage, StageTimer, StageTotals
 
-BELIEVED_SHARE = 1 / 20  # of the seconds asked for is the least that a pass must take to be believed
-FIRST_PASS = 2  # images for each session
-PORTIONS = 4  # for each session at least, so that its steps overlap as in a long run
-ALONE = 10.0  # seconds of computing alone are enough, where the batches of a pass take longer
+MIN_PASS_SHARE = 1 / 20  # of the seconds asked for is the least that a pass must take to be believed
+WARM_UP_IMAGES = 2  # images for each session
+MIN_PORTIONS = 4  # for each session at least, so that its steps overlap as in a long run
+ISOLATED_SECONDS = 10.0  # seconds of computing alone are enough, where the batches of a pass take longer
 _GOLDEN = (5**0.5 - 1) / 2
 
 _THREADS_OF: dict[Stage, str] = {
@@ -37,7 +37,7 @@ _THREADS_OF: dict[Stage, str] = {
 
 
 @dataclass(frozen=True)
-class Alone:
+class IsolatedCompute:
     """Batches of a pass that a session computed again, with nothing else running.
 
     seconds: of `Session.compute`; batches: how many; canvas_pixels: theirs, blank canvases included.
@@ -65,11 +65,11 @@ class Measurement:
     usually_together: int
     sessions: int
     threads: int
-    tally: Tally
+    totals: StageTotals
     canvases: int
     multiply_adds: int | None
     memory: int
-    alone: Alone
+    isolated: IsolatedCompute
 
     @property
     def images_per_second(self) -> float:
@@ -87,7 +87,7 @@ class Measurement:
 
         From those that it did compute so, by their pixels.
         """
-        return self.alone.seconds * self.tally.canvas_pixels / self.alone.canvas_pixels
+        return self.isolated.seconds * self.totals.canvas_pixels / self.isolated.canvas_pixels
 
     @property
     def wall_by_compute(self) -> float:
@@ -97,7 +97,7 @@ class Measurement:
     @property
     def slowed(self) -> float:
         """Return by which factor a session computes longer while everything else runs; 1 where nothing disturbs it."""
-        return self.tally.seconds["compute"] / self.pure_compute
+        return self.totals.seconds["compute"] / self.pure_compute
 
     def threads_of(self, stage: Stage) -> int:
         """Return how many threads share a stage."""
@@ -105,7 +105,7 @@ class Measurement:
 
     def share(self, stage: Stage) -> float:
         """Return at which part of the time a thread of a stage is busy with it, 0 to 1."""
-        return self.tally.seconds[stage] / (self.threads_of(stage) * self.seconds)
+        return self.totals.seconds[stage] / (self.threads_of(stage) * self.seconds)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -117,7 +117,7 @@ class Measurement:
             "gflops": self.gflops and round(self.gflops, 1),
             "wall_by_compute": round(self.wall_by_compute, 4),
             "slowed": round(self.slowed, 4),
-            "alone": {"batches": self.alone.batches, "seconds": round(self.alone.seconds, 4)},
+            "alone": {"batches": self.isolated.batches, "seconds": round(self.isolated.seconds, 4)},
             "images_together": self.images_together,
             "usually_together": self.usually_together,
             "sessions": self.sessions,
@@ -125,32 +125,32 @@ class Measurement:
                 {
                     "stage": stage,
                     "threads": self.threads_of(stage),
-                    "seconds": round(self.tally.seconds[stage], 4),
-                    "ms_per_image": round(1000 * self.tally.seconds[stage] / self.images, 3),
+                    "seconds": round(self.totals.seconds[stage], 4),
+                    "ms_per_image": round(1000 * self.totals.seconds[stage] / self.images, 3),
                     "share": round(self.share(stage), 4),
                 }
                 for stage in STAGES
                 if stage != "write"
             ],
-            "views": self.tally.views,
-            "batches": self.tally.batches,
+            "views": self.totals.views,
+            "batches": self.totals.batches,
             "canvases": self.canvases,
-            "canvas_changes": self.tally.changes,
-            "padding": round(self.tally.padding, 4),
+            "canvas_changes": self.totals.changes,
+            "padding": round(self.totals.padding, 4),
             "memory_peak": self.memory,
         }
 
 
 def benchmark(
-    sessions: Sequence[Model],
+    sessions: Sequence[EvaluationSession],
     dataset: Dataset,
-    protocol: Protocol,
+    protocol: EvaluationProtocol,
     usually_together: int,
     *,
     threads: int = 0,
     images: int | None = None,
     seconds: float = 60.0,
-    announce: Callable[[str], None] = lambda _message: None,
+    report: Callable[[str], None] = lambda _message: None,
 ) -> Measurement:
     """Measure the evaluation of a dataset's images, spread evenly over it; labels are not needed.
 
@@ -161,10 +161,10 @@ def benchmark(
     if not dataset.samples:
         raise DatasetError(f"{dataset.location}: holds no images, so there is nothing to measure")
 
-    def one_pass(what: str, portions: Sequence[Sequence[Sample]], stages: Stages) -> tuple[float, int]:
+    def one_pass(what: str, portions: Sequence[Sequence[Sample]], timer: StageTimer) -> tuple[float, int]:
         """Evaluate images; returns the seconds, and how many were refused."""
         refused, begun = 0, time.perf_counter()
-        results = evaluate_chunks(sessions, dataset, protocol, portions, len(portions[0]), threads, stages=stages)
+        results = evaluate_chunks(sessions, dataset, protocol, portions, len(portions[0]), threads, timer=timer)
         with closing(results), progress(what, sum(map(len, portions)), "images") as advance:
             for lines, _ in results:
                 refused += sum(line.refused is not None for line in lines)
@@ -172,41 +172,45 @@ def benchmark(
             return time.perf_counter() - begun, refused
 
     def portions_of(count: int) -> list[list[Sample]]:
-        return _portions(_spread(dataset.samples, count), usually_together, PORTIONS * len(sessions))
+        return _portions(_spread(dataset.samples, count), usually_together, MIN_PORTIONS * len(sessions))
 
-    most = len(dataset.samples) if images is None else min(images, len(dataset.samples))
+    limit = len(dataset.samples) if images is None else min(images, len(dataset.samples))
     count, took = _warm_up(
-        lambda count: one_pass("warm-up", portions_of(count), Stages())[0],
-        FIRST_PASS * len(sessions), most, BELIEVED_SHARE * seconds,
+        lambda count: one_pass("warm-up", portions_of(count), StageTimer())[0],
+        WARM_UP_IMAGES * len(sessions), limit, MIN_PASS_SHARE * seconds,
     )  # fmt: skip
     if images is None:
-        most = max(1, min(most, round(seconds * count / took)))
-    announce(
-        f"measuring {most:,} of {len(dataset.samples):,} images, about {most * took / count:.0f} s; then computing the "
-        f"same batches alone, up to about {ALONE:.0f} s of them"
+        limit = max(1, min(limit, round(seconds * count / took)))
+    report(
+        f"measuring {limit:,} of {len(dataset.samples):,} images, about {limit * took / count:.0f} s; then computing the "
+        f"same batches alone, up to about {ISOLATED_SECONDS:.0f} s of them"
     )
-    stages, portions = Stages(), portions_of(most)
-    took, refused = one_pass("measure", portions, stages)
-    tally, memory = stages.tally(), peak_memory()
-    if not tally.batches:
-        raise DatasetError(f"{dataset.location}: none of {most} images can be read, so there is nothing to measure")
-    multiply_adds = _multiply_adds(sessions[0].contract, stages.view_shapes())
-    alone = computed_alone(sessions[0], dataset, protocol, portions, decoding_threads(threads))
+    timer, portions = StageTimer(), portions_of(limit)
+    took, refused = one_pass("measure", portions, timer)
+    totals, memory = timer.totals(), peak_memory()
+    if not totals.batches:
+        raise DatasetError(f"{dataset.location}: none of {limit} images can be read, so there is nothing to measure")
+    multiply_adds = _multiply_adds(sessions[0].contract, timer.view_shapes())
+    isolated = measure_isolated(sessions[0], dataset, protocol, portions, decoding_threads(threads))
     return Measurement(
-        most, refused, took, len(portions[0]), usually_together, len(sessions), decoding_threads(threads), tally,
-        len(stages.canvases()), multiply_adds, memory, alone,
+        limit, refused, took, len(portions[0]), usually_together, len(sessions), decoding_threads(threads), totals,
+        len(timer.canvases()), multiply_adds, memory, isolated,
     )  # fmt: skip
 
 
-def computed_alone(
-    session: Model, dataset: Dataset, protocol: Protocol, portions: Sequence[Sequence[Sample]], threads: int
-) -> Alone:
+def measure_isolated(
+    session: EvaluationSession,
+    dataset: Dataset,
+    protocol: EvaluationProtocol,
+    portions: Sequence[Sequence[Sample]],
+    threads: int,
+) -> IsolatedCompute:
     """Compute the batches of a pass again, of one portion after the other, each when it is prepared and packed.
 
-    Ends with the portion with which ALONE seconds are reached, in an order of which every beginning is spread over all.
-    Raises DatasetError when no image can be read any more.
+    Ends with the portion with which ISOLATED_SECONDS seconds are reached, in an order of which every beginning is
+    spread over all. Raises DatasetError when no image can be read any more.
     """
-    found, idle = Alone(0.0, 0, 0), Stages()
+    found, idle = IsolatedCompute(0.0, 0, 0), StageTimer()
     order = sorted(range(len(portions)), key=lambda number: number * _GOLDEN % 1)
     with ThreadPoolExecutor(threads) as pool, progress("compute alone", len(portions), "portions") as advance:
         for number in order:
@@ -221,9 +225,9 @@ def computed_alone(
                 session.compute(staged)
                 took = time.perf_counter() - begun
                 pixels = batch.rows * batch.height * batch.width
-                found = Alone(found.seconds + took, found.batches + 1, found.canvas_pixels + pixels)
+                found = IsolatedCompute(found.seconds + took, found.batches + 1, found.canvas_pixels + pixels)
             advance()
-            if found.seconds >= ALONE:
+            if found.seconds >= ISOLATED_SECONDS:
                 break
     if not found.batches:
         raise DatasetError(
@@ -232,28 +236,28 @@ def computed_alone(
     return found
 
 
-def _warm_up(one_pass: Callable[[int], float], count: int, most: int, enough: float) -> tuple[int, float]:
-    """Evaluate more and more images until they take `enough` seconds; returns the last number and its seconds.
+def _warm_up(one_pass: Callable[[int], float], count: int, limit: int, minimum: float) -> tuple[int, float]:
+    """Evaluate more and more images until they take `minimum` seconds; returns the last number and its seconds.
 
     one_pass: evaluates so many and tells the seconds. The first ones twice, because a first call of a session may take
     far longer than any other.
     """
-    count = min(count, most)
+    count = min(count, limit)
     one_pass(count)
     while True:
         took = one_pass(count)
-        if took >= enough or count == most:
+        if took >= minimum or count == limit:
             return count, took
-        count = min(2 * count, most)
+        count = min(2 * count, limit)
 
 
 def _spread(samples: Sequence[Sample], count: int) -> list[Sample]:
     return [samples[number * len(samples) // count] for number in range(count)]
 
 
-def _portions(samples: list[Sample], most: int, enough: int) -> list[list[Sample]]:
-    """Cut images into portions of `most`, or of fewer where there would not be enough portions."""
-    size = min(most, -(-len(samples) // enough))
+def _portions(samples: list[Sample], limit: int, minimum: int) -> list[list[Sample]]:
+    """Cut images into portions of `limit`, or of fewer where there would not be enough portions."""
+    size = min(limit, -(-len(samples) // minimum))
     return [samples[start : start + size] for start in range(0, len(samples), size)]
 
 

@@ -13,10 +13,10 @@ import numpy as np
 
 from prelunet.evaluator.arrays import Int64Array
 from prelunet.evaluator.errors import RunFolderError
-from prelunet.evaluator.reporting.paired import NONE, SIGNIFICANCE, PairedErrors, adjusted_p
+from prelunet.evaluator.reporting.paired import NO_IMAGES, SIGNIFICANCE, PairedErrors, adjusted_p
 from prelunet.evaluator.reporting.statistics import TOPS, error_percent, macro_error, macro_interval, wilson_interval
 from prelunet.evaluator.validation.predictions import Prediction
-from prelunet.evaluator.validation.run import Run, require_labels, require_same_images, require_whole
+from prelunet.evaluator.validation.run import Run, require_labels, require_same_images, require_unsharded
 
 COMPARISON_VERSION = 1
 METRICS = {f"top{k}": k for k in TOPS}  # an image is wrong when the rank of its class is beyond this
@@ -33,7 +33,7 @@ def compare_runs(a: Run, b: Run) -> Comparison:
     check_comparable(a, b)
     label = np.fromiter((prediction.label for prediction in a.predictions), np.int64)
     ranks = _ranks(a), _ranks(b)
-    counts = {key: _count(label, ranks, beyond, len(a.info.classes)) for key, beyond in METRICS.items()}
+    counts = {key: _count(label, ranks, k, len(a.info.classes)) for key, k in METRICS.items()}
     images = [count.images for count in counts["top1"]]
     metrics = {key: _class_metrics(of_class) for key, of_class in counts.items()}
     return {
@@ -45,8 +45,8 @@ def compare_runs(a: Run, b: Run) -> Comparison:
         "b": _side(b, counts, "b"),
         "refused_by_b_only": int(np.count_nonzero((ranks[0] > 0) & (ranks[1] == 0))),
         **{
-            key: _overall(counts[key], metrics[key]) | {"difference_with_refusals": _with_refusals(ranks, beyond)}
-            for key, beyond in METRICS.items()
+            key: _overall(counts[key], metrics[key]) | {"difference_with_refusals": _with_refusals(ranks, k)}
+            for key, k in METRICS.items()
         },
         "classes": [
             {
@@ -61,7 +61,7 @@ def compare_runs(a: Run, b: Run) -> Comparison:
         "flips": [
             _flip(one, other)
             for one, other in zip(a.predictions, b.predictions, strict=True)
-            if one.rank and other.rank and changes(one.rank, other.rank)
+            if one.rank and other.rank and changed_metrics(one.rank, other.rank)
         ],
         "left_out": [
             {"file": one.file, "label": one.label, "a": one.refused, "b": other.refused}
@@ -71,13 +71,9 @@ def compare_runs(a: Run, b: Run) -> Comparison:
     }
 
 
-def changes(rank_a: int, rank_b: int) -> dict[str, str]:
+def changed_metrics(rank_a: int, rank_b: int) -> dict[str, str]:
     """Return by which metrics B judges an image otherwise than A, and whether `better` or `worse`."""
-    return {
-        key: "worse" if rank_b > beyond else "better"
-        for key, beyond in METRICS.items()
-        if (rank_a > beyond) != (rank_b > beyond)
-    }
+    return {key: "worse" if rank_b > k else "better" for key, k in METRICS.items() if (rank_a > k) != (rank_b > k)}
 
 
 def judgement(metric: Mapping[str, Any]) -> str:
@@ -113,7 +109,7 @@ def comparison_csv(comparison: Comparison) -> bytes:
 def check_comparable(a: Run, b: Run) -> None:
     """Refuse runs whose images cannot be paired, and say what differs and what to do."""
     for run in (a, b):
-        require_whole(run.info, run.where)
+        require_unsharded(run.info, run.where)
         require_labels(run)
     if a.info.dataset["fingerprint"] != b.info.dataset["fingerprint"]:
         raise RunFolderError(
@@ -147,10 +143,10 @@ def _ranks(run: Run) -> Int64Array:
     return np.fromiter((prediction.rank for prediction in run.predictions), np.int64)
 
 
-def _count(label: Int64Array, ranks: tuple[Int64Array, Int64Array], beyond: int, classes: int) -> list[PairedErrors]:
+def _count(label: Int64Array, ranks: tuple[Int64Array, Int64Array], k: int, classes: int) -> list[PairedErrors]:
     """Count for each class how two runs judge the images that both evaluated. ranks: of A and of B, 0 if refused."""
     rank_a, rank_b = ranks
-    kind = 4 * label + 2 * (rank_a > beyond) + (rank_b > beyond)
+    kind = 4 * label + 2 * (rank_a > k) + (rank_b > k)
     table = np.bincount(kind[(rank_a > 0) & (rank_b > 0)], minlength=4 * classes).reshape(classes, 4)
     return [PairedErrors(both, only_a, only_b, neither) for neither, only_b, only_a, both in table.tolist()]
 
@@ -182,7 +178,7 @@ def _overall(of_class: Sequence[PairedErrors], metrics: Sequence[Mapping[str, An
     moved = [metric["difference"] for metric in metrics if metric["difference"] is not None]
     interval = macro_interval(only_b, only_a, images) if any(images) else (-100.0, 100.0)
     return {
-        **_pair(sum(of_class, start=NONE)),
+        **_pair(sum(of_class, start=NO_IMAGES)),
         "macro_difference": macro_error(net, images),
         "macro_interval": None if interval is None else list(interval),
         "classes_improved": sum(difference < 0 for difference in moved),
@@ -193,11 +189,11 @@ def _overall(of_class: Sequence[PairedErrors], metrics: Sequence[Mapping[str, An
     }
 
 
-def _with_refusals(ranks: tuple[Int64Array, Int64Array], beyond: int) -> float | None:
+def _with_refusals(ranks: tuple[Int64Array, Int64Array], k: int) -> float | None:
     """Return the difference over the images that A evaluated, those that B refused counted as wrong in B, in points."""
     judged = ranks[0] > 0
-    wrong_a = int(np.count_nonzero(ranks[0] > beyond))
-    wrong_b = int(np.count_nonzero(judged & ((ranks[1] == 0) | (ranks[1] > beyond))))
+    wrong_a = int(np.count_nonzero(ranks[0] > k))
+    wrong_b = int(np.count_nonzero(judged & ((ranks[1] == 0) | (ranks[1] > k))))
     return error_percent(wrong_b - wrong_a, int(np.count_nonzero(judged)))
 
 
@@ -235,7 +231,7 @@ def _flip(a: Prediction, b: Prediction) -> dict[str, Any]:
         "file": a.file,
         "label": a.label,
         **dict.fromkeys(METRICS),
-        **changes(a.rank, b.rank),
+        **changed_metrics(a.rank, b.rank),
         **{
             side: {"answer": prediction.top[0][0], "score": prediction.top[0][1], "rank": prediction.rank}
             for side, prediction in (("a", a), ("b", b))

@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from prelunet.evaluator.errors import RunFolderError, UsageError
-from prelunet.evaluator.files import make_folder, write_atomically
+from prelunet.evaluator.files import create_folder, write_atomically
 from prelunet.evaluator.json_checks import parse_json
 from prelunet.evaluator.reporting.charts import FEW_CLASSES
 from prelunet.evaluator.reporting.compare import METRICS, Comparison, compare_runs, comparison_csv, judgement, shown_p
 from prelunet.evaluator.reporting.compare_charts import change_of, difference_chart
-from prelunet.evaluator.reporting.gallery import Gallery, choose_mistakes, make_galleries
+from prelunet.evaluator.reporting.gallery import Gallery, build_galleries, choose_mistakes
 from prelunet.evaluator.reporting.html import json_bytes, render_html
 from prelunet.evaluator.reporting.page import REPORT_FOLDER
 from prelunet.evaluator.reporting.report import describe_protocol, short_provider
 from prelunet.evaluator.reporting.statistics import NO_MACRO_INTERVAL
 from prelunet.evaluator.validation.run import Run, read_run
 
-SHOWN_OF_A_KIND = 24  # flipped images of each kind on the page; compare.json has all
-MOVED_MOST = 10  # classes
+MAX_FLIPPED_PER_DIRECTION = 24  # flipped images of each kind on the page; compare.json has all
+MAX_MOVED_CLASSES = 10  # classes
 LEFT_OUT_SHOWN = 200
 
 
@@ -41,19 +41,19 @@ def gather_flips(comparison: Comparison, a: Run, b: Run, data: Path | None) -> F
     data: folder or archive of the images; None to look where the runs found them, and then it is no error when they
     are gone. Raises DatasetError when `data` is not the dataset of these runs.
     """
-    got_worse, got_better = (_files_that_flipped(comparison, direction) for direction in ("worse", "better"))
-    worse, better = make_galleries([_mistakes_among(b, got_worse), _mistakes_among(a, got_better)], data)
+    got_worse, got_better = (_flipped_files(comparison, direction) for direction in ("worse", "better"))
+    worse, better = build_galleries([_mistakes_among(b, got_worse), _mistakes_among(a, got_better)], data)
     return FlippedImages(replace(worse, total=len(got_worse)), replace(better, total=len(got_better)))
 
 
-def _files_that_flipped(comparison: Comparison, direction: str) -> set[str]:
+def _flipped_files(comparison: Comparison, direction: str) -> set[str]:
     return {flip["file"] for flip in comparison["flips"] if flip["top1"] == direction}
 
 
 def _mistakes_among(wrong: Run, files: Collection[str]) -> Run:
     """Return a run with nothing but its mistakes among these images that the page shows."""
     chosen = choose_mistakes([prediction for prediction in wrong.predictions if prediction.file in files])
-    return replace(wrong, predictions=chosen[:SHOWN_OF_A_KIND])
+    return replace(wrong, predictions=chosen[:MAX_FLIPPED_PER_DIRECTION])
 
 
 def render_comparison(comparison: Comparison, flipped: FlippedImages) -> bytes:
@@ -70,7 +70,7 @@ def render_comparison(comparison: Comparison, flipped: FlippedImages) -> bytes:
         remark=protocol_remark(comparison),
         protocols=_described({key: side["protocol"] for key, side in sides.items()}),
         providers={key: short_provider(side["circumstances"]) for key, side in sides.items()},
-        metrics={key: f"top-{beyond}" for key, beyond in METRICS.items()},
+        metrics={key: f"top-{k}" for key, k in METRICS.items()},
         judgements={key: judgement(comparison[key]) for key in METRICS},
         shown_p=shown_p,
         no_macro_interval=NO_MACRO_INTERVAL,
@@ -81,8 +81,8 @@ def render_comparison(comparison: Comparison, flipped: FlippedImages) -> bytes:
         table=[_table_row(entry) for entry in worst_first],
         seen=seen,
         few=len(seen) <= FEW_CLASSES,
-        moved={direction: moved_most(comparison, "top1", direction) for direction in ("improved", "worse")},
-        reach=_reach(comparison),
+        moved={direction: most_changed_classes(comparison, "top1", direction) for direction in ("improved", "worse")},
+        reach=_axis_limit(comparison),
         flipped=flipped,
         flips={flip["file"]: flip for flip in comparison["flips"] if flip["file"] in shown},
         left_out_shown=LEFT_OUT_SHOWN,
@@ -116,11 +116,11 @@ def protocol_remark(comparison: Comparison) -> str:
     return "A and B are different models under different protocols: the difference comes from both."
 
 
-def moved_most(comparison: Comparison, key: str, direction: str) -> list[dict[str, Any]]:
+def most_changed_classes(comparison: Comparison, key: str, direction: str) -> list[dict[str, Any]]:
     """Return the classes that `improved` or got `worse` most by `key` (top1 or top5), ties by index."""
     sign = -1 if direction == "improved" else 1
     moved = [entry for entry in comparison["classes"] if sign * (entry[key]["difference"] or 0) > 0]
-    return sorted(moved, key=lambda entry: (-sign * entry[key]["difference"], entry["index"]))[:MOVED_MOST]
+    return sorted(moved, key=lambda entry: (-sign * entry[key]["difference"], entry["index"]))[:MAX_MOVED_CLASSES]
 
 
 def _worst_first(entry: Mapping[str, Any]) -> tuple[float, int]:
@@ -135,7 +135,7 @@ def _table_row(entry: Mapping[str, Any]) -> list[Any]:
     return [entry["index"], entry["wnid"], entry["name"], entry["evaluated"], *figures]
 
 
-def _reach(comparison: Mapping[str, Any]) -> float:
+def _axis_limit(comparison: Mapping[str, Any]) -> float:
     """Return how far the table's meters go to either side: to the farthest bound of an interval, in points."""
     bounds = [
         abs(bound)
@@ -175,7 +175,7 @@ def write_comparison(a: Path, b: Path, *, out: Path | None = None, data: Path | 
     if out is None:
         _check_same_baseline(target / "compare.json", comparison)
     page = render_comparison(comparison, gather_flips(comparison, run_a, run_b, data))
-    make_folder(target, "--out")
+    create_folder(target, "--out")
     written = WrittenComparison(comparison, target / "compare.json", target / "compare.csv", target / "compare.html")
     write_atomically(written.json, json_bytes(comparison))
     write_atomically(written.csv, comparison_csv(comparison))

@@ -14,7 +14,9 @@ from prelunet.evaluator.reporting.statistics import TOPS
 from prelunet.evaluator.validation.predictions import Prediction
 from prelunet.evaluator.validation.run import Run
 
-LISTED = 60_000  # images whose answers the page holds, about 45 bytes each; of more, every class gives its first ones
+MAX_LISTED_IMAGES = (
+    60_000  # images whose answers the page holds, about 45 bytes each; of more, every class gives its first ones
+)
 PER_MILLE = 1000  # scores as three digits
 
 
@@ -23,13 +25,13 @@ def embedded(report: Report, run: Run, gallery: Gallery) -> dict[str, Any]:
     of_class: list[list[int]] = [[] for _ in run.info.classes]  # numbers of lines: a million take up less than objects
     for number, prediction in enumerate(run.predictions):
         of_class[prediction.label].append(number)
-    share = fair_share([len(images) for images in of_class], LISTED)
-    listed = [sorted((run.predictions[n] for n in images), key=_telling_first)[:share] for images in of_class]
+    share = fair_share([len(images) for images in of_class], MAX_LISTED_IMAGES)
+    listed = [sorted((run.predictions[n] for n in images), key=_most_informative_first)[:share] for images in of_class]
     place = {p.file: f"{label}-{number}" for label, images in enumerate(listed) for number, p in enumerate(images)}
     return {
         "errors": [report["top1_error"], report["top5_error"]],
         "classes": [_class(entry) for entry in report["classes"]],
-        "taken": _taken_for(run.predictions, len(of_class)),
+        "taken": _confusions_by_class(run.predictions, len(of_class)),
         "shared": report["same_names"],
         "views": [[describe_view(view), view["top1_error"], view["top5_error"]] for view in report["views"]],
         "images": [_images(images) for images in listed],
@@ -59,7 +61,7 @@ def describe_view(view: Mapping[str, Any] | View) -> str:
     return f"{shown['scale']}{part}{' mirrored' if shown['mirrored'] else ''}"
 
 
-def _telling_first(prediction: Prediction) -> tuple[int, float, str]:
+def _most_informative_first(prediction: Prediction) -> tuple[int, float, str]:
     """Order the images of a class: mistakes, most confident first; right answers, least confident first; refused."""
     if prediction.refused is not None:
         return 2, 0.0, prediction.file
@@ -69,17 +71,17 @@ def _telling_first(prediction: Prediction) -> tuple[int, float, str]:
 
 def _class(entry: Mapping[str, Any]) -> list[Any]:
     """Return a class's numbers in the order of report_data.js; percentages with one decimal, as the page shows them."""
-    errors = [number for k in TOPS for number in (entry[f"top{k}_wrong"], *map(_short, entry[f"top{k}_interval"]))]
-    views = [_short(view[f"top{k}_error"]) for k in TOPS for view in entry["views"]]
-    numbers = (entry["images"], entry["evaluated"], *errors, _short(entry["confidence"]), entry["median_rank"])
+    errors = [number for k in TOPS for number in (entry[f"top{k}_wrong"], *map(_rounded, entry[f"top{k}_interval"]))]
+    views = [_rounded(view[f"top{k}_error"]) for k in TOPS for view in entry["views"]]
+    numbers = (entry["images"], entry["evaluated"], *errors, _rounded(entry["confidence"]), entry["median_rank"])
     return [entry["wnid"], entry["name"], *numbers, views]
 
 
-def _short(percent: float | None) -> float | None:
+def _rounded(percent: float | None) -> float | None:
     return None if percent is None else round(percent, 1)
 
 
-def _taken_for(predictions: Iterable[Prediction], classes: int) -> list[list[int]]:
+def _confusions_by_class(predictions: Iterable[Prediction], classes: int) -> list[list[int]]:
     """Return per class what its images are taken for: class index, count, class index, count, ...; frequent first."""
     wrong: defaultdict[int, Counter[int]] = defaultdict(Counter)
     for prediction in predictions:
@@ -95,7 +97,7 @@ def _images(images: Sequence[Prediction]) -> list[Any]:
     answers, scores: of all images one after the other, how many each has is `width`; reasons: of the refused, which
     stand at the end and have no rank.
     """
-    beginning, end, middles = fold([image.file for image in images])
+    beginning, end, middles = split_affixes([image.file for image in images])
     seen = [image for image in images if image.refused is None]
     return [
         beginning,
@@ -110,15 +112,15 @@ def _images(images: Sequence[Prediction]) -> list[Any]:
     ]
 
 
-def fold(names: Sequence[str]) -> tuple[str, str, list[str]]:
+def split_affixes(names: Sequence[str]) -> tuple[str, str, list[str]]:
     """Return what all names begin and end with, and what each has in between."""
-    beginning = _common_beginning(names)
+    beginning = _common_prefix(names)
     rests = [name[len(beginning) :] for name in names]
-    end = _common_beginning([rest[::-1] for rest in rests])[::-1]
+    end = _common_prefix([rest[::-1] for rest in rests])[::-1]
     return beginning, end, [rest[: len(rest) - len(end)] for rest in rests]
 
 
-def _common_beginning(names: Sequence[str]) -> str:
+def _common_prefix(names: Sequence[str]) -> str:
     first, last = min(names, default=""), max(names, default="")  # what these two share, all between them share
     different = (place for place, (one, other) in enumerate(zip(first, last, strict=False)) if one != other)
     return first[: next(different, min(len(first), len(last)))]

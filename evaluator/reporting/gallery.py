@@ -15,7 +15,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from prelunet.evaluator.datasets import DatasetPlace, open_place
+from prelunet.evaluator.datasets import DatasetSpec, open_from_spec
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.errors import DatasetError, PreluNetError, RunFolderError
 from prelunet.evaluator.imaging.decode import decode_rgb
@@ -24,14 +24,16 @@ from prelunet.evaluator.validation.predictions import Prediction
 from prelunet.evaluator.validation.run import Run
 from prelunet.evaluator.validation.run_log import find_dataset
 
-SHOWN = 48  # images in the gallery
-SHOWN_OF_A_CLASS = 3  # so that one hopeless class does not fill the gallery
+GALLERY_SIZE = 48  # images in the gallery
+MAX_PER_CLASS = 3  # so that one hopeless class does not fill the gallery
 THUMBNAIL = 192  # pixels, longer side, in the gallery; smaller images are kept as they are and enlarged by the browser
 TILE = 112  # pixels, longer side, of the mistakes that stand with their class
-TINY = 64  # pixels; up to here every pixel counts and is kept
-BUDGET = 2_500_000  # bytes of the page that pictures may take: about 800 photographs, so most of ImageNet's classes
-QUALITY = 75  # of WebP: 3 kB a tile, a third less than JPEG
-AT_A_TIME = 64  # pictures that are made before the budget is looked at again
+MAX_UNSCALED_SIDE = 64  # pixels; up to here every pixel counts and is kept
+PICTURE_BYTES = (
+    2_500_000  # bytes of the page that pictures may take: about 800 photographs, so most of ImageNet's classes
+)
+WEBP_QUALITY = 75  # of WebP: 3 kB a tile, a third less than JPEG
+BATCH_SIZE = 64  # pictures that are made before the budget is looked at again
 
 
 @dataclass(frozen=True)
@@ -61,18 +63,18 @@ class Gallery:
     missing: str | None = None
 
 
-def make_gallery(run: Run, data: Path | None) -> Gallery:
+def build_gallery(run: Run, data: Path | None) -> Gallery:
     """Choose the mistakes and fetch their images.
 
     data: folder or archive of the images; None to look where the run found them, and then it is no error when they
     are gone. Raises DatasetError when `data` is not the dataset of this run, RunFolderError when the run names an image
     that its dataset does not have.
     """
-    (gallery,) = make_galleries([run], data)
+    (gallery,) = build_galleries([run], data)
     return gallery
 
 
-def make_galleries(runs: Sequence[Run], data: Path | None) -> list[Gallery]:
+def build_galleries(runs: Sequence[Run], data: Path | None) -> list[Gallery]:
     """Make the galleries of runs on the same images, which are opened, listed and fingerprinted once."""
     galleries = [_without_pictures(run) for run in runs]
     if not any(gallery.mistakes for gallery in galleries):
@@ -94,13 +96,13 @@ def _without_pictures(run: Run) -> Gallery:
 def _find_images(runs: Sequence[Run], data: Path | None) -> Dataset | str:
     """Open the images in `data`, or where one of the runs found them; a text says why there are none."""
     places = [(run, find_dataset(run.folder)) for run in runs if run.folder]
-    known = [(run, place) for run, place in places if place is not None]
+    known = [(run, spec) for run, spec in places if spec is not None]
     if data is not None:
-        run, place = known[0] if known else (runs[0], None)
-        return _open(run, _moved(place, data))
-    for run, place in known:
+        run, spec = known[0] if known else (runs[0], None)
+        return _open(run, _relocated(spec, data))
+    for run, spec in known:
         try:
-            return _open(run, place)
+            return _open(run, spec)
         except (PreluNetError, OSError):  # no path of this machine on a page that is sent around
             continue
     if not known:
@@ -113,15 +115,15 @@ def choose_mistakes(predictions: Sequence[Prediction]) -> list[Prediction]:
     of_class: Counter[int] = Counter()
     chosen: list[Prediction] = []
     for prediction in _most_confident_mistakes(predictions):
-        if of_class[prediction.label] < SHOWN_OF_A_CLASS:
+        if of_class[prediction.label] < MAX_PER_CLASS:
             of_class[prediction.label] += 1
             chosen.append(prediction)
-        if len(chosen) == SHOWN:
+        if len(chosen) == GALLERY_SIZE:
             break
     return chosen
 
 
-def mistakes_in_turns(predictions: Sequence[Prediction]) -> list[Prediction]:
+def mistakes_round_robin(predictions: Sequence[Prediction]) -> list[Prediction]:
     """Return all mistakes: the most confident one of every class, then the second of every class, and so on."""
     turn: Counter[int] = Counter()
     placed = []
@@ -137,20 +139,20 @@ def _most_confident_mistakes(predictions: Sequence[Prediction]) -> Iterator[Pred
     return (predictions[number] for _, number in sorted(wrong))
 
 
-def _moved(place: DatasetPlace | None, data: Path) -> DatasetPlace:
+def _relocated(spec: DatasetSpec | None, data: Path) -> DatasetSpec:
     """Return where the images lie now; their labels and the part of them that was asked for are as they were."""
-    if place is None:
-        return DatasetPlace(data)
-    gone = place.labels is None or not place.labels.exists()
-    return replace(place, path=data, labels=None if gone else place.labels)
+    if spec is None:
+        return DatasetSpec(data)
+    gone = spec.labels is None or not spec.labels.exists()
+    return replace(spec, path=data, labels=None if gone else spec.labels)
 
 
-def _open(run: Run, place: DatasetPlace) -> Dataset:
+def _open(run: Run, spec: DatasetSpec) -> Dataset:
     """Open a dataset and make sure that it is the one of the run."""
-    dataset = open_place(place, run.info.classes)
+    dataset = open_from_spec(spec, run.info.classes)
     if dataset.fingerprint != run.info.dataset["fingerprint"]:
         raise DatasetError(
-            f"{place.path}: not the images of this run: {len(dataset.samples)} images with fingerprint "
+            f"{spec.path}: not the images of this run: {len(dataset.samples)} images with fingerprint "
             f"{dataset.fingerprint[:12]}…, but the run has {run.info.dataset['images']} with "
             f"{run.info.dataset['fingerprint'][:12]}…. Give the dataset that was validated: --data DIR|ARCHIVE"
         )
@@ -161,7 +163,7 @@ def _with_pictures(gallery: Gallery, dataset: Dataset, run: Run) -> Gallery:
     """Add the images; RunFolderError for one that the dataset does not have: no other file may get onto the page."""
     samples = {sample.file: sample for sample in dataset.samples}
     shown = dict.fromkeys(mistake.prediction.file for mistake in gallery.mistakes)
-    wanted = [prediction.file for prediction in mistakes_in_turns(run.predictions)]
+    wanted = [prediction.file for prediction in mistakes_round_robin(run.predictions)]
     for file in wanted:
         if file not in samples:
             raise RunFolderError(
@@ -173,7 +175,7 @@ def _with_pictures(gallery: Gallery, dataset: Dataset, run: Run) -> Gallery:
     with ThreadPoolExecutor(cores()) as pool:
         pictures = _pictures(pool, dataset, [samples[file] for file in shown], THUMBNAIL, apply_exif=exif)
         mistakes = tuple(replace(m, thumbnail=p) for m, p in zip(gallery.mistakes, pictures, strict=True))
-        left = BUDGET - sum(len(mistake.thumbnail or "") for mistake in mistakes)
+        left = PICTURE_BYTES - sum(len(mistake.thumbnail or "") for mistake in mistakes)
         tiles: dict[str, str] = {}
         small = _pictures(pool, dataset, [samples[file] for file in rest], TILE, apply_exif=exif)
         for file, tile in zip(rest, small, strict=True):
@@ -189,8 +191,8 @@ def _pictures(
     pool: ThreadPoolExecutor, dataset: Dataset, samples: Sequence[Sample], side: int, *, apply_exif: bool
 ) -> Iterator[str | None]:
     """Yield the pictures of these samples in their order; only a few more are made than are taken."""
-    for start in range(0, len(samples), AT_A_TIME):
-        batch = samples[start : start + AT_A_TIME]
+    for start in range(0, len(samples), BATCH_SIZE):
+        batch = samples[start : start + BATCH_SIZE]
         yield from pool.map(lambda sample: _picture(dataset, sample, side, apply_exif=apply_exif), batch)
 
 
@@ -202,11 +204,11 @@ def _picture(dataset: Dataset, sample: Sample, side: int, *, apply_exif: bool) -
         return None
     image = Image.fromarray(pixels)
     coded = io.BytesIO()
-    if max(image.size) <= TINY:
+    if max(image.size) <= MAX_UNSCALED_SIDE:
         image.save(coded, "PNG", optimize=True)
         kind = "png"
     else:
         image.thumbnail((side, side), Image.Resampling.LANCZOS)
-        image.save(coded, "WEBP", quality=QUALITY)
+        image.save(coded, "WEBP", quality=WEBP_QUALITY)
         kind = "webp"
     return f"data:image/{kind};base64,{base64.b64encode(coded.getvalue()).decode('ascii')}"

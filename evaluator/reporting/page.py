@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prelunet.evaluator.files import make_folder, write_atomically
+from prelunet.evaluator.files import create_folder, write_atomically
 from prelunet.evaluator.reporting.charts import FEW_CLASSES, bin_sizes_chart, error_chart, reliability_chart
 from prelunet.evaluator.reporting.embedded import describe_view, embedded
-from prelunet.evaluator.reporting.gallery import Gallery, make_gallery
+from prelunet.evaluator.reporting.gallery import Gallery, build_gallery
 from prelunet.evaluator.reporting.html import json_bytes, render_html
 from prelunet.evaluator.reporting.report import (
     Report,
@@ -22,7 +22,7 @@ from prelunet.evaluator.reporting.tables import worst_classes
 from prelunet.evaluator.validation.run import Run, read_run
 
 WORST_CLASSES = 10
-NAMED_OPENLY = 12  # more perfect classes than this are named when asked for
+MAX_PERFECT_LISTED = 12  # more perfect classes than this are named when asked for
 CONFUSIONS_SHOWN = 20
 REFUSALS_SHOWN = 200
 VIEWS_SHOWN = 16  # single views; of more the scales stand for them until asked for
@@ -49,7 +49,7 @@ def render_page(report: Report, run: Run, gallery: Gallery) -> bytes:
         few=len(seen) <= FEW_CLASSES,
         worst={key: worst_classes(classes, key, min(WORST_CLASSES, (len(seen) + 1) // 2)) for key in ("top1", "top5")},
         perfect={key: [entry for entry in seen if entry[f"{key}_error"] == 0] for key in ("top1", "top5")},
-        named_openly=NAMED_OPENLY,
+        named_openly=MAX_PERFECT_LISTED,
         no_macro_interval=NO_MACRO_INTERVAL,
         confusions=report["confusions"][:CONFUSIONS_SHOWN],
         averaging=averaging_rows(report),
@@ -112,10 +112,10 @@ def write_report(folder: Path, *, out: Path | None = None, data: Path | None = N
     """
     run = read_run(folder)
     report = build_report(run)
-    gallery = make_gallery(run, data)
+    gallery = build_gallery(run, data)
     page = render_page(report, run, gallery)  # before any file is written: a wrong `data` leaves none
     target = out or folder / REPORT_FOLDER
-    make_folder(target, "--out")
+    create_folder(target, "--out")
     written = WrittenReport(
         report, target / "report.json", target / "classes.csv", target / "report.html", gallery.missing
     )

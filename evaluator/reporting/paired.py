@@ -65,7 +65,7 @@ class PairedErrors:
         )
 
 
-NONE = PairedErrors(0, 0, 0, 0)
+NO_IMAGES = PairedErrors(0, 0, 0, 0)
 
 
 @lru_cache(maxsize=4096)  # classes of the same size share a few pairs; one test takes 0.2 ms

@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from prelunet.evaluator.protocols import Kind
+from prelunet.evaluator.protocols import ProtocolKind
 from prelunet.evaluator.reporting.statistics import TOPS, calibration, rank_summary
 from prelunet.evaluator.reporting.tables import (
-    Evaluated,
+    EvaluatedImages,
     class_table,
     confusion_pairs,
     error_fields,
-    evaluated_of,
+    evaluated_images,
     macro_fields,
     mirror_table,
     same_names,
@@ -26,7 +26,7 @@ from prelunet.evaluator.reporting.tables import (
     view_table,
     worst_matrix,
 )
-from prelunet.evaluator.validation.run import Run, require_labels, require_whole
+from prelunet.evaluator.validation.run import Run, require_labels, require_unsharded
 
 REPORT_VERSION = 2
 
@@ -38,10 +38,10 @@ def build_report(run: Run) -> Report:
 
     Raises RunFolderError when the run is a shard, UsageError when true classes are not known.
     """
-    require_whole(run.info, run.where)
+    require_unsharded(run.info, run.where)
     require_labels(run)
     info = run.info
-    seen = evaluated_of(run.predictions, len(info.views))
+    seen = evaluated_images(run.predictions, len(info.views))
     classes = class_table(info.classes, run.predictions, seen)
     errors = error_fields([int((seen.rank > k).sum()) for k in TOPS], len(seen.rank))
     return {
@@ -71,7 +71,7 @@ def build_report(run: Run) -> Report:
     }
 
 
-def _calibration(seen: Evaluated) -> dict[str, Any] | None:
+def _calibration(seen: EvaluatedImages) -> dict[str, Any] | None:
     """Return how far the scores of the answers can be believed; None without any."""
     found = calibration(seen.score, seen.rank == 1)
     if found is None:
@@ -79,7 +79,7 @@ def _calibration(seen: Evaluated) -> dict[str, Any] | None:
     return {**asdict(found), "bins": [asdict(each) for each in found.bins]}
 
 
-def _ranks(seen: Evaluated, classes: int) -> dict[str, Any]:
+def _ranks(seen: EvaluatedImages, classes: int) -> dict[str, Any]:
     """Return where the truth stands."""
     found = rank_summary(seen.rank, classes)
     return {**asdict(found), "counts": [asdict(step) for step in found.counts]}
@@ -132,7 +132,7 @@ def error_with_interval(errors: Mapping[str, Any], k: int, digits: int = 1, *, u
     return error if interval is None else f"{error} [{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]"
 
 
-_PARTS_SHOWN: Mapping[Kind, str] = {
+_PARTS_SHOWN: Mapping[ProtocolKind, str] = {
     "dense": "",
     "spp-18": ", nine windows",
     "center": ", central crop {crop}",
@@ -158,8 +158,8 @@ def short_provider(circumstances: Mapping[str, Any]) -> str:
 # What a result gives away about the labels it was counted with.
 
 
-_FEWEST_CLASSES = 100  # with fewer, a net that guesses is not that wrong
-_SUSPICIOUS = 99.0  # percent top-1; devkit ids for class indices give about 99.9 with 1000 classes
+_MIN_CLASSES = 100  # with fewer, a net that guesses is not that wrong
+_SUSPICIOUS_ERROR = 99.0  # percent top-1; devkit ids for class indices give about 99.9 with 1000 classes
 
 
 def label_order_suspicion(top1_error: float | None, classes: int) -> str | None:
@@ -169,7 +169,7 @@ def label_order_suspicion(top1_error: float | None, classes: int) -> str | None:
     The usual cause is ILSVRC's devkit ids (1 is n02119789, kit fox) taken for class indices, which follow the sorted
     wnids (0 is n01440764, tench).
     """
-    if top1_error is None or classes < _FEWEST_CLASSES or top1_error < _SUSPICIOUS:
+    if top1_error is None or classes < _MIN_CLASSES or top1_error < _SUSPICIOUS_ERROR:
         return None
     return (
         f"a top-1 error of {top1_error:.2f} % over {classes:,} classes is hardly better than guessing: the labels may "

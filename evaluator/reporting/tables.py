@@ -25,13 +25,13 @@ from prelunet.evaluator.reporting.statistics import (
 )
 from prelunet.evaluator.validation.predictions import Prediction
 
-CONFUSIONS_OF_A_CLASS = 5
+CONFUSIONS_PER_CLASS = 5
 CONFUSIONS_OVERALL = 50
-WORST_CLASSES = 20  # of the matrix of the worst; more cannot be read on a page
+WORST_MATRIX_SIZE = 20  # of the matrix of the worst; more cannot be read on a page
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluatedImages:
     """The evaluated images of a run, in its order, as arrays of length `images`."""
 
     label: Int64Array  # class index of the truth
@@ -41,7 +41,7 @@ class Evaluated:
     view_ranks: Int64Array  # (images, views): its rank in each view alone
 
 
-def evaluated_of(predictions: Sequence[Prediction], views: int) -> Evaluated:
+def evaluated_images(predictions: Sequence[Prediction], views: int) -> EvaluatedImages:
     """Return the images that were not refused. views: how many the run has, 0 for an ensemble."""
     label, answer, rank, view_ranks = (array("q") for _ in range(4))  # not a million objects at a time
     scores = array("d")
@@ -53,7 +53,7 @@ def evaluated_of(predictions: Sequence[Prediction], views: int) -> Evaluated:
             scores.append(score)
             rank.append(prediction.rank)
             view_ranks.extend(prediction.view_ranks)
-    return Evaluated(
+    return EvaluatedImages(
         label=np.asarray(label, np.int64),
         answer=np.asarray(answer, np.int64),
         score=np.asarray(scores, np.float64),
@@ -84,24 +84,24 @@ def macro_fields(classes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def view_table(views: Sequence[View], seen: Evaluated) -> list[dict[str, Any]]:
+def view_table(views: Sequence[View], seen: EvaluatedImages) -> list[dict[str, Any]]:
     """Return what each view alone would have given, in the protocol's order."""
     return [{**view.to_json(), **_errors_only(seen.view_ranks[:, [place]])} for place, view in enumerate(views)]
 
 
-def scale_table(views: Sequence[View], seen: Evaluated) -> list[dict[str, Any]]:
+def scale_table(views: Sequence[View], seen: EvaluatedImages) -> list[dict[str, Any]]:
     """Return the mean error of the single views of each scale, in the protocol's order."""
     kinds = [view.scale for view in views]
     return [{"scale": scale, **fields} for scale, fields in _by_kind(kinds, seen)]
 
 
-def mirror_table(views: Sequence[View], seen: Evaluated) -> list[dict[str, Any]]:
+def mirror_table(views: Sequence[View], seen: EvaluatedImages) -> list[dict[str, Any]]:
     """Return the mean error of the single views that are plain, and of those that are mirrored."""
     kinds = [view.mirrored for view in views]
     return [{"mirrored": mirrored, **fields} for mirrored, fields in _by_kind(kinds, seen)]
 
 
-def _by_kind(kinds: Sequence[Any], seen: Evaluated) -> Iterator[tuple[Any, dict[str, Any]]]:
+def _by_kind(kinds: Sequence[Any], seen: EvaluatedImages) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yield each kind of view, in order of appearance, with how many views it has and their mean errors."""
     for kind in dict.fromkeys(kinds):
         places = [place for place, other in enumerate(kinds) if other == kind]
@@ -114,7 +114,7 @@ def _errors_only(ranks: Int64Array) -> dict[str, Any]:
 
 
 def class_table(
-    classes: Sequence[ClassEntry], predictions: Sequence[Prediction], seen: Evaluated
+    classes: Sequence[ClassEntry], predictions: Sequence[Prediction], seen: EvaluatedImages
 ) -> list[dict[str, Any]]:
     """Return every class of the model, also those of which the dataset has no image."""
     count = len(classes)
@@ -153,7 +153,7 @@ def _split_by_class(values: Int64Array, label: Int64Array, classes: int) -> list
     return np.split(values[np.argsort(label, kind="stable")], ends[:-1])
 
 
-def _wrong_by_class_and_view(seen: Evaluated, classes: int) -> list[list[list[int]]]:
+def _wrong_by_class_and_view(seen: EvaluatedImages, classes: int) -> list[list[list[int]]]:
     """Return, per class and view, how many images that view alone gets wrong, by top-1 and by top-5."""
     views = seen.view_ranks.shape[1]
     table = np.zeros((classes, views, len(TOPS)), dtype=np.int64)
@@ -164,7 +164,7 @@ def _wrong_by_class_and_view(seen: Evaluated, classes: int) -> list[list[list[in
     return nested
 
 
-def _wrong_pairs(seen: Evaluated) -> list[tuple[int, int, int]]:
+def _wrong_pairs(seen: EvaluatedImages) -> list[tuple[int, int, int]]:
     """Return (label, answer, count) of all wrong answers, most frequent first, equal ones by their class indices."""
     pairs = np.stack([seen.label, seen.answer], axis=1)[seen.rank > 1]
     different, counts = np.unique(pairs, axis=0, return_counts=True)
@@ -172,17 +172,17 @@ def _wrong_pairs(seen: Evaluated) -> list[tuple[int, int, int]]:
     return [(*pair, count) for pair, count in zip(different[order].tolist(), counts[order].tolist(), strict=True)]
 
 
-def _confusions_by_class(classes: Sequence[ClassEntry], seen: Evaluated) -> dict[int, list[dict[str, Any]]]:
+def _confusions_by_class(classes: Sequence[ClassEntry], seen: EvaluatedImages) -> dict[int, list[dict[str, Any]]]:
     """Return the most frequent wrong answers to the images of each class."""
     of_class: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
     for label, answer, count in _wrong_pairs(seen):
-        if len(of_class[label]) < CONFUSIONS_OF_A_CLASS:
+        if len(of_class[label]) < CONFUSIONS_PER_CLASS:
             entry = classes[answer]
             of_class[label].append({"index": answer, "wnid": entry.wnid, "name": entry.name, "count": count})
     return of_class
 
 
-def confusion_pairs(seen: Evaluated) -> list[dict[str, Any]]:
+def confusion_pairs(seen: EvaluatedImages) -> list[dict[str, Any]]:
     """Return the most frequent pairs (true class, wrong answer). share: percent of the true class's images."""
     of_class = np.bincount(seen.label).tolist()
     return [
@@ -197,13 +197,13 @@ def worst_classes(classes: Sequence[dict[str, Any]], key: str, limit: int) -> li
     return sorted(wrong, key=lambda entry: (-entry[f"{key}_error"], entry["index"]))[:limit]
 
 
-def worst_matrix(classes: Sequence[dict[str, Any]], seen: Evaluated) -> dict[str, Any]:
+def worst_matrix(classes: Sequence[dict[str, Any]], seen: EvaluatedImages) -> dict[str, Any]:
     """Return the confusion matrix of the classes with the highest top-1 error, and what they are taken for besides.
 
     classes: as `class_table` gives them. counts: a row per true class, a column per answer; elsewhere: the images of
     each row that are answered with a class outside.
     """
-    worst = [entry["index"] for entry in worst_classes(classes, "top1", WORST_CLASSES)]
+    worst = [entry["index"] for entry in worst_classes(classes, "top1", WORST_MATRIX_SIZE)]
     place = np.full(len(classes), -1)
     place[worst] = np.arange(len(worst))
     row, column = place[seen.label], place[seen.answer]

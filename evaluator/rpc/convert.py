@@ -38,10 +38,10 @@ def _with_nulls(plain: dict[str, Any], message: Message) -> dict[str, Any]:
 
 def report_from_message(message: pb.Report) -> dict[str, Any]:
     """Return report.json from its twin on the wire, with its keys in the same order."""
-    return with_lists(to_plain(message), lambda wrapped: wrapped["values"])
+    return convert_nested_lists(to_plain(message), lambda wrapped: wrapped["values"])
 
 
-def with_lists(report: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+def convert_nested_lists(report: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
     """Return a report with its lists in lists changed: on the wire each is a message, `WholeNumbers`."""
     worst = {**report["worst"], "counts": [change(row) for row in report["worst"]["counts"]]}
     return {**report, "worst": worst, "same_names": [change(group) for group in report["same_names"]]}

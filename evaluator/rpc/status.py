@@ -17,7 +17,7 @@ from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
 from prelunet.evaluator.errors import (
-    OUTCOMES,
+    ERROR_STATUSES,
     DatasetError,
     DeadlinePassed,
     EnvironmentFault,
@@ -28,15 +28,17 @@ from prelunet.evaluator.errors import (
     Overloaded,
     PreluNetError,
     UsageError,
-    outcome_of,
+    error_status,
 )
 
 DOMAIN = "prelunet"
-MAX_MESSAGE = 64 * 2**20  # bytes; twice the largest image, so that one slightly too large gets our message, not gRPC's
+MAX_MESSAGE_BYTES = (
+    64 * 2**20
+)  # bytes; twice the largest image, so that one slightly too large gets our message, not gRPC's
 _MAX_TEXT = 1200  # bytes: texts quote the caller, and a status travels twice in trailers of less than 8 KiB
 
 # Whose text is about what the caller sent. The others may name files of the server, so their text stays in its log.
-_TOLD_TO_CALLERS = (UsageError, ImageError, DatasetError, ModelNotFound, Overloaded, DeadlinePassed, NotReady)
+_CLIENT_VISIBLE = (UsageError, ImageError, DatasetError, ModelNotFound, Overloaded, DeadlinePassed, NotReady)
 
 
 def _reason(kind: type[PreluNetError]) -> str:
@@ -44,19 +46,19 @@ def _reason(kind: type[PreluNetError]) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).upper()
 
 
-_KINDS = {_reason(kind): kind for kind in OUTCOMES}
+_ERROR_CLASSES = {_reason(kind): kind for kind in ERROR_STATUSES}
 
 
-def may_be_told(error: BaseException) -> bool:
+def is_client_visible(error: BaseException) -> bool:
     """Say whether the error's text speaks only of what the caller sent."""
-    return isinstance(error, _TOLD_TO_CALLERS)
+    return isinstance(error, _CLIENT_VISIBLE)
 
 
-def text_of(error: BaseException, incident: str) -> str:
+def client_message(error: BaseException, incident: str) -> str:
     """Return what a caller may read of an error; incident: as for `status_of`."""
-    if may_be_told(error):
+    if is_client_visible(error):
         return str(error).encode(errors="replace")[:_MAX_TEXT].decode(errors="ignore")
-    name = outcome_of(error).grpc_status
+    name = error_status(error).grpc_status
     return f"{_WITHOUT_DETAILS.get(name, 'an error of the server')}; its log has the details under id {incident}"
 
 
@@ -67,7 +69,7 @@ def reason_for(error: BaseException) -> str:
 
 def code_of(error: BaseException) -> grpc.StatusCode:
     """Return the gRPC status code of an error."""
-    code: grpc.StatusCode = getattr(grpc.StatusCode, outcome_of(error).grpc_status)
+    code: grpc.StatusCode = getattr(grpc.StatusCode, error_status(error).grpc_status)
     return code
 
 
@@ -76,7 +78,7 @@ def status_of(error: BaseException, incident: str) -> grpc.Status:
 
     incident: the id under which the log holds an error whose text is not for callers.
     """
-    status = Status(code=code_of(error).value[0], message=text_of(error, incident))
+    status = Status(code=code_of(error).value[0], message=client_message(error, incident))
     if reason := reason_for(error):
         status.details.append(_packed(ErrorInfo(reason=reason, domain=DOMAIN)))
     if isinstance(error, Overloaded) and error.retry_after is not None:
@@ -97,7 +99,7 @@ _WITHOUT_DETAILS = {
 
 def _table_row(error: PreluNetError) -> type[PreluNetError]:
     """Return the class of the error table that this error belongs to."""
-    return next((kind for kind in type(error).__mro__ if kind in OUTCOMES), PreluNetError)
+    return next((kind for kind in type(error).__mro__ if kind in ERROR_STATUSES), PreluNetError)
 
 
 def _packed(detail: Message) -> AnyMessage:
@@ -109,21 +111,21 @@ def _packed(detail: Message) -> AnyMessage:
 def error_from(call: grpc.RpcError, address: str) -> PreluNetError:
     """Return our error for a failed call. address: the server's, named where the text alone would not help."""
     code, text = call.code(), call.details() or ""
-    if (told := error_named(*_told_by(call), text)) is not None:
+    if (told := error_for_reason(*_error_info(call), text)) is not None:
         return told
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text:  # gRPC's own words
         if text.startswith("CLIENT: Received"):  # found out here, in what the server sent
-            return UsageError(f"{address}: {_TOO_LARGE_AN_ANSWER} ({text})")
+            return UsageError(f"{address}: {_RESPONSE_TOO_LARGE} ({text})")
         return ImageError(f"{address}: the message is above the server's limit ({text}). Send a smaller image")
     if code == grpc.StatusCode.UNAVAILABLE:
-        return EnvironmentFault(f"{address}: {_in_plain_words(text)} ({text})")
+        return EnvironmentFault(f"{address}: {_explain_unavailable(text)} ({text})")
     if code in _CLIENT_SIDE:
         kind, what = _CLIENT_SIDE[code]
         return kind(f"{address}: {what} ({text})")
     return PreluNetError(f"{address}: {code.name}: {text}")
 
 
-_TOO_LARGE_AN_ANSWER = (
+_RESPONSE_TOO_LARGE = (
     "the answer is larger than this client takes. Ask for less (a smaller `top_k`, no heat map); a client of your own "
     "takes more with the channel option `grpc.max_receive_message_length`"
 )
@@ -139,11 +141,11 @@ _CLIENT_SIDE: dict[grpc.StatusCode, tuple[type[PreluNetError], str]] = {
 
 # How gRPC (1.81) begins where no connection could be made: one address of several, or the only one.
 _NO_CONNECTION = ("connections to all backends failing", "failed to connect to all addresses")
-_ANOTHER_PROTOCOL = "Failed parsing HTTP/2"
+_NOT_HTTP2 = "Failed parsing HTTP/2"
 # What it says of an UNAVAILABLE of its own, and what that means; the first that fits.
 _UNAVAILABLE = (
     ("errors resolving", "no machine of that name is known; is the address right?"),
-    (_ANOTHER_PROTOCOL, "what listens there is no gRPC server; is it another port?"),
+    (_NOT_HTTP2, "what listens there is no gRPC server; is it another port?"),
     (
         "Connection refused",
         "nothing listens there: connection refused. Start a server with `prelunet serve --model NAME=MODEL.onnx`, or "
@@ -165,28 +167,28 @@ _UNAVAILABLE = (
 )
 
 
-def _in_plain_words(text: str) -> str:
+def _explain_unavailable(text: str) -> str:
     """Return what an UNAVAILABLE means that has no status of ours. text: gRPC's own."""
     found = (words for said, words in _UNAVAILABLE if said in text)
     return next(found, "the call was broken off, or there is no way to the server; try again")
 
 
-def is_absent(call: grpc.RpcError) -> bool:
+def is_unreachable(call: grpc.RpcError) -> bool:
     """Say whether a call failed because no server could be reached, so that none has seen it."""
     text = call.details() or ""
     unavailable = call.code() == grpc.StatusCode.UNAVAILABLE
-    return unavailable and text.startswith(_NO_CONNECTION) and _ANOTHER_PROTOCOL not in text
+    return unavailable and text.startswith(_NO_CONNECTION) and _NOT_HTTP2 not in text
 
 
-def error_named(reason: str, retry_after: float | None, text: str) -> PreluNetError | None:
+def error_for_reason(reason: str, retry_after: float | None, text: str) -> PreluNetError | None:
     """Return our error of that machine-readable name (see `reason_for`); None where no row of the table has it."""
-    kind = _KINDS.get(reason)
+    kind = _ERROR_CLASSES.get(reason)
     if kind is Overloaded:
         return Overloaded(text, retry_after)
     return None if kind is None else kind(text)
 
 
-def _told_by(call: grpc.RpcError) -> tuple[str, float | None]:
+def _error_info(call: grpc.RpcError) -> tuple[str, float | None]:
     """Return the reason that the status itself names, "" when it is no status of ours; and when to try again."""
     reason, retry_after, info, retry = "", None, ErrorInfo(), RetryInfo()
     try:

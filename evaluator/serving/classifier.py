@@ -10,22 +10,22 @@ import numpy as np
 
 from prelunet.evaluator.answer import Answer, Timings
 from prelunet.evaluator.engine.batching import MAX_PIXELS
-from prelunet.evaluator.engine.classify import Classified, answer_of, combine
+from prelunet.evaluator.engine.classify import Classification, average_image, build_answer
 from prelunet.evaluator.engine.heatmap import draw_heat_maps, png_bytes
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.imaging.decode import decode_image
-from prelunet.evaluator.imaging.decode_memory import decoding_room
+from prelunet.evaluator.imaging.decode_memory import decode_semaphore
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.imaging.resize import resized_size
 from prelunet.evaluator.imaging.views import ViewImage, make_views
-from prelunet.evaluator.protocols import Protocol
+from prelunet.evaluator.protocols import EvaluationProtocol
 from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.observability.metrics import ModelMetrics
 from prelunet.evaluator.serving.options import QueueOptions
-from prelunet.evaluator.serving.scheduling.admission import Door
+from prelunet.evaluator.serving.scheduling.admission import AdmissionController
 from prelunet.evaluator.serving.scheduling.device import ServedDevice
-from prelunet.evaluator.serving.scheduling.request import Lane, Request
+from prelunet.evaluator.serving.scheduling.request import Request, ScheduledModel
 
 Result = TypeVar("Result")
 
@@ -51,45 +51,45 @@ class Classifier:
         self.name = name
         self.file = file
         self.session = session
-        self._waiting = device.waiting
+        self._device_queue = device.device_queue
         self._limits = limits
-        self._door = Door(name, queue, metrics)
-        self._room = decoding_room(gpu=session.circumstances.on_gpu)
-        self._lane = Lane(name, session, metrics, self._views_of)
+        self._admission = AdmissionController(name, queue, metrics)
+        self._decode_semaphore = decode_semaphore(gpu=session.circumstances.on_gpu)
+        self._model = ScheduledModel(name, session, metrics, self._views_of)
 
-    def admitted(self, size: int, views: int, client: str = "", images: int = 1) -> AbstractContextManager[None]:
+    def admit_or_refuse(self, size: int, views: int, client: str = "", images: int = 1) -> AbstractContextManager[None]:
         """Count images of `size` bytes and so many views, all together, among those that wait while the block runs.
 
         Raises Overloaded, which says when to try again, when enough views, or enough bytes, wait already.
         """
-        return self._door.admitted(size, views, client, images)
+        return self._admission.admit_or_refuse(size, views, client, images)
 
-    def entered(self, size: int, views: int, client: str = "") -> AbstractAsyncContextManager[None]:
+    def admit_or_wait(self, size: int, views: int, client: str = "") -> AbstractAsyncContextManager[None]:
         """Do the same for one image, but wait until there is room."""
-        return self._door.entered(size, views, client)
+        return self._admission.admit_or_wait(size, views, client)
 
     async def answer(
-        self, image: bytes, protocol: Protocol, top: int, *, heatmap: bool, caller: Caller = Caller()
+        self, image: bytes, protocol: EvaluationProtocol, top: int, *, heatmap: bool, caller: Caller = Caller()
     ) -> Answer:
         """Classify one encoded image and tell its best classes; see `classify` for the errors."""
 
-        def tell(classified: Classified) -> Answer:
+        def build_result(classified: Classification) -> Answer:
             picture = self._heat_maps(image, protocol, classified, caller.deadline) if heatmap else b""
-            return answer_of(self.session, self.name, protocol, classified, top, picture)
+            return build_answer(self.session, self.name, protocol, classified, top, picture)
 
-        answer, timings = await self._answered(image, protocol, tell, keep_windows=heatmap, caller=caller)
+        answer, timings = await self._answered(image, protocol, build_result, keep_windows=heatmap, caller=caller)
         return replace(answer, timings=timings)
 
     async def classify(
         self,
         image: bytes,
-        protocol: Protocol,
-        tell: Callable[[Classified], Result],
+        protocol: EvaluationProtocol,
+        build_result: Callable[[Classification], Result],
         *,
         keep_windows: bool = False,
         caller: Caller = Caller(),
     ) -> Result:
-        """Classify one encoded image; `tell` makes of the result what the caller needs, in a thread.
+        """Classify one encoded image; `build_result` makes of the result what the caller needs, in a thread.
 
         keep_windows: with the window scores that heat maps need.
         Raises ImageError for bytes that are no image, UsageError for a view that is too large, ContractError when the
@@ -97,43 +97,49 @@ class Classifier:
         has too little memory for one of its views, DeviceLost when it gives nothing but errors, and Interrupted after
         `close`. Cancelling drops what has not begun.
         """
-        result, _ = await self._answered(image, protocol, tell, keep_windows=keep_windows, caller=caller)
+        result, _ = await self._answered(image, protocol, build_result, keep_windows=keep_windows, caller=caller)
         return result
 
     async def _answered(
         self,
         image: bytes,
-        protocol: Protocol,
-        tell: Callable[[Classified], Result],
+        protocol: EvaluationProtocol,
+        build_result: Callable[[Classification], Result],
         *,
         keep_windows: bool,
         caller: Caller,
     ) -> tuple[Result, Timings]:
-        caller.require_time()
+        caller.require_time_left()
         loop = asyncio.get_running_loop()
         reply: asyncio.Future[tuple[Result, Timings]] = loop.create_future()
         request = Request(
-            self._lane, image, protocol, caller, lambda results: tell(combine(protocol, results)), reply, keep_windows
+            self._model,
+            image,
+            protocol,
+            caller,
+            lambda results: build_result(average_image(protocol, results)),
+            reply,
+            keep_windows,
         )
-        self._waiting.add(request)
+        self._device_queue.add(request)
         # The clock of asyncio's own loops is that of deadlines: time.monotonic().
-        timer = None if caller.deadline is None else loop.call_at(caller.deadline, self._waiting.expire, request)
+        timer = None if caller.deadline is None else loop.call_at(caller.deadline, self._device_queue.expire, request)
         try:
             return await reply
         finally:
             if timer is not None:
                 timer.cancel()
-            self._waiting.leave(request)
+            self._device_queue.abandon(request)
 
-    def _views_of(self, image: bytes, protocol: Protocol, deadline: float | None) -> list[ViewImage]:
-        with self._room.place(deadline) as admit:
-            decoded = decode_image(image, self._limits, apply_exif=protocol.apply_exif, admit=admit)
+    def _views_of(self, image: bytes, protocol: EvaluationProtocol, deadline: float | None) -> list[ViewImage]:
+        with self._decode_semaphore.reservation(deadline) as reserve:
+            decoded = decode_image(image, self._limits, apply_exif=protocol.apply_exif, reserve=reserve)
             self._check_size(decoded.height, decoded.width, protocol)
             views = make_views(decoded, protocol)
             del decoded  # before its room is given back
         return views
 
-    def _check_size(self, height: int, width: int, protocol: Protocol) -> None:
+    def _check_size(self, height: int, width: int, protocol: EvaluationProtocol) -> None:
         """Refuse views that would take gigabytes: more pixels than a batch may have, or than `multi-scale` needs.
 
         All scales of an image wait together, so that they are bounded too: by twice that, enough for SPP-net's six.
@@ -152,17 +158,19 @@ class Classifier:
                 f"{2 * limit} that this server takes. Use fewer or smaller scales, or `prelunet classify --model`"
             )
 
-    def _heat_maps(self, image: bytes, protocol: Protocol, classified: Classified, deadline: float | None) -> bytes:
+    def _heat_maps(
+        self, image: bytes, protocol: EvaluationProtocol, classified: Classification, deadline: float | None
+    ) -> bytes:
         """Draw an image beside the heat maps of its best classes, as a PNG file.
 
         It is decoded again: kept from the first time, the pixels of every image that waits would fill the memory.
         """
-        with self._room.place(deadline) as admit:
-            decoded = decode_image(image, self._limits, apply_exif=protocol.apply_exif, admit=admit)
+        with self._decode_semaphore.reservation(deadline) as reserve:
+            decoded = decode_image(image, self._limits, apply_exif=protocol.apply_exif, reserve=reserve)
             pixels = np.array(decoded)
             del decoded
         return png_bytes(draw_heat_maps(pixels, classified, self.session.contract, protocol))
 
     def close(self) -> None:
         """Let nothing more in, and finish what waits; the device lives on for its other models."""
-        self._waiting.close_lane(self._lane)
+        self._device_queue.close_model(self._model)

@@ -4,15 +4,15 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-from prelunet.evaluator.engine.load import check_it_runs, open_placed
+from prelunet.evaluator.engine.load import open_with_placement, self_check
 from prelunet.evaluator.engine.session import Placement, Session
 from prelunet.evaluator.errors import DeviceLost, Interrupted, ModelNotFound
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.serving.classifier import Classifier
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import ModelFile, QueueOptions
-from prelunet.evaluator.serving.scheduling.device import ServedDevice, device_of
-from prelunet.evaluator.serving.scheduling.warm_up import ladder_of, rules_to_serve, warm_up
+from prelunet.evaluator.serving.scheduling.device import ServedDevice, device_name
+from prelunet.evaluator.serving.scheduling.warm_up import serving_rules, shape_buckets_of, warm_up
 
 log = logging.getLogger(__name__)
 
@@ -26,17 +26,17 @@ def load_models(
 ) -> list[tuple[ModelFile, Session]]:
     """Load each model and run it once, on a GPU with every batch of its ladder, where it has one; all or none.
 
-    stopped: asked between batches whether nobody wants it any more. Raises what `open_placed` raises, and Interrupted.
+    stopped: asked between batches whether nobody wants it any more. Raises what `open_with_placement` raises, and Interrupted.
     """
     return [(file, _loaded(file, placement, stopped)) for file in files]
 
 
 def _loaded(file: ModelFile, placement: Placement, stopped: Callable[[], bool]) -> Session:
-    session = open_placed(file.path, placement)
-    if (ladder := ladder_of(session)) is None:
-        check_it_runs(session, file.path.name)
+    session = open_with_placement(file.path, placement)
+    if (shape_buckets := shape_buckets_of(session)) is None:
+        self_check(session, file.path.name)
     else:  # it has run; the largest batch is the ladder's, and smaller than that of a validation
-        session.rules = rules_to_serve(session)
+        session.rules = serving_rules(session)
         begun = time.monotonic()
 
         def told(done: int, of: int) -> None:
@@ -46,7 +46,7 @@ def _loaded(file: ModelFile, placement: Placement, stopped: Callable[[], bool]) 
                 seconds = time.monotonic() - begun
                 log.info("model %s: %d of %d batches ran once, %.0f s", file.name, done, of, seconds)
 
-        warm_up(session, ladder, told)
+        warm_up(session, shape_buckets, told)
     return session
 
 
@@ -68,7 +68,7 @@ class Models:
         self._devices: dict[str, ServedDevice] = {}
         self._by_name: dict[str, Classifier] = {}
         for file, session in loaded:
-            name = device_of(session.placement)
+            name = device_name(session.placement)
             device = self._devices.get(name) or ServedDevice(name, queue, on_lost)
             self._devices[name] = device
             told = self.metrics.of_model(file.name, session)

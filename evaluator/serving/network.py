@@ -5,16 +5,16 @@ import ipaddress
 import resource
 import socket
 
-from prelunet.evaluator.rpc.status import MAX_MESSAGE
-from prelunet.evaluator.serving.options import OTHER_FILES, Limits
+from prelunet.evaluator.rpc.status import MAX_MESSAGE_BYTES
+from prelunet.evaluator.serving.options import RESERVED_FILES, ServerLimits
 
 
-def channel_options(limits: Limits) -> list[tuple[str, int]]:
+def channel_options(limits: ServerLimits) -> list[tuple[str, int]]:
     """Return the options of the gRPC server. docs/serving.md says what a client sees of each."""
     options = [
         ("grpc.so_reuseport", 0),  # else a second server started by mistake would share the calls silently
         # Twice the largest image, so that one slightly too large is refused in our words.
-        ("grpc.max_receive_message_length", max(MAX_MESSAGE, 2 * limits.image.max_bytes)),
+        ("grpc.max_receive_message_length", max(MAX_MESSAGE_BYTES, 2 * limits.image.max_bytes)),
         # gRPC unpacks before it looks at the size: 400 kB on the wire would be 400 MB here. Photos are packed already.
         ("grpc.per_message_decompression", 0),
         ("grpc.max_concurrent_streams", limits.max_streams),
@@ -48,12 +48,12 @@ def _ms(seconds: float) -> int:
     return max(1, round(1000 * seconds))
 
 
-def join(host: str, port: int) -> str:
+def host_port(host: str, port: int) -> str:
     """Return host:port; an IPv6 address needs brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def why_not(host: str, port: int, option: str = "--port") -> str:
+def explain_bind_error(host: str, port: int, option: str = "--port") -> str:
     """Return why a port cannot be had, in words, and how to mend it; gRPC says only that it cannot.
 
     option: that chooses the port.
@@ -83,7 +83,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def is_everywhere(host: str) -> bool:
+def is_wildcard(host: str) -> bool:
     """Say whether an address stands for all of this machine's, those of IPv4 and of IPv6."""
     try:
         return ipaddress.IPv6Address(host).is_unspecified
@@ -91,14 +91,14 @@ def is_everywhere(host: str) -> bool:
         return False
 
 
-def allow_open_files(connections: int) -> int:
+def raise_open_file_limit(connections: int) -> int:
     """Let this process open as many files as so many connections take, as far as its hard limit lets it.
 
     Returns how many connections it has room for: fewer where the limit is too low, 0 or less where there is none.
     """
-    needed = connections + OTHER_FILES
+    needed = connections + RESERVED_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
         soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return connections if soft == resource.RLIM_INFINITY else min(connections, soft - OTHER_FILES)
+    return connections if soft == resource.RLIM_INFINITY else min(connections, soft - RESERVED_FILES)

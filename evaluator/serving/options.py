@@ -51,7 +51,7 @@ def require_files(files: Iterable[ModelFile]) -> None:
             ) from error
 
 
-OTHER_FILES = 256  # open in a server beside connections: libraries, model files, sockets of its own
+RESERVED_FILES = 256  # open in a server beside connections: libraries, model files, sockets of its own
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class QueueOptions:
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """What clients may do; times in seconds.
 
     image: of each encoded image; max_calls: in flight, of all clients, health and reflection apart; arrival: until the
@@ -88,7 +88,7 @@ class Limits:
 
     image: DecodeLimits = field(default_factory=DecodeLimits)
     max_calls: int = 2048
-    arrival: float = 60.0
+    message_timeout: float = 60.0
     stream_idle_timeout: float = 300.0
     max_connections: int = 4096
     max_streams: int = 256
@@ -116,7 +116,7 @@ class ServeOptions:
     port: int = 50051
     placement: Placement = field(default_factory=Placement)
     queue: QueueOptions = field(default_factory=QueueOptions)
-    limits: Limits = field(default_factory=Limits)
+    limits: ServerLimits = field(default_factory=ServerLimits)
     lame_duck: float = 5.0
     grace: float = 30.0
     metrics_port: int | None = None

@@ -18,43 +18,45 @@ from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.serving.api import inference
 from prelunet.evaluator.serving.api.health import Health
-from prelunet.evaluator.serving.api.interceptor import OURS, PROBES, Calls, ErrorsToStatus
+from prelunet.evaluator.serving.api.interceptor import OUR_METHODS, PROBES, CallInterceptor, CallsInFlight
 from prelunet.evaluator.serving.api.prelunet import SERVICE, PreluNetServicer
 from prelunet.evaluator.serving.models import Models
-from prelunet.evaluator.serving.network import channel_options, join, why_not
+from prelunet.evaluator.serving.network import channel_options, explain_bind_error, host_port
 from prelunet.evaluator.serving.observability.metrics import Metrics
-from prelunet.evaluator.serving.options import Limits
+from prelunet.evaluator.serving.options import ServerLimits
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 SERVICES = (SERVICE, inference.SERVICE)  # whose health is told by name
 _FOR_EVER = 1e6  # seconds: somebody else looks at the clock
-_GLANCE = 0.02  # seconds between two looks at the calls in flight
+_POLL_INTERVAL = 0.02  # seconds between two looks at the calls in flight
 # Seconds for connections to end once no call is left. Clients that are there take as long as a packet; gRPC would wait
 # 20 s for one that is gone, and for as long as it likes for one that keeps a stream of reflection open.
-FAREWELL = 2.0
+CONNECTION_LINGER = 2.0
 # Seconds in which calls are refused before the port closes, and as many in which refusals are held back if some came.
 # gRPC cancels what its core has accepted and the event loop has not begun, so no call should be on its way then.
-QUIET = 0.25
+REFUSAL_PERIOD = 0.25
 
 
 class Server:
     """A server on its port; made and used inside one running event loop."""
 
-    def __init__(self, host: str, port: int, limits: Limits = Limits(), metrics: Metrics | None = None) -> None:
+    def __init__(
+        self, host: str, port: int, limits: ServerLimits = ServerLimits(), metrics: Metrics | None = None
+    ) -> None:
         """Take the port, so that a port in use is told before models are loaded for minutes.
 
         limits: of what clients may do; metrics: of the server. Raises EnvironmentFault when the port cannot be had.
         """
         self._metrics = metrics or Metrics()
-        self._calls = Calls(limits.max_calls, self._metrics)
-        self._most_images = limits.max_evaluation_images
+        self._calls = CallsInFlight(limits.max_calls, self._metrics)
+        self._max_evaluation_images = limits.max_evaluation_images
         self._health = Health(SERVICES)
         self._services = _Services(self._metrics)
         self._opened = False
         self._server = grpc.aio.server(
             handlers=[self._services],
-            interceptors=[ErrorsToStatus(self._calls, limits.arrival, limits.stream_idle_timeout)],
+            interceptors=[CallInterceptor(self._calls, limits.message_timeout, limits.stream_idle_timeout)],
             options=channel_options(limits),
         )
         self._host = host
@@ -63,7 +65,7 @@ class Server:
     @property
     def address(self) -> str:
         """Return host:port as clients write it."""
-        return join(self._host, self._port)
+        return host_port(self._host, self._port)
 
     @property
     def serving(self) -> bool:
@@ -76,11 +78,11 @@ class Server:
         return self._calls.count
 
     def _bind(self, port: int) -> int:
-        wanted = join(self._host, port)
+        wanted = host_port(self._host, port)
         try:
             bound = self._server.add_insecure_port(wanted)
         except RuntimeError as error:  # all that gRPC says; the reason goes to its own log
-            raise EnvironmentFault(f"cannot listen on {wanted}: {why_not(self._host, port)}") from error
+            raise EnvironmentFault(f"cannot listen on {wanted}: {explain_bind_error(self._host, port)}") from error
         return bound
 
     async def open(self) -> None:
@@ -99,45 +101,45 @@ class Server:
         if not self._opened:
             await self.open()
         self._services.clear()
-        servicer = PreluNetServicer(models, self._most_images)
+        servicer = PreluNetServicer(models, self._max_evaluation_images)
         pb_grpc.add_PreluNetServiceServicer_to_server(servicer, self._services)
         inference.add_to_server(cast(grpc.aio.Server, self._services), models, lambda: self.serving)
-        self._services.refusing = ""
-        self._health.tell(serving=True)
+        self._services.refusal_message = ""
+        self._health.set_serving(serving=True)
 
-    def tell_stopping(self) -> None:
+    def set_not_serving(self) -> None:
         """Let health say NOT_SERVING; calls still work."""
-        self._health.tell(serving=False)
+        self._health.set_serving(serving=False)
 
-    async def refuse(self, hurry: "asyncio.Future[Any]") -> None:
+    async def refuse(self, cutoff: "asyncio.Future[Any]") -> None:
         """Refuse new calls with UNAVAILABLE from now on; those that have begun go on, probes and health are answered.
 
-        Returns after a moment, or when `hurry` is done. If calls came even so, their callers try again without a pause:
-        those of a second moment are told when the port is closed, so that they have nothing on its way to it.
+        Returns after a moment, or when `cutoff` is done. If calls came even so, their callers try again without a
+        pause: those of a second moment are told when the port is closed, so that they have nothing on its way to it.
         """
-        self.tell_stopping()
-        self._services.refusing = "this server is stopping; try another, or again later"
-        await asyncio.wait({hurry}, timeout=QUIET)
-        if self._services.refused and not hurry.done():
-            self._services.told.clear()
-            await asyncio.wait({hurry}, timeout=QUIET)
+        self.set_not_serving()
+        self._services.refusal_message = "this server is stopping; try another, or again later"
+        await asyncio.wait({cutoff}, timeout=REFUSAL_PERIOD)
+        if self._services.refused_count and not cutoff.done():
+            self._services.refusals_released.clear()
+            await asyncio.wait({cutoff}, timeout=REFUSAL_PERIOD)
 
-    async def stop(self, grace: float, hurry: Awaitable[object] | None = None) -> int:
+    async def stop(self, grace: float, cutoff: Awaitable[object] | None = None) -> int:
         """Close the port, let calls in flight finish within `grace` seconds; returns how many of ours did not.
 
         hurry: when it is done they are cut off at once.
         """
-        self.tell_stopping()
+        self.set_not_serving()
         self._health.close()
         stopping = asyncio.ensure_future(self._server.stop(_FOR_EVER))
-        if not self._services.told.is_set():
-            await asyncio.sleep(_GLANCE)  # the port closes, and who is connected is told
-            self._services.told.set()
-            await asyncio.sleep(_GLANCE)  # they are told
+        if not self._services.refusals_released.is_set():
+            await asyncio.sleep(_POLL_INTERVAL)  # the port closes, and who is connected is told
+            self._services.refusals_released.set()
+            await asyncio.sleep(_POLL_INTERVAL)  # they are told
         idle = asyncio.ensure_future(self._idle())
         waited: set[asyncio.Future[Any]] = {stopping, idle}
-        if hurry is not None:
-            waited.add(asyncio.ensure_future(hurry))
+        if cutoff is not None:
+            waited.add(asyncio.ensure_future(cutoff))
         await asyncio.wait(waited, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
         idle.cancel()
         unfinished = 0 if stopping.done() else self.calls
@@ -149,8 +151,8 @@ class Server:
     async def _idle(self) -> None:
         """Return when no call of ours is in flight, and clients have had time to read the last answers."""
         while self.calls:
-            await asyncio.sleep(_GLANCE)
-        await asyncio.sleep(FAREWELL)
+            await asyncio.sleep(_POLL_INTERVAL)
+        await asyncio.sleep(CONNECTION_LINGER)
 
 
 class _Services(grpc.GenericRpcHandler):
@@ -161,10 +163,10 @@ class _Services(grpc.GenericRpcHandler):
     """
 
     def __init__(self, metrics: Metrics) -> None:
-        self.refusing = "the server is loading its models; try again later"
-        self.refused = 0
-        self.told = asyncio.Event()
-        self.told.set()
+        self.refusal_message = "the server is loading its models; try again later"
+        self.refused_count = 0
+        self.refusals_released = asyncio.Event()
+        self.refusals_released.set()
         self._ready = False
         self._refusals = metrics.refusals
         self._handlers: list[grpc.GenericRpcHandler] = []
@@ -184,18 +186,18 @@ class _Services(grpc.GenericRpcHandler):
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any] | None":
         """Return what answers a method, None for one that is not ours."""
         method = handler_call_details.method
-        if self.refusing and method.startswith(OURS) and method not in PROBES:
+        if self.refusal_message and method.startswith(OUR_METHODS) and method not in PROBES:
             if self._ready:
-                self.refused += 1
+                self.refused_count += 1
                 self._refusals.labels("", "stopping").inc()
-            return _refusal(self.refusing, self.told)
+            return _refusal_handler(self.refusal_message, self.refusals_released)
         found = (handler.service(handler_call_details) for handler in self._handlers)
         return next((method for method in found if method is not None), None)
 
 
-def _refusal(text: str, told: asyncio.Event) -> "grpc.RpcMethodHandler[Any, Any]":
+def _refusal_handler(text: str, refusals_released: asyncio.Event) -> "grpc.RpcMethodHandler[Any, Any]":
     async def refuse(_requests: AsyncIterator[Any], _context: Context) -> AsyncIterator[Any]:
-        await told.wait()
+        await refusals_released.wait()
         raise NotReady(text)
         yield  # type: ignore[unreachable]  # it makes this a stream, which can answer any kind of call
 

@@ -17,22 +17,29 @@ import numpy as np
 
 from prelunet.evaluator.arrays import BoolArray, Float32Array, Int64Array
 from prelunet.evaluator.datasets.dataset import UNLABELLED, Sample
-from prelunet.evaluator.engine.scores import ranks_of, shortest, top_k
+from prelunet.evaluator.engine.scores import ranks_of, shortest_decimal, top_k
 from prelunet.evaluator.errors import RunFolderError, UsageError
-from prelunet.evaluator.json_checks import differences, shown
-from prelunet.evaluator.protocols import options_of
+from prelunet.evaluator.json_checks import differences, format_differences
+from prelunet.evaluator.protocols import command_line_options
 from prelunet.evaluator.terminal import progress
-from prelunet.evaluator.validation.predictions import TOP, Prediction
-from prelunet.evaluator.validation.run import Run, RunInfo, read_run, read_run_info, require_same_images, require_whole
-from prelunet.evaluator.validation.run_schema import fitting
-from prelunet.evaluator.validation.stored_runs import BLOCK, begin, check_scores, read_rows, refuse_source_as_target
+from prelunet.evaluator.validation.predictions import TOP_CLASSES, Prediction
+from prelunet.evaluator.validation.run import (
+    Run,
+    RunInfo,
+    read_run,
+    read_run_info,
+    require_same_images,
+    require_unsharded,
+)
+from prelunet.evaluator.validation.run_schema import sanitize_name
+from prelunet.evaluator.validation.stored_runs import BLOCK, check_scores, log_start, read_rows, refuse_source_as_target
 from prelunet.evaluator.validation.writer import RunWriter, open_run
 
 _NAME = "ensemble of {}"  # in place of a model file's
 
 
 @dataclass(frozen=True)
-class Tally:
+class ErrorCount:
     """Errors among labelled images that every member evaluated. top1_wrong, top5_wrong: images of these."""
 
     images: int
@@ -49,8 +56,8 @@ class Ensemble:
     """
 
     run: Run
-    alone: tuple[Tally, ...]
-    first: tuple[Tally, ...]
+    member_errors: tuple[ErrorCount, ...]
+    cumulative_errors: tuple[ErrorCount, ...]
 
 
 def ensemble(
@@ -59,7 +66,7 @@ def ensemble(
     *,
     weights: Sequence[float] | None = None,
     fresh: bool = False,
-    announce: Callable[[str], None] = lambda _text: None,
+    report: Callable[[str], None] = lambda _text: None,
 ) -> Ensemble:
     """Average finished runs of different models into a run folder; an earlier call that was killed is gone on with.
 
@@ -72,7 +79,7 @@ def ensemble(
     given = _checked_weights(len(folders), weights)
     refuse_source_as_target(folders, folder)
     infos = [read_run_info(path) for path in folders]
-    _check_agree(folders, infos)
+    _require_compatible(folders, infos)
     runs = [read_run(path) for path in folders]
     for run in runs[1:]:
         require_same_images(runs[0], run)
@@ -80,9 +87,9 @@ def ensemble(
         check_scores(run)
     samples = [Sample(line.file, line.label, 0) for line in runs[0].predictions]
     with open_run(folder, ensemble_info(infos, _normalised(given)), samples, fresh=fresh) as writer:
-        begin(writer, infos[0].images, folders, announce)
-        alone, first = _average(runs, given, writer)
-    return Ensemble(read_run(folder), alone, first)
+        log_start(writer, infos[0].images, folders, report)
+        member_errors, cumulative_errors = _average(runs, given, writer)
+    return Ensemble(read_run(folder), member_errors, cumulative_errors)
 
 
 def ensemble_info(infos: Sequence[RunInfo], shares: Sequence[float]) -> RunInfo:
@@ -130,10 +137,10 @@ def _normalised(weights: Sequence[float]) -> list[float]:
     return [weight / total for weight in weights]
 
 
-def _check_agree(folders: Sequence[Path], infos: Sequence[RunInfo]) -> None:
+def _require_compatible(folders: Sequence[Path], infos: Sequence[RunInfo]) -> None:
     """Refuse runs whose scores mean different things, with the difference and the mend."""
     for path, info in zip(folders, infos, strict=True):
-        require_whole(info, path)
+        require_unsharded(info, path)
     for (path, info), (again, other) in combinations(zip(folders, infos, strict=True), 2):
         known = _models(path, info)
         if twice := known.keys() & _models(again, other).keys():
@@ -143,9 +150,9 @@ def _check_agree(folders: Sequence[Path], infos: Sequence[RunInfo]) -> None:
             )
     for path, info in zip(folders[1:], infos[1:], strict=True):
         places = (f"in {folders[0]}", f"in {path}")
-        for what, (there, here), mend in _to_compare(infos[0], info):
+        for what, (there, here), fix in _comparisons(infos[0], info):
             if found := differences(there, here, places=places):
-                raise RunFolderError(f"{path}: {what} than {folders[0]}:\n{shown(found)}\n{mend}")
+                raise RunFolderError(f"{path}: {what} than {folders[0]}:\n{format_differences(found)}\n{fix}")
 
 
 def _models(path: Path, info: RunInfo) -> dict[str, str]:
@@ -159,18 +166,18 @@ def _models(path: Path, info: RunInfo) -> dict[str, str]:
     return {model["sha256"]: model["file"] for model in (info.model, *(member["model"] for member in info.members))}
 
 
-def _to_compare(one: RunInfo, other: RunInfo) -> Iterable[tuple[str, tuple[dict[str, Any], dict[str, Any]], str]]:
+def _comparisons(one: RunInfo, other: RunInfo) -> Iterable[tuple[str, tuple[dict[str, Any], dict[str, Any]], str]]:
     """Yield what must be the same in two members: what is wrong otherwise, the two sides, and the mend.
 
     Names of datasets, protocols and classes may differ; what they stand for may not.
     """
-    looks = join(options_of(one.protocol, by_scales=True))
+    looks = join(command_line_options(one.protocol, by_scales=True))
     again = f"Validate {other.model['file']} again, with the options that it had and: {looks}"
     images = [{key: info.dataset[key] for key in ("images", "fingerprint")} for info in (one, other)]
     yield "other images", (images[0], images[1]), "All members must see the same images with the same labels"
     classes = [{"classes": [{"wnid": entry.wnid} for entry in info.classes]} for info in (one, other)]
-    mend = "Scores can be averaged only where all models know the same classes in the same order"
-    yield "another class list", (classes[0], classes[1]), mend
+    fix = "Scores can be averaged only where all models know the same classes in the same order"
+    yield "another class list", (classes[0], classes[1]), fix
     protocols = [{**info.protocol.to_json(), "name": ""} for info in (one, other)]
     yield "another protocol", (protocols[0], protocols[1]), f"All members must look at the images alike. {again}"
 
@@ -188,7 +195,7 @@ def _circumstances(members: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _joined(names: Iterable[str]) -> str:
-    return fitting("+".join(names))
+    return sanitize_name("+".join(names))
 
 
 def _distinct(values: Iterable[str]) -> list[str]:
@@ -198,7 +205,7 @@ def _distinct(values: Iterable[str]) -> list[str]:
 
 def _average(
     runs: Sequence[Run], weights: Sequence[float], writer: RunWriter
-) -> tuple[tuple[Tally, ...], tuple[Tally, ...]]:
+) -> tuple[tuple[ErrorCount, ...], tuple[ErrorCount, ...]]:
     """Write what the ensemble's run lacks; count the errors of each member and of the first 1, 2, ... of them."""
     images = runs[0].info.images
     labels = np.array([line.label for line in runs[0].predictions], np.int64)
@@ -219,8 +226,10 @@ def _average(
             advance(block.stop - block.start)
     if not (labels != UNLABELLED).any():
         return (), ()
-    alone = [np.array([line.rank for line in run.predictions], np.int64) for run in runs]
-    return tuple(_tally(rank, counted) for rank in alone), tuple(_tally(rank, counted) for rank in ranks)
+    member_errors = [np.array([line.rank for line in run.predictions], np.int64) for run in runs]
+    return tuple(_count_errors(rank, counted) for rank in member_errors), tuple(
+        _count_errors(rank, counted) for rank in ranks
+    )
 
 
 def weighted_mean(rows: Sequence[Float32Array], shares: Sequence[float]) -> Float32Array:
@@ -234,9 +243,9 @@ def weighted_mean(rows: Sequence[Float32Array], shares: Sequence[float]) -> Floa
     return total.astype(np.float32)
 
 
-def _tally(ranks: Int64Array, counted: BoolArray) -> Tally:
+def _count_errors(ranks: Int64Array, counted: BoolArray) -> ErrorCount:
     own = ranks[counted]
-    return Tally(len(own), int((own > 1).sum()), int((own > 5).sum()))
+    return ErrorCount(len(own), int((own > 1).sum()), int((own > 5).sum()))
 
 
 def _lines(runs: Sequence[Run], block: slice, scores: Float32Array, ranks: Int64Array) -> list[Prediction]:
@@ -255,7 +264,7 @@ def _line(lines: Sequence[Prediction], names: Sequence[str], scores: Float32Arra
     return Prediction(
         file=one.file,
         label=one.label,
-        top=tuple((index, shortest(score)) for index, score in top_k(scores, TOP)),
+        top=tuple((index, shortest_decimal(score)) for index, score in top_k(scores, TOP_CLASSES)),
         rank=0 if one.label == UNLABELLED else rank,
         capped=any(line.capped for line in lines),
     )

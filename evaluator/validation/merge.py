@@ -15,22 +15,22 @@ import numpy as np
 
 from prelunet.evaluator.datasets.dataset import Sample
 from prelunet.evaluator.errors import RunFolderError
-from prelunet.evaluator.json_checks import differences, shown
-from prelunet.evaluator.protocols import options_of
-from prelunet.evaluator.terminal import printable, progress
+from prelunet.evaluator.json_checks import differences, format_differences
+from prelunet.evaluator.protocols import command_line_options
+from prelunet.evaluator.terminal import escape_unprintable, progress
 from prelunet.evaluator.validation.run import Run, RunInfo, read_run, read_run_info
 from prelunet.evaluator.validation.run_log import find_dataset
-from prelunet.evaluator.validation.stored_runs import BLOCK, begin, check_scores, read_rows, refuse_source_as_target
-from prelunet.evaluator.validation.writer import NAMES, RunWriter, open_run
+from prelunet.evaluator.validation.stored_runs import BLOCK, check_scores, log_start, read_rows, refuse_source_as_target
+from prelunet.evaluator.validation.writer import DESCRIPTIVE_KEYS, RunWriter, open_run
 
-_OF_A_SHARD = {("shard", "number"), *NAMES}  # in which shards of one run differ, or may
+_SHARD_SPECIFIC_KEYS = {("shard", "number"), *DESCRIPTIVE_KEYS}  # in which shards of one run differ, or may
 _SHOWN = 10  # missing shards
 
 Shard = tuple[Path, RunInfo]
 
 
 def merge(
-    folders: Sequence[Path], folder: Path, *, fresh: bool = False, announce: Callable[[str], None] = lambda _text: None
+    folders: Sequence[Path], folder: Path, *, fresh: bool = False, report: Callable[[str], None] = lambda _text: None
 ) -> Run:
     """Join finished shards, given in any order, into one run folder; an earlier call that was killed is gone on with.
 
@@ -40,12 +40,12 @@ def merge(
     holds anything but this very run; EnvironmentFault when it cannot be written.
     """
     refuse_source_as_target(folders, folder)
-    shards = _in_order([(path, read_run_info(path)) for path in folders])
+    shards = _sort_shards([(path, read_run_info(path)) for path in folders])
     runs = [read_run(path) for path, _ in shards]
     samples = _samples(runs)
     info = replace(shards[0][1], shard=None)
     with open_run(folder, info, samples, fresh=fresh) as writer:
-        begin(writer, info.images, [path for path, _ in shards], announce)
+        log_start(writer, info.images, [path for path, _ in shards], report)
         _copy(runs, writer)
     merged = read_run(folder)
     for run in runs:
@@ -53,7 +53,7 @@ def merge(
     return merged
 
 
-def _in_order(shards: Sequence[Shard]) -> list[Shard]:
+def _sort_shards(shards: Sequence[Shard]) -> list[Shard]:
     """Return the shards by number; RunFolderError when they are not all shards of one run, each there once."""
     for path, info in shards:
         if info.shard is None:
@@ -64,9 +64,9 @@ def _in_order(shards: Sequence[Shard]) -> list[Shard]:
     (first, one), *others = shards
     for path, info in others:
         places = (f"in {first}", f"in {path}")
-        if found := differences(one.to_json(), info.to_json(), ignored=_OF_A_SHARD, places=places):
+        if found := differences(one.to_json(), info.to_json(), ignored=_SHARD_SPECIFIC_KEYS, places=places):
             raise RunFolderError(
-                f"{path}: not a shard of the same run as {first}:\n{shown(found)}\n"
+                f"{path}: not a shard of the same run as {first}:\n{format_differences(found)}\n"
                 "Leave it out, or make it again with the model, data, options and versions of the others"
             )
     for path, info in shards:
@@ -85,13 +85,13 @@ def _in_order(shards: Sequence[Shard]) -> list[Shard]:
 def _refuse_missing(ordered: Sequence[Shard]) -> None:
     """Refuse a gap, with the command that fills it."""
     path, info = ordered[0]
-    lacking = info.dataset["images"] - sum(shard.images for _, shard in ordered)
-    if not lacking:  # where there are more shards than chunks some are empty, and nothing is missing with them
+    missing_images = info.dataset["images"] - sum(shard.images for _, shard in ordered)
+    if not missing_images:  # where there are more shards than chunks some are empty, and nothing is missing with them
         return
     missing = list(islice(_missing(ordered), _SHOWN + 1))
     names = ", ".join([*(f"{number}/{of}" for number, of in missing[:_SHOWN]), *["..."] * (len(missing) > _SHOWN)])
     raise RunFolderError(
-        f"missing: {names}, {lacking:,} of {info.dataset['images']:,} images. Make each with the command that made "
+        f"missing: {names}, {missing_images:,} of {info.dataset['images']:,} images. Make each with the command that made "
         f"{path}, but with its own number and folder: {_command(path, info, missing[0])}"
     )
 
@@ -111,15 +111,15 @@ def _missing(ordered: Sequence[Shard]) -> Iterator[tuple[int, int]]:
 
 def _command(path: Path, info: RunInfo, shard: tuple[int, int]) -> str:
     """Return the command that makes another shard of a run, with what the log of this one tells of its dataset."""
-    place = find_dataset(path)
+    spec = find_dataset(path)
     words = ["prelunet", "validate", "--model", info.model["file"]]
-    words += ["--data", info.dataset["name"] if place is None else str(place.path)]
-    if place is not None:
-        words += ["--labels", str(place.labels)] if place.labels is not None else []
-        words += ["--no-labels"] if place.no_labels else []
-        words += ["--limit", str(place.limit)] if place.limit is not None else []
-        words += ["--classes", ",".join(place.classes)] if place.classes else []
-    words += [*options_of(info.protocol), "--shard", "/".join(map(str, shard)), "--run", "DIR"]
+    words += ["--data", info.dataset["name"] if spec is None else str(spec.path)]
+    if spec is not None:
+        words += ["--labels", str(spec.labels)] if spec.labels is not None else []
+        words += ["--no-labels"] if spec.no_labels else []
+        words += ["--limit", str(spec.limit)] if spec.limit is not None else []
+        words += ["--classes", ",".join(spec.classes)] if spec.classes else []
+    words += [*command_line_options(info.protocol), "--shard", "/".join(map(str, shard)), "--run", "DIR"]
     return join(words)
 
 
@@ -136,8 +136,8 @@ def _samples(runs: Sequence[Run]) -> list[Sample]:
         check_scores(run)
         if samples and run.predictions[0].file <= samples[-1].file:
             raise RunFolderError(
-                f"{run.where}: its first image ({printable(run.predictions[0].file)}) should come after the last of "
-                f"the shard before it ({printable(samples[-1].file)}). One of them is damaged: do it anew with its "
+                f"{run.where}: its first image ({escape_unprintable(run.predictions[0].file)}) should come after the last of "
+                f"the shard before it ({escape_unprintable(samples[-1].file)}). One of them is damaged: do it anew with its "
                 "command and --fresh"
             )
         samples += [Sample(line.file, line.label, 0) for line in run.predictions]

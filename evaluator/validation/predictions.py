@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, overload
 
 from prelunet.evaluator.datasets.dataset import UNLABELLED
-from prelunet.evaluator.engine.classify import Classified
-from prelunet.evaluator.engine.scores import shortest
+from prelunet.evaluator.engine.classify import Classification
+from prelunet.evaluator.engine.scores import shortest_decimal
 from prelunet.evaluator.errors import RunFolderError
-from prelunet.evaluator.json_checks import flag, parse_json, record, text
-from prelunet.evaluator.validation.run_schema import answers_of, checked_rank, label_of, relative_name, view_ranks_of
+from prelunet.evaluator.json_checks import parse_json, require_bool, require_keys, require_str
+from prelunet.evaluator.validation.run_schema import parse_file, parse_label, parse_rank, parse_top, parse_view_ranks
 
-TOP = 5  # classes kept per image: the paper's top-5
+TOP_CLASSES = 5  # classes kept per image: the paper's top-5
 _BLOCK = 1024  # images made at a time while iterating
 
 
@@ -52,13 +52,13 @@ class Prediction:
         }
 
 
-def prediction_of(file: str, label: int, classified: Classified) -> Prediction:
+def build_prediction(file: str, label: int, classified: Classification) -> Prediction:
     """Turn one classified image into its line of a run. label: true class index, or UNLABELLED."""
     known = label != UNLABELLED
     return Prediction(
         file=file,
         label=label,
-        top=tuple((index, shortest(score)) for index, score in classified.top(TOP)),
+        top=tuple((index, shortest_decimal(score)) for index, score in classified.top(TOP_CLASSES)),
         rank=classified.rank(label) if known else 0,
         view_ranks=tuple(classified.view_ranks(label)) if known else (),
         capped=classified.capped,
@@ -75,24 +75,24 @@ def prediction_from_json(data: Any, classes: int, views: int) -> Prediction:
     Strict, because a run folder may come from anybody and nobody asks again: ValueError says what is wrong.
     """
     if type(data) is dict and "refused" in data:
-        entry = record(data, "it", _REFUSED_KEYS)
+        entry = require_keys(data, "it", _REFUSED_KEYS)
         return Prediction(
-            file=relative_name(entry["file"]),
-            label=label_of(entry["label"], classes),
-            refused=text(entry["refused"], "refused"),
+            file=parse_file(entry["file"]),
+            label=parse_label(entry["label"], classes),
+            refused=require_str(entry["refused"], "refused"),
         )
-    entry = record(data, "it", _EVALUATED_KEYS)
-    label, top = label_of(entry["label"], classes), answers_of(entry["top"], classes, min(TOP, classes))
+    entry = require_keys(data, "it", _EVALUATED_KEYS)
+    label, top = parse_label(entry["label"], classes), parse_top(entry["top"], classes, min(TOP_CLASSES, classes))
     if label == UNLABELLED and (entry["rank"] is not None or entry["view_ranks"] != []):
         raise ValueError("without a label there is no rank")
-    rank = 0 if label == UNLABELLED else checked_rank(entry["rank"], label, top, classes)
+    rank = 0 if label == UNLABELLED else parse_rank(entry["rank"], label, top, classes)
     return Prediction(
-        file=relative_name(entry["file"]),
+        file=parse_file(entry["file"]),
         label=label,
         top=top,
         rank=rank,
-        view_ranks=() if label == UNLABELLED else view_ranks_of(entry["view_ranks"], rank, classes, views),
-        capped=flag(entry["capped"], "capped"),
+        view_ranks=() if label == UNLABELLED else parse_view_ranks(entry["view_ranks"], rank, classes, views),
+        capped=require_bool(entry["capped"], "capped"),
     )
 
 
@@ -104,7 +104,7 @@ class Predictions(Sequence[Prediction]):
     """
 
     def __init__(self, classes: int, views: int) -> None:
-        self._answers, self._views = min(TOP, classes), views
+        self._answers, self._views = min(TOP_CLASSES, classes), views
         small = "H" if classes < 2**16 else "I"  # holds a class index and a rank
         self._files = bytearray()  # every name ends with a zero byte, which none can hold
         self._ends = array("Q", [0])  # of names in `_files`

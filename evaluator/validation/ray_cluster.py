@@ -28,22 +28,22 @@ import numpy as np
 import numpy.typing as npt
 
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
-from prelunet.evaluator.engine.classify import Model
-from prelunet.evaluator.engine.load import open_placed
+from prelunet.evaluator.engine.classify import EvaluationSession
+from prelunet.evaluator.engine.load import open_with_placement
 from prelunet.evaluator.engine.session import Outputs, Placement, Session
-from prelunet.evaluator.errors import DatasetError, EnvironmentFault, PreluNetError, UsageError, how_to_install
-from prelunet.evaluator.json_checks import differences, shown
-from prelunet.evaluator.protocols import Protocol
+from prelunet.evaluator.errors import DatasetError, EnvironmentFault, PreluNetError, UsageError, install_hint
+from prelunet.evaluator.json_checks import differences, format_differences
+from prelunet.evaluator.protocols import EvaluationProtocol
 from prelunet.evaluator.validation.pipeline import ChunkResult, evaluate_chunks
 from prelunet.evaluator.validation.run import Batching, RunInfo
-from prelunet.evaluator.validation.validate import Evaluation, WorkersLost
+from prelunet.evaluator.validation.validate import ChunkEvaluator, WorkersLost
 
-IN_HAND = 2  # chunks that a worker has: while the session computes one, threads decode the other
-AHEAD = 4  # chunks per worker that may be begun before the first of them is finished and can be written
-ATTEMPTS = 3  # at one chunk, and at starting each worker
-CPUS = 4  # of a worker, where nothing else is asked for and the machines have so many
-PROBES = 8  # images that a worker must have as the driver has them
-PATIENCE = 30.0  # seconds without an answer, after which it is said what is being waited for
+MAX_CHUNKS_IN_FLIGHT = 2  # chunks that a worker has: while the session computes one, threads decode the other
+MAX_CHUNKS_AHEAD = 4  # chunks per worker that may be begun before the first of them is finished and can be written
+MAX_ATTEMPTS = 3  # at one chunk, and at starting each worker
+DEFAULT_CPUS = 4  # of a worker, where nothing else is asked for and the machines have so many
+PROBE_IMAGES = 8  # images that a worker must have as the driver has them
+STALL_SECONDS = 30.0  # seconds without an answer, after which it is said what is being waited for
 
 
 @dataclass(frozen=True)
@@ -74,20 +74,20 @@ class Job:
     model: Path
     placement: Placement
     dataset: Dataset
-    protocol: Protocol
+    protocol: EvaluationProtocol
     batching: Batching
     facts: Mapping[str, Any]  # of the driver's session, which the worker's must share
     probes: Sequence[tuple[str, str]]  # names of images and the sha256 of their bytes
 
 
-def on_ray(
+def evaluate_on_ray(
     cluster: Cluster,
     session: Session,
     model: Path,
     dataset: Dataset,
     info: RunInfo,
-    announce: Callable[[str], None] = lambda _message: None,
-) -> Evaluation:
+    report: Callable[[str], None] = lambda _message: None,
+) -> ChunkEvaluator:
     """Return what evaluates chunks on a Ray cluster, for `validate`; nothing is started before it is called.
 
     session, model: the driver's own session and its file; info: of the run; announce: told who evaluates, and when a
@@ -99,44 +99,49 @@ def on_ray(
 
     def evaluate(chunks: Sequence[Sequence[Sample]]) -> Generator[ChunkResult, None, None]:
         gpu = session.circumstances.on_gpu
-        with connected(cluster.address, announce) as ray:
-            cpus, most = room([node["Resources"] for node in ray.nodes() if node["Alive"]], cluster.cpus, gpu=gpu)
-            count = min(cluster.workers or most, len(chunks))
-            announce(f"Ray: {count} workers of {cpus} CPUs{' and a GPU' * gpu}")
+        with ray_connection(cluster.address, report) as ray:
+            cpus, max_workers = worker_capacity(
+                [node["Resources"] for node in ray.nodes() if node["Alive"]], cluster.cpus, gpu=gpu
+            )
+            count = min(cluster.workers or max_workers, len(chunks))
+            report(f"Ray: {count} workers of {cpus} CPUs{' and a GPU' * gpu}")
             shared = replace(dataset, samples=())
             probes = [(file, _digest(shared, file)) for file in _probes(chunks)]
             assert info.batching is not None, "a run that computes says how"
             placement = replace(session.placement, threads=cpus)
             job = Job(Path.cwd(), model, placement, shared, info.protocol, info.batching, _facts(session), probes)
-            told = ray.put(job)
-            actor = ray.remote(num_cpus=cpus, num_gpus=int(gpu), max_concurrency=IN_HAND)(Worker)
-            yield from Crew(ray, lambda: actor.remote(told), count, chunks, announce).results()
+            job_ref = ray.put(job)
+            actor = ray.remote(num_cpus=cpus, num_gpus=int(gpu), max_concurrency=MAX_CHUNKS_IN_FLIGHT)(Worker)
+            yield from WorkerPool(ray, lambda: actor.remote(job_ref), count, chunks, report).results()
 
     return evaluate
 
 
-def _facts(session: Model) -> dict[str, Any]:
+def _facts(session: EvaluationSession) -> dict[str, Any]:
     batching = {"batching": session.rules.to_json()}
     return {"model": {"sha256": session.model_sha256}, **session.circumstances.to_json(), **batching}
 
 
 def _probes(chunks: Sequence[Sequence[Sample]]) -> list[str]:
     """Return the names of some images, spread over all chunks."""
-    return [chunks[place][-1].file for place in sorted({len(chunks) * probe // PROBES for probe in range(PROBES)})]
+    return [
+        chunks[place][-1].file
+        for place in sorted({len(chunks) * probe // PROBE_IMAGES for probe in range(PROBE_IMAGES)})
+    ]
 
 
 def _digest(dataset: Dataset, file: str) -> str:
     return hashlib.sha256(dataset.reader.read(file)).hexdigest()
 
 
-def room(machines: Sequence[Mapping[str, float]], cpus: int, *, gpu: bool) -> tuple[int, int]:
+def worker_capacity(machines: Sequence[Mapping[str, float]], cpus: int, *, gpu: bool) -> tuple[int, int]:
     """Return the CPUs of each worker, and for how many workers there is room.
 
     machines: resources of each, as Ray names them; cpus: asked for, see `Cluster`; gpu: whether each needs one.
     """
     usable = [(int(machine.get("CPU", 0)), int(machine.get("GPU", 0))) for machine in machines]
     usable = [machine for machine in usable if machine[0] and machine[1] >= gpu]
-    cpus = cpus or min([CPUS, *(machine[0] for machine in usable)])
+    cpus = cpus or min([DEFAULT_CPUS, *(machine[0] for machine in usable)])
     workers = sum(min(machine[0] // cpus, machine[1]) if gpu else machine[0] // cpus for machine in usable)
     if not workers:
         raise EnvironmentFault(
@@ -147,14 +152,14 @@ def room(machines: Sequence[Mapping[str, float]], cpus: int, *, gpu: bool) -> tu
 
 
 class Worker:
-    """What runs on a machine of the cluster, as a Ray actor with IN_HAND threads.
+    """What runs on a machine of the cluster, as a Ray actor with MAX_CHUNKS_IN_FLIGHT threads.
 
     Errors of ours are returned, not raised: raised they would come back as Ray's.
     """
 
     def __init__(self, job: Job):
         self._job = job
-        self._session: Model | None = None
+        self._session: EvaluationSession | None = None
 
     def start(self) -> str | PreluNetError:
         """Open the model and check that this machine has what the driver has; return which worker this is."""
@@ -162,16 +167,16 @@ class Worker:
         try:
             if job.folder.is_dir():
                 os.chdir(job.folder)
-            session = open_placed(job.model, job.placement, for_many=True)
+            session = open_with_placement(job.model, job.placement, preallocate=True)
             found = differences(job.facts, _facts(session), places=("where the run was started", "here"))
             if found:
-                raise EnvironmentFault(f"not the same:\n{shown(found)}")
+                raise EnvironmentFault(f"not the same:\n{format_differences(found)}")
             if changed := [file for file, digest in job.probes if _digest(job.dataset, file) != digest]:
                 raise DatasetError(f"{job.dataset.location}: {changed[0]} is another image here")
         except PreluNetError as error:
-            mend = "Every machine needs the same versions, and the same model and images by the same paths"
-            return type(error)(f"worker on {socket.gethostname()} cannot start: {error}\n{mend}")
-        self._session = _OneAtATime(session)
+            fix = "Every machine needs the same versions, and the same model and images by the same paths"
+            return type(error)(f"worker on {socket.gethostname()} cannot start: {error}\n{fix}")
+        self._session = _LockedSession(session)
         return f"process {os.getpid()} on {socket.gethostname()}"
 
     def evaluate(self, chunk: Sequence[Sample]) -> ChunkResult | PreluNetError:
@@ -186,10 +191,10 @@ class Worker:
         return result
 
 
-class _OneAtATime:
+class _LockedSession:
     """A session for several threads: one runs it, the others wait."""
 
-    def __init__(self, session: Model):
+    def __init__(self, session: EvaluationSession):
         self.contract = session.contract
         self.model_sha256 = session.model_sha256
         self.circumstances = session.circumstances
@@ -208,7 +213,7 @@ class _OneAtATime:
             return self._compute(staged)
 
 
-class Crew:
+class WorkerPool:
     """The workers of one evaluation, and who has which chunk in hand.
 
     ray: the module; hire: starts one more worker; count: how many there should be.
@@ -217,18 +222,18 @@ class Crew:
     def __init__(
         self,
         ray: ModuleType,
-        hire: Callable[[], Any],
+        start_actor: Callable[[], Any],
         count: int,
         chunks: Sequence[Sequence[Sample]],
-        announce: Callable[[str], None],
+        report: Callable[[str], None],
     ):
-        self._ray, self._hire, self._count, self._chunks, self._announce = ray, hire, count, chunks, announce
+        self._ray, self._start_actor, self._count, self._chunks, self._report = ray, start_actor, count, chunks, report
         self._todo = list(range(len(chunks)))  # a heap: the first is needed first
-        self._owed: dict[Any, tuple[Any, int | None]] = {}  # answer → worker and its chunk; None: its start
-        self._free: list[Any] = []  # workers, each as often as it can take a chunk
-        self._lost: Counter[int | None] = Counter()  # chunk, or None for a start → workers that were lost with it
+        self._pending: dict[Any, tuple[Any, int | None]] = {}  # answer → worker and its chunk; None: its start
+        self._idle: list[Any] = []  # workers, each as often as it can take a chunk
+        self._losses: Counter[int | None] = Counter()  # chunk, or None for a start → workers that were lost with it
         self._places: dict[Any, str] = {}  # worker that has started → where it is
-        self._silences = 0  # in a row, of PATIENCE seconds each
+        self._stalls = 0  # in a row, of STALL_SECONDS seconds each
         for _ in range(count):
             self._start_worker()
 
@@ -237,79 +242,79 @@ class Crew:
         finished: dict[int, ChunkResult] = {}
         for number in range(len(self._chunks)):
             while number not in finished:
-                self._hand_out(number + AHEAD * self._count)
+                self._hand_out(number + MAX_CHUNKS_AHEAD * self._count)
                 finished.update(self._next_answer())
             yield finished.pop(number)
 
     def _start_worker(self) -> None:
-        worker = self._hire()
-        self._owed[worker.start.remote()] = worker, None
+        worker = self._start_actor()
+        self._pending[worker.start.remote()] = worker, None
 
     def _hand_out(self, end: int) -> None:
         """Give chunks below `end` to workers that can take one."""
-        while self._free and self._todo and self._todo[0] < end:
-            number, worker = heapq.heappop(self._todo), self._free.pop(0)
-            self._owed[worker.evaluate.remote(self._chunks[number])] = worker, number
+        while self._idle and self._todo and self._todo[0] < end:
+            number, worker = heapq.heappop(self._todo), self._idle.pop(0)
+            self._pending[worker.evaluate.remote(self._chunks[number])] = worker, number
 
     def _next_answer(self) -> dict[int, ChunkResult]:
         """Wait for an answer; return it under its chunk's number, or nothing when it was no result."""
-        answers, _ = self._ray.wait(list(self._owed), num_returns=1, timeout=PATIENCE)
+        answers, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=STALL_SECONDS)
         if not answers:
-            self._tell_silence()
+            self._report_stall()
             return {}
-        self._silences = 0
-        worker, number = self._owed.pop(answers[0])
+        self._stalls = 0
+        worker, number = self._pending.pop(answers[0])
         try:
             answer = self._ray.get(answers[0])
         except self._ray.exceptions.RayTaskError:
             raise  # a mistake of ours; it tells its place on the worker
         except self._ray.exceptions.RayError as error:
-            self._replace(worker, number, reason_of(error))
+            self._replace_worker(worker, number, error_line(error))
             return {}
         if isinstance(answer, PreluNetError):
             raise answer
         if number is not None:
-            self._free.append(worker)
+            self._idle.append(worker)
             return {number: answer}
         self._places[worker] = answer
-        self._free += [worker] * IN_HAND
-        self._lost[None] = 0
+        self._idle += [worker] * MAX_CHUNKS_IN_FLIGHT
+        self._losses[None] = 0
         return {}
 
-    def _tell_silence(self) -> None:
-        """Say what is being waited for, after 1, 2, 4, ... times PATIENCE: it may be only slow, or hang."""
-        self._silences += 1
-        if self._silences & (self._silences - 1):
+    def _report_stall(self) -> None:
+        """Say what is being waited for, after 1, 2, 4, ... times STALL_SECONDS: it may be only slow, or hang."""
+        self._stalls += 1
+        if self._stalls & (self._stalls - 1):
             return
-        waiting = [(number, worker) for worker, number in self._owed.values() if number is not None]
+        waiting = [(number, worker) for worker, number in self._pending.values() if number is not None]
         if not waiting:
-            self._announce("Ray: the cluster has no room for a worker yet; waiting")
+            self._report("Ray: the cluster has no room for a worker yet; waiting")
             return
-        number, worker = min(waiting, key=lambda owed: owed[0])
-        self._announce(
-            f"Ray: no answer for {self._silences * PATIENCE:.0f} s; waiting for the images {self._place_of(number)} "
+        number, worker = min(waiting, key=lambda pending: pending[0])
+        self._report(
+            f"Ray: no answer for {self._stalls * STALL_SECONDS:.0f} s; waiting for the images {self._images_of(number)} "
             f"from {self._places[worker]}. If it hangs, end that process: another does its work again"
         )
 
-    def _place_of(self, chunk: int) -> str:
+    def _images_of(self, chunk: int) -> str:
         return f"{self._chunks[chunk][0].file} to {self._chunks[chunk][-1].file}"
 
-    def _replace(self, worker: Any, number: int | None, reason: str) -> None:
+    def _replace_worker(self, worker: Any, number: int | None, reason: str) -> None:
         """Take back what a lost worker had in hand, and start another in its place."""
-        in_hand = {number, *(other for owing, other in self._owed.values() if owing is worker)}
-        self._owed = {answer: owed for answer, owed in self._owed.items() if owed[0] is not worker}
-        self._free = [other for other in self._free if other is not worker]
+        in_flight = {number, *(other for owing, other in self._pending.values() if owing is worker)}
+        self._pending = {answer: pending for answer, pending in self._pending.items() if pending[0] is not worker}
+        self._idle = [other for other in self._idle if other is not worker]
         self._places.pop(worker, None)
         self._ray.kill(worker)  # it may live on, out of reach
-        self._lost.update(in_hand)
-        for chunk in [chunk for chunk in in_hand if chunk is not None]:
+        self._losses.update(in_flight)
+        for chunk in [chunk for chunk in in_flight if chunk is not None]:
             heapq.heappush(self._todo, chunk)
-            if self._lost[chunk] >= ATTEMPTS:
-                place = self._place_of(chunk)
-                raise WorkersLost(f"{ATTEMPTS} workers were lost with the images {place} in hand ({reason})")
-        if self._lost[None] >= ATTEMPTS * self._count:
-            raise WorkersLost(f"{self._lost[None]} workers in a row were lost at their start ({reason})")
-        self._announce(f"Ray: a worker was lost ({reason}); another does its work again")
+            if self._losses[chunk] >= MAX_ATTEMPTS:
+                place = self._images_of(chunk)
+                raise WorkersLost(f"{MAX_ATTEMPTS} workers were lost with the images {place} in hand ({reason})")
+        if self._losses[None] >= MAX_ATTEMPTS * self._count:
+            raise WorkersLost(f"{self._losses[None]} workers in a row were lost at their start ({reason})")
+        self._report(f"Ray: a worker was lost ({reason}); another does its work again")
         self._start_worker()
 
 
@@ -318,7 +323,7 @@ class Crew:
 # Ray is imported when it is asked for; it comes with the extra `ray`.
 
 
-JOINING = 120  # seconds after which a cluster that neither takes us in nor refuses us is given up
+JOIN_TIMEOUT = 120  # seconds after which a cluster that neither takes us in nor refuses us is given up
 
 
 def host_and_port(address: str) -> tuple[str, int]:
@@ -333,10 +338,10 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 @contextmanager
-def connected(address: str, announce: Callable[[str], None]) -> Iterator[ModuleType]:
+def ray_connection(address: str, report: Callable[[str], None]) -> Iterator[ModuleType]:
     """Give Ray's module while this process is connected to a cluster; a local one ends with it, and so do the workers.
 
-    Ray's own words are kept from both streams, see `_WithoutRay`. Its usage statistics stay at home, unless
+    Ray's own words are kept from both streams, see `_RayOutputFilter`. Its usage statistics stay at home, unless
     RAY_USAGE_STATS_ENABLED is 1. Its handler of SIGTERM, which exits without a word, gives way to the one that was
     there.
     """
@@ -345,9 +350,9 @@ def connected(address: str, announce: Callable[[str], None]) -> Iterator[ModuleT
     try:
         import ray
     except ImportError as error:
-        raise EnvironmentFault(f"--ray: ray cannot be imported ({error}). Bring it: {how_to_install('ray')}") from error
-    announce("Ray: starting a cluster on this machine" if address == "local" else f"Ray: joining {address}")
-    with redirect_stdout(cast("TextIO", _WithoutRay(sys.stdout))):
+        raise EnvironmentFault(f"--ray: ray cannot be imported ({error}). Bring it: {install_hint('ray')}") from error
+    report("Ray: starting a cluster on this machine" if address == "local" else f"Ray: joining {address}")
+    with redirect_stdout(cast("TextIO", _RayOutputFilter(sys.stdout))):
         try:
             _join(ray, address)
             yield ray
@@ -359,27 +364,27 @@ def connected(address: str, announce: Callable[[str], None]) -> Iterator[ModuleT
 def _join(ray: ModuleType, address: str) -> None:
     """Connect to a cluster or start one. Raises EnvironmentFault, and KeyboardInterrupt on SIGTERM."""
     try:
-        with _our_signals():
-            _knock(address)
+        with _guarded_signals():
+            _check_reachable(address)
             ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.CRITICAL)
     except SystemExit as error:  # of Ray's own handler of SIGTERM
         raise KeyboardInterrupt from error
-    except (Exception, _Late) as error:  # a bare Exception is among those of Ray
+    except (Exception, _JoinTimeout) as error:  # a bare Exception is among those of Ray
         raise EnvironmentFault(
-            f"--ray {address}: no cluster could be joined ({reason_of(error)}). Give HOST:PORT of its head, auto "
+            f"--ray {address}: no cluster could be joined ({error_line(error)}). Give HOST:PORT of its head, auto "
             "for the one that this machine belongs to, or local to start one here. Where that is right, the machine "
             "may have too much to do: try again; Ray's logs are in /tmp/ray. A cluster with a token needs "
             "Ray's own variables: RAY_AUTH_MODE and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
         ) from error
 
 
-class _Late(BaseException):
+class _JoinTimeout(BaseException):
     """Joining took too long. No Exception: after each of those Ray tries again."""
 
 
 @contextmanager
-def _our_signals() -> Iterator[None]:
-    """Raise _Late after JOINING seconds; put back the handlers of signals that Ray sets.
+def _guarded_signals() -> Iterator[None]:
+    """Raise _JoinTimeout after JOIN_TIMEOUT seconds; put back the handlers of signals that Ray sets.
 
     Only in the main thread: in others neither we nor Ray can set one.
     """
@@ -388,11 +393,11 @@ def _our_signals() -> Iterator[None]:
         return
 
     def on_alarm(_number: int, _frame: FrameType | None) -> None:
-        raise _Late(f"no answer for {JOINING} s")
+        raise _JoinTimeout(f"no answer for {JOIN_TIMEOUT} s")
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM)}
     signal.signal(signal.SIGALRM, on_alarm)
-    signal.alarm(JOINING)
+    signal.alarm(JOIN_TIMEOUT)
     try:
         yield
     finally:
@@ -402,7 +407,7 @@ def _our_signals() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-class _WithoutRay:
+class _RayOutputFilter:
     """A stream that keeps what Ray's own threads write from another, and passes on all else.
 
     For the whole of an evaluation one of them prints news of workers to stdout, where our result goes; no option of
@@ -422,13 +427,13 @@ class _WithoutRay:
         return getattr(self._stream, name)
 
 
-def _knock(address: str) -> None:
+def _check_reachable(address: str) -> None:
     """Raise OSError or ValueError where nobody listens at HOST:PORT: Ray itself would go on trying for minutes."""
     if address not in {"auto", "local"}:
         socket.create_connection(host_and_port(address), timeout=10).close()
 
 
-def reason_of(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """Return the line that tells most: the first, or the last of a traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return lines[-1 if "Traceback" in str(error) else 0][:300]

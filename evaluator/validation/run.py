@@ -9,22 +9,22 @@ from typing import Any
 from prelunet.evaluator.contract import ClassEntry, ModelContract
 from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset
 from prelunet.evaluator.engine.batching import BatchRules
-from prelunet.evaluator.engine.classify import Model
-from prelunet.evaluator.engine.memory import portion_within
+from prelunet.evaluator.engine.classify import EvaluationSession
+from prelunet.evaluator.engine.memory import portion_size
 from prelunet.evaluator.errors import RunFolderError, UsageError
-from prelunet.evaluator.json_checks import a_list, an_object, parse_json, record, whole
-from prelunet.evaluator.protocols import Protocol, View, protocol_from_json
-from prelunet.evaluator.terminal import printable
+from prelunet.evaluator.json_checks import parse_json, require_int, require_keys, require_list, require_object
+from prelunet.evaluator.protocols import EvaluationProtocol, View, protocol_from_json
+from prelunet.evaluator.terminal import escape_unprintable
 from prelunet.evaluator.validation.predictions import Prediction, read_predictions
 from prelunet.evaluator.validation.run_schema import (
-    circumstances_part,
-    class_entries,
-    dataset_part,
-    fitting,
-    member_part,
-    model_part,
-    shard_part,
-    words,
+    check_text,
+    parse_circumstances,
+    parse_classes,
+    parse_dataset,
+    parse_member,
+    parse_model,
+    parse_shard,
+    sanitize_name,
 )
 
 RUN_VERSION = 3
@@ -53,8 +53,8 @@ def batching_from_json(data: Any) -> Batching | None:
     """Read what `Batching.to_json` wrote, or null of a run that computed nothing; raises ValueError."""
     if data is None:
         return None
-    rules = dict(an_object(data, "batching"))
-    images_together = whole(rules.pop("images_together", None), "images_together", 1)
+    rules = dict(require_object(data, "batching"))
+    images_together = require_int(rules.pop("images_together", None), "images_together", 1)
     return Batching(images_together, BatchRules.from_json(rules))
 
 
@@ -64,7 +64,7 @@ class RunInfo:
 
     model: Mapping[str, Any]  # file, sha256, architecture, activation
     classes: tuple[ClassEntry, ...]
-    protocol: Protocol
+    protocol: EvaluationProtocol
     dataset: Mapping[str, Any]  # name, fingerprint, images, layout, selection
     circumstances: Mapping[str, Any]  # provider, precision, versions
     batching: Batching | None = None  # None where stored scores of several runs were averaged
@@ -110,11 +110,11 @@ class RunInfo:
         }
 
 
-def run_info(
-    session: Model,
+def build_run_info(
+    session: EvaluationSession,
     model_file: str,
     dataset: Mapping[str, Any],
-    protocol: Protocol,
+    protocol: EvaluationProtocol,
     shard: tuple[int, int] | None = None,
     *,
     memory: int | None = None,
@@ -122,18 +122,18 @@ def run_info(
     """Describe a run of this session.
 
     model_file: last path component; dataset: as `describe_dataset` tells it; memory: most bytes of
-    the process (`portion_within`), None for what is usual.
+    the process (`portion_size`), None for what is usual.
     """
     contract: ModelContract = session.contract
     model = {
-        "file": fitting(model_file),
+        "file": sanitize_name(model_file),
         "sha256": session.model_sha256,
         "architecture": contract.name,
-        "activation": fitting(contract.architecture["activation"]),
+        "activation": sanitize_name(contract.architecture["activation"]),
     }
     gpu = session.circumstances.on_gpu
     chunk = GPU_CHUNK if gpu else CHUNK
-    batching = Batching(portion_within(protocol, chunk, memory, gpu=gpu), session.rules)
+    batching = Batching(portion_size(protocol, chunk, memory, gpu=gpu), session.rules)
     circumstances = session.circumstances.to_json()
     return RunInfo(model, contract.classes, protocol, dataset, circumstances, batching, chunk, shard)
 
@@ -141,7 +141,7 @@ def run_info(
 def describe_dataset(dataset: Dataset) -> dict[str, Any]:
     """Return what run.json says of a dataset."""
     return {
-        "name": fitting(dataset.location.name),
+        "name": sanitize_name(dataset.location.name),
         "fingerprint": dataset.fingerprint,
         "images": len(dataset.samples),
         "layout": dataset.layout,
@@ -168,7 +168,7 @@ class Run:
         return str(self.folder or self.info.model["file"])
 
 
-def require_whole(info: RunInfo, where: str | Path) -> None:
+def require_unsharded(info: RunInfo, where: str | Path) -> None:
     """Refuse a shard: what is said of a run is said of all its dataset. Raises RunFolderError. where: for the text."""
     if info.shard is not None:
         raise RunFolderError(
@@ -194,7 +194,7 @@ def require_same_images(one: Run, other: Run) -> None:
     """
     for number, (a, b) in enumerate(zip(one.predictions, other.predictions, strict=True), start=1):
         if (a.file, a.label) != (b.file, b.label):
-            here, there = (f"{printable(line.file[:100])} (label {line.label})" for line in (a, b))
+            here, there = (f"{escape_unprintable(line.file[:100])} (label {line.label})" for line in (a, b))
             raise RunFolderError(
                 f"line {number} of the predictions of {one.where} is of {here}, but of {there} in {other.where}, "
                 "although their fingerprints agree: one of them is damaged. Restore its predictions.jsonl, or do it "
@@ -210,20 +210,20 @@ _RUN_KEYS = {
 
 def run_info_from_json(data: Any) -> RunInfo:
     """Read run.json; raises ValueError or UsageError that says what is wrong with it."""
-    run = record(data, "it", _RUN_KEYS)
+    run = require_keys(data, "it", _RUN_KEYS)
     info = RunInfo(
-        model=model_part(run["model"]),
-        classes=class_entries(run["classes"]),
+        model=parse_model(run["model"]),
+        classes=parse_classes(run["classes"]),
         protocol=protocol_from_json(run["protocol"]),
-        dataset=dataset_part(run["dataset"]),
-        circumstances=circumstances_part(run["circumstances"]),
+        dataset=parse_dataset(run["dataset"]),
+        circumstances=parse_circumstances(run["circumstances"]),
         batching=batching_from_json(run["batching"]),
-        chunk=whole(run["chunk"], "chunk", 1),
-        shard=shard_part(run["shard"]),
-        members=tuple(member_part(member) for member in a_list(run["members"], "members")),
+        chunk=require_int(run["chunk"], "chunk", 1),
+        shard=parse_shard(run["shard"]),
+        members=tuple(parse_member(member) for member in require_list(run["members"], "members")),
     )
-    words(info.protocol.name, "name of the protocol")
-    if a_list(run["views"], "views") != [view.to_json() for view in info.views]:
+    check_text(info.protocol.name, "name of the protocol")
+    if require_list(run["views"], "views") != [view.to_json() for view in info.views]:
         raise ValueError("views should be those of the protocol, in its order, or none for an ensemble")
     return info
 
@@ -245,7 +245,7 @@ def read_run_info(folder: Path) -> RunInfo:
     path = folder / RUN_FILE
     try:
         data = parse_json(_bytes_of(path))
-        version = whole(an_object(data, "it").get("version"), "version", 1)
+        version = require_int(require_object(data, "it").get("version"), "version", 1)
         if version == RUN_VERSION:
             return run_info_from_json(data)
     except OSError as error:
@@ -256,8 +256,8 @@ def read_run_info(folder: Path) -> RunInfo:
     except (ValueError, UsageError) as error:
         anew = "start anew with --fresh" if is_run_folder(folder) else "do the run anew in another folder"
         raise RunFolderError(f"{path}: damaged ({error}). Restore the file, or {anew}") from error
-    mend = "Install a newer prelunet" if version > RUN_VERSION else "Do the run anew with --fresh"
-    raise RunFolderError(f"{path}: version {version}, but this prelunet reads version {RUN_VERSION}. {mend}")
+    fix = "Install a newer prelunet" if version > RUN_VERSION else "Do the run anew with --fresh"
+    raise RunFolderError(f"{path}: version {version}, but this prelunet reads version {RUN_VERSION}. {fix}")
 
 
 def _bytes_of(path: Path) -> bytes:

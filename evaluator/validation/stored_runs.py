@@ -9,10 +9,10 @@ from prelunet.evaluator.arrays import BoolArray, Float32Array
 from prelunet.evaluator.datasets.dataset import UNLABELLED
 from prelunet.evaluator.engine.scores import ranks_of
 from prelunet.evaluator.errors import RunFolderError, UsageError
-from prelunet.evaluator.terminal import printable, progress
+from prelunet.evaluator.terminal import escape_unprintable, progress
 from prelunet.evaluator.validation.predictions import Prediction
 from prelunet.evaluator.validation.run import SCORES_FILE, Run, RunInfo
-from prelunet.evaluator.validation.run_log import RESUMED, STARTED, last_beginning
+from prelunet.evaluator.validation.run_log import RESUMED, STARTED, last_start_event
 from prelunet.evaluator.validation.writer import RunWriter, scores_header
 
 BLOCK = 1024  # images read at a time: 4 MB at 1000 classes
@@ -28,7 +28,7 @@ def check_scores(run: Run) -> None:
     Raises RunFolderError naming the file, the row and the image.
     """
     path, images = _path(run), run.info.images
-    _check_frame(path, run.info)
+    _check_header(path, run.info)
     with progress(f"check {path}", images, "images") as advance:
         for first in range(0, images, BLOCK):
             end = min(first + BLOCK, images)
@@ -36,7 +36,7 @@ def check_scores(run: Run) -> None:
             if fault := _fault_in(read_rows(run, first, end), lines):
                 row, what = fault
                 raise RunFolderError(
-                    f"{path}: row {first + row} ({printable(lines[row].file)}) {what}. The scores are damaged or "
+                    f"{path}: row {first + row} ({escape_unprintable(lines[row].file)}) {what}. The scores are damaged or "
                     "another run's: restore the file, or do the run anew with the same command and --fresh"
                 )
             advance(end - first)
@@ -55,24 +55,24 @@ def _path(run: Run) -> Path:
     return run.folder / SCORES_FILE
 
 
-def _check_frame(path: Path, info: RunInfo) -> None:
+def _check_header(path: Path, info: RunInfo) -> None:
     """Check the header and the length of the file."""
     header = scores_header(info.images, len(info.classes))
-    mend = "Restore the file, or do the run anew with the same command and --fresh"
+    fix = "Restore the file, or do the run anew with the same command and --fresh"
     try:
         with path.open("rb") as file:
             found = file.read(len(header))
         size = path.stat().st_size
     except OSError as error:
-        raise RunFolderError(f"{path}: cannot be read ({error.strerror}). {mend}") from error
+        raise RunFolderError(f"{path}: cannot be read ({error.strerror}). {fix}") from error
     if found != header:
         raise RunFolderError(
             f"{path}: its header is not that of float32 scores of {info.images} images x {len(info.classes)} classes. "
-            + mend
+            + fix
         )
     expected = len(header) + 4 * info.images * len(info.classes)
     if size != expected:
-        raise RunFolderError(f"{path}: {size} bytes long, but its scores take {expected}. {mend}")
+        raise RunFolderError(f"{path}: {size} bytes long, but its scores take {expected}. {fix}")
 
 
 def _fault_in(rows: Float32Array, lines: Sequence[Prediction]) -> tuple[int, str] | None:
@@ -92,7 +92,7 @@ def _fault_in(rows: Float32Array, lines: Sequence[Prediction]) -> tuple[int, str
 def _faults(rows: Float32Array, lines: Sequence[Prediction]) -> Iterator[tuple[BoolArray, str]]:
     """Yield (which rows it concerns, what is wrong) of images that were evaluated; each relies on those before it."""
     labels = np.array([line.label for line in lines], np.int64)
-    told = np.array([line.rank for line in lines], np.int64)
+    stated = np.array([line.rank for line in lines], np.int64)
     yield np.asarray(~np.isfinite(rows).all(axis=1)), "has a score that is no number (NaN or infinite)"
     sums = rows.sum(axis=1, dtype=np.float64)
     yield (
@@ -101,7 +101,7 @@ def _faults(rows: Float32Array, lines: Sequence[Prediction]) -> Iterator[tuple[B
     )
     yield ~_same_best(rows, lines), "has other best classes or scores than its line"
     ranks = ranks_of(rows, np.maximum(labels, 0))
-    yield (labels != UNLABELLED) & (ranks != told), "gives the true class another rank than its line"
+    yield (labels != UNLABELLED) & (ranks != stated), "gives the true class another rank than its line"
 
 
 def _same_best(rows: Float32Array, lines: Sequence[Prediction]) -> BoolArray:
@@ -111,9 +111,9 @@ def _same_best(rows: Float32Array, lines: Sequence[Prediction]) -> BoolArray:
     gives 7.038531e-26 a neighbour.
     """
     classes = np.array([[index for index, _ in line.top] for line in lines], np.int64)
-    told = np.array([[score for _, score in line.top] for line in lines]).astype(np.float32)
+    stated = np.array([[score for _, score in line.top] for line in lines]).astype(np.float32)
     stored = np.take_along_axis(rows, classes, axis=1)
-    same: BoolArray = (np.abs(told - stored) <= np.spacing(stored)).all(axis=1)
+    same: BoolArray = (np.abs(stated - stored) <= np.spacing(stored)).all(axis=1)
     for place in range(classes.shape[1]):
         same &= ranks_of(rows, classes[:, place]) == place + 1
     return same
@@ -122,7 +122,7 @@ def _same_best(rows: Float32Array, lines: Sequence[Prediction]) -> BoolArray:
 # What merged runs and ensembles share: they are made from the folders of other runs.
 
 
-_OF_THE_SOURCE = {"event", "date", "done"}  # of a beginning in its log, not what a derived run takes over
+_SOURCE_ONLY_KEYS = {"event", "date", "done"}  # of a beginning in its log, not what a derived run takes over
 
 
 def refuse_source_as_target(sources: Sequence[Path], folder: Path) -> None:
@@ -132,18 +132,18 @@ def refuse_source_as_target(sources: Sequence[Path], folder: Path) -> None:
             raise UsageError(f"{folder}: is one of the runs that are read. Choose a new folder with --run")
 
 
-def begin(writer: RunWriter, images: int, sources: Sequence[Path], announce: Callable[[str], None]) -> None:
+def log_start(writer: RunWriter, images: int, sources: Sequence[Path], report: Callable[[str], None]) -> None:
     """Say and log where the writing of a derived run starts.
 
     The log tells where the dataset lay, as the log of the first source does that knows it: a report looks there.
     """
     if writer.done == images:
-        announce(f"{writer.folder}: finished already; comparing it with the runs it is made of")
+        report(f"{writer.folder}: finished already; comparing it with the runs it is made of")
         return
     new, place = writer.done == 0, f"{writer.done} of {images} images"
-    announce(f"{writer.folder}: {'new' if new else f'going on after {place}'}")
-    known = next((entry for source in sources if (entry := last_beginning(source)) is not None), {})
-    fields = {key: value for key, value in known.items() if key not in _OF_THE_SOURCE}
+    report(f"{writer.folder}: {'new' if new else f'going on after {place}'}")
+    known = next((entry for source in sources if (entry := last_start_event(source)) is not None), {})
+    fields = {key: value for key, value in known.items() if key not in _SOURCE_ONLY_KEYS}
     writer.log(
         STARTED if new else RESUMED,
         **{**fields, "done": writer.done, "sources": [str(source.resolve()) for source in sources]},

@@ -11,19 +11,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from prelunet.evaluator.datasets.labels.imagenet_devkit import GROUND_TRUTH, MAPPINGS, MATLAB
+from prelunet.evaluator.datasets.labels.imagenet_devkit import GROUND_TRUTH, MAPPING_FILES, META_MAT
 from prelunet.evaluator.errors import CheckFailed, RunFolderError, UsageError
 from prelunet.evaluator.files import open_atomically
-from prelunet.evaluator.terminal import printable
+from prelunet.evaluator.terminal import escape_unprintable
 from prelunet.evaluator.validation.predictions import Prediction
-from prelunet.evaluator.validation.run import Run, is_run_folder, require_whole
+from prelunet.evaluator.validation.run import Run, is_run_folder, require_unsharded
 
 GUESSES = 5  # per image
 DEVKIT_IDS = 1000
 PLACEHOLDER = (1, 2, 3, 4, 5)  # ids for an image that was refused: always the same, so that they claim nothing
 _LONGEST_LINE = 2**16  # bytes; five ids take 24 at most
-_LOOKED_AT = 64  # characters of a line
-_FAULTS_TOLD = 5
+_MAX_PARSED = 64  # characters of a line
+_MAX_FAULTS_SHOWN = 5
 _NUMBER = re.compile(r"[1-9]\d{0,3}", re.ASCII)
 
 
@@ -44,14 +44,14 @@ def write_submission(
     Raises RunFolderError when the run is not of the whole dataset or has refused images, UsageError when a class has
     no devkit id of its own or `path` lies in a run, CheckFailed when the written file is wrong.
     """
-    require_whole(run.info, run.where)
+    require_unsharded(run.info, run.where)
     _refuse_selection(run)
     _refuse_run_as_target(path)
     ids = _ids_of_classes(run, devkit_ids, ids_from)
     lines = _in_name_order(run)
     refused = [line for line in lines if line.refused is not None]
     if refused and not allow_refused:
-        first = printable(f"{refused[0].file}: {refused[0].refused}")
+        first = escape_unprintable(f"{refused[0].file}: {refused[0].refused}")
         raise RunFolderError(
             f"{run.folder}: {len(refused):,} images were refused ({first}), but the file must have a line for each "
             f"image. Mend the images and validate anew, or write the line '{' '.join(map(str, PLACEHOLDER))}' for "
@@ -71,23 +71,25 @@ def check_submission(path: Path, images: int | None = None) -> int:
 
     Raises CheckFailed that names the first faulty lines and how to mend them, UsageError when it cannot be read.
     """
-    count, faults, told, cut = 0, 0, [], False
+    count, faults, messages, cut = 0, 0, [], False
     for count, line in enumerate(_lines(path), start=1):
         if fault := next(_faults_of(line), None):
             faults += 1
-            told += [f"line {count}: {fault}"] if faults <= _FAULTS_TOLD else []
+            messages += [f"line {count}: {fault}"] if faults <= _MAX_FAULTS_SHOWN else []
         if cut := len(line) > _LONGEST_LINE:
             break
-    if faults > _FAULTS_TOLD:
-        told.append(f"... and {faults - _FAULTS_TOLD:,} more lines")
+    if faults > _MAX_FAULTS_SHOWN:
+        messages.append(f"... and {faults - _MAX_FAULTS_SHOWN:,} more lines")
     if not count:
-        told.append("it is empty; write it anew with: prelunet submission RUN -o FILE --devkit DIR")
+        messages.append("it is empty; write it anew with: prelunet submission RUN -o FILE --devkit DIR")
     elif cut:
-        told.append(f"what follows was not read: line {count} has more than {_LONGEST_LINE:,} characters")
+        messages.append(f"what follows was not read: line {count} has more than {_LONGEST_LINE:,} characters")
     elif images is not None and count != images:
-        told.append(f"{count:,} lines for {images:,} images; each image has one line, in the order of the file names")
-    if told:
-        raise CheckFailed("\n  ".join((f"{path}: not what the server takes:", *told)))
+        messages.append(
+            f"{count:,} lines for {images:,} images; each image has one line, in the order of the file names"
+        )
+    if messages:
+        raise CheckFailed("\n  ".join((f"{path}: not what the server takes:", *messages)))
     return count
 
 
@@ -100,11 +102,11 @@ def _refuse_selection(run: Run) -> None:
         )
 
 
-def refuse_sources_as_target(path: Path, devkit: Path) -> None:
+def refuse_devkit_as_target(path: Path, devkit: Path) -> None:
     """Refuse to write a submission over what it is made of. devkit: folder or file that tells the ids."""
     _refuse_run_as_target(path)
     folders = (devkit, devkit / "data")
-    files = [devkit, *(folder / name for folder in folders for name in (GROUND_TRUTH, MATLAB, *MAPPINGS))]
+    files = [devkit, *(folder / name for folder in folders for name in (GROUND_TRUTH, META_MAT, *MAPPING_FILES))]
     if path.exists() and any(file.is_file() and file.samefile(path) for file in files):
         raise UsageError(f"{path}: a file of the development kit, which is read. Choose another file with -o")
 
@@ -131,16 +133,16 @@ def _ids_of_classes(run: Run, devkit_ids: Mapping[str, int], ids_from: Path | No
             f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}). Take a model of ImageNet's classes, or "
             "the development kit of its year with --devkit"
         )
-    where, mend = ids_from or "the devkit's ids", "Take the development kit of ILSVRC2012 with --devkit"
+    where, fix = ids_from or "the devkit's ids", "Take the development kit of ILSVRC2012 with --devkit"
     wnid_of: dict[int, str] = {}
     for entry in classes:
         devkit_id = devkit_ids[entry.wnid]
         if not 1 <= devkit_id <= DEVKIT_IDS:
             raise UsageError(
-                f"{where}: gives {entry.wnid} the id {devkit_id}, but the server's are 1 to {DEVKIT_IDS}. {mend}"
+                f"{where}: gives {entry.wnid} the id {devkit_id}, but the server's are 1 to {DEVKIT_IDS}. {fix}"
             )
         if (other := wnid_of.setdefault(devkit_id, entry.wnid)) != entry.wnid:
-            raise UsageError(f"{where}: gives {other} and {entry.wnid} the same id, {devkit_id}. {mend}")
+            raise UsageError(f"{where}: gives {other} and {entry.wnid} the same id, {devkit_id}. {fix}")
     return [devkit_ids[entry.wnid] for entry in classes]
 
 
@@ -150,7 +152,7 @@ def _in_name_order(run: Run) -> Sequence[Prediction]:
     for one, other in pairwise(lines):
         if _base_name(one) == _base_name(other):
             raise RunFolderError(
-                f"{run.folder}: {printable(one.file)} and {printable(other.file)} have the same name, so that nobody "
+                f"{run.folder}: {escape_unprintable(one.file)} and {escape_unprintable(other.file)} have the same name, so that nobody "
                 "could tell their lines apart. A submission is of images with names of their own, as "
                 "ILSVRC2012_test_00000001.JPEG"
             )
@@ -163,23 +165,23 @@ def _base_name(line: Prediction) -> str:
 
 def _lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file; of one that is too long its beginning, which is the last that should be taken."""
-    mend = "Give the path of a text file that is there"
+    fix = "Give the path of a text file that is there"
     if path.exists() and not path.is_file():
-        raise UsageError(f"{path}: cannot be read (not a regular file). {mend}")
+        raise UsageError(f"{path}: cannot be read (not a regular file). {fix}")
     try:
         with path.open("rb") as file:
             while line := file.readline(_LONGEST_LINE + 1):
                 yield line
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror}). {mend}") from error
+        raise UsageError(f"{path}: cannot be read ({error.strerror}). {fix}") from error
 
 
 def _faults_of(line: bytes) -> Iterator[str]:
     """Yield what is wrong with a line, and the mend; each check relies on those before it."""
     text = line.decode("ascii", errors="backslashreplace")
     body = text.removesuffix("\n")
-    guesses = body[:_LOOKED_AT].split(" ")
-    if body == text or len(body) > _LOOKED_AT:
+    guesses = body[:_MAX_PARSED].split(" ")
+    if body == text or len(body) > _MAX_PARSED:
         yield "has no end, or is too long: five ids and a newline make a line. The file may be cut off"
     if not body.strip():
         yield "is blank; every image has a line of five ids"

@@ -17,7 +17,7 @@ STAGES: tuple[Stage, ...] = get_args(Stage)
 
 
 @dataclass(frozen=True)
-class Tally:
+class StageTotals:
     """What was done up to a moment, or between two.
 
     seconds: of threads at each stage, waiting for a core included, all threads together; what is begun does not count;
@@ -39,9 +39,9 @@ class Tally:
         """Return the share of the computed pixels that belong to no view, 0 to 1."""
         return 1 - self.view_pixels / self.canvas_pixels if self.canvas_pixels else 0.0
 
-    def since(self, before: "Tally") -> "Tally":
+    def since(self, before: "StageTotals") -> "StageTotals":
         """Return what was done after an earlier moment."""
-        return Tally(
+        return StageTotals(
             {stage: self.seconds[stage] - before.seconds.get(stage, 0.0) for stage in self.seconds},
             self.images - before.images,
             self.views - before.views,
@@ -63,7 +63,7 @@ class Tally:
         }
 
 
-class Stages:
+class StageTimer:
     """A stopwatch for many threads at once."""
 
     def __init__(self) -> None:
@@ -108,10 +108,10 @@ class Stages:
             self._counts["view_pixels"] += sum(high * wide for high, wide in views)
             self._counts["canvas_pixels"] += rows * height * width
 
-    def tally(self) -> Tally:
+    def totals(self) -> StageTotals:
         """Return what was done so far."""
         with self._lock:
-            return Tally(dict(self._seconds), **self._counts)
+            return StageTotals(dict(self._seconds), **self._counts)
 
     def view_shapes(self) -> dict[tuple[int, int], int]:
         """Return how many views of each height and width there were; no more shapes than the protocol allows."""

@@ -10,18 +10,18 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from prelunet.evaluator.contract import ModelContract
-from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset, DatasetPlace, Sample
-from prelunet.evaluator.engine.classify import Model
+from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset, DatasetSpec, Sample
+from prelunet.evaluator.engine.classify import EvaluationSession
 from prelunet.evaluator.errors import DatasetError, EnvironmentFault, Interrupted, UsageError
 from prelunet.evaluator.terminal import progress
 from prelunet.evaluator.validation.pipeline import ChunkResult, evaluate_chunks
 from prelunet.evaluator.validation.run import Run, RunInfo, read_run
-from prelunet.evaluator.validation.run_log import RESUMED, STARTED, place_to_log
-from prelunet.evaluator.validation.timing import Stages
+from prelunet.evaluator.validation.run_log import RESUMED, STARTED, spec_to_log
+from prelunet.evaluator.validation.timing import StageTimer
 from prelunet.evaluator.validation.writer import RunWriter, open_run
 
 # Who evaluates: gives the result of each chunk of samples that it is handed, in their order.
-Evaluation = Callable[[Sequence[Sequence[Sample]]], Generator[ChunkResult, None, None]]
+ChunkEvaluator = Callable[[Sequence[Sequence[Sample]]], Generator[ChunkResult, None, None]]
 
 
 class WorkersLost(Exception):  # noqa: N818 - becomes an EnvironmentFault that says how much is done
@@ -29,54 +29,55 @@ class WorkersLost(Exception):  # noqa: N818 - becomes an EnvironmentFault that s
 
 
 def validate(
-    sessions: Sequence[Model],
+    sessions: Sequence[EvaluationSession],
     dataset: Dataset,
     info: RunInfo,
     folder: Path,
     *,
     fresh: bool = False,
     threads: int = 0,
-    elsewhere: Evaluation | None = None,
-    announce: Callable[[str], None] = lambda _message: None,
+    chunk_evaluator: ChunkEvaluator | None = None,
+    report: Callable[[str], None] = lambda _message: None,
 ) -> Run:
     """Evaluate every image of a run, or those that an earlier call with the same arguments left undone.
 
-    sessions: of one model, which share the work; info: `run_info` of one of them and the dataset; folder: of the run,
-    made if missing; fresh: start anew;
-    threads: that decode and resize, 0 for one per core; elsewhere: evaluates the chunks instead of these sessions, as
-    `cluster.on_ray` does; announce: told in one sentence where the run starts.
-    An image that cannot be decoded is recorded as refused, with the reason.
-    Raises DatasetError when a label is not a class of the model, RunFolderError when the folder holds anything else,
-    Interrupted on Ctrl-C or SIGTERM, EnvironmentFault when the disk is full or the machines elsewhere are lost,
-    ContractError when the model gives NaN.
+    sessions: of one model, which share the work; info: `build_run_info` of one of them and the dataset; folder: of the
+    run, made if missing; fresh: start anew; threads: that decode and resize, 0 for one per core; elsewhere: evaluates
+    the chunks instead of these sessions, as `cluster.evaluate_on_ray` does; announce: told in one sentence where the
+    run starts. An image that cannot be decoded is recorded as refused, with the reason. Raises DatasetError when a
+    label is not a class of the model, RunFolderError when the folder holds anything else, Interrupted on Ctrl-C or
+    SIGTERM, EnvironmentFault when the disk is full or the machines elsewhere are lost, ContractError when the model
+    gives NaN.
     """
 
-    def here(chunks: Sequence[Sequence[Sample]]) -> Generator[ChunkResult, None, None]:
+    def evaluate_locally(chunks: Sequence[Sequence[Sample]]) -> Generator[ChunkResult, None, None]:
         assert info.batching is not None, "a run that computes says how"
         size = info.batching.images_together
-        return evaluate_chunks(sessions, dataset, info.protocol, chunks, size, threads, stages=stages)
+        return evaluate_chunks(sessions, dataset, info.protocol, chunks, size, threads, timer=timer)
 
-    stages = Stages()
+    timer = StageTimer()
     _check_labels(dataset, sessions[0].contract)
-    samples, total = _own_samples(dataset, info), info.images
+    samples, total = _run_samples(dataset, info), info.images
     with open_run(folder, info, samples, fresh=fresh) as writer, _resumable(writer, total):
         if writer.done == total:
-            announce(f"{folder}: finished already; nothing to do")
+            report(f"{folder}: finished already; nothing to do")
         else:
-            announce(f"{folder}: going on after {writer.done} of {total} images" if writer.done else f"{folder}: new")
+            report(f"{folder}: going on after {writer.done} of {total} images" if writer.done else f"{folder}: new")
             writer.log(
                 RESUMED if writer.done else STARTED,
                 done=writer.done,
-                **place_to_log(dataset.place or DatasetPlace(dataset.location)),
+                **spec_to_log(dataset.spec or DatasetSpec(dataset.location)),
                 device=sessions[0].circumstances.provider,
             )
             chunks = [samples[start : start + info.chunk] for start in range(writer.done, total, info.chunk)]
-            with closing((elsewhere or here)(chunks)) as results:  # stopped at once, not when nobody refers to it
-                _write(results, writer, total, stages)
+            with closing(
+                (chunk_evaluator or evaluate_locally)(chunks)
+            ) as results:  # stopped at once, not when nobody refers to it
+                _write(results, writer, total, timer)
     return read_run(folder)
 
 
-def _own_samples(dataset: Dataset, info: RunInfo) -> Sequence[Sample]:
+def _run_samples(dataset: Dataset, info: RunInfo) -> Sequence[Sample]:
     """Return the samples that belong to a run: all, or those of its shard."""
     first, end = info.span
     if first == end:
@@ -116,16 +117,16 @@ def _resumable(writer: RunWriter, total: int) -> Iterator[None]:
         ) from error
 
 
-def _write(results: Iterator[ChunkResult], writer: RunWriter, total: int, stages: Stages) -> None:
+def _write(results: Iterator[ChunkResult], writer: RunWriter, total: int, timer: StageTimer) -> None:
     """Write each chunk as it comes; total: images of the run; stages: told to the log, what was since its last line."""
     with progress("validate", total, "images", done=writer.done) as advance:
-        begun, before = time.monotonic(), stages.tally()
+        begun, before = time.monotonic(), timer.totals()
         for predictions, scores in results:
             index = writer.done // writer.chunk
-            with stages.timed("write"):
+            with timer.timed("write"):
                 writer.append(predictions, scores)
-            now, tally = time.monotonic(), stages.tally()
-            told = tally.since(before).to_json()
-            writer.log("chunk", index=index, images=len(predictions), seconds=round(now - begun, 3), **told)
-            begun, before = now, tally
+            now, totals = time.monotonic(), timer.totals()
+            fields = totals.since(before).to_json()
+            writer.log("chunk", index=index, images=len(predictions), seconds=round(now - begun, 3), **fields)
+            begun, before = now, totals
             advance(len(predictions))

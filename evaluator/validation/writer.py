@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from prelunet.evaluator.datasets.dataset import Sample
 from prelunet.evaluator.errors import EnvironmentFault, RunFolderError
-from prelunet.evaluator.files import leftovers, locked_folder, make_folder, remove_leftovers, write_atomically
-from prelunet.evaluator.json_checks import differences, parse_json, shown
+from prelunet.evaluator.files import create_folder, leftovers, locked_folder, remove_leftovers, write_atomically
+from prelunet.evaluator.json_checks import differences, format_differences, parse_json
 from prelunet.evaluator.validation.predictions import Prediction, prediction_from_json
 from prelunet.evaluator.validation.run import (
     PREDICTIONS_FILE,
@@ -35,9 +35,9 @@ from prelunet.evaluator.validation.run_log import LOG_FILE
 
 # What is said of a run that is started anew, and no longer true of it.
 _REPORTS = ("report.json", "classes.csv", "report.html", "compared-with-*/compare.*")
-_REPLACED = (RUN_FILE, PREDICTIONS_FILE, SCORES_FILE)  # whole, by `write_atomically`
+_ATOMIC_FILES = (RUN_FILE, PREDICTIONS_FILE, SCORES_FILE)  # whole, by `write_atomically`
 # In run.json for the reader's eye: a renamed file is the same file, and the fingerprint tells images and labels.
-NAMES = {("model", "file"), ("dataset", "name"), ("dataset", "layout")}
+DESCRIPTIVE_KEYS = {("model", "file"), ("dataset", "name"), ("dataset", "layout")}
 
 
 class RunWriter:
@@ -97,10 +97,10 @@ def open_run(folder: Path, info: RunInfo, samples: Sequence[Sample], *, fresh: b
     written by another process; EnvironmentFault when it cannot be written.
     """
     assert all(one.file < next_.file for one, next_ in pairwise(samples)), "samples are sorted by file name"
-    _refuse_what_is_no_run(folder)
-    make_folder(folder, "--run")
+    _require_run_or_empty(folder)
+    create_folder(folder, "--run")
     with locked_folder(folder, "--run"):
-        remove_leftovers(folder, _REPLACED)
+        remove_leftovers(folder, _ATOMIC_FILES)
         if fresh:
             _delete(folder, LOG_FILE, *_reports(folder), SCORES_FILE)  # without scores no line counts, whosever it is
         if not fresh and (folder / RUN_FILE).exists():
@@ -110,7 +110,7 @@ def open_run(folder: Path, info: RunInfo, samples: Sequence[Sample], *, fresh: b
         if fresh:
             _delete(folder, PREDICTIONS_FILE)  # last: killed before, the folder is still known as a run
         _end_torn_line(folder / LOG_FILE)
-        writer = RunWriter(folder, info, _cut_back(folder, info, samples))
+        writer = RunWriter(folder, info, _truncate_to_chunk(folder, info, samples))
         try:
             yield writer
         finally:
@@ -125,7 +125,7 @@ def scores_header(images: int, classes: int) -> bytes:
     return header.getvalue()
 
 
-def _refuse_what_is_no_run(folder: Path) -> None:
+def _require_run_or_empty(folder: Path) -> None:
     """Leave alone what is neither empty nor a run."""
     if not folder.exists():
         return
@@ -134,7 +134,7 @@ def _refuse_what_is_no_run(folder: Path) -> None:
     if is_run_folder(folder):
         return
     log = folder / LOG_FILE
-    begun = set(leftovers(folder, _REPLACED))  # by one killed before run.json was there
+    begun = set(leftovers(folder, _ATOMIC_FILES))  # by one killed before run.json was there
     if log.is_file() and log.stat().st_size == 0:
         begun.add(log)
     if others := sorted(path.name for path in folder.iterdir() if path not in begun):
@@ -165,16 +165,16 @@ def _end_torn_line(path: Path) -> None:
 
 
 def _check_same(there: RunInfo, here: RunInfo, folder: Path) -> None:
-    found = differences(there.to_json(), here.to_json(), ignored=NAMES)
+    found = differences(there.to_json(), here.to_json(), ignored=DESCRIPTIVE_KEYS)
     if not found:
         return
     raise RunFolderError(
-        f"{folder}: holds another run:\n{shown(found)}\n"
+        f"{folder}: holds another run:\n{format_differences(found)}\n"
         "Choose another folder with --run, or start this one anew with --fresh"
     )
 
 
-def _cut_back(folder: Path, info: RunInfo, samples: Sequence[Sample]) -> int:
+def _truncate_to_chunk(folder: Path, info: RunInfo, samples: Sequence[Sample]) -> int:
     """Cut both files back to the last whole chunk; returns the images that are done."""
     scores, lines = folder / SCORES_FILE, folder / PREDICTIONS_FILE
     header = scores_header(len(samples), len(info.classes))

@@ -8,16 +8,16 @@ import typer
 
 from prelunet.evaluator.datasets import Dataset, open_images
 from prelunet.evaluator.engine.load import open_sessions
-from prelunet.evaluator.engine.memory import MemoryNeed, in_bytes
+from prelunet.evaluator.engine.memory import MemoryEstimate, format_bytes
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import Interrupted
 from prelunet.evaluator.files import require_writable, write_atomically
-from prelunet.evaluator.machine import cores, knows_bf16
-from prelunet.evaluator.profiling.bottleneck import Surroundings, advice, in_words
+from prelunet.evaluator.machine import cores, supports_bf16
+from prelunet.evaluator.profiling.bottleneck import ExecutionSettings, advice, describe_bottleneck
 from prelunet.evaluator.profiling.profile import Measurement, benchmark
-from prelunet.evaluator.protocols import Protocol
-from prelunet.evaluator.terminal import say
-from prelunet.evaluator.validation.run import describe_dataset, run_info
+from prelunet.evaluator.protocols import EvaluationProtocol
+from prelunet.evaluator.terminal import echo
+from prelunet.evaluator.validation.run import build_run_info, describe_dataset
 from prelunet.evaluator.validation.timing import STAGES
 from prelunet.evaluator.verbs.options import (
     DeviceOption,
@@ -29,9 +29,9 @@ from prelunet.evaluator.verbs.options import (
     PrecisionOption,
     ProtocolOption,
     ScalesOption,
-    foretold,
-    placement_asked,
-    protocol_asked,
+    estimate_run_memory,
+    placement_from_options,
+    protocol_from_options,
 )
 
 HEADERS = ("stage", "threads", "seconds", "ms/image", "share of time")
@@ -66,44 +66,46 @@ def bench(
     """Measure where the time of `prelunet validate` goes with these options, and say what to change."""
     if output is not None:
         require_writable(output)
-    placement = placement_asked(device, precision, threads, memory, gpu_memory)
+    placement = placement_from_options(device, precision, threads, memory, gpu_memory)
     sessions = open_sessions(model, placement, gpus)
     session = sessions[0]
-    looks = protocol_asked(protocol, session.contract, scales=scales, flip=flip)
-    say(f"{model.name}: {session.contract.name} on {session.circumstances}", err=True)
+    evaluation_protocol = protocol_from_options(protocol, session.contract, scales=scales, flip=flip)
+    echo(f"{model.name}: {session.contract.name} on {session.circumstances}", err=True)
     dataset = open_images(data, session.contract.classes)
-    info = run_info(session, model.name, describe_dataset(dataset), looks, memory=placement.memory)
+    info = build_run_info(session, model.name, describe_dataset(dataset), evaluation_protocol, memory=placement.memory)
     assert info.batching is not None, "a run that computes says how"
-    need = foretold(session, looks, info.chunk, dataset.samples, sessions=len(sessions))
+    need = estimate_run_memory(session, evaluation_protocol, info.chunk, dataset.samples, sessions=len(sessions))
     try:
         measured = benchmark(
-            sessions, dataset, looks, info.batching.images_together,
-            threads=threads, images=limit, seconds=seconds, announce=lambda text: say(text, err=True),
+            sessions, dataset, evaluation_protocol, info.batching.images_together,
+            threads=threads, images=limit, seconds=seconds, report=lambda text: echo(text, err=True),
         )  # fmt: skip
     except KeyboardInterrupt:
         raise Interrupted("interrupted; nothing was measured to its end, and nothing is kept") from None
-    told = {**_circumstances(session, model, dataset, looks, threads), **measured.to_json()}
-    told |= {"memory_foretold": need.total, "bound": in_words(measured)}
-    told |= {"advice": advice(measured, _surroundings(session))}
-    say(json.dumps(told) if as_json else "\n".join(_lines(measured, need, told)))
+    told = {**_circumstances(session, model, dataset, evaluation_protocol, threads), **measured.to_json()}
+    told |= {"memory_foretold": need.total, "bound": describe_bottleneck(measured)}
+    told |= {"advice": advice(measured, _execution_settings(session))}
+    echo(json.dumps(told) if as_json else "\n".join(_lines(measured, need, told)))
     if output is not None:
         write_atomically(output, (json.dumps(told, indent=2) + "\n").encode())
 
 
-def _surroundings(session: Session) -> Surroundings:
+def _execution_settings(session: Session) -> ExecutionSettings:
     placement = session.placement
-    return Surroundings(
+    return ExecutionSettings(
         device=placement.device,
         precision=session.circumstances.precision,
         file_precision=session.contract.precision,
         model_threads=placement.threads,
         cores=cores(),
-        bf16=knows_bf16(),
+        bf16=supports_bf16(),
         limited=(placement.gpu_memory if placement.device == "cuda" else placement.memory) is not None,
     )
 
 
-def _circumstances(session: Session, model: Path, dataset: Dataset, protocol: Protocol, threads: int) -> dict[str, Any]:
+def _circumstances(
+    session: Session, model: Path, dataset: Dataset, protocol: EvaluationProtocol, threads: int
+) -> dict[str, Any]:
     """Return what the numbers are of."""
     return {
         "model": {"file": model.name, "sha256": session.model_sha256, "architecture": session.contract.name},
@@ -115,23 +117,23 @@ def _circumstances(session: Session, model: Path, dataset: Dataset, protocol: Pr
     }
 
 
-def _lines(measured: Measurement, need: MemoryNeed, told: dict[str, Any]) -> list[str]:
+def _lines(measured: Measurement, need: MemoryEstimate, told: dict[str, Any]) -> list[str]:
     """Return the table and what it means."""
-    tally, together, usual = measured.tally, measured.images_together, measured.usually_together
+    totals, together, usual = measured.totals, measured.images_together, measured.usually_together
     portions = f"in portions of {together}" + (f" (of {usual} in a run)" if together < usual else "")
     refused = f", {measured.refused:,} of them refused" if measured.refused else ""
     speed = "" if measured.gflops is None else f", {measured.gflops:,.0f} GFLOP/s without padding"
     return [
         *_table(measured),
         "",
-        f"{measured.images:,} images{refused}, {tally.views:,} views, {told['protocol']['name']}, {portions}",
+        f"{measured.images:,} images{refused}, {totals.views:,} views, {told['protocol']['name']}, {portions}",
         f"{measured.seconds:.1f} s: {measured.images_per_second:.3g} images/s{speed}",
-        f"wall time / time of computing alone {measured.wall_by_compute:.3f} ({measured.alone.batches:,} of "
-        f"{tally.batches:,} batches again); with all else at the same time computing takes {measured.slowed:.2f} times "
+        f"wall time / time of computing alone {measured.wall_by_compute:.3f} ({measured.isolated.batches:,} of "
+        f"{totals.batches:,} batches again); with all else at the same time computing takes {measured.slowed:.2f} times "
         "as long",
-        f"padding {tally.padding:.1%}; {tally.batches:,} batches of {measured.canvases:,} canvases, changed "
-        f"{tally.changes:,} times",
-        f"memory of this process {in_bytes(measured.memory)} at its peak, foretold at most {in_bytes(need.total)}",
+        f"padding {totals.padding:.1%}; {totals.batches:,} batches of {measured.canvases:,} canvases, changed "
+        f"{totals.changes:,} times",
+        f"memory of this process {format_bytes(measured.memory)} at its peak, foretold at most {format_bytes(need.total)}",
         "",
         told["bound"],
         *(f"- {text}" for text in told["advice"]),
@@ -143,7 +145,7 @@ def _table(measured: Measurement) -> list[str]:
     rows = [HEADERS]
     for stage in STAGES:
         if stage != "write":  # nothing is written
-            seconds = measured.tally.seconds[stage]
+            seconds = measured.totals.seconds[stage]
             numbers = f"{seconds:.2f}", f"{1000 * seconds / measured.images:.2f}", f"{measured.share(stage):.1%}"
             rows.append((stage, str(measured.threads_of(stage)), *numbers))
     widths = [max(len(row[place]) for row in rows) for place in range(len(HEADERS))]

@@ -11,30 +11,30 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from prelunet.evaluator.answer import Answer, top_asked
-from prelunet.evaluator.engine.classify import answer_of, classify_images
+from prelunet.evaluator.answer import Answer, resolve_top_k
+from prelunet.evaluator.engine.classify import build_answer, classify_images
 from prelunet.evaluator.engine.heatmap import draw_heat_maps, png_bytes
 from prelunet.evaluator.engine.load import open_session
-from prelunet.evaluator.engine.memory import require_room
+from prelunet.evaluator.engine.memory import require_view_fits
 from prelunet.evaluator.engine.session import Device, Session
 from prelunet.evaluator.errors import ImageError, UsageError
 from prelunet.evaluator.files import write_atomically
 from prelunet.evaluator.imaging.decode import decode_image
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.machine import machine_memory
-from prelunet.evaluator.protocols import Protocol
-from prelunet.evaluator.terminal import say
-from prelunet.evaluator.verbs.options import MaybeModelOption, PrecisionOption, ProtocolOption, protocol_asked
+from prelunet.evaluator.protocols import EvaluationProtocol
+from prelunet.evaluator.terminal import echo
+from prelunet.evaluator.verbs.options import OptionalModelOption, PrecisionOption, ProtocolOption, protocol_from_options
 
 DEFAULT_TIMEOUT = 60.0  # seconds
 
-Ask = Callable[[bytes], Answer]  # of an encoded image
+ClassifyImage = Callable[[bytes], Answer]  # of an encoded image
 
 
 def classify(
     *,
     images: Annotated[list[str], typer.Argument(help="Image files; - reads one from stdin.", metavar="IMAGE...")],
-    model: MaybeModelOption = None,
+    model: OptionalModelOption = None,
     server: Annotated[str | None, typer.Option(help="HOST:PORT of a running `prelunet serve`.")] = None,
     name: Annotated[str | None, typer.Option(help="Which of the server's models; needed if it has several.")] = None,
     protocol: ProtocolOption = None,
@@ -65,18 +65,22 @@ def classify(
             if name is not None or timeout is not None:
                 raise UsageError("--name and --timeout belong to --server; leave them out with --model")
             session = open_session(model, device or "auto", precision=precision)
-            say(f"{model.name}: {session.contract.name} on {session.circumstances}", err=True)
-            looks = protocol_asked(protocol, session.contract, exif=exif)
-            number = top_asked(top, len(session.contract.classes))
-            ask = _ask_model(session, model.stem, looks, number, heatmap=heatmap is not None)
+            echo(f"{model.name}: {session.contract.name} on {session.circumstances}", err=True)
+            evaluation_protocol = protocol_from_options(protocol, session.contract, exif=exif)
+            number = resolve_top_k(top, len(session.contract.classes))
+            classify_image = _local_classifier(
+                session, model.stem, evaluation_protocol, number, heatmap=heatmap is not None
+            )
         elif server is not None and model is None:
             if device is not None or precision is not None:
                 raise UsageError("--device and --precision belong to --model: a server has chosen them at its start")
-            from prelunet.evaluator.client import Client, Retries
+            from prelunet.evaluator.client import Client, RetryPolicy
 
-            retries = Retries(restart=0)  # who sits before a terminal wants to hear soon that nothing listens there
+            retries = RetryPolicy(
+                restart_timeout=0
+            )  # who sits before a terminal wants to hear soon that nothing listens there
             client = stack.enter_context(Client(server, timeout=timeout or DEFAULT_TIMEOUT, retries=retries))
-            ask = partial(
+            classify_image = partial(
                 client.classify,
                 model=name,
                 protocol=protocol or "",
@@ -86,26 +90,26 @@ def classify(
             )
         else:
             raise UsageError("classify needs either --model MODEL.onnx or --server HOST:PORT")
-        _answer_all(images, ask, heatmap, as_json=as_json)
+        _classify_all(images, classify_image, heatmap, as_json=as_json)
 
 
-def _answer_all(images: Sequence[str], ask: Ask, heatmap: Path | None, *, as_json: bool) -> None:
+def _classify_all(images: Sequence[str], classify_image: ClassifyImage, heatmap: Path | None, *, as_json: bool) -> None:
     """Print the answer of every image that has one; raise at the end if there was one that has none."""
     failed = 0
     for file in images:
         try:
-            answer = ask(_read(file))
+            answer = classify_image(_read(file))
         except ImageError as error:
             failure = ImageError(f"{file}: {error}")
         else:
-            say(json.dumps({"file": file, **answer.to_json()}) if as_json else _lines(file, answer))
+            echo(json.dumps({"file": file, **answer.to_json()}) if as_json else _lines(file, answer))
             if heatmap is not None:
                 write_atomically(heatmap, answer.heatmap)
-                say(f"heat maps: {heatmap}", err=True)
+                echo(f"heat maps: {heatmap}", err=True)
             continue
         if len(images) == 1:
             raise failure
-        say(f"prelunet: {failure}", err=True)
+        echo(f"prelunet: {failure}", err=True)
         failed += 1
     if failed:
         raise ImageError(f"{failed} of {len(images)} images could not be classified; the reasons are above")
@@ -113,12 +117,12 @@ def _answer_all(images: Sequence[str], ask: Ask, heatmap: Path | None, *, as_jso
 
 def _read(file: str) -> bytes:
     """Return the bytes of a file or of stdin, at most so many that decoding refuses them; ImageError if unreadable."""
-    most = DecodeLimits.max_bytes + 1
+    limit = DecodeLimits.max_bytes + 1
     try:
         if file == "-":
-            return sys.stdin.buffer.read(most)
+            return sys.stdin.buffer.read(limit)
         with Path(file).open("rb") as encoded:
-            return encoded.read(most)
+            return encoded.read(limit)
     except (OSError, ValueError, AttributeError) as error:  # ValueError: a NUL in the name; AttributeError: no stdin
         reason = getattr(error, "strerror", None) or error
         raise ImageError(f"cannot be read ({reason}). Give the path of an image file") from error
@@ -132,17 +136,19 @@ def _lines(file: str, answer: Answer) -> str:
     return "\n".join([file, *classes, *cut])
 
 
-def _ask_model(session: Session, name: str, protocol: Protocol, top: int, *, heatmap: bool) -> Ask:
+def _local_classifier(
+    session: Session, name: str, protocol: EvaluationProtocol, top: int, *, heatmap: bool
+) -> ClassifyImage:
     """Answer with a session of our own."""
 
-    def ask(data: bytes) -> Answer:
+    def classify_image(data: bytes) -> Answer:
         image = decode_image(data, apply_exif=protocol.apply_exif)
         if session.placement.device != "cuda":  # how much a GPU has, its runtime tells
-            require_room(session.contract, protocol, (image.height, image.width), machine_memory())
+            require_view_fits(session.contract, protocol, (image.height, image.width), machine_memory())
         (classified,) = classify_images(session, [image], protocol, keep_windows=heatmap)
         picture = b""
         if heatmap:
             picture = png_bytes(draw_heat_maps(np.array(image), classified, session.contract, protocol))
-        return answer_of(session, name, protocol, classified, top, picture)
+        return build_answer(session, name, protocol, classified, top, picture)
 
-    return ask
+    return classify_image

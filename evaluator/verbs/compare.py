@@ -11,7 +11,7 @@ from prelunet.evaluator.reporting.compare import METRICS, Comparison, judgement,
 from prelunet.evaluator.reporting.compare_page import WrittenComparison, protocol_remark, write_comparison
 from prelunet.evaluator.reporting.html import json_bytes, signed
 from prelunet.evaluator.reporting.report import describe_protocol, short_provider
-from prelunet.evaluator.terminal import say
+from prelunet.evaluator.terminal import echo
 
 Metric = Literal["top1", "top5", "both"]
 
@@ -45,9 +45,9 @@ def compare(
     if fail_if_worse is not None and not math.isfinite(fail_if_worse):
         raise UsageError(f"--fail-if-worse {fail_if_worse}: give a number of points, as --fail-if-worse 0.5")
     written = write_comparison(a, b, out=out, data=data)
-    say(json_bytes(written.comparison).decode("ascii") if as_json else summary(written), end="")
+    echo(json_bytes(written.comparison).decode("ascii") if as_json else summary(written), end="")
     if refused := written.comparison["refused_by_b_only"]:
-        say(_refusals(refused), err=True)
+        echo(_refusals(refused), err=True)
     if fail_if_worse is not None:
         check_not_worse(written.comparison, fail_if_worse, metric)
 
@@ -61,11 +61,11 @@ def check_not_worse(comparison: Comparison, points: float, metric: Metric) -> No
     if not comparison["evaluated"]:
         raise CheckFailed("no image was evaluated in both runs, so it cannot be told whether B is worse than A")
     looked_at = METRICS if metric == "both" else [metric]
-    if worse := [text for key in looked_at if (text := _beyond(comparison, key, points))]:
+    if worse := [text for key in looked_at if (text := _regression(comparison, key, points))]:
         raise CheckFailed(f"B is worse than A by more than {points:g} points: {'; '.join(worse)}")
 
 
-def _beyond(comparison: Comparison, key: str, points: float) -> str | None:
+def _regression(comparison: Comparison, key: str, points: float) -> str | None:
     """Return by how much B is worse by one metric, in words; None where it is within the points."""
     a, b, found = comparison["a"], comparison["b"], comparison[key]
     title = f"top-{METRICS[key]} error"
@@ -108,9 +108,7 @@ def summary(written: WrittenComparison) -> str:
 def _run(comparison: Comparison, side: str, name: str) -> str:
     run = comparison[side]
     errors = " ".join(
-        f"top-{beyond} {run[f'{key}_error']:.2f} %"
-        for key, beyond in METRICS.items()
-        if run[f"{key}_error"] is not None
+        f"top-{k} {run[f'{key}_error']:.2f} %" for key, k in METRICS.items() if run[f"{key}_error"] is not None
     )
     protocol = run["protocol"]
     looked_at = f"{protocol['name']} ({describe_protocol(protocol)})"

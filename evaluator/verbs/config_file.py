@@ -17,13 +17,13 @@ import typer.core
 
 from prelunet.evaluator.errors import UsageError
 
-_NOT_IN_A_FILE = frozenset({"config", "show_config", "help"})
+_COMMAND_LINE_ONLY = frozenset({"config", "show_config", "help"})
 # What Kubernetes sets in every pod for a Service whose name begins like our variables; not meant for us.
 _KUBERNETES = re.compile(r"(.+_)?(SERVICE_(HOST|PORT(_.+)?)|PORT_\d+_(TCP|UDP|SCTP)(_.+)?)")
-_ITS_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
+_SERVICE_LINK_URL = re.compile(r"(tcp|udp|sctp)://")
 
 
-class Configured(typer.core.TyperCommand):
+class ConfigurableCommand(typer.core.TyperCommand):
     """A command whose options may come from the environment and from the file of its `--config`."""
 
     def __init__(self, name: str | None, *, context_settings: dict[str, Any] | None = None, **settings: Any) -> None:
@@ -37,9 +37,9 @@ class Configured(typer.core.TyperCommand):
             return super().parse_args(ctx, args)
         except typer.BadParameter as error:
             name = error.param.name if error.param is not None else None
-            if name is None or (place := _place(ctx, name)) is None:
+            if name is None or (place := _describe_source(ctx, name)) is None:
                 raise
-            raise UsageError(". ".join([f"{place}: {error.message.rstrip('.')}", *_mend(ctx, name)])) from error
+            raise UsageError(". ".join([f"{place}: {error.message.rstrip('.')}", *_hint(ctx, name)])) from error
 
 
 def read_config(ctx: typer.Context, path: Path | None) -> Path | None:
@@ -57,7 +57,7 @@ def read_config(ctx: typer.Context, path: Path | None) -> Path | None:
         raise UsageError(f"--config {path}: {error.strerror or error}. Give the path of a TOML file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"--config {path}: not TOML: {error}") from error
-    options = options_of(ctx)
+    options = options_by_key(ctx)
     if unknown := sorted(settings.keys() - options.keys()):
         raise UsageError(
             f"{path}: no option is called {', '.join(repr(key) for key in unknown)}. There are: {', '.join(options)}"
@@ -66,16 +66,16 @@ def read_config(ctx: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
-def options_of(ctx: typer.Context) -> Mapping[str, Any]:
+def options_by_key(ctx: typer.Context) -> Mapping[str, Any]:
     """Return a command's options by the names that they have in a file, in their order."""
-    options = [option for option in ctx.command.params if option.name not in _NOT_IN_A_FILE]
+    options = [option for option in ctx.command.params if option.name not in _COMMAND_LINE_ONLY]
     return {_key(option): option for option in options}
 
 
 def show_config(ctx: typer.Context) -> str:
     """Return all values as a file for `--config`, with the place where each comes from."""
     lines = []
-    for key, option in options_of(ctx).items():
+    for key, option in options_by_key(ctx).items():
         value = ctx.params[option.name]
         there = value not in (None, (), [])
         lines.append(f"{key} = {_toml(value)}  # {_source(ctx, option.name)}" if there else f"# {key} is not set")
@@ -98,14 +98,14 @@ def _as_typed(value: Any, option: Any, path: Path, key: str) -> str | list[str]:
     return typed if getattr(option, "multiple", False) else typed[0]
 
 
-def _place(ctx: typer.Context, name: str) -> str | None:
+def _describe_source(ctx: typer.Context, name: str) -> str | None:
     """Return where the value in use stands, and the value; None for the command line and for defaults."""
     source = getattr(ctx.get_parameter_source(name), "name", None)
     if source == "ENVIRONMENT":
         return f"environment variable {_variable(ctx, name)} is {os.environ[_variable(ctx, name)]!r}"
     if source != "DEFAULT_MAP":
         return None
-    key = next(key for key, option in options_of(ctx).items() if option.name == name)
+    key = next(key for key, option in options_by_key(ctx).items() if option.name == name)
     return f"{ctx.params.get('config')}: {key} is {(ctx.default_map or {})[name]!r}"
 
 
@@ -122,9 +122,9 @@ def _variable(ctx: typer.Context, name: str) -> str:
     return f"{ctx.auto_envvar_prefix}_{name.upper()}"
 
 
-def _mend(ctx: typer.Context, name: str) -> list[str]:
+def _hint(ctx: typer.Context, name: str) -> list[str]:
     """Explain the one value that nobody typed: a link that Kubernetes sets for a Service."""
-    if not _ITS_ADDRESS.match(os.environ.get(_variable(ctx, name), "")):
+    if not _SERVICE_LINK_URL.match(os.environ.get(_variable(ctx, name), "")):
         return []
     return [
         "Kubernetes sets this in every pod when a Service has such a name: give the pod enableServiceLinks: false, or "
@@ -146,7 +146,7 @@ def _refuse_unknown_variables(ctx: typer.Context) -> None:
 
 
 def _is_kubernetes(name: str, value: str) -> bool:
-    return bool(_KUBERNETES.fullmatch(name) or _ITS_ADDRESS.match(value))
+    return bool(_KUBERNETES.fullmatch(name) or _SERVICE_LINK_URL.match(value))
 
 
 def _toml(value: Any) -> str:

@@ -10,22 +10,22 @@ from rich.table import Table
 
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import CheckFailed
-from prelunet.evaluator.serving.memory import memory_of_serving
+from prelunet.evaluator.serving.memory import serving_memory
 from prelunet.evaluator.serving.options import ModelFile, ServeOptions
-from prelunet.evaluator.terminal import printable, say
-from prelunet.evaluator.verbs.doctor_checks import Finding, examine_machine, examine_model, examine_server
+from prelunet.evaluator.terminal import echo, escape_unprintable
+from prelunet.evaluator.verbs.doctor_checks import Finding, check_machine, check_model, check_server
 from prelunet.evaluator.verbs.options import (
     DeviceOption,
-    MaybeModelOption,
+    OptionalModelOption,
     PrecisionOption,
     ThreadsOption,
-    placement_asked,
+    placement_from_options,
 )
 
 
 def doctor(
     *,
-    model: MaybeModelOption = None,
+    model: OptionalModelOption = None,
     device: DeviceOption = "auto",
     precision: PrecisionOption = None,
     threads: ThreadsOption = 0,
@@ -43,15 +43,15 @@ def doctor(
         from prelunet.evaluator.client.channel import checked_address
 
         checked_address(server)
-    findings = list(examine_machine(host, port))
+    findings = list(check_machine(host, port))
     if model is not None:
-        placement = placement_asked(device, precision, threads, None, None)
-        findings.append(examine_model(model, placement, lambda session: _need(model, session)))
+        placement = placement_from_options(device, precision, threads, None, None)
+        findings.append(check_model(model, placement, lambda session: _need(model, session)))
     if server is not None:
-        findings += examine_server(server, timeout)
+        findings += check_server(server, timeout)
     wrong = [finding for finding in findings if finding.state == "wrong"]
     if as_json:
-        say(json.dumps({"passed": not wrong, "findings": [finding.to_json() for finding in findings]}))
+        echo(json.dumps({"passed": not wrong, "findings": [finding.to_json() for finding in findings]}))
     else:
         _print(findings)
     if wrong:
@@ -62,7 +62,7 @@ def doctor(
 
 
 def _need(path: Path, session: Session) -> int:
-    return memory_of_serving([session], ServeOptions((ModelFile("model", path),))).total
+    return serving_memory([session], ServeOptions((ModelFile("model", path),))).total
 
 
 def _line(finding: Finding) -> str:
@@ -73,5 +73,5 @@ def _print(findings: list[Finding]) -> None:
     table = Table("", "", "", show_header=False)
     for finding in findings:
         mend = f"\n→ {finding.mend}" if finding.mend else ""
-        table.add_row(finding.state, finding.name, printable(finding.told + mend, newlines=True))
+        table.add_row(finding.state, finding.name, escape_unprintable(finding.told + mend, newlines=True))
     Console(markup=False, highlight=False).print(table)

@@ -18,15 +18,15 @@ from typing import Any, Literal
 import numpy as np
 
 from prelunet.evaluator.contract import ModelContract, golden_image
-from prelunet.evaluator.engine.load import open_placed, visible_gpus
-from prelunet.evaluator.engine.memory import in_bytes
+from prelunet.evaluator.engine.load import open_with_placement, visible_gpus
+from prelunet.evaluator.engine.memory import format_bytes
 from prelunet.evaluator.engine.runtimes import onnx, openvino
 from prelunet.evaluator.engine.runtimes.base import LoadedModel
 from prelunet.evaluator.engine.session import Placement, Session
 from prelunet.evaluator.engine.verify import Deviation, deviation, tolerance_of
-from prelunet.evaluator.errors import PreluNetError, how_to_install
+from prelunet.evaluator.errors import PreluNetError, install_hint
 from prelunet.evaluator.machine import cores, machine_memory
-from prelunet.evaluator.serving.options import OTHER_FILES, Limits
+from prelunet.evaluator.serving.options import RESERVED_FILES, ServerLimits
 
 State = Literal["ok", "note", "wrong"]
 
@@ -36,7 +36,7 @@ _ROUND_TRIPS = 20
 
 # A model file without metadata, of the contract's inputs and outputs: scores are the softmax of the mean of a 1x1
 # convolution of 3 to 2 channels, weights (1, 0, -1) / 64 and (0, 1, 0) / 64. tests/verbs/test_doctor.py writes it anew.
-TRIAL_MODEL = b64decode(
+PROBE_MODEL = b64decode(
     "CAo6nQQKHAoGaW1hZ2VzEgFmIgRDYXN0KgkKAnRvGAGgAQIKJAoBZhIBdCIJVHJhbnNwb3NlKhEKBHBlcm1AAEADQAFAAqABBwomCgF0CgF3EgFj"
     "IgRDb252KhUKDGtlcm5lbF9zaGFwZUABQAGgAQcKGQoBYxIBcCIRR2xvYmFsQXZlcmFnZVBvb2wKFAoBcBIGbG9naXRzIgdGbGF0dGVuCi8KBmxv"
     "Z2l0cxIGc2NvcmVzIgdTb2Z0bWF4KhQKBGF4aXMY////////////AaABAgoaCgVzaXplcxIHd2luZG93cyIISWRlbnRpdHkKKAoGc2NvcmVzCgRh"
@@ -66,14 +66,14 @@ class Finding:
         return asdict(self)
 
 
-def examine_machine(host: str, port: int) -> Iterator[Finding]:
+def check_machine(host: str, port: int) -> Iterator[Finding]:
     """Yield what there is to say of this machine and this environment."""
     yield _versions()
     yield _runtime()
     yield from _devices()
     yield _processor()
     yield _memory()
-    yield _open_files(Limits.max_connections)
+    yield _open_files(ServerLimits.max_connections)
     yield _port(host, port)
 
 
@@ -104,7 +104,7 @@ def _devices() -> Iterator[Finding]:
     """Try each device with a model that every one of them can run."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trial.onnx"
-        path.write_bytes(TRIAL_MODEL)
+        path.write_bytes(PROBE_MODEL)
         yield _cpu(path)
         yield _openvino(path)
         yield _cuda(path)
@@ -120,7 +120,7 @@ def _cpu(path: Path) -> Finding:
 def _openvino(path: Path) -> Finding:
     if _version("openvino") == "not installed":
         told = "openvino is not installed; it computes faster on a CPU"
-        return Finding("device openvino", told, "note", how_to_install("openvino"), {"precisions": []})
+        return Finding("device openvino", told, "note", install_hint("openvino"), {"precisions": []})
     failures: dict[openvino.CpuPrecision, str] = {
         precision: _failure(partial(openvino.load, path, precision), precision) for precision in openvino.HINTS
     }
@@ -136,7 +136,7 @@ def _cuda(path: Path) -> Finding:
     """Try every GPU that is visible."""
     gpus = visible_gpus()
     try:
-        known = onnx.knows_cuda()
+        known = onnx.has_cuda_provider()
     except PreluNetError:  # told above
         known = False
     facts: dict[str, Any] = {"visible": gpus, "names": []}
@@ -145,7 +145,7 @@ def _cuda(path: Path) -> Finding:
         return Finding("device cuda", told, facts=facts)
     if not known:
         told = f"{gpus} GPUs are visible, but this onnxruntime knows no CUDA"
-        return Finding("device cuda", told, "note", f"in a fresh environment: {how_to_install('gpu')}", facts)
+        return Finding("device cuda", told, "note", f"in a fresh environment: {install_hint('gpu')}", facts)
     failures = []
     for gpu in range(gpus):
         if failure := _failure(partial(_on_gpu, path, gpu, facts["names"]), "tf32"):
@@ -187,7 +187,7 @@ def _processor() -> Finding:
 
 def _memory() -> Finding:
     size = machine_memory()
-    return Finding("memory", f"{in_bytes(size)} for this process", facts={"bytes": size})
+    return Finding("memory", f"{format_bytes(size)} for this process", facts={"bytes": size})
 
 
 def _open_files(connections: int) -> Finding:
@@ -195,8 +195,8 @@ def _open_files(connections: int) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     facts = {"soft": soft, "hard": hard}
     told = f"{soft}, can be raised to {'any' if hard == resource.RLIM_INFINITY else hard}"
-    if hard != resource.RLIM_INFINITY and hard < connections + OTHER_FILES:
-        room = hard - OTHER_FILES  # where there is none, `serve` does not start
+    if hard != resource.RLIM_INFINITY and hard < connections + RESERVED_FILES:
+        room = hard - RESERVED_FILES  # where there is none, `serve` does not start
         smaller = f" or serve with --max-connections {room} instead of {connections}" if room > 0 else ""
         mend = f"raise it (ulimit -Hn){smaller}"
         return Finding("open files", told, "note", mend, facts)
@@ -216,14 +216,14 @@ def _port(host: str, port: int) -> Finding:
     return Finding("port", f"{host}:{port} is free", facts=facts)
 
 
-def examine_model(path: Path, placement: Placement, foretold: Callable[[Session], int]) -> Finding:
+def check_model(path: Path, placement: Placement, estimate_memory: Callable[[Session], int]) -> Finding:
     """Load a model, run its golden images and tell how much memory serving it takes. foretold: bytes of that."""
     try:
-        session = open_placed(path, placement, for_many=True)
+        session = open_with_placement(path, placement, preallocate=True)
         deviations = list(_deviations(session))
     except PreluNetError as error:
         return Finding("model", f"{path}: cannot be served", "wrong", str(error))
-    need, there = foretold(session), machine_memory()
+    need, there = estimate_memory(session), machine_memory()
     facts = {
         "sha256": session.model_sha256,
         "architecture": session.contract.name,
@@ -231,7 +231,7 @@ def examine_model(path: Path, placement: Placement, foretold: Callable[[Session]
         "deviations": [{**asdict(each), "passed": each.passed} for each in deviations],
         "memory": need,
     }
-    told = f"{path}: {session.contract.name} on {session.circumstances}; serving it takes up to {in_bytes(need)}"
+    told = f"{path}: {session.contract.name} on {session.circumstances}; serving it takes up to {format_bytes(need)}"
     if not deviations:
         return Finding("model", f"{told}; it has no golden images, so nothing is checked", "note", _verify(), facts)
     worst = max(each.scores for each in deviations)
@@ -240,7 +240,7 @@ def examine_model(path: Path, placement: Placement, foretold: Callable[[Session]
         return Finding("model", f"{told}; its golden images are off by {worst:.1e}", "wrong", mend, facts)
     told += f"; golden images off by {worst:.1e}"
     if need > there:
-        return Finding("model", told, "note", f"this machine has {in_bytes(there)}: give --memory-limit", facts)
+        return Finding("model", told, "note", f"this machine has {format_bytes(there)}: give --memory-limit", facts)
     return Finding("model", told, facts=facts)
 
 
@@ -258,12 +258,12 @@ def _deviations(session: Session) -> Iterator[Deviation]:
         yield deviation("alone", size, outputs, 0, golden.scores, golden.logits, precision=coarser)
 
 
-def examine_server(address: str, timeout: float) -> Iterator[Finding]:
+def check_server(address: str, timeout: float) -> Iterator[Finding]:
     """Ask a running server for its health and its models, and tell how long a round trip takes."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    from prelunet.evaluator.client import Client, Retries
+    from prelunet.evaluator.client import Client, RetryPolicy
 
     options = [("grpc.enable_http_proxy", 0)]  # the address is meant as it stands, as the client has it
     with grpc.insecure_channel(address, options=options) as channel:
@@ -285,7 +285,7 @@ def examine_server(address: str, timeout: float) -> Iterator[Finding]:
         return
     yield Finding("server", told, facts=facts)
     try:
-        with Client(address, timeout=timeout, retries=Retries.none()) as client:
+        with Client(address, timeout=timeout, retries=RetryPolicy.none()) as client:
             models = client.models()
     except PreluNetError as error:
         yield Finding("served models", "cannot be asked", "wrong", str(error))

@@ -11,8 +11,8 @@ import typer
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.reporting.report import error_with_interval
 from prelunet.evaluator.reporting.statistics import error_percent, wilson_interval
-from prelunet.evaluator.terminal import say
-from prelunet.evaluator.validation.ensemble import Ensemble, Tally
+from prelunet.evaluator.terminal import echo
+from prelunet.evaluator.validation.ensemble import Ensemble, ErrorCount
 from prelunet.evaluator.validation.ensemble import ensemble as average_runs
 
 
@@ -37,14 +37,16 @@ def ensemble(
         run,
         weights=None if weights is None else _numbers(weights),
         fresh=fresh,
-        announce=lambda text: say(text, err=True),
+        report=lambda text: echo(text, err=True),
     )
-    say(json.dumps(_to_json(found, run)) if as_json else "\n".join(_table(found)))
-    if found.first:
-        say("note: an order or weights that were chosen by these errors flatter them; choose on other images", err=True)
-        say(f"per-class report: prelunet report {run}", err=True)
+    echo(json.dumps(_to_json(found, run)) if as_json else "\n".join(_table(found)))
+    if found.cumulative_errors:
+        echo(
+            "note: an order or weights that were chosen by these errors flatter them; choose on other images", err=True
+        )
+        echo(f"per-class report: prelunet report {run}", err=True)
     else:
-        say(f"the images have no labels; to send it in: prelunet submission {run} -o FILE --devkit DIR", err=True)
+        echo(f"the images have no labels; to send it in: prelunet submission {run} -o FILE --devkit DIR", err=True)
 
 
 def _numbers(text: str) -> list[float]:
@@ -58,19 +60,22 @@ def _to_json(found: Ensemble, run: Path) -> dict[str, Any]:
     lines = found.run.predictions
     refused = sum(line.refused is not None for line in lines)
     members = [dict(member) for member in found.run.info.members]
-    for member, tally in zip(members, found.alone, strict=False):  # without labels there is no tally
-        member.update(_errors(tally))
-    first = [{"models": number, **_errors(tally)} for number, tally in enumerate(found.first, start=1)]
+    for member, error_count in zip(members, found.member_errors, strict=False):  # without labels there is no tally
+        member.update(_errors(error_count))
+    cumulative_errors = [
+        {"models": number, **_errors(error_count)}
+        for number, error_count in enumerate(found.cumulative_errors, start=1)
+    ]
     counts = {"images": len(lines), "evaluated": len(lines) - refused, "refused": refused}
-    return {"run": str(run), **counts, "members": members, "first": first}
+    return {"run": str(run), **counts, "members": members, "first": cumulative_errors}
 
 
-def _errors(tally: Tally) -> dict[str, Any]:
+def _errors(error_count: ErrorCount) -> dict[str, Any]:
     """Return errors in percent with their intervals, as a report has them."""
-    errors: dict[str, Any] = {"counted": tally.images}
-    for key, wrong in (("top1", tally.top1_wrong), ("top5", tally.top5_wrong)):
-        errors[f"{key}_error"] = error_percent(wrong, tally.images)
-        errors[f"{key}_interval"] = list(wilson_interval(wrong, tally.images))
+    errors: dict[str, Any] = {"counted": error_count.images}
+    for key, wrong in (("top1", error_count.top1_wrong), ("top5", error_count.top5_wrong)):
+        errors[f"{key}_error"] = error_percent(wrong, error_count.images)
+        errors[f"{key}_interval"] = list(wilson_interval(wrong, error_count.images))
     return errors
 
 
@@ -82,24 +87,24 @@ def _table(found: Ensemble) -> Iterator[str]:
         f"{info.model['file']}, {info.protocol.name}: {evaluated:,} of {len(lines):,} images were evaluated by every "
         "model, and all errors are over these"
     )
-    if not found.first:
+    if not found.cumulative_errors:
         return
     yield ""
     yield _row("", "weight", "top-1 error, %", "top-5 error, %")
-    for number, (member, tally) in enumerate(zip(info.members, found.alone, strict=True), start=1):
+    for number, (member, error_count) in enumerate(zip(info.members, found.member_errors, strict=True), start=1):
         what = f"model {number}: {member['model']['architecture']}, {member['model']['file']}"
-        yield _row(what, f"{member['weight']:.4f}", *_shown(tally))
-    for number, tally in enumerate(found.first, start=1):
-        yield _row(f"first {number} together" if number > 1 else "first alone", "", *_shown(tally))
+        yield _row(what, f"{member['weight']:.4f}", *_shown(error_count))
+    for number, error_count in enumerate(found.cumulative_errors, start=1):
+        yield _row(f"first {number} together" if number > 1 else "first alone", "", *_shown(error_count))
 
 
 def _row(what: str, weight: str, top1: str, top5: str) -> str:
     return f"{what:<44.44}  {weight:<6}  {top1:<20}  {top5}"
 
 
-def _shown(tally: Tally) -> tuple[str, str]:
+def _shown(error_count: ErrorCount) -> tuple[str, str]:
     """Return top-1 and top-5 error with their intervals: `22.97 [22.60, 23.30]`."""
-    if not tally.images:
+    if not error_count.images:
         return "no image", "no image"
-    errors = _errors(tally)
+    errors = _errors(error_count)
     return error_with_interval(errors, 1, 2), error_with_interval(errors, 5, 2)

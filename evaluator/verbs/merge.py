@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from prelunet.evaluator.terminal import say
+from prelunet.evaluator.terminal import echo
 from prelunet.evaluator.validation.merge import merge as join_shards
 
 
@@ -22,6 +22,6 @@ def merge(
 
     The merged run is the one that a single machine would have made, byte for byte.
     """
-    merged = join_shards(shards, run, fresh=fresh, announce=lambda text: say(text, err=True))
-    say(f"{run}: {len(shards)} shards, {len(merged.predictions):,} images; none is missing, none doubled")
-    say(f"per-class report: prelunet report {run}", err=True)
+    merged = join_shards(shards, run, fresh=fresh, report=lambda text: echo(text, err=True))
+    echo(f"{run}: {len(shards)} shards, {len(merged.predictions):,} images; none is missing, none doubled")
+    echo(f"per-class report: prelunet report {run}", err=True)

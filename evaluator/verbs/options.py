@@ -10,26 +10,33 @@ import typer
 from prelunet.evaluator.contract import ModelContract
 from prelunet.evaluator.datasets.dataset import Sample
 from prelunet.evaluator.engine.memory import (
-    MemoryNeed,
-    Running,
+    MemoryEstimate,
     Runtime,
-    in_bytes,
-    memory_need,
+    Workload,
+    estimate_memory,
+    format_bytes,
     parse_memory,
     require_fits,
 )
 from prelunet.evaluator.engine.session import Device, Placement, Precision, Session
 from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.imaging.decode import LARGEST_DECODING
-from prelunet.evaluator.imaging.decode_memory import decoding_room
+from prelunet.evaluator.imaging.decode import MAX_DECODE_BYTES
+from prelunet.evaluator.imaging.decode_memory import decode_semaphore
 from prelunet.evaluator.machine import machine_memory
-from prelunet.evaluator.protocols import Averaging, Changes, Protocol, Weights, default_protocol, make_protocol
-from prelunet.evaluator.terminal import say
+from prelunet.evaluator.protocols import (
+    Averaging,
+    EvaluationProtocol,
+    ProtocolOverrides,
+    Weighting,
+    build_protocol,
+    default_protocol_name,
+)
+from prelunet.evaluator.terminal import echo
 from prelunet.evaluator.validation.pipeline import decoding_threads
 
 _MODEL_HELP = "Model file, as `prelunet export` wrote it."
 ModelOption = Annotated[Path, typer.Option("--model", help=_MODEL_HELP)]
-MaybeModelOption = Annotated[Path | None, typer.Option("--model", help=_MODEL_HELP)]
+OptionalModelOption = Annotated[Path | None, typer.Option("--model", help=_MODEL_HELP)]
 
 ProtocolOption = Annotated[
     str | None,
@@ -49,7 +56,7 @@ AveragingOption = Annotated[
     Averaging | None, typer.Option(help="What is averaged: the softmax of the windows (default), or their logits.")
 ]
 WeightsOption = Annotated[
-    Weights | None,
+    Weighting | None,
     typer.Option(help="What weighs the same: each scale (default), or each window of every view (default of spp-18)."),
 ]
 
@@ -90,7 +97,7 @@ GpuMemoryOption = Annotated[
 ]
 
 
-def placement_asked(
+def placement_from_options(
     device: Device, precision: Precision | None, threads: int, memory: str | None, gpu_memory: str | None
 ) -> Placement:
     """Build the placement that the options ask for; UsageError for an amount of memory that is none."""
@@ -98,19 +105,19 @@ def placement_asked(
     return Placement(device, precision, threads, memory=main, gpu_memory=gpu)
 
 
-def protocol_asked(
+def protocol_from_options(
     name: str | None,
     contract: ModelContract,
     *,
     scales: str | None = None,
     flip: bool | None = None,
     averaging: Averaging | None = None,
-    weights: Weights | None = None,
+    weights: Weighting | None = None,
     exif: bool = False,
-) -> Protocol:
+) -> EvaluationProtocol:
     """Build the protocol that the options ask for; UsageError when the model cannot do it."""
-    changes = Changes(_scales(scales) if scales is not None else None, flip, averaging, weights, exif)
-    return make_protocol(name or default_protocol(contract), contract, changes)
+    overrides = ProtocolOverrides(_scales(scales) if scales is not None else None, flip, averaging, weights, exif)
+    return build_protocol(name or default_protocol_name(contract), contract, overrides)
 
 
 def _scales(text: str) -> tuple[int, ...]:
@@ -122,15 +129,15 @@ def _scales(text: str) -> tuple[int, ...]:
 # What verbs say of the main memory that a run takes.
 
 
-def foretold(
+def estimate_run_memory(
     session: Session,
-    protocol: Protocol,
+    protocol: EvaluationProtocol,
     chunk: int,
     samples: Sequence[Sample] = (),
     *,
     sessions: int = 1,
     pipelines: int = 1,
-) -> MemoryNeed:
+) -> MemoryEstimate:
     """Return what a run takes of the main memory at most, in chunks of so many images.
 
     samples: all that the dataset lists; sessions: like this one in the process; pipelines: that each of them serves.
@@ -140,7 +147,7 @@ def foretold(
     on_gpu = session.circumstances.on_gpu
     runtime: Runtime = "cuda" if on_gpu else "openvino" if placement.device == "openvino" else "cpu"
     readers = pipelines * decoding_threads(placement.threads)
-    running = Running(
+    workload = Workload(
         runtime,
         session.circumstances.precision,
         session.model_bytes,
@@ -151,22 +158,22 @@ def foretold(
         encoded=readers * max((sample.size for sample in samples), default=0),
     )
     if placement.memory is None:
-        return memory_need(contract, protocol, chunk, None, running)
-    return require_fits(contract, protocol, chunk, placement.memory, running)
+        return estimate_memory(contract, protocol, chunk, None, workload)
+    return require_fits(contract, protocol, chunk, placement.memory, workload)
 
 
-def tell_memory(need: MemoryNeed, *, gpu: bool = False) -> None:
+def report_memory(need: MemoryEstimate, *, gpu: bool = False) -> None:
     """Say what is needed at most, with a warning where the machine has less."""
-    room = decoding_room(gpu=gpu).size
-    say(f"memory: at most {need}", err=True)
-    say(
-        f"memory: an image that alone takes more than {in_bytes(room)} to decode (docs/performance.md) is decoded by "
-        f"itself and takes up to {in_bytes(LARGEST_DECODING - room)} more",
+    decode_capacity = decode_semaphore(gpu=gpu).size
+    echo(f"memory: at most {need}", err=True)
+    echo(
+        f"memory: an image that alone takes more than {format_bytes(decode_capacity)} to decode (docs/performance.md) is decoded by "
+        f"itself and takes up to {format_bytes(MAX_DECODE_BYTES - decode_capacity)} more",
         err=True,
     )
     if need.total > (there := machine_memory()):
-        say(
-            f"warning: this machine has {in_bytes(there)}. If images are as elongated as the protocol lets them be, "
+        echo(
+            f"warning: this machine has {format_bytes(there)}. If images are as elongated as the protocol lets them be, "
             "that is too little: give --memory-limit, or smaller --scales",
             err=True,
         )

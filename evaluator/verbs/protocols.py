@@ -11,12 +11,12 @@ import typer
 from prelunet.evaluator.contract import ModelContract, default_scales
 from prelunet.evaluator.engine.protocol_costs import ProtocolCost, paper_contract, protocol_costs
 from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.terminal import say
+from prelunet.evaluator.terminal import echo
 
 UNKNOWN = "?"
 HEADERS = ("protocol", "kind", "scales", "views", "windows", "multiply-adds", "x center", "from")
 COSTS = {"multiply-adds", "x center"}
-NUMBERS = {"views", "windows", *COSTS}  # end where the numbers above and below them do
+RIGHT_ALIGNED = {"views", "windows", *COSTS}  # end where the numbers above and below them do
 
 
 def protocols(
@@ -34,18 +34,18 @@ def protocols(
     if as_json:
         plain = [cost.to_json() for cost in costs]
         told = {"model": model and model.name, "crop": contract.crop, "image": {"height": height, "width": width}}
-        say(json.dumps({**told, "protocols": plain}, indent=2))
+        echo(json.dumps({**told, "protocols": plain}, indent=2))
         return
     subject = "Models A, B and C" if model is None else f"{model.name}: {contract.name}"
-    say(f"{subject}, crop {contract.crop} px; an image of {height}x{width} pixels (height x width)\n")
-    say("\n".join(table(costs, with_cost=model is not None)))
-    say("\nwindows: those that are averaged. Other scales: as dense-256-384, center-240. See docs/protocols.md")
+    echo(f"{subject}, crop {contract.crop} px; an image of {height}x{width} pixels (height x width)\n")
+    echo("\n".join(table(costs, with_cost=model is not None)))
+    echo("\nwindows: those that are averaged. Other scales: as dense-256-384, center-240. See docs/protocols.md")
     if model is None:
-        say("What each costs depends on the net: prelunet protocols --model MODEL.onnx")
+        echo("What each costs depends on the net: prelunet protocols --model MODEL.onnx")
     if (contract.crop, contract.default_scales) != (224, default_scales(224)):
-        say("from: the papers' scales are for crops of 224 pixels; here they are in proportion to the model's")
+        echo("from: the papers' scales are for crops of 224 pixels; here they are in proportion to the model's")
     if refused := _refusals(costs):
-        say("\n".join(["\nThis model cannot do:", *refused]))
+        echo("\n".join(["\nThis model cannot do:", *refused]))
 
 
 def _refusals(costs: Sequence[ProtocolCost]) -> list[str]:
@@ -76,7 +76,7 @@ def table(costs: Sequence[ProtocolCost], *, with_cost: bool) -> list[str]:
     widths = [max(len(row[place]) for row in rows) for place in range(len(HEADERS))]
     return [
         "  ".join(
-            row[place].rjust(widths[place]) if HEADERS[place] in NUMBERS else row[place].ljust(widths[place])
+            row[place].rjust(widths[place]) if HEADERS[place] in RIGHT_ALIGNED else row[place].ljust(widths[place])
             for place in shown
         ).rstrip()
         for row in rows

@@ -10,7 +10,7 @@ from prelunet.evaluator.reporting.page import WrittenReport, write_report
 from prelunet.evaluator.reporting.report import Report, error_with_interval, headline
 from prelunet.evaluator.reporting.statistics import NO_MACRO_INTERVAL, TOPS
 from prelunet.evaluator.reporting.tables import worst_classes
-from prelunet.evaluator.terminal import say
+from prelunet.evaluator.terminal import echo
 
 WORST_PRINTED = 5
 
@@ -30,16 +30,16 @@ def report(
 ) -> None:
     """Write report.json, classes.csv and report.html of a run, and print its headline and worst classes."""
     written = write_report(run, out=out, data=data)
-    say(json_bytes(written.report).decode("ascii") if as_json else _summary(written), end="")
+    echo(json_bytes(written.report).decode("ascii") if as_json else _summary(written), end="")
     if written.missing is not None:
-        say(f"note: {written.html} has no pictures. {written.missing} Say where they are with --data DIR", err=True)
+        echo(f"note: {written.html} has no pictures. {written.missing} Say where they are with --data DIR", err=True)
 
 
 def _summary(written: WrittenReport) -> str:
     """Return what a person wants to see first, and where the rest is."""
     report = written.report
     worst = worst_classes(report["classes"], "top1", WORST_PRINTED)
-    lines = [headline(report), *_beside_the_errors(report), ""]
+    lines = [headline(report), *_other_figures(report), ""]
     if worst:
         lines.append(f"worst {len(worst)} classes, top-1 error in percent (95 % interval):")
     for entry in worst:
@@ -54,7 +54,7 @@ def _summary(written: WrittenReport) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _beside_the_errors(report: Report) -> list[str]:
+def _other_figures(report: Report) -> list[str]:
     """Return what else tells of the whole run: the mean over classes, the calibration, what is suspicious."""
     if not report["evaluated"]:
         return []

@@ -10,12 +10,12 @@ from typing import Annotated, Literal, TextIO
 
 import typer
 
-from prelunet.evaluator.errors import outcome_of
+from prelunet.evaluator.errors import error_status
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.serving.lifecycle import serve as serve_until_stopped
-from prelunet.evaluator.serving.observability.logs import flush, set_up
-from prelunet.evaluator.serving.options import Limits, QueueOptions, ServeOptions, parse_models, require_files
-from prelunet.evaluator.terminal import say
+from prelunet.evaluator.serving.observability.logs import configure_logging, flush
+from prelunet.evaluator.serving.options import QueueOptions, ServeOptions, ServerLimits, parse_models, require_files
+from prelunet.evaluator.terminal import echo
 from prelunet.evaluator.verbs.config_file import read_config
 from prelunet.evaluator.verbs.config_file import show_config as as_config
 from prelunet.evaluator.verbs.options import (
@@ -24,7 +24,7 @@ from prelunet.evaluator.verbs.options import (
     MemoryOption,
     PrecisionOption,
     ThreadsOption,
-    placement_asked,
+    placement_from_options,
 )
 
 _DAY = 86_400.0  # seconds
@@ -71,25 +71,25 @@ def serve(
     ] = DecodeLimits.max_pixels,
     max_calls: Annotated[
         int, typer.Option(min=1, help="Calls in flight, of all clients; more are refused.")
-    ] = Limits.max_calls,
+    ] = ServerLimits.max_calls,
     max_connections: Annotated[
         int, typer.Option(min=1, max=1_000_000, help="Open connections; more are closed at once.")
-    ] = Limits.max_connections,
+    ] = ServerLimits.max_connections,
     max_streams: Annotated[
         int, typer.Option(min=1, max=100_000, help="Calls in flight on one connection; a client keeps more back.")
-    ] = Limits.max_streams,
+    ] = ServerLimits.max_streams,
     handshake_timeout: Annotated[
         float, typer.Option(min=0.1, max=3600, help="Seconds in which a connection has to begin to speak HTTP/2.")
-    ] = Limits.handshake_timeout,
+    ] = ServerLimits.handshake_timeout,
     stream_idle_timeout: Annotated[
         float,
         typer.Option(
             min=0.1, max=_DAY, help="Seconds after which a stream ends that sends nothing, with no request in progress."
         ),
-    ] = Limits.stream_idle_timeout,
+    ] = ServerLimits.stream_idle_timeout,
     keepalive: Annotated[
         float, typer.Option(min=1, max=_DAY, help="Seconds of silence until a client is asked whether it is there.")
-    ] = Limits.keepalive,
+    ] = ServerLimits.keepalive,
     max_connection_age: Annotated[
         float | None,
         typer.Option(
@@ -138,15 +138,15 @@ def serve(
     """
     del config  # its callback has done the work
     if show_config:
-        say(as_config(context))
+        echo(as_config(context))
         return
     options = ServeOptions(
         models=parse_models(model or ()),
         host=host,
         port=port,
-        placement=placement_asked(device, precision, threads, memory_limit, gpu_memory_limit),
+        placement=placement_from_options(device, precision, threads, memory_limit, gpu_memory_limit),
         queue=QueueOptions(max_views=queue_views, max_bytes=queue_bytes, batch_wait=batch_wait / 1000),
-        limits=Limits(
+        limits=ServerLimits(
             image=DecodeLimits(max_image_bytes, max_image_pixels),
             max_calls=max_calls,
             max_connections=max_connections,
@@ -160,39 +160,39 @@ def serve(
         grace=grace,
         metrics_port=metrics_port,
     )
-    set_up(log_format, log_level.upper())
+    configure_logging(log_format, log_level.upper())
     _serve(options)
 
 
 def _serve(options: ServeOptions) -> None:
     require_files(options.models)
     try:
-        ended = asyncio.run(serve_until_stopped(options, _say_if_read))
+        ended = asyncio.run(serve_until_stopped(options, _try_echo))
     finally:
         flush()  # a thread writes the log; all of it should stand before the last words
     if ended.unfinished:
-        _say_if_read(f"stopped; calls cut off: {ended.unfinished}")
+        _try_echo(f"stopped; calls cut off: {ended.unfinished}")
     elif ended.lost is None:
-        _say_if_read("stopped; no call was lost")
+        _try_echo("stopped; no call was lost")
     if ended.stuck:  # a thread that hangs in the device would be waited for, for ever
-        code = outcome_of(ended.lost).exit_code if ended.lost is not None else 0
-        _say_if_read(f"prelunet: {ended.lost or 'a model did not stop computing; it is left behind'}", err=True)
+        code = error_status(ended.lost).exit_code if ended.lost is not None else 0
+        _try_echo(f"prelunet: {ended.lost or 'a model did not stop computing; it is left behind'}", err=True)
         os._exit(code)
     if ended.lost is not None:
         raise ended.lost
 
 
-def _say_if_read(text: str, *, err: bool = False) -> None:
+def _try_echo(text: str, *, err: bool = False) -> None:
     """Say something, unless nobody can read it any more: a server goes on, and its exit code stays what it is."""
     try:
-        say(text, err=err)
+        echo(text, err=err)
         (sys.stderr if err else sys.stdout).flush()
     except (OSError, AttributeError) as error:  # a pipe that was closed, a full disk; no such stream at all
         logging.getLogger(__name__).warning("%s (could not be written: %s)", text, error)
-        _let_go(sys.stderr if err else sys.stdout)
+        _discard_buffer(sys.stderr if err else sys.stdout)
 
 
-def _let_go(stream: TextIO | None) -> None:
+def _discard_buffer(stream: TextIO | None) -> None:
     """Let what is left in a stream's buffer go nowhere: at the end Python would fail on it, with its own exit code."""
     if stream is not None:
         with contextlib.suppress(OSError):  # it has no descriptor

@@ -7,13 +7,13 @@ import typer
 
 from prelunet.evaluator.datasets.labels.imagenet_devkit import read_devkit_ids
 from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.terminal import say
+from prelunet.evaluator.terminal import echo
 from prelunet.evaluator.validation.run import read_run
 from prelunet.evaluator.validation.submission import (
     GUESSES,
     PLACEHOLDER,
     check_submission,
-    refuse_sources_as_target,
+    refuse_devkit_as_target,
     write_submission,
 )
 
@@ -46,28 +46,28 @@ def submission(
     if check is not None:
         if run is not None or out is not None or devkit is not None or allow_refused:
             raise UsageError("--check looks at a file that is there: give it alone, or with --images")
-        say(_all_right(check, check_submission(check, images)))
+        echo(_success_line(check, check_submission(check, images)))
         return
     if run is None or out is None or devkit is None or images is not None:
         raise UsageError(
             "give a run, a file and the ids: prelunet submission RUN -o FILE --devkit DIR; "
             "or check a file: prelunet submission --check FILE --images 100000"
         )
-    refuse_sources_as_target(out, devkit)
+    refuse_devkit_as_target(out, devkit)
     finished = read_run(run)
     ids = read_devkit_ids(devkit, [entry.wnid for entry in finished.info.classes])
     refused = write_submission(finished, ids, out, ids_from=devkit, allow_refused=allow_refused)
     if refused:
-        say(
+        echo(
             f"warning: {refused:,} images were refused and have the line '{' '.join(map(str, PLACEHOLDER))}'; "
             f"{run / 'predictions.jsonl'} says which and why",
             err=True,
         )
     count = len(finished.predictions)
     if count != TEST_IMAGES:
-        say(f"note: the test set of ILSVRC2012 has {TEST_IMAGES:,} images, this run {count:,}", err=True)
-    say(_all_right(out, count))
+        echo(f"note: the test set of ILSVRC2012 has {TEST_IMAGES:,} images, this run {count:,}", err=True)
+    echo(_success_line(out, count))
 
 
-def _all_right(path: Path, lines: int) -> str:
+def _success_line(path: Path, lines: int) -> str:
     return f"{path}: OK, {lines:,} lines of {GUESSES} devkit ids"

@@ -8,15 +8,15 @@ from typing import Annotated, Any
 import typer
 
 from prelunet.evaluator.contract import ClassEntry
-from prelunet.evaluator.datasets import Dataset, DatasetPlace, classes_asked, open_place
+from prelunet.evaluator.datasets import Dataset, DatasetSpec, open_from_spec, parse_class_selection
 from prelunet.evaluator.datasets.dataset import UNLABELLED
 from prelunet.evaluator.engine.load import open_sessions
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.reporting.report import Report, build_report, error_with_interval
 from prelunet.evaluator.reporting.statistics import TOPS
-from prelunet.evaluator.terminal import say
-from prelunet.evaluator.validation.ray_cluster import IN_HAND, Cluster, on_ray
-from prelunet.evaluator.validation.run import Run, RunInfo, describe_dataset, run_info
+from prelunet.evaluator.terminal import echo
+from prelunet.evaluator.validation.ray_cluster import MAX_CHUNKS_IN_FLIGHT, Cluster, evaluate_on_ray
+from prelunet.evaluator.validation.run import Run, RunInfo, build_run_info, describe_dataset
 from prelunet.evaluator.validation.validate import validate as evaluate_dataset
 from prelunet.evaluator.verbs.options import (
     AveragingOption,
@@ -30,14 +30,14 @@ from prelunet.evaluator.verbs.options import (
     ProtocolOption,
     ScalesOption,
     WeightsOption,
-    foretold,
-    placement_asked,
-    protocol_asked,
-    tell_memory,
+    estimate_run_memory,
+    placement_from_options,
+    protocol_from_options,
+    report_memory,
 )
 
 # What --json prints of the report.
-NUMBERS = ("images", "evaluated", "refused", "top1_error", "top1_interval", "top5_error", "top5_interval")
+JSON_FIELDS = ("images", "evaluated", "refused", "top1_error", "top1_interval", "top5_error", "top5_interval")
 
 
 def validate(
@@ -106,68 +106,72 @@ def validate(
         raise UsageError("--gpus with --ray: each worker of the cluster has a GPU of its own; see --ray-workers")
     cluster = Cluster(ray, ray_workers, threads) if ray is not None else None
     part = _shard(shard) if shard is not None else None
-    placement = placement_asked(device, precision, threads, memory, gpu_memory)
+    placement = placement_from_options(device, precision, threads, memory, gpu_memory)
     sessions = open_sessions(model, placement, gpus)
     session = sessions[0]
     entries = session.contract.classes
-    looks = protocol_asked(
+    evaluation_protocol = protocol_from_options(
         protocol, session.contract, scales=scales, flip=flip, averaging=averaging, weights=weights, exif=exif
     )
     several = f", on {len(sessions)} GPUs" if len(sessions) > 1 else ""
-    _note(f"{model.name}: {session.contract.name} on {session.circumstances}{several}")
-    chosen = classes_asked(classes, entries) if classes is not None else ()
-    dataset = open_place(DatasetPlace(data, labels, no_labels, limit, chosen), entries)
-    info = run_info(session, model.name, describe_dataset(dataset), looks, part, memory=placement.memory)
-    _tell_dataset(dataset, entries, info)
-    pipelines = IN_HAND if cluster is not None else 1
-    need = foretold(session, looks, info.chunk, dataset.samples, sessions=len(sessions), pipelines=pipelines)
-    tell_memory(need, gpu=session.circumstances.on_gpu)
-    elsewhere = on_ray(cluster, session, model, dataset, info, _note) if cluster is not None else None
-    finished = evaluate_dataset(
-        sessions, dataset, info, run, fresh=fresh, threads=threads, elsewhere=elsewhere, announce=_note
+    _report(f"{model.name}: {session.contract.name} on {session.circumstances}{several}")
+    chosen = parse_class_selection(classes, entries) if classes is not None else ()
+    dataset = open_from_spec(DatasetSpec(data, labels, no_labels, limit, chosen), entries)
+    info = build_run_info(
+        session, model.name, describe_dataset(dataset), evaluation_protocol, part, memory=placement.memory
     )
-    _tell_result(finished, run, as_json=as_json)
+    _report_dataset(dataset, entries, info)
+    pipelines = MAX_CHUNKS_IN_FLIGHT if cluster is not None else 1
+    need = estimate_run_memory(
+        session, evaluation_protocol, info.chunk, dataset.samples, sessions=len(sessions), pipelines=pipelines
+    )
+    report_memory(need, gpu=session.circumstances.on_gpu)
+    chunk_evaluator = evaluate_on_ray(cluster, session, model, dataset, info, _report) if cluster is not None else None
+    finished = evaluate_dataset(
+        sessions, dataset, info, run, fresh=fresh, threads=threads, chunk_evaluator=chunk_evaluator, report=_report
+    )
+    _report_result(finished, run, as_json=as_json)
 
 
-def _tell_dataset(dataset: Dataset, classes: tuple[ClassEntry, ...], info: RunInfo) -> None:
+def _report_dataset(dataset: Dataset, classes: tuple[ClassEntry, ...], info: RunInfo) -> None:
     """Say what was found and which images will be evaluated."""
     what = f"{len(dataset.samples):,} images"
     if any(sample.label != UNLABELLED for sample in dataset.samples):
         found = len({sample.label for sample in dataset.samples})
         what += f" of {found:,} of the model's {len(classes):,} classes"
-    _note(f"{dataset.location}: {what} ({dataset.layout})")
+    _report(f"{dataset.location}: {what} ({dataset.layout})")
     for remark in dataset.remarks:
-        _note(remark)
+        _report(remark)
     if dataset.selection is not None:
-        _note(f"selection: {dataset.selection}")
+        _report(f"selection: {dataset.selection}")
     if info.shard is not None and info.images:  # an empty one is refused by `evaluate_dataset`
         first, end = info.span
-        _note(f"shard {info.shard[0]}/{info.shard[1]}: images {first + 1:,} to {end:,} in the order of their names")
+        _report(f"shard {info.shard[0]}/{info.shard[1]}: images {first + 1:,} to {end:,} in the order of their names")
 
 
-def _tell_result(finished: Run, run: Path, *, as_json: bool) -> None:
+def _report_result(finished: Run, run: Path, *, as_json: bool) -> None:
     """Print the errors; for a shard or images without labels what was done, and what can be done with it."""
     images, refused = len(finished.predictions), sum(line.refused is not None for line in finished.predictions)
     if refused:
-        _note(
+        _report(
             f"warning: {refused:,} of {images:,} images were refused and not evaluated; "
             f"{run / 'predictions.jsonl'} says which and why"
         )
     numbers: dict[str, Any] = {"images": images, "evaluated": images - refused, "refused": refused}
     if finished.info.shard is not None or not finished.labelled:
         what = "evaluated" if finished.labelled else "classified, without labels and so without errors"
-        say(
+        echo(
             json.dumps({"run": str(run), **numbers}) if as_json else f"{images - refused:,} of {images:,} images {what}"
         )
         merge = f"when all {finished.info.shard[1]} shards are done: prelunet merge" if finished.info.shard else None
-        _note(merge or f"for the ILSVRC server: prelunet submission {run}")
+        _report(merge or f"for the ILSVRC server: prelunet submission {run}")
         return
     report = build_report(finished)
     if report["suspicion"]:
-        _note(f"warning: {report['suspicion']}")
-    numbers = {key: report[key] for key in NUMBERS}
-    say(json.dumps({"run": str(run), **numbers}) if as_json else result_line(report))
-    _note(f"per-class report: prelunet report {run}")
+        _report(f"warning: {report['suspicion']}")
+    numbers = {key: report[key] for key in JSON_FIELDS}
+    echo(json.dumps({"run": str(run), **numbers}) if as_json else result_line(report))
+    _report(f"per-class report: prelunet report {run}")
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -191,6 +195,6 @@ def result_line(report: Report) -> str:
     return f"{what}: {errors} %, {counts}"
 
 
-def _note(text: str) -> None:
+def _report(text: str) -> None:
     """Say something beside the result."""
-    say(text, err=True)
+    echo(text, err=True)

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from prelunet.evaluator.engine.load import open_session
-from prelunet.evaluator.engine.verify import judged_as, tolerance_of
+from prelunet.evaluator.engine.verify import tolerance_of, tolerance_precision
 from prelunet.evaluator.engine.verify import verify as verify_session
 from prelunet.evaluator.errors import CheckFailed
-from prelunet.evaluator.terminal import say
+from prelunet.evaluator.terminal import echo
 from prelunet.evaluator.verbs.options import DeviceOption, PrecisionOption, ThreadsOption
 
 
@@ -30,11 +30,11 @@ def verify(
     """
     session = open_session(model, device, precision=precision, threads=threads)
     deviations = verify_session(session)
-    passed, tolerance = all(d.passed for d in deviations), tolerance_of(judged_as(session))
+    passed, tolerance = all(d.passed for d in deviations), tolerance_of(tolerance_precision(session))
     if as_json:
         rows = [{**asdict(d), "passed": d.passed} for d in deviations]
         report = {"model": session.model_sha256, "circumstances": session.circumstances.to_json(), "passed": passed}
-        say(json.dumps({**report, "tolerance": asdict(tolerance), "deviations": rows}))
+        echo(json.dumps({**report, "tolerance": asdict(tolerance), "deviations": rows}))
     else:
         table = Table(
             "image", "run", "scores off by", "logits off by (of largest)", "", title=str(session.circumstances)
@@ -50,4 +50,4 @@ def verify(
             "device or runtime version with this model"
         )
     if not as_json:
-        say(f"{model}: verified on {session.circumstances}: off by no more than {bounds}")
+        echo(f"{model}: verified on {session.circumstances}: off by no more than {bounds}")

@@ -22,20 +22,22 @@ from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 
 from prelunet.evaluator.architectures import LRELU_SLOPE, Activation, Architecture, Conv, Pool
 from prelunet.evaluator.arrays import Float32Array
-from prelunet.evaluator.contract import Canvas, ClassEntry, MeanKind, ModelContract, Precision, default_scales
+from prelunet.evaluator.contract import Canvas, ClassEntry, FilePrecision, MeanKind, ModelContract, default_scales
 from prelunet.evaluator.protocols import LONG_SIDE_CAP
 from prelunet.export.dense.half_precision import round_to_half
 from prelunet.export.dense.pyramid import plan_pools, pyramid_bins
-from prelunet.export.onnx_graph import Graph
+from prelunet.export.onnx_graph import GraphBuilder
 
-MAX_SIDE = 4096  # pixels, or more where `multi-scale` needs it; the graph cuts its masks from a constant of that length
-_AT_ONCE = 64  # rows that are transposed together: a whole fc1 of 500 MB takes six times as long
+MAX_CANVAS_SIDE = (
+    4096  # pixels, or more where `multi-scale` needs it; the graph cuts its masks from a constant of that length
+)
+_BLOCK_ROWS = 64  # rows that are transposed together: a whole fc1 of 500 MB takes six times as long
 
 Parameters = npt.NDArray[np.floating]  # float32, or float16 as `round_to_half` gives them
 
 
 @dataclass(frozen=True)
-class Valid:
+class ValidCells:
     """The 0/1 vectors behind a layer, float (N, rows) and (N, columns), that mark each image's own cells.
 
     half: what they mask is float16; the vectors themselves are float32 all the same.
@@ -55,11 +57,11 @@ class Valid:
         return f"{self.layer}.valid_columns"
 
 
-def contract_of(
+def build_contract(
     architecture: Architecture,
     classes: Sequence[ClassEntry],
     canvas: Canvas = "ragged",
-    precision: Precision = "fp32",
+    precision: FilePrecision = "fp32",
     *,
     mean_kind: MeanKind = "channel",
     trained_scales: tuple[int, int] | None = None,
@@ -80,7 +82,7 @@ def contract_of(
         spp_levels=architecture.spp_levels,
         crop=architecture.crop,
         default_scales=scales,
-        max_side=max(MAX_SIDE, LONG_SIDE_CAP * max(scales)),
+        max_side=max(MAX_CANVAS_SIDE, LONG_SIDE_CAP * max(scales)),
         canvas=canvas,
         precision=precision,
         checkpoint_sha256=checkpoint_sha256,
@@ -98,7 +100,7 @@ def build_model(
 
     Raises UsageError where the contract says fp16 and a tensor has numbers beyond it.
     """
-    graph = Graph()
+    graph = GraphBuilder()
     masked, half = contract.canvas == "ragged", contract.precision == "fp16"
     image, valid = _front(graph, mean, contract.max_side, masked=masked)
     parameters: Mapping[str, Parameters] = tensors
@@ -127,10 +129,10 @@ def _interface(classes: int) -> tuple[list[ValueInfoProto], list[ValueInfoProto]
     return inputs, outputs
 
 
-def _front(graph: Graph, mean: Float32Array, max_side: int, *, masked: bool) -> tuple[str, Valid]:
+def _front(graph: GraphBuilder, mean: Float32Array, max_side: int, *, masked: bool) -> tuple[str, ValidCells]:
     """Add cast, mean and the first mask: images → float (N, 3, H, W), zero outside each image."""
     graph.constant("arange", np.arange(max_side, dtype=np.int64))
-    valid = Valid("images")
+    valid = ValidCells("images")
     positions, sides = {}, {}
     for index, axis in enumerate(("rows", "columns")):
         length = graph.node("Shape", ["images"], f"canvas.{axis}", start=index + 1, end=index + 2)
@@ -148,7 +150,7 @@ def _front(graph: Graph, mean: Float32Array, max_side: int, *, masked: bool) -> 
     return (_mask(graph, image, valid, "images.masked") if masked else image), valid
 
 
-def _warped_mean(graph: Graph, mean: Float32Array, positions: dict[str, str], sides: dict[str, str]) -> str:
+def _warped_mean(graph: GraphBuilder, mean: Float32Array, positions: dict[str, str], sides: dict[str, str]) -> str:
     """Add the mean image warped to each image's own size: R · M · Cᵀ, float (N, 3, H, W).
 
     SPP-net, Appendix A, "Mean Subtraction". R (N, H, S) and C (N, W, S) hold the weights of bilinear interpolation
@@ -183,7 +185,7 @@ def _warped_mean(graph: Graph, mean: Float32Array, positions: dict[str, str], si
     return graph.node("MatMul", [by_rows, by_columns], "mean.warped")
 
 
-def _mask(graph: Graph, value: str, valid: Valid, output: str) -> str:
+def _mask(graph: GraphBuilder, value: str, valid: ValidCells, output: str) -> str:
     """Multiply (N, C, rows, columns) with 1 inside each image and 0 outside."""
     mask = f"{valid.layer}.mask"
     if not graph.has(mask):  # layers of equal size share it
@@ -198,14 +200,14 @@ def _mask(graph: Graph, value: str, valid: Valid, output: str) -> str:
 
 
 def _trunk(
-    graph: Graph,
+    graph: GraphBuilder,
     architecture: Architecture,
     tensors: Mapping[str, Parameters],
     value: str,
-    valid: Valid,
+    valid: ValidCells,
     *,
     masked: bool,
-) -> tuple[str, Valid]:
+) -> tuple[str, ValidCells]:
     """Add the convolutions and poolings; return the feature map and its valid cells."""
     for index, layer in enumerate(architecture.trunk):
         if isinstance(layer, Pool):
@@ -220,7 +222,7 @@ def _trunk(
     return value, valid
 
 
-def _convolution(graph: Graph, layer: Conv, tensors: Mapping[str, Parameters], value: str) -> str:
+def _convolution(graph: GraphBuilder, layer: Conv, tensors: Mapping[str, Parameters], value: str) -> str:
     weight = graph.constant(f"{layer.name}.weight", tensors[f"{layer.name}.weight"])
     bias = graph.constant(f"{layer.name}.bias", tensors[f"{layer.name}.bias"])
     return graph.node(
@@ -234,7 +236,7 @@ def _convolution(graph: Graph, layer: Conv, tensors: Mapping[str, Parameters], v
 
 
 def _activation(
-    graph: Graph,
+    graph: GraphBuilder,
     kind: Activation,
     tensors: Mapping[str, Parameters],
     layer: str,
@@ -254,7 +256,7 @@ def _activation(
     return graph.node("PRelu", [value, graph.constant(f"{layer}.slope", slope.reshape(slope_shape))], output)
 
 
-def _valid_after(graph: Graph, valid: Valid, layer: str, kernel: int, stride: int, pad: int) -> Valid:
+def _valid_after(graph: GraphBuilder, valid: ValidCells, layer: str, kernel: int, stride: int, pad: int) -> ValidCells:
     """Add the valid vectors behind a layer: m[(k−1−2p)::s], with a copy of m[0] in front where that starts at −1."""
     start = kernel - 1 - 2 * pad
     if start == 0 and stride == 1:
@@ -272,7 +274,7 @@ def _valid_after(graph: Graph, valid: Valid, layer: str, kernel: int, stride: in
     return after
 
 
-def _window_grid(graph: Graph, architecture: Architecture, valid: Valid) -> Valid:
+def _window_grid(graph: GraphBuilder, architecture: Architecture, valid: ValidCells) -> ValidCells:
     """Add the valid vectors of the grid of windows: a window counts when all its cells are the image's own."""
     return _valid_after(graph, valid, "window", architecture.window, 1, 0)
 
@@ -288,15 +290,15 @@ def fc1_channel_last(weight: Parameters, architecture: Architecture) -> Paramete
     for level in architecture.spp_levels:
         size = channels * level * level
         rows = matrix[start : start + size].reshape(level, level, channels, hidden)
-        for first in range(0, hidden, _AT_ONCE):
-            some = slice(first, first + _AT_ONCE)
+        for first in range(0, hidden, _BLOCK_ROWS):
+            some = slice(first, first + _BLOCK_ROWS)
             block = weight[some, start : start + size].reshape(-1, channels, level, level)
             rows[..., some] = block.transpose(2, 3, 1, 0)
         start += size
     return matrix
 
 
-def _head(graph: Graph, architecture: Architecture, tensors: Mapping[str, Parameters], feature_map: str) -> str:
+def _head(graph: GraphBuilder, architecture: Architecture, tensors: Mapping[str, Parameters], feature_map: str) -> str:
     """Add pyramid and fully connected layers over all windows; return the logits (N, Gh, Gw, K)."""
     value = _gathered_pyramid(graph, architecture, feature_map)
     for name in ("fc1", "fc2", "fc3"):
@@ -310,7 +312,7 @@ def _head(graph: Graph, architecture: Architecture, tensors: Mapping[str, Parame
     return value
 
 
-def _gathered_pyramid(graph: Graph, architecture: Architecture, feature_map: str) -> str:
+def _gathered_pyramid(graph: GraphBuilder, architecture: Architecture, feature_map: str) -> str:
     """Add the pools and collect every window's bins: (N, C, rows, columns) → (N, Gh, Gw, bins·C).
 
     The pool of a bin's size, read from the bin's offset on, is that bin for all windows. Its map has `window − size`
@@ -344,7 +346,7 @@ def _gathered_pyramid(graph: Graph, architecture: Architecture, feature_map: str
     return graph.node("Concat", parts, "pyramid", axis=3)
 
 
-def _averages(graph: Graph, logits: str, grid: Valid) -> None:
+def _averages(graph: GraphBuilder, logits: str, grid: ValidCells) -> None:
     """Add softmax per window and the means over each image's own windows: the four outputs."""
     rows = graph.unsqueeze(grid.rows, f"{grid.rows}.4d", 2, 3)
     columns = graph.unsqueeze(grid.columns, f"{grid.columns}.4d", 1, 3)

@@ -11,21 +11,21 @@ import numpy.typing as npt
 import torch
 from onnx import checker
 
-from prelunet.evaluator.contract import Canvas, ModelContract, Precision, golden_image, golden_sizes
+from prelunet.evaluator.contract import Canvas, FilePrecision, ModelContract, golden_image, golden_sizes
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.engine.session import Outputs
 from prelunet.evaluator.engine.verify import (
     Deviation,
     deviation,
     golden_answer,
-    index_in,
-    judged_as,
+    output_row,
     run_cases,
     tolerance_of,
+    tolerance_precision,
 )
 from prelunet.evaluator.errors import CheckFailed, CheckpointError, UsageError
 from prelunet.evaluator.files import check_not_input, open_atomically, sha256_of
-from prelunet.export.dense.build import build_model, contract_of
+from prelunet.export.dense.build import build_contract, build_model
 from prelunet.export.dense.half_precision import (
     check_magnitudes,
     measure_magnitudes,
@@ -41,7 +41,7 @@ WindowArrays = tuple[npt.NDArray[np.floating], npt.NDArray[np.floating]]
 
 
 @dataclass(frozen=True)
-class Export:
+class ExportResult:
     """What an export found out about the file that it wrote.
 
     deviations: of every run from the float64 torch net; of a file in half precision also magnitudes, layer → largest
@@ -53,7 +53,9 @@ class Export:
     warnings: list[str] = field(default_factory=list)
 
 
-def export_checkpoint(path: Path, output: Path, canvas: Canvas = "ragged", precision: Precision = "fp32") -> Export:
+def export_checkpoint(
+    path: Path, output: Path, canvas: Canvas = "ragged", precision: FilePrecision = "fp32"
+) -> ExportResult:
     """Write the model file of a checkpoint and return how far it is from the float64 torch net.
 
     The file is written under a temporary name, run in onnxruntime on the golden images (alone and on a shared canvas)
@@ -80,7 +82,7 @@ def export_checkpoint(path: Path, output: Path, canvas: Canvas = "ragged", preci
         deviations = check_parity(written, windows)
         if failed := [d for d in deviations if not d.passed]:
             raise CheckFailed(_parity_message(output, failed, precision))
-    return Export(deviations, magnitudes, precision_warnings(losses, magnitudes))
+    return ExportResult(deviations, magnitudes, precision_warnings(losses, magnitudes))
 
 
 def _check_name(output: Path) -> None:
@@ -104,11 +106,11 @@ def _oracle(checkpoint: Checkpoint) -> list[WindowArrays]:
 
 
 def _contract(
-    checkpoint: Checkpoint, sha256: str, canvas: Canvas, precision: Precision, windows: list[WindowArrays]
+    checkpoint: Checkpoint, sha256: str, canvas: Canvas, precision: FilePrecision, windows: list[WindowArrays]
 ) -> ModelContract:
     """State everything the file must say of itself."""
     architecture = checkpoint.architecture
-    contract = contract_of(
+    contract = build_contract(
         architecture,
         checkpoint.classes,
         canvas,
@@ -153,9 +155,9 @@ def check_parity(path: Path, windows: list[WindowArrays]) -> list[Deviation]:
     sizes = golden_sizes(session.contract.crop)
     deviations = []
     for case, outputs, index in run_cases(session, [golden_image(*size) for size in sizes]):
-        row, (scores, logits) = index_in(case, index), windows[index]
+        row, (scores, logits) = output_row(case, index), windows[index]
         mean_scores, mean_logits = (array.mean(axis=(0, 1)) for array in (scores, logits))
-        precision = judged_as(session)
+        precision = tolerance_precision(session)
         whole = deviation(case, sizes[index], outputs, row, mean_scores, mean_logits, precision=precision)
         deviations.append(replace(whole, scores=max(whole.scores, _worst_window(outputs, row, scores))))
     return deviations
@@ -170,7 +172,7 @@ def _worst_window(outputs: Outputs, row: int, expected: npt.NDArray[np.floating]
     return float(np.abs(outputs.window_scores[row] - padded).max())
 
 
-def _parity_message(output: Path, failed: list[Deviation], precision: Precision) -> str:
+def _parity_message(output: Path, failed: list[Deviation], precision: FilePrecision) -> str:
     """Say by how much which image is off."""
     lines = [
         f"  {d.height}x{d.width} {d.case}: scores {d.scores:.1e}, logits {d.logits:.1e} of the largest" for d in failed

@@ -19,14 +19,14 @@ from onnx import ModelProto, TensorProto, helper
 from prelunet.evaluator.architectures import Architecture
 from prelunet.evaluator.arrays import Float16Array, Float32Array, UInt8Array
 from prelunet.evaluator.contract import ModelContract, golden_image, golden_sizes
-from prelunet.evaluator.engine.runtimes.onnx import PlainNet
+from prelunet.evaluator.engine.runtimes.onnx import RawOnnxModel
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.imaging.canvas import pack
 
-LARGEST = 65504.0  # the largest float16
-HEADROOM = 8.0  # a net that comes nearer to LARGEST is warned of: other images, and sums on their way, go further
+FLOAT16_MAX = 65504.0  # the largest float16
+HEADROOM = 8.0  # a net that comes nearer to FLOAT16_MAX is warned of: other images, and sums on their way, go further
 # Rounding to 11 bits moves a tensor by 2e-4 of its size; what is subnormal in float16 moves more, and zeros by all.
-LOSS = 1e-3
+MAX_ROUNDING_LOSS = 1e-3
 _BLOCK = 2**22  # numbers that are looked at together: fc1 of model C takes 1.8 GB in float64
 
 
@@ -40,7 +40,7 @@ def _rounded(name: str, tensor: Float32Array) -> Float16Array:
         half = tensor.astype(np.float16)
     if beyond := int(np.isinf(half).sum()):
         raise UsageError(
-            f"--precision fp16: {beyond} of the {tensor.size:,} numbers of {name} lie beyond {LARGEST:g}, where "
+            f"--precision fp16: {beyond} of the {tensor.size:,} numbers of {name} lie beyond {FLOAT16_MAX:g}, where "
             f"float16 ends; the largest is {np.abs(tensor).max():.3g}. Export this net with --precision fp32"
         )
     return half
@@ -106,12 +106,13 @@ def range_canvases(contract: ModelContract) -> Iterator[tuple[UInt8Array, npt.ND
 
 
 def add_probes(model: ModelProto, architecture: Architecture) -> None:
-    """Let a half model measure itself: it gets the output `magnitudes`, float32 (tensors, 1, 1, 1), as `_probed` lists.
+    """Let a half model measure itself: it gets the output `magnitudes`, float32 (tensors, 1, 1, 1), as
+    `_probed_tensors` lists.
 
     Behind each tensor between the layers stands what takes its largest |number|; nothing else changes.
     """
     graph, largest = model.graph, []
-    for name in chain.from_iterable(_probed(architecture).values()):
+    for name in chain.from_iterable(_probed_tensors(architecture).values()):
         single, size, most = (f"probe.{name}.{what}" for what in ("single", "size", "largest"))
         graph.node.append(helper.make_node("Cast", [name], [single], to=TensorProto.FLOAT))
         graph.node.append(helper.make_node("Abs", [single], [size]))
@@ -121,7 +122,7 @@ def add_probes(model: ModelProto, architecture: Architecture) -> None:
     graph.output.append(helper.make_tensor_value_info("magnitudes", TensorProto.FLOAT, [len(largest), 1, 1, 1]))
 
 
-def _probed(architecture: Architecture) -> dict[str, list[str]]:
+def _probed_tensors(architecture: Architecture) -> dict[str, list[str]]:
     """Return layer → its tensors that are rounded to float16 and can be larger than what went in (pools cannot)."""
     probed = {conv.name: [conv.name, f"{conv.name}.activation"] for conv in architecture.convs}
     for name in ("fc1", "fc2"):
@@ -138,21 +139,23 @@ def measure_magnitudes(path: Path, architecture: Architecture, contract: ModelCo
     add_probes(model, architecture)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".probed-", suffix=".onnx") as file:
         onnx.save(model, file.name)
-        net = PlainNet(Path(file.name))
+        net = RawOnnxModel(Path(file.name))
     found = [
         net.run({"images": images, "sizes": sizes}, "magnitudes").reshape(-1)
         for images, sizes in range_canvases(contract)
     ]
     largest = iter(np.max(found, axis=0).tolist())  # NaN stays NaN
-    return {layer: float(np.max([next(largest) for _ in names])) for layer, names in _probed(architecture).items()}
+    return {
+        layer: float(np.max([next(largest) for _ in names])) for layer, names in _probed_tensors(architecture).items()
+    }
 
 
 def check_magnitudes(magnitudes: Mapping[str, float]) -> None:
     """Refuse a net whose numbers between the layers do not stay within float16; UsageError names the first layer."""
     for layer, largest in magnitudes.items():
-        if not largest <= LARGEST:
+        if not largest <= FLOAT16_MAX:
             raise UsageError(
-                f"--precision fp16: on test images {layer} goes beyond {LARGEST:g}, where float16 ends. "
+                f"--precision fp16: on test images {layer} goes beyond {FLOAT16_MAX:g}, where float16 ends. "
                 "Export this net with --precision fp32"
             )
 
@@ -162,18 +165,18 @@ def precision_warnings(losses: Mapping[str, float], magnitudes: Mapping[str, flo
     told = [
         f"{name}: rounding to float16 moves it by {loss:.1e} of its size; its numbers are too small for float16"
         for name, loss in losses.items()
-        if loss > LOSS
+        if loss > MAX_ROUNDING_LOSS
     ]
     told += [
-        f"{layer}: reaches {largest:.3g} on test images, within a factor of {HEADROOM:g} of {LARGEST:g}, where float16 "
+        f"{layer}: reaches {largest:.3g} on test images, within a factor of {HEADROOM:g} of {FLOAT16_MAX:g}, where float16 "
         "ends; other images may go beyond it"
         for layer, largest in magnitudes.items()
-        if largest > LARGEST / HEADROOM
+        if largest > FLOAT16_MAX / HEADROOM
     ]
     return told
 
 
-def farthest_layer(magnitudes: Mapping[str, float]) -> tuple[str, float]:
+def largest_magnitude(magnitudes: Mapping[str, float]) -> tuple[str, float]:
     """Return the layer with the largest number, and that."""
     layer = max(magnitudes, key=lambda name: magnitudes[name])
     return layer, magnitudes[layer]

@@ -16,16 +16,16 @@ from prelunet.evaluator.arrays import Float64Array, UInt8Array
 from prelunet.evaluator.contract import ClassEntry, ModelContract, golden_image
 from prelunet.evaluator.datasets.labels.class_file import read_class_list
 from prelunet.evaluator.engine.load import open_session
-from prelunet.evaluator.engine.runtimes.base import reason_of
-from prelunet.evaluator.engine.runtimes.onnx import PlainNet
+from prelunet.evaluator.engine.runtimes.base import error_summary
+from prelunet.evaluator.engine.runtimes.onnx import RawOnnxModel
 from prelunet.evaluator.engine.scores import softmax
 from prelunet.evaluator.engine.verify import Deviation, deviation, golden_answer
 from prelunet.evaluator.errors import ContractError, EnvironmentFault, UsageError
 from prelunet.evaluator.files import check_not_input, open_atomically, sha256_of
 from prelunet.export.foreign.read_net import (
-    Interface,
+    NetInterface,
+    count_multiply_adds,
     find_interface,
-    multiply_adds,
     opset_of,
     random_operators,
     read_net,
@@ -34,12 +34,18 @@ from prelunet.export.foreign.read_net import (
 from prelunet.export.foreign.wrap_net import prepare_net, probability_floor, wrap_net
 from prelunet.training.importing.preprocessing import Layout, Preprocessing
 
-Kind = Literal["auto", "logits", "softmax"]
+OutputKind = Literal["auto", "logits", "softmax"]
 
 OLDEST_SCAN = 9  # the opset from which on Scan has its present form
-_SEEN_AGAIN = 2  # pictures that the net is shown a second time
-_AGAIN_HALF, _AGAIN_SINGLE = 1e-3, 1e-6  # by what share of the largest its answers may then differ
-_IN_HALF, _IN_SINGLE = 1e-2, 1e-3  # how far from 1 a sum of up to some thousand rounded probabilities may be
+_REPEATED_IMAGES = 2  # pictures that the net is shown a second time
+_REPEAT_TOLERANCE_HALF, _REPEAT_TOLERANCE_SINGLE = (
+    1e-3,
+    1e-6,
+)  # by what share of the largest its answers may then differ
+_SUM_TOLERANCE_HALF, _SUM_TOLERANCE_SINGLE = (
+    1e-2,
+    1e-3,
+)  # how far from 1 a sum of up to some thousand rounded probabilities may be
 
 
 @dataclass(frozen=True)
@@ -53,28 +59,28 @@ class AdoptOptions:
     crop: int | None = None
     layout: Layout | None = None
     net_output: str | None = None
-    kind: Kind = "auto"
+    kind: OutputKind = "auto"
     name: str | None = None
 
 
 @dataclass(frozen=True)
-class Adopted:
+class AdoptResult:
     """What was made of a net, and what was found out about it.
 
-    one_by_one: why the images of a batch go through the net one after another, or empty where they go together;
+    sequential_reason: why the images of a batch go through the net one after another, or empty where they go together;
     deviations: of every run that was compared with the net itself.
     """
 
     contract: ModelContract
-    interface: Interface
+    interface: NetInterface
     opset: int
     probabilities: bool
-    one_by_one: str
+    sequential_reason: str
     deviations: tuple[Deviation, ...]
 
 
 @dataclass(frozen=True)
-class _Known:
+class _Reference:
     """One picture, uint8 (crop, crop, 3), and what the net itself says of it, float64 (K,) each."""
 
     picture: UInt8Array
@@ -82,7 +88,7 @@ class _Known:
     logits: Float64Array
 
 
-def adopt(path: Path, output: Path, classes: Path, options: AdoptOptions) -> Adopted:
+def adopt(path: Path, output: Path, classes: Path, options: AdoptOptions) -> AdoptResult:
     """Write the model file of a foreign ONNX classifier.
 
     The net is run in onnxruntime on a few pictures, preprocessed by plain numpy; the file is written under a temporary
@@ -101,13 +107,15 @@ def adopt(path: Path, output: Path, classes: Path, options: AdoptOptions) -> Ado
         raw = _run_net(path, interface, options.preprocessing, pictures, random_operators(net))
         _check_classes(path, classes, len(raw[0]), len(entries))
         probabilities = _are_probabilities(path, options.kind, raw, half=interface.half)
-        known = [_known(*pair, interface, probabilities) for pair in zip(pictures.values(), raw, strict=True)]
-        contract = _contract(path, net, interface, entries, options, known[0])
+        references = [
+            _build_reference(*pair, interface, probabilities) for pair in zip(pictures.values(), raw, strict=True)
+        ]
+        contract = _contract(path, net, interface, entries, options, references[0])
         opset = opset_of(net)
         prepare_net(net)
         draft = _Draft(net, interface, options.preprocessing, contract, probabilities, opset)
-        one_by_one, deviations = _write_checked(file, path, draft, known)
-    return Adopted(contract, interface, opset, probabilities, one_by_one, tuple(deviations))
+        sequential_reason, deviations = _write_checked(file, path, draft, references)
+    return AdoptResult(contract, interface, opset, probabilities, sequential_reason, tuple(deviations))
 
 
 def _pictures(crop: int) -> dict[str, UInt8Array]:
@@ -131,7 +139,7 @@ def _pictures(crop: int) -> dict[str, UInt8Array]:
     }
 
 
-def _check_preprocessing(path: Path, interface: Interface, preprocessing: Preprocessing) -> None:
+def _check_preprocessing(path: Path, interface: NetInterface, preprocessing: Preprocessing) -> None:
     """Refuse a mean for a net that takes bytes, and none for one that takes numbers: nothing is guessed."""
     if interface.takes_bytes and preprocessing.mean is not None:
         raise UsageError(
@@ -156,7 +164,7 @@ def _check_classes(path: Path, classes: Path, outputs: int, listed: int) -> None
 
 def _run_net(
     path: Path,
-    interface: Interface,
+    interface: NetInterface,
     preprocessing: Preprocessing,
     pictures: Mapping[str, UInt8Array],
     drawing: list[str],
@@ -165,10 +173,10 @@ def _run_net(
 
     drawing: the operators of the net that draw random numbers, for the message where its answers differ.
     """
-    net = PlainNet(path, threads=1)  # the last bits of the golden scores depend on the number of threads
+    net = RawOnnxModel(path, threads=1)  # the last bits of the golden scores depend on the number of threads
 
     def row_of(what: str, picture: UInt8Array) -> Float64Array:
-        found = net.run({interface.input: interface.feed(preprocessing.plain(picture))}, interface.output)
+        found = net.run({interface.input: interface.feed(preprocessing.apply(picture))}, interface.output)
         batch = interface.batch or 1
         if found.ndim < 2 or found.shape[0] != batch or found.shape[1] < 2 or found.shape[2:] not in {(), (1, 1)}:
             raise ContractError(
@@ -184,9 +192,13 @@ def _run_net(
 
     rows = [row_of(*entry) for entry in pictures.items()]
     # The same run again, with some slack: a runtime need not give equal bits twice.
-    for (what, picture), row in list(zip(pictures.items(), rows, strict=True))[:_SEEN_AGAIN]:
+    for (what, picture), row in list(zip(pictures.items(), rows, strict=True))[:_REPEATED_IMAGES]:
         off = float(np.abs(row_of(what, picture) - row).max())
-        if off > (0 if drawing else _AGAIN_HALF if interface.half else _AGAIN_SINGLE) * np.abs(row).max():
+        if (
+            off
+            > (0 if drawing else _REPEAT_TOLERANCE_HALF if interface.half else _REPEAT_TOLERANCE_SINGLE)
+            * np.abs(row).max()
+        ):
             why = f"; it draws random numbers ({', '.join(drawing)})" if drawing else ""
             raise ContractError(
                 f"{path}: gives other scores each time it sees the same image{why}. Export it in evaluation mode "
@@ -195,12 +207,12 @@ def _run_net(
     return rows
 
 
-def _are_probabilities(path: Path, kind: Kind, rows: list[Float64Array], *, half: bool) -> bool:
+def _are_probabilities(path: Path, kind: OutputKind, rows: list[Float64Array], *, half: bool) -> bool:
     """Find out whether a net's output is behind a softmax, by what it says of several pictures.
 
     Raises UsageError where that contradicts `kind`, or where it looks like neither.
     """
-    slack = _IN_HALF if half else _IN_SINGLE
+    slack = _SUM_TOLERANCE_HALF if half else _SUM_TOLERANCE_SINGLE
     within = all(row.min() >= 0 and row.max() <= 1 + slack for row in rows)
     summed = within and all(abs(row.sum() - 1) <= slack for row in rows)
     totals = sorted(float(row.sum()) for row in rows)
@@ -217,22 +229,24 @@ def _are_probabilities(path: Path, kind: Kind, rows: list[Float64Array], *, half
     return summed
 
 
-def _known(picture: UInt8Array, row: Float64Array, interface: Interface, probabilities: bool) -> _Known:
+def _build_reference(
+    picture: UInt8Array, row: Float64Array, interface: NetInterface, probabilities: bool
+) -> _Reference:
     if probabilities:
-        return _Known(picture, row, np.log(row + probability_floor(interface)))
-    return _Known(picture, softmax(row), row)
+        return _Reference(picture, row, np.log(row + probability_floor(interface)))
+    return _Reference(picture, softmax(row), row)
 
 
 def _contract(
     path: Path,
     net: ModelProto,
-    interface: Interface,
+    interface: NetInterface,
     classes: tuple[ClassEntry, ...],
     options: AdoptOptions,
-    golden: _Known,
+    golden: _Reference,
 ) -> ModelContract:
     """State everything the file must say of itself: one window, which is the crop."""
-    crop, count = interface.crop, multiply_adds(net, interface)
+    crop, count = interface.crop, count_multiply_adds(net, interface)
     said = {"input": interface.input, "layout": interface.layout, "output": interface.output}
     try:
         contract = ModelContract(
@@ -265,7 +279,7 @@ class _Draft:
     """All that a model file is built from."""
 
     net: ModelProto
-    interface: Interface
+    interface: NetInterface
     preprocessing: Preprocessing
     contract: ModelContract
     probabilities: bool
@@ -286,7 +300,9 @@ class _Draft:
         return data
 
 
-def _write_checked(file: BinaryIO, path: Path, draft: _Draft, known: list[_Known]) -> tuple[str, list[Deviation]]:
+def _write_checked(
+    file: BinaryIO, path: Path, draft: _Draft, references: list[_Reference]
+) -> tuple[str, list[Deviation]]:
     """Write the file with images going together or, where the net cannot do that, one by one.
 
     Returns why one by one (empty: together), and the deviations. Raises ContractError with the reasons when neither
@@ -303,7 +319,7 @@ def _write_checked(file: BinaryIO, path: Path, draft: _Draft, known: list[_Known
         file.flush()
         try:
             with np.errstate(all="ignore"):  # NaN and infinity are deviations like others
-                deviations = list(_deviations(Path(file.name), known))
+                deviations = list(_deviations(Path(file.name), references))
         except EnvironmentFault:  # too little memory, which the other way would not mend
             raise
         except Exception as error:  # the runtime's own classes, which only the session module may know
@@ -322,19 +338,19 @@ def _write_checked(file: BinaryIO, path: Path, draft: _Draft, known: list[_Known
 
 def _in_short(error: Exception) -> str:
     """Return what the runtime says of a failed run: the node if it names one, else the beginning of its text."""
-    text = reason_of(error)
+    text = error_summary(error)
     if node := re.search(r"running (\w+) node\. Name:'(?:net/)?([^']*)'", text):
         return f"its {node[1]} node{' ' + node[2] if node[2] else ''} fails"
     return text
 
 
-def _deviations(path: Path, known: list[_Known]) -> Iterator[Deviation]:
+def _deviations(path: Path, references: list[_Reference]) -> Iterator[Deviation]:
     """Compare the file in onnxruntime, on the CPU, with what the net itself says: each picture alone, then together."""
     session = open_session(path, "cpu")
     crop = session.contract.crop
-    sizes = np.full((len(known), 2), crop, np.int64)
-    together = session.run(np.stack([entry.picture for entry in known]), sizes)
-    for row, entry in enumerate(known):
+    sizes = np.full((len(references), 2), crop, np.int64)
+    together = session.run(np.stack([entry.picture for entry in references]), sizes)
+    for row, entry in enumerate(references):
         alone = session.run(entry.picture[None], sizes[:1])
         for case, outputs, place in (("alone", alone, 0), ("together", together, row)):
             yield deviation(

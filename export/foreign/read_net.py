@@ -19,17 +19,17 @@ from prelunet.training.importing.preprocessing import Layout
 # Protobuf's own limit of one file, less a margin for what we add.
 MAX_BYTES = 2**31 - 2**24
 OLDEST_OPSET = 7  # since when elementwise operators broadcast, and the oldest that onnxruntime promises to run
-LARGEST_CROP = 4096  # pixels of a side, as of the nets of `prelunet init`
-MOST_PIXELS = 2**26  # of one batch, where a file fixes how many images it takes: 0.8 GB in float32
+MAX_CROP = 4096  # pixels of a side, as of the nets of `prelunet init`
+MAX_BATCH_PIXELS = 2**26  # of one batch, where a file fixes how many images it takes: 0.8 GB in float32
 _INPUT_TYPES = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.UINT8}
 _FLOATS = {"DOUBLE", "BFLOAT16"}  # other ways to hold what the types below hold
 _OUTPUT_TYPES = {TensorProto.FLOAT, TensorProto.FLOAT16}
 
-Side = int | None  # of a shape; None where the file leaves it open
+Dimension = int | None  # of a shape; None where the file leaves it open
 
 
 @dataclass(frozen=True)
-class Interface:
+class NetInterface:
     """Where pixels go into a net and where its scores come out.
 
     input, output: names; input_type, output_type: of onnx (`TensorProto.FLOAT`, ...); batch: images that it takes at
@@ -163,7 +163,7 @@ def random_operators(model: ModelProto) -> list[str]:
 
 def find_interface(
     path: Path, model: ModelProto, *, crop: int | None, layout: Layout | None, output: str | None
-) -> Interface:
+) -> NetInterface:
     """Find the input and the output of a classifier from its declarations.
 
     crop, layout: what the user said, needed where the file leaves it open; output: which of several.
@@ -183,14 +183,14 @@ def find_interface(
         raise ContractError(f"{path}: input '{pixels.name}' has {found}, but images in a batch have rank 4")
     found_layout = _layout(path, shape, layout)
     side = _crop(path, shape[2:] if found_layout == "NCHW" else shape[1:3], crop)
-    if side**2 * (shape[0] or 1) > MOST_PIXELS:
+    if side**2 * (shape[0] or 1) > MAX_BATCH_PIXELS:
         raise ContractError(
             f"{path}: takes {shape[0]} images of {side}x{side} pixels at once, more than memory should hold. Export it "
             "with a dynamic batch"
         )
     scores = _chosen_output(path, model, output)
     output_type, _ = _tensor_of(path, scores, "output", _OUTPUT_TYPES)
-    return Interface(
+    return NetInterface(
         input=pixels.name,
         input_type=input_type,
         layout=found_layout,
@@ -205,20 +205,20 @@ def _names(values: Sequence[Any]) -> str:
     return ", ".join(f"'{value.name}'" for value in values) or "none"
 
 
-def _chosen_output(path: Path, model: ModelProto, asked: str | None) -> Any:
+def _chosen_output(path: Path, model: ModelProto, requested: str | None) -> Any:
     """Return the declared output with the scores: the only one, or the one that was asked for."""
     outputs = list(model.graph.output)
-    if asked is None and len(outputs) == 1:
+    if requested is None and len(outputs) == 1:
         return outputs[0]
     for value in outputs:
-        if value.name == asked:
+        if value.name == requested:
             return value
-    if asked is None:
+    if requested is None:
         raise UsageError(f"{path}: outputs {_names(outputs)}. Say which holds the scores: --net-output NAME")
-    raise UsageError(f"{path}: no output '{asked}'. There are: {_names(outputs)}")
+    raise UsageError(f"{path}: no output '{requested}'. There are: {_names(outputs)}")
 
 
-def _tensor_of(path: Path, value: Any, what: str, allowed: Collection[int]) -> tuple[int, list[Side] | None]:
+def _tensor_of(path: Path, value: Any, what: str, allowed: Collection[int]) -> tuple[int, list[Dimension] | None]:
     """Return type and shape of an input or output; ContractError for anything but a tensor of an allowed type."""
     if value.type.WhichOneof("value") != "tensor_type":
         kind = (value.type.WhichOneof("value") or "unknown").removesuffix("_type").replace("_", " ")
@@ -228,20 +228,22 @@ def _tensor_of(path: Path, value: Any, what: str, allowed: Collection[int]) -> t
         words = " or ".join(sorted(TensorProto.DataType.Name(kind) for kind in allowed))
         known = tensor.elem_type in TensorProto.DataType.values()
         kind = TensorProto.DataType.Name(tensor.elem_type) if known else f"of an unknown type ({tensor.elem_type})"
-        mend = "Convert the net to single or half precision" if kind in _FLOATS else "Export the net with one of these"
-        raise ContractError(f"{path}: {what} '{value.name}' is {kind}, not {words}. {mend}")
+        fix = "Convert the net to single or half precision" if kind in _FLOATS else "Export the net with one of these"
+        raise ContractError(f"{path}: {what} '{value.name}' is {kind}, not {words}. {fix}")
     if not tensor.HasField("shape"):
         return tensor.elem_type, None
     return tensor.elem_type, [dim.dim_value if dim.dim_value > 0 else None for dim in tensor.shape.dim]
 
 
-def _layout(path: Path, shape: Sequence[Side], asked: Layout | None) -> Layout:
+def _layout(path: Path, shape: Sequence[Dimension], requested: Layout | None) -> Layout:
     """Find where the channels are: the axis of 3; UsageError where that is open, or is not what was said."""
-    places: dict[Layout, Side] = {"NCHW": shape[1], "NHWC": shape[3]}
-    if asked is not None:
-        if places[asked] not in {3, None}:
-            raise UsageError(f"{path}: --layout {asked}, but its channels would be {places[asked]}. Leave it out")
-        return asked
+    places: dict[Layout, Dimension] = {"NCHW": shape[1], "NHWC": shape[3]}
+    if requested is not None:
+        if places[requested] not in {3, None}:
+            raise UsageError(
+                f"{path}: --layout {requested}, but its channels would be {places[requested]}. Leave it out"
+            )
+        return requested
     found = [layout for layout, channels in places.items() if channels == 3]
     if len(found) == 1:
         return found[0]
@@ -253,26 +255,26 @@ def _layout(path: Path, shape: Sequence[Side], asked: Layout | None) -> Layout:
     raise UsageError(f"{path}: an input of shape {_shape_text(shape)}: say where its channels are, with --layout")
 
 
-def _crop(path: Path, sides: Sequence[Side], asked: int | None) -> int:
+def _crop(path: Path, sides: Sequence[Dimension], requested: int | None) -> int:
     """Return the side of the net's images; UsageError where it is open, or is not what was said."""
     fixed = {side for side in sides if side is not None}
     if len(fixed) > 1:
         raise ContractError(
             f"{path}: takes images of {sides[0]}x{sides[1]} pixels, but crops are square. Export it for a square input"
         )
-    side = fixed.pop() if fixed else asked
+    side = fixed.pop() if fixed else requested
     if side is None:
         raise UsageError(f"{path}: takes images of any size. Say of which it was trained with: --crop PIXELS")
-    if asked not in {None, side}:
-        raise UsageError(f"{path}: --crop {asked}, but it takes images of {side}x{side} pixels. Say --crop {side}")
-    if side > LARGEST_CROP:
+    if requested not in {None, side}:
+        raise UsageError(f"{path}: --crop {requested}, but it takes images of {side}x{side} pixels. Say --crop {side}")
+    if side > MAX_CROP:
         raise ContractError(
-            f"{path}: crops of {side}x{side} pixels, but {LARGEST_CROP} is the most. Export it for smaller images"
+            f"{path}: crops of {side}x{side} pixels, but {MAX_CROP} is the most. Export it for smaller images"
         )
     return side
 
 
-def _shape_text(shape: Sequence[Side]) -> str:
+def _shape_text(shape: Sequence[Dimension]) -> str:
     return "x".join("?" if side is None else str(side) for side in shape)
 
 
@@ -291,7 +293,7 @@ _UNCOUNTED = {
 }
 
 
-def multiply_adds(model: ModelProto, interface: Interface) -> int | None:
+def count_multiply_adds(model: ModelProto, interface: NetInterface) -> int | None:
     """Count the multiply-adds of one image: those of Conv, Gemm and MatMul, from the shapes that onnx infers.
 
     None where they cannot be told: an unknown shape, another operator that multiplies, or none at all.
@@ -331,7 +333,7 @@ def _terms(node: Any, shapes: Mapping[str, Sequence[int]]) -> int | None:
     return operand[0] if transposed else operand[-1]
 
 
-def _declare_shapes(model: ModelProto, interface: Interface) -> None:
+def _declare_shapes(model: ModelProto, interface: NetInterface) -> None:
     """Replace what a file says of its shapes by those of one whole batch."""
     del model.graph.value_info[:]
     for value in model.graph.output:

@@ -11,7 +11,7 @@ import numpy as np
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from prelunet.evaluator.contract import ModelContract
-from prelunet.export.foreign.read_net import Interface
+from prelunet.export.foreign.read_net import NetInterface
 from prelunet.training.importing.preprocessing import Preprocessing
 
 PREFIX = "net/"
@@ -83,7 +83,7 @@ class _Nodes:
 
 def wrap_net(
     net: ModelProto,
-    interface: Interface,
+    interface: NetInterface,
     preprocessing: Preprocessing,
     contract: ModelContract,
     *,
@@ -100,10 +100,10 @@ def wrap_net(
     around = _Nodes()
     pixels = _front(around, interface, preprocessing)
     if one_by_one:
-        raw = _scanned(around, net.graph, interface, pixels, classes)
+        raw = _add_scan(around, net.graph, interface, pixels, classes)
     else:
         around.add("Identity", [pixels], _prefixed(interface.input))
-        _place(around, net.graph)
+        _embed(around, net.graph)
         raw = _prefixed(interface.output)
     _back(around, raw, interface, classes, probabilities=probabilities)
     graph = helper.make_graph(around.nodes, "prelunet", *_interface(contract), around.constants)
@@ -134,7 +134,7 @@ def _interface(contract: ModelContract) -> tuple[list[Any], list[Any]]:
     return inputs, outputs
 
 
-def _front(around: _Nodes, interface: Interface, preprocessing: Preprocessing) -> str:
+def _front(around: _Nodes, interface: NetInterface, preprocessing: Preprocessing) -> str:
     """Add what makes the net's input of `images`, in the same order of operations as `Preprocessing.plain`."""
     value = "images"
     if preprocessing.channels == "bgr":
@@ -157,12 +157,12 @@ def _front(around: _Nodes, interface: Interface, preprocessing: Preprocessing) -
     return value
 
 
-def _place(graph: _Nodes, net: GraphProto) -> None:
+def _embed(graph: _Nodes, net: GraphProto) -> None:
     graph.nodes.extend(net.node)
     graph.constants.extend(net.initializer)
 
 
-def _scanned(around: _Nodes, net: GraphProto, interface: Interface, pixels: str, classes: int) -> str:
+def _add_scan(around: _Nodes, net: GraphProto, interface: NetInterface, pixels: str, classes: int) -> str:
     """Add a Scan that shows the net one image after another; return the name of its output (N, K).
 
     A net of fixed batches of B gets the image B times, and the first row of what it says is kept.
@@ -176,7 +176,7 @@ def _scanned(around: _Nodes, net: GraphProto, interface: Interface, pixels: str,
         body.add("Identity", [image], target)
     else:
         body.add("Concat", [image] * batch, target, axis=0)
-    _place(body, net)
+    _embed(body, net)
     rows = around.constant("one.rows", np.array([batch, classes], np.int64))
     first = around.constant("one.first", np.array(0, np.int64))
     table = body.add("Reshape", [_prefixed(interface.output), rows], "one.table")
@@ -192,7 +192,7 @@ def _scanned(around: _Nodes, net: GraphProto, interface: Interface, pixels: str,
     return around.add("Scan", [pixels], "net.scores", body=graph, num_scan_inputs=1)
 
 
-def _back(around: _Nodes, raw: str, interface: Interface, classes: int, *, probabilities: bool) -> None:
+def _back(around: _Nodes, raw: str, interface: NetInterface, classes: int, *, probabilities: bool) -> None:
     """Add the four outputs behind what the net says, (N, K) or (N, K, 1, 1)."""
     value = around.add("Reshape", [raw, around.constant("table", np.array([-1, classes], np.int64))], "net.table")
     value = around.add("Cast", [value], "net.float", to=TensorProto.FLOAT)
@@ -209,7 +209,7 @@ def _back(around: _Nodes, raw: str, interface: Interface, classes: int, *, proba
     around.add("Div", ["sizes", around.constant("crop", np.array(interface.crop, np.int64))], "windows")
 
 
-def probability_floor(interface: Interface) -> float:
+def probability_floor(interface: NetInterface) -> float:
     """Return what is added to a probability before its logarithm is taken, which must be finite.
 
     The smallest positive number of the net's own precision: nothing beside any probability that it can tell from 0.

@@ -7,10 +7,10 @@ import typer
 
 from prelunet.evaluator.contract import Interpolation
 from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.terminal import say
+from prelunet.evaluator.terminal import echo
 
 if TYPE_CHECKING:
-    from prelunet.export.foreign.adopt import Adopted
+    from prelunet.export.foreign.adopt import AdoptResult
 
 
 def adopt(
@@ -54,19 +54,19 @@ def adopt(
     """
     from prelunet.export.foreign.adopt import AdoptOptions
     from prelunet.export.foreign.adopt import adopt as adopt_net
-    from prelunet.training.importing.preprocessing import Preprocessing, three_numbers
+    from prelunet.training.importing.preprocessing import Preprocessing, parse_channel_values
 
     if output.exists() and not force:
         raise UsageError(f"{output}: exists already. Choose another name, or replace it with --force")
     preprocessing = Preprocessing(
-        mean=None if mean is None else three_numbers(mean, "--mean"),
-        std=None if std is None else three_numbers(std, "--std"),
+        mean=None if mean is None else parse_channel_values(mean, "--mean"),
+        std=None if std is None else parse_channel_values(std, "--std"),
         pixel_range=_pixel_range(pixel_range),
         channels=channels,
         interpolation=interpolation,
     )
     options = AdoptOptions(preprocessing, crop, layout, net_output, kind, name)
-    _tell(output, adopt_net(net, output, classes, options), preprocessing)
+    _report(output, adopt_net(net, output, classes, options), preprocessing)
 
 
 def _pixel_range(given: str) -> int:
@@ -75,15 +75,17 @@ def _pixel_range(given: str) -> int:
     return int(given)
 
 
-def _tell(output: Path, adopted: "Adopted", preprocessing: object) -> None:
+def _report(output: Path, adopted: "AdoptResult", preprocessing: object) -> None:
     """Say what was found out, so that a wrong guess is seen."""
     contract, net = adopted.contract, adopted.interface
     kind = "probabilities (logits are their logarithms)" if adopted.probabilities else "logits"
     count = contract.architecture.get("multiply_adds")
     cost = "multiply-adds not countable" if count is None else f"{count:.4g} multiply-adds"
-    batches = "together" if not adopted.one_by_one else f"one by one inside the graph ({adopted.one_by_one})"
+    batches = (
+        "together" if not adopted.sequential_reason else f"one by one inside the graph ({adopted.sequential_reason})"
+    )
     worst = max(adopted.deviations, key=lambda d: d.scores)
-    say(
+    echo(
         f"input '{net.input}': {net.layout}, crops of {net.crop}x{net.crop} pixels; {preprocessing}\n"
         f"output '{net.output}': {kind} of {len(contract.classes)} classes, found by running it\n"
         f"images of a batch go through the net {batches}\n"

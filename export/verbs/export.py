@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from prelunet.evaluator.contract import Canvas, Precision
+from prelunet.evaluator.contract import Canvas, FilePrecision
 from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.terminal import say
+from prelunet.evaluator.terminal import echo
 
 
 def export(
@@ -20,7 +20,7 @@ def export(
         ),
     ] = "ragged",
     precision: Annotated[
-        Precision,
+        FilePrecision,
         typer.Option(help="`fp16`: half the size and the fast way on a GPU; scores differ in the third decimal."),
     ] = "fp32",
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
@@ -31,19 +31,19 @@ def export(
     is left.
     """
     from prelunet.export.dense.export import export_checkpoint
-    from prelunet.export.dense.half_precision import LARGEST, farthest_layer
+    from prelunet.export.dense.half_precision import FLOAT16_MAX, largest_magnitude
 
     if output.exists() and not force:
         raise UsageError(f"{output}: exists already. Choose another name, or replace it with --force")
     found = export_checkpoint(checkpoint, output, canvas, precision)
     worst = max(found.deviations, key=lambda d: d.scores)
-    say(
+    echo(
         f"{output}: {output.stat().st_size / 1e6:.1f} MB, {precision}, canvas {canvas}; {len(found.deviations)} runs "
         f"agree with the torch net, worst score off by {worst.scores:.1e} (at {worst.height}x{worst.width}, "
         f"{worst.case})"
     )
     if found.magnitudes:
-        layer, largest = farthest_layer(found.magnitudes)
-        say(f"largest number between the layers: {largest:.4g} ({layer}); float16 ends at {LARGEST:g}")
+        layer, largest = largest_magnitude(found.magnitudes)
+        echo(f"largest number between the layers: {largest:.4g} ({layer}); float16 ends at {FLOAT16_MAX:g}")
     for warning in found.warnings:
-        say(f"note: {warning}", err=True)
+        echo(f"note: {warning}", err=True)

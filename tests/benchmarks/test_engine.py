@@ -14,23 +14,23 @@ from PIL import Image
 from benchmarks.common.dense_torch import DenseNet, export_plain
 from benchmarks.common.photos import Photo, load_photos
 from benchmarks.common.results import environment, shuffled
-from benchmarks.engine.competitors import COMPETITORS, REFERENCE, Case, NotAvailable, Opened, in_pairs
-from benchmarks.engine.interleaved import SAMPLED_CROPS, Limits, Reference, Visit, deviation, measure
+from benchmarks.engine.competitors import COMPETITORS, REFERENCE, BenchmarkNet, NotAvailable, OpenedCompetitor, in_pairs
+from benchmarks.engine.interleaved import SAMPLED_CROPS, PhotoTimings, Reference, StopRule, deviation, measure
 from benchmarks.engine.naive import classify_every_crop, seconds_of_sample
 from benchmarks.engine.table import goals_of, rows_of
 from prelunet.evaluator.architectures import ACTIVATIONS, architecture
 from prelunet.evaluator.contract import golden_image
 from prelunet.evaluator.engine.runtimes import openvino
 from prelunet.evaluator.imaging.views import make_views
-from prelunet.evaluator.protocols import Protocol
+from prelunet.evaluator.protocols import EvaluationProtocol
 from prelunet.training.net.checkpoints import Checkpoint
 from prelunet.training.net.dense_reference import dense_windows, subtract_mean
 from prelunet.training.net.network import PreluNet, load_tensors, network_from_checkpoint
-from tests.helpers.discriminating_nets import noise, telling_checkpoint
+from tests.helpers.discriminating_nets import discriminating_checkpoint, noise
 from tests.helpers.tiny_nets import tiny_checkpoint
 
 PHOTO = Photo("a photo", noise(30, 41, 1))
-PROTOCOL = Protocol("two scales", "dense", (24, 37), mirror=True)
+PROTOCOL = EvaluationProtocol("two scales", "dense", (24, 37), mirror=True)
 
 
 def exact_net(checkpoint: Checkpoint) -> PreluNet:
@@ -59,7 +59,7 @@ def test_the_dense_torch_net_gives_every_images_scores_window_by_window(activati
 
 
 def test_the_dense_torch_net_has_the_pyramid_of_models_whose_bins_overlap_and_repeat() -> None:
-    checkpoint = telling_checkpoint("demo", classes=7)
+    checkpoint = discriminating_checkpoint("demo", classes=7)
     net = DenseNet(exact_net(checkpoint), checkpoint.mean.astype(np.float64), dtype=torch.float64)
     image = noise(43, 60, 4)
     np.testing.assert_allclose(net.scores(image[None])[0], expected_scores(checkpoint, image), rtol=1e-10)
@@ -76,7 +76,7 @@ def test_float_pixels_channels_first_give_the_scores_of_bytes() -> None:
 
 @pytest.mark.parametrize(("settings", "tolerance"), [({"onednn": True}, 1e-5), ({"dtype": torch.bfloat16}, 5e-2)])
 def test_the_fast_forms_of_the_dense_torch_net_are_off_by_rounding_only(settings: dict, tolerance: float) -> None:
-    checkpoint = telling_checkpoint("demo", classes=7)
+    checkpoint = discriminating_checkpoint("demo", classes=7)
     net = DenseNet(network_from_checkpoint(checkpoint), checkpoint.mean, channels_last=True, **settings)
     image = noise(43, 60, 4)
     # float32 sums in another order; bfloat16 keeps 8 bits
@@ -84,7 +84,7 @@ def test_the_fast_forms_of_the_dense_torch_net_are_off_by_rounding_only(settings
 
 
 def test_the_plain_export_takes_batches_and_images_of_any_size(tmp_path: Path) -> None:
-    checkpoint = telling_checkpoint("demo", classes=7)
+    checkpoint = discriminating_checkpoint("demo", classes=7)
     net = DenseNet(network_from_checkpoint(checkpoint), checkpoint.mean)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nobody should have to read them at each run
@@ -122,7 +122,7 @@ def test_the_naive_way_classifies_each_crop_of_each_view() -> None:
 def test_the_naive_way_is_the_dense_one_where_an_image_is_one_window() -> None:
     checkpoint = tiny_checkpoint()
     net = DenseNet(network_from_checkpoint(checkpoint), checkpoint.mean)
-    protocol, image = Protocol("one", "dense", (24,), mirror=True), noise(24, 24, 5)
+    protocol, image = EvaluationProtocol("one", "dense", (24,), mirror=True), noise(24, 24, 5)
     np.testing.assert_allclose(
         classify_every_crop(net, image, protocol), in_pairs(net.scores)(image, protocol), atol=1e-6
     )
@@ -188,14 +188,14 @@ def test_every_round_asks_all_in_an_order_of_its_own_that_another_run_repeats() 
 def test_measuring_visits_the_pictures_in_turn_and_asks_the_slow_one_once() -> None:
     asked: list[str] = []
 
-    def opened(name: str) -> Opened:
+    def opened(name: str) -> OpenedCompetitor:
         scores = np.array([0.5, 0.25])
         sample = (lambda *_: asked.append(name) or 1.5) if name == "naive" else None
-        return Opened(lambda *_: (asked.append(name), scores)[1], {}, sample)
+        return OpenedCompetitor(lambda *_: (asked.append(name), scores)[1], {}, sample)
 
     names = ["naive", REFERENCE, "ours, cpu", "ours, openvino"]
     photos = [replace(PHOTO, name="one"), replace(PHOTO, name="two")]
-    found = measure({name: opened(name) for name in names}, photos, PROTOCOL, architecture("demo"), Limits(3, 3, 0),
+    found = measure({name: opened(name) for name in names}, photos, PROTOCOL, architecture("demo"), StopRule(3, 3, 0),
                     Reference(opened(REFERENCE).answer))  # fmt: skip
     assert [visit.photo.name for visit in found] == ["one", "two", "one"]
     rounds = [shuffled(names, number) for number in range(3)]
@@ -209,7 +209,7 @@ def test_measuring_visits_the_pictures_in_turn_and_asks_the_slow_one_once() -> N
 def test_the_reference_answers_each_picture_and_protocol_once() -> None:
     calls = []
 
-    def answer(image: np.ndarray, protocol: Protocol) -> np.ndarray:
+    def answer(image: np.ndarray, protocol: EvaluationProtocol) -> np.ndarray:
         calls.append(protocol.name)
         return np.array([float(len(calls))])
 
@@ -222,7 +222,7 @@ def test_the_reference_answers_each_picture_and_protocol_once() -> None:
 
 
 def test_measuring_goes_on_while_one_more_image_fits_into_the_time() -> None:
-    limits = Limits(least=3, most=8, seconds=40)
+    limits = StopRule(min_images=3, max_images=8, seconds=40)
     assert not limits.reached(0, 0)
     assert not limits.reached(2, 100)  # at least three, however long
     assert limits.reached(3, 100)
@@ -233,7 +233,7 @@ def test_measuring_goes_on_while_one_more_image_fits_into_the_time() -> None:
 
 
 def test_a_slow_machine_is_shown_fewer_pictures_but_one() -> None:
-    limits = Limits(least=3, most=8, seconds=40, patience=180)
+    limits = StopRule(min_images=3, max_images=8, seconds=40, patience=180)
     assert not limits.reached(0, 0)
     assert limits.reached(1, 90.1)  # a second would end after 180.2
     assert not limits.reached(1, 90)
@@ -242,7 +242,7 @@ def test_a_slow_machine_is_shown_fewer_pictures_but_one() -> None:
     assert limits.reached(3, 40)
 
 
-def visits() -> list[Visit]:
+def visits() -> list[PhotoTimings]:
     """Make two pictures of 10 and 30 GFLOP, each in two groups."""
     small, large = replace(PHOTO, name="small"), replace(PHOTO, name="large")
     fp32 = [
@@ -254,7 +254,7 @@ def visits() -> list[Visit]:
         {"torch channels_last bf16": 3.0, "ours, openvino bf16": 4.0},
     ]
     return [
-        Visit(photo, gflop, seconds, dict.fromkeys(seconds, 1e-6 * gflop), 70 if "naive" in seconds else None)
+        PhotoTimings(photo, gflop, seconds, dict.fromkeys(seconds, 1e-6 * gflop), 70 if "naive" in seconds else None)
         for group in (fp32, bf16)
         for photo, gflop, seconds in zip((small, large), (10.0, 30.0), group, strict=True)
     ]
@@ -316,9 +316,9 @@ def test_a_compiler_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch, tmp
 
     checkpoint = tiny_checkpoint()
     monkeypatch.setattr(torch, "compile", no_compiler)
-    monkeypatch.setattr(Case, "net", DenseNet(network_from_checkpoint(checkpoint), checkpoint.mean))
+    monkeypatch.setattr(BenchmarkNet, "net", DenseNet(network_from_checkpoint(checkpoint), checkpoint.mean))
     with pytest.raises(NotAvailable, match=r"torch.compile: No working C\+\+ compiler found$"):
-        COMPETITORS["torch.compile"].open(Case(tmp_path, 1))
+        COMPETITORS["torch.compile"].open(BenchmarkNet(tmp_path, 1))
 
 
 def test_openvino_that_computes_in_another_precision_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -327,7 +327,7 @@ def test_openvino_that_computes_in_another_precision_is_told(monkeypatch: pytest
     monkeypatch.setattr(openvino, "check_processor", lambda precision: None)
     monkeypatch.setattr(openvino, "_precisions", lambda compiled: {"f32"})
     with pytest.raises(NotAvailable, match=r"bf16: .* computes in f32"):
-        COMPETITORS["openvino, plain export, bf16"].open(Case(tmp_path, 1))
+        COMPETITORS["openvino, plain export, bf16"].open(BenchmarkNet(tmp_path, 1))
 
 
 def test_photos_of_a_folder_are_taken_evenly_and_others_are_told(

@@ -30,9 +30,9 @@ from benchmarks.gpu.table import BEGIN, END, NOT_MEASURED, goals, table, write_i
 from prelunet.evaluator.architectures import architecture, multiply_adds
 from prelunet.evaluator.contract import golden_image
 from prelunet.evaluator.engine import load
-from prelunet.evaluator.engine.memory import portion_within
+from prelunet.evaluator.engine.memory import portion_size
 from prelunet.evaluator.imaging.resize import resized_size
-from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.protocols import build_protocol
 
 PACKAGES = ("torch", "onnx", "onnxruntime", "numpy", "pillow")  # of the machine with the GPU, and what they need
 NOW: dict[str, Any] = {
@@ -180,12 +180,12 @@ def test_parity_sees_what_is_off(tmp_path: Path, fault: str) -> None:
 def test_rewritten_files_give_the_same_scores(tmp_path: Path) -> None:
     rig = Rig("cpu", tiny=True, files=tmp_path)
     path = rig.model_file("C", "fp32")
-    wider, split = with_padded_conv1(path, 8), with_split_concats(path, most=4)
+    wider, split = with_padded_conv1(path, 8), with_split_concats(path, limit=4)
     longest = max(len(node.input) for node in onnx.load(str(split)).graph.node if node.op_type == "Concat")
     assert longest == 4  # the net has 14 bins
     found = []
     for file in (path, wider, split):
-        bound = sweep.Bound(rig, raw_session(rig, file))
+        bound = sweep.BoundSession(rig, raw_session(rig, file))
         found.append(bound.run(bound.upload((2, 33, 41)))[0].numpy())
     # Sums of more zeros are split elsewhere by some processors' kernels: ten layers of float32 roundings, 6e-8 each
     np.testing.assert_allclose(found[1], found[0], rtol=2e-5, atol=1e-6)
@@ -319,7 +319,7 @@ def test_the_plan_tells_of_every_part_and_measures_nothing(tmp_path: Path, capsy
     assert [line for line in told.splitlines() if line[0] != " "] == [f"{part}:" for part in gpu.PARTS]
     assert told.count("minute") >= len(gpu.PARTS)
     contract = Rig("cpu", tiny=False, files=tmp_path).contract("C", "fp16")
-    together = portion_within(make_protocol("multi-scale", contract), 1024, None, gpu=True)
+    together = portion_size(build_protocol("multi-scale", contract), 1024, None, gpu=True)
     assert f"C multi-scale, 1024 images, {together} together" in told
     assert not list(tmp_path.iterdir())
 
@@ -407,7 +407,7 @@ def test_a_broken_cuda_context_ends_the_part(tmp_path: Path) -> None:
 def test_a_case_for_which_there_is_no_time_is_left_for_the_next_call(tmp_path: Path) -> None:
     results = _results(tmp_path, limit=10)
     assert results.measure({"net": "A"}, lambda: {"ms": 1}, 11) is None
-    assert results.left == [{"net": "A"}]
+    assert results.skipped == [{"net": "A"}]
     assert results.measure({"net": "C"}, lambda: {"ms": 1}, 9) == {"ms": 1}
 
 

@@ -9,9 +9,9 @@ from PIL import Image
 
 from benchmarks.common.results import shuffled
 from benchmarks.engine import growth
-from benchmarks.engine.growth import ENGINES, in_turn
+from benchmarks.engine.growth import ENGINES, interleave
 from benchmarks.engine.growth_plots import draw, points_of, tables
-from benchmarks.engine.isolated import repeated, run_alone
+from benchmarks.engine.isolated import repeated, run_isolated
 from prelunet.evaluator.architectures import multiply_adds
 from prelunet.evaluator.datasets import Dataset, Sample
 from prelunet.evaluator.errors import EnvironmentFault
@@ -86,7 +86,7 @@ def test_a_rehearsal_measures_every_kind_of_point_and_the_same_command_measures_
     ]
     square, long, small, large, dataset = (case["result"] for case in found["cases"])
     assert (square["views"], long["views"]) == ([[32, 32]] * 2, [[32, 128]] * 2)  # 256 pixels, an eighth of them
-    assert len(long["seconds"][FIRST]) == growth.LEAST_ROUNDS
+    assert len(long["seconds"][FIRST]) == growth.MIN_ROUNDS
     assert min(*square["seconds"][FIRST], small["seconds"], dataset["seconds"]) > 0
     for point in (small, large, dataset):
         assert point["foretold_loading_mb"] > point["loading_mb"] > 10
@@ -97,7 +97,7 @@ def test_a_rehearsal_measures_every_kind_of_point_and_the_same_command_measures_
     assert dataset["refused"] == 0
     assert dataset["written_bytes_an_image"] > 40  # ten scores alone
     assert 100 < dataset["list_bytes_an_image"] < 400  # three references, a name of 30 characters
-    for name in ("run_engine_alone", "in_turn"):
+    for name in ("run_engine_isolated", "interleave"):
         monkeypatch.setattr(growth, name, lambda *_: pytest.fail("measured again"))
     assert measured(output, *parts)["cases"] == found["cases"]
 
@@ -116,14 +116,14 @@ def test_classes_and_scales_are_measured_with_other_nets_and_protocols(tmp_path:
 def test_an_engine_that_does_not_come_up_is_left_out_and_the_tables_say_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opens = growth.open_placed
+    opens = growth.open_with_placement
 
     def without_openvino(path: Path, placement: Any) -> Any:
         if placement.device == "openvino":
             raise EnvironmentFault("openvino is not installed")
         return opens(path, placement)
 
-    monkeypatch.setattr(growth, "open_placed", without_openvino)
+    monkeypatch.setattr(growth, "open_with_placement", without_openvino)
     output = tmp_path / "growth.json"
     assert growth.main(["--tiny", "--parts", "elongation", "--output", str(output)]) == 0
     found = json.loads(output.read_text())
@@ -153,7 +153,7 @@ def test_engines_take_turns_in_shuffled_rounds_after_an_untimed_call() -> None:
     def answer(name: str, value: float) -> Any:
         return lambda: calls.append(name) or np.array([value, 1 - value])
 
-    taken, deviations = in_turn({name: answer(name, 0.25 + 1e-5 * i) for i, name in enumerate(ALL)}, tiny=True)
+    taken, deviations = interleave({name: answer(name, 0.25 + 1e-5 * i) for i, name in enumerate(ALL)}, tiny=True)
     assert calls == [*ALL, *shuffled(ALL, 0), *shuffled(ALL, 1)]
     assert {name: len(seconds) for name, seconds in taken.items()} == dict.fromkeys(ALL, 2)
     assert deviations == {FIRST: 0.0, SECOND: pytest.approx(1e-5 / 0.75), HALF: pytest.approx(2e-5 / 0.75)}
@@ -165,17 +165,17 @@ def test_engines_take_turns_in_shuffled_rounds_after_an_untimed_call() -> None:
 def test_wrong_scores_are_no_measurement(name: str, value: float, right: bool) -> None:
     answers = {FIRST: lambda: np.array([0.25, 0.75]), name: lambda: np.array([value, 0.75])}
     if right:
-        in_turn(answers, tiny=True)
+        interleave(answers, tiny=True)
     else:
         with pytest.raises(RuntimeError, match=f"{name}: scores are off"):
-            in_turn(answers, tiny=True)
+            interleave(answers, tiny=True)
 
 
 def test_a_point_that_fails_is_an_error_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
         raise RuntimeError("scores are off")
 
-    monkeypatch.setattr(growth, "in_turn", fails)
+    monkeypatch.setattr(growth, "interleave", fails)
     output = tmp_path / "growth.json"
     assert growth.main(["--tiny", "--engines", FIRST, "--parts", "elongation", "--output", str(output)]) == 1
     assert points_of(json.loads(output.read_text()), "elongation") == []
@@ -224,7 +224,7 @@ def test_large_photos_are_made_once_with_a_class_each(tmp_path: Path) -> None:
 
 def test_what_fails_alone_says_why(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"failed alone: (?s:.*)no\.onnx"):
-        run_alone({"task": "validate", "model": str(tmp_path / "no.onnx"), "device": "cpu", "precision": "fp32"})
+        run_isolated({"task": "validate", "model": str(tmp_path / "no.onnx"), "device": "cpu", "precision": "fp32"})
 
 
 def test_every_plot_is_drawn_on_white_with_titles_units_and_the_engines_names(tmp_path: Path) -> None:

@@ -19,11 +19,11 @@ from google.protobuf.message import DecodeError
 from PIL import Image
 
 from benchmarks.common.results import ROOT, environment
-from benchmarks.common.server_process import Exit, Metrics
+from benchmarks.common.server_process import MetricsSnapshot, ProcessExit
 from benchmarks.reliability import bad_clients, deadlines, faults, fuzzing, memory, mutation, overload, run, soak
-from benchmarks.reliability.cases import TIMED, Stand, verdict
+from benchmarks.reliability.cases import TIMING_CONDITIONS, ServerTestBed, verdict
 from benchmarks.reliability.cases import Case as Claim
-from benchmarks.reliability.clients import new_channel, percentiles, same
+from benchmarks.reliability.clients import new_channel, percentiles, same_scores
 from benchmarks.reliability.fuzz_cases import SERVICES, Case, case_of, methods
 from benchmarks.reliability.mixed import KINDS, Mix
 from benchmarks.reliability.pictures import encoded, hostile_pictures, made_pictures, pixels
@@ -32,7 +32,7 @@ from prelunet.evaluator.errors import ImageError
 from prelunet.evaluator.pb.inference import inference_pb2 as oip
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from prelunet.evaluator.serving.api.interceptor import Calls
+from prelunet.evaluator.serving.api.interceptor import CallsInFlight
 from tests.serving.serving_harness import running_servicer
 
 # What is decided from numbers
@@ -64,13 +64,13 @@ def test_percentiles_are_in_milliseconds() -> None:
 
 
 def test_answers_are_the_same_up_to_rounding_only() -> None:
-    assert same({1: 0.5, 2: 0.25}, {1: 0.50001, 2: 0.25})
-    assert not same({1: 0.5, 2: 0.25}, {1: 0.501, 2: 0.25})
-    assert not same({1: 0.5}, {2: 0.5})
+    assert same_scores({1: 0.5, 2: 0.25}, {1: 0.50001, 2: 0.25})
+    assert not same_scores({1: 0.5, 2: 0.25}, {1: 0.501, 2: 0.25})
+    assert not same_scores({1: 0.5}, {2: 0.5})
 
 
 def test_metrics_are_summed_over_the_labels_that_are_not_named() -> None:
-    metrics = Metrics(
+    metrics = MetricsSnapshot(
         '# TYPE prelunet_dropped_views counter\nprelunet_dropped_views_total{model="a",reason="expired"} 2.0\n'
         'prelunet_dropped_views_total{model="a",reason="failed"} 3.0\n'
         'prelunet_dropped_views_total{model="b",reason="expired"} 5.0\n'
@@ -91,7 +91,7 @@ def test_errors_in_a_log_are_told_from_what_libraries_write_there() -> None:
         {"level": "CRITICAL", "logger": "prelunet.evaluator.serving.lifecycle", "message": "d"},
     ]
     log = "\n".join(["TIFFReadDirectory: odd", "", *map(json.dumps, lines), "[1, 2]"])
-    ended = Exit(0, "", log)
+    ended = ProcessExit(0, "", log)
     assert [json.loads(line)["message"] for line in ended.errors] == ["b", "d"]
     assert len(ended.foreign) == 3
 
@@ -191,14 +191,14 @@ def test_made_pictures_are_good_pictures_of_many_formats() -> None:
         ("UNAVAILABLE", [], 1, 1),
         ("OK", ["INTERNAL", "OK", "UNKNOWN"], 1, 2),
         ("DEADLINE_EXCEEDED", [], 1, 0),  # the request itself asked for a moment
-        ("DEADLINE_EXCEEDED", [], fuzzing.PATIENCE, 1),
+        ("DEADLINE_EXCEEDED", [], fuzzing.CALL_TIMEOUT, 1),
     ],
 )
 def test_what_no_caller_can_bring_about_is_wrong_and_so_is_no_answer(
     status: str, inside: list[str], seconds: float, wrong: int
 ) -> None:
-    tally = fuzzing.Tally()
-    fuzzing.note(tally, 7, status, inside, seconds)
+    tally = fuzzing.FuzzResults()
+    fuzzing.count_result(tally, 7, status, inside, seconds)
     assert [number for number, _ in tally.wrong] == [7] * wrong
     assert tally.slowest == (seconds, 7)
 
@@ -223,9 +223,9 @@ def test_the_status_of_a_call_and_those_inside_of_a_stream_are_seen() -> None:
     async def outcomes(address: str) -> list[Any]:
         async with new_channel(address) as channel:
             cases = [Case(0, f"{path}Classify", (b"",), ""), Case(1, f"{path}ClassifyStream", messages, "")]
-            return [await fuzzing.outcome_of(channel, case) for case in cases]
+            return [await fuzzing.call_case(channel, case) for case in cases]
 
-    with running_servicer(Planted(), Calls()) as address:
+    with running_servicer(Planted(), CallsInFlight()) as address:
         single, stream = asyncio.run(outcomes(address))
     assert single == ("INTERNAL", [])
     assert stream == ("INVALID_ARGUMENT", ["OK", "INTERNAL"])
@@ -235,7 +235,8 @@ def test_a_mistake_of_ours_inside_a_stream_of_the_open_protocol_is_told_from_a_r
     path = "/inference.GRPCInferenceService/ModelStreamInfer"
     texts = ("", "images[0]: no image", "an error of the server; its log has the details under id 12")
     found = [
-        fuzzing.inside_of(path, oip.ModelStreamInferResponse(error_message=text).SerializeToString()) for text in texts
+        fuzzing.image_status_of(path, oip.ModelStreamInferResponse(error_message=text).SerializeToString())
+        for text in texts
     ]
     assert found == [["OK"], ["refused"], ["INTERNAL"]]
 
@@ -248,7 +249,7 @@ def test_a_call_that_ends_as_its_kind_should_not_is_told() -> None:
                 await mix.call(channel, kind)
         return mix
 
-    with running_servicer(Planted(), Calls()) as address:
+    with running_servicer(Planted(), CallsInFlight()) as address:
         mix = asyncio.run(both(address))
     assert {text.partition(":")[0] for text in mix.wrong} >= {"good", "odd"}
     assert mix.counts == dict.fromkeys(("good", "odd", "impatient", "cancelled"), 1)
@@ -269,8 +270,8 @@ def claims(results: dict[str, Any], tried: list[str]) -> Any:
             raise results[name]
         return results[name]
 
-    return lambda stand: [
-        Claim(name, f"{name} | works", {"seed": stand.seed}, 0, lambda name=name: work(name)) for name in results
+    return lambda bed: [
+        Claim(name, f"{name} | works", {"seed": bed.seed}, 0, lambda name=name: work(name)) for name in results
     ]
 
 
@@ -359,12 +360,12 @@ def test_what_did_not_hold_before_a_change_counts_no_more_once_it_holds(
 
 
 def test_no_two_cases_have_the_same_settings() -> None:
-    stand = Stand(tiny=False)
-    stand.__enter__()
+    bed = ServerTestBed(tiny=False)
+    bed.__enter__()
     try:
-        cases = [case for group in run.GROUPS.values() for case in group(stand)]
+        cases = [case for group in run.GROUPS.values() for case in group(bed)]
     finally:
-        stand.__exit__(None, None, None)
+        bed.__exit__(None, None, None)
     assert len({json.dumps({"case": case.name, **case.settings}) for case in cases}) == len(cases) > 30
     assert sum(case.seconds for case in cases) < run.LIMIT
 
@@ -373,48 +374,48 @@ def test_no_two_cases_have_the_same_settings() -> None:
 
 
 @pytest.fixture(scope="module")
-def stand(exported) -> Iterator[Stand]:
-    with Stand(seed=4, tiny=True, model_file=exported["demo-channel"].path) as ready:
+def bed(exported) -> Iterator[ServerTestBed]:
+    with ServerTestBed(seed=4, tiny=True, model_file=exported["demo-channel"].path) as ready:
         yield ready
 
 
-def held(stand: Stand, group: Any, name: str) -> dict[str, Any]:
+def held(bed: ServerTestBed, group: Any, name: str) -> dict[str, Any]:
     """Try the case whose name begins so; it should hold but for what depends on the machine's speed."""
-    case = next(case for case in group.cases(stand) if case.name.startswith(name))
+    case = next(case for case in group.cases(bed) if case.name.startswith(name))
     result = dict(case.work())
-    assert set(result.get("broken", ())) <= TIMED, result
+    assert set(result.get("broken", ())) <= TIMING_CONDITIONS, result
     return result
 
 
-def test_a_full_queue_is_seen_to_refuse_exactly_the_surplus(stand: Stand) -> None:
-    result = held(stand, overload, "overload, views, 8 + 5, center")
+def test_a_full_queue_is_seen_to_refuse_exactly_the_surplus(bed: ServerTestBed) -> None:
+    result = held(bed, overload, "overload, views, 8 + 5, center")
     assert (result["refused"], result["answered"]) == (5, 8)
     assert (result["second_client_refused"], result["second_client_answered"]) == (2, 2)
 
 
-def test_gone_calls_are_seen_to_be_dropped_exactly(stand: Stand) -> None:
-    result = held(stand, deadlines, "deadlines")
+def test_gone_calls_are_seen_to_be_dropped_exactly(bed: ServerTestBed) -> None:
+    result = held(bed, deadlines, "deadlines")
     assert result["dropped_views"] == result["expected_dropped_views"] > 100
 
 
-def test_neighbours_of_scores_that_are_none_are_seen_to_be_answered(stand: Stand) -> None:
-    assert held(stand, faults, "fault: nan")["status_of_the_one"] == ["FAILED_PRECONDITION"]
+def test_neighbours_of_scores_that_are_none_are_seen_to_be_answered(bed: ServerTestBed) -> None:
+    assert held(bed, faults, "fault: nan")["status_of_the_one"] == ["FAILED_PRECONDITION"]
 
 
-def test_a_server_that_leaks_is_caught(stand: Stand) -> None:
-    assert held(stand, memory, "memory, a server that leaks")["growth_mb"] > memory.LIMIT
+def test_a_server_that_leaks_is_caught(bed: ServerTestBed) -> None:
+    assert held(bed, memory, "memory, a server that leaks")["growth_mb"] > memory.LIMIT
 
 
-def test_a_server_that_dies_of_one_picture_is_caught_and_the_case_is_named(stand: Stand) -> None:
-    result = held(stand, fuzzing, "fuzz, a server that crashes")
+def test_a_server_that_dies_of_one_picture_is_caught_and_the_case_is_named(bed: ServerTestBed) -> None:
+    result = held(bed, fuzzing, "fuzz, a server that crashes")
     assert result["held"], result
     assert result["named"] == [result["deadly_case"]]
 
 
-def test_idle_connections_are_seen_to_leave_nothing(stand: Stand) -> None:
-    assert held(stand, bad_clients, "idle")["open_files_more"] >= 50
+def test_idle_connections_are_seen_to_leave_nothing(bed: ServerTestBed) -> None:
+    assert held(bed, bad_clients, "idle")["open_files_more"] >= 50
 
 
-def test_a_soak_goes_through_its_scenarios(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stand, "soak_seconds", 2.0)
-    assert held(stand, soak, "soak")["calls"] > 0
+def test_a_soak_goes_through_its_scenarios(bed: ServerTestBed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bed, "soak_seconds", 2.0)
+    assert held(bed, soak, "soak")["calls"] > 0

@@ -22,9 +22,18 @@ from PIL import Image
 
 from benchmarks.common.rig import Rig
 from benchmarks.serving import run as serving
-from benchmarks.serving.bench import Bench, Pictures, Visit, calls_for, check_answers, in_turn, percentile, summary
-from benchmarks.serving.engine import InMemory
-from benchmarks.serving.load import Load, best_of_all, run
+from benchmarks.serving.bench import (
+    Pictures,
+    ServingBench,
+    TurnResult,
+    calls_for,
+    check_answers,
+    interleave,
+    percentile,
+    summary,
+)
+from benchmarks.serving.engine import InMemoryReader
+from benchmarks.serving.load import Workload, best_of_all, run
 from benchmarks.serving.peer_classifier import Classifier
 from benchmarks.serving.peers import Server, Spec, free_port
 from benchmarks.serving.table import fastest_way, goals_of, ratio, tables
@@ -34,7 +43,7 @@ from prelunet.evaluator.errors import EnvironmentFault
 from prelunet.evaluator.imaging.decode import decode_image
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.protocols import build_protocol
 from tests.serving.serving_harness import running_server
 
 SIZES = ((40, 57), (57, 40), (33, 61), (40, 57))
@@ -59,8 +68,8 @@ def test_a_percentile_is_the_smallest_value_that_so_many_percent_do_not_exceed(c
 
 
 def test_a_summary_pools_the_latencies_of_all_rounds_and_keeps_the_rate_of_each() -> None:
-    first = Visit(4, 2.0, cpu=0.4, client_cpu=0.1, latencies=(0.5, 0.1, 0.2, 0.3))
-    second = Visit(4, 1.0, cpu=0.2, client_cpu=0.1, latencies=(0.9, 0.05, 0.06, 0.07), errors=("gone", "again"))
+    first = TurnResult(4, 2.0, cpu=0.4, client_cpu=0.1, latencies=(0.5, 0.1, 0.2, 0.3))
+    second = TurnResult(4, 1.0, cpu=0.2, client_cpu=0.1, latencies=(0.9, 0.05, 0.06, 0.07), errors=("gone", "again"))
     found = summary([first, second])
     assert found["rates"] == [2, 4]
     assert found["calls"] == 8
@@ -69,7 +78,7 @@ def test_a_summary_pools_the_latencies_of_all_rounds_and_keeps_the_rate_of_each(
     assert found["p50_ms"] == pytest.approx(100)  # the fourth of eight
     assert found["p99_ms"] == pytest.approx(900)
     assert (found["failed"], found["first_error"]) == (2, "gone")
-    engine = summary([Visit(10, 5.0, cpu=10.0)])
+    engine = summary([TurnResult(10, 5.0, cpu=10.0)])
     assert "p50_ms" not in engine
     assert "first_error" not in engine
 
@@ -78,10 +87,10 @@ def test_all_contenders_have_a_turn_each_round_with_as_many_calls_in_changing_or
     asked: list[tuple[str, int, int]] = []
 
     def contender(name: str) -> Any:
-        return lambda calls, number: asked.append((name, calls, number)) or Visit(calls, 1.0, 0.0)
+        return lambda calls, number: asked.append((name, calls, number)) or TurnResult(calls, 1.0, 0.0)
 
     names = ("one", "two", "three", "four")
-    in_turn({name: contender(name) for name in names}, 7, 5)
+    interleave({name: contender(name) for name in names}, 7, 5)
     rounds = [asked[start : start + 4] for start in range(0, 20, 4)]
     assert len(asked) == 20
     for number, of_round in enumerate(rounds):
@@ -90,10 +99,10 @@ def test_all_contenders_have_a_turn_each_round_with_as_many_calls_in_changing_or
 
 
 def test_a_turn_has_whole_rounds_of_clients_and_no_less_than_the_least() -> None:
-    slow = Visit(32, 8.0, 0.0)  # four a second
-    assert calls_for(10, slow, clients=16, least=32) == 48
-    assert calls_for(1, slow, clients=16, least=32) == 32
-    assert calls_for(1, slow, clients=16, least=33) == 48
+    slow = TurnResult(32, 8.0, 0.0)  # four a second
+    assert calls_for(10, slow, clients=16, minimum=32) == 48
+    assert calls_for(1, slow, clients=16, minimum=32) == 32
+    assert calls_for(1, slow, clients=16, minimum=33) == 48
 
 
 def test_answers_that_differ_stop_the_benchmark() -> None:
@@ -151,8 +160,8 @@ def answering(servicer: Slow) -> Iterator[str]:
     server.stop(0).wait()
 
 
-def load(address: str, **changes: Any) -> Load:
-    return replace(Load(address, "Classify", "", "center", 1, 1, 0, time.monotonic()), **changes)
+def load(address: str, **changes: Any) -> Workload:
+    return replace(Workload(address, "Classify", "", "center", 1, 1, 0, time.monotonic()), **changes)
 
 
 def test_clients_of_a_closed_loop_are_connections_of_their_own_that_are_all_busy() -> None:
@@ -188,7 +197,7 @@ def test_calls_at_random_moments_wait_for_nobody_and_count_from_when_they_were_d
 @pytest.mark.parametrize("api", ["Classify", "ClassifyStream", "OIP"])
 def test_every_api_of_ours_is_read_as_the_engine_answers(api: str, exported: Any) -> None:
     session = exported["demo-channel"].session
-    protocol = make_protocol("dense-32", session.contract)
+    protocol = build_protocol("dense-32", session.contract)
     expected = classify_images(session, [decode_image(image) for image in IMAGES], protocol)
     with running_server(net=session) as server:
         asked = load(server.address, api=api, model="net", protocol="dense-32")
@@ -201,7 +210,7 @@ def test_every_api_of_ours_is_read_as_the_engine_answers(api: str, exported: Any
 @pytest.mark.parametrize("protocol", ["center", "dense-32", "center-40"])
 def test_the_peers_classifier_gives_the_engines_answers(protocol: str, exported: Any, tmp_path: Path) -> None:
     net = exported["demo-channel"]
-    how = make_protocol(protocol, net.session.contract)
+    how = build_protocol(protocol, net.session.contract)
     Spec(net.path, how.scales[0], how.crop, how.mirror, cores=2).write(tmp_path / "peer")
     indices, scores = Classifier(tmp_path / "peer").classify(IMAGES)  # two of one shape share a batch
     found = [list(zip(*row, strict=True)) for row in zip(indices.tolist(), scores.tolist(), strict=True)]
@@ -220,7 +229,7 @@ def test_a_peers_null_model_decodes_and_answers_zeros(exported: Any, tmp_path: P
 
 
 def test_pictures_in_memory_begin_again_after_the_last() -> None:
-    dataset = InMemory([b"a", b"bc"]).dataset(5)
+    dataset = InMemoryReader([b"a", b"bc"]).dataset(5)
     assert [dataset.read(sample) for sample in dataset.samples] == [b"a", b"bc", b"a", b"bc", b"a"]
 
 
@@ -248,7 +257,7 @@ def test_a_server_that_ends_at_once_is_told_with_its_last_words(tmp_path: Path) 
 def test_a_peer_that_is_not_there_is_told_and_not_asked_for_again(tmp_path: Path) -> None:
     now: dict[str, Any] = {"servers": {}, "not_measured": {}}
     pythons = {"triton": None, "mlserver": Path(sys.executable)}
-    with Bench(Rig("cpu", True, tmp_path), tmp_path, Pictures(tmp_path, (), (), ()), 1, pythons, now) as bench:
+    with ServingBench(Rig("cpu", True, tmp_path), tmp_path, Pictures(tmp_path, (), (), ()), 1, pythons, now) as bench:
         assert bench.peers("demo", {}) == bench.peers("demo", {}) == {}
     assert now["not_measured"] == {
         "triton": "no --triton-python was given",

@@ -16,18 +16,18 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 
-from prelunet.evaluator.client import AsyncClient, Client, Retries
+from prelunet.evaluator.client import AsyncClient, Client, RetryPolicy
 from prelunet.evaluator.errors import ImageError, Overloaded
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.rpc.status import code_of, reason_for, status_of
 
-QUICK = Retries(first=0.001, most=0.001, restart=0)
+QUICK = RetryPolicy(first=0.001, max_backoff=0.001, restart_timeout=0)
 AT_ONCE = Overloaded("too much to do", retry_after=0.001)
 
 
 @dataclass(frozen=True)
-class Seen:
+class RecordedAttempt:
     """One attempt as the server saw it. when: on the clock of time.monotonic(); remaining: seconds to the deadline."""
 
     method: str
@@ -36,7 +36,7 @@ class Seen:
     metadata: dict[str, str]
 
 
-class Scripted(pb_grpc.PreluNetServiceServicer):
+class ScriptedServicer(pb_grpc.PreluNetServiceServicer):
     """Does with each call what the next step of its script says; calls beyond it are answered well.
 
     A step is an error of ours, a bare status code, a function of (request, context) or None for a good answer. The
@@ -45,11 +45,11 @@ class Scripted(pb_grpc.PreluNetServiceServicer):
 
     def __init__(self, *script: Any) -> None:
         self.script = deque(script)
-        self.seen: list[Seen] = []
+        self.seen: list[RecordedAttempt] = []
 
     def _step(self, method: str, context: grpc.ServicerContext) -> Any:
         metadata = {str(key): str(value) for key, value in context.invocation_metadata()}
-        self.seen.append(Seen(method, time.monotonic(), context.time_remaining(), metadata))
+        self.seen.append(RecordedAttempt(method, time.monotonic(), context.time_remaining(), metadata))
         step = self.script.popleft() if self.script else None
         if isinstance(step, Exception):
             context.abort_with_status(status_of(step, "0123456789ab"))
@@ -112,7 +112,7 @@ def text_of(answer: Any) -> str:
     return answer.predictions[0].name
 
 
-class Plain(pb_grpc.PreluNetServiceServicer):
+class AlternatingServicer(pb_grpc.PreluNetServiceServicer):
     """Answers, refuses and breaks in turns, and remembers nothing."""
 
     turns = 0
@@ -129,7 +129,7 @@ class Plain(pb_grpc.PreluNetServiceServicer):
         return answers_to(request_iterator, context)
 
 
-class Growth:
+class MemoryGrowth:
     """Counts the blocks of Python's memory that calls leave behind; an answer that is kept has about ten."""
 
     blocks = 0

@@ -9,10 +9,10 @@ from contextlib import contextmanager, suppress
 import grpc
 import pytest
 
-from prelunet.evaluator.client import Client, Retries
+from prelunet.evaluator.client import Client, RetryPolicy
 from prelunet.evaluator.client.channel import checked_address
 from prelunet.evaluator.errors import EnvironmentFault, NotReady, UsageError
-from tests.client.client_harness import BOTH, Relay, Scripted, served, text_of
+from tests.client.client_harness import BOTH, Relay, ScriptedServicer, served, text_of
 
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"  # an HTTP/2 server's first frame; with it a connection is one
 GOAWAY = b"\0\0\x08\7" + bytes(5) + bytes(8)  # with no further call taken
@@ -120,7 +120,7 @@ def speak_http_1(connection: socket.socket) -> None:
 def test_a_connection_that_fails_is_told_as_what_it_is(client_of, greet, words: str) -> None:
     with (
         listening(greet) as address,
-        client_of(address, retries=Retries.none()) as client,
+        client_of(address, retries=RetryPolicy.none()) as client,
         pytest.raises(EnvironmentFault, match=f"^{address}: {words}") as caught,
     ):
         client.classify(b"cat", timeout=30)
@@ -131,7 +131,7 @@ def test_a_connection_that_fails_is_told_as_what_it_is(client_of, greet, words: 
 def test_another_kind_of_server_is_not_waited_for(client_of, caplog) -> None:
     with (
         listening(speak_http_1) as address,
-        client_of(address, retries=Retries(attempts=2, first=0.01, restart=0.3)) as client,
+        client_of(address, retries=RetryPolicy(attempts=2, initial_backoff=0.01, restart_timeout=0.3)) as client,
         pytest.raises(EnvironmentFault, match="no gRPC server"),
     ):
         client.classify(b"cat")
@@ -140,7 +140,7 @@ def test_another_kind_of_server_is_not_waited_for(client_of, caplog) -> None:
 
 def test_a_name_that_nobody_knows_is_told_as_that(client_of) -> None:
     with (
-        client_of("nobody.invalid:50051", retries=Retries.none()) as client,  # RFC 2606: it never is one
+        client_of("nobody.invalid:50051", retries=RetryPolicy.none()) as client,  # RFC 2606: it never is one
         pytest.raises(EnvironmentFault, match="no machine of that name is known"),
     ):
         client.classify(b"cat")
@@ -149,8 +149,8 @@ def test_a_name_that_nobody_knows_is_told_as_that(client_of) -> None:
 def test_a_server_that_loads_its_models_says_so_itself(client_of) -> None:
     loading = NotReady("the server is loading its models; try again later")
     with (
-        served(Scripted(loading)) as address,
-        client_of(address, retries=Retries.none()) as client,
+        served(ScriptedServicer(loading)) as address,
+        client_of(address, retries=RetryPolicy.none()) as client,
         pytest.raises(NotReady, match=r"^the server is loading its models; try again later$"),
     ):
         client.classify(b"cat")
@@ -164,15 +164,15 @@ def test_a_connection_that_is_cut_in_a_call_is_no_absent_server() -> None:
         arrived.set()
         gate.wait(30)
 
-    with served(Scripted(hold, grpc.StatusCode.UNAVAILABLE)) as address, Relay(address) as relay:
+    with served(ScriptedServicer(hold, grpc.StatusCode.UNAVAILABLE)) as address, Relay(address) as relay:
         threading.Thread(target=lambda: arrived.wait(30) and relay.cut()).start()
         with (
-            Client(relay.address, retries=Retries(attempts=1)) as client,
+            Client(relay.address, retries=RetryPolicy(attempts=1)) as client,
             pytest.raises(EnvironmentFault, match="the connection was closed"),
         ):
             client.classify(b"cat")
         gate.set()
-        with Client(relay.address, retries=Retries.none()) as client, pytest.raises(EnvironmentFault, match="bare"):
+        with Client(relay.address, retries=RetryPolicy.none()) as client, pytest.raises(EnvironmentFault, match="bare"):
             client.classify(b"cat")
         with Client(relay.address) as client:
             assert text_of(client.classify(b"cat")) == "cat"

@@ -21,7 +21,7 @@ from prelunet.evaluator.client.streams import StreamEnd
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.errors import ImageError, Overloaded, UsageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from tests.client.client_harness import QUICK, Growth, Plain, Scripted, served, text_of
+from tests.client.client_harness import QUICK, AlternatingServicer, MemoryGrowth, ScriptedServicer, served, text_of
 from tests.helpers.fakes import FakeSession
 from tests.serving.serving_harness import png, running_server
 
@@ -112,7 +112,7 @@ def test_a_task_that_is_cancelled_cancels_its_call_on_the_server() -> None:
             ended.clear()
         assert text_of(await client.classify(b"cat")) == "cat"
 
-    on_scripted(Scripted(hold, hold_stream, hold_stream), use)
+    on_scripted(ScriptedServicer(hold, hold_stream, hold_stream), use)
 
 
 def test_a_task_that_is_cancelled_is_cancelled_even_while_the_client_is_closed() -> None:
@@ -131,7 +131,7 @@ def test_a_task_that_is_cancelled_is_cancelled_even_while_the_client_is_closed()
             await task
         gate.set()
 
-    on_scripted(Scripted(hold), use)
+    on_scripted(ScriptedServicer(hold), use)
 
 
 def test_a_task_that_waits_to_try_again_can_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def test_a_task_that_waits_to_try_again_can_be_cancelled(monkeypatch: pytest.Mon
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    on_scripted(Scripted(Overloaded("full", retry_after=3600)), use)
+    on_scripted(ScriptedServicer(Overloaded("full", retry_after=3600)), use)
 
 
 def test_images_may_come_from_an_asynchronous_iterable() -> None:
@@ -194,7 +194,7 @@ def test_images_may_come_from_an_asynchronous_iterable() -> None:
             with pytest.raises(error):
                 [_ async for _ in client.classify_many(source())]
 
-    on_scripted(Scripted(), use)
+    on_scripted(ScriptedServicer(), use)
 
 
 def test_what_may_take_long_is_done_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +232,7 @@ def test_what_may_take_long_is_done_in_threads(monkeypatch: pytest.MonkeyPatch) 
         assert {name for name, thread in where.items() if thread == here} == {"1 predictions"}
         assert len(where) == 4
 
-    on_scripted(Scripted(thousand, None, report), use)
+    on_scripted(ScriptedServicer(thousand, None, report), use)
 
 
 def test_many_tasks_share_a_client() -> None:
@@ -246,7 +246,7 @@ def test_many_tasks_share_a_client() -> None:
 
         assert await asyncio.gather(*(many(name) for name in "abcd")) == [[name] * 20 for name in "abcd"]
 
-    on_scripted(Scripted(), use)
+    on_scripted(ScriptedServicer(), use)
 
 
 class Ending:
@@ -275,7 +275,7 @@ class Ending:
 
 
 INTERNAL, NOT_FOUND, OK = grpc.StatusCode.INTERNAL, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.OK
-UNTOLD = "Internal error from Core"
+CORE_ERROR = "Internal error from Core"
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
@@ -285,7 +285,7 @@ def test_the_server_s_status_is_told_though_grpc_puts_its_own_in_the_place(late:
         end = StreamEnd(stream)
         if not late:
             stream.end(code, details)
-        failed = stream.end(INTERNAL, UNTOLD)
+        failed = stream.end(INTERNAL, CORE_ERROR)
         asking = asyncio.create_task(end.status(failed))
         await asyncio.sleep(0)
         if late:
@@ -309,7 +309,7 @@ def test_a_status_that_never_comes_is_not_waited_for_for_ever(monkeypatch: pytes
     async def check() -> None:
         stream = Ending()
         end = StreamEnd(stream)
-        failed = stream.end(INTERNAL, UNTOLD)
+        failed = stream.end(INTERNAL, CORE_ERROR)
         assert await end.status(failed) is failed
         other = stream.end(INTERNAL, "a mistake; its id is 7")
         assert await end.status(other) is other
@@ -331,7 +331,7 @@ def test_a_server_that_ends_a_stream_early_is_heard_every_time() -> None:
             with pytest.raises(Exception, match="no such option"):
                 await client.evaluate(pets())
 
-    on_scripted(Scripted(*[refuse] * 40), use)
+    on_scripted(ScriptedServicer(*[refuse] * 40), use)
 
 
 def test_an_error_that_was_handled_keeps_nothing_alive() -> None:
@@ -346,7 +346,7 @@ def test_an_error_that_was_handled_keeps_nothing_alive() -> None:
     gc.collect()
     gc.disable()
     try:
-        on_scripted(Scripted(ImageError("no image")), use)
+        on_scripted(ScriptedServicer(ImageError("no image")), use)
     finally:
         gc.enable()
 
@@ -373,12 +373,12 @@ def test_a_client_that_makes_thousands_of_calls_does_not_grow() -> None:
         assert await growth(many, 100) < 200
         assert await growth(keep, 300) > 1500, "a leak would not be seen"
 
-    on_scripted(Plain(), use)
+    on_scripted(AlternatingServicer(), use)
 
 
 async def growth(call: Callable[[], Awaitable[object]], times: int) -> int:
     """Return the blocks of memory that so many calls leave behind."""
-    growth = Growth()
+    growth = MemoryGrowth()
     for _ in growth.calls(times):
         await call()
     return growth.blocks

@@ -16,13 +16,13 @@ from google.rpc.error_details_pb2 import ErrorInfo
 from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from prelunet.evaluator.client import Client, Retries
+from prelunet.evaluator.client import Client, RetryPolicy
 from prelunet.evaluator.client.channel import CHANNEL_OPTIONS
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.engine.classify import classify_images
-from prelunet.evaluator.engine.scores import shortest
+from prelunet.evaluator.engine.scores import shortest_decimal
 from prelunet.evaluator.errors import (
-    OUTCOMES,
+    ERROR_STATUSES,
     DatasetError,
     DeadlinePassed,
     EnvironmentFault,
@@ -32,13 +32,13 @@ from prelunet.evaluator.errors import (
     Overloaded,
     PreluNetError,
     UsageError,
-    outcome_of,
+    error_status,
 )
 from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from prelunet.evaluator.protocols import Changes, make_protocol
-from prelunet.evaluator.rpc.status import MAX_MESSAGE, status_of
-from tests.client.client_harness import QUICK, Growth, Plain, Scripted, served
+from prelunet.evaluator.protocols import ProtocolOverrides, build_protocol
+from prelunet.evaluator.rpc.status import MAX_MESSAGE_BYTES, status_of
+from tests.client.client_harness import QUICK, AlternatingServicer, MemoryGrowth, ScriptedServicer, served
 from tests.helpers.fakes import FakeSession
 from tests.serving.serving_harness import png, running_server
 
@@ -50,7 +50,7 @@ def packed(detail: ErrorInfo) -> AnyMessage:
     return wrapped
 
 
-class InMemory:
+class InMemoryReader:
     """Reads a dataset that is a dict; a missing file is an error as of a folder."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
@@ -67,7 +67,7 @@ def dataset(
 ) -> Dataset:
     """Make a dataset of these files, all of its class 1, and of further samples."""
     listed = [Sample(name, 1, len(data)) for name, data in files.items()]
-    return Dataset(Path("/home/somebody/flowers"), classes, [*listed, *samples], InMemory(files))
+    return Dataset(Path("/home/somebody/flowers"), classes, [*listed, *samples], InMemoryReader(files))
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +78,10 @@ def client() -> Iterator[Client]:
 
 def test_the_client_gives_the_answer_of_the_model_file_to_the_last_digit(client: Client) -> None:
     session, data = FakeSession(), png(40, 57, seed=1)
-    protocol = make_protocol("multi-scale", session.contract)
+    protocol = build_protocol("multi-scale", session.contract)
     (alone,) = classify_images(session, [decode_rgb(data)], protocol)
     answer = client.classify(data)
-    assert [(p.class_index, p.score) for p in answer.predictions] == [(i, shortest(s)) for i, s in alone.top(5)]
+    assert [(p.class_index, p.score) for p in answer.predictions] == [(i, shortest_decimal(s)) for i, s in alone.top(5)]
     assert answer.protocol == protocol.to_json()
     assert answer.circumstances == session.circumstances.to_json()
     assert (answer.model, answer.capped) == ({"name": "fake", "sha256": session.model_sha256}, False)
@@ -93,7 +93,10 @@ def test_the_client_gives_the_answer_of_the_model_file_to_the_last_digit(client:
 def test_scales_and_mirroring_of_the_caller_s_own_replace_those_of_the_protocol(client: Client) -> None:
     data, contract = png(40, 57, seed=1), FakeSession().contract
     answer = client.classify(data, scales=[31, 44], mirror=False)
-    assert answer.protocol == make_protocol("multi-scale", contract, Changes(scales=(31, 44), mirror=False)).to_json()
+    assert (
+        answer.protocol
+        == build_protocol("multi-scale", contract, ProtocolOverrides(scales=(31, 44), mirror=False)).to_json()
+    )
     assert [(view.scale, view.mirrored) for view in answer.views] == [(31, False), (44, False)]
     assert answer == client.classify(data, scales=(31, 44), mirror=False)
     assert client.classify(data, mirror=True).views[1].mirrored
@@ -133,7 +136,7 @@ def test_the_models_of_a_server_are_described(client: Client) -> None:
     ("arguments", "error", "text"),
     [
         ({"image": b"text"}, ImageError, "no image that can be read"),
-        ({"image": b"x" * MAX_MESSAGE}, ImageError, f"above the server's limit .*{MAX_MESSAGE}"),
+        ({"image": b"x" * MAX_MESSAGE_BYTES}, ImageError, f"above the server's limit .*{MAX_MESSAGE_BYTES}"),
         ({"model": "nine"}, ModelNotFound, "no model 'nine' is served. There are: fake"),
         ({"protocol": "nine"}, UsageError, "no protocol 'nine'"),
         ({"top_k": 0}, UsageError, "top_k is 0"),
@@ -160,7 +163,7 @@ def test_an_answer_above_the_client_s_own_limit_is_told_from_an_image_above_the_
             client.classify(png(40, 57))
         assert "server's limit" not in str(own.value)
         with pytest.raises(ImageError, match="above the server's limit"):
-            client.classify(b"x" * MAX_MESSAGE)
+            client.classify(b"x" * MAX_MESSAGE_BYTES)
 
 
 def test_a_dataset_with_its_own_order_of_classes_is_evaluated_by_their_names(client: Client) -> None:
@@ -176,7 +179,11 @@ def test_a_dataset_with_its_own_order_of_classes_is_evaluated_by_their_names(cli
         (Sample("gone", 1, 9), ("n00000000", "n00000001"), "gone: it is gone"),
         (Sample("gone", -1, 9), ("n00000000", "n00000001"), "gone: its class is not known"),
         (Sample("\udcff", 1, 9), ("n00000000", "n00000001"), r"'\\udcff': a name that is no Unicode"),
-        (Sample("large", 1, MAX_MESSAGE), ("n00000000", "n00000001"), "large: .* Take the file out of the dataset"),
+        (
+            Sample("large", 1, MAX_MESSAGE_BYTES),
+            ("n00000000", "n00000001"),
+            "large: .* Take the file out of the dataset",
+        ),
         (Sample("a2", 0, 9), ("n77", "n00000001"), "a2: the model has no class 'n77'"),
     ],
 )
@@ -227,7 +234,7 @@ def test_where_nothing_listens_the_error_names_the_address_and_the_verb() -> Non
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
         words = f"^{address}: nothing listens there: connection refused. .*prelunet serve --model"
-        with Client(address, retries=Retries.none()) as client:
+        with Client(address, retries=RetryPolicy.none()) as client:
             for ask in (lambda: client.classify(png(40, 57)), lambda: client.evaluate(dataset({"a": png(40, 57)}))):
                 with pytest.raises(EnvironmentFault, match=words):
                     ask()
@@ -252,14 +259,14 @@ def test_another_kind_of_grpc_server_is_told_from_none() -> None:
     server.stop(None)
 
 
-@pytest.mark.parametrize("kind", OUTCOMES, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", ERROR_STATUSES, ids=lambda kind: kind.__name__)
 def test_every_error_of_the_table_comes_back_as_its_own_class(kind: type[PreluNetError]) -> None:
     assert_comes_back(kind("what, where and how"), kind)
 
 
 def test_a_mistake_of_the_server_comes_back_as_an_internal_error_with_its_id() -> None:
     error = assert_comes_back(ZeroDivisionError("/secret/path"), PreluNetError)
-    assert outcome_of(error).exit_code == 1
+    assert error_status(error).exit_code == 1
     assert "id 0123456789ab" in str(error)
     assert "/secret" not in str(error)
 
@@ -293,7 +300,7 @@ def assert_comes_back(error: Exception, kind: type[PreluNetError]) -> PreluNetEr
 
     with (
         served(Failing()) as address,
-        Client(address, retries=Retries.none()) as client,
+        Client(address, retries=RetryPolicy.none()) as client,
         pytest.raises(kind) as caught,
     ):
         client.classify(b"")
@@ -302,8 +309,8 @@ def assert_comes_back(error: Exception, kind: type[PreluNetError]) -> PreluNetEr
 
 
 def test_the_request_id_of_the_caller_is_sent_and_told_in_its_errors() -> None:
-    server = Scripted(ImageError("no image"), Overloaded("full", 7), ZeroDivisionError(), None)
-    with served(server) as address, Client(address, retries=Retries.none()) as client:
+    server = ScriptedServicer(ImageError("no image"), Overloaded("full", 7), ZeroDivisionError(), None)
+    with served(server) as address, Client(address, retries=RetryPolicy.none()) as client:
         for kind, text in [(ImageError, "no image"), (Overloaded, "full"), (PreluNetError, "id 0123456789ab")]:
             with pytest.raises(kind, match=rf"{text} \(request id photo:7_.-\)$") as caught:
                 client.classify(b"cat", request_id="photo:7_.-")
@@ -340,8 +347,8 @@ def test_details_of_a_status_that_are_not_ours_are_left_alone(details: bytes) ->
         context.abort(grpc.StatusCode.UNAVAILABLE, "bare")
 
     with (
-        served(Scripted(fail)) as address,
-        Client(address, retries=Retries.none()) as client,
+        served(ScriptedServicer(fail)) as address,
+        Client(address, retries=RetryPolicy.none()) as client,
         pytest.raises(EnvironmentFault, match=f"{address}: .*bare") as caught,
     ):
         client.classify(b"cat")
@@ -359,7 +366,7 @@ def test_the_client_loads_nothing_of_the_server() -> None:
 
 
 def test_an_error_that_was_handled_keeps_nothing_alive() -> None:
-    with served(Scripted(*[ImageError("no image")] * 2)) as address, Client(address) as client:
+    with served(ScriptedServicer(*[ImageError("no image")] * 2)) as address, Client(address) as client:
         gc.collect()
         gc.disable()
         try:
@@ -376,7 +383,10 @@ def test_an_error_that_was_handled_keeps_nothing_alive() -> None:
 def test_a_client_that_makes_thousands_of_calls_does_not_grow() -> None:
     """The control keeps every answer, as a client would that leaks."""
     kept = []
-    with served(Plain()) as address, Client(address, retries=replace(QUICK, answers_per_retry=1)) as client:
+    with (
+        served(AlternatingServicer()) as address,
+        Client(address, retries=replace(QUICK, answers_per_retry=1)) as client,
+    ):
 
         def one() -> object:
             try:
@@ -395,7 +405,7 @@ def test_a_client_that_makes_thousands_of_calls_does_not_grow() -> None:
 
 def growth(call: Callable[[], object], times: int, first: int = 300) -> int:
     """Return the blocks of memory that so many calls leave behind, after the first ones."""
-    growth = Growth()
+    growth = MemoryGrowth()
     for _ in growth.calls(times, first):
         call()
     return growth.blocks

@@ -8,9 +8,9 @@ import grpc
 import pytest
 
 from prelunet.evaluator import errors
-from prelunet.evaluator.client import Client, Retries
-from prelunet.evaluator.errors import OUTCOMES, PreluNetError, outcome_of
-from tests.client.client_harness import QUICK, Scripted, served
+from prelunet.evaluator.client import Client, RetryPolicy
+from prelunet.evaluator.errors import ERROR_STATUSES, PreluNetError, error_status
+from tests.client.client_harness import QUICK, ScriptedServicer, served
 from tests.helpers.fakes import FakeSession
 from tests.serving.serving_harness import png, running_server
 
@@ -47,20 +47,20 @@ def test_an_example_of_the_page_runs(
 
 
 def test_the_page_tells_the_defaults_of_the_rule_of_retries() -> None:
-    for field in fields(Retries):
+    for field in fields(RetryPolicy):
         assert f"`{field.name}={field.default}`" in PAGE, field.name
 
 
 def test_the_table_has_every_error_that_a_server_can_tell() -> None:
     never = {"RunFolderError", "CheckpointError", "CheckFailed", "DivergenceError"}  # of verbs that no server runs
-    assert {name for name, _, _ in ROWS} == {kind.__name__ for kind in OUTCOMES} - never | {"PreluNetError"}
+    assert {name for name, _, _ in ROWS} == {kind.__name__ for kind in ERROR_STATUSES} - never | {"PreluNetError"}
 
 
 @pytest.mark.parametrize(("name", "status", "again"), ROWS)
 def test_a_row_of_the_table_is_what_the_client_does(name: str, status: str, again: str) -> None:
     kind: type[PreluNetError] = getattr(errors, name)
-    assert outcome_of(kind("x")).grpc_status == status
-    server = Scripted(kind("x") if kind is not PreluNetError else grpc.StatusCode.INTERNAL)
+    assert error_status(kind("x")).grpc_status == status
+    server = ScriptedServicer(kind("x") if kind is not PreluNetError else grpc.StatusCode.INTERNAL)
     with served(server) as address, Client(address, retries=QUICK) as client:
         if again == "yes":
             client.classify(b"cat")

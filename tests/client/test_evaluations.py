@@ -8,13 +8,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from prelunet.evaluator.client import Progress
+from prelunet.evaluator.client import EvaluationProgress
 from prelunet.evaluator.client.calls import Call
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.errors import DatasetError, EnvironmentFault, Interrupted, NotReady, PreluNetError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.rpc.status import status_of
-from tests.client.client_harness import BOTH, QUICK, Scripted, served
+from tests.client.client_harness import BOTH, QUICK, ScriptedServicer, served
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 CANCELLED = grpc.StatusCode.CANCELLED
@@ -62,13 +62,17 @@ def evaluated(requests, _):
 
 
 def test_an_evaluation_tells_its_progress_and_returns_the_report(client_of) -> None:
-    steps: list[Progress] = []
-    server = Scripted(evaluated, evaluated)
+    steps: list[EvaluationProgress] = []
+    server = ScriptedServicer(evaluated, evaluated)
     with served(server) as address, client_of(address) as client:
         result = client.evaluate(photos(), progress=steps.append, request_id="e1", timeout=50)
         assert (result["images"], result["top1_error"]) == (3, 25)
         assert client.evaluate(photos()) == result
-    assert steps == [Progress(1, 0, None, 0.5), Progress(2, 1, 50, 1), Progress(3, 1, 100 / 3, 1.5)]
+    assert steps == [
+        EvaluationProgress(1, 0, None, 0.5),
+        EvaluationProgress(2, 1, 50, 1),
+        EvaluationProgress(3, 1, 100 / 3, 1.5),
+    ]
     assert server.seen[0].metadata["x-request-id"] == "e1"
     assert 40 < server.seen[0].remaining <= 51
     assert server.seen[1].remaining > 10**6
@@ -82,7 +86,7 @@ def test_an_evaluation_sends_its_options_and_every_image_with_its_class(client_o
         yield report(3)
 
     options = {"model": "six", "protocol": "dense", "scales": [32], "mirror": True, "apply_exif": True}
-    with served(Scripted(look)) as address, client_of(address) as client:
+    with served(ScriptedServicer(look)) as address, client_of(address) as client:
         client.evaluate(photos(), **options)
     images = [pb.LabelledImage(file=name, data=name.encode(), wnid="n1") for name in "abc"]
     assert sent[0] == pb.EvaluateRequest(start=pb.EvaluateStart(dataset="pets", **options))
@@ -97,7 +101,7 @@ def test_an_evaluation_is_tried_again_only_as_long_as_no_image_was_read(client_o
         next(requests), next(requests)  # an image has arrived
         context.abort(code, "too late")
 
-    server = Scripted(late)
+    server = ScriptedServicer(late)
     with served(server) as address, client_of(address, retries=QUICK) as client:
         with pytest.raises(error, match="too late"):
             client.evaluate(dataset)
@@ -120,8 +124,11 @@ def test_an_evaluation_waits_for_a_server_that_loads_its_models_though_images_we
         context.abort_with_status(status_of(NotReady("loading"), ""))
         yield
 
-    dataset, server = photos(), Scripted(loading, loading, evaluated)
-    with served(server) as address, client_of(address, retries=replace(QUICK, restart=20, attempts=1)) as client:
+    dataset, server = photos(), ScriptedServicer(loading, loading, evaluated)
+    with (
+        served(server) as address,
+        client_of(address, retries=replace(QUICK, restart_timeout=20, attempts=1)) as client,
+    ):
         assert client.evaluate(dataset)["images"] == 3
     assert len(server.seen) == 3
     assert dataset.reader.read_ones == ["a", "b", "c"] * 3
@@ -135,7 +142,7 @@ def test_an_image_that_cannot_be_read_is_told_whatever_the_server_says(client_of
         list(requests)
         context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the stream had no image")
 
-    with served(Scripted(tolerant, strict)) as address, client_of(address) as client:
+    with served(ScriptedServicer(tolerant, strict)) as address, client_of(address) as client:
         for _ in range(2):
             with pytest.raises(DatasetError, match="b: it is gone"):
                 client.evaluate(photos("b"))
@@ -143,7 +150,7 @@ def test_an_image_that_cannot_be_read_is_told_whatever_the_server_says(client_of
 
 def test_an_evaluation_without_a_report_is_told_as_the_server_s_mistake(client_of) -> None:
     with (
-        served(Scripted(lambda requests, _: iter([pb.EvaluateResponse()] * len(list(requests))))) as address,
+        served(ScriptedServicer(lambda requests, _: iter([pb.EvaluateResponse()] * len(list(requests))))) as address,
         client_of(address) as client,
         pytest.raises(PreluNetError, match=f"{address}: the evaluation ended without a report"),
     ):
@@ -157,10 +164,10 @@ def test_an_error_of_the_progress_callback_ends_the_call(client_of) -> None:
         context.add_callback(ended.set)
         yield from evaluated(requests, context)
 
-    def tell(_: Progress) -> None:
+    def tell(_: EvaluationProgress) -> None:
         raise LookupError("the bar is gone")
 
-    with served(Scripted(watch)) as address, client_of(address) as client:
+    with served(ScriptedServicer(watch)) as address, client_of(address) as client:
         with pytest.raises(LookupError, match="the bar is gone"):
             client.evaluate(photos(), progress=tell)
         assert ended.wait(30)

@@ -10,8 +10,8 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from prelunet.evaluator.client import Client, Retries
-from prelunet.evaluator.client.calls import Attempts, Budget
+from prelunet.evaluator.client import Client, RetryPolicy
+from prelunet.evaluator.client.calls import Attempts, RetryBudget
 from prelunet.evaluator.client.channel import CHANNEL_OPTIONS
 from prelunet.evaluator.errors import (
     DeadlinePassed,
@@ -26,19 +26,21 @@ from prelunet.evaluator.errors import (
     PreluNetError,
     UsageError,
 )
-from tests.client.client_harness import AT_ONCE, BOTH, QUICK, Relay, Scripted, served, text_of
+from tests.client.client_harness import AT_ONCE, BOTH, QUICK, Relay, ScriptedServicer, served, text_of
 
-PASSING = EnvironmentFault("gone for a moment")
+TRANSIENT = EnvironmentFault("gone for a moment")
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 CANCELLED = grpc.StatusCode.CANCELLED
 
 
-def attempts(retries: Retries, deadline: float | None = None, budget: Budget | None = None, draw=max) -> Attempts:
+def attempts(
+    retries: RetryPolicy, deadline: float | None = None, budget: RetryBudget | None = None, draw=max
+) -> Attempts:
     """Return attempts whose waits are as long as they may be."""
-    return Attempts(retries, budget or Budget(retries), deadline, draw)
+    return Attempts(retries, budget or RetryBudget(retries), deadline, draw)
 
 
-def pauses(of: Attempts, error: PreluNetError = PASSING) -> list[float | None]:
+def pauses(of: Attempts, error: PreluNetError = TRANSIENT) -> list[float | None]:
     """Return the waits after each attempt, to the first that has none."""
     found: list[float | None] = []
     while not found or found[-1] is not None:
@@ -48,9 +50,9 @@ def pauses(of: Attempts, error: PreluNetError = PASSING) -> list[float | None]:
 
 
 def test_the_longest_wait_doubles_up_to_the_most_and_ends_with_the_attempts() -> None:
-    assert pauses(attempts(Retries(attempts=6, first=0.5, most=3))) == [0.5, 1, 2, 3, 3, None]
-    assert pauses(attempts(Retries.none())) == [None]
-    assert pauses(attempts(Retries(attempts=5000, first=0.5, most=1, reserve=5000)))[4998:] == [1, None]
+    assert pauses(attempts(RetryPolicy(attempts=6, first=0.5, max_backoff=3))) == [0.5, 1, 2, 3, 3, None]
+    assert pauses(attempts(RetryPolicy.none())) == [None]
+    assert pauses(attempts(RetryPolicy(attempts=5000, first=0.5, max_backoff=1, retry_budget=5000)))[4998:] == [1, None]
 
 
 def test_a_wait_is_drawn_between_nothing_and_the_longest() -> None:
@@ -60,14 +62,14 @@ def test_a_wait_is_drawn_between_nothing_and_the_longest() -> None:
         asked.append((low, high))
         return 0.75 * high
 
-    assert pauses(attempts(Retries(attempts=3, first=1, most=9), draw=draw)) == [0.75, 1.5, None]
+    assert pauses(attempts(RetryPolicy(attempts=3, first=1, max_backoff=9), draw=draw)) == [0.75, 1.5, None]
     assert asked == [(0, 1), (0, 2)]
-    drawn = {Attempts(Retries(first=1), Budget(Retries()), None).pause(PASSING) for _ in range(20)}
+    drawn = {Attempts(RetryPolicy(first=1), RetryBudget(RetryPolicy()), None).pause(TRANSIENT) for _ in range(20)}
     assert len(drawn) > 15, "all clients would come back at one moment"
 
 
 def test_what_an_overloaded_server_asks_to_wait_comes_on_top() -> None:
-    retries = Retries(attempts=3, first=0.5, most=3)
+    retries = RetryPolicy(attempts=3, first=0.5, max_backoff=3)
     assert pauses(attempts(retries), Overloaded("full", retry_after=7)) == [7.5, 8, None]
     assert pauses(attempts(retries), Overloaded("full")) == [0.5, 1, None]
 
@@ -75,27 +77,27 @@ def test_what_an_overloaded_server_asks_to_wait_comes_on_top() -> None:
 def test_no_attempt_is_begun_that_could_not_begin_before_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("prelunet.evaluator.client.calls.time.monotonic", lambda: now[0])
-    of = attempts(Retries(attempts=9, first=1, most=9), deadline=103.0)
+    of = attempts(RetryPolicy(attempts=9, first=1, max_backoff=9), deadline=103.0)
     assert of.begin() == 3
-    assert of.pause(PASSING) == 1
+    assert of.pause(TRANSIENT) == 1
     now[0] = 101
     assert of.begin() == 2
-    assert of.pause(PASSING) is None  # 2 s would take it to the deadline itself
+    assert of.pause(TRANSIENT) is None  # 2 s would take it to the deadline itself
     now[0] = 104
     assert of.begin() == 0
 
 
 def test_a_client_has_its_reserve_and_one_more_retry_for_so_many_answers() -> None:
-    retries = Retries(attempts=100, reserve=3, answers_per_retry=4)
-    budget = Budget(retries)
+    retries = RetryPolicy(attempts=100, retry_budget=3, answers_per_retry=4)
+    budget = RetryBudget(retries)
     assert len(pauses(attempts(retries, budget=budget))) == 3 + 1
     done = attempts(retries, budget=budget)
     for answers, expected in [(3, False), (1, True), (0, False), (8, True), (0, True), (0, False)]:
         for _ in range(answers):
-            done.answered()
+            done.answer_received()
         assert budget.take() is expected
     for _ in range(100):
-        done.answered()
+        done.answer_received()
     assert [budget.take() for _ in range(4)] == [True, True, True, False], "a reserve grows without end"
 
 
@@ -116,7 +118,7 @@ def test_a_client_has_its_reserve_and_one_more_retry_for_so_many_answers() -> No
 )
 def test_a_rule_that_cannot_be_is_refused(changes: dict) -> None:
     with pytest.raises(UsageError, match="should be"):
-        replace(Retries(), **changes)
+        replace(RetryPolicy(), **changes)
 
 
 @pytest.fixture(params=BOTH, ids=["Client", "AsyncClient"])
@@ -130,7 +132,7 @@ def client_of(request: pytest.FixtureRequest):
         UNAVAILABLE,
         AT_ONCE,
         grpc.StatusCode.RESOURCE_EXHAUSTED,
-        PASSING,
+        TRANSIENT,
         DeviceLost("x"),
         NotReady("x"),
         CANCELLED,
@@ -139,7 +141,7 @@ def client_of(request: pytest.FixtureRequest):
     ids=repr,
 )
 def test_what_may_pass_is_tried_again(client_of, failure) -> None:
-    server = Scripted(failure, failure, failure)
+    server = ScriptedServicer(failure, failure, failure)
     with served(server) as address, client_of(address, retries=QUICK) as client:
         assert text_of(client.classify(b"cat")) == "cat"
         assert len(server.seen) == 4
@@ -163,14 +165,14 @@ def test_what_may_pass_is_tried_again(client_of, failure) -> None:
     ids=repr,
 )
 def test_what_would_not_pass_is_not_tried_again(client_of, failure) -> None:
-    server = Scripted(failure)
+    server = ScriptedServicer(failure)
     with served(server) as address, client_of(address, retries=QUICK) as client, pytest.raises(PreluNetError):
         client.classify(b"cat")
     assert len(server.seen) == 1
 
 
 def test_the_last_error_is_raised_when_the_attempts_are_over(client_of) -> None:
-    server = Scripted(UNAVAILABLE, UNAVAILABLE, UNAVAILABLE, AT_ONCE)
+    server = ScriptedServicer(UNAVAILABLE, UNAVAILABLE, UNAVAILABLE, AT_ONCE)
     with (
         served(server) as address,
         client_of(address, retries=QUICK) as client,
@@ -183,10 +185,10 @@ def test_the_last_error_is_raised_when_the_attempts_are_over(client_of) -> None:
 
 
 def test_nothing_is_tried_again_without_retries(client_of) -> None:
-    server = Scripted(UNAVAILABLE)
+    server = ScriptedServicer(UNAVAILABLE)
     with (
         served(server) as address,
-        client_of(address, retries=Retries.none()) as client,
+        client_of(address, retries=RetryPolicy.none()) as client,
         pytest.raises(EnvironmentFault),
     ):
         client.classify(b"cat")
@@ -194,7 +196,7 @@ def test_nothing_is_tried_again_without_retries(client_of) -> None:
 
 
 def test_the_time_that_the_server_asks_for_is_waited_and_the_deadline_covers_all_attempts(client_of) -> None:
-    server = Scripted(Overloaded("full", retry_after=0.4), Overloaded("full", retry_after=0.2))
+    server = ScriptedServicer(Overloaded("full", retry_after=0.4), Overloaded("full", retry_after=0.2))
     with served(server) as address, client_of(address, retries=QUICK) as client:
         client.classify(b"cat", timeout=8)
     first, second, third = server.seen
@@ -204,7 +206,7 @@ def test_the_time_that_the_server_asks_for_is_waited_and_the_deadline_covers_all
 
 
 def test_a_wait_beyond_the_deadline_is_not_begun_and_the_reason_is_told_at_once(client_of) -> None:
-    server = Scripted(Overloaded("full", retry_after=60))
+    server = ScriptedServicer(Overloaded("full", retry_after=60))
     with (
         served(server) as address,
         client_of(address, retries=QUICK) as client,
@@ -215,7 +217,7 @@ def test_a_wait_beyond_the_deadline_is_not_begun_and_the_reason_is_told_at_once(
 
 
 def test_a_call_has_the_deadline_of_its_client_or_its_own_or_none(client_of) -> None:
-    server = Scripted()
+    server = ScriptedServicer()
     with served(server) as address, client_of(address, timeout=17) as client:
         client.classify(b"cat")
         client.classify(b"cat", timeout=23)
@@ -236,7 +238,7 @@ def test_an_answer_that_does_not_come_in_time_is_a_deadline_passed(client_of) ->
     def never(request, context):
         gate.wait(30)
 
-    with served(Scripted(never)) as address, client_of(address, retries=QUICK) as client:
+    with served(ScriptedServicer(never)) as address, client_of(address, retries=QUICK) as client:
         with pytest.raises(DeadlinePassed, match=f"{address}: no answer in time"):
             client.classify(b"cat", timeout=0.2)
         gate.set()
@@ -244,7 +246,7 @@ def test_an_answer_that_does_not_come_in_time_is_a_deadline_passed(client_of) ->
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "soon"])
 def test_a_timeout_that_cannot_be_is_refused_before_anything_is_sent(client_of, timeout) -> None:
-    server = Scripted()
+    server = ScriptedServicer()
     with served(server) as address, client_of(address) as client:
         with pytest.raises(UsageError, match="timeout is"):
             client.classify(b"cat", timeout=timeout)
@@ -256,8 +258,8 @@ def test_a_timeout_that_cannot_be_is_refused_before_anything_is_sent(client_of, 
 
 
 def test_calls_that_fail_for_long_stop_being_tried_again_until_answers_come(client_of) -> None:
-    retries = replace(QUICK, reserve=5, answers_per_retry=2)
-    server = Scripted(*[UNAVAILABLE] * 10)
+    retries = replace(QUICK, retry_budget=5, answers_per_retry=2)
+    server = ScriptedServicer(*[UNAVAILABLE] * 10)
     with served(server) as address, client_of(address, retries=retries) as client:
         for expected in (4, 3, 1, 1, 1):  # 3 + 2 retries are in hand, then none
             before = len(server.seen)
@@ -274,10 +276,10 @@ def test_calls_that_fail_for_long_stop_being_tried_again_until_answers_come(clie
 
 
 def test_a_fleet_of_threads_shares_one_reserve() -> None:
-    server = Scripted(*[UNAVAILABLE] * 1000)
+    server = ScriptedServicer(*[UNAVAILABLE] * 1000)
     with (
         served(server) as address,
-        Client(address, retries=replace(QUICK, reserve=10)) as client,
+        Client(address, retries=replace(QUICK, retry_budget=10)) as client,
         ThreadPoolExecutor(8) as pool,
     ):
         calls = [pool.submit(client.classify, b"cat") for _ in range(40)]
@@ -312,7 +314,7 @@ ASKED = {
     "classify_many": lambda client: [(key, text_of(answer)) for key, answer in client.classify_many([b"cat", b"dog"])],
 }
 WANTED = {"classify": "cat", "models": ["six", "three"], "classify_many": [(0, "cat"), (1, "dog")]}
-SHORT = Retries(attempts=2, first=0.01, most=0.05, reserve=0)
+SHORT = RetryPolicy(attempts=2, first=0.01, max_backoff=0.05, retry_budget=0)
 
 
 @pytest.mark.parametrize("method", ASKED)
@@ -321,21 +323,21 @@ def test_a_server_that_starts_late_is_waited_for(client_of, method: str, monkeyp
     with client_of(f"127.0.0.1:{port}", retries=SHORT) as client, ThreadPoolExecutor(1) as pool:
         call = pool.submit(ASKED[method], client)
         assert absence.often.wait(30)
-        with served(Scripted(), port):
+        with served(ScriptedServicer(), port):
             assert call.result(30) == WANTED[method]
 
 
 @pytest.mark.parametrize("method", ASKED)
 def test_a_server_that_loads_its_models_is_waited_for_without_attempts_and_reserve(client_of, method: str) -> None:
-    server = Scripted(*[NotReady("the server is loading its models")] * 9)
+    server = ScriptedServicer(*[NotReady("the server is loading its models")] * 9)
     with served(server) as address, client_of(address, retries=SHORT) as client:
         assert ASKED[method](client) == WANTED[method]
     assert len(server.seen) >= 10
 
 
 def test_a_server_that_stays_away_is_waited_for_no_longer_than_the_rule_or_the_deadline_says(client_of) -> None:
-    for restart, timeout in ((0.3, 60), (60, 0.3)):
-        with client_of(f"127.0.0.1:{free_port()}", retries=replace(SHORT, restart=restart)) as client:
+    for restart_timeout, timeout in ((0.3, 60), (60, 0.3)):
+        with client_of(f"127.0.0.1:{free_port()}", retries=replace(SHORT, restart_timeout=restart_timeout)) as client:
             begun = time.monotonic()
             with pytest.raises(EnvironmentFault, match="connection refused"):
                 client.classify(b"cat", timeout=timeout)
@@ -344,7 +346,7 @@ def test_a_server_that_stays_away_is_waited_for_no_longer_than_the_rule_or_the_d
 
 def test_that_calls_wait_for_a_server_is_told_once_until_there_is_an_answer(client_of, caplog) -> None:
     loading = [NotReady("the server is loading its models")] * 3
-    server = Scripted(*loading, None, *loading)
+    server = ScriptedServicer(*loading, None, *loading)
     with served(server) as address, client_of(address, retries=SHORT) as client:
         client.classify(b"cat")
         client.classify(b"cat")
@@ -363,13 +365,13 @@ def test_the_waits_for_an_absent_server_grow_to_the_most_and_fit_into_the_time_l
         found = []
         while True:
             of.begin()
-            pause = of.pause(PASSING, absent=True)
+            pause = of.pause(TRANSIENT, absent=True)
             if pause is None:
                 return found
             found.append(pause)
             now[0] += pause
 
-    rule = Retries(attempts=1, first=1, most=4, reserve=0, restart=21)
+    rule = RetryPolicy(attempts=1, first=1, max_backoff=4, retry_budget=0, restart_timeout=21)
     assert waits(attempts(rule)) == [
         1,
         2,
@@ -389,18 +391,18 @@ def test_the_waits_for_an_absent_server_grow_to_the_most_and_fit_into_the_time_l
 def test_an_absence_takes_no_attempt_and_begins_anew_after_any_other_failure_or_an_answer(monkeypatch) -> None:
     now = [100.0]
     monkeypatch.setattr("prelunet.evaluator.client.calls.time.monotonic", lambda: now[0])
-    of = attempts(Retries(attempts=3, first=1, most=4, restart=10))
+    of = attempts(RetryPolicy(attempts=3, first=1, max_backoff=4, restart_timeout=10))
     pauses = []
     for absent in (True, True, False, True, True, False, False):
         of.begin()
-        pauses.append(of.pause(PASSING, absent=absent))
+        pauses.append(of.pause(TRANSIENT, absent=absent))
         now[0] += 4
     assert pauses == [1, 2, 1, 1, 2, 2, None]
-    of = attempts(Retries(first=1, most=4, restart=10))
-    assert of.pause(PASSING, absent=True) == 1
+    of = attempts(RetryPolicy(first=1, max_backoff=4, restart_timeout=10))
+    assert of.pause(TRANSIENT, absent=True) == 1
     now[0] += 60
-    of.answered()  # a stream may be answered for long in between
-    assert of.pause(PASSING, absent=True) == 1
+    of.answer_received()  # a stream may be answered for long in between
+    assert of.pause(TRANSIENT, absent=True) == 1
 
 
 def test_a_call_whose_connection_is_reset_is_made_again(client_of) -> None:
@@ -410,11 +412,11 @@ def test_a_call_whose_connection_is_reset_is_made_again(client_of) -> None:
         arrived.set()
         gate.wait(30)
 
-    server = Scripted(hold)
+    server = ScriptedServicer(hold)
     with (
         served(server) as address,
         Relay(address) as relay,
-        client_of(relay.address, retries=replace(QUICK, most=0.2, attempts=50)) as client,
+        client_of(relay.address, retries=replace(QUICK, max_backoff=0.2, attempts=50)) as client,
         ThreadPoolExecutor(1) as pool,
     ):
         call = pool.submit(client.classify, b"cat")
@@ -438,8 +440,8 @@ def test_a_call_to_a_machine_that_vanished_is_made_again_without_a_deadline(
         arrived.set()
         gate.wait(30)
 
-    server = Scripted(hold)
-    retries = replace(QUICK, most=0.2, attempts=500, reserve=500)
+    server = ScriptedServicer(hold)
+    retries = replace(QUICK, max_backoff=0.2, attempts=500, retry_budget=500)
     with (
         served(server) as address,
         Relay(address) as relay,
@@ -465,7 +467,7 @@ def test_a_machine_without_a_server_is_an_environment_fault_after_the_attempts(c
 
 
 def test_the_calls_go_round_the_servers_of_a_name_and_on_when_one_stops(client_of) -> None:
-    first, second = Scripted(), Scripted()
+    first, second = ScriptedServicer(), ScriptedServicer()
     with served(first) as one, served(second) as two, client_of(f"ipv4:{one},{two}", retries=QUICK) as client:
         while not (first.seen and second.seen):  # until both are connected
             client.classify(b"cat")

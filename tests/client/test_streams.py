@@ -11,10 +11,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from prelunet.evaluator.client import Client, Retries
-from prelunet.evaluator.client.calls import Terms
+from prelunet.evaluator.client import Client, RetryPolicy
+from prelunet.evaluator.client.calls import ClientSettings
 from prelunet.evaluator.client.messages import classify_request
-from prelunet.evaluator.client.streams import Many
+from prelunet.evaluator.client.streams import PendingImages
 from prelunet.evaluator.client.sync import Exchange
 from prelunet.evaluator.errors import (
     DeadlinePassed,
@@ -27,13 +27,13 @@ from prelunet.evaluator.errors import (
     UsageError,
 )
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from prelunet.evaluator.rpc.status import MAX_MESSAGE, status_of
+from prelunet.evaluator.rpc.status import MAX_MESSAGE_BYTES, status_of
 from tests.client.client_harness import (
     AT_ONCE,
     BOTH,
     QUICK,
     Relay,
-    Scripted,
+    ScriptedServicer,
     answer_to,
     answers_to,
     bad,
@@ -51,7 +51,7 @@ def client_of(request: pytest.FixtureRequest):
     return request.param
 
 
-def told(results) -> list[tuple]:
+def outcomes(results) -> list[tuple]:
     """Return keys with what their answers belong to, or with the class and text of their errors."""
     return [
         (key, (type(result), str(result)) if isinstance(result, PreluNetError) else text_of(result))
@@ -64,16 +64,16 @@ def test_images_get_their_own_answers_in_the_order_of_the_server(client_of) -> N
         yield from [good(next(requests)) for _ in PETS][::-1]
         yield from answers_to(requests, _)
 
-    with served(Scripted(backwards)) as address, client_of(address) as client:
+    with served(ScriptedServicer(backwards)) as address, client_of(address) as client:
         results = list(client.classify_many(PETS))
-    assert told(results) == [(4, "rat"), (3, "owl"), (2, "fox"), (1, "dog"), (0, "cat")]
+    assert outcomes(results) == [(4, "rat"), (3, "owl"), (2, "fox"), (1, "dog"), (0, "cat")]
     assert (results[0][1].timings.queue_seconds, results[0][1].timings.batches) == (0.25, 3)
 
 
 def test_a_key_may_be_anything_and_come_twice(client_of) -> None:
     images = [(Path("a"), b"cat"), (None, b"dog"), (Path("a"), b"fox"), ({}, b"owl")]
-    with served(Scripted()) as address, client_of(address) as client:
-        assert told(client.classify_many(images)) == [
+    with served(ScriptedServicer()) as address, client_of(address) as client:
+        assert outcomes(client.classify_many(images)) == [
             (Path("a"), "cat"),
             (None, "dog"),
             (Path("a"), "fox"),
@@ -90,7 +90,7 @@ def test_the_options_go_with_every_image(client_of) -> None:
             yield good(request)
 
     options = {"model": "six", "protocol": "dense", "scales": (32, 48), "mirror": False, "top_k": 3, "apply_exif": True}
-    server = Scripted(look)
+    server = ScriptedServicer(look)
     with served(server) as address, client_of(address) as client:
         list(client.classify_many(PETS[:2], **options, request_id="batch:7"))
     wanted = [pb.ClassifyRequest(image=image, **options) for image in PETS[:2]]
@@ -101,14 +101,14 @@ def test_the_options_go_with_every_image(client_of) -> None:
 def test_an_answer_may_be_larger_than_grpc_takes_by_itself(client_of) -> None:
     heatmap = b"x" * (5 * 2**20)
     with (
-        served(Scripted(lambda request, _: pb.ClassifyResponse(heatmap=heatmap))) as address,
+        served(ScriptedServicer(lambda request, _: pb.ClassifyResponse(heatmap=heatmap))) as address,
         client_of(address) as client,
     ):
         assert client.classify(b"cat").heatmap == heatmap
 
 
 def test_no_image_makes_no_call(client_of) -> None:
-    server = Scripted()
+    server = ScriptedServicer()
     with served(server) as address, client_of(address) as client:
         assert list(client.classify_many([])) == []
     assert server.seen == []
@@ -121,9 +121,9 @@ def test_a_bad_image_has_its_own_error_and_the_stream_goes_on(client_of) -> None
             error = errors.get(request.request.image)
             yield bad(request, error) if error else good(request)
 
-    server = Scripted(some)
+    server = ScriptedServicer(some)
     with served(server) as address, client_of(address, retries=QUICK) as client:
-        results = told(client.classify_many(PETS, request_id="r1"))
+        results = outcomes(client.classify_many(PETS, request_id="r1"))
     assert results == [
         (0, "cat"),
         (1, (ImageError, "dog: no image (request id r1)")),
@@ -137,22 +137,24 @@ def test_a_bad_image_has_its_own_error_and_the_stream_goes_on(client_of) -> None
 def test_an_image_that_no_message_can_carry_is_refused_here_and_the_others_are_answered(
     client_of, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prelunet.evaluator.client.messages.MAX_MESSAGE", 4096 + 5)  # three bytes and the framing
+    monkeypatch.setattr("prelunet.evaluator.client.messages.MAX_MESSAGE_BYTES", 4096 + 5)  # three bytes and the framing
     images = [*[b"large"] * 50, b"cat", b"dog", *[b"large"] * 50, b"fox"]
-    with served(Scripted()) as address, client_of(address) as client:
-        results = dict(told(client.classify_many(images, ahead=4)))
+    with served(ScriptedServicer()) as address, client_of(address) as client:
+        results = dict(outcomes(client.classify_many(images, max_pending=4)))
     assert {results.pop(number) for number in (50, 51, 102)} == {"cat", "dog", "fox"}
     assert len(results) == 100
     text = "7 bytes are more than a message of 4101 bytes can carry. Send a smaller image"
     assert set(results.values()) == {(ImageError, text)}
-    server = Scripted()
+    server = ScriptedServicer()
     with served(server) as address, client_of(address) as client:
-        assert told(client.classify_many([b"large"] * 9, ahead=2)) == [(n, (ImageError, text)) for n in range(9)]
+        assert outcomes(client.classify_many([b"large"] * 9, max_pending=2)) == [
+            (n, (ImageError, text)) for n in range(9)
+        ]
     assert server.seen == [], "there was nothing to send"
 
 
 def test_refused_images_whose_errors_nobody_takes_are_held_back_too(client_of, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prelunet.evaluator.client.messages.MAX_MESSAGE", 4096)
+    monkeypatch.setattr("prelunet.evaluator.client.messages.MAX_MESSAGE_BYTES", 4096)
     asked = taken = 0
 
     def images() -> Iterator[bytes]:
@@ -162,8 +164,8 @@ def test_refused_images_whose_errors_nobody_takes_are_held_back_too(client_of, m
             assert asked <= taken + 2 * 4 + 1  # four that are being told, four more
             yield b"large"
 
-    with served(Scripted()) as address, client_of(address) as client:
-        for _key, error in client.classify_many(images(), ahead=4):
+    with served(ScriptedServicer()) as address, client_of(address) as client:
+        for _key, error in client.classify_many(images(), max_pending=4):
             assert type(error) is ImageError
             taken += 1
     assert taken == 500
@@ -178,9 +180,9 @@ def test_an_image_that_comes_at_a_bad_moment_is_sent_again_on_the_same_stream(cl
             error = Interrupted("the server stops") if image == b"fox" else AT_ONCE
             yield bad(request, error) if left[image] >= 0 else good(request)
 
-    server = Scripted(full)
+    server = ScriptedServicer(full)
     with served(server) as address, client_of(address, retries=QUICK) as client:
-        results = dict(told(client.classify_many(PETS)))
+        results = dict(outcomes(client.classify_many(PETS)))
     assert results == {0: "cat", 1: "dog", 2: "fox", 3: "owl", 4: (Overloaded, "too much to do")}
     assert len(server.seen) == 1
 
@@ -193,7 +195,10 @@ def test_images_sent_again_draw_on_the_client_s_reserve(client_of) -> None:
             sent.append(request.request.image)
             yield bad(request, AT_ONCE)
 
-    with served(Scripted(full)) as address, client_of(address, retries=replace(QUICK, reserve=4)) as client:
+    with (
+        served(ScriptedServicer(full)) as address,
+        client_of(address, retries=replace(QUICK, retry_budget=4)) as client,
+    ):
         results = list(client.classify_many(PETS))
     assert [type(error) for _, error in results] == [Overloaded] * 5
     assert len(sent) == 5 + 4
@@ -214,9 +219,9 @@ def test_a_stream_that_breaks_is_taken_up_again_with_what_is_unanswered(client_o
 
         return some
 
-    server = Scripted(breaks_after(2), breaks_after(0), code, breaks_after(1))
+    server = ScriptedServicer(breaks_after(2), breaks_after(0), code, breaks_after(1))
     with served(server) as address, client_of(address, retries=replace(QUICK, attempts=6)) as client:
-        results = told(client.classify_many(PETS, ahead=2, request_id="again"))
+        results = outcomes(client.classify_many(PETS, max_pending=2, request_id="again"))
     assert sorted(results) == [(0, "cat"), (1, "dog"), (2, "fox"), (3, "owl"), (4, "rat")]
     assert len(server.seen) == 5
     assert {seen.metadata["x-request-id"] for seen in server.seen} == {"again"}
@@ -238,24 +243,24 @@ def test_a_stream_that_the_server_ends_because_it_is_idle_is_opened_again_at_no_
             assert ended.wait(30)
         yield from PETS[1:]
 
-    server = Scripted(idle, idle)
-    with served(server) as address, client_of(address, retries=replace(QUICK, reserve=0)) as client:
-        results = told(client.classify_many(images()))
+    server = ScriptedServicer(idle, idle)
+    with served(server) as address, client_of(address, retries=replace(QUICK, retry_budget=0)) as client:
+        results = outcomes(client.classify_many(images()))
     assert sorted(results) == [(0, "cat"), (1, "dog"), (2, "fox"), (3, "owl"), (4, "rat")]
     assert len(server.seen) == 3
 
 
 def test_an_image_whose_stream_is_always_ended_for_want_of_a_message_gets_the_error(client_of) -> None:
     """As one does that takes longer on its way than a server gives the first message of a stream."""
-    server = Scripted(*[DeadlinePassed("the first message of this stream did not come in 60 s")] * 9)
+    server = ScriptedServicer(*[DeadlinePassed("the first message of this stream did not come in 60 s")] * 9)
     with served(server) as address, client_of(address, retries=QUICK) as client:
-        ((key, (kind, text)),) = told(client.classify_many([b"cat"]))
+        ((key, (kind, text)),) = outcomes(client.classify_many([b"cat"]))
     assert (key, kind, "did not come in 60 s" in text) == (0, DeadlinePassed, True)
     assert len(server.seen) == QUICK.attempts
 
 
 def test_a_stream_that_breaks_without_any_answer_is_given_up_with_its_error(client_of) -> None:
-    server = Scripted(*[UNAVAILABLE] * 9)
+    server = ScriptedServicer(*[UNAVAILABLE] * 9)
     with (
         served(server) as address,
         client_of(address, retries=QUICK) as client,
@@ -266,7 +271,7 @@ def test_a_stream_that_breaks_without_any_answer_is_given_up_with_its_error(clie
 
 
 def test_a_stream_that_breaks_for_good_raises_and_is_not_taken_up_again(client_of) -> None:
-    server = Scripted(UsageError("ids should differ"))
+    server = ScriptedServicer(UsageError("ids should differ"))
     with (
         served(server) as address,
         client_of(address, retries=QUICK) as client,
@@ -287,10 +292,10 @@ def test_an_image_that_breaks_every_stream_gets_an_error_and_the_others_their_an
             if crashing:
                 context.abort(UNAVAILABLE, "crashed")
 
-    server = Scripted(*[poisoned] * 20)
+    server = ScriptedServicer(*[poisoned] * 20)
     images = [b"cat", b"dog", *(f"{n}".encode() for n in range(30))]
     with served(server) as address, client_of(address, retries=QUICK) as client:
-        results = dict(told(client.classify_many(images, ahead=3)))
+        results = dict(outcomes(client.classify_many(images, max_pending=3)))
     assert results[1] == (EnvironmentFault, results[1][1])
     assert "crashed" in results[1][1]
     assert [results[n + 2] for n in range(30)] == [f"{n}" for n in range(30)]
@@ -305,7 +310,7 @@ def test_a_stream_whose_connection_is_reset_is_taken_up_again(client_of) -> None
     reset = threading.Event()
     retries = replace(QUICK, most=0.2, attempts=50)
     with (
-        served(Scripted(stall)) as address,
+        served(ScriptedServicer(stall)) as address,
         Relay(address) as relay,
         client_of(relay.address, retries=retries) as client,
     ):
@@ -314,7 +319,7 @@ def test_a_stream_whose_connection_is_reset_is_taken_up_again(client_of) -> None
         relay.cut()
         rest = list(results)
         reset.set()
-    assert sorted(told([first, *rest])) == [(0, "cat"), (1, "dog"), (2, "fox"), (3, "owl"), (4, "rat")]
+    assert sorted(outcomes([first, *rest])) == [(0, "cat"), (1, "dog"), (2, "fox"), (3, "owl"), (4, "rat")]
 
 
 def test_what_the_iterable_raises_is_raised_after_the_answers_to_the_images_before(client_of) -> None:
@@ -322,12 +327,12 @@ def test_what_the_iterable_raises_is_raised_after_the_answers_to_the_images_befo
         yield from PETS[:3]
         raise LookupError("no more pets")
 
-    server = Scripted()
+    server = ScriptedServicer()
     results = []
     with served(server) as address, client_of(address) as client:
         with pytest.raises(LookupError, match="no more pets"):
             results.extend(client.classify_many(images()))
-        assert told(results) == [(0, "cat"), (1, "dog"), (2, "fox")]
+        assert outcomes(results) == [(0, "cat"), (1, "dog"), (2, "fox")]
         with pytest.raises(UsageError, match="image 1 of classify_many is str; give bytes or"):
             list(client.classify_many([b"cat", "dog"]))
         with pytest.raises(TypeError, match="not iterable"):
@@ -340,7 +345,7 @@ def test_what_the_iterable_raises_is_raised_after_the_answers_to_the_images_befo
      ({"scales": [2**32]}, "scales has"), ({"request_id": "a b"}, "request_id is 'a b'")],
 )  # fmt: skip
 def test_an_option_that_cannot_be_is_refused_at_once(client_of, options: dict, text: str) -> None:
-    with served(Scripted()) as address, client_of(address) as client, pytest.raises(UsageError, match=text):
+    with served(ScriptedServicer()) as address, client_of(address) as client, pytest.raises(UsageError, match=text):
         client.classify_many(PETS, **options)
 
 
@@ -355,7 +360,7 @@ def test_an_option_that_cannot_be_is_refused_at_once(client_of, options: dict, t
 )
 def test_a_server_that_does_not_keep_to_the_protocol_is_told(client_of, wrong) -> None:
     with (
-        served(Scripted(wrong)) as address,
+        served(ScriptedServicer(wrong)) as address,
         client_of(address) as client,
         pytest.raises(PreluNetError, match=f"^{address}: .* Are client and server of the same version"),
     ):
@@ -370,7 +375,7 @@ def test_a_stream_that_is_given_up_ends_on_the_server_too_though_its_error_is_ke
         yield pb.ClassifyStreamResponse(id="77", response=answer_to(next(requests).request))
         ended.wait(30)
 
-    with served(Scripted(wrong)) as address, client_of(address) as client:
+    with served(ScriptedServicer(wrong)) as address, client_of(address) as client:
         with pytest.raises(PreluNetError) as caught:
             list(client.classify_many(PETS))
         assert ended.wait(20)
@@ -394,40 +399,44 @@ class Broken(grpc.RpcError):
 
 
 def test_what_is_known_is_told_before_a_stream_that_broke_is_taken_up_again() -> None:
-    terms = Terms("there:1", None, Retries(first=10**6, most=10**6))
-    many = Many(terms, classify_request, None, None, ahead=3)
-    many.take(b"cat")
-    assert many.next_request().id == "0"
-    many.broke(Broken())
-    assert many.work_in() > 1
-    assert many.next_request() is None
-    many.take(b"x" * MAX_MESSAGE)
-    assert many.work_in() == 0
-    assert [(key, type(error)) for key, error in many.take_results()] == [(1, ImageError)]
-    assert many.work_in() > 1
+    settings = ClientSettings("there:1", None, RetryPolicy(first=10**6, most=10**6))
+    pending = PendingImages(settings, classify_request, None, None, max_pending=3)
+    pending.take(b"cat")
+    assert pending.next_request().id == "0"
+    pending.stream_failed(Broken())
+    assert pending.seconds_until_work() > 1
+    assert pending.next_request() is None
+    pending.take(b"x" * MAX_MESSAGE_BYTES)
+    assert pending.seconds_until_work() == 0
+    assert [(key, type(error)) for key, error in pending.take_results()] == [(1, ImageError)]
+    assert pending.seconds_until_work() > 1
 
 
 def test_streams_to_a_server_that_is_not_there_count_as_no_attempt_of_their_images() -> None:
-    many = Many(
-        Terms("there:1", None, Retries(attempts=2, first=1e-9, most=1e-9)), classify_request, None, None, ahead=3
+    pending = PendingImages(
+        ClientSettings("there:1", None, RetryPolicy(attempts=2, first=1e-9, most=1e-9)),
+        classify_request,
+        None,
+        None,
+        max_pending=3,
     )
-    many.take(b"cat")
+    pending.take(b"cat")
     refused = Broken("connections to all backends failing; last error: Connection refused")
     for ending in (refused, refused, refused, Broken()):  # the first one that a server has seen is the last
-        many.call.begin()
-        while many.next_request() is None:
+        pending.call.begin()
+        while pending.next_request() is None:
             pass
-        many.broke(ending)
-        assert many.take_results() == []
-    assert not many.idle
+        pending.stream_failed(ending)
+        assert pending.take_results() == []
+    assert not pending.idle
 
 
 def test_what_is_taken_while_a_stream_breaks_belongs_to_the_next_stream() -> None:
-    terms = Terms("there:1", None, Retries(first=1e-9, most=1e-9))
-    exchange = Exchange(Many(terms, classify_request, None, None, ahead=2), PETS[:2])
+    settings = ClientSettings("there:1", None, RetryPolicy(first=1e-9, most=1e-9))
+    exchange = Exchange(PendingImages(settings, classify_request, None, None, max_pending=2), PETS[:2])
     requests = exchange.open_stream()
     assert next(requests).request.image == b"cat"
-    exchange.broke(Broken())
+    exchange.stream_failed(Broken())
     assert exchange.wait_for_work()
     assert list(requests) == [], "an image was given to a stream that is gone, and would have no answer for ever"
     again = exchange.open_stream()
@@ -446,9 +455,9 @@ def test_the_deadline_of_many_images_covers_them_all(client_of) -> None:
         gate.wait(30)
         yield b"cat"
 
-    with served(Scripted(stall)) as address, client_of(address, retries=QUICK) as client:
+    with served(ScriptedServicer(stall)) as address, client_of(address, retries=QUICK) as client:
         results = client.classify_many(PETS, timeout=0.3)
-        assert told([next(results)]) == [(0, "cat")]
+        assert outcomes([next(results)]) == [(0, "cat")]
         with pytest.raises(DeadlinePassed):
             list(results)
         with pytest.raises(DeadlinePassed, match="the time for all images is over"):
@@ -471,7 +480,7 @@ class Image(bytes):
 
 
 @pytest.mark.parametrize("ahead", [1, 5])
-def test_no_more_images_are_held_than_asked_for(client_of, ahead: int) -> None:
+def test_no_more_images_are_held_than_asked_for(client_of, max_pending: int) -> None:
     asked, answered, most = 0, 0, 0
 
     def images() -> Iterator[tuple[int, bytes]]:
@@ -482,12 +491,12 @@ def test_no_more_images_are_held_than_asked_for(client_of, ahead: int) -> None:
             yield number, Image(b"%d" % number)
 
     Image.alive = Image.most = 0
-    with served(Scripted()) as address, client_of(address) as client:
-        for key, answer in client.classify_many(images(), ahead=ahead):
+    with served(ScriptedServicer()) as address, client_of(address) as client:
+        for key, answer in client.classify_many(images(), max_pending=max_pending):
             answered += 1
             assert text_of(answer) == str(key)
     assert answered == 200
-    assert most <= ahead + 1  # one is told, but not yet counted here
+    assert most <= max_pending + 1  # one is told, but not yet counted here
     assert Image.most <= 5, "the bytes themselves should not outlive their message"  # made, taken, in threads' hands
     gc.collect()
     assert Image.alive == 0
@@ -501,8 +510,8 @@ def test_who_takes_no_answers_is_asked_for_no_more_images(client_of) -> None:
             asked.append(number)
             yield b"x" * 100_000 + b"%d" % number
 
-    with served(Scripted()) as address, client_of(address) as client:
-        results = client.classify_many(images(), ahead=8)
+    with served(ScriptedServicer()) as address, client_of(address) as client:
+        results = client.classify_many(images(), max_pending=8)
         for _ in range(20):
             next(results)
         assert len(asked) <= 20 + 8
@@ -526,7 +535,7 @@ def test_leaving_the_answers_ends_the_call_and_the_threads(client_of) -> None:
         finally:
             closed.set()
 
-    with served(Scripted(watch)) as address, client_of(address) as client:
+    with served(ScriptedServicer(watch)) as address, client_of(address) as client:
         for _key, _answer in client.classify_many(images()):
             break
         gc.collect()
@@ -542,9 +551,9 @@ def test_leaving_the_answers_ends_the_call_and_the_threads(client_of) -> None:
 
 def test_several_threads_share_a_client_for_many_images() -> None:
     def ask(client: Client, name: str) -> list[tuple]:
-        return told(client.classify_many((name + str(n)).encode() for n in range(40)))
+        return outcomes(client.classify_many((name + str(n)).encode() for n in range(40)))
 
-    with served(Scripted()) as address, Client(address) as client, ThreadPoolExecutor(4) as pool:
+    with served(ScriptedServicer()) as address, Client(address) as client, ThreadPoolExecutor(4) as pool:
         calls = [pool.submit(ask, client, name) for name in "abcd"]
         assert [call.result(60) for call in calls] == [[(n, f"{name}{n}") for n in range(40)] for name in "abcd"]
 
@@ -557,7 +566,7 @@ def test_closing_the_client_ends_what_is_in_flight_and_further_calls_say_so(clie
         gate.wait(30)
         return answer_to(request)
 
-    server = Scripted(hold)
+    server = ScriptedServicer(hold)
     with served(server) as address, ThreadPoolExecutor(1) as pool:
         with client_of(address) as client:
             call = pool.submit(client.classify, b"cat")

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from prelunet.evaluator.datasets import Dataset, DatasetPlace, open_place
+from prelunet.evaluator.datasets import Dataset, DatasetSpec, open_from_spec
 from prelunet.evaluator.imaging.decode import decode_rgb
-from prelunet.evaluator.protocols import make_protocol
-from prelunet.evaluator.reporting.gallery import make_gallery
+from prelunet.evaluator.protocols import build_protocol
+from prelunet.evaluator.reporting.gallery import build_gallery
 from prelunet.evaluator.reporting.report import build_report
 from prelunet.evaluator.validation.run_log import find_dataset
 from tests.helpers.fakes import FakeSession, fake_contract, validated
@@ -40,99 +40,99 @@ from tests.helpers.tiny_datasets import (
 )
 
 CONTRACT = replace(fake_contract(), classes=CLASSES)
-CENTER = make_protocol("center", CONTRACT)
+CENTER = build_protocol("center", CONTRACT)
 
 
-def class_folders(place: Path) -> DatasetPlace:
-    return DatasetPlace(write_folder(place / "val", FOLDERS))
+def class_folders(place: Path) -> DatasetSpec:
+    return DatasetSpec(write_folder(place / "val", FOLDERS))
 
 
-def class_folders_in_a_zip(place: Path) -> DatasetPlace:
-    return DatasetPlace(write_zip(place / "val.zip", {f"imagenet/{name}": data for name, data in FOLDERS.items()}))
+def class_folders_in_a_zip(place: Path) -> DatasetSpec:
+    return DatasetSpec(write_zip(place / "val.zip", {f"imagenet/{name}": data for name, data in FOLDERS.items()}))
 
 
-def folders_named_by_class(place: Path) -> DatasetPlace:
+def folders_named_by_class(place: Path) -> DatasetSpec:
     # Cranes and maillots have no folder here that could be mistaken: they are named by wnid.
     names = {WNIDS[index]: name.replace(" ", "_").upper() for index, name in enumerate(NAMES) if name != "crane"}
     files = {f"{names.get(name[:9], name[:9])}/{name[10:]}": data for name, data in FOLDERS.items()}
-    return DatasetPlace(write_folder(place / "val", files))
+    return DatasetSpec(write_folder(place / "val", files))
 
 
-def flat_with_a_devkit(place: Path) -> DatasetPlace:
-    return DatasetPlace(write_folder(place / "images", DATA), write_devkit(place / "devkit_t12"))
+def flat_with_a_devkit(place: Path) -> DatasetSpec:
+    return DatasetSpec(write_folder(place / "images", DATA), write_devkit(place / "devkit_t12"))
 
 
-def flat_with_a_devkit_beside(place: Path) -> DatasetPlace:
+def flat_with_a_devkit_beside(place: Path) -> DatasetSpec:
     write_devkit(place / "ILSVRC2012_devkit_t12")
-    return DatasetPlace(write_folder(place / "images", DATA))
+    return DatasetSpec(write_folder(place / "images", DATA))
 
 
-def root_with_val_and_devkit(place: Path) -> DatasetPlace:
+def root_with_val_and_devkit(place: Path) -> DatasetSpec:
     write_devkit(place / "root" / "ILSVRC2012_devkit_t12")
     write_folder(place / "root" / "train" / "n01", {"a.png": b""})
     write_folder(place / "root" / "val", DATA)
-    return DatasetPlace(place / "root")
+    return DatasetSpec(place / "root")
 
 
-def original_tar_with_a_text_mapping(place: Path) -> DatasetPlace:
+def original_tar_with_a_text_mapping(place: Path) -> DatasetSpec:
     data = write_devkit(place / "kit") / "data"
     (data / "meta.mat").unlink()
     (data / "synsets.txt").write_text("".join(f"{DEVKIT[i]} {wnid} {NAMES[i]}\n" for i, wnid in enumerate(WNIDS)))
-    return DatasetPlace(write_tar(place / "ILSVRC2012_img_val.tar", DATA), data)
+    return DatasetSpec(write_tar(place / "ILSVRC2012_img_val.tar", DATA), data)
 
 
-def tar_gz_with_a_list_beside(place: Path) -> DatasetPlace:
+def tar_gz_with_a_list_beside(place: Path) -> DatasetSpec:
     write_list(place / "val.txt", lambda name, label: f"{name} {label}")
-    return DatasetPlace(write_tar(place / "val.tar.gz", DATA, "w:gz"))
+    return DatasetSpec(write_tar(place / "val.tar.gz", DATA, "w:gz"))
 
 
-def zip_with_a_list_inside(place: Path) -> DatasetPlace:
+def zip_with_a_list_inside(place: Path) -> DatasetSpec:
     listed = write_list(place / "l", lambda name, label: f"{name},{WNIDS[label]}", "file,wnid\n").read_bytes()
-    return DatasetPlace(write_zip(place / "val.zip", {"labels.csv": listed} | DATA))
+    return DatasetSpec(write_zip(place / "val.zip", {"labels.csv": listed} | DATA))
 
 
-def flat_with_wnids(place: Path) -> DatasetPlace:
+def flat_with_wnids(place: Path) -> DatasetSpec:
     listed = write_list(place / "answers.txt", lambda name, label: f"val/{name}\t{WNIDS[label]}")
-    return DatasetPlace(write_folder(place / "images", DATA), listed)
+    return DatasetSpec(write_folder(place / "images", DATA), listed)
 
 
-def flat_with_kaggle_csv(place: Path) -> DatasetPlace:
+def flat_with_kaggle_csv(place: Path) -> DatasetSpec:
     def line(name: str, label: int) -> str:
         return f"{name.removesuffix('.JPEG')},{WNIDS[label]} 85 1 499 272 {WNIDS[label]} 0 0 9 9 "
 
-    return DatasetPlace(
+    return DatasetSpec(
         write_folder(place / "images", DATA),
         write_list(place / "LOC_val_solution.csv", line, "ImageId,PredictionString\n"),
     )
 
 
-def flat_with_positions(place: Path) -> DatasetPlace:
+def flat_with_positions(place: Path) -> DatasetSpec:
     (place / "indices.txt").write_text("".join(f"{label}\n" for label in LABELS.values()))
-    return DatasetPlace(write_folder(place / "images", DATA), place / "indices.txt")
+    return DatasetSpec(write_folder(place / "images", DATA), place / "indices.txt")
 
 
-def wnids_in_the_names(place: Path) -> DatasetPlace:
+def wnids_in_the_names(place: Path) -> DatasetSpec:
     files = {f"{name.removesuffix('.JPEG')}_{WNIDS[LABELS[name]]}.JPEG": data for name, data in DATA.items()}
-    return DatasetPlace(write_tar(place / "val_images.tar", files))
+    return DatasetSpec(write_tar(place / "val_images.tar", files))
 
 
-def shards(place: Path) -> DatasetPlace:
+def shards(place: Path) -> DatasetSpec:
     parts = (range(1, 12), range(12, 13), range(13, IMAGES + 1))
     for number, part in enumerate(parts):
         write_tar(place / "shards" / f"imagenet-val-{number:03}.tar", shard_files(part, as_both))
         write_tar(place / "shards" / f"imagenet-train-{number:03}.tar", shard_files(range(1, 3), as_cls))
-    return DatasetPlace(place / "shards")
+    return DatasetSpec(place / "shards")
 
 
-def one_shard(place: Path) -> DatasetPlace:
-    return DatasetPlace(write_tar(place / "one.tar", shard_files(range(1, IMAGES + 1), as_cls)))
+def one_shard(place: Path) -> DatasetSpec:
+    return DatasetSpec(write_tar(place / "one.tar", shard_files(range(1, IMAGES + 1), as_cls)))
 
 
-def one_shard_with_json(place: Path) -> DatasetPlace:
-    return DatasetPlace(write_tar(place / "one.tar", shard_files(range(1, IMAGES + 1), as_json)))
+def one_shard_with_json(place: Path) -> DatasetSpec:
+    return DatasetSpec(write_tar(place / "one.tar", shard_files(range(1, IMAGES + 1), as_json)))
 
 
-LAYOUTS: dict[Callable[[Path], DatasetPlace], str] = {
+LAYOUTS: dict[Callable[[Path], DatasetSpec], str] = {
     class_folders: "class folders",
     class_folders_in_a_zip: "class folders",
     folders_named_by_class: "class folders",
@@ -152,8 +152,8 @@ LAYOUTS: dict[Callable[[Path], DatasetPlace], str] = {
 }
 
 
-def opened(place: DatasetPlace) -> Dataset:
-    return open_place(place, CLASSES)
+def opened(place: DatasetSpec) -> Dataset:
+    return open_from_spec(place, CLASSES)
 
 
 def figures(dataset: Dataset, folder: Path) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_gives_the_same_report_from_the_same_images(
-    layout: Callable[[Path], DatasetPlace], tmp_path: Path, expected: dict[str, Any]
+    layout: Callable[[Path], DatasetSpec], tmp_path: Path, expected: dict[str, Any]
 ) -> None:
     place = layout(tmp_path)
     dataset = opened(place)
@@ -186,7 +186,7 @@ def test_every_layout_gives_the_same_report_from_the_same_images(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_images_of_a_run_are_found_again_for_its_report(
-    layout: Callable[[Path], DatasetPlace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layout: Callable[[Path], DatasetSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = replace(layout(tmp_path), limit=11, classes=(WNIDS[1], WNIDS[3], WNIDS[6], WNIDS[9], WNIDS[10]))
     monkeypatch.chdir(tmp_path)  # a path that was relative then is found from elsewhere
@@ -196,11 +196,11 @@ def test_images_of_a_run_are_found_again_for_its_report(
     run = validated(FakeSession(CONTRACT), dataset, CENTER, tmp_path / "run")
     monkeypatch.chdir("/")
     assert find_dataset(tmp_path / "run") is not None
-    gallery = make_gallery(run, None)
+    gallery = build_gallery(run, None)
     assert gallery.missing is None
     assert gallery.mistakes
     assert all(mistake.thumbnail is not None for mistake in gallery.mistakes)
-    assert make_gallery(run, given.path) == gallery
+    assert build_gallery(run, given.path) == gallery
 
 
 def test_the_miniature_holds_odd_files_that_decode() -> None:
@@ -214,7 +214,7 @@ def test_the_miniature_holds_odd_files_that_decode() -> None:
 
 
 def test_what_was_found_is_said(tmp_path: Path) -> None:
-    def said(layout: Callable[[Path], DatasetPlace]) -> str:
+    def said(layout: Callable[[Path], DatasetSpec]) -> str:
         (tmp_path / layout.__name__).mkdir()
         return "\n".join(opened(layout(tmp_path / layout.__name__)).remarks)
 
@@ -231,10 +231,8 @@ def test_what_was_found_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", [flat_with_positions, one_shard, shards, class_folders])
-def test_images_are_taken_without_labels_only_when_asked(
-    layout: Callable[[Path], DatasetPlace], tmp_path: Path
-) -> None:
-    dataset = opened(DatasetPlace(layout(tmp_path).path, no_labels=True))
+def test_images_are_taken_without_labels_only_when_asked(layout: Callable[[Path], DatasetSpec], tmp_path: Path) -> None:
+    dataset = opened(DatasetSpec(layout(tmp_path).path, no_labels=True))
     assert dataset.layout == "unlabelled"
     assert sorted(dataset.read(sample) for sample in dataset.samples) == sorted(DATA.values())
     assert {sample.label for sample in dataset.samples} == {-1}
@@ -258,7 +256,7 @@ def test_images_are_taken_without_labels_only_when_asked(
 def test_a_damaged_log_says_nothing_of_the_dataset(tmp_path: Path, damage: dict[str, Any]) -> None:
     whole = {"event": "start", "dataset": "/data", "labels": None, "no_labels": False, "limit": None, "classes": []}
     (tmp_path / "log.jsonl").write_text(json.dumps(whole) + "\n")
-    assert find_dataset(tmp_path) == DatasetPlace(Path("/data"))
+    assert find_dataset(tmp_path) == DatasetSpec(Path("/data"))
     (tmp_path / "log.jsonl").write_text(json.dumps(whole | damage) + "\n")
     assert find_dataset(tmp_path) is None
 
@@ -269,6 +267,6 @@ def test_a_log_with_classes_that_the_model_lacks_stops_no_report(tmp_path: Path)
     (tmp_path / "run" / "log.jsonl").write_text(
         json.dumps({"event": "start", "dataset": str(dataset.location), "classes": ["n99"]}) + "\n"
     )
-    gallery = make_gallery(run, None)
+    gallery = build_gallery(run, None)
     assert gallery.missing is not None
     assert gallery.mistakes[0].thumbnail is None

@@ -14,8 +14,8 @@ from typing import IO
 
 import pytest
 
-from prelunet.evaluator.datasets import DatasetPlace, open_dataset, open_place
-from prelunet.evaluator.datasets.sources.archive_index import Member, MemberTable
+from prelunet.evaluator.datasets import DatasetSpec, open_dataset, open_from_spec
+from prelunet.evaluator.datasets.sources.archive_index import ArchiveIndex, ArchiveMember
 from prelunet.evaluator.datasets.sources.decompress import _read as unpacking_read
 from prelunet.evaluator.datasets.sources.decompress import unpacked_path
 from prelunet.evaluator.errors import DatasetError, EnvironmentFault
@@ -27,8 +27,8 @@ MANY = 20_000
 @pytest.mark.parametrize("mode", ["w:gz", "w:bz2", "w:xz"])
 def test_a_compressed_tar_is_the_same_dataset_and_says_where_it_was_unpacked(mode: str, tmp_path: Path) -> None:
     path = write_tar(tmp_path / "val.tar.z", FOLDERS, mode)
-    dataset = open_place(DatasetPlace(path), CLASSES)
-    plain = open_place(DatasetPlace(write_folder(tmp_path / "val", FOLDERS)), CLASSES)
+    dataset = open_from_spec(DatasetSpec(path), CLASSES)
+    plain = open_from_spec(DatasetSpec(write_folder(tmp_path / "val", FOLDERS)), CLASSES)
     assert dataset.fingerprint == plain.fingerprint
     assert dataset.location == path
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -42,14 +42,14 @@ def test_a_compressed_tar_is_the_same_dataset_and_says_where_it_was_unpacked(mod
 
 def test_a_compressed_tar_is_unpacked_once_and_anew_when_it_changes(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "val.tgz", FOLDERS, "w:gz")
-    open_place(DatasetPlace(path), CLASSES)
+    open_from_spec(DatasetSpec(path), CLASSES)
     first = unpacked_path(path).stat()
-    open_place(DatasetPlace(path), CLASSES)
+    open_from_spec(DatasetSpec(path), CLASSES)
     assert unpacked_path(path).stat().st_ino == first.st_ino
     date = path.stat().st_mtime_ns
     write_tar(path, {name: data for name, data in FOLDERS.items() if name[:9] != WNIDS[0]}, "w:gz")
     os.utime(path, ns=(date, date))  # as `cp -p` or a build with a fixed date would
-    assert len(open_place(DatasetPlace(path), CLASSES).samples) < len(DATA)
+    assert len(open_from_spec(DatasetSpec(path), CLASSES).samples) < len(DATA)
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_compressed_tar_where_nothing_may_be_written_goes_to_a_folder_of_this_user_alone(closed: Path) -> None:
     path = write_tar(closed / "val.tar.gz", FOLDERS, "w:gz")
-    open_place(DatasetPlace(path), CLASSES)
+    open_from_spec(DatasetSpec(path), CLASSES)
     assert [entry.name for entry in closed.iterdir()] == ["val.tar.gz"]
     (private,) = (closed.parent / "tmp").iterdir()
     assert private == closed.parent / "tmp" / f"prelunet-{os.geteuid()}"
@@ -78,7 +78,7 @@ def test_two_archives_of_one_name_are_unpacked_apart(closed: Path) -> None:
     fewer = {name: data for name, data in FOLDERS.items() if name[:9] != WNIDS[0]}
     second = write_tar(closed / "b" / "val.tar.gz", fewer, "w:gz")
     os.utime(second, ns=(first.stat().st_mtime_ns,) * 2)
-    counts = [len(open_place(DatasetPlace(path), CLASSES).samples) for path in (first, second, first)]
+    counts = [len(open_from_spec(DatasetSpec(path), CLASSES).samples) for path in (first, second, first)]
     assert counts == [len(FOLDERS), len(fewer), len(FOLDERS)]
 
 
@@ -98,20 +98,20 @@ def test_a_temporary_folder_that_another_prepared_is_refused(
         private.mkdir()
         private.chmod(0o777 if trap == "writable" else 0o700)
     with pytest.raises(EnvironmentFault, match=rf"{private}: should be a folder that only this user may write"):
-        open_place(DatasetPlace(write_tar(closed / "val.tar.gz", FOLDERS, "w:gz")), CLASSES)
+        open_from_spec(DatasetSpec(write_tar(closed / "val.tar.gz", FOLDERS, "w:gz")), CLASSES)
 
 
 def test_files_and_links_that_are_not_ours_are_neither_overwritten_nor_followed(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "val.tar.gz", FOLDERS, "w:gz")
     (tmp_path / "val.tar.gz.unpacked.tar").write_bytes(b"my own")
-    open_place(DatasetPlace(path), CLASSES)
+    open_from_spec(DatasetSpec(path), CLASSES)
     assert (tmp_path / "val.tar.gz.unpacked.tar").read_bytes() == b"my own"
     copy = unpacked_path(path)
     for elsewhere in (write_tar(tmp_path / "other.tar", {f"{WNIDS[3]}/a.png": b"a"}), tmp_path / "nowhere"):
         copy.unlink()
         copy.symlink_to(elsewhere)
         with pytest.raises(DatasetError, match=rf"{copy.name}: should be val\.tar\.gz unpacked, but is no plain file"):
-            open_place(DatasetPlace(path), CLASSES)
+            open_from_spec(DatasetSpec(path), CLASSES)
         assert not (tmp_path / "nowhere").exists()
 
 
@@ -119,12 +119,12 @@ def test_a_bomb_is_not_unpacked_to_its_end(tmp_path: Path, monkeypatch: pytest.M
     path = write_tar(tmp_path / "val.tar.gz", FOLDERS | {"huge.txt": bytes(30 * 1024**2)}, "w:gz")
     written: list[int] = []
     monkeypatch.setattr("prelunet.evaluator.datasets.sources.decompress._ALWAYS_ALLOWED", 40 * 1024**2)
-    assert len(open_place(DatasetPlace(path), CLASSES).samples) == len(DATA)
+    assert len(open_from_spec(DatasetSpec(path), CLASSES).samples) == len(DATA)
     unpacked_path(path).unlink()
     monkeypatch.setattr("prelunet.evaluator.datasets.sources.decompress._ALWAYS_ALLOWED", 1024**2)
     monkeypatch.setattr("prelunet.evaluator.datasets.sources.decompress._read", _counting(written))
     with pytest.raises(DatasetError, match=r"bytes that unpack to more than .* unpack it by hand"):
-        open_place(DatasetPlace(path), CLASSES)
+        open_from_spec(DatasetSpec(path), CLASSES)
     assert sum(written) < 1024**2 + 20 * path.stat().st_size + 2 * 1024**2
     assert list(tmp_path.iterdir()) == [path]
 
@@ -146,16 +146,16 @@ def test_what_a_killed_unpacking_left_is_removed_when_nobody_writes_it_any_more(
         rest.write_bytes(b"half")
     for rest in (*rests[1:], foreign):
         os.utime(rest, (time.time() - 4000,) * 2)
-    open_place(DatasetPlace(path), CLASSES)
+    open_from_spec(DatasetSpec(path), CLASSES)
     assert [rest.exists() for rest in (*rests, foreign)] == [True, False, False, True]
 
 
 def test_a_copy_that_was_damaged_says_to_delete_it(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "val.tar.gz", FOLDERS, "w:gz")
-    open_place(DatasetPlace(path), CLASSES)
+    open_from_spec(DatasetSpec(path), CLASSES)
     os.truncate(unpacked_path(path), 5000)
     with pytest.raises(DatasetError, match=r"unpacked\.tar: damaged or cut at byte 5000\. Delete this copy to unpack"):
-        open_place(DatasetPlace(path), CLASSES)
+        open_from_spec(DatasetSpec(path), CLASSES)
 
 
 def test_damaged_and_foreign_compressed_files_are_refused_and_leave_nothing(tmp_path: Path) -> None:
@@ -171,12 +171,12 @@ def test_damaged_and_foreign_compressed_files_are_refused_and_leave_nothing(tmp_
         path = tmp_path / name
         path.write_bytes(data)
         with pytest.raises(DatasetError, match=r"damaged or cut|compressed, but no tar") as refused:
-            open_place(DatasetPlace(path), CLASSES)
+            open_from_spec(DatasetSpec(path), CLASSES)
         assert str(refused.value).startswith(f"{path}: ")
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*damaged, "val.tar.gz"])
     (tmp_path / "cut").write_bytes(b"\x28\xb5\x2f\xfd" + whole)
     with pytest.raises(DatasetError, match="compressed with zstd, which cannot be unpacked here"):
-        open_place(DatasetPlace(tmp_path / "cut"), CLASSES)
+        open_from_spec(DatasetSpec(tmp_path / "cut"), CLASSES)
 
 
 def test_a_full_disk_while_unpacking_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +187,7 @@ def test_a_full_disk_while_unpacking_is_told_as_such(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(EnvironmentFault, match=r"val\.tar\.gz\.[0-9a-f]{12}\.unpacked\.tar: the disk is full"):
-        open_place(DatasetPlace(path), CLASSES)
+        open_from_spec(DatasetSpec(path), CLASSES)
     assert not unpacked_path(path).exists()
 
 
@@ -206,22 +206,22 @@ def test_listing_an_archive_holds_less_than_300_bytes_an_image(tmp_path: Path) -
 
 
 def test_members_are_found_by_name_however_they_came() -> None:
-    table = MemberTable()
+    table = ArchiveIndex()
     expected = {}
     for number in (5, 3, 9, 1, 7):
-        expected[f"a/{number}"] = Member(number, number + 1, number + 2, 1, number % 2, 2**32 - number, number)
+        expected[f"a/{number}"] = ArchiveMember(number, number + 1, number + 2, 1, number % 2, 2**32 - number, number)
         table.add(f"a/{number}", expected[f"a/{number}"])
-    table.add("a", Member(1, 2, 3))
-    table.add("a-b/c", Member(4, 5, 6))
-    table.add("b/c", Member(7, 8, 9))
+    table.add("a", ArchiveMember(1, 2, 3))
+    table.add("a-b/c", ArchiveMember(4, 5, 6))
+    table.add("b/c", ArchiveMember(7, 8, 9))
     assert table.sort() is None
     assert all(table.find(name) == member for name, member in expected.items())
     assert table.find("a/4") is None
     assert table.find("z") is None
-    below = table.below("a")
-    assert below.names == ["1", "3", "5", "7", "9"]
-    assert all(below.find(name.removeprefix("a/")) == member for name, member in expected.items())
-    table.add("b/c", Member(0, 0, 0))
+    subtree = table.subtree("a")
+    assert subtree.names == ["1", "3", "5", "7", "9"]
+    assert all(subtree.find(name.removeprefix("a/")) == member for name, member in expected.items())
+    table.add("b/c", ArchiveMember(0, 0, 0))
     assert table.sort() == "b/c"
 
 
@@ -237,10 +237,10 @@ def test_a_text_that_cannot_be_read_in_place_is_left_out_of_a_zip(kind: str, tmp
         data = bytearray(path.read_bytes())
         data[data.rindex(b"PK\x01\x02") + 8] |= 1
         path.write_bytes(data)
-    assert len(open_place(DatasetPlace(path), CLASSES).samples) == len(DATA)
+    assert len(open_from_spec(DatasetSpec(path), CLASSES).samples) == len(DATA)
 
 
 def test_notes_beside_images_in_class_folders_make_no_shard(tmp_path: Path) -> None:
     notes = {name.replace(".JPEG", ".json"): b'{"author": "x"}' for name in FOLDERS}
-    dataset = open_place(DatasetPlace(write_tar(tmp_path / "val.tar", FOLDERS | notes)), CLASSES)
+    dataset = open_from_spec(DatasetSpec(write_tar(tmp_path / "val.tar", FOLDERS | notes)), CLASSES)
     assert (dataset.layout, len(dataset.samples)) == ("class folders", len(DATA))

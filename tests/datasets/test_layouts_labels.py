@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prelunet.evaluator.contract import ClassEntry
-from prelunet.evaluator.datasets import Dataset, DatasetPlace, open_dataset, open_place
+from prelunet.evaluator.datasets import Dataset, DatasetSpec, open_dataset, open_from_spec
 from prelunet.evaluator.datasets.labels.imagenet_devkit import read_devkit_ids
 from prelunet.evaluator.errors import DatasetError, PreluNetError, UsageError
 from prelunet.evaluator.reporting.report import label_order_suspicion
@@ -44,7 +44,7 @@ def flat(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def opened(
     path: Path, labels: Path | None = None, classes: Sequence[ClassEntry] = CLASSES, *, no_labels: bool = False
 ) -> Dataset:
-    return open_place(DatasetPlace(path, labels, no_labels), classes)
+    return open_from_spec(DatasetSpec(path, labels, no_labels), classes)
 
 
 def refusal(path: Path, labels: Path | None = None, classes: Sequence[ClassEntry] = CLASSES) -> str:

@@ -11,9 +11,9 @@ import pytest
 import scipy.io
 
 from prelunet.evaluator.contract import ClassEntry
-from prelunet.evaluator.datasets import Dataset, DatasetPlace, classes_asked, open_place
+from prelunet.evaluator.datasets import Dataset, DatasetSpec, open_from_spec, parse_class_selection
 from prelunet.evaluator.datasets.labels.imagenet_devkit import read_devkit_ids
-from prelunet.evaluator.datasets.sources.base import some
+from prelunet.evaluator.datasets.sources.base import format_names
 from prelunet.evaluator.errors import DatasetError, UsageError
 from tests.helpers.tiny_datasets import (
     CLASSES,
@@ -43,7 +43,7 @@ def few(tmp_path: Path) -> Path:
 
 
 def opened(path: Path, labels: Path | None = None, classes: Sequence[ClassEntry] = CLASSES) -> Dataset:
-    return open_place(DatasetPlace(path, labels), classes)
+    return open_from_spec(DatasetSpec(path, labels), classes)
 
 
 def refusal(path: Path, labels: Path | None = None, classes: Sequence[ClassEntry] = CLASSES) -> str:
@@ -121,7 +121,7 @@ def test_numbers_without_the_first_and_the_last_class_are_a_question(few: Path, 
     rows = [f"{name} {row + 1}" for row, name in enumerate(FEW)]
     assert "the labels are numbers 1 to 9, and none of them is 0" in refusal(few, table(tmp_path, *rows), TEN)
     assert labels_of(opened(few, table(tmp_path, *rows[:-1], "i.png 2"), TEN))[-1] == 2  # where two are lacking
-    assert classes_asked("1,2,3,4,5,6,7,8,9", TEN) == tuple(entry.wnid for entry in TEN[1:])
+    assert parse_class_selection("1,2,3,4,5,6,7,8,9", TEN) == tuple(entry.wnid for entry in TEN[1:])
     said = refusal(write_tar(tmp_path / "s.tar", shard_of([1, 2, 3])), classes=TEN[:4])
     assert "the labels are numbers 1 to 3, and none of them is 0" in said
 
@@ -137,12 +137,12 @@ def shard_of(labels: Sequence[int]) -> dict[str, bytes]:
 def test_a_long_list_of_classes_is_no_file_name() -> None:
     classes = [ClassEntry(f"n{index:08}", f"class {index}") for index in range(1000)]
     asked = tuple(entry.wnid for entry in classes[::2])
-    assert classes_asked(",".join(asked), classes) == asked
+    assert parse_class_selection(",".join(asked), classes) == asked
 
 
 def test_no_labels_leave_no_classes_to_choose(few: Path) -> None:
     with pytest.raises(UsageError, match="--classes with --no-labels: without labels no image has a class"):
-        open_place(DatasetPlace(few, no_labels=True, classes=(WNIDS[0],)), CLASSES)
+        open_from_spec(DatasetSpec(few, no_labels=True, classes=(WNIDS[0],)), CLASSES)
 
 
 # Sizes
@@ -158,7 +158,7 @@ def test_a_list_of_any_suffix_that_is_far_too_large_is_not_read(
     os.truncate(rows, 4097)
     assert f"{rows}: more than 4,096 bytes, too large to tell labels" in refusal(few, rows)
     with pytest.raises(DatasetError, match=rf"{name}: more than 4,096 bytes"):
-        classes_asked(str(rows), CLASSES)
+        parse_class_selection(str(rows), CLASSES)
 
 
 def test_a_list_in_an_archive_that_is_far_too_large_is_not_read(
@@ -180,10 +180,10 @@ def test_a_label_in_a_shard_has_no_megabytes(tmp_path: Path) -> None:
 
 
 def test_names_in_messages_are_short_and_have_no_power_over_a_terminal() -> None:
-    assert some(["a\x1b[2Jb", "c\nd", "é", "x" * 81, "\udcff\u202e"]) == (
+    assert format_names(["a\x1b[2Jb", "c\nd", "é", "x" * 81, "\udcff\u202e"]) == (
         "a\\x1b[2Jb, c\\x0ad, é, " + "x" * 79 + "…, \\udcff\\u202e"
     )
-    assert some(["y" * 80, *"abcde"]) == "y" * 80 + ", a, b, c, d, …"
+    assert format_names(["y" * 80, *"abcde"]) == "y" * 80 + ", a, b, c, d, …"
 
 
 def test_an_image_that_changed_since_the_dataset_was_opened_is_named(tmp_path: Path) -> None:
@@ -338,7 +338,7 @@ def test_a_dataset_whose_labels_were_found_is_the_same_when_it_is_opened_again(t
     listed = write_list(tmp_path / "l.csv", lambda name, label: f"{name},{label}", "name,label\n").read_bytes()
     dataset = opened(write_folder(tmp_path / "data", inner | {"labels.csv": listed}))
     assert dataset.place is not None
-    assert open_place(dataset.place, CLASSES).samples == dataset.samples
+    assert open_from_spec(dataset.place, CLASSES).samples == dataset.samples
 
 
 def test_a_note_beside_the_one_folder_of_class_folders_hides_nothing(tmp_path: Path) -> None:

@@ -8,19 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prelunet.evaluator.contract import ClassEntry
-from prelunet.evaluator.datasets import Dataset, DatasetPlace, Sample, classes_asked, select
+from prelunet.evaluator.datasets import Dataset, DatasetSpec, Sample, parse_class_selection, select
 from prelunet.evaluator.errors import DatasetError, UsageError
 from tests.helpers.tiny_datasets import CLASSES, WNIDS
 
 
-class _Nothing:
+class _UnreadableReader:
     def read(self, file: str) -> bytes:
         raise AssertionError(file)
 
 
 def dataset(images: int = 100, labels: int = 10) -> Dataset:
     samples = [Sample(f"{number:03}.png", number % labels, number) for number in range(images)]
-    return Dataset(Path("data"), WNIDS, samples, _Nothing(), remarks=("found",), place=DatasetPlace(Path("data")))
+    return Dataset(
+        Path("data"), WNIDS, samples, _UnreadableReader(), remarks=("found",), spec=DatasetSpec(Path("data"))
+    )
 
 
 def numbers(part: Dataset) -> list[int]:
@@ -44,7 +46,7 @@ def test_classes_keep_their_labels_and_the_limit_counts_among_them() -> None:
     assert {sample.label for sample in part.samples} <= {2, 7}
     assert part.selection == f"classes {WNIDS[2]}, {WNIDS[7]}, of these 3 images spread evenly"
     assert part.classes == WNIDS
-    assert part.place == DatasetPlace(Path("data"), limit=3, classes=(WNIDS[7], WNIDS[2]))
+    assert part.spec == DatasetSpec(Path("data"), limit=3, classes=(WNIDS[7], WNIDS[2]))
 
 
 def test_all_of_a_dataset_is_no_selection_and_a_limit_beyond_it_is_said() -> None:
@@ -66,7 +68,7 @@ def test_classes_without_images_are_said_and_refused_where_no_image_is_left() ->
 
 def test_different_selections_have_different_words() -> None:
     names = ("a", "b", "a, b", "c", "a b", *(f"d{i}" for i in range(8)))
-    whole = Dataset(Path("data"), names, [Sample(f"{i:03}", i % 13, i) for i in range(100)], _Nothing())
+    whole = Dataset(Path("data"), names, [Sample(f"{i:03}", i % 13, i) for i in range(100)], _UnreadableReader())
     words: dict[str | None, list[int]] = {}
     for count in (0, 1, 2, 9, 12):
         for chosen in itertools.combinations(names, count):
@@ -96,35 +98,35 @@ def test_the_order_of_the_classes_makes_no_other_selection() -> None:
     ],
 )
 def test_classes_are_asked_for_by_wnid_index_or_name(text: str, expected: tuple[int, ...], tmp_path: Path) -> None:
-    assert classes_asked(text, CLASSES) == tuple(WNIDS[index] for index in expected)
+    assert parse_class_selection(text, CLASSES) == tuple(WNIDS[index] for index in expected)
     (tmp_path / "classes.txt").write_text("".join(f"{word.strip()}\n" for word in text.split(",")))
-    assert classes_asked(str(tmp_path / "classes.txt"), CLASSES) == tuple(WNIDS[index] for index in expected)
+    assert parse_class_selection(str(tmp_path / "classes.txt"), CLASSES) == tuple(WNIDS[index] for index in expected)
 
 
 def test_a_file_of_classes_may_say_more_on_each_line(tmp_path: Path) -> None:
     (tmp_path / "synsets.txt").write_text(f"{WNIDS[3]} crane, a bird\n\n{WNIDS[0]}\tfish\n")
-    assert classes_asked(str(tmp_path / "synsets.txt"), CLASSES) == (WNIDS[0], WNIDS[3])
+    assert parse_class_selection(str(tmp_path / "synsets.txt"), CLASSES) == (WNIDS[0], WNIDS[3])
     (tmp_path / "synsets.txt").write_text(f"{WNIDS[3]}\nmaillot, tank suit\n")
-    assert classes_asked(str(tmp_path / "synsets.txt"), CLASSES) == (WNIDS[3], WNIDS[7])
+    assert parse_class_selection(str(tmp_path / "synsets.txt"), CLASSES) == (WNIDS[3], WNIDS[7])
 
 
 def test_what_is_no_class_is_refused_with_its_place(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="--classes: the label 'n99' is none of the model's 12 classes"):
-        classes_asked(f"{WNIDS[0]},n99", CLASSES)
+        parse_class_selection(f"{WNIDS[0]},n99", CLASSES)
     with pytest.raises(DatasetError, match=f"'crane' may be {WNIDS[1]} .crane. and {WNIDS[3]}"):
-        classes_asked("crane", CLASSES)
+        parse_class_selection("crane", CLASSES)
     with pytest.raises(DatasetError, match="--classes: the label 12 is none of the model's 12 classes, 0 to 11"):
-        classes_asked("0,12", CLASSES)
+        parse_class_selection("0,12", CLASSES)
     (tmp_path / "c.txt").write_text(f"{WNIDS[0]}\ndragon\n")
     with pytest.raises(DatasetError, match=r"c\.txt: line 2: the label 'dragon'"):
-        classes_asked(str(tmp_path / "c.txt"), CLASSES)
+        parse_class_selection(str(tmp_path / "c.txt"), CLASSES)
     (tmp_path / "c.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageError, match="not a text in UTF-8"):
-        classes_asked(str(tmp_path / "c.txt"), CLASSES)
+        parse_class_selection(str(tmp_path / "c.txt"), CLASSES)
     for nothing in ("", ","):
         with pytest.raises(UsageError, match="names no class"):
-            classes_asked(nothing, CLASSES)
+            parse_class_selection(nothing, CLASSES)
 
 
 def test_one_class_may_be_asked_for_by_its_index_alone() -> None:
-    assert classes_asked("3", [ClassEntry(f"n{i:08}", f"class {i}") for i in range(6)]) == ("n00000003",)
+    assert parse_class_selection("3", [ClassEntry(f"n{i:08}", f"class {i}") for i in range(6)]) == ("n00000003",)

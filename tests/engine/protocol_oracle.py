@@ -18,7 +18,7 @@ CORNERS_AND_CENTRE = ("top-left", "top-right", "bottom-left", "bottom-right", "c
 
 
 @dataclass(frozen=True)
-class Seen:
+class OracleView:
     """One view. probabilities, logits: (windows, K), of the windows that count."""
 
     scale: int
@@ -31,9 +31,9 @@ class Oracle:
 
     def __init__(self, net: str, tensors: Mapping[str, np.ndarray], mean: np.ndarray, crop: int) -> None:
         self._net, self._tensors, self._mean, self._crop = net, tensors, mean, crop
-        self._answers: dict[tuple[tuple[int, ...], bytes], reference.Answer] = {}
+        self._answers: dict[tuple[tuple[int, ...], bytes], reference.OracleScores] = {}
 
-    def dense(self, image: np.ndarray, scales: Sequence[int], mirror: bool = True) -> list[Seen]:
+    def dense(self, image: np.ndarray, scales: Sequence[int], mirror: bool = True) -> list[OracleView]:
         """See every window of the whole image."""
         return [
             self._seen(scale, self._answer(view))
@@ -41,7 +41,7 @@ class Oracle:
             for view in plain_and_mirrored(resized(image, scale), mirror)
         ]
 
-    def nine(self, image: np.ndarray, scales: Sequence[int], mirror: bool = True) -> list[Seen]:
+    def nine(self, image: np.ndarray, scales: Sequence[int], mirror: bool = True) -> list[OracleView]:
         """See the windows at the corners, the middles of the sides and the centre."""
         seen = []
         for scale in scales:
@@ -50,7 +50,7 @@ class Oracle:
                 rows, columns = answer.window_scores.shape[:2]
                 chosen = [(row, column) for row in first_middle_last(rows) for column in first_middle_last(columns)]
                 seen.append(
-                    Seen(
+                    OracleView(
                         scale,
                         np.array([answer.window_scores[place] for place in chosen]),
                         np.array([answer.window_logits[place] for place in chosen]),
@@ -58,7 +58,9 @@ class Oracle:
                 )
         return seen
 
-    def crops(self, image: np.ndarray, scales: Sequence[int], places: Sequence[str], mirror: bool = True) -> list[Seen]:
+    def crops(
+        self, image: np.ndarray, scales: Sequence[int], places: Sequence[str], mirror: bool = True
+    ) -> list[OracleView]:
         """See crops of the whole resized image."""
         return [
             self._seen(scale, self._answer(view))
@@ -67,19 +69,19 @@ class Oracle:
             for view in plain_and_mirrored(cropped(resized(image, scale), place, self._crop), mirror)
         ]
 
-    def _answer(self, view: np.ndarray) -> reference.Answer:
+    def _answer(self, view: np.ndarray) -> reference.OracleScores:
         key = (view.shape, view.tobytes())
         if key not in self._answers:
             self._answers[key] = reference.evaluate(self._net, self._tensors, self._mean, view)
         return self._answers[key]
 
     @staticmethod
-    def _seen(scale: int, answer: reference.Answer) -> Seen:
+    def _seen(scale: int, answer: reference.OracleScores) -> OracleView:
         classes = answer.window_scores.shape[2]
-        return Seen(scale, answer.window_scores.reshape(-1, classes), answer.window_logits.reshape(-1, classes))
+        return OracleView(scale, answer.window_scores.reshape(-1, classes), answer.window_logits.reshape(-1, classes))
 
 
-def average(seen: Sequence[Seen], averaging: str = "softmax", weights: str = "scale") -> np.ndarray:
+def average(seen: Sequence[OracleView], averaging: str = "softmax", weights: str = "scale") -> np.ndarray:
     """Return one answer, (K,): of all windows alike (`view`), or windows → views → scales → image (`scale`)."""
     of_views = [view.probabilities if averaging == "softmax" else view.logits for view in seen]
     if weights == "view":

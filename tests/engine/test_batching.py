@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prelunet.evaluator.engine.batching import Batch, BatchRules, Plan, plan_batches
+from prelunet.evaluator.engine.batching import Batch, BatchPlan, BatchRules, plan_batches
 
 MAX_SIDE = 100
 Shape = tuple[int, int]
@@ -19,14 +19,14 @@ SWITCHES = st.sampled_from([0, 1, 900, 5_000, 100_000])
 WINDOWS, PIXELS = 400, 20_000
 
 
-def windows_of(height: int, width: int) -> tuple[int, int]:
+def window_grid(height: int, width: int) -> tuple[int, int]:
     return (height // 7, width // 7)
 
 
 def plan(
     shapes: Sequence[Shape], step: int, switch: int = 0, max_windows: int = WINDOWS, max_pixels: int = PIXELS
-) -> Plan:
-    return plan_batches(shapes, windows_of, BatchRules(step, max_windows, max_pixels, switch), max_side=MAX_SIDE)
+) -> BatchPlan:
+    return plan_batches(shapes, window_grid, BatchRules(step, max_windows, max_pixels, switch), max_side=MAX_SIDE)
 
 
 def rounded(shape: Shape, step: int) -> Shape:
@@ -34,7 +34,7 @@ def rounded(shape: Shape, step: int) -> Shape:
     return height, width
 
 
-def cost(planned: Plan, switch: int) -> int:
+def cost(planned: BatchPlan, switch: int) -> int:
     return planned.canvas_pixels + switch * planned.changes
 
 
@@ -72,7 +72,7 @@ def test_a_batch_keeps_both_bounds_unless_its_only_image_exceeds_them(
     shapes: list[Shape], step: int, switch: int
 ) -> None:
     for batch in plan(shapes, step, switch).batches:
-        rows, columns = windows_of(batch.height, batch.width)
+        rows, columns = window_grid(batch.height, batch.width)
         kept = batch.rows * rows * columns <= WINDOWS and batch.rows * batch.height * batch.width <= PIXELS
         own_canvas = rounded(shapes[batch.indices[0]], step) == (batch.height, batch.width)
         assert kept or (batch.rows == 1 and own_canvas)
@@ -94,7 +94,7 @@ def test_batches_of_one_canvas_follow_each_other_with_the_smallest_at_the_end(
 def test_the_order_of_the_images_changes_neither_canvases_nor_cost(
     shapes: list[Shape], step: int, switch: int, shuffled: random.Random
 ) -> None:
-    def sizes(of: Plan) -> Counter[tuple[int, int, int]]:
+    def sizes(of: BatchPlan) -> Counter[tuple[int, int, int]]:
         return Counter((batch.rows, batch.height, batch.width) for batch in of.batches)
 
     other = shuffled.sample(shapes, len(shapes))
@@ -127,7 +127,7 @@ def one_shape_after_the_other(shapes: list[Shape]) -> list[Batch]:
     batches = []
     for height, width in dict.fromkeys(shapes):
         members = [index for index, shape in enumerate(shapes) if shape == (height, width)]
-        rows, columns = windows_of(height, width)
+        rows, columns = window_grid(height, width)
         count = max(1, min(WINDOWS // (rows * columns), PIXELS // (height * width)))
         for start in range(0, len(members), count):
             part = tuple(members[start : start + count])
@@ -263,7 +263,7 @@ def intervals(items: Sequence[Shape]) -> Iterator[list[list[Shape]]]:
 def group_cost(group: Sequence[Shape], images: Counter[Shape], switch: int, windows: int, pixels: int) -> float:
     """Count one canvas's calls: as few as possible, with equal rows, or full ones and a smaller one at the end."""
     height, width = max(h for h, _ in group), max(w for _, w in group)
-    rows, columns = windows_of(height, width)
+    rows, columns = window_grid(height, width)
     most = min(windows // (rows * columns), pixels // (height * width))
     if most == 0 and len(group) > 1:
         return float("inf")

@@ -12,12 +12,12 @@ import pytest
 from PIL import Image
 
 from prelunet.evaluator.cli import run
-from prelunet.evaluator.engine.classify import classify_images, combine, run_views
+from prelunet.evaluator.engine.classify import average_image, classify_images, run_views
 from prelunet.evaluator.engine.session import Outputs
 from prelunet.evaluator.errors import ContractError
 from prelunet.evaluator.imaging.views import ViewImage, make_views
-from prelunet.evaluator.protocols import Protocol, View, make_protocol
-from tests.conftest import Exported
+from prelunet.evaluator.protocols import EvaluationProtocol, View, build_protocol
+from tests.conftest import ExportedNet
 from tests.helpers.fakes import FakeSession, fake_contract
 
 RNG = np.random.default_rng(8)
@@ -30,8 +30,8 @@ def picture(height: int, width: int) -> np.ndarray:
 
 
 PICTURES = [picture(31, 47), picture(90, 60), picture(29, 28), picture(64, 200), picture(47, 31)]
-MULTI_SCALE = make_protocol("multi-scale", fake_contract())
-CENTER = make_protocol("center", fake_contract())
+MULTI_SCALE = build_protocol("multi-scale", fake_contract())
+CENTER = build_protocol("center", fake_contract())
 
 
 def scores_by_hand(session: FakeSession, image: np.ndarray, scales: tuple[int, ...]) -> np.ndarray:
@@ -120,7 +120,7 @@ def test_no_images_give_no_answers() -> None:
     assert classify_images(FakeSession(), [], MULTI_SCALE) == []
 
 
-class Overflowing(FakeSession):
+class OverflowingSession(FakeSession):
     """A model that overflows on bright images."""
 
     def run(self, images: np.ndarray, sizes: np.ndarray) -> Outputs:
@@ -132,15 +132,17 @@ class Overflowing(FakeSession):
 def test_nan_for_one_image_is_an_error_for_it_and_not_for_the_others_of_its_batch() -> None:
     bright = np.full_like(PICTURES[0], 255)
     views = [*make_views(PICTURES[0], CENTER), *make_views(bright, CENTER)]
-    good, bad = run_views(Overflowing(), views)
-    assert combine(CENTER, [good]).rank(0) >= 1
+    good, bad = run_views(OverflowingSession(), views)
+    assert average_image(CENTER, [good]).rank(0) >= 1
     with pytest.raises(ContractError, match="no numbers"):
-        combine(CENTER, [bad])
+        average_image(CENTER, [bad])
 
 
-def test_an_exported_model_gives_images_in_one_batch_the_scores_they_get_alone(exported: dict[str, Exported]) -> None:
+def test_an_exported_model_gives_images_in_one_batch_the_scores_they_get_alone(
+    exported: dict[str, ExportedNet],
+) -> None:
     session = exported["demo-image"].session
-    protocol = make_protocol("multi-scale", session.contract)
+    protocol = build_protocol("multi-scale", session.contract)
     together = classify_images(session, PICTURES, protocol)
     for image, shared in zip(PICTURES, together, strict=True):
         (alone,) = classify_images(session, [image], protocol)
@@ -153,7 +155,7 @@ def test_an_exported_model_gives_images_in_one_batch_the_scores_they_get_alone(e
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Lay out a picture, a text named like one, and a model behind `open_placed`."""
+    """Lay out a picture, a text named like one, and a model behind `open_with_placement`."""
     Image.fromarray(PICTURES[0]).save(tmp_path / "good.png")
     Image.fromarray(PICTURES[1]).save(tmp_path / "other.png")
     (tmp_path / "bad.jpg").write_text("no image")
@@ -232,7 +234,7 @@ def test_an_image_is_resized_as_it_was_decoded_and_not_copied_whole(
     """The way through an array takes half of the memory of a large photo once more."""
     given: list[bool] = []
 
-    def noting(image: Any, protocol: Protocol) -> list[ViewImage]:
+    def noting(image: Any, protocol: EvaluationProtocol) -> list[ViewImage]:
         given.append(isinstance(image, Image.Image))
         return make_views(image, protocol)
 

@@ -9,8 +9,8 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from prelunet.evaluator.engine.verify import rubbish_canvas
-from tests.conftest import Exported, export_telling
+from prelunet.evaluator.engine.verify import garbage_canvas
+from tests.conftest import ExportedNet, export_discriminating
 from tests.helpers import reference
 from tests.helpers.discriminating_nets import noise
 
@@ -23,14 +23,14 @@ E_SIZES = [(224, 224), (239, 301), (300, 224)]
 DEMO_SIZES = [(28, 28), (32, 45), (61, 29), (33, 97)]
 
 
-def oracle_of(exported: Exported, image: np.ndarray) -> reference.Answer:
+def oracle_of(exported: ExportedNet, image: np.ndarray) -> reference.OracleScores:
     checkpoint = exported.checkpoint
     return reference.evaluate(
         exported.name, exported.tensors, checkpoint.mean, image, checkpoint.architecture.activation
     )
 
 
-def assert_scores_are_the_oracles(exported: Exported, height: int, width: int) -> None:
+def assert_scores_are_the_oracles(exported: ExportedNet, height: int, width: int) -> None:
     image = noise(height, width, seed=height + width)
     answer = oracle_of(exported, image)
     outputs = exported.session.run(image[None], np.array([[height, width]]))
@@ -44,17 +44,17 @@ def assert_scores_are_the_oracles(exported: Exported, height: int, width: int) -
 
 
 @pytest.mark.parametrize(("height", "width"), A_SIZES)
-def test_dense_scores_of_model_a_equal_the_oracle(exported: dict[str, Exported], height: int, width: int):
+def test_dense_scores_of_model_a_equal_the_oracle(exported: dict[str, ExportedNet], height: int, width: int):
     assert_scores_are_the_oracles(exported["A-image"], height, width)
 
 
 @pytest.mark.parametrize(("height", "width"), E_SIZES)
-def test_dense_scores_of_model_e_equal_the_oracle(exported: dict[str, Exported], height: int, width: int):
+def test_dense_scores_of_model_e_equal_the_oracle(exported: dict[str, ExportedNet], height: int, width: int):
     assert_scores_are_the_oracles(exported["E-image"], height, width)
 
 
 def test_dense_scores_of_model_e_with_a_channel_mean_equal_the_oracle(tmp_path: Path):
-    exported = export_telling("E", "channel", tmp_path)  # for this test alone, so that its memory is given back
+    exported = export_discriminating("E", "channel", tmp_path)  # for this test alone, so that its memory is given back
     for height, width in [(224, 240), (239, 224)]:
         assert_scores_are_the_oracles(exported, height, width)
 
@@ -62,7 +62,7 @@ def test_dense_scores_of_model_e_with_a_channel_mean_equal_the_oracle(tmp_path: 
 @pytest.mark.parametrize(("height", "width"), DEMO_SIZES)
 @pytest.mark.parametrize("key", ["demo-channel", "demo-image", "demo-shared", "demo-relu", "demo-lrelu"])
 def test_dense_scores_of_the_demo_net_equal_the_oracle(
-    exported: dict[str, Exported], key: str, height: int, width: int
+    exported: dict[str, ExportedNet], key: str, height: int, width: int
 ):
     assert_scores_are_the_oracles(exported[key], height, width)
 
@@ -76,11 +76,11 @@ def ragged_sizes(crop: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("rubbish", [0, 77, 255])
 @pytest.mark.parametrize("key", ["E-image", "demo-image", "demo-channel"])
 def test_eight_images_of_eight_sizes_in_one_run_get_the_scores_they_get_alone(
-    exported: dict[str, Exported], key: str, rubbish: int
+    exported: dict[str, ExportedNet], key: str, rubbish: int
 ) -> None:
     session = exported[key].session
     images = [noise(h, w, seed=i) for i, (h, w) in enumerate(ragged_sizes(session.contract.crop))]
-    together = session.run(*rubbish_canvas(session.contract, images, rubbish))
+    together = session.run(*garbage_canvas(session.contract, images, rubbish))
     for index, image in enumerate(images):
         alone = session.run(image[None], np.array([image.shape[:2]]))
         rows, columns = alone.windows[0]
@@ -93,10 +93,10 @@ def test_eight_images_of_eight_sizes_in_one_run_get_the_scores_they_get_alone(
         np.testing.assert_allclose(together.scores[index], alone.scores[0], rtol=0, atol=1e-6)
 
 
-def test_ragged_images_of_model_a_get_the_scores_they_get_alone(exported: dict[str, Exported]) -> None:
+def test_ragged_images_of_model_a_get_the_scores_they_get_alone(exported: dict[str, ExportedNet]) -> None:
     session = exported["A-image"].session
     images = [noise(h, w, seed=i) for i, (h, w) in enumerate([(224, 224), (231, 301), (256, 241)])]
-    together = session.run(*rubbish_canvas(session.contract, images))
+    together = session.run(*garbage_canvas(session.contract, images))
     for index, image in enumerate(images):
         alone = session.run(image[None], np.array([image.shape[:2]]))
         rows, columns = alone.windows[0]
@@ -105,7 +105,7 @@ def test_ragged_images_of_model_a_get_the_scores_they_get_alone(exported: dict[s
 
 
 def test_a_file_without_masks_gives_the_same_scores_where_images_fill_the_canvas(
-    exported: dict[str, Exported],
+    exported: dict[str, ExportedNet],
 ) -> None:
     images = np.stack([noise(40, 33, seed=i) for i in range(3)])
     sizes = np.array([[40, 33]] * 3)
@@ -116,7 +116,7 @@ def test_a_file_without_masks_gives_the_same_scores_where_images_fill_the_canvas
 
 
 @pytest.mark.parametrize("key", ["A-image", "E-image", "demo-image"])
-def test_the_file_runs_in_plain_onnxruntime(exported: dict[str, Exported], key: str) -> None:
+def test_the_file_runs_in_plain_onnxruntime(exported: dict[str, ExportedNet], key: str) -> None:
     crop = exported[key].session.contract.crop
     image = noise(crop + 5, crop + 20, seed=1)
     session = onnxruntime.InferenceSession(exported[key].path)
@@ -126,7 +126,7 @@ def test_the_file_runs_in_plain_onnxruntime(exported: dict[str, Exported], key: 
 
 
 @pytest.mark.parametrize("key", ["A-image", "E-image", "demo-image"])
-def test_the_file_runs_in_openvino_also_with_a_single_window(exported: dict[str, Exported], key: str) -> None:
+def test_the_file_runs_in_openvino_also_with_a_single_window(exported: dict[str, ExportedNet], key: str) -> None:
     openvino = pytest.importorskip("openvino")
     crop = exported[key].session.contract.crop
     compiled = openvino.Core().compile_model(
@@ -141,6 +141,6 @@ def test_the_file_runs_in_openvino_also_with_a_single_window(exported: dict[str,
 
 @pytest.mark.large
 def test_dense_scores_of_model_c_equal_the_oracle(tmp_path: Path) -> None:
-    exported = export_telling("C", "image", tmp_path)
+    exported = export_discriminating("C", "image", tmp_path)
     for height, width in [(224, 224), (256, 341)]:
         assert_scores_are_the_oracles(exported, height, width)

@@ -9,15 +9,15 @@ from PIL import Image
 
 from prelunet.evaluator.architectures import architecture
 from prelunet.evaluator.contract import ModelContract, default_scales
-from prelunet.evaluator.engine.classify import Classified, ViewResult, classify_images
-from prelunet.evaluator.engine.heatmap import colours, draw_heat_maps, heat_maps, png_bytes, window_centres
-from prelunet.evaluator.protocols import Protocol, View, make_protocol
+from prelunet.evaluator.engine.classify import Classification, ViewResult, classify_images
+from prelunet.evaluator.engine.heatmap import apply_colour_map, draw_heat_maps, heat_maps, png_bytes, window_centres
+from prelunet.evaluator.protocols import EvaluationProtocol, View, build_protocol
 from tests.helpers.fakes import FakeSession, fake_contract
 
 CONTRACT = fake_contract()
 
 
-def contract_of(name: str) -> ModelContract:
+def build_contract(name: str) -> ModelContract:
     net = architecture(name)
     scales = default_scales(net.crop)
     return replace(CONTRACT, trunk=net.layers, window=net.window, crop=net.crop, default_scales=scales)
@@ -25,7 +25,7 @@ def contract_of(name: str) -> ModelContract:
 
 @pytest.mark.parametrize("name", ["A", "E", "demo"])
 def test_a_window_is_centred_on_the_mean_of_its_cells_receptive_fields(name: str) -> None:
-    contract = contract_of(name)
+    contract = build_contract(name)
     centres = []
     for first_cell in range(4):
         middles = []
@@ -39,7 +39,7 @@ def test_a_window_is_centred_on_the_mean_of_its_cells_receptive_fields(name: str
 
 
 def test_the_first_window_of_model_a_lies_at_pixel_111_and_the_next_16_further() -> None:
-    np.testing.assert_array_equal(window_centres(contract_of("A"), 3), [111, 127, 143])
+    np.testing.assert_array_equal(window_centres(build_contract("A"), 3), [111, 127, 143])
 
 
 def view_with(scores: np.ndarray, scale: int, size: tuple[int, int], *, mirrored: bool = False) -> ViewResult:
@@ -52,12 +52,12 @@ def view_with(scores: np.ndarray, scale: int, size: tuple[int, int], *, mirrored
     )
 
 
-def classified(*views: ViewResult) -> Classified:
-    return Classified(views[0].scores, views, "softmax")
+def classified(*views: ViewResult) -> Classification:
+    return Classification(views[0].scores, views, "softmax")
 
 
 # 48x64 pixels at scale 48 are 12x16 cells: 6x10 windows, centred at 13 + 4·i (start 1.5, 3 cells of 4 px to the middle)
-PROTOCOL = Protocol("dense-48", "dense", (48,), mirror=True)
+PROTOCOL = EvaluationProtocol("dense-48", "dense", (48,), mirror=True)
 
 
 def test_centres_of_demo_windows_are_where_the_next_tests_expect_them() -> None:
@@ -116,7 +116,7 @@ def test_scales_count_alike_whatever_their_number_of_windows() -> None:
 
 
 def test_what_the_central_crop_leaves_out_is_not_seen() -> None:
-    protocol = make_protocol("center", CONTRACT)  # scale 32, crop 28
+    protocol = build_protocol("center", CONTRACT)  # scale 32, crop 28
     crop = view_with(np.full((1, 1), 0.7), 32, (28, 28))
     crop = replace(crop, view=protocol.views[0])
     (heat,) = heat_maps(classified(crop), [1], (64, 128), (64, 128), CONTRACT, protocol)
@@ -153,7 +153,7 @@ def noise_image(height: int, width: int) -> np.ndarray:
 def test_each_point_of_a_ten_crop_map_is_the_mean_of_the_crops_that_show_it(
     size: tuple[int, int], shown: tuple[int, int], cut: int
 ) -> None:
-    session, image, protocol = FakeSession(), noise_image(*size), make_protocol("ten-crop", CONTRACT)
+    session, image, protocol = FakeSession(), noise_image(*size), build_protocol("ten-crop", CONTRACT)
     (answer,) = classify_images(session, [image], protocol, keep_windows=True)
     height, width = shown
     map_size = (height, width + 2 * cut)  # one point a pixel of the resized image
@@ -182,7 +182,7 @@ def test_each_point_of_a_ten_crop_map_is_the_mean_of_the_crops_that_show_it(
 
 def test_a_map_of_spp_18_shows_all_windows_that_were_classified_and_not_only_the_nine() -> None:
     session, image = FakeSession(), noise_image(40, 57)
-    nine, dense = (make_protocol(name, CONTRACT) for name in ("spp-18-28-41", "dense-28-41"))
+    nine, dense = (build_protocol(name, CONTRACT) for name in ("spp-18-28-41", "dense-28-41"))
     (of_nine,) = classify_images(session, [image], nine, keep_windows=True)
     maps = heat_maps(of_nine, [1, 4], (40, 57), (30, 50), CONTRACT, nine)
     scales = []
@@ -216,16 +216,16 @@ def between_windows(of_windows: np.ndarray, y: float, x: float) -> np.ndarray:
 
 
 def test_colours_rise_evenly_in_lightness() -> None:
-    luma = colours(np.linspace(0, 1, 50)) @ (0.2126, 0.7152, 0.0722)
+    luma = apply_colour_map(np.linspace(0, 1, 50)) @ (0.2126, 0.7152, 0.0722)
     assert (np.diff(luma) > 0).all()
-    assert colours(np.zeros((2, 3))).shape == (2, 3, 3)
+    assert apply_colour_map(np.zeros((2, 3))).shape == (2, 3, 3)
 
 
 @pytest.mark.parametrize("size", [(28, 31), (1, 1), (1, 20000), (700, 90), (3000, 4000)])
 @pytest.mark.parametrize("name", ["multi-scale", "center", "ten-crop", "spp-18"])
 def test_any_image_gets_one_sheet_of_six_readable_panels(size: tuple[int, int], name: str) -> None:
     image = np.random.default_rng(4).integers(0, 256, (*size, 3), np.uint8)
-    protocol = make_protocol(name, CONTRACT)
+    protocol = build_protocol(name, CONTRACT)
     (answer,) = classify_images(FakeSession(), [image], protocol, keep_windows=True)
     drawn = draw_heat_maps(image, answer, CONTRACT, protocol)
     assert drawn.dtype == np.uint8
@@ -236,7 +236,7 @@ def test_any_image_gets_one_sheet_of_six_readable_panels(size: tuple[int, int], 
 def test_the_sheet_shows_the_image_and_no_more_overlays_than_there_are_classes() -> None:
     contract = fake_contract(classes=2)
     image = np.full((40, 40, 3), (200, 30, 10), np.uint8)
-    protocol = make_protocol("multi-scale", contract)
+    protocol = build_protocol("multi-scale", contract)
     (answer,) = classify_images(FakeSession(contract), [image], protocol, keep_windows=True)
     with Image.open(io.BytesIO(png_bytes(draw_heat_maps(image, answer, contract, protocol)))) as drawn:
         pixels = np.asarray(drawn)

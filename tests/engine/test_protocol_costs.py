@@ -14,13 +14,13 @@ from prelunet.evaluator.engine.protocol_costs import ProtocolCost, paper_contrac
 from prelunet.evaluator.errors import ContractError
 from prelunet.evaluator.protocols import PROTOCOL_NAMES
 from prelunet.evaluator.verbs.protocols import in_units, table
-from tests.conftest import Exported
+from tests.conftest import ExportedNet
 
 ROOT = Path(__file__).parents[2]
 IMAGENET = (375, 500)  # 3:4, so that 480 becomes 480x640
 
 
-def contract_of(name: str, classes: int = 1000) -> ModelContract:
+def build_contract(name: str, classes: int = 1000) -> ModelContract:
     """Return the contract of an architecture with so many classes."""
     net = architecture(name)
     return replace(
@@ -43,7 +43,7 @@ ROUNDING = 2.5e-3
 
 @pytest.mark.parametrize(("name", "giga"), [("A", 657), ("B", 755), ("C", 1603)])
 def test_multi_scale_of_a_large_model_costs_30_to_34_crops(name: str, giga: int) -> None:
-    costs = by_name(protocol_costs(contract_of(name), *IMAGENET))
+    costs = by_name(protocol_costs(build_contract(name), *IMAGENET))
     total, crop = costs["multi-scale"].multiply_adds, costs["center"].multiply_adds
     assert total == pytest.approx(giga * 1e9, rel=ROUNDING)
     assert total < (giga + 0.5) * 1e9
@@ -54,7 +54,7 @@ def test_multi_scale_of_a_large_model_costs_30_to_34_crops(name: str, giga: int)
 
 
 def test_the_resnet_scales_of_model_c_cost_3450_giga() -> None:
-    cost = by_name(protocol_costs(contract_of("C"), *IMAGENET))["resnet"]
+    cost = by_name(protocol_costs(build_contract("C"), *IMAGENET))["resnet"]
     assert cost.multiply_adds == pytest.approx(3450e9, rel=ROUNDING)
 
 
@@ -78,12 +78,12 @@ def test_views_and_windows_are_those_of_the_papers() -> None:
 @pytest.mark.parametrize("name", ["A", "B", "C"])
 def test_the_papers_sizes_are_those_of_models_a_b_and_c(name: str) -> None:
     for size in [(224, 224), (301, 451), (256, 341), (640, 853)]:
-        assert paper_contract().window_grid(*size) == contract_of(name).window_grid(*size)
+        assert paper_contract().window_grid(*size) == build_contract(name).window_grid(*size)
     assert paper_contract().default_scales == (256, 384, 480)
 
 
 def test_an_elongated_image_is_counted_as_it_is_cut() -> None:
-    costs = by_name(protocol_costs(contract_of("A"), 100, 900))
+    costs = by_name(protocol_costs(build_contract("A"), 100, 900))
     assert costs["dense-256"].windows == 2 * 3 * (64 - 13)  # 256x1024 of 256x2304
     assert costs["dense-256"].multiply_adds == 2 * multiply_adds(architecture("A").to_json(), 256, 1024, 1000)
 
@@ -147,7 +147,7 @@ def test_the_verb_lists_every_protocol_for_the_papers_sizes(capsys: pytest.Captu
 
 
 def test_the_verb_tells_a_models_own_scales_and_cost(
-    exported: dict[str, Exported], capsys: pytest.CaptureFixture[str]
+    exported: dict[str, ExportedNet], capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = exported["demo-image"]
     assert run(["protocols", "--model", str(model.path), "--image", "28x40", "--json"]) == 0
@@ -167,7 +167,7 @@ def test_the_verb_tells_a_models_own_scales_and_cost(
 
 def test_the_documentation_tells_the_costs_that_are_counted() -> None:
     text = " ".join((ROOT / "docs" / "protocols.md").read_text(encoding="utf-8").split())
-    costs = by_name(protocol_costs(contract_of("A"), *IMAGENET))
+    costs = by_name(protocol_costs(build_contract("A"), *IMAGENET))
     center, *others = (in_units(costs[name].multiply_adds) for name in ("center", "ten-crop", "multi-scale", "spp-18"))
     names = zip(others, ("ten-crop", "multi-scale", "spp-18"), strict=True)
     told = [f"{center} multiply-adds for `center`", *(f"{cost} for `{name}`" for cost, name in names)]

@@ -14,10 +14,10 @@ from prelunet.evaluator.engine.memory import gpu_rules
 from prelunet.evaluator.engine.protocol_costs import paper_contract
 from prelunet.evaluator.engine.session import Outputs, Session
 from prelunet.evaluator.imaging import resize, views
-from prelunet.evaluator.protocols import Changes, Protocol, make_protocol
-from tests.conftest import Exported
+from prelunet.evaluator.protocols import EvaluationProtocol, ProtocolOverrides, build_protocol
+from tests.conftest import ExportedNet
 from tests.engine import protocol_oracle
-from tests.engine.protocol_oracle import CORNERS_AND_CENTRE, Oracle, Seen, average, softmax
+from tests.engine.protocol_oracle import CORNERS_AND_CENTRE, Oracle, OracleView, average, softmax
 from tests.helpers.discriminating_nets import noise
 from tests.helpers.fakes import FakeSession
 
@@ -38,7 +38,7 @@ class Case:
     """A protocol as it is asked for, and the same told to the oracle."""
 
     name: str
-    see: Callable[[Oracle, np.ndarray], list[Seen]]
+    evaluate: Callable[[Oracle, np.ndarray], list[OracleView]]
     changes: dict[str, Any] = field(default_factory=dict)
     averaging: str = "softmax"
     weights: str = "scale"
@@ -47,19 +47,19 @@ class Case:
         return " ".join([self.name, *(f"{key}={value}" for key, value in self.changes.items())])
 
 
-def dense(*scales: int, mirror: bool = True) -> Callable[[Oracle, np.ndarray], list[Seen]]:
+def dense(*scales: int, mirror: bool = True) -> Callable[[Oracle, np.ndarray], list[OracleView]]:
     return lambda oracle, image: oracle.dense(image, scales, mirror)
 
 
-def nine(*scales: int, mirror: bool = True) -> Callable[[Oracle, np.ndarray], list[Seen]]:
+def nine(*scales: int, mirror: bool = True) -> Callable[[Oracle, np.ndarray], list[OracleView]]:
     return lambda oracle, image: oracle.nine(image, scales, mirror)
 
 
-def ten(*scales: int, mirror: bool = True) -> Callable[[Oracle, np.ndarray], list[Seen]]:
+def ten(*scales: int, mirror: bool = True) -> Callable[[Oracle, np.ndarray], list[OracleView]]:
     return lambda oracle, image: oracle.crops(image, scales, CORNERS_AND_CENTRE, mirror)
 
 
-def one(*scales: int, mirror: bool = False) -> Callable[[Oracle, np.ndarray], list[Seen]]:
+def one(*scales: int, mirror: bool = False) -> Callable[[Oracle, np.ndarray], list[OracleView]]:
     return lambda oracle, image: oracle.crops(image, scales, ["center"], mirror)
 
 
@@ -92,11 +92,11 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def oracle(exported: dict[str, Exported]) -> Oracle:
+def oracle(exported: dict[str, ExportedNet]) -> Oracle:
     return oracle_of(exported["demo-image"])
 
 
-def oracle_of(exported: Exported) -> Oracle:
+def oracle_of(exported: ExportedNet) -> Oracle:
     checkpoint = exported.checkpoint
     return Oracle(exported.name, exported.tensors, checkpoint.mean, checkpoint.architecture.crop)
 
@@ -114,12 +114,12 @@ def assert_equals_oracle(
     oracle: Oracle,
     case: Case,
     images: Sequence[np.ndarray] = IMAGES,
-    protocol: Protocol | None = None,
+    protocol: EvaluationProtocol | None = None,
 ) -> None:
     """Compare each view and the average of all, of all images at once."""
-    protocol = protocol or make_protocol(case.name, session.contract, Changes(**case.changes))
+    protocol = protocol or build_protocol(case.name, session.contract, ProtocolOverrides(**case.changes))
     for image, found in zip(images, classify_images(session, images, protocol), strict=True):
-        seen = case.see(oracle, image)
+        seen = case.evaluate(oracle, image)
         assert [view.windows[0] * view.windows[1] for view in found.views] == [len(view.logits) for view in seen]
         assert [view.view.scale for view in found.views] == [view.scale for view in seen]
         for view, expected in zip(found.views, seen, strict=True):
@@ -134,14 +134,14 @@ def close(found: np.ndarray, expected: np.ndarray) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_protocol_equals_the_oracle_when_images_of_all_shapes_share_batches(
-    exported: dict[str, Exported], oracle: Oracle, case: Case
+    exported: dict[str, ExportedNet], oracle: Oracle, case: Case
 ) -> None:
     assert_equals_oracle(with_shared_canvases(exported["demo-image"].session), oracle, case)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.changes], ids=str)
 def test_a_protocol_equals_the_oracle_in_a_file_without_masks(
-    exported: dict[str, Exported], oracle: Oracle, case: Case
+    exported: dict[str, ExportedNet], oracle: Oracle, case: Case
 ) -> None:
     assert_equals_oracle(exported["demo-exact"].session, oracle, case)
 
@@ -155,13 +155,13 @@ def test_a_protocol_equals_the_oracle_in_a_file_without_masks(
     ],
     ids=str,
 )
-def test_protocols_of_model_e_equal_the_oracle(exported: dict[str, Exported], case: Case) -> None:
+def test_protocols_of_model_e_equal_the_oracle(exported: dict[str, ExportedNet], case: Case) -> None:
     session = exported["E-image"].session
     assert_equals_oracle(session, oracle_of(exported["E-image"]), case, [noise(261, 203, seed=4)])
 
 
 def test_an_adopted_nets_filter_is_used(
-    exported: dict[str, Exported], oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+    exported: dict[str, ExportedNet], oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = exported["demo-image"].session
     contract = replace(session.contract, interpolation="bicubic")
@@ -170,7 +170,7 @@ def test_an_adopted_nets_filter_is_used(
     monkeypatch.setattr(
         protocol_oracle, "resized", lambda image, scale: plain(image, scale, filter_=Image.Resampling.BICUBIC)
     )
-    assert make_protocol("ten-crop", bicubic.contract).interpolation == "bicubic"
+    assert build_protocol("ten-crop", bicubic.contract).interpolation == "bicubic"
     assert_equals_oracle(bicubic, oracle, Case("ten-crop", ten(32)))
 
 
@@ -219,7 +219,7 @@ def mirrored_before_it_is_cropped(patch: pytest.MonkeyPatch) -> None:
 def not_mirrored(patch: pytest.MonkeyPatch) -> None:
     right = classify.make_views
 
-    def wrong(image: np.ndarray, protocol: Protocol) -> list[views.ViewImage]:
+    def wrong(image: np.ndarray, protocol: EvaluationProtocol) -> list[views.ViewImage]:
         made = right(image, protocol)
         plain = {(view.view.scale, view.view.part): view.image for view in made if not view.view.mirrored}
         return [replace(view, image=plain[view.view.scale, view.view.part]) for view in made]
@@ -287,7 +287,7 @@ def capped_at_the_beginning(patch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_mistake_is_caught(
-    exported: dict[str, Exported],
+    exported: dict[str, ExportedNet],
     oracle: Oracle,
     monkeypatch: pytest.MonkeyPatch,
     mistake: Patch,
@@ -321,7 +321,7 @@ class GridSession(FakeSession):
 def windows_by_scale(height: int, width: int) -> dict[int, int]:
     """Count the windows that spp-18 averages of an image, plain and mirrored, by scale."""
     image = np.zeros((height, width, 3), np.uint8)
-    (found,) = classify_images(GridSession(), [image], make_protocol("spp-18", paper_contract()))
+    (found,) = classify_images(GridSession(), [image], build_protocol("spp-18", paper_contract()))
     counts: dict[int, int] = {}
     for view in found.views:
         counts[view.view.scale] = counts.get(view.view.scale, 0) + view.windows[0] * view.windows[1]

@@ -14,7 +14,7 @@ from prelunet.evaluator.engine.scores import (
     nine_windows,
     rank_of,
     ranks_of,
-    shortest,
+    shortest_decimal,
     softmax,
     top_k,
     view_weights,
@@ -123,11 +123,11 @@ def test_top_k_of_fewer_classes_gives_all_of_them() -> None:
 
 @given(st.floats(0, 1, width=32))
 def test_the_shortest_decimal_reads_back_as_the_same_float32(score: float) -> None:
-    assert np.float32(shortest(float(score))) == np.float32(score)
+    assert np.float32(shortest_decimal(float(score))) == np.float32(score)
 
 
 def test_the_shortest_decimal_of_a_tenth_is_a_tenth() -> None:
-    assert shortest(float(np.float32(0.1))) == 0.1
+    assert shortest_decimal(float(np.float32(0.1))) == 0.1
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

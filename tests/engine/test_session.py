@@ -13,10 +13,10 @@ import onnx
 import pytest
 
 from prelunet.evaluator.contract import INPUTS, OUTPUTS, GoldenImage, ModelContract, golden_image
-from prelunet.evaluator.engine.load import open_placed, open_session
+from prelunet.evaluator.engine.load import open_session, open_with_placement
 from prelunet.evaluator.engine.memory import gpu_rules
 from prelunet.evaluator.engine.runtimes import onnx as onnx_runtime
-from prelunet.evaluator.engine.runtimes.base import lacks_memory, reason_of
+from prelunet.evaluator.engine.runtimes.base import error_summary, is_out_of_memory
 from prelunet.evaluator.engine.session import Device, Placement, Precision
 from prelunet.evaluator.errors import ContractError, EnvironmentFault, UsageError
 from prelunet.evaluator.serving.models import ModelFile, load_models
@@ -26,7 +26,7 @@ from tests.engine.runtimes.fake_runtime import (
     GIB,
     OPENVINO,
     FakeBinding,
-    FakeCard,
+    FakeCudaRuntime,
     FakeRuntime,
     nothing,
     runtime_error,
@@ -47,7 +47,7 @@ def use(monkeypatch: pytest.MonkeyPatch):
 
     def put(runtime: FakeRuntime) -> FakeRuntime:
         monkeypatch.setattr(onnx_runtime, "import_runtime", lambda: runtime)
-        monkeypatch.setattr(onnx_runtime, "CudaRuntime", FakeCard)
+        monkeypatch.setattr(onnx_runtime, "CudaRuntime", FakeCudaRuntime)
         monkeypatch.setattr(onnx_runtime, "CudaBinding", FakeBinding)
         FakeBinding.staged.clear()
         FakeBinding.computes = staticmethod(nothing)
@@ -125,7 +125,7 @@ def test_where_cuda_comes_up_it_runs_with_our_options(use, model: Path, device: 
 
 def test_for_many_images_the_largest_batch_is_run_once_after_the_smallest(use, model: Path) -> None:
     use(FakeRuntime(CUDA))
-    open_placed(model, Placement("cuda"), for_many=True)
+    open_with_placement(model, Placement("cuda"), preallocate=True)
     smallest, largest = FakeBinding.staged
     assert smallest == (1, 28, 28, 3)
     assert largest[0] > 1
@@ -137,9 +137,9 @@ def test_a_limit_of_the_gpu_and_what_is_free_there_bound_the_arena_and_its_batch
     use, model: Path, monkeypatch: pytest.MonkeyPatch, asked: int | None
 ) -> None:
     for free in (2 * GIB, 10 * GIB):
-        monkeypatch.setattr(FakeCard, "arena_bytes", lambda _, most, free=free: min(most or 2**60, free))
+        monkeypatch.setattr(FakeCudaRuntime, "arena_bytes", lambda _, most, free=free: min(most or 2**60, free))
         runtime = use(FakeRuntime(CUDA))
-        opened = open_placed(model, Placement("cuda", memory=2**20, gpu_memory=asked))
+        opened = open_with_placement(model, Placement("cuda", memory=2**20, gpu_memory=asked))
         arena = min(asked or 2**60, free)
         ((_, ((_, settings),)),) = runtime.loads
         assert settings["gpu_mem_limit"] == str(arena)
@@ -158,8 +158,8 @@ def test_what_does_not_run_on_the_gpu_is_an_error_there_and_runs_on_the_cpu_wher
     runtime = use(FakeRuntime(CUDA))
     FakeBinding.computes = staticmethod(computes)
     with pytest.raises(EnvironmentFault, match=r"model\.onnx loads but does not run on CUDA.*cuDNN is unavailable"):
-        open_placed(model, Placement("cuda"), for_many=many)
-    opened = open_placed(model, Placement("auto"), for_many=many)
+        open_with_placement(model, Placement("cuda"), preallocate=many)
+    opened = open_with_placement(model, Placement("auto"), preallocate=many)
     assert opened.circumstances.provider == CPU
     assert opened.placement.device == "cpu"
     assert "running on the CPU, because CUDA did not come up: model model.onnx loads but does not run" in caplog.text
@@ -205,11 +205,11 @@ def test_a_gpu_that_rounds_more_than_float32_is_refused_unless_that_was_asked_fo
     placement = Placement("cuda", precision)
     if refused and precision != "tf32":
         with pytest.raises(EnvironmentFault, match=r"in fp32 the scores of model\.onnx for its golden image are off"):
-            open_placed(model, placement)
-        assert open_placed(model, replace(placement, device="auto")).circumstances.provider == CPU
+            open_with_placement(model, placement)
+        assert open_with_placement(model, replace(placement, device="auto")).circumstances.provider == CPU
         assert "does not compute in float32" in caplog.text
         return
-    open_placed(model, placement)
+    open_with_placement(model, placement)
     if precision != "tf32":
         np.testing.assert_array_equal(FakeBinding.images, golden_image(30, 41)[None])
 
@@ -227,7 +227,7 @@ def test_a_file_without_golden_images_is_opened_with_the_warning_that_float32_is
 
 def test_only_a_gpu_has_to_prove_that_it_computes_in_float32(use, model: Path) -> None:
     runtime = use(FakeRuntime(contract=golden_contract()))
-    open_placed(model, Placement("cpu"), for_many=True)
+    open_with_placement(model, Placement("cpu"), preallocate=True)
     assert runtime.events == [f"load on {CPU}", "run"]
 
 
@@ -252,7 +252,7 @@ def test_a_limit_of_the_gpus_memory_is_refused_where_the_model_runs_on_a_cpu(use
     runtime = use(FakeRuntime())
     for device in ("cpu", "openvino", "auto"):
         with pytest.raises(UsageError, match=r"--gpu-memory-limit: the model runs on a CPU .*--memory-limit"):
-            open_placed(model, Placement(device, gpu_memory=GIB))
+            open_with_placement(model, Placement(device, gpu_memory=GIB))
     assert runtime.loads == []
 
 
@@ -288,9 +288,9 @@ def test_a_batch_without_memory_is_the_machines_fault_and_names_the_limit_that_w
     ],
 )
 def test_the_ways_in_which_runtimes_say_that_memory_lacks_are_known(text: str) -> None:
-    assert lacks_memory(RuntimeError(f"[E] {text}"))
-    assert lacks_memory(MemoryError())
-    assert not lacks_memory(RuntimeError("an illegal memory access was encountered"))
+    assert is_out_of_memory(RuntimeError(f"[E] {text}"))
+    assert is_out_of_memory(MemoryError())
+    assert not is_out_of_memory(RuntimeError("an illegal memory access was encountered"))
 
 
 @pytest.mark.parametrize("threads", [0, 3])
@@ -436,4 +436,4 @@ def test_a_graph_of_one_size_serves_no_model_that_says_it_takes_others(
     ],
 )
 def test_the_runtimes_words_are_shown_without_the_place_in_its_source(text: str, shown: str) -> None:
-    assert reason_of(RuntimeError(text)) == shown
+    assert error_summary(RuntimeError(text)) == shown

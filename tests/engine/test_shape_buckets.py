@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from prelunet.evaluator.engine.batching import BatchRules, plan_batches
 from prelunet.evaluator.engine.classify import classify_images, plan_views
-from prelunet.evaluator.engine.shape_buckets import ASPECTS, Ladder, ladder_for
+from prelunet.evaluator.engine.shape_buckets import ASPECT_RATIOS, ShapeBuckets, build_shape_buckets
 from prelunet.evaluator.imaging.views import make_views
-from prelunet.evaluator.protocols import make_protocol
-from prelunet.evaluator.serving.scheduling.warm_up import MOST_PIXELS, ladder_of, rules_to_serve, warm_up
+from prelunet.evaluator.protocols import build_protocol
+from prelunet.evaluator.serving.scheduling.warm_up import MAX_BATCH_PIXELS, serving_rules, shape_buckets_of, warm_up
 from tests.helpers.fakes import FakeSession, fake_contract
 
-LADDER = ladder_for(224, (256, 384, 480), 32, 2048)
+BUCKETS = build_shape_buckets(224, (256, 384, 480), 32, 2048)
 RULES = BatchRules(32, 20_000, 2**23, 2_000_000)
 
 SIDES = st.integers(224, 1920)
@@ -30,16 +30,16 @@ def grid(height: int, width: int) -> tuple[int, int]:
     return (height - 224) // 16 + 1, (width - 224) // 16 + 1
 
 
-def most_rows(height: int, width: int) -> int:
+def max_rows(height: int, width: int) -> int:
     windows = math.prod(grid(height, width))
     return max(1, min(RULES.max_windows // windows, RULES.max_pixels // (height * width)))
 
 
-def planned(shapes: Sequence[tuple[int, int]], ladder: Ladder | None = LADDER) -> Any:
-    return plan_batches(shapes, grid, RULES, max_side=2048, ladder=ladder)
+def planned(shapes: Sequence[tuple[int, int]], shape_buckets: ShapeBuckets | None = BUCKETS) -> Any:
+    return plan_batches(shapes, grid, RULES, max_side=2048, shape_buckets=shape_buckets)
 
 
-RUNGS = set(LADDER.rungs(most_rows))
+BATCH_SHAPES = set(BUCKETS.batch_shapes(max_rows))
 
 
 @given(SHAPES)
@@ -47,9 +47,9 @@ def test_every_batch_is_a_rung_that_was_warmed_unless_an_image_alone_is_off_the_
     shapes: list[tuple[int, int]],
 ) -> None:
     for batch in planned(shapes).batches:
-        if (batch.rows, batch.height, batch.width) not in RUNGS:
+        if (batch.rows, batch.height, batch.width) not in BATCH_SHAPES:
             members = [shapes[index] for index in batch.indices]
-            assert all(min(shape) > LADDER.widest_short for shape in members)
+            assert all(min(shape) > BUCKETS.max_short_side for shape in members)
 
 
 @given(SHAPES)
@@ -61,49 +61,49 @@ def test_each_image_is_in_one_batch_whose_canvas_holds_it_and_the_limits_are_kep
     assert plan.batches[0].indices[0] == 0
     for batch in plan.batches:
         assert all(shapes[i][0] <= batch.height and shapes[i][1] <= batch.width for i in batch.indices)
-        assert len(batch.indices) <= batch.rows <= most_rows(batch.height, batch.width)
+        assert len(batch.indices) <= batch.rows <= max_rows(batch.height, batch.width)
 
 
 @given(st.sampled_from([256, 384, 480]), st.floats(1, 4), st.booleans())
 def test_every_view_of_the_models_own_scales_has_a_canvas(scale: int, aspect: float, upright: bool) -> None:
     long = min(4 * scale, math.floor(scale * aspect + 0.5))
     height, width = (long, scale) if upright else (scale, long)
-    canvas = LADDER.canvas(height, width)
+    canvas = BUCKETS.canvas(height, width)
     assert canvas is not None
     assert canvas[0] >= height
     assert canvas[1] >= width
 
 
-@pytest.mark.parametrize("aspect", ASPECTS)
+@pytest.mark.parametrize("aspect", ASPECT_RATIOS)
 @pytest.mark.parametrize("scale", [256, 384, 480])
 def test_usual_photos_have_less_padding_than_one_step_of_their_long_side(scale: int, aspect: float) -> None:
     long = round(scale * aspect)
-    assert LADDER.canvas(scale, long) == (scale, -(-long // 32) * 32)
+    assert BUCKETS.canvas(scale, long) == (scale, -(-long // 32) * 32)
 
 
 def test_a_canvas_is_the_smallest_that_holds_the_image() -> None:
-    sides = LADDER.sides
+    sides = BUCKETS.sides
     for height, width in [(224, 224), (225, 341), (480, 641), (1921, 300), (640, 640), (641, 641), (300, 1000)]:
         fitting = [(h, w) for h in sides for w in sides if h >= height and w >= width and min(h, w) <= 640]
         expected = min(fitting, key=math.prod, default=None)
-        assert LADDER.canvas(height, width) == expected
+        assert BUCKETS.canvas(height, width) == expected
 
 
 def test_rows_are_rounded_up_to_a_rung_and_never_by_more_than_half() -> None:
-    assert LADDER.rows == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+    assert BUCKETS.rows == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
     for rows in range(1, 257):
-        above, below = LADDER.rows_above(rows), LADDER.rows_below(rows)
-        assert above == min(rung for rung in LADDER.rows if rung >= rows)
-        assert below == max(rung for rung in LADDER.rows if rung <= rows)
+        above, below = BUCKETS.round_up_rows(rows), BUCKETS.round_down_rows(rows)
+        assert above == min(rung for rung in BUCKETS.rows if rung >= rows)
+        assert below == max(rung for rung in BUCKETS.rows if rung <= rows)
         assert above < 1.5 * rows
 
 
 def test_rungs_come_with_the_most_pixels_first_and_each_once() -> None:
-    rungs = LADDER.rungs(most_rows)
-    pixels = [math.prod(rung) for rung in rungs]
+    batch_shapes = BUCKETS.batch_shapes(max_rows)
+    pixels = [math.prod(rung) for rung in batch_shapes]
     assert pixels == sorted(pixels, reverse=True)
-    assert len(rungs) == len(RUNGS) > 1000
-    assert all(rows <= most_rows(height, width) for rows, height, width in rungs)
+    assert len(batch_shapes) == len(BATCH_SHAPES) > 1000
+    assert all(rows <= max_rows(height, width) for rows, height, width in batch_shapes)
 
 
 def test_without_a_ladder_the_plan_is_as_before() -> None:
@@ -111,7 +111,7 @@ def test_without_a_ladder_the_plan_is_as_before() -> None:
     assert planned(shapes, None) == plan_batches(shapes, grid, RULES, max_side=2048)
 
 
-class Recorder(FakeSession):
+class RecordingSession(FakeSession):
     """A fake on a GPU that computes nothing but zeros: thousands of black canvases would take a minute."""
 
     def compute(self, staged: Any) -> Any:
@@ -122,45 +122,45 @@ class Recorder(FakeSession):
 
 def on_a_gpu(kind: type[FakeSession] = FakeSession, **changes: Any) -> FakeSession:
     session = kind(fake_contract(**changes), provider="CUDAExecutionProvider")
-    session.rules = rules_to_serve(session)  # type: ignore[arg-type]
+    session.rules = serving_rules(session)  # type: ignore[arg-type]
     return session
 
 
 def test_warming_up_runs_every_rung_once_and_counts_up_to_their_number() -> None:
-    session = on_a_gpu(Recorder)
+    session = on_a_gpu(RecordingSession)
     session.rules = replace(session.rules, max_pixels=40_000)
-    ladder = ladder_of(session)
-    assert ladder is not None
+    shape_buckets = shape_buckets_of(session)
+    assert shape_buckets is not None
     told: list[tuple[int, int]] = []
-    count = warm_up(session, ladder, lambda done, of: told.append((done, of)))
+    count = warm_up(session, shape_buckets, lambda done, of: told.append((done, of)))
     assert len(set(session.calls)) == len(session.calls) == count > 100
     assert told == [(done, count) for done in range(1, count + 1)]
     assert session.calls[0] == max(session.calls, key=math.prod)
 
 
 def test_what_a_server_gets_to_compute_was_warmed_before() -> None:
-    recorder, session = on_a_gpu(Recorder), on_a_gpu()
-    ladder = ladder_of(session)
-    assert ladder is not None
-    warm_up(recorder, ladder, lambda done, of: None)
+    recorder, session = on_a_gpu(RecordingSession), on_a_gpu()
+    shape_buckets = shape_buckets_of(session)
+    assert shape_buckets is not None
+    warm_up(recorder, shape_buckets, lambda done, of: None)
     random = np.random.default_rng(5)
-    protocol = make_protocol("multi-scale", session.contract)
+    protocol = build_protocol("multi-scale", session.contract)
     images = [random.integers(0, 256, (*sides, 3), np.uint8) for sides in [(40, 61), (90, 31), (50, 50), (33, 130)]]
     views = [view for image in images for view in make_views(image, protocol)]
-    seen = {(batch.rows, batch.height, batch.width, 3) for batch in plan_views(session, views, ladder).batches}
+    seen = {(batch.rows, batch.height, batch.width, 3) for batch in plan_views(session, views, shape_buckets).batches}
     assert seen <= set(recorder.calls)
 
 
 def test_scores_do_not_depend_on_the_ladder() -> None:
     session = on_a_gpu()
     random = np.random.default_rng(6)
-    protocol = make_protocol("dense-32", session.contract)
+    protocol = build_protocol("dense-32", session.contract)
     images = [random.integers(0, 256, (*sides, 3), np.uint8) for sides in [(40, 61), (90, 31), (50, 50)]]
     views = [view for image in images for view in make_views(image, protocol)]
     from prelunet.evaluator.engine.classify import run_batch
 
     results: dict[int, Any] = {}
-    for batch in plan_views(session, views, ladder_of(session)).batches:
+    for batch in plan_views(session, views, shape_buckets_of(session)).batches:
         results.update(run_batch(session, batch, views))
     alone = classify_images(session, images, protocol)
     for index, view in enumerate([view for image in alone for view in image.views]):
@@ -168,25 +168,25 @@ def test_scores_do_not_depend_on_the_ladder() -> None:
 
 
 def test_a_cpu_has_no_ladder() -> None:
-    assert ladder_of(FakeSession()) is None
-    assert rules_to_serve(FakeSession()) == FakeSession().rules
+    assert shape_buckets_of(FakeSession()) is None
+    assert serving_rules(FakeSession()) == FakeSession().rules
 
 
 def test_on_the_ladder_of_a_file_for_exact_canvases_is_its_crop_alone() -> None:
     session = on_a_gpu(canvas="exact")
-    ladder = ladder_of(session)
-    assert ladder is not None
-    assert (ladder.sides, ladder.canvas(28, 28), ladder.canvas(28, 29)) == ((28,), (28, 28), None)
+    shape_buckets = shape_buckets_of(session)
+    assert shape_buckets is not None
+    assert (shape_buckets.sides, shape_buckets.canvas(28, 28), shape_buckets.canvas(28, 29)) == ((28,), (28, 28), None)
     batches = plan_batches([(28, 28)] * 5 + [(30, 41)], session.contract.window_grid, session.rules,
-                           max_side=1024, ladder=ladder).batches  # fmt: skip
+                           max_side=1024, shape_buckets=shape_buckets).batches  # fmt: skip
     assert [(batch.rows, batch.height, batch.width) for batch in batches] == [(6, 28, 28), (1, 30, 41)]
 
 
 def test_batches_of_a_server_are_smaller_on_a_gpu_in_pixels_and_windows_alike() -> None:
     session = FakeSession(provider="CUDAExecutionProvider")
     rules = session.rules
-    served = rules_to_serve(session)
-    assert served.max_pixels == MOST_PIXELS < rules.max_pixels
-    assert served.max_windows == int(rules.max_windows * MOST_PIXELS / rules.max_pixels)
+    served = serving_rules(session)
+    assert served.max_pixels == MAX_BATCH_PIXELS < rules.max_pixels
+    assert served.max_windows == int(rules.max_windows * MAX_BATCH_PIXELS / rules.max_pixels)
     session.rules = served
-    assert rules_to_serve(session) == served
+    assert serving_rules(session) == served

@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from prelunet.evaluator.answer import answer_from_json, top_asked
+from prelunet.evaluator.answer import answer_from_json, resolve_top_k
 from prelunet.evaluator.cli import run
-from prelunet.evaluator.engine.classify import answer_of, classify_images
+from prelunet.evaluator.engine.classify import build_answer, classify_images
 from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.protocols import make_protocol
-from tests.conftest import Exported
+from prelunet.evaluator.protocols import build_protocol
+from tests.conftest import ExportedNet
 from tests.helpers.discriminating_nets import noise
 from tests.helpers.fakes import FakeSession
 from tests.serving.serving_harness import running_server
 
 
 def test_classify_prints_the_same_bytes_through_a_server_as_with_the_model_file_and_its_timings(
-    exported: dict[str, Exported], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exported: dict[str, ExportedNet], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     net = exported["demo-image"]
     pictures = []
@@ -41,7 +41,7 @@ def test_classify_prints_the_same_bytes_through_a_server_as_with_the_model_file_
 
 
 def test_the_heat_maps_are_the_same_through_a_server_as_with_the_model_file(
-    exported: dict[str, Exported], tmp_path: Path
+    exported: dict[str, ExportedNet], tmp_path: Path
 ) -> None:
     net, picture = exported["demo-image"], tmp_path / "picture.png"
     Image.fromarray(noise(40, 57, seed=1)).save(picture)
@@ -65,7 +65,7 @@ def rotated_jpeg() -> bytes:
 
 
 def test_the_cameras_note_on_rotation_is_obeyed_only_if_asked_both_ways(
-    exported: dict[str, Exported], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exported: dict[str, ExportedNet], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     net, picture, upright = exported["demo-image"], tmp_path / "rotated.png", tmp_path / "upright.png"
     picture.write_bytes(rotated_jpeg())
@@ -86,19 +86,19 @@ def test_the_cameras_note_on_rotation_is_obeyed_only_if_asked_both_ways(
 
 def test_an_answer_survives_json() -> None:
     session = FakeSession()
-    protocol = make_protocol("center", session.contract)
+    protocol = build_protocol("center", session.contract)
     (classified,) = classify_images(session, [noise(40, 57, seed=1)], protocol)
-    answer = answer_of(session, "fake", protocol, classified, 4)
+    answer = build_answer(session, "fake", protocol, classified, 4)
     assert answer_from_json(json.loads(json.dumps(answer.to_json()))) == answer
     assert len(answer.predictions) == 4
 
 
 @pytest.mark.parametrize(("asked", "told"), [(None, 5), (1, 1), (6, 6)])
 def test_five_classes_are_told_unless_another_number_is_asked_for(asked: int | None, told: int) -> None:
-    assert top_asked(asked, 6) == told
+    assert resolve_top_k(asked, 6) == told
 
 
 @pytest.mark.parametrize("asked", [0, -1, 7])
 def test_a_number_of_classes_that_the_model_does_not_have_is_refused(asked: int) -> None:
     with pytest.raises(UsageError, match=f"top_k is {asked}, but this model can tell 1 to 6"):
-        top_asked(asked, 6)
+        resolve_top_k(asked, 6)

@@ -9,13 +9,13 @@ import pytest
 
 from prelunet.evaluator import errors
 from prelunet.evaluator.errors import (
+    ERROR_STATUSES,
     INTERNAL,
-    OUTCOMES,
     EnvironmentFault,
     PreluNetError,
     UsageError,
+    error_status,
     from_os_error,
-    outcome_of,
 )
 
 
@@ -30,12 +30,12 @@ assert KINDS, "no errors found"
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_error_has_a_row_in_the_table(kind: type[PreluNetError]) -> None:
-    assert kind in OUTCOMES
+    assert kind in ERROR_STATUSES
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_status_is_one_that_grpc_knows(kind: type[PreluNetError]) -> None:
-    assert OUTCOMES[kind].grpc_status in grpc.StatusCode.__members__
+    assert ERROR_STATUSES[kind].grpc_status in grpc.StatusCode.__members__
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -43,18 +43,18 @@ def test_docs_state_the_exit_code_and_status_of_every_error(kind: type[PreluNetE
     lines = (Path(__file__).parents[2] / "docs" / "contract.md").read_text().splitlines()
     (row,) = [line for line in lines if line.startswith("|") and re.search(rf"\b{kind.__name__}\b", line)]
     _, _, code, status, _ = (cell.strip() for cell in row.split("|"))
-    assert (int(code), status) == (OUTCOMES[kind].exit_code, OUTCOMES[kind].grpc_status)
+    assert (int(code), status) == (ERROR_STATUSES[kind].exit_code, ERROR_STATUSES[kind].grpc_status)
 
 
 def test_a_subclass_of_an_error_gets_the_row_of_its_parent() -> None:
     class Finer(errors.ImageError):
         pass
 
-    assert outcome_of(Finer("x")) == OUTCOMES[errors.ImageError]
+    assert error_status(Finer("x")) == ERROR_STATUSES[errors.ImageError]
 
 
 def test_what_is_not_ours_is_internal() -> None:
-    assert outcome_of(ZeroDivisionError()) == INTERNAL
+    assert error_status(ZeroDivisionError()) == INTERNAL
     assert INTERNAL.exit_code == 1
 
 

@@ -13,11 +13,11 @@ import pytest
 import prelunet.evaluator.files
 from prelunet.evaluator.errors import EnvironmentFault, RunFolderError, UsageError
 from prelunet.evaluator.files import (
+    create_folder,
     locked_folder,
-    make_folder,
     open_atomically,
     remove_leftovers,
-    require_plain,
+    require_regular_file,
     sha256_of,
     write_atomically,
 )
@@ -83,9 +83,9 @@ def test_a_file_in_the_place_of_a_folder_is_told_with_the_option(tmp_path: Path,
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "inner" if inside else tmp_path / "file"
     with pytest.raises(UsageError, match=rf"{folder}: there is a file in the place of a folder.*another .* --out"):
-        make_folder(folder, "--out")
-    make_folder(tmp_path / "new" / "inner", "--out")
-    make_folder(tmp_path / "new" / "inner", "--out")
+        create_folder(folder, "--out")
+    create_folder(tmp_path / "new" / "inner", "--out")
+    create_folder(tmp_path / "new" / "inner", "--out")
     assert (tmp_path / "new" / "inner").is_dir()
 
 
@@ -119,7 +119,7 @@ def test_plain_files_pass_and_what_opening_would_refuse_anyway(tmp_path: Path) -
     (tmp_path / "link").symlink_to("file")
     (tmp_path / "loop").symlink_to("loop")
     for name in ("file", "link", "loop", "nowhere", "file/inside", "."):
-        require_plain(tmp_path / name)
+        require_regular_file(tmp_path / name)
 
 
 def test_a_link_keeps_pointing_to_the_file_that_is_written(tmp_path: Path) -> None:

@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 
-from prelunet.evaluator.json_checks import MAX_DEPTH, check_plain, flag, parse_json, record, text, whole
+from prelunet.evaluator.json_checks import (
+    MAX_DEPTH,
+    check_plain,
+    parse_json,
+    require_bool,
+    require_int,
+    require_keys,
+    require_str,
+)
 
 
 def nested(depth: int) -> Any:
@@ -53,25 +61,25 @@ def test_data_of_any_shape_is_neither_deep_nor_unprintable() -> None:
 def test_true_is_no_number_and_a_number_no_truth() -> None:
     for value in (True, 1.0, "1", None, [1]):
         with pytest.raises(ValueError, match="step should be a whole number from 0 to 9, not "):
-            whole(value, "step", 0, 9)
+            require_int(value, "step", 0, 9)
     for value in (0, 1, None, "true"):
         with pytest.raises(ValueError, match="capped should be true or false"):
-            flag(value, "capped")
-    assert whole(9, "step", 0, 9) == 9
-    assert flag(False, "capped") is False
+            require_bool(value, "capped")
+    assert require_int(9, "step", 0, 9) == 9
+    assert require_bool(False, "capped") is False
 
 
 def test_a_value_beyond_all_measure_is_not_printed_whole() -> None:
     for value in (10**5000, "x" * 5000, nested(900)):
         with pytest.raises(ValueError, match="not ") as caught:
-            whole(value, "step", 0, 9)
+            require_int(value, "step", 0, 9)
         assert len(str(caught.value)) < 120
-    assert text("x" * 5000, "name") == "x" * 5000
+    assert require_str("x" * 5000, "name") == "x" * 5000
 
 
 def test_an_object_has_just_the_keys_that_are_asked_for() -> None:
-    assert record({"a": 1, "b": 2}, "it", {"b", "a"}) == {"a": 1, "b": 2}
+    assert require_keys({"a": 1, "b": 2}, "it", {"b", "a"}) == {"a": 1, "b": 2}
     with pytest.raises(ValueError, match="it lacks 'b', has an unknown key 'c'"):
-        record({"a": 1, "c": 2}, "it", {"a", "b"})
+        require_keys({"a": 1, "c": 2}, "it", {"a", "b"})
     with pytest.raises(ValueError, match="it should be an object, not a list"):
-        record([], "it", {"a"})
+        require_keys([], "it", {"a"})

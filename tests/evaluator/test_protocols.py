@@ -9,17 +9,17 @@ from prelunet.evaluator.contract import default_scales
 from prelunet.evaluator.engine.protocol_costs import paper_contract
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.protocols import (
-    Changes,
-    Protocol,
+    EvaluationProtocol,
+    ProtocolOverrides,
     View,
-    default_protocol,
-    make_protocol,
-    options_of,
+    build_protocol,
+    command_line_options,
+    default_protocol_name,
     protocol_from_json,
     view_from_json,
 )
-from prelunet.evaluator.verbs.options import protocol_asked
-from tests.conftest import Exported
+from prelunet.evaluator.verbs.options import protocol_from_options
+from tests.conftest import ExportedNet
 from tests.helpers.fakes import fake_contract
 
 
@@ -35,41 +35,43 @@ def test_default_scales_lie_in_the_trained_range_as_the_papers_do_in_theirs() ->
     assert default_scales(28, trained=(32, 32)) == (32,)
 
 
-def test_multi_scale_sees_each_scale_plain_and_mirrored(exported: dict[str, Exported]) -> None:
-    protocol = make_protocol("multi-scale", exported["demo-image"].session.contract)
+def test_multi_scale_sees_each_scale_plain_and_mirrored(exported: dict[str, ExportedNet]) -> None:
+    protocol = build_protocol("multi-scale", exported["demo-image"].session.contract)
     assert protocol.views == tuple(View(s, m) for s in (32, 48, 60) for m in (False, True))
     assert (protocol.averaging, protocol.weights) == ("softmax", "scale")
 
 
 def test_center_sees_one_crop_that_is_not_mirrored() -> None:
-    protocol = make_protocol("center", paper_contract())
+    protocol = build_protocol("center", paper_contract())
     assert protocol.views == (View(256, False, "center"),)
     assert protocol.crop == 224
 
 
 @pytest.mark.parametrize("name", ["dense-28", "dense-33", "dense-1024"])
-def test_dense_s_sees_the_scale_it_names(exported: dict[str, Exported], name: str) -> None:
+def test_dense_s_sees_the_scale_it_names(exported: dict[str, ExportedNet], name: str) -> None:
     scale = int(name.removeprefix("dense-"))
-    protocol = make_protocol(name, exported["demo-image"].session.contract)
+    protocol = build_protocol(name, exported["demo-image"].session.contract)
     assert protocol.views == (View(scale, False), View(scale, True))
 
 
 @pytest.mark.parametrize("name", ["dense-27", "dense-1025"])
-def test_a_scale_outside_the_models_range_is_refused_with_the_range(exported: dict[str, Exported], name: str) -> None:
+def test_a_scale_outside_the_models_range_is_refused_with_the_range(
+    exported: dict[str, ExportedNet], name: str
+) -> None:
     with pytest.raises(UsageError, match=r"from 28 .* to 1024"):
-        make_protocol(name, exported["demo-image"].session.contract)
+        build_protocol(name, exported["demo-image"].session.contract)
 
 
 @pytest.mark.parametrize(
     "name", ["", "dense", "dense-", "dense-0", "dense--5", "dense-1e3", "Center", "multiscale", "dense-٣٣"]
 )
-def test_an_unknown_protocol_is_refused_with_the_list(exported: dict[str, Exported], name: str) -> None:
+def test_an_unknown_protocol_is_refused_with_the_list(exported: dict[str, ExportedNet], name: str) -> None:
     with pytest.raises(UsageError, match=r"center, ten-crop, multi-scale"):
-        make_protocol(name, exported["demo-image"].session.contract)
+        build_protocol(name, exported["demo-image"].session.contract)
 
 
 def test_ten_crop_sees_five_places_each_plain_and_mirrored_at_the_scale_of_center() -> None:
-    protocol = make_protocol("ten-crop", paper_contract())
+    protocol = build_protocol("ten-crop", paper_contract())
     places = ("top-left", "top-right", "bottom-left", "bottom-right", "center")
     assert protocol.views == tuple(View(256, mirrored, place) for place in places for mirrored in (False, True))
     assert (protocol.crop, protocol.averaging, protocol.weights) == (224, "softmax", "scale")
@@ -89,27 +91,27 @@ def test_ten_crop_sees_five_places_each_plain_and_mirrored_at_the_scale_of_cente
 def test_the_scales_at_a_crop_of_224_are_those_of_the_papers(
     name: str, kind: str, scales: tuple[int, ...], weights: str
 ) -> None:
-    protocol = make_protocol(name, paper_contract())
+    protocol = build_protocol(name, paper_contract())
     part = "nine" if kind == "spp-18" else "whole"
     assert protocol.views == tuple(View(scale, mirrored, part) for scale in scales for mirrored in (False, True))
     assert (protocol.name, protocol.kind, protocol.weights, protocol.crop) == (name, kind, weights, None)
 
 
-def test_the_scales_of_another_crop_are_in_proportion_halves_upwards(exported: dict[str, Exported]) -> None:
+def test_the_scales_of_another_crop_are_in_proportion_halves_upwards(exported: dict[str, ExportedNet]) -> None:
     contract = exported["demo-image"].session.contract
-    assert make_protocol("spp-net", contract).scales == (28, 32, 38, 45, 56, 70)
-    assert make_protocol("resnet", contract).scales == (28, 32, 48, 60, 80)
+    assert build_protocol("spp-net", contract).scales == (28, 32, 38, 45, 56, 70)
+    assert build_protocol("resnet", contract).scales == (28, 32, 48, 60, 80)
 
 
 def test_changes_replace_what_a_protocol_has_and_other_scales_its_name() -> None:
     contract = paper_contract()
-    changes = Changes(scales=(300, 240), mirror=False, averaging="logit", weights="view", apply_exif=True)
+    overrides = ProtocolOverrides(scales=(300, 240), mirror=False, averaging="logit", weights="view", apply_exif=True)
     for name, changed in (("resnet", "dense-300-240"), ("spp-18", "spp-18-300-240"), ("ten-crop", "ten-crop-300-240")):
-        protocol = make_protocol(name, contract, changes)
+        protocol = build_protocol(name, contract, overrides)
         assert (protocol.name, protocol.scales, protocol.mirror) == (changed, (300, 240), False)
         assert (protocol.averaging, protocol.weights, protocol.apply_exif) == ("logit", "view", True)
-        assert make_protocol(changed, contract, replace(changes, scales=None)) == protocol
-    assert make_protocol("center", contract, Changes(mirror=True)).views == (
+        assert build_protocol(changed, contract, replace(overrides, scales=None)) == protocol
+    assert build_protocol("center", contract, ProtocolOverrides(mirror=True)).views == (
         View(256, False, "center"),
         View(256, True, "center"),
     )
@@ -117,40 +119,40 @@ def test_changes_replace_what_a_protocol_has_and_other_scales_its_name() -> None
 
 def test_scales_in_the_name_and_beside_it_are_refused() -> None:
     with pytest.raises(UsageError, match="dense-256 names its scales already"):
-        make_protocol("dense-256", paper_contract(), Changes(scales=(384,)))
+        build_protocol("dense-256", paper_contract(), ProtocolOverrides(scales=(384,)))
 
 
 @pytest.mark.parametrize("name", ["center-223", "ten-crop-256-223", "center-3585", "ten-crop-99999"])
 def test_a_scale_into_which_the_crop_does_not_fit_or_is_lost_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match=r"crops of 224 pixels are cut from scales of 224 to 3584"):
-        make_protocol(name, paper_contract())
+        build_protocol(name, paper_contract())
 
 
 def test_the_smallest_and_the_largest_scale_of_a_crop_are_possible() -> None:
-    assert make_protocol("ten-crop-224-3584", paper_contract()).scales == (224, 3584)
+    assert build_protocol("ten-crop-224-3584", paper_contract()).scales == (224, 3584)
 
 
 def test_more_scales_than_a_request_should_ask_for_are_refused() -> None:
     many = [str(scale) for scale in range(224, 257)]
-    assert len(make_protocol("dense-" + "-".join(many[:32]), paper_contract()).scales) == 32
+    assert len(build_protocol("dense-" + "-".join(many[:32]), paper_contract()).scales) == 32
     with pytest.raises(UsageError, match="a protocol of 33 scales: give at most 32"):
-        make_protocol("dense-" + "-".join(many), paper_contract())
+        build_protocol("dense-" + "-".join(many), paper_contract())
 
 
 def test_a_net_of_fixed_size_does_crops_and_refuses_the_rest_with_the_reason() -> None:
     fixed = replace(paper_contract(), max_side=224, default_scales=(224,))
-    assert default_protocol(fixed) == "center"
-    assert default_protocol(paper_contract()) == "multi-scale"
+    assert default_protocol_name(fixed) == "center"
+    assert default_protocol_name(paper_contract()) == "multi-scale"
     for name in ("center", "ten-crop", "ten-crop-300"):
-        assert make_protocol(name, fixed).crop == 224
+        assert build_protocol(name, fixed).crop == 224
     for name in ("multi-scale", "spp-18", "spp-net", "resnet", "dense-224"):
         with pytest.raises(UsageError, match=rf"{name}: this model takes crops of 224x224.*center, ten-crop"):
-            make_protocol(name, fixed)
+            build_protocol(name, fixed)
 
 
 def test_an_adopted_nets_filter_goes_into_its_protocols() -> None:
     contract = replace(paper_contract(), interpolation="bicubic")
-    assert {make_protocol(name, contract).interpolation for name in ("center", "resnet")} == {"bicubic"}
+    assert {build_protocol(name, contract).interpolation for name in ("center", "resnet")} == {"bicubic"}
 
 
 EVERY_NAME = ["center", "ten-crop", "multi-scale", "spp-18", "spp-net", "resnet", "dense-240", "spp-18-224-300"]
@@ -158,8 +160,8 @@ EVERY_NAME = ["center", "ten-crop", "multi-scale", "spp-18", "spp-net", "resnet"
 
 @pytest.mark.parametrize("name", EVERY_NAME)
 def test_a_protocol_and_its_views_survive_json(name: str) -> None:
-    changes = Changes(mirror=name == "center", averaging="logit", weights="view", apply_exif=True)
-    for protocol in (make_protocol(name, paper_contract()), make_protocol(name, paper_contract(), changes)):
+    overrides = ProtocolOverrides(mirror=name == "center", averaging="logit", weights="view", apply_exif=True)
+    for protocol in (build_protocol(name, paper_contract()), build_protocol(name, paper_contract(), overrides)):
         assert protocol_from_json(json.loads(json.dumps(protocol.to_json()))) == protocol
         assert (
             tuple(view_from_json(json.loads(json.dumps(view.to_json()))) for view in protocol.views) == protocol.views
@@ -185,7 +187,7 @@ def test_a_protocol_and_its_views_survive_json(name: str) -> None:
     ids=str,
 )
 def test_data_that_is_no_protocol_is_refused_with_the_reason(change: dict[str, object], text: str) -> None:
-    plain = {**make_protocol("ten-crop", paper_contract()).to_json(), **change}
+    plain = {**build_protocol("ten-crop", paper_contract()).to_json(), **change}
     with pytest.raises(UsageError, match=text):
         protocol_from_json(plain)
 
@@ -207,42 +209,46 @@ def test_data_that_is_no_view_is_refused_with_the_reason(change: dict[str, objec
 @pytest.mark.parametrize("scales", ["256,", "256;384", "0", "-256", "256, 384", "1e3", "", "٣٣", "100000"])
 def test_an_option_of_scales_that_is_no_list_is_refused(scales: str) -> None:
     with pytest.raises(UsageError, match="as --scales 256,384"):
-        protocol_asked("multi-scale", paper_contract(), scales=scales)
+        protocol_from_options("multi-scale", paper_contract(), scales=scales)
 
 
 def test_the_options_of_a_verb_become_the_protocol() -> None:
-    asked = protocol_asked(None, paper_contract(), scales="256,300", flip=False, averaging="logit", weights="view")
+    asked = protocol_from_options(
+        None, paper_contract(), scales="256,300", flip=False, averaging="logit", weights="view"
+    )
     assert (asked.name, asked.kind, asked.scales, asked.mirror) == ("dense-256-300", "dense", (256, 300), False)
     assert (asked.averaging, asked.weights, asked.apply_exif) == ("logit", "view", False)
-    assert protocol_asked(None, paper_contract()) == make_protocol("multi-scale", paper_contract())
+    assert protocol_from_options(None, paper_contract()) == build_protocol("multi-scale", paper_contract())
 
 
 @pytest.mark.parametrize("scales", [(), (0,), (32, 32)])
 def test_a_wrong_protocol_cannot_exist(scales: tuple[int, ...]) -> None:
     with pytest.raises(UsageError, match=r"scales"):
-        Protocol("own", "dense", scales, mirror=True)
+        EvaluationProtocol("own", "dense", scales, mirror=True)
 
 
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("center", Changes()),
-        ("center", Changes(mirror=True, apply_exif=True)),
-        ("ten-crop", Changes(mirror=False)),
-        ("multi-scale", Changes(averaging="logit", weights="view")),
-        ("spp-18", Changes(weights="scale", scales=(31, 44))),
-        ("dense-33", Changes()),
+        ("center", ProtocolOverrides()),
+        ("center", ProtocolOverrides(mirror=True, apply_exif=True)),
+        ("ten-crop", ProtocolOverrides(mirror=False)),
+        ("multi-scale", ProtocolOverrides(averaging="logit", weights="view")),
+        ("spp-18", ProtocolOverrides(weights="scale", scales=(31, 44))),
+        ("dense-33", ProtocolOverrides()),
     ],
 )
 @pytest.mark.parametrize("by_scales", [False, True])
-def test_the_options_of_a_protocol_ask_for_that_protocol(name: str, changes: Changes, by_scales: bool) -> None:
+def test_the_options_of_a_protocol_ask_for_that_protocol(
+    name: str, overrides: ProtocolOverrides, by_scales: bool
+) -> None:
     contract = fake_contract()
-    protocol = make_protocol(name, contract, changes)
-    words = options_of(protocol, by_scales=by_scales)
-    asked = make_protocol(
+    protocol = build_protocol(name, contract, overrides)
+    words = command_line_options(protocol, by_scales=by_scales)
+    asked = build_protocol(
         words[words.index("--protocol") + 1],
         contract,
-        Changes(
+        ProtocolOverrides(
             mirror=True if "--flip" in words else False if "--no-flip" in words else None,
             averaging=words[words.index("--averaging") + 1] if "--averaging" in words else None,
             weights=words[words.index("--weights") + 1] if "--weights" in words else None,

@@ -29,10 +29,10 @@ import prelunet.export.dense.build
 import prelunet.export.dense.export
 import prelunet.export.dense.pyramid
 from prelunet.evaluator.engine.load import open_session
-from prelunet.evaluator.engine.verify import rubbish_canvas
+from prelunet.evaluator.engine.verify import garbage_canvas
 from prelunet.evaluator.errors import CheckFailed
 from prelunet.export.dense.export import export_checkpoint
-from tests.conftest import Exported
+from tests.conftest import ExportedNet
 from tests.helpers import reference
 from tests.helpers.discriminating_nets import noise
 
@@ -131,9 +131,11 @@ def padding_counted(patch: pytest.MonkeyPatch) -> None:
         for vector in (grid.rows, grid.columns):
             graph.node("Add", [graph.node("Mul", [vector, "zero"], f"{vector}.0"), "one"], f"{vector}.1")
         ones = type(grid)(grid.layer)
-        patch.setattr(prelunet.export.dense.build.Valid, "rows", property(lambda _self: f"{grid.layer}.valid_rows.1"))
         patch.setattr(
-            prelunet.export.dense.build.Valid, "columns", property(lambda _self: f"{grid.layer}.valid_columns.1")
+            prelunet.export.dense.build.ValidCells, "rows", property(lambda _self: f"{grid.layer}.valid_rows.1")
+        )
+        patch.setattr(
+            prelunet.export.dense.build.ValidCells, "columns", property(lambda _self: f"{grid.layer}.valid_columns.1")
         )
         right(graph, logits, ones)
 
@@ -156,7 +158,7 @@ MISTAKES: list[Patch] = [
 
 
 def test_the_oracle_catches_slopes_along_the_columns(
-    exported: dict[str, Exported], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    exported: dict[str, ExportedNet], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A graph with that mistake runs only where a map has as many columns as channels: 48 at conv2_1, 96 px wide."""
     right, activation = exported["demo-image"], prelunet.export.dense.build._activation
@@ -176,7 +178,7 @@ def test_the_oracle_catches_slopes_along_the_columns(
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda m: m.__name__)
 def test_export_catches_the_mistake_and_leaves_no_file(
-    exported: dict[str, Exported], mistake: Patch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    exported: dict[str, ExportedNet], mistake: Patch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     checkpoint = exported["demo-image"].checkpoint_path
     mistake(monkeypatch)
@@ -187,7 +189,7 @@ def test_export_catches_the_mistake_and_leaves_no_file(
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda m: m.__name__)
 def test_the_oracle_catches_the_mistake(
-    exported: dict[str, Exported], mistake: Patch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    exported: dict[str, ExportedNet], mistake: Patch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     right = exported["demo-image"]
     mistake(monkeypatch)
@@ -197,7 +199,7 @@ def test_the_oracle_catches_the_mistake(
     export_checkpoint(right.checkpoint_path, tmp_path / "wrong.onnx")
     session = open_session(tmp_path / "wrong.onnx", "cpu")
     images = [noise(h, w, seed=i) for i, (h, w) in enumerate([(28, 41), (39, 30)])]
-    outputs = session.run(*rubbish_canvas(session.contract, images))
+    outputs = session.run(*garbage_canvas(session.contract, images))
     wrong = 0.0
     for index, image in enumerate(images):
         answer = reference.evaluate("demo", right.checkpoint.tensors, right.checkpoint.mean, image)

@@ -23,12 +23,12 @@ from prelunet.export.dense.build import fc1_channel_last
 from prelunet.export.dense.export import export_checkpoint
 from prelunet.training.net.checkpoints import write_checkpoint
 from prelunet.training.net.dense_reference import dense_windows
-from tests.conftest import Exported, with_contract
+from tests.conftest import ExportedNet, with_contract
 from tests.helpers.discriminating_nets import noise
 from tests.helpers.fakes import fake_contract
 
 
-def test_the_file_says_all_that_the_contract_lists(exported: dict[str, Exported]) -> None:
+def test_the_file_says_all_that_the_contract_lists(exported: dict[str, ExportedNet]) -> None:
     model = onnx.load(exported["demo-image"].path)
     metadata = {p.key: json.loads(p.value) for p in model.metadata_props}
     listed = Path(__file__).parents[2] / "docs" / "contract.md"
@@ -45,13 +45,13 @@ def test_the_file_says_all_that_the_contract_lists(exported: dict[str, Exported]
     assert model.ir_version <= 10
 
 
-def test_the_contract_read_back_is_the_contract_written(exported: dict[str, Exported]) -> None:
+def test_the_contract_read_back_is_the_contract_written(exported: dict[str, ExportedNet]) -> None:
     contract = exported["demo-image"].session.contract
     assert contract_from_metadata(contract.to_metadata(), "x.onnx") == contract
 
 
 def test_the_same_checkpoint_gives_the_same_bytes_in_another_process(
-    exported: dict[str, Exported], tmp_path: Path
+    exported: dict[str, ExportedNet], tmp_path: Path
 ) -> None:
     again = tmp_path / "again.onnx"
     command = [sys.executable, "-c", "import sys; from prelunet.evaluator.cli import run; sys.exit(run(sys.argv[1:]))"]
@@ -60,7 +60,7 @@ def test_the_same_checkpoint_gives_the_same_bytes_in_another_process(
 
 
 def test_the_same_checkpoint_gives_the_same_bytes_with_any_number_of_threads(
-    exported: dict[str, Exported], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    exported: dict[str, ExportedNet], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, before, files = exported["demo-image"].checkpoint_path, torch.get_num_threads(), []
     monkeypatch.setattr("prelunet.evaluator.engine.verify.GOLDEN_DIGITS", 17)  # rounding must not hide what threads do
@@ -76,7 +76,7 @@ def test_the_same_checkpoint_gives_the_same_bytes_with_any_number_of_threads(
 
 
 def test_golden_scores_that_differ_in_their_last_bits_as_between_processors_give_the_same_bytes(
-    exported: dict[str, Exported], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    exported: dict[str, ExportedNet], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def on_another_processor(*arguments: Any) -> tuple[Any, ...]:
         return tuple(np.nextafter(array, np.inf) for array in dense_windows(*arguments))
@@ -86,21 +86,21 @@ def test_golden_scores_that_differ_in_their_last_bits_as_between_processors_give
     assert (tmp_path / "model.onnx").read_bytes() == exported["demo-image"].path.read_bytes()
 
 
-def test_the_file_holds_no_path_and_no_trace_of_this_machine(exported: dict[str, Exported]) -> None:
+def test_the_file_holds_no_path_and_no_trace_of_this_machine(exported: dict[str, ExportedNet]) -> None:
     data = exported["demo-image"].path.read_bytes()
     assert str(Path(__file__).parents[2]).encode() not in data
     assert str(exported["demo-image"].path.parent).encode() not in data
     assert b"site-packages" not in data
 
 
-def test_every_node_has_a_readable_name(exported: dict[str, Exported]) -> None:
+def test_every_node_has_a_readable_name(exported: dict[str, ExportedNet]) -> None:
     names = [node.name for node in onnx.load(exported["E-image"].path).graph.node]
     assert all(names)
     assert len(set(names)) == len(names)
     assert {"conv1", "conv2_2.masked", "conv3_6.activation", "pool_9x9", "fc1", "window_scores"} <= set(names)
 
 
-def test_only_padded_convolutions_are_masked(exported: dict[str, Exported]) -> None:
+def test_only_padded_convolutions_are_masked(exported: dict[str, ExportedNet]) -> None:
     masked = {n.name for n in onnx.load(exported["E-image"].path).graph.node if n.name.endswith(".masked")}
     assert masked == {
         "images.masked",
@@ -111,7 +111,7 @@ def test_only_padded_convolutions_are_masked(exported: dict[str, Exported]) -> N
     assert without == set()
 
 
-def test_no_operator_is_used_that_leaves_the_gpu(exported: dict[str, Exported]) -> None:
+def test_no_operator_is_used_that_leaves_the_gpu(exported: dict[str, ExportedNet]) -> None:
     nodes = onnx.load(exported["E-image"].path).graph.node
     assert not {"Range", "GridSample", "If", "Loop", "NonZero", "Resize"} & {node.op_type for node in nodes}
     assert {tuple(node.input) for node in nodes if node.op_type == "Shape"} == {("images",)}
@@ -126,7 +126,7 @@ def test_golden_images_are_made_by_the_stated_formula_from_whole_numbers_alone()
     assert not np.array_equal(image[..., 0], image[..., 1])
 
 
-def test_verify_passes_on_this_machine_and_fails_on_changed_golden_scores(exported: dict[str, Exported]) -> None:
+def test_verify_passes_on_this_machine_and_fails_on_changed_golden_scores(exported: dict[str, ExportedNet]) -> None:
     session = exported["demo-image"].session
     assert all(d.passed for d in verify(session))
     assert {d.case for d in verify(session)} == {"alone", "together"}
@@ -137,7 +137,7 @@ def test_verify_passes_on_this_machine_and_fails_on_changed_golden_scores(export
 
 
 def test_the_verb_verify_exits_6_when_a_score_is_off(
-    exported: dict[str, Exported], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exported: dict[str, ExportedNet], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["verify", str(exported["demo-image"].path), "--device", "cpu", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -155,7 +155,7 @@ def test_the_verb_verify_exits_6_when_a_score_is_off(
 
 
 def test_a_file_without_golden_images_cannot_be_verified_and_says_how_to_get_them(
-    exported: dict[str, Exported], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exported: dict[str, ExportedNet], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     without = with_metadata(exported, tmp_path, golden=[])
     with pytest.raises(ContractError, match=r"no golden images.*prelunet export"):
@@ -166,7 +166,7 @@ def test_a_file_without_golden_images_cannot_be_verified_and_says_how_to_get_the
     assert "verified" not in told.out
 
 
-def with_metadata(exported: dict[str, Exported], folder: Path, drop: str = "", **changes: object) -> Path:
+def with_metadata(exported: dict[str, ExportedNet], folder: Path, drop: str = "", **changes: object) -> Path:
     """Write the demo model again with some metadata changed or dropped."""
     model = onnx.load(exported["demo-image"].path)
     values = {p.key: json.loads(p.value) for p in model.metadata_props}
@@ -181,7 +181,7 @@ def with_metadata(exported: dict[str, Exported], folder: Path, drop: str = "", *
 
 
 def test_a_model_of_a_newer_contract_is_refused_naming_both_versions(
-    exported: dict[str, Exported], tmp_path: Path
+    exported: dict[str, ExportedNet], tmp_path: Path
 ) -> None:
     with pytest.raises(ContractError, match=r"version 99.*up to 1.*prelunet export"):
         open_session(with_metadata(exported, tmp_path, contract_version=99), "cpu")
@@ -189,7 +189,7 @@ def test_a_model_of_a_newer_contract_is_refused_naming_both_versions(
 
 @pytest.mark.parametrize("key", sorted(key.removeprefix("prelunet.") for key in fake_contract().to_metadata()), ids=str)
 def test_a_model_without_one_of_the_keys_is_refused_naming_it(
-    exported: dict[str, Exported], tmp_path: Path, key: str
+    exported: dict[str, ExportedNet], tmp_path: Path, key: str
 ) -> None:
     with pytest.raises(ContractError, match=rf"no 'prelunet.{key}' in the ONNX metadata.*prelunet export"):
         open_session(with_metadata(exported, tmp_path, drop=key), "cpu")
@@ -237,19 +237,19 @@ def test_a_model_without_one_of_the_keys_is_refused_naming_it(
     ],
 )
 def test_a_model_with_a_malformed_value_is_refused(
-    exported: dict[str, Exported], tmp_path: Path, changes: dict[str, object], message: str
+    exported: dict[str, ExportedNet], tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ContractError, match=message):
         open_session(with_metadata(exported, tmp_path, **changes), "cpu")
 
 
-def test_metadata_nested_beyond_all_measure_is_refused(exported: dict[str, Exported]) -> None:
+def test_metadata_nested_beyond_all_measure_is_refused(exported: dict[str, ExportedNet]) -> None:
     metadata = {**exported["demo-image"].session.contract.to_metadata(), "prelunet.training": "[" * 100_000}
     with pytest.raises(ContractError, match=r"'prelunet\.training' is not JSON"):
         contract_from_metadata(metadata, "deep.onnx")
 
 
-def test_verify_fails_on_a_trunk_that_is_not_the_graphs(exported: dict[str, Exported]) -> None:
+def test_verify_fails_on_a_trunk_that_is_not_the_graphs(exported: dict[str, ExportedNet]) -> None:
     session = exported["demo-image"].session
     trunk = list(session.contract.trunk)
     trunk[0] = replace(trunk[0], kernel=4, pad=2)  # as large a map for a crop of 28, one cell more for a side of 39
@@ -265,7 +265,7 @@ def test_a_file_that_is_no_onnx_is_refused(tmp_path: Path, content: bytes) -> No
         open_session(path, "cpu")
 
 
-def test_half_a_model_file_is_refused(exported: dict[str, Exported], tmp_path: Path) -> None:
+def test_half_a_model_file_is_refused(exported: dict[str, ExportedNet], tmp_path: Path) -> None:
     data = exported["demo-image"].path.read_bytes()
     (tmp_path / "half.onnx").write_bytes(data[: len(data) // 2])
     with pytest.raises(ContractError, match=r"half.onnx"):
@@ -283,7 +283,7 @@ def test_a_foreign_onnx_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_asking_for_cuda_where_it_does_not_come_up_is_an_error_and_never_a_cpu_run(
-    exported: dict[str, Exported],
+    exported: dict[str, ExportedNet],
 ) -> None:
     with pytest.raises(EnvironmentFault, match=r"--device cuda"):
         open_session(exported["demo-image"].path, "cuda")
@@ -304,19 +304,19 @@ def canvas_of(height: int, width: int) -> np.ndarray:
     ],
 )
 def test_a_canvas_that_the_graph_would_answer_with_nonsense_is_refused(
-    exported: dict[str, Exported], images: np.ndarray, sizes: list[list[int]], message: str
+    exported: dict[str, ExportedNet], images: np.ndarray, sizes: list[list[int]], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
         exported["demo-image"].session.run(images, np.array(sizes))
 
 
-def test_a_file_without_masks_refuses_an_image_that_does_not_fill_its_canvas(exported: dict[str, Exported]) -> None:
+def test_a_file_without_masks_refuses_an_image_that_does_not_fill_its_canvas(exported: dict[str, ExportedNet]) -> None:
     with pytest.raises(UsageError, match=r"--canvas ragged"):
         exported["demo-exact"].session.run(canvas_of(40, 50), np.array([[40, 49]]))
 
 
 def test_export_refuses_half_a_checkpoint_and_leaves_no_file(
-    exported: dict[str, Exported], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exported: dict[str, ExportedNet], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = exported["demo-image"].checkpoint_path.read_bytes()
     (tmp_path / "half.safetensors").write_bytes(data[: len(data) // 2])
@@ -326,14 +326,14 @@ def test_export_refuses_half_a_checkpoint_and_leaves_no_file(
 
 
 def test_export_to_a_folder_that_does_not_exist_says_so(
-    exported: dict[str, Exported], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exported: dict[str, ExportedNet], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["export", str(exported["demo-image"].checkpoint_path), "-o", str(tmp_path / "none" / "out.onnx")]
     assert run(arguments) == 2
     assert "does not exist" in capsys.readouterr().err
 
 
-def test_a_contract_states_the_window_grid_that_the_graph_finds(exported: dict[str, Exported]) -> None:
+def test_a_contract_states_the_window_grid_that_the_graph_finds(exported: dict[str, ExportedNet]) -> None:
     for key, sizes in {"demo-image": [(28, 31), (45, 90)], "E-image": [(224, 239), (301, 260)]}.items():
         contract: ModelContract = exported[key].session.contract
         for height, width in sizes:
@@ -341,12 +341,12 @@ def test_a_contract_states_the_window_grid_that_the_graph_finds(exported: dict[s
             assert outputs.windows[0].tolist() == list(contract.window_grid(height, width))
 
 
-def test_exporting_without_masks_is_recorded(exported: dict[str, Exported], tmp_path: Path) -> None:
+def test_exporting_without_masks_is_recorded(exported: dict[str, ExportedNet], tmp_path: Path) -> None:
     export_checkpoint(exported["demo-image"].checkpoint_path, tmp_path / "exact.onnx", "exact")
     assert open_session(tmp_path / "exact.onnx", "cpu").contract.canvas == "exact"
 
 
-def test_a_trained_net_is_tested_at_scales_of_its_training(exported: dict[str, Exported], tmp_path: Path) -> None:
+def test_a_trained_net_is_tested_at_scales_of_its_training(exported: dict[str, ExportedNet], tmp_path: Path) -> None:
     checkpoint = replace(exported["demo-image"].checkpoint, recipe={"scales": [30, 46]})
     write_checkpoint(tmp_path / "trained.safetensors", checkpoint)
     export_checkpoint(tmp_path / "trained.safetensors", tmp_path / "trained.onnx")
@@ -354,7 +354,7 @@ def test_a_trained_net_is_tested_at_scales_of_its_training(exported: dict[str, E
 
 
 def test_a_checkpoint_whose_names_could_steer_a_terminal_is_not_exported(
-    exported: dict[str, Exported], tmp_path: Path
+    exported: dict[str, ExportedNet], tmp_path: Path
 ) -> None:
     checkpoint = exported["demo-image"].checkpoint
     classes = (replace(checkpoint.classes[0], name="a\x1b[31m"), *checkpoint.classes[1:])

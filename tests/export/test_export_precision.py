@@ -18,14 +18,14 @@ from torch.nn import functional as F
 
 from prelunet.evaluator.architectures import Activation, Architecture, Conv, architecture, parameter_shapes
 from prelunet.evaluator.cli import run
-from prelunet.evaluator.contract import Canvas, Precision
+from prelunet.evaluator.contract import Canvas, FilePrecision
 from prelunet.evaluator.engine.load import open_session
-from prelunet.evaluator.engine.runtimes.onnx import PlainNet
+from prelunet.evaluator.engine.runtimes.onnx import RawOnnxModel
 from prelunet.evaluator.engine.session import Session
-from prelunet.evaluator.engine.verify import Deviation, judged_as, rubbish_canvas, tolerance_of, verify
+from prelunet.evaluator.engine.verify import Deviation, garbage_canvas, tolerance_of, tolerance_precision, verify
 from prelunet.evaluator.errors import CheckFailed, UsageError
 from prelunet.evaluator.imaging.canvas import pack
-from prelunet.export.dense.export import Export, export_checkpoint
+from prelunet.export.dense.export import ExportResult, export_checkpoint
 from prelunet.export.dense.half_precision import (
     add_probes,
     check_magnitudes,
@@ -40,7 +40,7 @@ from prelunet.training.net.checkpoints import Checkpoint, write_checkpoint
 from prelunet.training.net.dense_reference import dense_windows
 from prelunet.training.net.network import network_from_checkpoint
 from tests.helpers import reference
-from tests.helpers.discriminating_nets import asymmetric_mean, noise, telling_checkpoint, without
+from tests.helpers.discriminating_nets import asymmetric_mean, discriminating_checkpoint, noise, with_tensors
 from tests.helpers.tiny_nets import tiny_checkpoint
 
 # Measured here: scores off by up to 1e-3, logits by 1e-3 of the largest, by rounded parameters and the few roundings
@@ -61,7 +61,7 @@ def thin(name: str, mean: str = "image", activation: Activation = "prelu") -> Ch
     for key, shape in parameter_shapes(net, 11).items():
         spread = {"weight": np.sqrt(2 / np.prod(shape[1:])), "bias": 1.0, "slope": 0.3}[key.partition(".")[2]]
         tensors[key] = rng.normal(0, spread, shape).astype(np.float32)
-    classes = telling_checkpoint("demo", classes=11).classes
+    classes = discriminating_checkpoint("demo", classes=11).classes
     values = np.array([123.68, 116.78, 103.94], np.float32) if mean == "channel" else asymmetric_mean(net)
     checkpoint = Checkpoint(net, classes, values, tensors)
     logits = dense_windows(network_from_checkpoint(checkpoint), noise(net.crop, net.crop, seed=1), values)[1]
@@ -70,8 +70,8 @@ def thin(name: str, mean: str = "image", activation: Activation = "prelu") -> Ch
 
 
 def half_file(
-    folder: Path, checkpoint: Checkpoint, canvas: Canvas = "ragged", precision: Precision = "fp16"
-) -> tuple[Path, Export]:
+    folder: Path, checkpoint: Checkpoint, canvas: Canvas = "ragged", precision: FilePrecision = "fp16"
+) -> tuple[Path, ExportResult]:
     """Export a checkpoint; return the file and what the export found."""
     folder.mkdir(parents=True, exist_ok=True)
     write_checkpoint(folder / "net.safetensors", checkpoint)
@@ -84,10 +84,10 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Give files of the telling demo net, each made once: `demo("exact", "fp32")`."""
     folder, made = tmp_path_factory.mktemp("half"), {}
 
-    def path(canvas: Canvas = "ragged", precision: Precision = "fp16") -> Path:
+    def path(canvas: Canvas = "ragged", precision: FilePrecision = "fp16") -> Path:
         key = (canvas, precision)
         if key not in made:
-            made[key] = half_file(folder, telling_checkpoint("demo", mean="image"), canvas, precision)[0]
+            made[key] = half_file(folder, discriminating_checkpoint("demo", mean="image"), canvas, precision)[0]
         return made[key]
 
     return path
@@ -120,7 +120,7 @@ def test_parameters_trunk_and_head_are_half_and_front_softmax_and_averages_are_n
 
 
 def test_the_numbers_of_a_half_file_are_the_checkpoints_rounded_once(demo: Callable[..., Path]) -> None:
-    tensors = telling_checkpoint("demo", mean="image").tensors
+    tensors = discriminating_checkpoint("demo", mean="image").tensors
     found = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(demo()).graph.initializer}
     np.testing.assert_array_equal(found["conv2_1.weight"], tensors["conv2_1.weight"].astype(np.float16))
     np.testing.assert_array_equal(found["fc2.weight"], tensors["fc2.weight"].T.astype(np.float16))
@@ -193,7 +193,7 @@ def test_scores_of_a_half_file_are_the_oracles_of_the_unrounded_checkpoint(
 def test_images_of_several_sizes_get_the_half_scores_they_get_alone(demo: Callable[..., Path], rubbish: int) -> None:
     session = session_on(demo())
     images = [noise(h, w, seed=i) for i, (h, w) in enumerate([(28, 28), (31, 44), (50, 29), (29, 71)])]
-    together = session.run(*rubbish_canvas(session.contract, images, rubbish))
+    together = session.run(*garbage_canvas(session.contract, images, rubbish))
     for index, image in enumerate(images):
         alone = session.run(image[None], np.array([image.shape[:2]]))
         rows, columns = alone.windows[0]
@@ -215,7 +215,11 @@ def test_a_half_file_runs_in_openvino_also_with_a_single_window(
     demo: Callable[..., Path], canvas: str, height: int, width: int
 ) -> None:
     openvino = pytest.importorskip("openvino")
-    core, checkpoint, image = openvino.Core(), telling_checkpoint("demo", mean="image"), noise(height, width, seed=2)
+    core, checkpoint, image = (
+        openvino.Core(),
+        discriminating_checkpoint("demo", mean="image"),
+        noise(height, width, seed=2),
+    )
     compiled = core.compile_model(core.read_model(demo(canvas)), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     found = compiled({"images": image[None], "sizes": np.array([[height, width]])})
     answer = reference.evaluate("demo", checkpoint.tensors, checkpoint.mean, image)
@@ -225,7 +229,7 @@ def test_a_half_file_runs_in_openvino_also_with_a_single_window(
 
 
 def test_the_same_checkpoint_gives_the_same_half_file(demo: Callable[..., Path], tmp_path: Path) -> None:
-    again, _ = half_file(tmp_path, telling_checkpoint("demo", mean="image"))
+    again, _ = half_file(tmp_path, discriminating_checkpoint("demo", mean="image"))
     assert again.read_bytes() == demo().read_bytes()
 
 
@@ -261,7 +265,7 @@ def test_a_parameter_beyond_half_is_refused_by_name_before_the_work_and_leaves_n
     checkpoint = tiny_checkpoint()
     weight = checkpoint.tensors["conv2.weight"].copy()
     weight[1, 2, 0, 1], weight[0, 0, 0, 0] = -65520, 65519  # the first that rounds to infinity, and the last that not
-    write_checkpoint(tmp_path / "net", without(checkpoint, conv2__weight=weight))
+    write_checkpoint(tmp_path / "net", with_tensors(checkpoint, conv2__weight=weight))
     assert run(["export", str(tmp_path / "net"), "-o", str(tmp_path / "m.onnx"), "--precision", "fp16"]) == 2
     told = capsys.readouterr().err
     assert "1 of the 80 numbers of conv2.weight lie beyond 65504" in told
@@ -276,7 +280,7 @@ def test_a_net_whose_numbers_grow_beyond_half_between_the_layers_is_refused_nami
     checkpoint = tiny_checkpoint(activation)
     tensors = checkpoint.tensors
     for scale, refused in ((1000, True), (1, False)):
-        large = without(
+        large = with_tensors(
             checkpoint,
             conv1__weight=tensors["conv1.weight"] * np.float32(scale),
             conv2__weight=tensors["conv2.weight"] / np.float32(scale),
@@ -379,7 +383,7 @@ def test_an_image_beside_white_padding_gets_its_scores_where_numbers_beside_it_a
 
 def test_numbers_too_small_for_half_are_told(tmp_path: Path) -> None:
     checkpoint = tiny_checkpoint()
-    small = without(checkpoint, fc3__weight=checkpoint.tensors["fc3.weight"] * np.float32(1e-6))
+    small = with_tensors(checkpoint, fc3__weight=checkpoint.tensors["fc3.weight"] * np.float32(1e-6))
     losses = rounding_losses(small.tensors)
     assert losses["fc3.weight"] > 1e-2
     assert max(loss for name, loss in losses.items() if name != "fc3.weight") < 4e-4
@@ -463,7 +467,7 @@ def test_a_run_is_held_to_the_coarser_of_what_its_file_and_its_device_round_to(
     session = SimpleNamespace(
         contract=SimpleNamespace(precision=file), circumstances=SimpleNamespace(precision=running)
     )
-    assert judged_as(session) == judged
+    assert tolerance_precision(session) == judged
 
 
 @pytest.mark.parametrize(
@@ -545,7 +549,7 @@ def test_probes_measure_a_model_without_changing_what_it_says(demo: Callable[...
     add_probes(model, net)
     onnx.save(model, tmp_path / "probed.onnx")
     image, sizes = noise(30, 41, seed=3)[None], np.array([[30, 41]])
-    scores = PlainNet(tmp_path / "probed.onnx").run({"images": image, "sizes": sizes}, "scores")
+    scores = RawOnnxModel(tmp_path / "probed.onnx").run({"images": image, "sizes": sizes}, "scores")
     np.testing.assert_allclose(scores, session_on(demo()).run(image, sizes).scores, rtol=0, atol=SCORE_TOLERANCE)
     measured = measure_magnitudes(demo(), net, session_on(demo()).contract)
     assert list(measured) == [*(conv.name for conv in net.convs), "fc1", "fc2", "fc3"]

@@ -1,7 +1,7 @@
 """A process that has everything imported and forks one child for each order: lives that are cheap enough to be killed.
 
 An order is a line of JSON on stdin; the answers on stdout are the child's process id and, when it is dead, its exit
-code (-9 after kill -9). Started by `Nursery`; what a child does is `validate_as_ordered`.
+code (-9 after kill -9). Started by `ForkServer`; what a child does is `run_order`.
 """
 
 import contextlib
@@ -19,17 +19,17 @@ from typing import Any
 
 from prelunet.evaluator.datasets.open import open_dataset
 from prelunet.evaluator.engine.load import open_session
-from prelunet.evaluator.protocols import make_protocol
-from prelunet.evaluator.validation.ray_cluster import Cluster, on_ray
-from prelunet.evaluator.validation.run import describe_dataset, run_info
+from prelunet.evaluator.protocols import build_protocol
+from prelunet.evaluator.validation.ray_cluster import Cluster, evaluate_on_ray
+from prelunet.evaluator.validation.run import build_run_info, describe_dataset
 from prelunet.evaluator.validation.writer import RunWriter
 from tests.helpers.fakes import FakeSession, repeated, validated
 
 TESTS = str(Path(__file__).parents[2])
-DEADLY = ("fsync", "truncate", "replace", "unlink")  # functions of `os` that change files
+KILL_POINTS = ("fsync", "truncate", "replace", "unlink")  # functions of `os` that change files
 
 
-class Nursery:
+class ForkServer:
     """The parent of children that validate."""
 
     def __init__(self, process: "subprocess.Popen[str]"):
@@ -46,7 +46,7 @@ class Nursery:
         """Return the exit code of the child, when it has ended."""
         return int(self._answer())
 
-    def live(self, seconds: float, **order: Any) -> int:
+    def kill_after(self, seconds: float, **order: Any) -> int:
         """Let a child live so long, kill it with SIGKILL, and return its exit code: -9, or 0 if it was faster."""
         child = self.begin(**order)
         time.sleep(seconds)
@@ -54,7 +54,7 @@ class Nursery:
             os.kill(child, signal.SIGKILL)
         return self.end()
 
-    def die(self, step: int, **order: Any) -> int:
+    def kill_at_step(self, step: int, **order: Any) -> int:
         """Let a child die at a step that changes a file (0: at none); return its exit code, 0 if it had fewer."""
         self.begin(dies_at=step, **order)
         return self.end()
@@ -67,13 +67,13 @@ class Nursery:
 
 
 @contextmanager
-def nursery() -> Iterator[Nursery]:
+def fork_server() -> Iterator[ForkServer]:
     """Start the process, and end it."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([TESTS, *sys.path]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", "from tests.helpers import child_processes; child_processes.main()"]
     process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with process:  # which closes stdin, and so ends it
-        yield Nursery(process)
+        yield ForkServer(process)
 
 
 def main() -> None:
@@ -84,7 +84,7 @@ def main() -> None:
         order = json.loads(line)
         child = os.fork()
         if child == 0:
-            _be_a_child(order)
+            _run_child(order)
         sys.stdout.write(f"{child}\n")
         sys.stdout.flush()
         _, status = os.waitpid(child, 0)
@@ -92,23 +92,23 @@ def main() -> None:
         sys.stdout.flush()
 
 
-def _be_a_child(order: dict[str, Any]) -> None:
+def _run_child(order: dict[str, Any]) -> None:
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)
     os.dup2(silent, 2)
     code = 1
     try:
-        die_at(order.pop("dies_at", 0))
-        validate_as_ordered(**order)
+        arm_kill(order.pop("dies_at", 0))
+        run_order(**order)
         code = 0
     finally:
         os._exit(code)
 
 
-def die_at(number: int) -> None:
+def arm_kill(number: int) -> None:
     """Die by SIGKILL at the so-manieth step that changes a file, counted from 1; 0: never.
 
-    Steps are the calls of DEADLY, before which it dies, and each write to a run's files, of which half is done.
+    Steps are the calls of KILL_POINTS, before which it dies, and each write to a run's files, of which half is done.
     """
     left = number
 
@@ -134,18 +134,16 @@ def die_at(number: int) -> None:
         write(self, file, data, **options)
 
     RunWriter._write = torn  # type: ignore[method-assign]
-    for name in DEADLY:
+    for name in KILL_POINTS:
         setattr(os, name, deadly(getattr(os, name)))
 
 
-def validate_as_ordered(
-    data: str, folder: str, copies: int, *, fresh: bool = False, model: str = "", address: str = ""
-) -> None:
+def run_order(data: str, folder: str, copies: int, *, fresh: bool = False, model: str = "", address: str = "") -> None:
     """Validate a folder of images, each `copies` times, with a fake session, or with a model on a Ray cluster."""
     session: Any = open_session(Path(model), "cpu", threads=1) if model else FakeSession()
     classes = [entry.wnid for entry in session.contract.classes]
     dataset = repeated(open_dataset(Path(data), split="val", class_names=classes), copies)
-    protocol = make_protocol("dense-32" if model else "center", session.contract)
-    info = run_info(session, "m.onnx", describe_dataset(dataset), protocol)
-    elsewhere = on_ray(Cluster(address, cpus=1), session, Path(model), dataset, info) if model else None
-    validated(session, dataset, protocol, Path(folder), fresh=fresh, elsewhere=elsewhere)
+    protocol = build_protocol("dense-32" if model else "center", session.contract)
+    info = build_run_info(session, "m.onnx", describe_dataset(dataset), protocol)
+    chunk_evaluator = evaluate_on_ray(Cluster(address, cpus=1), session, Path(model), dataset, info) if model else None
+    validated(session, dataset, protocol, Path(folder), fresh=fresh, chunk_evaluator=chunk_evaluator)

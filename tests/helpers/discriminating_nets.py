@@ -17,7 +17,7 @@ from tests.helpers import reference
 CHANNEL_MEAN = np.array([123.68, 116.78, 103.94], np.float32)
 
 
-def telling_checkpoint(
+def discriminating_checkpoint(
     name: str, *, classes: int = 23, mean: str = "channel", activation: Activation = "prelu", seed: int = 3
 ) -> Checkpoint:
     """Make a telling checkpoint of an architecture."""
@@ -53,6 +53,6 @@ def noise(height: int, width: int, seed: int) -> np.ndarray:
     return np.clip(large + fine, 0, 255).astype(np.uint8)
 
 
-def without(checkpoint: Checkpoint, **tensors: np.ndarray) -> Checkpoint:
+def with_tensors(checkpoint: Checkpoint, **tensors: np.ndarray) -> Checkpoint:
     """Return the checkpoint with some tensors replaced; `__` in a keyword stands for the dot of a name."""
     return replace(checkpoint, tensors={**checkpoint.tensors, **{k.replace("__", "."): v for k, v in tensors.items()}})

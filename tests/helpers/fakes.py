@@ -14,8 +14,8 @@ from prelunet.evaluator.datasets.dataset import Dataset, Reader
 from prelunet.evaluator.engine.batching import BatchRules
 from prelunet.evaluator.engine.memory import gpu_rules
 from prelunet.evaluator.engine.session import Circumstances, Outputs, Placement, check_canvas
-from prelunet.evaluator.protocols import Protocol
-from prelunet.evaluator.validation.run import Run, describe_dataset, run_info
+from prelunet.evaluator.protocols import EvaluationProtocol
+from prelunet.evaluator.validation.run import Run, build_run_info, describe_dataset
 from prelunet.evaluator.validation.validate import validate
 
 
@@ -105,10 +105,10 @@ class FakeSession:
 
 
 def validated(
-    session: Any, dataset: Dataset, protocol: Protocol, folder: Path, *, file: str = "m.onnx", **options: Any
+    session: Any, dataset: Dataset, protocol: EvaluationProtocol, folder: Path, *, file: str = "m.onnx", **options: Any
 ) -> Run:
     """Validate as `prelunet validate` does; file: last component of the model's path."""
-    info = run_info(session, file, describe_dataset(dataset), protocol)
+    info = build_run_info(session, file, describe_dataset(dataset), protocol)
     return validate([session], dataset, info, folder, **options)
 
 

@@ -36,7 +36,7 @@ LRELU_SLOPE = 0.01
 
 
 @dataclass(frozen=True)
-class Answer:
+class OracleScores:
     """What the oracle says of one image, float64: one row of classes per window."""
 
     window_scores: np.ndarray  # (rows, columns, K)
@@ -53,7 +53,7 @@ class Answer:
 
 def evaluate(
     net: str, tensors: Mapping[str, np.ndarray], mean: np.ndarray, image: np.ndarray, activation: str = "prelu"
-) -> Answer:
+) -> OracleScores:
     """Classify every window of an image, uint8 (H, W, 3)."""
     with torch.no_grad():
         x = _centred(image, mean)
@@ -84,7 +84,7 @@ def _activate(x: torch.Tensor, tensors: Mapping[str, np.ndarray], name: str, act
     return x.clamp(min=0) + slope * x.clamp(max=0)
 
 
-def _classify_windows(net: str, tensors: Mapping[str, np.ndarray], x: torch.Tensor, activation: str) -> Answer:
+def _classify_windows(net: str, tensors: Mapping[str, np.ndarray], x: torch.Tensor, activation: str) -> OracleScores:
     side = WINDOW[net]
     rows, columns = x.shape[2] - side + 1, x.shape[3] - side + 1
     windows = torch.cat(
@@ -96,7 +96,7 @@ def _classify_windows(net: str, tensors: Mapping[str, np.ndarray], x: torch.Tens
         if name != "fc3":
             y = _activate(y, tensors, name, activation)
     logits = y.reshape(rows, columns, -1)
-    return Answer(logits.softmax(-1).numpy(), logits.numpy())
+    return OracleScores(logits.softmax(-1).numpy(), logits.numpy())
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from prelunet.evaluator.errors import DeadlinePassed, ImageError
-from prelunet.evaluator.imaging.decode import LARGEST_DECODING, decode_image, decoding_bytes
-from prelunet.evaluator.imaging.decode_memory import ROOM, DecodingRoom
+from prelunet.evaluator.imaging.decode import MAX_DECODE_BYTES, decode_bytes, decode_image
+from prelunet.evaluator.imaging.decode_memory import DECODE_BYTES, ByteSemaphore
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from tests.serving.serving_harness import eventually
 
@@ -23,7 +23,7 @@ def encoded(kind: str, mode: str, **options: object) -> bytes:
 
 def asked(data: bytes, *, apply_exif: bool = False) -> int:
     found: list[int] = []
-    decode_image(data, apply_exif=apply_exif, admit=found.append)
+    decode_image(data, apply_exif=apply_exif, reserve=found.append)
     (size,) = found
     return size
 
@@ -57,29 +57,29 @@ def test_an_image_asks_for_what_it_takes(kind: str, mode: str, options: dict[str
 def test_a_rotated_copy_is_asked_for_and_nothing_asks_for_more_than_the_largest() -> None:
     data = encoded("WEBP", "RGBA")
     assert asked(data, apply_exif=True) == asked(data) + 4 * 40 * 30
-    assert asked(data, apply_exif=True) * DecodeLimits.max_pixels == LARGEST_DECODING * 40 * 30
+    assert asked(data, apply_exif=True) * DecodeLimits.max_pixels == MAX_DECODE_BYTES * 40 * 30
 
 
 def test_the_largest_jpeg_that_is_accepted_has_room() -> None:
-    assert asked(encoded("JPEG", "RGB")) * DecodeLimits.max_pixels <= ROOM * 40 * 30
+    assert asked(encoded("JPEG", "RGB")) * DecodeLimits.max_pixels <= DECODE_BYTES * 40 * 30
 
 
 def test_no_pixel_is_decoded_before_there_is_room() -> None:
     whole = encoded("PNG", "RGB")
     told: list[int] = []
     with pytest.raises(ImageError):
-        decode_image(whole[: len(whole) // 2], admit=told.append)
+        decode_image(whole[: len(whole) // 2], reserve=told.append)
     assert told, "the header is whole"
-    assert decoding_bytes(Image.open(io.BytesIO(whole))) == told[0]
+    assert decode_bytes(Image.open(io.BytesIO(whole))) == told[0]
 
 
-def waits(room: DecodingRoom, size: int) -> tuple[threading.Thread, threading.Event]:
+def waits(semaphore: ByteSemaphore, size: int) -> tuple[threading.Thread, threading.Event]:
     """Ask for room in a thread; the event tells that it was given."""
     given = threading.Event()
 
     def ask() -> None:
-        with room.place() as admit:
-            admit(size)
+        with semaphore.reservation() as reserve:
+            reserve(size)
             given.set()
 
     thread = threading.Thread(target=ask, daemon=True)
@@ -89,41 +89,41 @@ def waits(room: DecodingRoom, size: int) -> tuple[threading.Thread, threading.Ev
 
 @pytest.mark.parametrize("size", [41, 1000])
 def test_who_finds_no_room_waits_until_it_is_given_back(size: int) -> None:
-    room = DecodingRoom(100)
-    with room.place() as admit:
-        admit(60)
-        thread, given = waits(room, size)
+    semaphore = ByteSemaphore(100)
+    with semaphore.reservation() as reserve:
+        reserve(60)
+        thread, given = waits(semaphore, size)
         assert not given.wait(0.05)
     assert given.wait(30)
     thread.join(30)
 
 
 def test_who_finds_room_does_not_wait() -> None:
-    room = DecodingRoom(100)
-    with room.place() as admit:
-        admit(60)
-        thread, given = waits(room, 40)
+    semaphore = ByteSemaphore(100)
+    with semaphore.reservation() as reserve:
+        reserve(60)
+        thread, given = waits(semaphore, 40)
         assert given.wait(30)
         thread.join(30)
 
 
 def test_room_is_given_back_after_an_error_and_by_who_asked_for_none() -> None:
-    room = DecodingRoom(100)
-    with pytest.raises(ImageError), room.place() as admit:
-        decode_image(encoded("PNG", "RGB")[:60], admit=lambda _size: admit(1000))
-    with room.place():
+    semaphore = ByteSemaphore(100)
+    with pytest.raises(ImageError), semaphore.reservation() as reserve:
+        decode_image(encoded("PNG", "RGB")[:60], reserve=lambda _size: reserve(1000))
+    with semaphore.reservation():
         pass
-    with room.place() as admit:
-        admit(1000)
+    with semaphore.reservation() as reserve:
+        reserve(1000)
 
 
 def test_many_threads_never_have_more_than_the_room_unless_one_is_alone() -> None:
-    room, lock, having = DecodingRoom(100), threading.Lock(), list[int]()
+    semaphore, lock, having = ByteSemaphore(100), threading.Lock(), list[int]()
     seen: list[list[int]] = []
 
     def one(size: int) -> None:
-        with room.place() as admit:
-            admit(size)
+        with semaphore.reservation() as reserve:
+            reserve(size)
             with lock:
                 having.append(size)
                 seen.append(list(having))
@@ -137,56 +137,56 @@ def test_many_threads_never_have_more_than_the_room_unless_one_is_alone() -> Non
 
 
 def test_who_came_first_has_room_first_also_where_only_a_later_one_would_fit() -> None:
-    room = DecodingRoom(100)
-    with room.place() as admit:
-        admit(60)
-        thread, large = waits(room, 90)
-        eventually(lambda: len(room._line) == 1)
-        later, small = waits(room, 10)
-        eventually(lambda: len(room._line) == 2)
+    semaphore = ByteSemaphore(100)
+    with semaphore.reservation() as reserve:
+        reserve(60)
+        thread, large = waits(semaphore, 90)
+        eventually(lambda: len(semaphore._waiters) == 1)
+        later, small = waits(semaphore, 10)
+        eventually(lambda: len(semaphore._waiters) == 2)
         assert not small.wait(0.05)
     assert large.wait(30)
     assert small.wait(30)
     for each in (thread, later):
         each.join(30)
-    assert not room._line
+    assert not semaphore._waiters
 
 
 @pytest.mark.parametrize("left", [0.05, -1.0])
 def test_who_has_a_deadline_gives_up_with_it_and_the_next_one_has_its_turn(left: float) -> None:
-    room = DecodingRoom(100)
-    with room.place() as admit:
-        admit(60)
+    semaphore = ByteSemaphore(100)
+    with semaphore.reservation() as reserve:
+        reserve(60)
         with (
             pytest.raises(DeadlinePassed, match="waited for memory"),
-            room.place(time.monotonic() + left) as admit_it,
+            semaphore.reservation(time.monotonic() + left) as late_reserve,
         ):
-            admit_it(90)
-        thread, given = waits(room, 40)
+            late_reserve(90)
+        thread, given = waits(semaphore, 40)
         assert given.wait(30)
         thread.join(30)
-    with room.place(time.monotonic() - 1) as admit:
-        admit(100)  # who does not have to wait is not late
-    assert (room._taken, len(room._line)) == (0, 0)
+    with semaphore.reservation(time.monotonic() - 1) as reserve:
+        reserve(100)  # who does not have to wait is not late
+    assert (semaphore._used, len(semaphore._waiters)) == (0, 0)
 
 
 def test_one_that_gives_up_at_the_head_of_the_line_lets_the_next_go_on() -> None:
-    room = DecodingRoom(100)
-    with room.place() as admit:
-        admit(60)
+    semaphore = ByteSemaphore(100)
+    with semaphore.reservation() as reserve:
+        reserve(60)
         late: list[type] = []
 
         def ask() -> None:
             try:
-                with room.place(time.monotonic() + 0.2) as admit_it:
-                    admit_it(90)
+                with semaphore.reservation(time.monotonic() + 0.2) as late_reserve:
+                    late_reserve(90)
             except DeadlinePassed as error:
                 late.append(type(error))
 
         first = threading.Thread(target=ask, daemon=True)
         first.start()
-        eventually(lambda: len(room._line) == 1 or bool(late))
-        second, given = waits(room, 40)
+        eventually(lambda: len(semaphore._waiters) == 1 or bool(late))
+        second, given = waits(semaphore, 40)
         assert given.wait(30), "long before the first place is given back"
         first.join(30)
         second.join(30)

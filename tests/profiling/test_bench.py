@@ -17,20 +17,20 @@ from PIL import Image
 
 from prelunet.evaluator.architectures import multiply_adds
 from prelunet.evaluator.cli import run
-from prelunet.evaluator.datasets.dataset import Dataset, DatasetPlace
-from prelunet.evaluator.datasets.open import open_place
+from prelunet.evaluator.datasets.dataset import Dataset, DatasetSpec
+from prelunet.evaluator.datasets.open import open_from_spec
 from prelunet.evaluator.engine.session import Outputs, Placement
 from prelunet.evaluator.errors import DatasetError
 from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.imaging.views import make_views
-from prelunet.evaluator.machine import knows_bf16
-from prelunet.evaluator.profiling.bottleneck import Surroundings, advice, cause_of, in_words
-from prelunet.evaluator.profiling.profile import Alone, Measurement, benchmark, computed_alone
-from prelunet.evaluator.protocols import make_protocol
-from prelunet.evaluator.validation.timing import STAGES, Tally
+from prelunet.evaluator.machine import supports_bf16
+from prelunet.evaluator.profiling.bottleneck import ExecutionSettings, advice, describe_bottleneck, find_bottleneck
+from prelunet.evaluator.profiling.profile import IsolatedCompute, Measurement, benchmark, measure_isolated
+from prelunet.evaluator.protocols import build_protocol
+from prelunet.evaluator.validation.timing import STAGES, StageTotals
 from tests.helpers.fakes import FakeSession, fake_contract
 
-TWO_SCALES = make_protocol("dense-29-36", fake_contract())
+TWO_SCALES = build_protocol("dense-29-36", fake_contract())
 IMAGES, BAD = 25, 11
 
 
@@ -48,7 +48,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def dataset(data: Path) -> Dataset:
-    return open_place(DatasetPlace(data, no_labels=True), fake_contract().classes)
+    return open_from_spec(DatasetSpec(data, no_labels=True), fake_contract().classes)
 
 
 def test_all_images_are_counted_once_and_so_is_what_they_cost(dataset: Dataset) -> None:
@@ -61,18 +61,18 @@ def test_all_images_are_counted_once_and_so_is_what_they_cost(dataset: Dataset) 
     ]
     architecture = fake_contract().architecture
     assert (measured.images, measured.refused) == (IMAGES, 1)
-    assert (measured.tally.images, measured.tally.views) == (IMAGES, len(views))
+    assert (measured.totals.images, measured.totals.views) == (IMAGES, len(views))
     assert measured.multiply_adds == sum(multiply_adds(architecture, *view.image.shape[:2], 6) for view in views)
-    assert measured.tally.padding == 0
-    assert len({view.image.shape for view in views}) <= measured.canvases <= measured.tally.batches
+    assert measured.totals.padding == 0
+    assert len({view.image.shape for view in views}) <= measured.canvases <= measured.totals.batches
     # four portions, as far as there are images
     assert (measured.images_together, measured.usually_together, measured.threads) == (7, 64, 2)
 
 
 def test_a_limit_and_the_seconds_bound_the_number_of_images(dataset: Dataset) -> None:
     said: list[str] = []
-    few = benchmark([FakeSession()], dataset, TWO_SCALES, 2, images=6, seconds=0.1, announce=said.append)
-    assert (few.images, few.tally.images, few.images_together) == (6, 6, 2)
+    few = benchmark([FakeSession()], dataset, TWO_SCALES, 2, images=6, seconds=0.1, report=said.append)
+    assert (few.images, few.totals.images, few.images_together) == (6, 6, 2)
     assert said[0].startswith("measuring 6 of 25 images")
     hurried = benchmark([FakeSession()], dataset, TWO_SCALES, 64, seconds=1e-9)
     assert hurried.images == 1
@@ -107,9 +107,9 @@ def test_afterwards_the_same_batches_are_computed_alone_and_nothing_else_at_the_
     before = threading.enumerate()  # of other tests
     session = Watching()
     measured = benchmark([session], dataset, TWO_SCALES, 64, threads=2, images=IMAGES, seconds=1e-9)
-    batches = measured.tally.batches
+    batches = measured.totals.batches
     assert measured.alone.batches == batches
-    assert measured.alone.canvas_pixels == measured.tally.canvas_pixels
+    assert measured.alone.canvas_pixels == measured.totals.canvas_pixels
     assert sorted(session.calls[-batches:]) == sorted(session.calls[-2 * batches : -batches])
     assert set(session.threads[-batches:]) == {threading.main_thread()}
     assert all(others == [] for others in session.others[-batches:]), "the pipeline's threads still run"
@@ -137,7 +137,7 @@ def test_computing_alone_ends_when_there_is_enough_of_it_and_is_spread_over_all(
     monkeypatch.setattr("prelunet.evaluator.profiling.profile.time", clock)
     monkeypatch.setattr("prelunet.evaluator.profiling.profile.ALONE", enough)
     images = [[sample] for sample in dataset.samples[:8]]
-    alone = computed_alone(Clocked(), replace(dataset, reader=Noting()), TWO_SCALES, images, 2)
+    alone = measure_isolated(Clocked(), replace(dataset, reader=Noting()), TWO_SCALES, images, 2)
     assert alone.seconds == len(read) == alone.batches / 2
     assert (len(read) if isinstance(portions, int) else [int(file[:2]) for file in read]) == portions
 
@@ -146,7 +146,7 @@ def test_the_warm_up_counts_for_nothing_and_every_session_takes_part(dataset: Da
     sessions = [FakeSession(), FakeSession()]
     measured = benchmark(sessions, dataset, TWO_SCALES, 64, images=IMAGES, seconds=10.0)
     assert measured.sessions == 2
-    assert len(sessions[0].calls) + len(sessions[1].calls) > measured.tally.batches
+    assert len(sessions[0].calls) + len(sessions[1].calls) > measured.totals.batches
 
 
 def test_a_dataset_without_images_or_without_one_that_can_be_read_is_refused(dataset: Dataset) -> None:
@@ -188,10 +188,10 @@ def measurement(
     """
     stages = {stage: spent.pop(stage, 0.0) for stage in STAGES}
     counts = {"images": 40, "views": 80, "batches": 20, "changes": 4, "view_pixels": 90, "canvas_pixels": 100}
-    tally = Tally(stages, **{**counts, **spent})
+    totals = StageTotals(stages, **{**counts, **spent})
     # Alone a session computed half of the pixels.
-    alone = Alone((stages["compute"] if alone is None else alone) / 2, 10, tally.canvas_pixels // 2)
-    return Measurement(40, 0, seconds, 10, 64, sessions, threads, tally, 3, 5_000_000_000, 2**30, alone)
+    alone = IsolatedCompute((stages["compute"] if alone is None else alone) / 2, 10, totals.canvas_pixels // 2)
+    return Measurement(40, 0, seconds, 10, 64, sessions, threads, totals, 3, 5_000_000_000, 2**30, alone)
 
 
 def test_rates_and_shares_are_of_the_threads_that_do_it() -> None:
@@ -230,8 +230,8 @@ def test_rates_and_shares_are_of_the_threads_that_do_it() -> None:
 def test_what_bounds_the_rate_is_what_is_busy_while_the_session_waits(
     spent: dict[str, float], cause: str, words: str
 ) -> None:
-    assert cause_of(measurement(**spent)) == cause
-    assert words in in_words(measurement(**spent))
+    assert find_bottleneck(measurement(**spent)) == cause
+    assert words in describe_bottleneck(measurement(**spent))
 
 
 @pytest.mark.parametrize(
@@ -245,14 +245,14 @@ def test_what_bounds_the_rate_is_what_is_busy_while_the_session_waits(
     ],
 )
 def test_what_others_or_a_short_time_spoiled_is_not_judged(spent: dict[str, float], cause: str, words: str) -> None:
-    assert cause_of(measurement(**spent)) == cause
-    assert words in in_words(measurement(**spent))
+    assert find_bottleneck(measurement(**spent)) == cause
+    assert words in describe_bottleneck(measurement(**spent))
     if cause in {"disturbed", "short"}:
         (again,) = advice(measurement(**spent), ON_A_CPU)
         assert again.startswith("measure")
 
 
-ON_A_CPU = Surroundings("cpu", "fp32", "fp32", model_threads=0, cores=8, bf16=False, limited=False)
+ON_A_CPU = ExecutionSettings("cpu", "fp32", "fp32", model_threads=0, cores=8, bf16=False, limited=False)
 ON_A_GPU = replace(ON_A_CPU, device="cuda", cores=16)
 COMPUTING = {"compute": 9.9}
 
@@ -308,14 +308,14 @@ def test_bfloat16_is_read_from_the_kernels_list_of_instructions(flags: str, know
     (tmp_path / "proc/cpuinfo").write_text(
         f"processor\t: 0\nmodel name\t: avx512_bf16 is no flag here\nflags\t\t: {flags}\n\nflags\t\t: amx_bf16\n"
     )
-    assert knows_bf16(tmp_path) == known
-    assert not knows_bf16(tmp_path / "absent")
+    assert supports_bf16(tmp_path) == known
+    assert not supports_bf16(tmp_path / "absent")
 
 
 # prelunet bench
 
 
-class Opened(FakeSession):
+class OpenedSession(FakeSession):
     def __init__(self, placement: Placement) -> None:
         super().__init__()
         self.placement = placement
@@ -324,9 +324,9 @@ class Opened(FakeSession):
 @pytest.fixture
 def command(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Give the command line with a model behind `open_sessions`."""
-    session = Opened(Placement("cpu"))
+    session = OpenedSession(Placement("cpu"))
     monkeypatch.setattr("prelunet.evaluator.verbs.bench.open_sessions", lambda *_: [session])
-    monkeypatch.setattr("prelunet.evaluator.verbs.bench.knows_bf16", lambda: True)
+    monkeypatch.setattr("prelunet.evaluator.verbs.bench.supports_bf16", lambda: True)
     (tmp_path / "m.onnx").write_bytes(b"x" * 100)
 
     def call(*more: str, images: Path = data) -> int:

@@ -10,7 +10,7 @@ import vl_convert
 from PIL import Image
 
 from prelunet.evaluator import cli
-from prelunet.evaluator.datasets import DatasetPlace, open_dataset, open_place
+from prelunet.evaluator.datasets import DatasetSpec, open_dataset, open_from_spec
 from prelunet.evaluator.datasets.dataset import Dataset
 from prelunet.evaluator.errors import DatasetError
 from prelunet.evaluator.reporting.charts import FEW_CLASSES
@@ -18,16 +18,16 @@ from prelunet.evaluator.reporting.compare import compare_runs
 from prelunet.evaluator.reporting.compare_charts import difference_chart
 from prelunet.evaluator.reporting.compare_page import (
     LEFT_OUT_SHOWN,
-    MOVED_MOST,
-    SHOWN_OF_A_KIND,
+    MAX_FLIPPED_PER_DIRECTION,
+    MAX_MOVED_CLASSES,
     gather_flips,
-    moved_most,
+    most_changed_classes,
     protocol_remark,
     render_comparison,
     run_titles,
     write_comparison,
 )
-from prelunet.evaluator.reporting.gallery import SHOWN_OF_A_CLASS
+from prelunet.evaluator.reporting.gallery import MAX_PER_CLASS
 from prelunet.evaluator.reporting.html import VEGA_LITE, signed
 from prelunet.evaluator.validation.run import read_run
 from tests.helpers.run_folders import CLASSES, MULTI_SCALE, evaluated, refused, write_run
@@ -169,11 +169,11 @@ def test_the_dataset_of_the_flipped_images_is_opened_once(tmp_path: Path, monkey
     fingerprint = make_images(tmp_path / "data", files)
     opened = []
 
-    def open_place_once(place: DatasetPlace, classes: Any) -> Dataset:
+    def open_from_spec_once(place: DatasetSpec, classes: Any) -> Dataset:
         opened.append(place.path)
-        return open_place(place, classes)
+        return open_from_spec(place, classes)
 
-    monkeypatch.setattr("prelunet.evaluator.reporting.gallery.open_place", open_place_once)
+    monkeypatch.setattr("prelunet.evaluator.reporting.gallery.open_from_spec", open_from_spec_once)
     a = [right(files[0], 0), wrong(files[1], 1, 0)]
     b = [wrong(files[0], 0, 1), right(files[1], 1)]
     data = tmp_path / "data"
@@ -260,11 +260,11 @@ def test_flipped_images_are_those_of_top_1_most_confident_mistake_first(tmp_path
         expected: list[str] = []
         taken: list[int] = []
         for line in sorted(turned, key=lambda line: -line["top"][0][1]):
-            if taken.count(line["label"]) < SHOWN_OF_A_CLASS and len(expected) < SHOWN_OF_A_KIND:
+            if taken.count(line["label"]) < MAX_PER_CLASS and len(expected) < MAX_FLIPPED_PER_DIRECTION:
                 expected.append(line["file"])
                 taken.append(line["label"])
         assert [mistake.prediction.file for mistake in gallery.mistakes] == expected
-        assert gallery.total == len(turned) > len(expected) == SHOWN_OF_A_KIND
+        assert gallery.total == len(turned) > len(expected) == MAX_FLIPPED_PER_DIRECTION
 
 
 def test_flipped_images_are_shown_where_the_dataset_is_reachable_and_named_where_not(tmp_path: Path) -> None:
@@ -326,13 +326,13 @@ def test_many_classes_become_a_curve_that_ascends_through_zero(tmp_path: Path) -
 def test_moved_most_are_the_classes_at_either_end(tmp_path: Path) -> None:
     comparison = comparison_of(tmp_path, *runs_of_classes(60), classes=many_classes(60))
     by_difference = sorted(comparison["classes"], key=lambda entry: (entry["top1"]["difference"], entry["index"]))
-    assert moved_most(comparison, "top1", "improved") == by_difference[:MOVED_MOST]
-    worst = moved_most(comparison, "top1", "worse")
+    assert most_changed_classes(comparison, "top1", "improved") == by_difference[:MAX_MOVED_CLASSES]
+    worst = most_changed_classes(comparison, "top1", "worse")
     assert [entry["top1"]["difference"] for entry in worst] == [
-        entry["top1"]["difference"] for entry in reversed(by_difference[-MOVED_MOST:])
+        entry["top1"]["difference"] for entry in reversed(by_difference[-MAX_MOVED_CLASSES:])
     ]
     same = comparison_of(tmp_path / "same", *[runs_of_classes(5)[0]] * 2, classes=many_classes(5))
-    assert moved_most(same, "top1", "improved") == moved_most(same, "top1", "worse") == []
+    assert most_changed_classes(same, "top1", "improved") == most_changed_classes(same, "top1", "worse") == []
 
 
 def test_runs_of_one_model_file_are_told_apart_by_protocol_or_letter() -> None:

@@ -17,8 +17,8 @@ from PIL import Image
 from prelunet.evaluator.datasets import open_dataset
 from prelunet.evaluator.reporting import embedded as module
 from prelunet.evaluator.reporting import gallery as pictures
-from prelunet.evaluator.reporting.embedded import embedded, fair_share, fold
-from prelunet.evaluator.reporting.gallery import BUDGET, TILE, Gallery, make_gallery, mistakes_in_turns
+from prelunet.evaluator.reporting.embedded import embedded, fair_share, split_affixes
+from prelunet.evaluator.reporting.gallery import PICTURE_BYTES, TILE, Gallery, build_gallery, mistakes_round_robin
 from prelunet.evaluator.reporting.page import render_page
 from prelunet.evaluator.reporting.report import build_report
 from prelunet.evaluator.validation.predictions import Prediction
@@ -53,7 +53,7 @@ def run_of(folder: Path, lines: list[dict[str, Any]], **rest: Any) -> Run:
 
 def data_of(run: Run, gallery: Gallery | None = None) -> dict[str, Any]:
     """Return the data as a script reads them: once through JSON."""
-    data: dict[str, Any] = json.loads(json.dumps(embedded(build_report(run), run, gallery or make_gallery(run, None))))
+    data: dict[str, Any] = json.loads(json.dumps(embedded(build_report(run), run, gallery or build_gallery(run, None))))
     return data
 
 
@@ -133,7 +133,7 @@ def test_fair_share_is_the_largest_that_fits(counts: list[int], total: int) -> N
 
 @given(st.lists(st.text("ab/é.0", max_size=6), max_size=5))
 def test_folded_names_unfold_to_themselves(names: list[str]) -> None:
-    beginning, end, middles = fold(names)
+    beginning, end, middles = split_affixes(names)
     assert [beginning + middle + end for middle in middles] == names
     if len(names) > 1:
         assert len({middle[:1] for middle in middles}) > 1 or "" in middles
@@ -177,14 +177,14 @@ def test_tiles_keep_to_their_budget_and_stand_with_their_image(tmp_path: Path, m
     data = photographs(tmp_path / "data", lines)
     fingerprint = open_dataset(data, split="val", class_names=[entry["wnid"] for entry in CLASSES]).fingerprint
     run = run_of(tmp_path / "run", lines, fingerprint=fingerprint)
-    free = make_gallery(run, data)
+    free = build_gallery(run, data)
     large = {mistake.prediction.file for mistake in free.mistakes}
-    in_turns = [p.file for p in mistakes_in_turns(run.predictions) if p.file not in large]
+    in_turns = [p.file for p in mistakes_round_robin(run.predictions) if p.file not in large]
     assert list(free.tiles) == in_turns
     sizes = [len(free.tiles[file]) for file in in_turns]
     budget = sum(len(m.thumbnail or "") for m in free.mistakes) + sum(sizes[:9]) + sizes[9] // 2
-    monkeypatch.setattr(pictures, "BUDGET", budget)
-    gallery = make_gallery(run, data)
+    monkeypatch.setattr(pictures, "PICTURE_BYTES", budget)
+    gallery = build_gallery(run, data)
     assert gallery.mistakes == free.mistakes
     assert list(gallery.tiles) == in_turns[:9]  # the tenth would be too much
     shown = data_of(run, gallery)
@@ -202,14 +202,14 @@ def test_tiles_are_smaller_than_the_pictures_of_the_gallery(tmp_path: Path) -> N
     lines = [evaluated(f"n01/{number:03}.JPEG", 0, [2, 0], 2, first=0.9 - number / 100) for number in range(5)]
     data = photographs(tmp_path / "data", lines)
     fingerprint = open_dataset(data, split="val", class_names=[entry["wnid"] for entry in CLASSES]).fingerprint
-    gallery = make_gallery(run_of(tmp_path / "run", lines, fingerprint=fingerprint), data)
+    gallery = build_gallery(run_of(tmp_path / "run", lines, fingerprint=fingerprint), data)
     assert [size_of(mistake.thumbnail or "") for mistake in gallery.mistakes] == [(150, 90)] * 3
     assert [size_of(tile) for tile in gallery.tiles.values()] == [(TILE, 67)] * 2
 
 
 def test_mistakes_take_turns_by_class(tmp_path: Path) -> None:
     run = run_of(tmp_path, random_lines(200, seed=6))
-    turns = mistakes_in_turns(run.predictions)
+    turns = mistakes_round_robin(run.predictions)
     assert sorted(p.file for p in turns) == sorted(p.file for p in run.predictions if p.rank > 1)
     expected: list[str] = []
     left = sorted((p for p in run.predictions if p.rank > 1), key=lambda p: (-p.top[0][1], p.file))
@@ -235,8 +235,8 @@ def test_a_page_of_fifty_thousand_images_and_a_thousand_classes_is_under_eight_m
         predictions.append(Prediction(f"n{label:08}/ILSVRC2012_val_{file:08}.JPEG", label, top, rank, (rank,) * 4))
     dataset = {**small.info.dataset, "images": len(predictions)}
     run = Run(replace(small.info, classes=classes, dataset=dataset), predictions)
-    gallery = make_gallery(run, None)
+    gallery = build_gallery(run, None)
     tile = "data:image/webp;base64," + "A" * 4000
-    files = [p.file for p in mistakes_in_turns(predictions)[: BUDGET // len(tile)]]
+    files = [p.file for p in mistakes_round_robin(predictions)[: PICTURE_BYTES // len(tile)]]
     page = render_page(build_report(run), run, replace(gallery, tiles=dict.fromkeys(files, tile)))
     assert len(page) < 8_000_000

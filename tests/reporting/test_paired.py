@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from statsmodels.stats import contingency_tables, multitest
 
-from prelunet.evaluator.reporting.paired import NONE, PairedErrors, adjusted_p, difference_interval, mcnemar
+from prelunet.evaluator.reporting.paired import NO_IMAGES, PairedErrors, adjusted_p, difference_interval, mcnemar
 
 Z = 1.959963984540054  # 97.5 % point of the normal distribution
 REASON = 5e-6  # p-values are kept to 6 significant digits
@@ -121,9 +121,9 @@ def test_interval_holds_the_truth_about_as_often_as_it_says() -> None:
 
 
 def test_without_images_nothing_is_known_of_a_difference() -> None:
-    assert NONE.interval == (-100.0, 100.0)
-    assert NONE.difference is None
-    assert NONE.p == 1.0
+    assert NO_IMAGES.interval == (-100.0, 100.0)
+    assert NO_IMAGES.difference is None
+    assert NO_IMAGES.p == 1.0
 
 
 def test_a_difference_is_below_zero_where_b_makes_fewer_errors() -> None:

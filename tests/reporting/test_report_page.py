@@ -12,11 +12,11 @@ import vl_convert
 from PIL import Image
 
 from prelunet.evaluator import cli
-from prelunet.evaluator.datasets import DatasetPlace, open_dataset
+from prelunet.evaluator.datasets import DatasetSpec, open_dataset
 from prelunet.evaluator.errors import DatasetError
-from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.reporting.charts import FEW_CLASSES, bin_sizes_chart, error_chart, reliability_chart
-from prelunet.evaluator.reporting.gallery import SHOWN, SHOWN_OF_A_CLASS, THUMBNAIL, choose_mistakes, make_gallery
+from prelunet.evaluator.reporting.gallery import GALLERY_SIZE, MAX_PER_CLASS, THUMBNAIL, build_gallery, choose_mistakes
 from prelunet.evaluator.reporting.html import VEGA_LITE
 from prelunet.evaluator.reporting.page import averaging_rows, render_page, write_report
 from prelunet.evaluator.reporting.report import build_report
@@ -38,7 +38,7 @@ HOSTILE = [
 
 def page_of(folder: Path, lines: list[dict[str, Any]], **rest: Any) -> Elements:
     run = read_run(write_run(folder, lines, **rest))
-    return Elements(render_page(build_report(run), run, make_gallery(run, None)).decode())
+    return Elements(render_page(build_report(run), run, build_gallery(run, None)).decode())
 
 
 def make_images(folder: Path, sizes: dict[str, tuple[int, int]]) -> Path:
@@ -148,19 +148,19 @@ def test_mistakes_are_shown_most_confident_first_and_few_of_a_class(tmp_path: Pa
     expected: list[str] = []
     taken: list[int] = []
     for line in sorted((line for line in lines if line.get("rank", 1) > 1), key=lambda line: -line["top"][0][1]):
-        if len(expected) < SHOWN and taken.count(line["label"]) < SHOWN_OF_A_CLASS:
+        if len(expected) < GALLERY_SIZE and taken.count(line["label"]) < MAX_PER_CLASS:
             expected.append(line["file"])
             taken.append(line["label"])
     chosen = choose_mistakes(read_run(write_run(tmp_path, lines, classes=many_classes(51))).predictions)
     assert [prediction.file for prediction in chosen] == expected
-    assert len(expected) == SHOWN
+    assert len(expected) == GALLERY_SIZE
 
 
 def test_thumbnails_keep_tiny_images_exactly_and_shrink_large_ones(tmp_path: Path) -> None:
     data = make_images(tmp_path / "data", {"n01/tiny.png": (20, 31), "n02/large.png": (300, 200)})
     lines = [mistake("n01/tiny.png", 0, 2, 0.9), mistake("n02/large.png", 1, 2, 0.8)]
     run = read_run(write_run(tmp_path / "run", lines, fingerprint=fingerprint_of(data)))
-    tiny, large = make_gallery(run, data).mistakes
+    tiny, large = build_gallery(run, data).mistakes
     assert tiny.tiny
     original = np.asarray(Image.open(data / "val" / "n01" / "tiny.png"))
     np.testing.assert_array_equal(np.asarray(thumbnail(tiny.thumbnail)), original)
@@ -174,15 +174,15 @@ def test_images_are_found_where_the_last_run_found_them(tmp_path: Path) -> None:
     places = (("start", "/gone"), ("resume", str(data)))
     starts = [json.dumps({"event": event, "dataset": place}) for event, place in places]
     (folder / "log.jsonl").write_text("\n".join([starts[0], "[]", starts[1], '{"event": "chunk"}', '{"event": "sta']))
-    assert find_dataset(folder) == DatasetPlace(data)
-    assert make_gallery(read_run(folder), None).mistakes[0].thumbnail is not None
+    assert find_dataset(folder) == DatasetSpec(data)
+    assert build_gallery(read_run(folder), None).mistakes[0].thumbnail is not None
 
 
 def test_what_validate_leaves_is_reported_with_its_images(tmp_path: Path) -> None:
     wnids = [entry.wnid for entry in fake_contract().classes]
     sizes = {f"{wnid}/{number}.png": (40 + number, 33) for wnid in wnids[1:] for number in range(4)}
     dataset = open_dataset(make_images(tmp_path / "data", sizes), split="val", class_names=wnids)
-    protocol = make_protocol("multi-scale", fake_contract())
+    protocol = build_protocol("multi-scale", fake_contract())
     run = validated(FakeSession(), dataset, protocol, tmp_path / "run")
     written = write_report(tmp_path / "run")
     schema = json.loads((Path(__file__).parents[2] / "docs" / "report.schema.json").read_text(encoding="utf-8"))
@@ -203,7 +203,7 @@ def test_unreachable_images_are_said_with_the_command_and_without_a_path(tmp_pat
 def test_changed_images_are_not_shown_as_those_of_the_run(tmp_path: Path) -> None:
     data = make_images(tmp_path / "data", {"n01/a.png": (20, 31)})
     folder = write_run(tmp_path / "run", [mistake("n01/a.png", 0, 2)], fingerprint="cd" * 32, data=str(data))
-    gallery = make_gallery(read_run(folder), None)
+    gallery = build_gallery(read_run(folder), None)
     assert gallery.missing is not None
     assert gallery.mistakes[0].thumbnail is None
 
@@ -333,17 +333,17 @@ def test_page_shows_the_mean_over_classes_beside_that_over_images(tmp_path: Path
 def test_a_suspicion_stands_at_the_top_as_an_alarm(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path, [mistake("n01/a.png", 0, 2)]))
     report = {**build_report(run), "suspicion": "The labels look like <another order>."}
-    page = Elements(render_page(report, run, make_gallery(run, None)).decode())
+    page = Elements(render_page(report, run, build_gallery(run, None)).decode())
     (banner,) = [attributes for attributes in page.named("p") if attributes.get("class") == "banner alarm"]
     assert banner["role"] == "alert"
     assert page.text.index("The labels look like <another order>.") < page.text.index("Top-1 error")
-    plain = Elements(render_page({**report, "suspicion": None}, run, make_gallery(run, None)).decode())
+    plain = Elements(render_page({**report, "suspicion": None}, run, build_gallery(run, None)).decode())
     assert "banner alarm" not in [attributes.get("class") for attributes in plain.named("p")]
 
 
 def test_members_of_an_ensemble_are_listed_with_their_weights(tmp_path: Path) -> None:
     run = read_run(ensemble_of(tmp_path, [mistake("n01/a.png", 0, 2), evaluated("n02/b.png", 1, [1], 1)]))
-    page = Elements(render_page(build_report(run), run, make_gallery(run, None)).decode())
+    page = Elements(render_page(build_report(run), run, build_gallery(run, None)).decode())
     assert "The scores of 2 models were averaged" in page.text
     assert page.text.index("weight 0.25") < page.text.index("weight 0.75")
 
@@ -355,7 +355,7 @@ def test_matrix_of_the_worst_classes_counts_the_diagonal_and_elsewhere(tmp_path:
         *(mistake(f"n02/{n}.png", 1, wrong) for n, wrong in enumerate((0, 5))),
     ]
     run = read_run(write_run(tmp_path, lines))
-    text = render_page(build_report(run), run, make_gallery(run, None)).decode()
+    text = render_page(build_report(run), run, build_gallery(run, None)).decode()
     matrix = text[text.index('<table class="matrix">') :]
     body = matrix[matrix.index("<tbody>") : matrix.index("</tbody>")]
     rows = [re.findall(r"<td[^>]*>(\d*)</td>", row) for row in body.split("<tr>")[1:]]

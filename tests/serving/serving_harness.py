@@ -19,16 +19,16 @@ from prelunet.evaluator.engine.session import Outputs
 from prelunet.evaluator.errors import DeviceLost
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from prelunet.evaluator.serving.api.interceptor import Calls, ErrorsToStatus
+from prelunet.evaluator.serving.api.interceptor import CallInterceptor, CallsInFlight
 from prelunet.evaluator.serving.models import Models
 from prelunet.evaluator.serving.observability.metrics import Metrics
-from prelunet.evaluator.serving.options import Limits, ModelFile, QueueOptions
+from prelunet.evaluator.serving.options import ModelFile, QueueOptions, ServerLimits
 from prelunet.evaluator.serving.server import Server
 from tests.helpers.fakes import FakeSession
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningServer:
     """A server that answers. address: host:port; models: what it serves; loop_thread: on which its event loop runs."""
 
     address: str
@@ -44,11 +44,11 @@ class Running:
 def running_server(
     limits: DecodeLimits | None = None,
     queue: QueueOptions = QueueOptions(),
-    server_limits: Limits | None = None,
+    server_limits: ServerLimits | None = None,
     metrics: Metrics | None = None,
     on_lost: Callable[[DeviceLost], None] | None = None,
     **sessions: Any,
-) -> Iterator[Running]:
+) -> Iterator[RunningServer]:
     """Serve sessions (real or fake) under their keywords; the files are called NAME.onnx in a folder /secret.
 
     limits: of images; server_limits: all others; metrics: of the server, which tests read.
@@ -59,26 +59,30 @@ def running_server(
 
     @asynccontextmanager
     async def served() -> AsyncIterator[tuple[str, Models]]:
-        server = Server("127.0.0.1", 0, server_limits or Limits(), metrics)
+        server = Server("127.0.0.1", 0, server_limits or ServerLimits(), metrics)
         models = Models(loaded, limits or DecodeLimits(), queue, metrics, **lost)
         await server.start(models)
         yield server.address, models
         await server.stop(grace=5)
         await asyncio.to_thread(models.close)
 
-    with in_a_thread(served) as ((address, models), thread):
-        yield Running(address, models, thread)
+    with run_in_thread(served) as ((address, models), thread):
+        yield RunningServer(address, models, thread)
 
 
 @contextmanager
 def running_servicer(
-    servicer: pb_grpc.PreluNetServiceServicer, calls: Calls, arrival: float = Limits.arrival
+    servicer: pb_grpc.PreluNetServiceServicer,
+    calls: CallsInFlight,
+    message_timeout: float = ServerLimits.message_timeout,
 ) -> Iterator[str]:
     """Serve a servicer of a test behind our interceptor; gives the address. arrival: as in Limits."""
 
     @asynccontextmanager
     async def served() -> AsyncIterator[str]:
-        server = grpc.aio.server(interceptors=[ErrorsToStatus(calls, arrival)], options=[("grpc.so_reuseport", 0)])
+        server = grpc.aio.server(
+            interceptors=[CallInterceptor(calls, message_timeout)], options=[("grpc.so_reuseport", 0)]
+        )
         pb_grpc.add_PreluNetServiceServicer_to_server(servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
         port = server.add_insecure_port("127.0.0.1:0")
@@ -86,12 +90,12 @@ def running_servicer(
         yield f"127.0.0.1:{port}"
         await server.stop(5)
 
-    with in_a_thread(served) as (address, _):
+    with run_in_thread(served) as (address, _):
         yield address
 
 
 @contextmanager
-def in_a_thread(served: Callable[[], AbstractAsyncContextManager[Any]]) -> Iterator[tuple[Any, int]]:
+def run_in_thread(served: Callable[[], AbstractAsyncContextManager[Any]]) -> Iterator[tuple[Any, int]]:
     """Run an asynchronous block in an event loop of its own, in a thread; gives what it gives, and the thread."""
     ready, state = threading.Event(), {}
 
@@ -112,7 +116,7 @@ def in_a_thread(served: Callable[[], AbstractAsyncContextManager[Any]]) -> Itera
         thread.join()
 
 
-class Gated(FakeSession):
+class GatedSession(FakeSession):
     """A fake whose runs wait until the gate is open; `entered` says that one waits."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

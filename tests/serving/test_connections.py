@@ -18,8 +18,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prelunet.evaluator.errors import EnvironmentFault
 from prelunet.evaluator.serving import models
 from prelunet.evaluator.serving.lifecycle import serve
-from prelunet.evaluator.serving.network import allow_open_files, is_everywhere, is_loopback, join, why_not
-from prelunet.evaluator.serving.options import Limits, ModelFile, ServeOptions
+from prelunet.evaluator.serving.network import (
+    explain_bind_error,
+    host_port,
+    is_loopback,
+    is_wildcard,
+    raise_open_file_limit,
+)
+from prelunet.evaluator.serving.options import ModelFile, ServeOptions, ServerLimits
 from prelunet.evaluator.serving.server import Server
 from tests.helpers.fakes import FakeSession
 from tests.serving.api.raw_http2 import (
@@ -41,7 +47,7 @@ from tests.serving.api.raw_http2 import (
     frame,
     reset_call,
 )
-from tests.serving.scheduling.event_loop import in_a_loop, new_channel, refused
+from tests.serving.scheduling.event_loop import async_test, new_channel, rpc_error
 
 SHORT = 0.2  # seconds; slower machines only make it longer, which no test minds
 
@@ -49,7 +55,7 @@ SHORT = 0.2  # seconds; slower machines only make it longer, which no test minds
 @asynccontextmanager
 async def listening(**changes: object) -> AsyncIterator[str]:
     """Give the address of a server with other limits; it has health and no models."""
-    server = Server("127.0.0.1", 0, replace(Limits(), **changes))  # type: ignore[arg-type]
+    server = Server("127.0.0.1", 0, replace(ServerLimits(), **changes))  # type: ignore[arg-type]
     await server.open()
     try:
         yield server.address
@@ -73,13 +79,13 @@ async def succeeds(channel: grpc.aio.Channel) -> bool:
         return False
 
 
-@in_a_loop
+@async_test
 async def test_one_connection_too_many_is_closed_and_has_its_turn_when_another_has_left() -> None:
     async with listening(max_connections=2) as address, new_channel(address) as first, new_channel(address) as second:
         await check(first)
         await check(second)
         async with new_channel(address) as third:
-            error = await refused(check(third))
+            error = await rpc_error(check(third))
             assert error.code() == grpc.StatusCode.UNAVAILABLE
         assert await check(first), "those that are open should not mind"
         await second.close()
@@ -89,20 +95,20 @@ async def test_one_connection_too_many_is_closed_and_has_its_turn_when_another_h
 
 
 @pytest.mark.parametrize("greeting", [b"", PREFACE[:16], PREFACE], ids=["silence", "half a preface", "no settings"])
-@in_a_loop
+@async_test
 async def test_a_connection_that_does_not_get_to_the_point_is_closed(greeting: bytes) -> None:
     async with listening(handshake_timeout=SHORT) as address, connection(address, greeting) as slow:
         await asyncio.wait_for(slow.closed.wait(), 20)
 
 
-@in_a_loop
+@async_test
 async def test_a_client_that_is_gone_without_a_word_is_noticed() -> None:
     async with listening(keepalive=SHORT, keepalive_timeout=SHORT) as address, connection(address) as gone:
         await gone.until(PING)
         await asyncio.wait_for(gone.closed.wait(), 20)
 
 
-@in_a_loop
+@async_test
 async def test_a_client_that_answers_pings_stays_for_as_long_as_it_likes() -> None:
     async with listening(keepalive=SHORT, keepalive_timeout=20) as address, connection(address) as idle:
         for times in range(1, 5):
@@ -118,7 +124,7 @@ async def answered(client: Connection) -> None:
     await client.until(DATA)
 
 
-@in_a_loop
+@async_test
 async def test_pings_at_the_usual_pace_are_answered_also_without_a_call() -> None:
     async with listening(min_ping_interval=SHORT / 2) as address, connection(address) as client:
         for number in range(8):
@@ -129,7 +135,7 @@ async def test_pings_at_the_usual_pace_are_answered_also_without_a_call() -> Non
         await answered(client)
 
 
-@in_a_loop
+@async_test
 async def test_a_flood_of_pings_is_cut_off_and_others_are_served() -> None:
     async with listening() as address, connection(address) as client, new_channel(address) as other:
         client.send(*(frame(PING, b"%08d" % number) for number in range(20)))
@@ -140,10 +146,10 @@ async def test_a_flood_of_pings_is_cut_off_and_others_are_served() -> None:
 
 
 def test_clients_may_ping_every_ten_seconds() -> None:
-    assert Limits.min_ping_interval <= 10 / 2, "a ping may come early, when the one before was late"
+    assert ServerLimits.min_ping_interval <= 10 / 2, "a ping may come early, when the one before was late"
 
 
-@in_a_loop
+@async_test
 async def test_calls_beyond_the_streams_of_a_connection_wait_for_their_turn() -> None:
     async with listening(max_streams=2) as address, new_channel(address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch
@@ -157,8 +163,8 @@ async def test_calls_beyond_the_streams_of_a_connection_wait_for_their_turn() ->
         assert await waiting
 
 
-@pytest.mark.parametrize("max_streams", [8, Limits.max_streams])
-@in_a_loop
+@pytest.mark.parametrize("max_streams", [8, ServerLimits.max_streams])
+@async_test
 async def test_every_call_of_a_burst_on_one_connection_is_answered(max_streams: int) -> None:
     """A client begins a call as soon as another has its answer, which is before gRPC has freed that on the server."""
     async with listening(max_streams=max_streams) as address, new_channel(address) as channel:
@@ -166,7 +172,7 @@ async def test_every_call_of_a_burst_on_one_connection_is_answered(max_streams: 
         assert answers == [health_pb2.HealthCheckResponse.NOT_SERVING] * 600
 
 
-@in_a_loop
+@async_test
 async def test_calls_that_are_reset_at_once_are_refused_beyond_a_bound_and_others_are_served() -> None:
     """Else the server's memory would hold as many of them as a client cares to send (CVE-2023-44487)."""
     async with listening(max_streams=4) as address, connection(address) as hasty, new_channel(address) as other:
@@ -179,17 +185,17 @@ async def test_calls_that_are_reset_at_once_are_refused_beyond_a_bound_and_other
         assert await check(other)
 
 
-@in_a_loop
+@async_test
 async def test_headers_up_to_the_limit_always_pass_and_beyond_it_never() -> None:
     """Of its own gRPC refuses some by chance between two limits, of which one is 5/4 of the other."""
     async with listening(max_metadata=2**15) as address, new_channel(address) as channel:
         for _ in range(20):
             assert await check(channel, metadata=(("x-long", "v" * 30_000),))
-            error = await refused(check(channel, metadata=(("x-long", "v" * 36_000),)))
+            error = await rpc_error(check(channel, metadata=(("x-long", "v" * 36_000),)))
             assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-@in_a_loop
+@async_test
 async def test_an_old_connection_is_ended_and_its_client_goes_on_with_a_new_one() -> None:
     async with (
         listening(max_connection_age=SHORT, connection_age_grace=20.0) as address,
@@ -203,7 +209,7 @@ async def test_an_old_connection_is_ended_and_its_client_goes_on_with_a_new_one(
             await asyncio.sleep(SHORT)
 
 
-@in_a_loop
+@async_test
 async def test_connections_have_no_age_unless_it_is_asked_for() -> None:
     async with listening() as address, connection(address) as client:
         await client.until(SETTINGS)
@@ -214,9 +220,9 @@ async def test_connections_have_no_age_unless_it_is_asked_for() -> None:
 def test_addresses_that_only_this_machine_reaches_are_known() -> None:
     assert all(map(is_loopback, ("127.0.0.1", "127.8.9.1", "::1", "localhost")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "example.org", "")))
-    assert all(map(is_everywhere, ("::", "::0", "0:0:0:0:0:0:0:0")))
-    assert not any(map(is_everywhere, ("::1", "127.0.0.1", "localhost", "", "::ffff:127.0.0.1")))
-    assert (join("::1", 5), join("127.0.0.1", 5)) == ("[::1]:5", "127.0.0.1:5")
+    assert all(map(is_wildcard, ("::", "::0", "0:0:0:0:0:0:0:0")))
+    assert not any(map(is_wildcard, ("::1", "127.0.0.1", "localhost", "", "::ffff:127.0.0.1")))
+    assert (host_port("::1", 5), host_port("127.0.0.1", 5)) == ("[::1]:5", "127.0.0.1:5")
 
 
 @pytest.mark.parametrize(
@@ -236,7 +242,7 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_goes(
     there = [(soft, hard)]
     monkeypatch.setattr(resource, "getrlimit", lambda _kind: there[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _kind, limits: there.append(limits))
-    assert allow_open_files(asked) == room
+    assert raise_open_file_limit(asked) == room
     assert there[-1] == (expected_soft, hard)
 
 
@@ -244,11 +250,11 @@ def serving_with_files(monkeypatch: pytest.MonkeyPatch, most: int) -> ServeOptio
     """Let this process have so few open files, as far as it looks; returns options to serve a model."""
     monkeypatch.setattr(resource, "getrlimit", lambda _kind: (most, most))
     monkeypatch.setattr(resource, "setrlimit", lambda _kind, _limits: None)
-    monkeypatch.setattr(models, "open_placed", lambda *_: FakeSession())
+    monkeypatch.setattr(models, "open_with_placement", lambda *_: FakeSession())
     return ServeOptions((ModelFile("model", Path("model.onnx")),), port=0, lame_duck=0, grace=0)
 
 
-@in_a_loop
+@async_test
 async def test_no_more_connections_are_taken_than_there_are_open_files_for_and_that_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -258,7 +264,7 @@ async def test_no_more_connections_are_taken_than_there_are_open_files_for_and_t
     async with new_channel(address) as first, new_channel(address) as second, new_channel(address) as third:
         await check(first)
         await check(second)
-        assert (await refused(check(third))).code() == grpc.StatusCode.UNAVAILABLE
+        assert (await rpc_error(check(third))).code() == grpc.StatusCode.UNAVAILABLE
         assert await check(first)
     assert "for 2 connections only, so it takes 2 instead of 4096: raise the limit" in caplog.text
     os.kill(os.getpid(), signal.SIGTERM)
@@ -274,12 +280,12 @@ def test_a_process_without_open_files_for_any_connection_is_refused_with_a_mend(
         asyncio.run(serve(options, pytest.fail))
 
 
-@in_a_loop
+@async_test
 async def test_a_compressed_message_is_refused_instead_of_unpacked() -> None:
     """GRPC unpacks whatever size before it looks at the limit of a message."""
     async with listening() as address, new_channel(address) as channel:
         request = health_pb2.HealthCheckRequest(service="x" * 2_000_000)  # 2 kB on the wire
-        error = await refused(
+        error = await rpc_error(
             health_pb2_grpc.HealthStub(channel).Check(request, timeout=20, compression=grpc.Compression.Gzip)
         )
         assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
@@ -292,6 +298,8 @@ def test_why_a_port_cannot_be_had_is_told() -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        assert why_not("127.0.0.1", port).startswith(f"port {port} is in use. Choose another --port")
-    assert why_not("203.0.113.7", 50051) == "203.0.113.7 is no address of this machine. Choose another --host"
-    assert why_not("no such host", 50051).startswith("no such host is no address")
+        assert explain_bind_error("127.0.0.1", port).startswith(f"port {port} is in use. Choose another --port")
+    assert (
+        explain_bind_error("203.0.113.7", 50051) == "203.0.113.7 is no address of this machine. Choose another --host"
+    )
+    assert explain_bind_error("no such host", 50051).startswith("no such host is no address")

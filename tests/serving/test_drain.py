@@ -26,10 +26,10 @@ from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.rpc.status import error_from
 from prelunet.evaluator.serving import lifecycle, models
 from prelunet.evaluator.serving import server as server_module
-from prelunet.evaluator.serving.lifecycle import Ended, Events, serve, until_ended
+from prelunet.evaluator.serving.lifecycle import ServeResult, ShutdownEvents, serve, wait_and_shut_down
 from prelunet.evaluator.serving.models import Models
 from prelunet.evaluator.serving.observability.metrics import Metrics
-from prelunet.evaluator.serving.options import Limits, ModelFile, ServeOptions
+from prelunet.evaluator.serving.options import ModelFile, ServeOptions, ServerLimits
 from prelunet.evaluator.serving.scheduling import watchdog
 from prelunet.evaluator.serving.server import SERVICES, Server
 from tests.helpers.fakes import FakeSession
@@ -45,8 +45,8 @@ from tests.serving.api.raw_http2 import (
     connection,
     frame,
 )
-from tests.serving.scheduling.event_loop import in_a_loop, new_channel, refused, until
-from tests.serving.serving_harness import Gated, png
+from tests.serving.scheduling.event_loop import async_test, new_channel, rpc_error, until
+from tests.serving.serving_harness import GatedSession, png
 
 SERVING, NOT_SERVING = (getattr(health_pb2.HealthCheckResponse, name) for name in ("SERVING", "NOT_SERVING"))
 LONG = 60.0  # seconds: longer than any test; what ends sooner was ended by something else
@@ -54,38 +54,38 @@ IMAGE = png(40, 57)
 
 
 @dataclass
-class Stopping:
+class DrainingServer:
     """A server that waits for its end. ended: how it came."""
 
     address: str
     server: Server
-    events: Events
-    ended: "asyncio.Task[Ended]"
+    events: ShutdownEvents
+    ended: "asyncio.Task[ServeResult]"
 
     def signal(self) -> None:
-        self.events.tell(signal.SIGTERM)
+        self.events.post(signal.SIGTERM)
 
 
 @asynccontextmanager
-async def stopping(
+async def draining_server(
     session: Any,
     *,
     lame_duck: float = LONG,
     grace: float = LONG,
-    limits: Limits = Limits(),
+    limits: ServerLimits = ServerLimits(),
     metrics: Metrics | None = None,
-) -> AsyncIterator[Stopping]:
+) -> AsyncIterator[DrainingServer]:
     """Serve a session as `model` until the end is asked for."""
-    events, server = Events(), Server("127.0.0.1", 0, limits, metrics)
-    served = Models([(ModelFile("model", Path("model.onnx")), session)], DecodeLimits(), on_lost=events.tell)
+    events, server = ShutdownEvents(), Server("127.0.0.1", 0, limits, metrics)
+    served = Models([(ModelFile("model", Path("model.onnx")), session)], DecodeLimits(), on_lost=events.post)
     await server.start(served)
-    ended = asyncio.create_task(until_ended(server, served, events, lame_duck=lame_duck, grace=grace))
+    ended = asyncio.create_task(wait_and_shut_down(server, served, events, lame_duck=lame_duck, grace=grace))
     try:
-        yield Stopping(server.address, server, events, ended)
+        yield DrainingServer(server.address, server, events, ended)
         async with asyncio.timeout(30):
             await ended
     finally:
-        if isinstance(session, Gated):
+        if isinstance(session, GatedSession):
             session.gate.set()
         ended.cancel()
 
@@ -114,9 +114,9 @@ async def until_closed(channel: grpc.aio.Channel) -> None:
     assert code is grpc.StatusCode.UNAVAILABLE
 
 
-@in_a_loop
+@async_test
 async def test_after_a_signal_health_says_no_at_once_and_new_calls_and_connections_still_work() -> None:
-    async with stopping(FakeSession()) as stop, new_channel(stop.address) as channel:
+    async with draining_server(FakeSession()) as stop, new_channel(stop.address) as channel:
         inference = inference_grpc.GRPCInferenceServiceStub(channel)
         assert {await health_of(channel, name) for name in ("", *SERVICES)} == {SERVING}
         assert (await inference.ServerReady(inference_pb.ServerReadyRequest())).ready
@@ -128,16 +128,16 @@ async def test_after_a_signal_health_says_no_at_once_and_new_calls_and_connectio
         async with new_channel(stop.address) as fresh:
             assert (await classify(fresh)).predictions
         stop.signal()
-        assert await stop.ended == Ended()
+        assert await stop.ended == ServeResult()
 
 
-@in_a_loop
+@async_test
 async def test_a_second_signal_closes_the_port_and_calls_in_flight_get_their_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(server_module, "FAREWELL", 0.5)
-    session = Gated()
-    async with stopping(session) as stop, new_channel(stop.address) as channel:
+    monkeypatch.setattr(server_module, "CONNECTION_LINGER", 0.5)
+    session = GatedSession()
+    async with draining_server(session) as stop, new_channel(stop.address) as channel:
         stop.signal()
         await until(lambda: not stop.server.serving)
         calls = [asyncio.create_task(classify(channel)) for _ in range(5)]
@@ -149,53 +149,53 @@ async def test_a_second_signal_closes_the_port_and_calls_in_flight_get_their_ans
         assert not any(call.done() for call in calls)
         session.gate.set()
         assert all(answer.predictions for answer in await asyncio.gather(*calls))
-        assert await stop.ended == Ended()
+        assert await stop.ended == ServeResult()
 
 
-@in_a_loop
+@async_test
 async def test_a_signal_that_is_sent_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    events = Events()
-    events.listen()
+    events = ShutdownEvents()
+    events.install_signal_handlers()
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGINT)
     assert await events.next(LONG) == signal.SIGTERM
     assert await events.next(0.1) is None
-    monkeypatch.setattr(lifecycle, "TOGETHER", 0.0)
+    monkeypatch.setattr(lifecycle, "SIGNAL_DEBOUNCE", 0.0)
     os.kill(os.getpid(), signal.SIGINT)
     assert await events.next(LONG) == signal.SIGINT
 
 
-@in_a_loop
+@async_test
 async def test_the_lame_duck_window_ends_by_itself() -> None:
-    async with stopping(FakeSession(), lame_duck=0.05) as stop:
+    async with draining_server(FakeSession(), lame_duck=0.05) as stop:
         stop.signal()
-        assert await stop.ended == Ended()
+        assert await stop.ended == ServeResult()
 
 
-@in_a_loop
+@async_test
 async def test_calls_that_do_not_end_within_the_grace_period_are_cut_off_and_counted() -> None:
-    session = Gated()
-    async with stopping(session, lame_duck=0, grace=0.2) as stop, new_channel(stop.address) as channel:
+    session = GatedSession()
+    async with draining_server(session, lame_duck=0, grace=0.2) as stop, new_channel(stop.address) as channel:
         calls = [asyncio.create_task(classify(channel)) for _ in range(3)]
         await until(lambda: stop.server.calls == 3)
         stop.signal()
-        failures = [await refused(call) for call in calls]
+        failures = [await rpc_error(call) for call in calls]
         assert {error.code() for error in failures} <= {grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE}
         session.gate.set()  # else its thread would be left behind
-        assert await stop.ended == Ended(unfinished=3)
+        assert await stop.ended == ServeResult(unfinished=3)
 
 
-@in_a_loop
+@async_test
 async def test_a_third_signal_cuts_off_what_is_in_flight() -> None:
-    session = Gated()
-    async with stopping(session) as stop, new_channel(stop.address) as channel:
+    session = GatedSession()
+    async with draining_server(session) as stop, new_channel(stop.address) as channel:
         call = asyncio.create_task(classify(channel))
         await until(lambda: stop.server.calls == 1)
         for _ in range(3):
             stop.signal()
-        await refused(call)
+        await rpc_error(call)
         session.gate.set()
-        assert await stop.ended == Ended(unfinished=1)
+        assert await stop.ended == ServeResult(unfinished=1)
 
 
 STOPPING = "this server is stopping; try another, or again later"
@@ -219,9 +219,9 @@ def reason_of(error: grpc.aio.AioRpcError) -> type[Exception]:
 
 
 @pytest.mark.parametrize("stubborn", [False, True], ids=["refused once", "however often they are refused"])
-@in_a_loop
+@async_test
 async def test_of_callers_that_call_without_a_pause_nobody_is_cancelled(stubborn: bool) -> None:
-    async with stopping(FakeSession(), lame_duck=0.05) as stop, AsyncExitStack() as stack:
+    async with draining_server(FakeSession(), lame_duck=0.05) as stop, AsyncExitStack() as stack:
 
         def ends(error: grpc.aio.AioRpcError) -> bool:
             return not stubborn or error.details() != STOPPING
@@ -237,18 +237,18 @@ async def test_of_callers_that_call_without_a_pause_nobody_is_cancelled(stubborn
                 assert refusals, "the port closes after a moment in which calls are refused"
             else:
                 assert (reason_of(last), last.details()) == (NotReady, STOPPING)
-        assert await stop.ended == Ended()
+        assert await stop.ended == ServeResult()
 
 
-@in_a_loop
+@async_test
 async def test_while_new_calls_are_refused_those_in_flight_go_on_and_probes_and_health_are_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(server_module, "FAREWELL", 0.5)
-    monkeypatch.setattr(server_module, "QUIET", 1.0)  # enough for the few calls that should be made in it
-    session, metrics = Gated(), Metrics()
+    monkeypatch.setattr(server_module, "CONNECTION_LINGER", 0.5)
+    monkeypatch.setattr(server_module, "REFUSAL_PERIOD", 1.0)  # enough for the few calls that should be made in it
+    session, metrics = GatedSession(), Metrics()
     async with (
-        stopping(session, lame_duck=0, metrics=metrics) as stop,
+        draining_server(session, lame_duck=0, metrics=metrics) as stop,
         new_channel(stop.address) as channel,
         new_channel(stop.address) as other,
     ):
@@ -271,29 +271,29 @@ async def test_while_new_calls_are_refused_those_in_flight_go_on_and_probes_and_
         assert {(await stream.read()).id for _ in range(2)} == {"before", "while"}
         refusals = {"model": "", "reason": "stopping"}
         assert metrics.registry.get_sample_value("prelunet_refusals_total", refusals) == 1
-        assert await stop.ended == Ended()
+        assert await stop.ended == ServeResult()
 
 
-@in_a_loop
+@async_test
 async def test_a_signal_ends_the_moment_of_refusals_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "QUIET", LONG)
-    session = Gated()
-    async with stopping(session, lame_duck=0) as stop, new_channel(stop.address) as channel:
+    monkeypatch.setattr(server_module, "REFUSAL_PERIOD", LONG)
+    session = GatedSession()
+    async with draining_server(session, lame_duck=0) as stop, new_channel(stop.address) as channel:
         call = asyncio.create_task(classify(channel))
         await until(lambda: stop.server.calls == 1)
         stop.signal()
         await until(lambda: not stop.server.serving)
         stop.signal()
-        await refused(call)
+        await rpc_error(call)
         session.gate.set()
-        assert await stop.ended == Ended(unfinished=1)
+        assert await stop.ended == ServeResult(unfinished=1)
 
 
-@in_a_loop
+@async_test
 async def test_a_call_whose_message_is_still_on_its_way_is_waited_for() -> None:
     message = pb.ClassifyRequest(image=IMAGE, protocol="center").SerializeToString()
     body = b"\0" + struct.pack(">I", len(message)) + message
-    async with stopping(FakeSession(), lame_duck=0) as stop, connection(stop.address) as client:
+    async with draining_server(FakeSession(), lame_duck=0) as stop, connection(stop.address) as client:
         begin = frame(HEADERS, call_headers("/prelunet.v1.PreluNetService/Classify"), flags=END_HEADERS, stream=1)
         client.send(begin, frame(DATA, body[:7], stream=1))
         await until(lambda: stop.server.calls == 1)
@@ -301,12 +301,12 @@ async def test_a_call_whose_message_is_still_on_its_way_is_waited_for() -> None:
         await until(lambda: not stop.server.serving)
         client.send(frame(DATA, body[7:], flags=END_STREAM, stream=1))
         await client.until(DATA)
-        assert await stop.ended == Ended()
+        assert await stop.ended == ServeResult()
 
 
-@in_a_loop
+@async_test
 async def test_everybody_who_watches_health_is_told_also_after_another_has_left() -> None:
-    async with stopping(FakeSession()) as stop, new_channel(stop.address) as channel:
+    async with draining_server(FakeSession()) as stop, new_channel(stop.address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch
         first, second, named = (watch(health_pb2.HealthCheckRequest(service=name)) for name in ("", "", SERVICES[0]))
         assert [(await call.read()).status for call in (first, second, named)] == [SERVING] * 3
@@ -317,24 +317,24 @@ async def test_everybody_who_watches_health_is_told_also_after_another_has_left(
         assert [(await call.read()).status for call in (second, named)] == [NOT_SERVING] * 2
         stop.signal()
         assert [await call.read() for call in (second, named)] == [grpc.aio.EOF] * 2  # they do not hold up the end
-        assert await stop.ended == Ended()
+        assert await stop.ended == ServeResult()
 
 
-@in_a_loop
+@async_test
 async def test_a_service_that_is_not_there_has_no_health() -> None:
-    async with stopping(FakeSession(), lame_duck=0) as stop, new_channel(stop.address) as channel:
-        assert (await refused(health_of(channel, "nobody"))).code() == grpc.StatusCode.NOT_FOUND
+    async with draining_server(FakeSession(), lame_duck=0) as stop, new_channel(stop.address) as channel:
+        assert (await rpc_error(health_of(channel, "nobody"))).code() == grpc.StatusCode.NOT_FOUND
         watched = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="nobody"))
         assert (await watched.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
         stop.signal()
         assert await watched.read() == grpc.aio.EOF
 
 
-@in_a_loop
+@async_test
 async def test_who_watches_health_and_reads_nothing_holds_up_nobody() -> None:
     no_room = PREFACE + frame(SETTINGS, struct.pack(">HI", INITIAL_WINDOW_SIZE, 0))
     async with (
-        stopping(FakeSession(), grace=0.5) as stop,
+        draining_server(FakeSession(), grace=0.5) as stop,
         connection(stop.address, no_room) as deaf,
         new_channel(stop.address) as channel,
     ):
@@ -347,19 +347,19 @@ async def test_who_watches_health_and_reads_nothing_holds_up_nobody() -> None:
         stop.signal()
         assert (await other.read()).status == NOT_SERVING
         stop.signal()
-        assert await stop.ended == Ended()
+        assert await stop.ended == ServeResult()
 
 
-@in_a_loop
+@async_test
 async def test_an_open_reflection_stream_does_not_hold_up_the_end() -> None:
-    async with stopping(FakeSession(), lame_duck=0) as stop, new_channel(stop.address) as channel:
+    async with draining_server(FakeSession(), lame_duck=0) as stop, new_channel(stop.address) as channel:
         stream = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
         for _ in range(2):
             await stream.write(reflection_pb2.ServerReflectionRequest(list_services=""))
             listed = (await stream.read()).list_services_response.service
             assert set(SERVICES) < {service.name for service in listed}
         stop.signal()
-        assert await asyncio.wait_for(stop.ended, 20) == Ended()  # not at the end of the grace period
+        assert await asyncio.wait_for(stop.ended, 20) == ServeResult()  # not at the end of the grace period
 
 
 class Lost(FakeSession):
@@ -369,10 +369,10 @@ class Lost(FakeSession):
         raise DeviceLost("CUDAExecutionProvider gives nothing but errors from now on (/secret/place)")
 
 
-@in_a_loop
+@async_test
 async def test_a_lost_device_ends_the_server_without_a_window_and_calls_are_told_unavailable() -> None:
-    async with stopping(Lost()) as stop, new_channel(stop.address) as channel:
-        error = await refused(classify(channel))
+    async with draining_server(Lost()) as stop, new_channel(stop.address) as channel:
+        error = await rpc_error(classify(channel))
         assert error.code() == grpc.StatusCode.UNAVAILABLE
         assert "secret" not in (error.details() or "")
         ended = await stop.ended
@@ -380,72 +380,72 @@ async def test_a_lost_device_ends_the_server_without_a_window_and_calls_are_told
         assert (ended.unfinished, ended.stuck) == (0, False)
 
 
-@in_a_loop
+@async_test
 async def test_a_device_that_is_lost_in_the_window_ends_it() -> None:
-    async with stopping(FakeSession()) as stop:
+    async with draining_server(FakeSession()) as stop:
         stop.signal()
         await until(lambda: not stop.server.serving)
-        stop.events.tell(DeviceLost("gone"))
+        stop.events.post(DeviceLost("gone"))
         assert isinstance((await stop.ended).lost, DeviceLost)
 
 
-@in_a_loop
+@async_test
 async def test_a_device_that_is_lost_while_calls_end_is_told_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "FAREWELL", 0.5)
+    monkeypatch.setattr(server_module, "CONNECTION_LINGER", 0.5)
 
-    class LostLate(Gated):
+    class LostLate(GatedSession):
         def compute(self, staged: Any) -> Any:
             super().compute(staged)
             raise DeviceLost("gone")
 
     session = LostLate()
-    async with stopping(session, lame_duck=0) as stop, new_channel(stop.address) as channel:
+    async with draining_server(session, lame_duck=0) as stop, new_channel(stop.address) as channel:
         calls = [asyncio.create_task(classify(channel)) for _ in range(5)]
         await until(lambda: stop.server.calls == 5)
         stop.signal()
         async with new_channel(stop.address) as fresh:
             await until_closed(fresh)
         session.gate.set()
-        assert {reason_of(await refused(call)) for call in calls} == {DeviceLost}
+        assert {reason_of(await rpc_error(call)) for call in calls} == {DeviceLost}
         ended = await stop.ended
         assert isinstance(ended.lost, DeviceLost)
         assert (ended.unfinished, ended.stuck) == (0, False)
 
 
-@in_a_loop
+@async_test
 async def test_a_device_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifecycle, "CLOSING", 0.2)
-    session = Gated()
-    async with stopping(session, lame_duck=0, grace=0.1) as stop, new_channel(stop.address) as channel:
+    monkeypatch.setattr(lifecycle, "CLOSE_TIMEOUT", 0.2)
+    session = GatedSession()
+    async with draining_server(session, lame_duck=0, grace=0.1) as stop, new_channel(stop.address) as channel:
         call = asyncio.create_task(classify(channel))
         assert await asyncio.to_thread(session.entered.wait, 30)
         stop.signal()
-        await refused(call)
-        assert await stop.ended == Ended(unfinished=1, stuck=True)
+        await rpc_error(call)
+        assert await stop.ended == ServeResult(unfinished=1, stuck=True)
 
 
-@in_a_loop
+@async_test
 async def test_a_device_that_hangs_is_noticed_without_a_signal_and_callers_are_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(server_module, "FAREWELL", 0.5)
-    monkeypatch.setattr(lifecycle, "CLOSING", 0.2)
-    monkeypatch.setattr(watchdog, "FIRST", 0.05)
-    monkeypatch.setattr(watchdog, "TICK", 0.01)
-    async with stopping(Gated()) as stop, new_channel(stop.address) as channel:
+    monkeypatch.setattr(server_module, "CONNECTION_LINGER", 0.5)
+    monkeypatch.setattr(lifecycle, "CLOSE_TIMEOUT", 0.2)
+    monkeypatch.setattr(watchdog, "FIRST_BATCH_TIMEOUT", 0.05)
+    monkeypatch.setattr(watchdog, "CHECK_INTERVAL", 0.01)
+    async with draining_server(GatedSession()) as stop, new_channel(stop.address) as channel:
         calls = [asyncio.create_task(classify(channel)) for _ in range(3)]
-        assert {reason_of(await refused(call)) for call in calls} == {DeviceLost}
+        assert {reason_of(await rpc_error(call)) for call in calls} == {DeviceLost}
         await until(lambda: not stop.server.serving)
         ended = await stop.ended
         assert isinstance(ended.lost, DeviceLost)
         assert (ended.unfinished, ended.stuck) == (0, True)
 
 
-@in_a_loop
+@async_test
 async def test_while_models_are_loaded_health_says_no_and_calls_are_told_to_come_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    loading, ports = Gated(), []
+    loading, ports = GatedSession(), []
 
     def slowly(*_: Any, **__: Any) -> FakeSession:
         loading.entered.set()
@@ -456,7 +456,7 @@ async def test_while_models_are_loaded_health_says_no_and_calls_are_told_to_come
         ports.append(Server(*arguments))
         return ports[-1]
 
-    monkeypatch.setattr(models, "open_placed", slowly)
+    monkeypatch.setattr(models, "open_with_placement", slowly)
     monkeypatch.setattr("prelunet.evaluator.serving.lifecycle.Server", listening)
     announced = asyncio.Event()
     options = ServeOptions((ModelFile("model", Path("model.onnx")),), port=0, lame_duck=0)
@@ -464,11 +464,11 @@ async def test_while_models_are_loaded_health_says_no_and_calls_are_told_to_come
     assert await asyncio.to_thread(loading.entered.wait, 30)
     async with new_channel(ports[0].address) as channel:
         assert {await health_of(channel, name) for name in ("", *SERVICES)} == {NOT_SERVING}
-        error = await refused(classify(channel))
+        error = await rpc_error(classify(channel))
         assert error.code() == grpc.StatusCode.UNAVAILABLE
         assert "loading its models" in (error.details() or "")
         stub = pb_grpc.PreluNetServiceStub(channel)
-        assert reason_of(await refused(stub.Evaluate(iter([])).read())) is NotReady
+        assert reason_of(await rpc_error(stub.Evaluate(iter([])).read())) is NotReady
         probes = inference_grpc.GRPCInferenceServiceStub(channel)
         assert (await probes.ServerLive(inference_pb.ServerLiveRequest())).live, "who is loading should not be killed"
         assert not (await probes.ServerReady(inference_pb.ServerReadyRequest())).ready
@@ -479,32 +479,32 @@ async def test_while_models_are_loaded_health_says_no_and_calls_are_told_to_come
         assert (await classify(channel)).predictions
         assert (await probes.ModelReady(inference_pb.ModelReadyRequest(name="model"))).ready
     os.kill(os.getpid(), signal.SIGTERM)
-    assert await serving == Ended()
+    assert await serving == ServeResult()
 
 
-@in_a_loop
+@async_test
 async def test_a_signal_while_models_are_loaded_ends_the_server_before_it_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     opened: list[str] = []
-    seen: list[Events] = []
+    seen: list[ShutdownEvents] = []
 
-    def listening() -> Events:
-        seen.append(Events())
+    def listening() -> ShutdownEvents:
+        seen.append(ShutdownEvents())
         return seen[0]
 
     def and_then_a_signal(path: Path, *_: Any, **__: Any) -> FakeSession:
         opened.append(path.name)
         os.kill(os.getpid(), signal.SIGINT)
-        while not seen[0].came:
+        while not seen[0].pending:
             time.sleep(0.005)
         return FakeSession()
 
-    def announce(line: str) -> None:
+    def report(line: str) -> None:
         raise AssertionError(f"this should not have been said: {line}")
 
     monkeypatch.setattr("prelunet.evaluator.serving.lifecycle.Events", listening)
-    monkeypatch.setattr(models, "open_placed", and_then_a_signal)
+    monkeypatch.setattr(models, "open_with_placement", and_then_a_signal)
     files = (ModelFile("a", Path("a.onnx")), ModelFile("b", Path("b.onnx")))
-    assert await serve(ServeOptions(files, port=0), announce) == Ended()
+    assert await serve(ServeOptions(files, port=0), report) == ServeResult()
     assert opened == ["a.onnx"], "the second should not be loaded any more"

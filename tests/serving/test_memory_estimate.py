@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from prelunet.evaluator.engine.memory import image_bytes, memory_need
+from prelunet.evaluator.engine.memory import estimate_memory, image_bytes
 from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.imaging.decode import LARGEST_DECODING
+from prelunet.evaluator.imaging.decode import MAX_DECODE_BYTES
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.machine import cores
-from prelunet.evaluator.protocols import make_protocol
-from prelunet.evaluator.serving.memory import largest_decoding, memory_of_serving
+from prelunet.evaluator.protocols import build_protocol
+from prelunet.evaluator.serving.memory import max_decode_memory, serving_memory
 from prelunet.evaluator.serving.options import ModelFile, QueueOptions, ServeOptions
 from prelunet.evaluator.serving.scheduling.admission import with_reserve
 from tests.helpers.fakes import FakeSession, fake_contract
@@ -31,38 +31,38 @@ def test_two_models_take_the_sum_of_their_weights_batches_and_queues() -> None:
     sessions, queue = fakes(), OPTIONS.queue
     needs = []
     for session in sessions:
-        protocol = make_protocol("multi-scale", session.contract)
-        alone = memory_of_serving([session], OPTIONS)  # type: ignore[list-item]
+        protocol = build_protocol("multi-scale", session.contract)
+        alone = serving_memory([session], OPTIONS)  # type: ignore[list-item]
         needs.append(alone)
-        validation = memory_need(session.contract, protocol, 1, None)
+        validation = estimate_memory(session.contract, protocol, 1, None)
         assert (alone.base, alone.decoding, alone.packed) == (validation.base, validation.decoding, validation.packed)
         assert alone.images == 2 * with_reserve(queue.max_bytes) + queue.ready_bytes + cores() * image_bytes(protocol)
-    both = memory_of_serving(sessions, OPTIONS)  # type: ignore[arg-type]
+    both = serving_memory(sessions, OPTIONS)  # type: ignore[arg-type]
     for part in ("weights", "batch", "packed", "results"):
         assert getattr(both, part) == sum(getattr(need, part) for need in needs), part
     assert both.base == needs[0].base
     assert both.loading == max(needs[0].loading, needs[0].weights + needs[1].loading)
     assert both.images == sum(need.images for need in needs) - queue.ready_bytes - cores() * min(
-        image_bytes(make_protocol("multi-scale", session.contract)) for session in sessions
+        image_bytes(build_protocol("multi-scale", session.contract)) for session in sessions
     )
 
 
 def test_a_smaller_queue_takes_less_by_twice_its_bytes_and_their_reserve() -> None:
     smaller = replace(OPTIONS, queue=QueueOptions(max_bytes=2**20))
-    saved = memory_of_serving(fakes(), OPTIONS).total - memory_of_serving(fakes(), smaller).total  # type: ignore[arg-type]
+    saved = serving_memory(fakes(), OPTIONS).total - serving_memory(fakes(), smaller).total  # type: ignore[arg-type]
     assert saved == 2 * 2 * 1.25 * (OPTIONS.queue.max_bytes - 2**20), (
         "and the quarter for clients that have nothing there"
     )
 
 
 def test_the_largest_image_takes_its_share_of_the_largest_of_all() -> None:
-    assert largest_decoding(DecodeLimits()) == LARGEST_DECODING
-    assert largest_decoding(DecodeLimits(max_pixels=1_000_000)) == 32_000_000, "32 bytes a pixel"
+    assert max_decode_memory(DecodeLimits()) == MAX_DECODE_BYTES
+    assert max_decode_memory(DecodeLimits(max_pixels=1_000_000)) == 32_000_000, "32 bytes a pixel"
 
 
 def test_a_limit_that_is_too_low_is_refused_with_one_that_is_enough() -> None:
-    need = memory_of_serving(fakes(), OPTIONS).total  # type: ignore[arg-type]
+    need = serving_memory(fakes(), OPTIONS).total  # type: ignore[arg-type]
     assert need > 2**31
     with pytest.raises(UsageError, match=r"--memory-limit 1\.00G: serving takes up to .* Give .* or more"):
-        memory_of_serving(fakes(), replace(OPTIONS, placement=Placement(memory=2**30)))  # type: ignore[arg-type]
-    assert memory_of_serving(fakes(), replace(OPTIONS, placement=Placement(memory=need)))  # type: ignore[arg-type]
+        serving_memory(fakes(), replace(OPTIONS, placement=Placement(memory=2**30)))  # type: ignore[arg-type]
+    assert serving_memory(fakes(), replace(OPTIONS, placement=Placement(memory=need)))  # type: ignore[arg-type]

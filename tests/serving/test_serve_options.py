@@ -12,8 +12,8 @@ import pytest
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.errors import DeviceLost
 from prelunet.evaluator.imaging.limits import DecodeLimits
-from prelunet.evaluator.serving.lifecycle import Ended
-from prelunet.evaluator.serving.options import Limits, QueueOptions, ServeOptions
+from prelunet.evaluator.serving.lifecycle import ServeResult
+from prelunet.evaluator.serving.options import QueueOptions, ServeOptions, ServerLimits
 from prelunet.evaluator.verbs import serve as serve_verb
 
 ROOT = Path(__file__).parents[2]
@@ -26,16 +26,16 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     """Give what calls the verb and returns the options with which it would serve."""
     seen: list[ServeOptions] = []
 
-    async def serve(options: ServeOptions, _announce: Any) -> Ended:
+    async def serve(options: ServeOptions, _report: Any) -> ServeResult:
         seen.append(options)
-        return Ended()
+        return ServeResult()
 
     def options_of(*arguments: str) -> ServeOptions:
         assert run(["serve", *arguments]) == 0
         return seen.pop()
 
     monkeypatch.setattr(serve_verb, "serve_until_stopped", serve)
-    monkeypatch.setattr(serve_verb, "set_up", lambda *_: None)
+    monkeypatch.setattr(serve_verb, "configure_logging", lambda *_: None)
     monkeypatch.setattr(serve_verb, "require_files", lambda _: None)
     return options_of
 
@@ -58,7 +58,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_without_options_everything_is_as_the_code_has_it(served: Served) -> None:
     options = served(*MODEL)
     assert options == ServeOptions(options.models)
-    assert (options.queue, options.limits) == (QueueOptions(), Limits())
+    assert (options.queue, options.limits) == (QueueOptions(), ServerLimits())
 
 
 def test_a_file_that_is_not_there_is_told_before_any_other_is_loaded(
@@ -80,7 +80,7 @@ def test_every_option_reaches_the_server_in_its_unit(served: Served) -> None:
     )  # fmt: skip
     assert (options.host, options.port, options.metrics_port) == ("::1", 1, 15)
     assert options.queue == QueueOptions(2, 3, batch_wait=0.004)
-    assert options.limits == Limits(
+    assert options.limits == ServerLimits(
         image=DecodeLimits(5, 6), max_calls=7, max_connections=8, max_streams=9, handshake_timeout=10, keepalive=11,
         max_connection_age=12, stream_idle_timeout=16,
     )  # fmt: skip
@@ -90,7 +90,7 @@ def test_every_option_reaches_the_server_in_its_unit(served: Served) -> None:
 
 def test_the_log_is_set_up_as_asked(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str]] = []
-    monkeypatch.setattr(serve_verb, "set_up", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(serve_verb, "configure_logging", lambda *arguments: asked.append(arguments))
     served(*MODEL)
     served(*MODEL, "--log-format", "json", "--log-level", "debug")
     assert asked == [("text", "INFO"), ("json", "DEBUG")]
@@ -105,7 +105,7 @@ def test_a_flag_wins_over_the_environment_which_wins_over_the_file_which_wins_ov
         monkeypatch.setenv(f"PRELUNET_SERVE_{name}", "2")
     options = served(*MODEL, "--config", path, "--port", "3")
     assert (options.port, options.limits.max_calls, options.limits.max_streams) == (3, 2, 1)
-    assert options.limits.max_connections == Limits.max_connections
+    assert options.limits.max_connections == ServerLimits.max_connections
 
 
 def test_models_may_stand_in_the_file_and_in_the_environment(
@@ -239,29 +239,29 @@ def test_the_help_tells_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> No
 def test_how_a_server_ended_is_the_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def ending(ended: Ended) -> None:
-        async def serve(_options: ServeOptions, _announce: Any) -> Ended:
+    def ending(ended: ServeResult) -> None:
+        async def serve(_options: ServeOptions, _report: Any) -> ServeResult:
             return ended
 
         monkeypatch.setattr(serve_verb, "serve_until_stopped", serve)
 
-    monkeypatch.setattr(serve_verb, "set_up", lambda *_: None)
+    monkeypatch.setattr(serve_verb, "configure_logging", lambda *_: None)
     monkeypatch.setattr(serve_verb, "require_files", lambda _: None)
-    ending(Ended())
+    ending(ServeResult())
     assert run(["serve", *MODEL]) == 0
     assert capsys.readouterr().out == "stopped; no call was lost\n"
-    ending(Ended(unfinished=3))
+    ending(ServeResult(unfinished=3))
     assert run(["serve", *MODEL, "--grace", "2"]) == 0
     assert capsys.readouterr().out == "stopped; calls cut off: 3\n"
-    ending(Ended(lost=DeviceLost("the GPU is gone")))
+    ending(ServeResult(lost=DeviceLost("the GPU is gone")))
     assert run(["serve", *MODEL]) == 5
     assert capsys.readouterr() == ("", "prelunet: the GPU is gone\n")
     left: list[int] = []
     monkeypatch.setattr(serve_verb.os, "_exit", left.append)
-    ending(Ended(stuck=True))
+    ending(ServeResult(stuck=True))
     run(["serve", *MODEL])
     assert "left behind" in capsys.readouterr().err
-    ending(Ended(stuck=True, lost=DeviceLost("the GPU is gone")))
+    ending(ServeResult(stuck=True, lost=DeviceLost("the GPU is gone")))
     run(["serve", *MODEL])
     assert left == [0, 5]
 

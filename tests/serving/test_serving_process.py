@@ -18,11 +18,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from prelunet.evaluator.client import Client, Retries
+from prelunet.evaluator.client import Client, RetryPolicy
 from prelunet.evaluator.errors import DeviceLost, EnvironmentFault, ImageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from prelunet.evaluator.serving.lifecycle import TOGETHER
+from prelunet.evaluator.serving.lifecycle import SIGNAL_DEBOUNCE
 from tests.serving.serving_harness import png
 
 PRELUNET = [sys.executable, "-c", "from prelunet.evaluator.cli import main; main()"]
@@ -40,14 +40,14 @@ class Losing(FakeSession):
             raise DeviceLost("the GPU of /secret/place is gone")
         return super().compute(staged)
 
-models.open_placed = lambda *_, **__: Losing()
+models.open_with_placement = lambda *_, **__: Losing()
 main()
 """  # a program whose device is lost at an image of width 99
 HANGING = LOSING.replace('raise DeviceLost("the GPU of /secret/place is gone")', "threading.Event().wait()").replace(
     "main()\n",
     "from prelunet.evaluator.serving import lifecycle\nfrom prelunet.evaluator.serving.scheduling import watchdog\n"
     "import threading\n"
-    "watchdog.FIRST = watchdog.LEAST = 1.0; watchdog.TICK = 0.1; lifecycle.CLOSING = 0.2\n"
+    "watchdog.FIRST_BATCH_TIMEOUT = watchdog.MIN_TIMEOUT = 1.0; watchdog.CHECK_INTERVAL = 0.1; lifecycle.CLOSE_TIMEOUT = 0.2\n"
     "main()\n",
 )  # and one that hangs there instead
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -124,7 +124,7 @@ class Load:
             thread.start()
 
     def _run(self, address: str, number: int) -> None:
-        with Client(address, retries=Retries.none()) as client:
+        with Client(address, retries=RetryPolicy.none()) as client:
             while not self._stop.is_set():
                 try:
                     client.classify(png(40 + number, 57), protocol="center")
@@ -164,7 +164,7 @@ def test_sigterm_under_load_loses_no_call_neither_before_nor_in_the_window_nor_i
         sender.image("a")
         load.end()
         assert load.failures == []
-        time.sleep(2 * TOGETHER)
+        time.sleep(2 * SIGNAL_DEBOUNCE)
         process.send_signal(signal.SIGTERM)  # enough of the window
         with pytest.raises(EnvironmentFault):
             Load(address, threads=1).until_it_fails()
@@ -184,7 +184,7 @@ def test_a_server_whose_words_nobody_reads_serves_and_keeps_its_exit_codes(model
         assert process.stderr is not None
         process.stdout.close()
         process.stderr.close()
-        with Client(address, retries=Retries.none()) as client:
+        with Client(address, retries=RetryPolicy.none()) as client:
             client.classify(png(40, 57))
             with pytest.raises(DeviceLost):
                 client.classify(png(40, 99), protocol="dense-40")
@@ -206,7 +206,7 @@ def test_a_server_whose_words_nobody_reads_serves_and_keeps_its_exit_codes(model
 
 def test_a_lost_device_exits_5_after_the_calls_were_told(model: Path) -> None:
     losing = [sys.executable, "-c", LOSING]
-    with serving(model, program=losing) as (process, _, address), Client(address, retries=Retries.none()) as client:
+    with serving(model, program=losing) as (process, _, address), Client(address, retries=RetryPolicy.none()) as client:
         assert client.classify(png(40, 57)).predictions
         with pytest.raises(DeviceLost) as told:
             client.classify(png(40, 99), protocol="dense-40")
@@ -219,7 +219,10 @@ def test_a_lost_device_exits_5_after_the_calls_were_told(model: Path) -> None:
 
 def test_a_device_that_hangs_exits_5_though_its_thread_never_ends(model: Path) -> None:
     hanging = [sys.executable, "-c", HANGING]
-    with serving(model, program=hanging) as (process, _, address), Client(address, retries=Retries.none()) as client:
+    with (
+        serving(model, program=hanging) as (process, _, address),
+        Client(address, retries=RetryPolicy.none()) as client,
+    ):
         with pytest.raises(DeviceLost):
             client.classify(png(40, 99), protocol="dense-40")
         _, log = process.communicate(timeout=30)

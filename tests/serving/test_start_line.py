@@ -10,7 +10,7 @@ import pytest
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.serving import lifecycle
 from prelunet.evaluator.serving.models import Models
-from prelunet.evaluator.serving.options import Limits, ModelFile, ServeOptions
+from prelunet.evaluator.serving.options import ModelFile, ServeOptions, ServerLimits
 from tests.helpers.fakes import FakeSession
 
 
@@ -40,10 +40,10 @@ def test_what_runs_the_models_is_said_of_each_where_it_differs() -> None:
 def test_what_a_very_large_image_takes_beside_all_else_is_said(
     caplog: pytest.LogCaptureFixture, pixels: int, told: bool
 ) -> None:
-    options = ServeOptions((), limits=Limits(image=DecodeLimits(max_pixels=pixels)))
+    options = ServeOptions((), limits=ServerLimits(image=DecodeLimits(max_pixels=pixels)))
     session: Any = FakeSession()
     with caplog.at_level(logging.INFO, lifecycle.__name__):
-        lifecycle._foretell([session], options)
+        lifecycle._estimate_memory([session], options)
     lines = [record.message for record in caplog.records if "decoded by itself" in record.message]
     assert bool(lines) is told
     if told:  # 32 bytes a pixel, without the 320 MiB of the room for decoding

@@ -11,12 +11,12 @@ from prelunet.evaluator.errors import UsageError
 from prelunet.training.recipe import (
     Recipe,
     automatic_crop,
+    count_plateaus,
     fit_to_crop,
     rate_at,
     read_recipe,
     recipe_from_values,
     recipe_names,
-    stalls,
 )
 
 SMALL = read_recipe("small")
@@ -51,7 +51,7 @@ def test_the_recipes_of_the_large_nets_are_the_papers(name: str) -> None:
     recipe = read_recipe(name)  # PReLU-nets, section 4 "Training"
     assert (recipe.crop, recipe.scales, recipe.mirror, recipe.mean) == (224, (256, 512), True, "image")
     assert (recipe.batch, recipe.momentum, recipe.weight_decay, recipe.dropout) == (128, 0.9, 0.0005, 0.5)
-    assert [rate_at(recipe.of_length(100), 0, drops) for drops in (0, 1, 2, 3)] == pytest.approx(
+    assert [rate_at(recipe.in_steps(100), 0, drops) for drops in (0, 1, 2, 3)] == pytest.approx(
         [1e-2, 1e-3, 1e-4, 1e-4]
     )
     assert (recipe.epochs, recipe.color, recipe.init, recipe.first_layer) == (80, 0.1, "fan-out", "half")
@@ -59,11 +59,11 @@ def test_the_recipes_of_the_large_nets_are_the_papers(name: str) -> None:
 
 def test_epochs_are_passes_over_the_images_of_train_in_whole_steps() -> None:
     recipe = replace(SMALL, steps=None, epochs=2.5, batch=64)
-    assert recipe.of_length(1000).steps == 39  # 2500/64 = 39.06
-    assert recipe.of_length(1014).steps == 40  # 39.6
-    assert recipe.of_length(3).steps == 1
-    assert recipe.of_length(1000).length == 39
-    assert SMALL.of_length(1000) == SMALL
+    assert recipe.in_steps(1000).steps == 39  # 2500/64 = 39.06
+    assert recipe.in_steps(1014).steps == 40  # 39.6
+    assert recipe.in_steps(3).steps == 1
+    assert recipe.in_steps(1000).total_steps == 39
+    assert SMALL.in_steps(1000) == SMALL
 
 
 def test_a_file_is_read_by_its_path(tmp_path: Path) -> None:
@@ -226,14 +226,16 @@ def test_the_rate_falls_after_each_stated_part_of_the_run() -> None:
 
 
 def test_the_error_stalls_when_so_many_measurements_bring_no_lower_one() -> None:
-    assert stalls([], 2) == 0
-    assert stalls([9, 8, 7, 6], 2) == 0
-    assert stalls([9, 8, 8.5], 2) == 0
-    assert stalls([9, 8, 8.5, 8], 2) == 1  # the same is not lower
-    assert stalls([9, 8, 8.5, 7.9, 8], 2) == 0  # between them came a lower one
-    assert stalls([9, 8, 8.5, 9, 10, 11, 12], 2) == 2  # after a drop 10 counts as the first, and 11 and 12 stall
-    assert stalls([9, 8, 8.5, 9, 10, 11], 2) == 1
-    assert stalls([5, 5, 5, 5], 1) == 2
+    assert count_plateaus([], 2) == 0
+    assert count_plateaus([9, 8, 7, 6], 2) == 0
+    assert count_plateaus([9, 8, 8.5], 2) == 0
+    assert count_plateaus([9, 8, 8.5, 8], 2) == 1  # the same is not lower
+    assert count_plateaus([9, 8, 8.5, 7.9, 8], 2) == 0  # between them came a lower one
+    assert (
+        count_plateaus([9, 8, 8.5, 9, 10, 11, 12], 2) == 2
+    )  # after a drop 10 counts as the first, and 11 and 12 stall
+    assert count_plateaus([9, 8, 8.5, 9, 10, 11], 2) == 1
+    assert count_plateaus([5, 5, 5, 5], 1) == 2
 
 
 def test_on_a_plateau_the_rate_falls_as_often_as_the_error_stalled_but_no_more_than_stated() -> None:
@@ -242,9 +244,9 @@ def test_on_a_plateau_the_rate_falls_as_often_as_the_error_stalled_but_no_more_t
 
 
 def test_another_number_of_steps_keeps_the_shape_of_the_schedule() -> None:
-    long, short = SMALL, replace(SMALL, steps=SMALL.length // 10)
-    assert [rate_at(short, step) for step in range(short.length)] == [
-        rate_at(long, 10 * step) for step in range(short.length)
+    long, short = SMALL, replace(SMALL, steps=SMALL.total_steps // 10)
+    assert [rate_at(short, step) for step in range(short.total_steps)] == [
+        rate_at(long, 10 * step) for step in range(short.total_steps)
     ]
 
 

@@ -9,7 +9,7 @@ import pytest
 from prelunet.evaluator.cli import run as run_program
 from prelunet.evaluator.errors import UsageError
 from prelunet.training.recipe import Recipe, read_recipe
-from prelunet.training.verbs.recipe_options import changed
+from prelunet.training.verbs.recipe_options import override_keys
 
 SMALL = read_recipe("small")
 
@@ -59,18 +59,18 @@ COMPANY = {  # keys without which a value makes no sense
 def test_each_key_can_be_given_instead_of_the_recipes_own(name: str) -> None:
     given, meant = VALUES[name]
     company = COMPANY.get(name, {})
-    recipe = changed(SMALL, {name: given, **company})
+    recipe = override_keys(SMALL, {name: given, **company})
     assert getattr(recipe, name) == meant != getattr(SMALL, name)
     untouched = {key.name for key in fields(Recipe)} - {name, *company, "steps", "epochs"}
     assert all(getattr(recipe, key) == getattr(SMALL, key) for key in untouched)
 
 
 def test_a_length_in_epochs_takes_the_place_of_one_in_steps_and_the_other_way_round() -> None:
-    recipe = changed(SMALL, {"epochs": "3"})
+    recipe = override_keys(SMALL, {"epochs": "3"})
     assert (recipe.epochs, recipe.steps) == (3.0, None)
-    assert changed(recipe, {"steps": "4"}) == replace(SMALL, steps=4)
+    assert override_keys(recipe, {"steps": "4"}) == replace(SMALL, steps=4)
     with pytest.raises(UsageError, match=r"steps 4 and epochs 3\.0 were both given"):
-        changed(SMALL, {"epochs": "3", "steps": "4"})
+        override_keys(SMALL, {"epochs": "3", "steps": "4"})
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_length_in_epochs_takes_the_place_of_one_in_steps_and_the_other_way_ro
 )
 def test_a_value_that_cannot_be_meant_is_refused_by_the_name_of_its_option(key: str, text: str, message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
-        changed(SMALL, {key: text})
+        override_keys(SMALL, {key: text})
 
 
 def test_the_help_tells_every_key_with_its_meaning(capsys: pytest.CaptureFixture[str]) -> None:

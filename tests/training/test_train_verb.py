@@ -12,7 +12,7 @@ from prelunet.evaluator.cli import run as run_program
 from prelunet.evaluator.engine.scores import ranks_of
 from prelunet.evaluator.errors import DatasetError, RunFolderError, UsageError
 from prelunet.training.loop.train import train
-from prelunet.training.run_state.metrics_log import MetricsLog, errors_of, mistakes
+from prelunet.training.run_state.metrics_log import MetricsLog, count_errors, error_rates
 from prelunet.training.verbs import train as train_verb
 from tests.training.training_folders import RECIPE, make_dataset, write_image
 
@@ -28,9 +28,9 @@ def test_ranks_count_ties_for_the_lower_index() -> None:
 
 
 def test_errors_are_percent_of_all_images_not_means_of_batches() -> None:
-    wrong = [mistakes(np.array(ranks)) for ranks in ([1, 1, 1, 1], [6, 2])]
+    wrong = [count_errors(np.array(ranks)) for ranks in ([1, 1, 1, 1], [6, 2])]
     assert wrong == [(0, 0), (2, 1)]
-    errors = errors_of(7, 6, 2, 1)
+    errors = error_rates(7, 6, 2, 1)
     assert errors.top1_error == pytest.approx(100 * 2 / 6, abs=1e-4)  # rounded to 4 decimals
     assert errors.top5_error == pytest.approx(100 / 6, abs=1e-4)
     assert str(replace(errors, top1_error=15.8, top5_error=0.45)) == "top-1 error 15.80 % top-5 error 0.45 %"
@@ -45,22 +45,22 @@ def test_a_log_loses_later_lines_and_a_torn_one_but_is_refused_when_damaged_insi
         '{"step": 7, "lo',
     ]
     log.path.write_text("".join(lines))
-    log.cut_after(6, evaluated=False)
+    log.truncate_after(6, evaluated=False)
     assert log.path.read_text() == "".join(lines[:3])
-    log.cut_after(5, evaluated=True)
+    log.truncate_after(5, evaluated=True)
     assert log.path.read_text() == "".join(lines[:2])
-    log.cut_after(5, evaluated=False)
+    log.truncate_after(5, evaluated=False)
     assert log.path.read_text() == lines[0]
     log.path.write_text(lines[0] + lines[2].removesuffix("\n"))  # cut off between a line and its end
-    log.cut_after(6, evaluated=True)
+    log.truncate_after(6, evaluated=True)
     assert log.path.read_text() == lines[0]
     log.path.write_text("{broken\n" + lines[0])
     with pytest.raises(RunFolderError, match="line 1 is damaged"):
-        log.cut_after(5, evaluated=True)
+        log.truncate_after(5, evaluated=True)
     for line in ('{"step": true}\n', '{"step": "5"}\n', '{"step": 5, "loss": NaN}\n', "[" * 100_000):
         log.path.write_text(lines[0] + line)
         with pytest.raises(RunFolderError, match="line 2 is damaged"):
-            log.cut_after(5, evaluated=True)
+            log.truncate_after(5, evaluated=True)
 
 
 @pytest.fixture
@@ -112,27 +112,27 @@ def test_another_crop_leaves_what_is_given_beside_it(
 def test_the_automatic_crop_is_of_the_stride_of_the_net_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_verb, "median_shorter_side", lambda _: 250.0)
     with pytest.raises(UsageError, match="no architecture 'Z'"):
-        train_verb._wanted("small", "auto", {"architecture": "Z"}, None)
+        train_verb._requested_recipe("small", "auto", {"architecture": "Z"}, None)
     # 7/8 of 250 is 218.75: 55 times 4, or 14 times 16
-    assert train_verb._wanted("small", "auto", {}, None).crop == 220
-    assert train_verb._wanted("small", "auto", {"architecture": "A"}, None).crop == 224
+    assert train_verb._requested_recipe("small", "auto", {}, None).crop == 220
+    assert train_verb._requested_recipe("small", "auto", {"architecture": "A"}, None).crop == 224
 
 
 @pytest.mark.parametrize("crop", [None, "56"])
 def test_a_rate_that_follows_val_drops_the_recipes_own_places(crop: str | None) -> None:
-    recipe = train_verb._wanted("small", crop, {"rate_policy": "plateau"}, None)
+    recipe = train_verb._requested_recipe("small", crop, {"rate_policy": "plateau"}, None)
     assert (recipe.rate_policy, recipe.rate_drops) == ("plateau", ())
     assert (recipe.patience, recipe.most_drops) == (4, 2)  # which the recipe leaves to the paper's
-    recipe = train_verb._wanted("A", None, {"rate_policy": "at", "rate_drops": "0.5,0.8"}, None)
+    recipe = train_verb._requested_recipe("A", None, {"rate_policy": "at", "rate_drops": "0.5,0.8"}, None)
     assert (recipe.rate_policy, recipe.rate_drops) == ("at", (0.5, 0.8))
-    assert train_verb._wanted("small", crop, {"rate_policy": "at"}, None).rate_drops == (0.4, 0.6, 0.75, 0.88)
+    assert train_verb._requested_recipe("small", crop, {"rate_policy": "at"}, None).rate_drops == (0.4, 0.6, 0.75, 0.88)
 
 
 def test_places_that_are_given_beside_a_rate_that_follows_val_are_refused() -> None:
     keys = {"rate_policy": "plateau", "rate_drops": "0.5"}
     for name, given in (("small", keys), ("A", {"rate_drops": "0.5"})):
         with pytest.raises(UsageError, match=r"rate_drops \[0\.5\] belong to .* leave them out .*--rate-drops"):
-            train_verb._wanted(name, None, given, None)
+            train_verb._requested_recipe(name, None, given, None)
 
 
 @pytest.mark.parametrize(

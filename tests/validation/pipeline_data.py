@@ -14,19 +14,19 @@ from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.datasets.open import open_dataset
 from prelunet.evaluator.engine.batching import BatchRules
 from prelunet.evaluator.engine.session import Outputs
-from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.validation.pipeline import ChunkResult
 from tests.helpers.fakes import FakeSession, fake_contract
 
 CLASSES = [entry.wnid for entry in fake_contract().classes]
-CENTER = make_protocol("center", fake_contract())
-TWO_SCALES = make_protocol("dense-29-36", fake_contract())
+CENTER = build_protocol("center", fake_contract())
+TWO_SCALES = build_protocol("dense-29-36", fake_contract())
 IMAGES, BAD = 53, (7, 30, 31, 32, 52)  # damaged: in portions of one to three images whole portions are
 SHARED_CANVASES = BatchRules(canvas_step=16, max_windows=5000, max_pixels=15_000, switch_pixels=20_000)
 WAIT = 20.0  # seconds, after which a test that waits for another thread has failed
 
 
-def laid_out(folder: Path) -> Dataset:
+def write_dataset(folder: Path) -> Dataset:
     """Lay out 53 images of 12 sizes; five are damaged."""
     rng = np.random.default_rng(5)
     for index in range(IMAGES):
@@ -46,7 +46,7 @@ def no_thread_is_left() -> Iterator[None]:
     assert set(threading.enumerate()) - before == set()  # one of an earlier test may end meanwhile
 
 
-class Reading:
+class RecordingReader:
     """Reads for a dataset; `seen` gets the name of each file, and `before` is called with it."""
 
     def __init__(self, dataset: Dataset, before: Callable[[str], None] = lambda _file: None) -> None:
@@ -63,7 +63,7 @@ def chunks_of(samples: Sequence[Sample], size: int) -> list[Sequence[Sample]]:
     return [samples[start : start + size] for start in range(0, len(samples), size)]
 
 
-def until_it_fails(results: Iterator[ChunkResult], error: type[BaseException], match: str) -> int:
+def count_until_error(results: Iterator[ChunkResult], error: type[BaseException], match: str) -> int:
     """Return how many chunks were given before the error."""
     given: list[ChunkResult] = []
     with pytest.raises(error, match=match):
@@ -71,7 +71,7 @@ def until_it_fails(results: Iterator[ChunkResult], error: type[BaseException], m
     return len(given)
 
 
-class Irregular(FakeSession):
+class IrregularSession(FakeSession):
     """Takes a while, never the same."""
 
     def compute(self, staged: Any) -> Outputs:

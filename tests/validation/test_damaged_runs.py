@@ -13,7 +13,7 @@ from PIL import Image
 from prelunet.evaluator import cli
 from prelunet.evaluator.datasets import open_dataset
 from prelunet.evaluator.errors import RunFolderError
-from prelunet.evaluator.reporting.gallery import make_gallery
+from prelunet.evaluator.reporting.gallery import build_gallery
 from prelunet.evaluator.validation.run import read_run
 from prelunet.evaluator.validation.run_log import find_dataset
 from tests.helpers.run_folders import CLASSES, evaluated, refused, write_run
@@ -245,7 +245,7 @@ def test_a_damaged_log_says_nothing_of_the_dataset_and_stops_no_report(tmp_path:
     write_run(tmp_path, LINES)
     (tmp_path / "log.jsonl").write_text(line + "\n")
     assert find_dataset(tmp_path) is None
-    assert make_gallery(read_run(tmp_path), None).missing is not None
+    assert build_gallery(read_run(tmp_path), None).missing is not None
 
 
 @pytest.mark.parametrize("given", [True, False])
@@ -259,4 +259,4 @@ def test_no_file_but_an_image_of_the_dataset_gets_onto_the_page(tmp_path: Path, 
     lines = [evaluated(".n01/private.png", 0, [2, 0], 2)]
     folder = write_run(tmp_path / "run", lines, fingerprint=fingerprint, data=os.fspath(data))
     with pytest.raises(RunFolderError, match=r"'\.n01/private\.png' is no image of its dataset.*--fresh"):
-        make_gallery(read_run(folder), data if given else None)
+        build_gallery(read_run(folder), data if given else None)

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from prelunet.evaluator.cli import run as prelunet
-from prelunet.evaluator.datasets import DatasetPlace
+from prelunet.evaluator.datasets import DatasetSpec
 from prelunet.evaluator.datasets.dataset import UNLABELLED
 from prelunet.evaluator.errors import RunFolderError, UsageError
 from prelunet.evaluator.reporting.statistics import wilson_interval
-from prelunet.evaluator.validation.ensemble import Tally, ensemble
+from prelunet.evaluator.validation.ensemble import ErrorCount, ensemble
 from prelunet.evaluator.validation.run import read_run
 from prelunet.evaluator.validation.run_log import find_dataset
 from prelunet.evaluator.validation.stored_runs import BLOCK, check_scores, read_rows
@@ -72,12 +72,12 @@ def plain_average(weights: Sequence[float], images: int = IMAGES) -> np.ndarray:
     return result
 
 
-def errors(scores: np.ndarray) -> Tally:
+def errors(scores: np.ndarray) -> ErrorCount:
     """Count the errors over the images that all three models evaluated."""
     refused = {index for of_member in REFUSALS for index in of_member}
     counted = [image for image in range(IMAGES) if image not in refused]
     places = [best_first(scores[image]).index(LABELS[image]) for image in counted]
-    return Tally(len(counted), sum(place >= 1 for place in places), sum(place >= 5 for place in places))
+    return ErrorCount(len(counted), sum(place >= 1 for place in places), sum(place >= 5 for place in places))
 
 
 # 0.3, 0.7, 0.1: weights whose shares do not add up to 1 exactly, so that they must not be divided once more
@@ -104,10 +104,12 @@ def test_an_ensemble_is_the_weighted_average_of_what_was_stored(
 
 def test_the_result_for_every_number_of_models_is_that_of_the_first_ones(members: list[Path], tmp_path: Path) -> None:
     found = ensemble(members, tmp_path / "e", weights=WEIGHTS)
-    assert found.first == tuple(errors(plain_average(WEIGHTS[:number])) for number in (1, 2, 3))
-    assert found.alone == tuple(errors(random_scores(number, IMAGES)) for number in range(3))
-    assert found.first[0] == found.alone[0]
-    assert len({tally.top1_wrong for tally in found.first}) == 3  # else the order could not be told
+    assert found.cumulative_errors == tuple(errors(plain_average(WEIGHTS[:number])) for number in (1, 2, 3))
+    assert found.member_errors == tuple(errors(random_scores(number, IMAGES)) for number in range(3))
+    assert found.cumulative_errors[0] == found.member_errors[0]
+    assert (
+        len({error_count.top1_wrong for error_count in found.cumulative_errors}) == 3
+    )  # else the order could not be told
 
 
 def test_an_ensemble_is_a_run_that_says_of_what_it_was_made(members: list[Path], tmp_path: Path) -> None:
@@ -251,7 +253,7 @@ def test_weights_that_mean_the_same_make_the_same_ensemble(small: list[Path], tm
     ensemble(small, tmp_path / "e", weights=[1, 1, 1])
     before = contents(tmp_path / "e")
     said: list[str] = []
-    ensemble(small, tmp_path / "e", weights=[3, 3, 3], announce=said.append)
+    ensemble(small, tmp_path / "e", weights=[3, 3, 3], report=said.append)
     assert "finished already" in said[0]
     assert contents(tmp_path / "e") == before
     with pytest.raises(
@@ -282,7 +284,7 @@ def test_an_ensemble_that_was_killed_is_finished_by_the_same_command(
         read_run(tmp_path / "e")
     resumed = ensemble(members, tmp_path / "e")
     assert contents(tmp_path / "e") == contents(tmp_path / "whole")
-    assert (resumed.alone, resumed.first) == (whole.alone, whole.first)
+    assert (resumed.member_errors, resumed.cumulative_errors) == (whole.member_errors, whole.cumulative_errors)
 
 
 def test_a_member_is_never_the_target_and_another_run_never_overwritten(small: list[Path], tmp_path: Path) -> None:
@@ -299,7 +301,7 @@ def test_a_member_is_never_the_target_and_another_run_never_overwritten(small: l
 def test_images_without_labels_are_averaged_and_no_error_is_counted(tmp_path: Path) -> None:
     folders = [member(tmp_path, number, images=20, labels=[None] * 20) for number in range(3)]
     found = ensemble(folders, tmp_path / "e")
-    assert (found.alone, found.first) == ((), ())
+    assert (found.member_errors, found.cumulative_errors) == ((), ())
     assert not found.run.labelled
     expected = plain_average([1, 1, 1], 20)
     assert [line.top[0][0] for line in found.run.predictions if line.refused is None] == [
@@ -314,7 +316,7 @@ def test_images_without_labels_among_others_count_for_no_error(tmp_path: Path) -
     known = [line for line in found.run.predictions if line.label != UNLABELLED]
     assert len(known) == 7
     wrong = sum(line.rank > 1 for line in known), sum(line.rank > 5 for line in known)
-    assert found.first[1] == Tally(7, *wrong)
+    assert found.cumulative_errors[1] == ErrorCount(7, *wrong)
 
 
 def test_an_ensemble_of_ensembles_is_one_too(small: list[Path], tmp_path: Path) -> None:
@@ -349,7 +351,7 @@ def test_an_ensemble_of_long_names_can_be_read_again(small: list[Path], tmp_path
 def test_the_ensemble_knows_where_its_images_lie(tmp_path: Path) -> None:
     folders = [member(tmp_path, 0, images=20), member(tmp_path, 1, images=20, data="/data/val")]
     ensemble(folders, tmp_path / "e")
-    assert find_dataset(tmp_path / "e") == DatasetPlace(Path("/data/val"))
+    assert find_dataset(tmp_path / "e") == DatasetSpec(Path("/data/val"))
 
 
 def test_the_verb_prints_the_errors_of_every_number_of_models(
@@ -361,10 +363,10 @@ def test_the_verb_prints_the_errors_of_every_number_of_models(
     expected = [errors(plain_average(WEIGHTS[:number])) for number in (1, 2, 3)]
     lines = told.out.splitlines()
     assert f"{IMAGES - 2:,} of {IMAGES:,} images" in lines[0]
-    for line, tally in zip(lines[-3:], expected, strict=True):
-        low, high = wilson_interval(tally.top1_wrong, tally.images)
-        assert f"{100 * tally.top1_wrong / tally.images:.2f} [{low:.2f}, {high:.2f}]" in line
-        assert f"  {100 * tally.top5_wrong / tally.images:.2f} [" in line
+    for line, error_count in zip(lines[-3:], expected, strict=True):
+        low, high = wilson_interval(error_count.top1_wrong, error_count.images)
+        assert f"{100 * error_count.top1_wrong / error_count.images:.2f} [{low:.2f}, {high:.2f}]" in line
+        assert f"  {100 * error_count.top5_wrong / error_count.images:.2f} [" in line
     assert "m1.onnx" in lines[4]
     assert "0.2857" in lines[4]
     assert "flatter" in told.err
@@ -401,6 +403,6 @@ def test_an_ensemble_can_be_reported(members: list[Path], tmp_path: Path, capsys
     found = ensemble(members, tmp_path / "e")
     assert prelunet(["report", str(tmp_path / "e"), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    tally = found.first[-1]
-    assert report["top1_error"] == round(100 * tally.top1_wrong / tally.images, 4)
+    error_count = found.cumulative_errors[-1]
+    assert report["top1_error"] == round(100 * error_count.top1_wrong / error_count.images, 4)
     assert report["views"] == []

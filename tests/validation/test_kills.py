@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.conftest import Exported
-from tests.helpers.child_processes import Nursery, nursery
+from tests.conftest import ExportedNet
+from tests.helpers.child_processes import ForkServer, fork_server
 from tests.helpers.fakes import fake_contract
 
 RESULT = ("run.json", "predictions.jsonl", "scores.f32.npy")
@@ -27,8 +27,8 @@ PRELUNET = [sys.executable, "-c", "from prelunet.evaluator.cli import main; main
 
 
 @pytest.fixture(scope="module")
-def children() -> Iterator[Nursery]:
-    with nursery() as started:
+def children() -> Iterator[ForkServer]:
+    with fork_server() as started:
         yield started
 
 
@@ -50,7 +50,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(children: Nursery, data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, bytes]]:
+def whole(children: ForkServer, data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, bytes]]:
     """Give the bytes of runs that nobody disturbed, by the copies of the images."""
     folder, runs = tmp_path_factory.mktemp("whole"), {}
     for copies in (1, COPIES):
@@ -86,13 +86,13 @@ def check_log(folder: Path, torn: int = 0) -> None:
 
 
 def test_killed_at_twenty_random_moments_a_run_goes_on_and_ends_in_the_same_bytes(
-    children: Nursery, data: Path, tmp_path: Path, whole: dict[int, dict[str, bytes]]
+    children: ForkServer, data: Path, tmp_path: Path, whole: dict[int, dict[str, bytes]]
 ) -> None:
     moments = random.Random(7)
     runs = (tmp_path / str(number) for number in count())
     folder, kills = next(runs), 0
     while kills < KILLS:
-        code = children.live(moments.uniform(0, 0.3), data=data, folder=folder, copies=COPIES)
+        code = children.kill_after(moments.uniform(0, 0.3), data=data, folder=folder, copies=COPIES)
         if code == 0:  # it was faster; the kills go on with another
             assert contents(folder) == whole[COPIES]
             check_log(folder)
@@ -107,32 +107,32 @@ def test_killed_at_twenty_random_moments_a_run_goes_on_and_ends_in_the_same_byte
 
 
 def test_killed_at_any_step_of_writing_and_again_while_going_on_a_run_ends_in_the_same_bytes(
-    children: Nursery, data: Path, tmp_path: Path, whole: dict[int, dict[str, bytes]]
+    children: ForkServer, data: Path, tmp_path: Path, whole: dict[int, dict[str, bytes]]
 ) -> None:
     again = random.Random(11)
     for step in count(1):
         order = {"data": data, "folder": tmp_path / str(step), "copies": 1}
-        if children.die(step, **order) == 0:
+        if children.kill_at_step(step, **order) == 0:
             break
-        children.die(again.randint(1, 12), **order)
-        assert children.die(0, **order) == 0
+        children.kill_at_step(again.randint(1, 12), **order)
+        assert children.kill_at_step(0, **order) == 0
         assert contents(tmp_path / str(step)) == whole[1], f"killed at step {step}"
         check_log(tmp_path / str(step), torn=2)
     assert step > 3 * 4 + 4, "three chunks are twelve steps, and more come before"
 
 
 def test_killed_while_an_old_run_is_deleted_the_same_command_starts_anew(
-    children: Nursery, data: Path, tmp_path: Path, whole: dict[int, dict[str, bytes]]
+    children: ForkServer, data: Path, tmp_path: Path, whole: dict[int, dict[str, bytes]]
 ) -> None:
     folder = tmp_path / "run"
     order = {"data": data, "folder": folder, "copies": 1}
     for step in range(1, 12):  # until the new run has its first lines
-        children.die(0, **order)
+        children.kill_at_step(0, **order)
         (folder / "report").mkdir(exist_ok=True)
         (folder / "report" / "report.json").write_text("of the old run")
         (folder / "run.json").write_text((folder / "run.json").read_text().replace('"m.onnx"', '"old.onnx"'))
-        assert children.die(step, **order, fresh=True) == -signal.SIGKILL
-        assert children.die(0, **order, fresh=step % 2 == 0) == 0, f"killed at step {step}"
+        assert children.kill_at_step(step, **order, fresh=True) == -signal.SIGKILL
+        assert children.kill_at_step(0, **order, fresh=step % 2 == 0) == 0, f"killed at step {step}"
         found = contents(folder)
         assert found.pop("run.json").replace(b"old.onnx", b"m.onnx") == whole[1]["run.json"]
         assert found.items() <= whole[1].items(), f"killed at step {step}"
@@ -140,7 +140,7 @@ def test_killed_while_an_old_run_is_deleted_the_same_command_starts_anew(
 
 
 def test_the_program_killed_at_random_moments_goes_on_and_ends_in_the_same_bytes(
-    exported: dict[str, Exported], tmp_path: Path
+    exported: dict[str, ExportedNet], tmp_path: Path
 ) -> None:
     model = exported["demo-image"]
     data = lay_out(tmp_path / "val", [entry.wnid for entry in model.session.contract.classes])

@@ -13,12 +13,12 @@ import pytest
 from PIL import Image
 
 from prelunet.evaluator.cli import run as prelunet
-from prelunet.evaluator.datasets import DatasetPlace, open_dataset
+from prelunet.evaluator.datasets import DatasetSpec, open_dataset
 from prelunet.evaluator.datasets.dataset import Dataset
 from prelunet.evaluator.errors import RunFolderError, UsageError
-from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.validation.merge import merge
-from prelunet.evaluator.validation.run import describe_dataset, read_run, run_info
+from prelunet.evaluator.validation.run import build_run_info, describe_dataset, read_run
 from prelunet.evaluator.validation.run_log import find_dataset
 from prelunet.evaluator.validation.validate import validate
 from prelunet.evaluator.validation.writer import RunWriter
@@ -27,7 +27,7 @@ from tests.reporting.scored_runs import changed_info
 
 RESULT = ("run.json", "predictions.jsonl", "scores.f32.npy")
 CLASSES = [entry.wnid for entry in fake_contract().classes]
-PROTOCOL = make_protocol("center", fake_contract())
+PROTOCOL = build_protocol("center", fake_contract())
 IMAGES, CHUNK = 61, 8  # seven whole chunks and one of five
 BAD = 29
 
@@ -49,7 +49,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 def make(dataset: Dataset, folder: Path, shard: tuple[int, int] | None, *, seed: int = 0, chunk: int = CHUNK) -> Path:
     session = FakeSession(seed=seed)
-    info = run_info(session, "m.onnx", describe_dataset(dataset), PROTOCOL, shard)
+    info = build_run_info(session, "m.onnx", describe_dataset(dataset), PROTOCOL, shard)
     validate([session], dataset, replace(info, chunk=chunk), folder)
     return folder
 
@@ -106,7 +106,7 @@ def test_shards_that_hold_nothing_are_not_missed(dataset: Dataset, tmp_path: Pat
 
 def test_the_merged_run_knows_where_its_images_lie(dataset: Dataset, three: list[Path], tmp_path: Path) -> None:
     merge(three, tmp_path / "merged")
-    assert find_dataset(tmp_path / "merged") == DatasetPlace(dataset.location.resolve())
+    assert find_dataset(tmp_path / "merged") == DatasetSpec(dataset.location.resolve())
 
 
 @pytest.mark.parametrize("appended", [0, 1, 2, 3, 5])
@@ -132,7 +132,7 @@ def test_a_merge_that_was_killed_is_no_run_until_the_same_command_has_finished_i
     with pytest.raises(RunFolderError, match=rf"{appended * CHUNK} of {IMAGES} images are done"):
         read_run(tmp_path / "merged")
     said: list[str] = []
-    merge(three, tmp_path / "merged", announce=said.append)
+    merge(three, tmp_path / "merged", report=said.append)
     assert contents(tmp_path / "merged") == whole
     assert (f"going on after {appended * CHUNK} of 61" if appended else ": new") in said[0]
 
@@ -141,7 +141,7 @@ def test_merging_again_changes_nothing_and_says_so(three: list[Path], tmp_path: 
     merge(three, tmp_path / "merged")
     before = {name: (tmp_path / "merged" / name).stat().st_mtime_ns for name in (*RESULT, "log.jsonl")}
     said: list[str] = []
-    merge(three, tmp_path / "merged", announce=said.append)
+    merge(three, tmp_path / "merged", report=said.append)
     assert {name: (tmp_path / "merged" / name).stat().st_mtime_ns for name in before} == before
     assert "finished already" in said[0]
 

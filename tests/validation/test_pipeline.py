@@ -14,16 +14,16 @@ from PIL import Image
 
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.engine.batching import BatchRules
-from prelunet.evaluator.engine.classify import Classified, ViewResult, classify_images, combine
+from prelunet.evaluator.engine.classify import Classification, ViewResult, average_image, classify_images
 from prelunet.evaluator.engine.scores import nine_windows
 from prelunet.evaluator.engine.session import Outputs
 from prelunet.evaluator.errors import ImageError
 from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.imaging.views import ViewImage, make_views
-from prelunet.evaluator.protocols import Protocol, make_protocol
+from prelunet.evaluator.protocols import EvaluationProtocol, build_protocol
 from prelunet.evaluator.validation.pipeline import evaluate_chunks
-from prelunet.evaluator.validation.predictions import Prediction, prediction_of
-from prelunet.evaluator.validation.timing import Stages
+from prelunet.evaluator.validation.predictions import Prediction, build_prediction
+from prelunet.evaluator.validation.timing import StageTimer
 from tests.helpers.fakes import FakeSession, fake_contract
 from tests.validation.pipeline_data import (
     BAD,
@@ -33,23 +33,23 @@ from tests.validation.pipeline_data import (
     SHARED_CANVASES,
     TWO_SCALES,
     WAIT,
-    Irregular,
-    Reading,
+    IrregularSession,
+    RecordingReader,
     chunks_of,
-    laid_out,
     no_thread_is_left,
+    write_dataset,
 )
 
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    return laid_out(tmp_path_factory.mktemp("data") / "val")
+    return write_dataset(tmp_path_factory.mktemp("data") / "val")
 
 
 _no_thread_is_left = pytest.fixture(autouse=True)(no_thread_is_left)
 
 
-def seen_alone(session: FakeSession, image: np.ndarray, protocol: Protocol) -> Classified:
+def seen_alone(session: FakeSession, image: np.ndarray, protocol: EvaluationProtocol) -> Classification:
     """Classify an image view by view: nothing shares a batch, nothing is packed."""
     results = []
     for view in make_views(image, protocol):
@@ -60,11 +60,11 @@ def seen_alone(session: FakeSession, image: np.ndarray, protocol: Protocol) -> C
         if view.view.part == "nine":
             (rows, columns), scores, logits = nine_windows(outputs.window_scores[0])
         results.append(ViewResult(view.view, height, width, view.capped, (rows, columns), scores, logits))
-    return combine(protocol, results)
+    return average_image(protocol, results)
 
 
 def one_after_the_other(
-    session: FakeSession, dataset: Dataset, protocol: Protocol, chunk: Sequence[Sample]
+    session: FakeSession, dataset: Dataset, protocol: EvaluationProtocol, chunk: Sequence[Sample]
 ) -> tuple[list[Prediction], np.ndarray]:
     """Evaluate a chunk without any thread or batch."""
     lines, rows = [], []
@@ -75,7 +75,7 @@ def one_after_the_other(
             lines.append(Prediction(sample.file, sample.label, refused=str(error)))
             rows.append(np.full(len(CLASSES), np.nan, np.float32))
         else:
-            lines.append(prediction_of(sample.file, sample.label, result))
+            lines.append(build_prediction(sample.file, sample.label, result))
             rows.append(result.scores)
     return lines, np.stack(rows)
 
@@ -87,7 +87,7 @@ def test_lines_and_scores_are_those_of_one_image_after_the_other(
     dataset: Dataset, chunk: int, portion: int, sessions: int, threads: int, rules: BatchRules
 ) -> None:
     chunks = chunks_of(dataset.samples, chunk)
-    fakes = [Irregular(rules=rules) for _ in range(sessions)]
+    fakes = [IrregularSession(rules=rules) for _ in range(sessions)]
     found = list(evaluate_chunks(fakes, dataset, TWO_SCALES, chunks, portion, threads))
     assert len(found) == len(chunks)
     for samples, (lines, scores) in zip(chunks, found, strict=True):
@@ -98,7 +98,7 @@ def test_lines_and_scores_are_those_of_one_image_after_the_other(
 
 @pytest.mark.parametrize("name", ["spp-18", "ten-crop", "center"])
 def test_the_same_holds_for_crops_and_for_nine_windows(dataset: Dataset, name: str) -> None:
-    protocol = make_protocol(name, fake_contract())
+    protocol = build_protocol(name, fake_contract())
     chunk = dataset.samples[:20]
     ((lines, scores),) = evaluate_chunks([FakeSession(), FakeSession()], dataset, protocol, [chunk], 6, 2)
     expected, rows = one_after_the_other(FakeSession(), dataset, protocol, chunk)
@@ -116,15 +116,15 @@ def test_scores_are_those_of_classify_images(dataset: Dataset) -> None:
 
 def test_blank_rows_are_computed_and_belong_to_no_image(dataset: Dataset) -> None:
     """The test above would say little of shared canvases if there were no blank rows."""
-    stages, fake = Stages(), FakeSession(rules=SHARED_CANVASES)
-    ((lines, _),) = evaluate_chunks([fake], dataset, TWO_SCALES, [dataset.samples], 20, 2, stages=stages)
+    timer, fake = StageTimer(), FakeSession(rules=SHARED_CANVASES)
+    ((lines, _),) = evaluate_chunks([fake], dataset, TWO_SCALES, [dataset.samples], 20, 2, timer=timer)
     rows = sum(shape[0] for shape in fake.calls)
-    assert rows > stages.tally().views == len(TWO_SCALES.views) * (IMAGES - len(BAD))
+    assert rows > timer.totals().views == len(TWO_SCALES.views) * (IMAGES - len(BAD))
     assert len(lines) == IMAGES
 
 
 def test_no_image_is_read_twice_for_several_scales(dataset: Dataset) -> None:
-    reading = Reading(dataset)
+    reading = RecordingReader(dataset)
     fakes = [FakeSession(), FakeSession()]
     list(evaluate_chunks(fakes, replace(dataset, reader=reading), TWO_SCALES, chunks_of(dataset.samples, 20), 7, 3))
     assert sorted(reading.seen) == [sample.file for sample in dataset.samples]
@@ -138,7 +138,7 @@ def test_no_image_is_copied_whole_into_an_array(dataset: Dataset, monkeypatch: p
     given: list[bool] = []
     made = make_views
 
-    def noting(image: Any, protocol: Protocol) -> list[ViewImage]:
+    def noting(image: Any, protocol: EvaluationProtocol) -> list[ViewImage]:
         given.append(isinstance(image, Image.Image))
         return made(image, protocol)
 
@@ -159,7 +159,7 @@ def test_two_portions_of_pixels_for_each_session_are_in_memory_and_no_more(
             time.sleep(0.02)  # room for the threads to prepare all that they may
             return super().compute(staged)
 
-    def making(image: np.ndarray, protocol: Protocol) -> list[ViewImage]:
+    def making(image: np.ndarray, protocol: EvaluationProtocol) -> list[ViewImage]:
         alive.append(sum(reference() is not None for reference in made))
         views = make_views(image, protocol)
         made.append(weakref.ref(views[0].image))
@@ -177,7 +177,7 @@ def test_two_portions_of_pixels_for_each_session_are_in_memory_and_no_more(
 def test_three_portions_for_each_session_are_begun_before_the_first_of_them_is_written(
     dataset: Dataset, sessions: int
 ) -> None:
-    reading = Reading(dataset)
+    reading = RecordingReader(dataset)
     read_ahead = replace(dataset, reader=reading)
     chunks = chunks_of(dataset.samples, 4)
     ahead = []
@@ -217,7 +217,7 @@ def test_a_portion_is_decoded_while_the_one_before_is_computed_and_the_one_befor
     dataset: Dataset,
 ) -> None:
     portions = chunks_of([sample for index, sample in enumerate(dataset.samples) if index not in BAD], 6)
-    reading = Reading(dataset)
+    reading = RecordingReader(dataset)
     computed = count()
     session_has = [threading.Event() for _ in portions]
 
@@ -246,7 +246,7 @@ def test_a_portion_is_decoded_while_the_one_before_is_computed_and_the_one_befor
 
 
 def test_each_session_is_computed_on_by_one_thread_of_its_own(dataset: Dataset) -> None:
-    class Recording(Irregular):
+    class Recording(IrregularSession):
         def __init__(self) -> None:
             super().__init__()
             self.threads: dict[str, set[threading.Thread]] = {"stage": set(), "compute": set()}

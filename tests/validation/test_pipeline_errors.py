@@ -23,18 +23,18 @@ from tests.validation.pipeline_data import (
     CENTER,
     TWO_SCALES,
     WAIT,
-    Irregular,
-    Reading,
+    IrregularSession,
+    RecordingReader,
     chunks_of,
-    laid_out,
+    count_until_error,
     no_thread_is_left,
-    until_it_fails,
+    write_dataset,
 )
 
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    return laid_out(tmp_path_factory.mktemp("data") / "val")
+    return write_dataset(tmp_path_factory.mktemp("data") / "val")
 
 
 _no_thread_is_left = pytest.fixture(autouse=True)(no_thread_is_left)
@@ -46,10 +46,10 @@ def test_an_error_of_reading_comes_behind_the_portions_before_it(dataset: Datase
         if file.endswith("022.png"):
             raise DatasetError("planted: the disk is gone")
 
-    broken = replace(dataset, reader=Reading(dataset, vanished))
-    fakes = [Irregular() for _ in range(sessions)]
+    broken = replace(dataset, reader=RecordingReader(dataset, vanished))
+    fakes = [IrregularSession() for _ in range(sessions)]
     results = evaluate_chunks(fakes, broken, TWO_SCALES, chunks_of(dataset.samples, 5), 5, 2)
-    assert until_it_fails(results, DatasetError, "planted") == 4
+    assert count_until_error(results, DatasetError, "planted") == 4
 
 
 @pytest.mark.parametrize("error", [RuntimeError("planted"), KeyboardInterrupt("planted"), MemoryError("planted")])
@@ -67,13 +67,13 @@ def test_an_error_of_the_session_comes_behind_the_portions_before_it(
 
     setattr(session, where, failing)
     results = evaluate_chunks([session], dataset, CENTER, chunks_of(dataset.samples, 8), 8, 2)
-    assert until_it_fails(results, type(error), "planted") == 2
+    assert count_until_error(results, type(error), "planted") == 2
 
 
 def test_a_view_that_the_session_refuses_is_an_error_and_not_a_hang(dataset: Dataset) -> None:
     session = FakeSession(fake_contract(max_side=60, default_scales=(28,)))
     results = evaluate_chunks([session], dataset, TWO_SCALES, [dataset.samples], 8, 2)
-    assert until_it_fails(results, UsageError, "larger than this model's 60 pixels") == 0
+    assert count_until_error(results, UsageError, "larger than this model's 60 pixels") == 0
 
 
 def test_the_first_of_several_errors_in_the_order_of_the_images_is_told(dataset: Dataset) -> None:
@@ -88,9 +88,9 @@ def test_the_first_of_several_errors_in_the_order_of_the_images_is_told(dataset:
             time.sleep(0.02)
             raise DatasetError("planted: the earlier image")
 
-    broken = replace(dataset, reader=Reading(dataset, failing))
+    broken = replace(dataset, reader=RecordingReader(dataset, failing))
     results = evaluate_chunks([FakeSession(), FakeSession()], broken, CENTER, chunks_of(dataset.samples, 3), 3, 3)
-    assert until_it_fails(results, DatasetError, "earlier") == 1
+    assert count_until_error(results, DatasetError, "earlier") == 1
 
 
 def test_nothing_behind_an_error_is_computed_any_more_while_the_portions_before_it_are(dataset: Dataset) -> None:
@@ -107,9 +107,9 @@ def test_nothing_behind_an_error_is_computed_any_more_while_the_portions_before_
             return super().compute(staged)
 
     sessions = [Gated(), Gated()]
-    broken = replace(dataset, reader=Reading(dataset, failing))
+    broken = replace(dataset, reader=RecordingReader(dataset, failing))
     results = evaluate_chunks(sessions, broken, CENTER, chunks_of(dataset.samples, 3), 3, 1)
-    assert until_it_fails(results, DatasetError, "planted") == 1
+    assert count_until_error(results, DatasetError, "planted") == 1
     assert len(sessions[0].calls) + len(sessions[1].calls) == 1
 
 
@@ -122,7 +122,7 @@ def test_scores_that_are_no_numbers_name_the_file(dataset: Dataset) -> None:
             return outputs
 
     results = evaluate_chunks([Broken()], dataset, CENTER, chunks_of(dataset.samples, 8), 8, 2)
-    assert until_it_fails(results, ContractError, r"015\.png: .*no numbers") == 1
+    assert count_until_error(results, ContractError, r"015\.png: .*no numbers") == 1
 
 
 def test_a_session_with_little_room_ends_too_when_all_of_it_is_taken(dataset: Dataset) -> None:
@@ -216,7 +216,7 @@ def test_a_machine_without_another_thread_is_told_and_not_waited_for(
     monkeypatch.setattr(ThreadPoolExecutor, "submit", failing)
     fakes = [FakeSession() for _ in range(sessions)]
     results = evaluate_chunks(fakes, dataset, CENTER, chunks_of(dataset.samples, 5), 5, 2)
-    assert until_it_fails(results, RuntimeError, "new thread") == image // 5
+    assert count_until_error(results, RuntimeError, "new thread") == image // 5
 
 
 @pytest.mark.parametrize("where", ["stage", "compute"])
@@ -233,4 +233,4 @@ def test_a_thread_that_fails_between_two_portions_is_told_and_not_waited_for(
 
     monkeypatch.setattr(Pipeline, methods[where], failing)
     results = evaluate_chunks([FakeSession()], dataset, CENTER, chunks_of(dataset.samples, 5), 5, 2)
-    assert until_it_fails(results, MemoryError, "planted") <= 2
+    assert count_until_error(results, MemoryError, "planted") <= 2

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from prelunet.evaluator.engine.batching import BatchRules
-from prelunet.evaluator.protocols import make_protocol
-from prelunet.evaluator.validation.run import Batching, batching_from_json, run_info, run_info_from_json
+from prelunet.evaluator.protocols import build_protocol
+from prelunet.evaluator.validation.run import Batching, batching_from_json, build_run_info, run_info_from_json
 from tests.helpers.fakes import FakeSession, fake_contract
 
 DATASET = {"name": "val", "fingerprint": "ab" * 32, "images": 5000, "layout": "class folders", "selection": None}
@@ -16,7 +16,7 @@ def test_a_run_on_a_gpu_has_larger_chunks_and_its_rules_survive_the_file() -> No
     infos = {}
     for provider in ("CPUExecutionProvider", "CUDAExecutionProvider"):
         session = FakeSession(provider=provider)
-        infos[provider] = run_info(session, "m.onnx", DATASET, make_protocol("multi-scale", session.contract))
+        infos[provider] = build_run_info(session, "m.onnx", DATASET, build_protocol("multi-scale", session.contract))
         assert run_info_from_json(infos[provider].to_json()) == infos[provider]
         assert infos[provider].batching == Batching(infos[provider].chunk, session.rules)
     cpu, gpu = infos.values()
@@ -25,8 +25,10 @@ def test_a_run_on_a_gpu_has_larger_chunks_and_its_rules_survive_the_file() -> No
 
 def test_a_memory_limit_makes_the_portions_smaller_on_a_cpu() -> None:
     session = FakeSession(fake_contract(max_side=4096))
-    protocol = make_protocol("dense-1000", session.contract)
-    free, limited = (run_info(session, "m.onnx", DATASET, protocol, memory=memory) for memory in (None, 3 * 2**29))
+    protocol = build_protocol("dense-1000", session.contract)
+    free, limited = (
+        build_run_info(session, "m.onnx", DATASET, protocol, memory=memory) for memory in (None, 3 * 2**29)
+    )
     assert free.batching is not None
     assert limited.batching is not None
     assert 1 < limited.batching.images_together < free.batching.images_together

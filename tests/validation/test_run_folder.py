@@ -18,9 +18,9 @@ from prelunet.evaluator.datasets import open_dataset
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.errors import EnvironmentFault, PreluNetError, RunFolderError
 from prelunet.evaluator.json_checks import differences
-from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.validation.predictions import Prediction
-from prelunet.evaluator.validation.run import RunInfo, describe_dataset, read_run, run_info
+from prelunet.evaluator.validation.run import RunInfo, build_run_info, describe_dataset, read_run
 from prelunet.evaluator.validation.writer import open_run, scores_header
 from tests.helpers.fakes import FakeSession
 
@@ -29,11 +29,11 @@ CLASSES = 6
 IMAGES, CHUNK = 10, 4
 SAMPLES = [Sample(f"n{index // 4:08}/{index:02}.png", index // 4, 100 + index) for index in range(IMAGES)]
 INFO = replace(
-    run_info(
+    build_run_info(
         SESSION,
         "m.onnx",
         {"name": "val", "fingerprint": "f" * 64, "images": IMAGES, "layout": "class folders", "selection": None},
-        make_protocol("multi-scale", SESSION.contract),
+        build_protocol("multi-scale", SESSION.contract),
     ),
     chunk=CHUNK,
 )
@@ -142,7 +142,7 @@ def test_the_leftovers_of_a_start_that_was_killed_are_no_obstacle(folder: Path) 
 
 OTHERS: list[tuple[RunInfo, str]] = [
     (replace(INFO, model={**INFO.model, "sha256": "0" * 64}), "model.sha256: "),
-    (replace(INFO, protocol=make_protocol("dense-40", SESSION.contract)), r"protocol.scales: \[32, 48, 60\] in the f"),
+    (replace(INFO, protocol=build_protocol("dense-40", SESSION.contract)), r"protocol.scales: \[32, 48, 60\] in the f"),
     (replace(INFO, dataset={**INFO.dataset, "fingerprint": "e" * 64}), "dataset.fingerprint: fff"),
     (replace(INFO, classes=INFO.classes[:5]), "classes.length: 6 in the folder, 5 now"),
     (
@@ -245,7 +245,7 @@ def test_names_that_steer_a_terminal_are_written_out_so_that_the_run_can_be_read
     dataset = replace(open_images(folder.parent / "v\x1b]0;al\udcff"), layout="class folders")
     described = describe_dataset(dataset)
     assert described["name"] == r"v\x1b]0;al\udcff"
-    info = run_info(SESSION, "m\n.onnx", {**described, "images": IMAGES}, INFO.protocol)
+    info = build_run_info(SESSION, "m\n.onnx", {**described, "images": IMAGES}, INFO.protocol)
     write(folder, info=replace(info, chunk=CHUNK))
     assert read_run(folder).info.model["file"] == r"m\x0a.onnx"
 

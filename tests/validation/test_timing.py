@@ -12,14 +12,14 @@ from prelunet.evaluator.engine.session import Outputs
 from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.imaging.views import make_views
 from prelunet.evaluator.validation.pipeline import evaluate_chunks
-from prelunet.evaluator.validation.timing import STAGES, Stages
+from prelunet.evaluator.validation.timing import STAGES, StageTimer
 from tests.helpers.fakes import FakeSession
-from tests.validation.pipeline_data import BAD, IMAGES, SHARED_CANVASES, TWO_SCALES, laid_out, no_thread_is_left
+from tests.validation.pipeline_data import BAD, IMAGES, SHARED_CANVASES, TWO_SCALES, no_thread_is_left, write_dataset
 
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    return laid_out(tmp_path_factory.mktemp("data") / "val")
+    return write_dataset(tmp_path_factory.mktemp("data") / "val")
 
 
 _no_thread_is_left = pytest.fixture(autouse=True)(no_thread_is_left)
@@ -31,35 +31,35 @@ def test_stages_and_counts_tell_what_was_done(dataset: Dataset) -> None:
             time.sleep(0.01)
             return super().compute(staged)
 
-    session, stages = Slow(rules=SHARED_CANVASES), Stages()
-    list(evaluate_chunks([session], dataset, TWO_SCALES, [dataset.samples], 20, 2, stages=stages))
-    tally = stages.tally()
-    assert (tally.images, tally.views) == (IMAGES, len(TWO_SCALES.views) * (IMAGES - len(BAD)))
-    assert tally.batches == len(session.calls) == sum(stages.canvases().values())
-    assert set(stages.canvases()) == {shape[:3] for shape in session.calls}
-    assert tally.changes == 1 + sum(a != b for a, b in zip(session.calls, session.calls[1:], strict=False))
-    assert tally.canvas_pixels == sum(rows * height * width for rows, height, width, _ in session.calls)
+    session, timer = Slow(rules=SHARED_CANVASES), StageTimer()
+    list(evaluate_chunks([session], dataset, TWO_SCALES, [dataset.samples], 20, 2, timer=timer))
+    totals = timer.totals()
+    assert (totals.images, totals.views) == (IMAGES, len(TWO_SCALES.views) * (IMAGES - len(BAD)))
+    assert totals.batches == len(session.calls) == sum(timer.canvases().values())
+    assert set(timer.canvases()) == {shape[:3] for shape in session.calls}
+    assert totals.changes == 1 + sum(a != b for a, b in zip(session.calls, session.calls[1:], strict=False))
+    assert totals.canvas_pixels == sum(rows * height * width for rows, height, width, _ in session.calls)
     pixels = 0
     for index, sample in enumerate(dataset.samples):
         if index not in BAD:
             views = make_views(decode_rgb(dataset.read(sample)), TWO_SCALES)
             pixels += sum(view.image.shape[0] * view.image.shape[1] for view in views)
-    assert tally.view_pixels == pixels == sum(h * w * views for (h, w), views in stages.view_shapes().items())
-    assert tally.padding == pytest.approx(1 - pixels / tally.canvas_pixels)
-    assert tally.seconds["compute"] >= 0.01 * tally.batches  # a sleep is never shorter
-    assert all(tally.seconds[stage] > 0 for stage in STAGES if stage != "write")
-    assert tally.seconds["write"] == 0
+    assert totals.view_pixels == pixels == sum(h * w * views for (h, w), views in timer.view_shapes().items())
+    assert totals.padding == pytest.approx(1 - pixels / totals.canvas_pixels)
+    assert totals.seconds["compute"] >= 0.01 * totals.batches  # a sleep is never shorter
+    assert all(totals.seconds[stage] > 0 for stage in STAGES if stage != "write")
+    assert totals.seconds["write"] == 0
 
 
 def test_a_tally_since_another_is_what_was_done_between_them() -> None:
-    stages = Stages()
-    stages.add("decode", 1.0)
-    stages.batch_packed((2, 30, 40), [(30, 40)], changed=True)
-    before = stages.tally()
-    stages.add("decode", 0.5)
-    stages.image_prepared()
-    stages.batch_packed((3, 20, 10), [(20, 10), (10, 10)], changed=False)
-    since = stages.tally().since(before)
+    timer = StageTimer()
+    timer.add("decode", 1.0)
+    timer.batch_packed((2, 30, 40), [(30, 40)], changed=True)
+    before = timer.totals()
+    timer.add("decode", 0.5)
+    timer.image_prepared()
+    timer.batch_packed((3, 20, 10), [(20, 10), (10, 10)], changed=False)
+    since = timer.totals().since(before)
     assert since.seconds["decode"] == 0.5
     assert (since.images, since.views, since.batches, since.changes) == (1, 2, 1, 0)
     assert since.to_json() == {
@@ -68,18 +68,18 @@ def test_a_tally_since_another_is_what_was_done_between_them() -> None:
 
 
 def test_time_is_counted_of_a_block_that_fails_too_and_threads_add_up() -> None:
-    stages = Stages()
+    timer = StageTimer()
 
     def work() -> None:
         for _ in range(200):
-            with suppress(ValueError), stages.timed("read"):
+            with suppress(ValueError), timer.timed("read"):
                 raise ValueError
-            stages.add("decode", 0.25)
+            timer.add("decode", 0.25)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert stages.tally().seconds["decode"] == 200.0
-    assert stages.tally().seconds["read"] > 0
+    assert timer.totals().seconds["decode"] == 200.0
+    assert timer.totals().seconds["read"] > 0

@@ -17,22 +17,22 @@ from prelunet.evaluator.cli import run
 from prelunet.evaluator.datasets.dataset import Dataset
 from prelunet.evaluator.datasets.open import open_dataset
 from prelunet.evaluator.engine.classify import classify_images
-from prelunet.evaluator.engine.memory import portion_within
+from prelunet.evaluator.engine.memory import portion_size
 from prelunet.evaluator.engine.session import Outputs
 from prelunet.evaluator.errors import ContractError, DatasetError, EnvironmentFault, Interrupted, RunFolderError
 from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.imaging.views import make_views
-from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.reporting.statistics import wilson_interval
 from prelunet.evaluator.validation.run import CHUNK, read_run
 from prelunet.evaluator.validation.writer import scores_header
-from tests.conftest import Exported
+from tests.conftest import ExportedNet
 from tests.helpers.fakes import FakeSession, fake_contract, validated
 
 RESULT = ("run.json", "predictions.jsonl", "scores.f32.npy")
 CLASSES = [entry.wnid for entry in fake_contract().classes]
-CENTER = make_protocol("center", fake_contract())
-MULTI_SCALE = make_protocol("multi-scale", fake_contract())
+CENTER = build_protocol("center", fake_contract())
+MULTI_SCALE = build_protocol("multi-scale", fake_contract())
 IMAGES = 150  # two whole chunks and a part
 BAD = {f"{CLASSES[0]}/007.png": b"no image", f"{CLASSES[3]}/100.png": b"\x89PNG\r\n\x1a\n" + b"\0" * 9}
 
@@ -121,12 +121,12 @@ def test_the_log_tells_the_start_the_place_of_the_data_and_each_chunk(dataset: D
 def test_a_finished_run_is_said_to_be_finished_and_nothing_is_done(dataset: Dataset, tmp_path: Path) -> None:
     validated(FakeSession(), dataset, CENTER, tmp_path)
     before, log, said, session = contents(tmp_path), log_of(tmp_path), [], FakeSession()
-    validated(session, dataset, CENTER, tmp_path, announce=said.append)
+    validated(session, dataset, CENTER, tmp_path, report=said.append)
     assert (contents(tmp_path), log_of(tmp_path), session.calls) == (before, log, [])
     assert "finished already" in said[0]
 
 
-class Stopping(FakeSession):
+class FailingSession(FakeSession):
     """A session that fails after so many calls."""
 
     def __init__(self, calls: int, error: BaseException):
@@ -144,11 +144,11 @@ class Stopping(FakeSession):
 def test_ctrl_c_keeps_whole_chunks_and_the_same_command_goes_on(
     dataset: Dataset, tmp_path: Path, undisturbed: dict[str, bytes]
 ) -> None:
-    session = Stopping(1, KeyboardInterrupt())  # in the second of three chunks: crops of one size are one call
+    session = FailingSession(1, KeyboardInterrupt())  # in the second of three chunks: crops of one size are one call
     with pytest.raises(Interrupted, match=r"64 of 150 images are done\. The same command goes on"):
         validated(session, dataset, CENTER, tmp_path / "run")
     said: list[str] = []
-    validated(FakeSession(), dataset, CENTER, tmp_path / "run", announce=said.append)
+    validated(FakeSession(), dataset, CENTER, tmp_path / "run", report=said.append)
     assert "going on after 64 of 150" in said[0]
     assert contents(tmp_path / "run") == undisturbed
     assert executed(tmp_path / "run") == [0, 1, 2]
@@ -163,8 +163,8 @@ def test_a_chunk_is_prepared_in_parts_that_fit_into_memory_even_if_all_images_ar
     name: str, images: int
 ) -> None:
     contract = fake_contract(crop=224, window=56, default_scales=(256, 384, 480), max_side=8000)
-    protocol = make_protocol(name, contract)
-    assert portion_within(protocol, CHUNK, None) == images
+    protocol = build_protocol(name, contract)
+    assert portion_size(protocol, CHUNK, None) == images
     views = make_views(np.zeros((100, 400, 3), np.uint8), protocol)
     kept = {id(view.image if view.image.base is None else view.image.base): view.image.nbytes for view in views}
     assert images * sum(kept.values()) <= 3 * 2**27
@@ -186,7 +186,7 @@ def test_a_chunk_in_parts_gives_the_same_lines_and_scores(
 
 def test_a_line_of_the_log_that_a_crash_tore_does_not_swallow_the_next(dataset: Dataset, tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
-        validated(Stopping(1, KeyboardInterrupt()), dataset, CENTER, tmp_path)
+        validated(FailingSession(1, KeyboardInterrupt()), dataset, CENTER, tmp_path)
     (tmp_path / "log.jsonl").write_text('{"event": "chu')
     validated(FakeSession(), dataset, CENTER, tmp_path)
     torn, resumed, *_ = (tmp_path / "log.jsonl").read_text().splitlines()
@@ -326,7 +326,7 @@ def test_an_interrupted_validation_exits_4_and_a_full_disk_5(
     command: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for error, code in [(KeyboardInterrupt(), 4), (EnvironmentFault("disk"), 5)]:
-        stopping = Stopping(1, error)
+        stopping = FailingSession(1, error)
         monkeypatch.setattr("prelunet.evaluator.verbs.validate.open_sessions", lambda *_, session=stopping: [session])
         assert command() == code
     told = capsys.readouterr().err
@@ -346,14 +346,14 @@ def test_a_class_folder_that_the_model_does_not_know_exits_2(
 
 
 def test_an_exported_model_validates_like_image_by_image(
-    exported: dict[str, Exported], data: Path, tmp_path: Path
+    exported: dict[str, ExportedNet], data: Path, tmp_path: Path
 ) -> None:
     session = exported["demo-image"].session
     wnids = [entry.wnid for entry in session.contract.classes]
     for index in (0, 2):
         shutil.copytree(data / CLASSES[index], tmp_path / "val" / wnids[index])
     few = open_dataset(tmp_path, split="val", class_names=wnids)
-    protocol = make_protocol("dense-30", session.contract)
+    protocol = build_protocol("dense-30", session.contract)
     found = validated(session, few, protocol, tmp_path / "run")
     scores = np.load(tmp_path / "run" / "scores.f32.npy")
     for index in (0, 31, 59):

@@ -13,8 +13,8 @@ import pytest
 from prelunet.evaluator import cli
 from prelunet.evaluator.cli import VERBS, run
 from prelunet.evaluator.errors import EnvironmentFault
-from prelunet.evaluator.terminal import printable, say
-from tests.conftest import Exported
+from prelunet.evaluator.terminal import echo, escape_unprintable
+from tests.conftest import ExportedNet
 
 ROOT = Path(__file__).parents[2]
 
@@ -102,9 +102,9 @@ def test_what_would_steer_the_terminal_is_written_out_and_our_own_lines_stay(
     monkeypatch.setattr(cli, "_function_of", fails)
     assert run(["report"]) == 5
     assert capsys.readouterr().err == f"prelunet: {WRITTEN_OUT}\nin two lines, naïve 鯛\n"
-    say(f"{STEERING}\n", end="")
+    echo(f"{STEERING}\n", end="")
     assert capsys.readouterr().out == f"{WRITTEN_OUT}\n"
-    assert printable("a\nb\tc") == r"a\x0ab\x09c"
+    assert escape_unprintable("a\nb\tc") == r"a\x0ab\x09c"
 
 
 def test_the_parsers_own_complaints_do_not_steer_the_terminal_either(capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,7 +140,7 @@ def test_an_interrupt_says_that_the_same_command_goes_on(
     assert "same command" in capsys.readouterr().err
 
 
-def test_a_reader_that_goes_away_ends_the_program_quietly(exported: dict[str, Exported]) -> None:
+def test_a_reader_that_goes_away_ends_the_program_quietly(exported: dict[str, ExportedNet]) -> None:
     images = [str(ROOT / "tests" / "data" / "hostile" / "grey-16-bit.png"), "-"]
     command = ["classify", "--model", str(exported["demo-image"].path), "--device", "cpu", "--json", *images]
     code = "import sys; from prelunet.evaluator.cli import main; main(sys.argv[1:])"

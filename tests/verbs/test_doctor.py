@@ -21,10 +21,10 @@ from prelunet.evaluator.engine.runtimes import openvino
 from prelunet.evaluator.errors import EnvironmentFault
 from prelunet.evaluator.serving.server import Server
 from prelunet.evaluator.verbs import doctor_checks
-from prelunet.evaluator.verbs.doctor_checks import TRIAL_MODEL, Finding, examine_machine
-from tests.conftest import Exported, with_contract
+from prelunet.evaluator.verbs.doctor_checks import PROBE_MODEL, Finding, check_machine
+from tests.conftest import ExportedNet, with_contract
 from tests.helpers.fakes import FakeSession
-from tests.serving.serving_harness import in_a_thread, running_server
+from tests.serving.serving_harness import run_in_thread, running_server
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, dict[str, Any]], str]:
@@ -37,7 +37,7 @@ def doctor(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict
 
 
 def found(name: str) -> Finding:
-    return next(finding for finding in examine_machine("127.0.0.1", 0) if finding.name == name)
+    return next(finding for finding in check_machine("127.0.0.1", 0) if finding.name == name)
 
 
 def test_a_machine_that_is_set_up_right_passes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +91,7 @@ def trial_model() -> onnx.ModelProto:
 
 def test_the_trial_model_is_the_one_that_its_comment_tells_of() -> None:
     onnx.checker.check_model(trial_model(), full_check=True)
-    assert onnx.load_from_string(TRIAL_MODEL) == trial_model()
+    assert onnx.load_from_string(PROBE_MODEL) == trial_model()
 
 
 def test_a_device_that_computes_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def test_gpus_are_tried_one_by_one(
         return loaded, 0
 
     monkeypatch.setattr(doctor_checks, "visible_gpus", lambda: gpus)
-    monkeypatch.setattr(onnx_runtime, "knows_cuda", lambda: knows)
+    monkeypatch.setattr(onnx_runtime, "has_cuda_provider", lambda: knows)
     monkeypatch.setattr(onnx_runtime, "load_on_cuda", on_gpu)
     finding = found("device cuda")
     assert (finding.state, told in finding.told) == (state, True), finding
@@ -189,7 +189,7 @@ def test_a_port_that_somebody_has_is_told(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_good_model_is_told_with_its_golden_images_and_the_memory_of_serving_it(
-    exported: dict[str, Exported], capsys: pytest.CaptureFixture[str]
+    exported: dict[str, ExportedNet], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = exported["demo-image"].path
     code, findings, _ = doctor(capsys, "--model", str(path), "--device", "cpu", "--port", "0")
@@ -200,13 +200,13 @@ def test_a_good_model_is_told_with_its_golden_images_and_the_memory_of_serving_i
 
 
 def test_a_model_whose_scores_are_off_is_found(
-    exported: dict[str, Exported], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    exported: dict[str, ExportedNet], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = exported["demo-image"]
     first, *others = model.session.contract.golden
     scores = (first.scores[0] + 1e-3, *first.scores[1:])
     wrong = replace(model.session.contract, golden=(*others, replace(first, scores=scores)))
-    monkeypatch.setattr(doctor_checks, "open_placed", lambda *_, **__: with_contract(model.session, wrong))
+    monkeypatch.setattr(doctor_checks, "open_with_placement", lambda *_, **__: with_contract(model.session, wrong))
     code, findings, said = doctor(capsys, "--model", str(model.path), "--port", "0")
     assert (code, findings["model"]["state"]) == (6, "wrong")
     assert "golden images are off by 1.0e-03" in said
@@ -241,7 +241,7 @@ def test_a_server_that_does_not_serve_is_found(capsys: pytest.CaptureFixture[str
         yield server.address
         await server.stop(0)
 
-    with in_a_thread(loading) as (address, _):
+    with run_in_thread(loading) as (address, _):
         code, findings, said = doctor(capsys, "--server", address, "--port", "0")
     assert (code, findings["server"]["facts"]["health"]) == (6, "NOT_SERVING")
     assert "loading its models" in said

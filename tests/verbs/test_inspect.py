@@ -15,12 +15,12 @@ from prelunet.evaluator.architectures import Activation, architecture
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.errors import CheckpointError, ContractError, UsageError
 from prelunet.evaluator.files import sha256_of
-from prelunet.training.inspection.describe_file import PAPER_SLOPES, beside_the_paper, inspect_file, summarise_slopes
+from prelunet.training.inspection.describe_file import PAPER_SLOPES, add_paper_slopes, inspect_file, summarise_slopes
 from prelunet.training.net.checkpoints import write_checkpoint
 from tests.helpers.tiny_nets import mean_image, tiny_checkpoint
 
 if TYPE_CHECKING:
-    from tests.conftest import Exported
+    from tests.conftest import ExportedNet
 
 
 def test_slopes_are_summarised_layer_by_layer() -> None:
@@ -52,14 +52,14 @@ def untrained_slopes(name: str, activation: Activation) -> dict[str, np.ndarray]
 
 @pytest.mark.parametrize(("activation", "conv1", "fc2"), [("prelu-shared", 0.681, 0.031), ("prelu", 0.596, 0.075)])
 def test_slopes_of_model_e_stand_beside_table_1(activation: Activation, conv1: float, fc2: float) -> None:
-    slopes = beside_the_paper(summarise_slopes(untrained_slopes("E", activation)), activation)
+    slopes = add_paper_slopes(summarise_slopes(untrained_slopes("E", activation)), activation)
     assert [entry["layer"] for entry in slopes] == list(PAPER_SLOPES)
     assert (slopes[0]["paper"], slopes[-1]["paper"]) == (conv1, fc2)
 
 
 @pytest.mark.parametrize("name", ["A", "E30", "demo"])
 def test_slopes_of_another_net_stand_beside_nothing_even_where_names_agree(name: str) -> None:
-    slopes = beside_the_paper(summarise_slopes(untrained_slopes(name, "prelu")), "prelu")
+    slopes = add_paper_slopes(summarise_slopes(untrained_slopes(name, "prelu")), "prelu")
     assert {entry["paper"] for entry in slopes} == {None}
 
 
@@ -118,7 +118,7 @@ def test_names_from_the_file_cannot_steer_the_terminal(tmp_path: Path, capsys: p
     assert "owl [bold]loud[/]" in " ".join(out.split())
 
 
-def test_a_model_says_the_same_as_the_checkpoint_it_came_from(exported: "dict[str, Exported]") -> None:
+def test_a_model_says_the_same_as_the_checkpoint_it_came_from(exported: "dict[str, ExportedNet]") -> None:
     made = exported["demo-channel"]
     model, checkpoint = inspect_file(made.path), inspect_file(made.checkpoint_path)
     assert (model["kind"], model["checkpoint_sha256"]) == ("model", checkpoint["sha256"])
@@ -142,7 +142,7 @@ SLOPE_KEYS = ("layer", "channels", "mean", "min", "max", "below_zero", "above_on
     ],
 )
 def test_a_model_whose_training_is_told_in_nonsense_is_refused(
-    exported: "dict[str, Exported]", tmp_path: Path, training: dict[str, object], fault: str
+    exported: "dict[str, ExportedNet]", tmp_path: Path, training: dict[str, object], fault: str
 ) -> None:
     model = onnx.load(exported["demo-channel"].path)
     metadata = {**exported["demo-channel"].session.contract.to_metadata(), "prelunet.training": json.dumps(training)}
@@ -152,7 +152,7 @@ def test_a_model_whose_training_is_told_in_nonsense_is_refused(
         inspect_file(tmp_path / "odd.onnx")
 
 
-def test_a_model_is_inspected_without_torch_onnx_and_safetensors(exported: "dict[str, Exported]") -> None:
+def test_a_model_is_inspected_without_torch_onnx_and_safetensors(exported: "dict[str, ExportedNet]") -> None:
     blocked = "import sys\nfor name in ('torch', 'onnx', 'safetensors'): sys.modules[name] = None\n"
     inspect = f"sys.exit(run(['inspect', {str(exported['demo-channel'].path)!r}]))"
     code = f"{blocked}from prelunet.evaluator.cli import run; {inspect}"
@@ -184,7 +184,7 @@ def test_a_missing_file_is_refused_with_its_name(tmp_path: Path) -> None:
         inspect_file(tmp_path / "nowhere")
 
 
-def test_halves_are_refused_as_what_they_were(tmp_path: Path, exported: "dict[str, Exported]") -> None:
+def test_halves_are_refused_as_what_they_were(tmp_path: Path, exported: "dict[str, ExportedNet]") -> None:
     made, half = exported["demo-channel"], tmp_path / "half"
     for path, error in ((made.path, ContractError), (made.checkpoint_path, CheckpointError)):
         data = path.read_bytes()

@@ -3,29 +3,29 @@
 import pytest
 
 from prelunet.evaluator.datasets.dataset import Sample
-from prelunet.evaluator.engine.load import open_placed
-from prelunet.evaluator.engine.memory import Running, memory_need
+from prelunet.evaluator.engine.load import open_with_placement
+from prelunet.evaluator.engine.memory import Workload, estimate_memory
 from prelunet.evaluator.engine.runtimes import onnx
 from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.verbs import options as memory_module
-from prelunet.evaluator.verbs.options import foretold, tell_memory
-from tests.conftest import Exported
+from prelunet.evaluator.verbs.options import estimate_run_memory, report_memory
+from tests.conftest import ExportedNet
 from tests.helpers.fakes import FakeSession
 
 
 def test_a_run_within_its_limit_is_told_with_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
     session = FakeSession()
-    protocol = make_protocol("multi-scale", session.contract)
-    need = foretold(session, protocol, 64)  # type: ignore[arg-type]
-    assert need == memory_need(session.contract, protocol, 64, None)
-    tell_memory(need)
+    protocol = build_protocol("multi-scale", session.contract)
+    need = estimate_run_memory(session, protocol, 64)  # type: ignore[arg-type]
+    assert need == estimate_memory(session.contract, protocol, 64, None)
+    report_memory(need)
     said = capsys.readouterr()
     assert said.out == "", "the answer's channel stays free"
     assert said.err.splitlines()[0] == f"memory: at most {need}"
     assert "takes more than 320M to decode" in said.err.splitlines()[1]
-    tell_memory(need, gpu=True)
+    report_memory(need, gpu=True)
     assert "takes more than 1.00G to decode" in capsys.readouterr().err
 
 
@@ -33,48 +33,50 @@ def test_a_limit_below_what_a_run_takes_is_refused_before_it_begins() -> None:
     session = FakeSession()
     session.placement = Placement("cpu", memory=100 * 2**20)
     with pytest.raises(UsageError, match=r"--memory-limit 100M: protocol multi-scale takes up to"):
-        foretold(session, make_protocol("multi-scale", session.contract), 64)  # type: ignore[arg-type]
+        estimate_run_memory(session, build_protocol("multi-scale", session.contract), 64)  # type: ignore[arg-type]
 
 
 def test_a_limit_below_what_loading_takes_is_refused_before_the_file_is_loaded(
-    exported: dict[str, Exported], monkeypatch: pytest.MonkeyPatch
+    exported: dict[str, ExportedNet], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = exported["demo-channel"].path
     monkeypatch.setattr(onnx, "load_on_cpu", None)  # a call of it would be another error
     with pytest.raises(UsageError, match=r"--memory-limit 128M: loading the model alone takes up to 13\dM"):
-        open_placed(path, Placement("cpu", memory=2**27))
+        open_with_placement(path, Placement("cpu", memory=2**27))
 
 
 def test_a_machine_with_less_than_that_is_warned_of(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = FakeSession()
-    need = foretold(session, make_protocol("multi-scale", session.contract), 64)  # type: ignore[arg-type]
+    need = estimate_run_memory(session, build_protocol("multi-scale", session.contract), 64)  # type: ignore[arg-type]
     monkeypatch.setattr(memory_module, "machine_memory", lambda: need.total - 1)
-    tell_memory(need)
+    report_memory(need)
     assert "warning: this machine has" in capsys.readouterr().err
     monkeypatch.setattr(memory_module, "machine_memory", lambda: need.total)
-    tell_memory(need)
+    report_memory(need)
     assert "warning" not in capsys.readouterr().err
 
 
 def test_the_samples_and_the_largest_file_are_counted() -> None:
     session = FakeSession()
     session.placement = Placement("cpu", threads=3)
-    protocol = make_protocol("multi-scale", session.contract)
+    protocol = build_protocol("multi-scale", session.contract)
     samples = [Sample("a.png", 0, 100), Sample("b.png", 1, 7000), Sample("c.png", 2, 10)]
-    one, two = (foretold(session, protocol, 64, samples, pipelines=count) for count in (1, 2))  # type: ignore[arg-type]
-    assert one == memory_need(session.contract, protocol, 64, None, Running(images=3, encoded=3 * 7000))
-    assert two == memory_need(session.contract, protocol, 64, None, Running(pipelines=2, images=3, encoded=6 * 7000))
+    one, two = (estimate_run_memory(session, protocol, 64, samples, pipelines=count) for count in (1, 2))  # type: ignore[arg-type]
+    assert one == estimate_memory(session.contract, protocol, 64, None, Workload(images=3, encoded=3 * 7000))
+    assert two == estimate_memory(
+        session.contract, protocol, 64, None, Workload(pipelines=2, images=3, encoded=6 * 7000)
+    )
 
 
 def test_beside_gpus_main_memory_is_foretold_and_limited_too() -> None:
     session = FakeSession(provider="CUDAExecutionProvider")
-    protocol = make_protocol("multi-scale", session.contract)
-    need = foretold(session, protocol, 1024, sessions=2)  # type: ignore[arg-type]
-    assert need == memory_need(
-        session.contract, protocol, 1024, None, Running("cuda", "fp32", 0, session.rules, sessions=2)
+    protocol = build_protocol("multi-scale", session.contract)
+    need = estimate_run_memory(session, protocol, 1024, sessions=2)  # type: ignore[arg-type]
+    assert need == estimate_memory(
+        session.contract, protocol, 1024, None, Workload("cuda", "fp32", 0, session.rules, sessions=2)
     )
     session.placement = Placement("cuda", memory=2**30)
     with pytest.raises(UsageError, match=r"--memory-limit 1\.00G: protocol multi-scale takes up to"):
-        foretold(session, protocol, 1024)  # type: ignore[arg-type]
+        estimate_run_memory(session, protocol, 1024)  # type: ignore[arg-type]

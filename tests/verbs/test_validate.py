@@ -12,7 +12,7 @@ import pytest
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.validation.run import read_run
-from tests.conftest import Exported
+from tests.conftest import ExportedNet
 from tests.helpers.fakes import FakeSession, fake_contract
 from tests.helpers.tiny_datasets import (
     CLASSES,
@@ -145,7 +145,7 @@ def test_an_error_of_guessing_over_many_classes_is_told_with_its_suspicion(
 
 
 def test_a_real_model_validates_a_flat_layout_like_class_folders(
-    exported: dict[str, Exported], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exported: dict[str, ExportedNet], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = exported["demo-image"]
     wnids = [entry.wnid for entry in model.session.contract.classes]

@@ -27,7 +27,7 @@ ROOT = HERE.parents[1]
 TIME_LIMIT = 300  # seconds for one file
 
 
-class Placement:
+class PlacementChecker:
     """Places files, one at a time, in a folder that holds no more than one."""
 
     def __init__(self, stubs: Path, folder: Path):
@@ -49,7 +49,7 @@ class Placement:
         return judge(placed, graph)
 
 
-def check_controls(placement: Placement) -> bool:
+def check_controls(placement: PlacementChecker) -> bool:
     """Place the graphs with a known fault; return whether each was caught for its own fault."""
     controls = {
         "an op without a CUDA kernel": (without_kernel, "assigned to the default CPU EP"),
@@ -64,7 +64,7 @@ def check_controls(placement: Placement) -> bool:
     return caught
 
 
-def check_variants(placement: Placement, nets: str, *, whole: bool) -> list[str]:
+def check_variants(placement: PlacementChecker, nets: str, *, whole: bool) -> list[str]:
     """Place every variant of the nets, print a row for each, and return those that failed."""
     print(f"{'':28} nodes  convs  transposes  kernels  uploads  seconds")
     failed = []
@@ -87,7 +87,7 @@ def main() -> int:
     parser.add_argument("--whole", action="store_true", help="with all neurons of fc1 and fc2: C takes 6 GB of memory")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        placement = Placement(arguments.stubs, Path(folder))
+        placement = PlacementChecker(arguments.stubs, Path(folder))
         if not check_controls(placement):
             return 1
         failed = check_variants(placement, arguments.nets, whole=arguments.whole)

@@ -12,8 +12,8 @@ import numpy as np
 from onnx import ModelProto, TensorProto, helper
 
 from prelunet.evaluator.architectures import architecture, parameter_shapes
-from prelunet.evaluator.contract import Canvas, ClassEntry, MeanKind, Precision
-from prelunet.export.dense.build import build_model, contract_of
+from prelunet.evaluator.contract import Canvas, ClassEntry, FilePrecision, MeanKind
+from prelunet.export.dense.build import build_contract, build_model
 from prelunet.export.onnx_graph import IR_VERSION, OPSET
 
 CLASSES = 1000
@@ -26,7 +26,7 @@ class Variant:
     """One kind of model file."""
 
     net: str
-    precision: Precision
+    precision: FilePrecision
     canvas: Canvas
     mean_kind: MeanKind
 
@@ -36,7 +36,7 @@ class Variant:
 
 def variants(nets: str) -> Iterator[Variant]:
     """Yield what is checked of each net: every precision, canvas and mean."""
-    choices = product(nets, get_args(Precision), get_args(Canvas), get_args(MeanKind))
+    choices = product(nets, get_args(FilePrecision), get_args(Canvas), get_args(MeanKind))
     return (Variant(*choice) for choice in choices)
 
 
@@ -51,7 +51,7 @@ def build(variant: Variant, *, whole: bool = False) -> ModelProto:
     shapes = parameter_shapes(net, CLASSES)
     mean = np.zeros(3 if variant.mean_kind == "channel" else (net.crop, net.crop, 3), np.float32)
     classes = [ClassEntry(f"n{index:08}", f"class {index}") for index in range(CLASSES)]
-    contract = contract_of(
+    contract = build_contract(
         net, classes, variant.canvas, variant.precision, mean_kind=variant.mean_kind, checkpoint_sha256="0" * 64
     )
     return build_model(net, {name: np.broadcast_to(WEIGHT, shapes[name]) for name in shapes}, mean, contract, "0")

@@ -66,11 +66,11 @@ def make_batch(contract: ModelContract, count: int, height: int, width: int) -> 
 
 def check_shapes(contract: ModelContract, batch: Batch, outputs: Sequence[Any]) -> None:
     """Compare the shapes of all outputs with those of the contract."""
-    *small, take_window_scores = outputs
+    *small, fetch_window_scores = outputs
     count, height, width = batch[0].shape[:3]
     classes = len(contract.classes)
     expected = [(count, classes), (count, classes), (count, 2), (count, *contract.window_grid(height, width), classes)]
-    found = [value.shape for value in (*small, take_window_scores())]
+    found = [value.shape for value in (*small, fetch_window_scores())]
     assert found == expected, f"{found} for {expected}"
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prelunet.evaluator.arrays import Float32Array, UInt8Array
-from prelunet.evaluator.imaging.resize import Picture, resize_part, resized_size
-from prelunet.training.data.image_cache import TRAINING_CAP
+from prelunet.evaluator.imaging.resize import DecodedImage, resize_part, resized_size
+from prelunet.training.data.image_cache import TRAINING_LONG_SIDE_CAP
 from prelunet.training.recipe import Recipe
 
 ORDER, VIEW, DROPOUT, COLOR, SUBSTITUTE = range(5)  # independent random streams of one seed
@@ -23,7 +23,7 @@ def random_stream(seed: int, stream: int, first: int, second: int = 0) -> np.ran
     return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, stream, first, second))))
 
 
-def training_view(image: Picture, recipe: Recipe, epoch: int, index: int) -> UInt8Array:
+def training_view(image: DecodedImage, recipe: Recipe, epoch: int, index: int) -> UInt8Array:
     """Return what the net sees of image `index` in an epoch: uint8 (crop, crop, 3).
 
     A scale of the recipe's range, any crop of the resized image, mirrored in half of the cases. Only the crop is ever
@@ -33,10 +33,10 @@ def training_view(image: Picture, recipe: Recipe, epoch: int, index: int) -> UIn
     low, high = recipe.scales
     height, width = (image.height, image.width) if not isinstance(image, np.ndarray) else image.shape[:2]
     scale = int(random.integers(low, high, endpoint=True))
-    sides = resized_size(height, width, scale, TRAINING_CAP)
+    sides = resized_size(height, width, scale, TRAINING_LONG_SIDE_CAP)
     top, left = (int(random.integers(0, side - recipe.crop, endpoint=True)) for side in sides)
     mirrored = recipe.mirror and random.random() < 0.5
-    view = resize_part(image, scale, (top, left), (recipe.crop, recipe.crop), TRAINING_CAP)
+    view = resize_part(image, scale, (top, left), (recipe.crop, recipe.crop), TRAINING_LONG_SIDE_CAP)
     return view[:, ::-1] if mirrored else view
 
 
@@ -46,7 +46,7 @@ def epoch_order(seed: int, epoch: int, images: int) -> npt.NDArray[np.int64]:
     return random_stream(seed, ORDER, epoch).permutation(images)
 
 
-def places_of_step(recipe: Recipe, step: int, images: int) -> list[tuple[int, int]]:
+def view_keys_of_step(recipe: Recipe, step: int, images: int) -> list[tuple[int, int]]:
     """Return (epoch, image index) of each place in a batch; epochs follow one another without a gap."""
     places = range(step * recipe.batch, (step + 1) * recipe.batch)
     orders = {epoch: epoch_order(recipe.seed, epoch, images) for epoch in {place // images for place in places}}

@@ -18,10 +18,10 @@ from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.errors import DatasetError, ImageError, PreluNetError
 from prelunet.evaluator.files import open_atomically
 from prelunet.evaluator.imaging.decode import decode_image
-from prelunet.evaluator.json_checks import an_object, parse_json, whole
+from prelunet.evaluator.json_checks import parse_json, require_int, require_object
 from prelunet.evaluator.terminal import progress
 from prelunet.training.data.augmentation import color_axes
-from prelunet.training.data.image_cache import WORKERS, central_view, map_ahead
+from prelunet.training.data.image_cache import DEFAULT_WORKERS, central_view, map_in_threads
 
 MAX_REFUSED = 0.1  # part of a split; beyond it the dataset, not a few files, is broken
 VERSION = 1  # of what is kept; to be raised whenever the same images would give other sums
@@ -30,7 +30,7 @@ SAVE_EVERY = 10.0  # seconds of work that an interruption costs at most
 
 
 @dataclass(frozen=True)
-class Survey:
+class DatasetStatistics:
     """What one pass over a split found.
 
     refused: file → reason; mean_image: float32 (crop, crop, 3), mean_channels: float32 (3,), both RGB, 0-255, of the
@@ -45,7 +45,7 @@ class Survey:
 
 
 @dataclass
-class Tally:
+class PixelSums:
     """The sums of a pass so far.
 
     seen: images, from the first of the split on; refused: those of them that cannot be used, file → reason; pixels:
@@ -59,7 +59,7 @@ class Tally:
     refused: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def empty(cls, crop: int) -> "Tally":
+    def empty(cls, crop: int) -> "PixelSums":
         """Return the sums of no image."""
         return cls(np.zeros((crop, crop, 3), np.int64), np.zeros((3, 3), np.int64))
 
@@ -68,11 +68,11 @@ class Tally:
         """Return how many images are in the sums."""
         return self.seen - len(self.refused)
 
-    def survey(self) -> Survey:
+    def compute_statistics(self) -> DatasetStatistics:
         """Return what the sums say; there must be an image in them."""
         count = self.used * self.pixels.shape[0] * self.pixels.shape[1]
         sums = [int(total) for total in self.pixels.sum(axis=(0, 1))]
-        return Survey(
+        return DatasetStatistics(
             self.refused,
             (self.pixels / self.used).astype(np.float32),
             np.array([total / count for total in sums], dtype=np.float32),
@@ -80,7 +80,7 @@ class Tally:
         )
 
 
-def survey(
+def compute_statistics(
     dataset: Dataset,
     what: str,
     *,
@@ -88,9 +88,9 @@ def survey(
     crop: int,
     cache: Path | None = None,
     fresh: bool = False,
-    announce: Callable[[str], None] = lambda _text: None,
-    workers: int = WORKERS,
-) -> Survey:
+    report: Callable[[str], None] = lambda _text: None,
+    workers: int = DEFAULT_WORKERS,
+) -> DatasetStatistics:
     """Return the survey of a split that is kept in a folder, or make it, from where it was left, and keep it.
 
     scale, crop: of the central views, in pixels; what: `train/` or `val/`, for messages. cache: see `cache_folder`;
@@ -99,19 +99,19 @@ def survey(
     measured anew, and when nothing can be kept; neither stops the work. Raises DatasetError when more than MAX_REFUSED
     cannot be decoded.
     """
-    keeper = _Keeper(cache, dataset, scale, crop, announce)
-    tally = (None if fresh else keeper.read()) or Tally.empty(crop)
-    if tally.seen < len(dataset.samples):
-        _go_on(tally, dataset, what, scale, workers, lambda: keeper.write(tally))
+    statistics_file = _StatisticsFile(cache, dataset, scale, crop, report)
+    sums = (None if fresh else statistics_file.read()) or PixelSums.empty(crop)
+    if sums.seen < len(dataset.samples):
+        _add_remaining(sums, dataset, what, scale, workers, lambda: statistics_file.write(sums))
     try:
-        check_refused(dataset, what, tally.refused)
+        check_refused(dataset, what, sums.refused)
     except DatasetError:
-        keeper.forget()  # or images that are mended, with the length they had, would stay refused
+        statistics_file.forget()  # or images that are mended, with the length they had, would stay refused
         raise
-    return tally.survey()
+    return sums.compute_statistics()
 
 
-def still_holds(found: Survey, dataset: Dataset) -> bool:
+def is_still_valid(found: DatasetStatistics, dataset: Dataset) -> bool:
     """Say whether some of the images that a survey has used can still be decoded.
 
     Rubbish of the same length keeps the fingerprint, and with it a kept survey.
@@ -151,9 +151,11 @@ def check_refused(dataset: Dataset, what: str, refused: Mapping[str, str]) -> No
         )
 
 
-def _go_on(tally: Tally, dataset: Dataset, what: str, scale: int, workers: int, save: Callable[[], None]) -> None:
+def _add_remaining(
+    sums: PixelSums, dataset: Dataset, what: str, scale: int, workers: int, save: Callable[[], None]
+) -> None:
     """Bring a tally to the end of the split; `save` is called now and then, between two images, and at the end."""
-    crop, samples = tally.pixels.shape[0], dataset.samples[tally.seen :]
+    crop, samples = sums.pixels.shape[0], dataset.samples[sums.seen :]
 
     def look(sample: Sample) -> tuple[UInt8Array, Int64Array] | str:
         try:
@@ -165,14 +167,14 @@ def _go_on(tally: Tally, dataset: Dataset, what: str, scale: int, workers: int, 
         return view, (flat.T @ flat).astype(np.int64)
 
     saved = time.monotonic()
-    with progress(f"reading {what}", len(dataset.samples), "images", done=tally.seen) as advance:
-        for sample, found in zip(samples, map_ahead(look, samples, workers), strict=True):
+    with progress(f"reading {what}", len(dataset.samples), "images", done=sums.seen) as advance:
+        for sample, found in zip(samples, map_in_threads(look, samples, workers), strict=True):
             if isinstance(found, str):
-                tally.refused[sample.file] = found
+                sums.refused[sample.file] = found
             else:
-                tally.pixels += found[0]
-                tally.products += found[1]
-            tally.seen += 1
+                sums.pixels += found[0]
+                sums.products += found[1]
+            sums.seen += 1
             advance()
             if time.monotonic() - saved > SAVE_EVERY:
                 save()
@@ -180,17 +182,17 @@ def _go_on(tally: Tally, dataset: Dataset, what: str, scale: int, workers: int, 
     save()
 
 
-class _Keeper:
+class _StatisticsFile:
     """The file of one survey: a tally as safetensors, with a digest of all that it says."""
 
     def __init__(
-        self, cache: Path | None, dataset: Dataset, scale: int, crop: int, announce: Callable[[str], None]
+        self, cache: Path | None, dataset: Dataset, scale: int, crop: int, report: Callable[[str], None]
     ) -> None:
         name = f"{dataset.fingerprint}-{scale}-{crop}-v{VERSION}.safetensors"
         self._path = None if cache is None else cache / "surveys" / name
-        self._crop, self._images, self._announce = crop, len(dataset.samples), announce
+        self._crop, self._images, self._report = crop, len(dataset.samples), report
 
-    def read(self) -> Tally | None:
+    def read(self) -> PixelSums | None:
         """Return the tally that is kept, None where there is none, or none that can be used."""
         from safetensors import SafetensorError, safe_open
 
@@ -199,32 +201,32 @@ class _Keeper:
         try:
             with safe_open(self._path, framework="numpy") as file:
                 said = file.metadata() or {}
-                tally = Tally(
+                sums = PixelSums(
                     file.get_tensor("pixels"),
                     file.get_tensor("products"),
-                    whole(parse_json(said["seen"]), "seen", 0),
-                    an_object(parse_json(said["refused"]), "refused"),
+                    require_int(parse_json(said["seen"]), "seen", 0),
+                    require_object(parse_json(said["refused"]), "refused"),
                 )
-            self._check(tally, said["digest"])
+            self._check(sums, said["digest"])
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             reason = " ".join(str(error).split())[:120]
-            self._announce(f"{self._path}: damaged ({reason}), so the images are looked at anew")
+            self._report(f"{self._path}: damaged ({reason}), so the images are looked at anew")
             return None
-        return tally
+        return sums
 
-    def write(self, tally: Tally) -> None:
+    def write(self, sums: PixelSums) -> None:
         """Keep a tally, whole or not at all; where that fails, say so once and keep nothing from then on."""
         from safetensors.numpy import save
 
         if self._path is None:
             return
-        said = {"seen": str(tally.seen), "refused": json.dumps(tally.refused), "digest": _digest(tally)}
+        said = {"seen": str(sums.seen), "refused": json.dumps(sums.refused), "digest": _digest(sums)}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with open_atomically(self._path) as file:
-                file.write(save({"pixels": tally.pixels, "products": tally.products}, said))
+                file.write(save({"pixels": sums.pixels, "products": sums.products}, said))
         except (OSError, PreluNetError) as error:
-            self._announce(
+            self._report(
                 f"{self._path.parent}: the mean and the axes of colour cannot be kept ({error}), so the next training "
                 "measures them anew. Choose another folder with the environment's PRELUNET_CACHE"
             )
@@ -235,19 +237,19 @@ class _Keeper:
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
-    def _check(self, tally: Tally, digest: str) -> None:
+    def _check(self, sums: PixelSums, digest: str) -> None:
         """Raise ValueError for what cannot be the tally of these images."""
-        shapes = {"pixels": (tally.pixels, (self._crop, self._crop, 3)), "products": (tally.products, (3, 3))}
+        shapes = {"pixels": (sums.pixels, (self._crop, self._crop, 3)), "products": (sums.products, (3, 3))}
         for name, (array, shape) in shapes.items():
             if array.dtype != np.int64 or array.shape != shape:
                 raise ValueError(f"{name} are {array.dtype} {array.shape}")
-        if tally.seen > self._images or digest != _digest(tally):
+        if sums.seen > self._images or digest != _digest(sums):
             raise ValueError("it is not what was written")
 
 
-def _digest(tally: Tally) -> str:
+def _digest(sums: PixelSums) -> str:
     """Return the sha256 of all that a tally says."""
-    digest = hashlib.sha256(json.dumps([tally.seen, tally.refused]).encode())
-    digest.update(tally.pixels.tobytes())
-    digest.update(tally.products.tobytes())
+    digest = hashlib.sha256(json.dumps([sums.seen, sums.refused]).encode())
+    digest.update(sums.pixels.tobytes())
+    digest.update(sums.products.tobytes())
     return digest.hexdigest()

@@ -15,42 +15,42 @@ from prelunet.evaluator.arrays import UInt8Array
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.errors import DatasetError, ImageError
 from prelunet.evaluator.imaging.decode import decode_image
-from prelunet.evaluator.imaging.resize import Picture, resize_shorter_side
+from prelunet.evaluator.imaging.resize import DecodedImage, resize_shorter_side
 from prelunet.evaluator.imaging.views import center_crop
 from prelunet.evaluator.machine import cores
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
-MEMORY = 2**30  # bytes of decoded images that are kept: 5,000 of 256x256; all of ImageNet would be 250 GB
-DECODED = 8  # how many times larger an image is in memory than in its file: photos as JPEG 5 to 10 times
-WORKERS = max(1, min(16, cores() - 1))  # beside what trains
+CACHE_BYTES = 2**30  # bytes of decoded images that are kept: 5,000 of 256x256; all of ImageNet would be 250 GB
+DECODED_SIZE_RATIO = 8  # how many times larger an image is in memory than in its file: photos as JPEG 5 to 10 times
+DEFAULT_WORKERS = max(1, min(16, cores() - 1))  # beside what trains
 UNREADABLE = (ImageError, DatasetError)  # DatasetError: the file is gone, or has another length
 
 # Evaluation cuts a long side at 4 shorter ones, because whole images cost memory. A training view is one crop, so all
 # of the image may take part; this bound only keeps an image of 1x20000 from filling the memory.
-TRAINING_CAP = 64
+TRAINING_LONG_SIDE_CAP = 64
 
 
-class Pictures:
+class ImageCache:
     """The usable images of one split, in dataset order. Safe to read from several threads."""
 
-    def __init__(self, dataset: Dataset, refused: Mapping[str, str], memory: int = MEMORY) -> None:
+    def __init__(self, dataset: Dataset, refused: Mapping[str, str], memory: int = CACHE_BYTES) -> None:
         self.dataset = dataset
         self.refused = dict(refused)  # file → reason
         self.samples: list[Sample] = [sample for sample in dataset.samples if sample.file not in self.refused]
         self._kept: dict[int, UInt8Array] = {}
-        self._memory = self._room = memory
+        self._memory = self._free_bytes = memory
 
     def __len__(self) -> int:
         return len(self.samples)
 
     @property
-    def fit(self) -> bool:
+    def fits_in_memory(self) -> bool:
         """Return whether all images will be kept, as far as the sizes of their files tell."""
-        return DECODED * sum(sample.size for sample in self.samples) <= self._memory
+        return DECODED_SIZE_RATIO * sum(sample.size for sample in self.samples) <= self._memory
 
-    def picture(self, index: int) -> Picture:
+    def image(self, index: int) -> DecodedImage:
         """Return image `index`, to be resized: uint8 (H, W, 3) where it is kept, else as Pillow has decoded it.
 
         Raises ImageError or DatasetError when it has become unreadable since the survey.
@@ -60,27 +60,27 @@ class Pictures:
             return kept
         image = self.decode(self.samples[index])
         size = 3 * image.width * image.height
-        if size > self._room:
+        if size > self._free_bytes:
             return image
-        self._room -= size  # two threads may both pass here: the bound is soft by a few images
+        self._free_bytes -= size  # two threads may both pass here: the bound is soft by a few images
         self._kept[index] = kept = np.array(image)
         return kept
 
     def decode(self, sample: Sample) -> Image.Image:
-        """Decode an image and keep nothing; raises as `picture` does."""
+        """Decode an image and keep nothing; raises as `image` does."""
         return decode_image(self.dataset.read(sample))
 
     def central_view(self, index: int, scale: int, crop: int) -> UInt8Array:
-        """Return the view of the `center` protocol, uint8 (crop, crop, 3); raises as `picture` does."""
-        return central_view(self.picture(index), scale, crop)
+        """Return the view of the `center` protocol, uint8 (crop, crop, 3); raises as `image` does."""
+        return central_view(self.image(index), scale, crop)
 
 
-def central_view(image: Picture, scale: int, crop: int) -> UInt8Array:
+def central_view(image: DecodedImage, scale: int, crop: int) -> UInt8Array:
     """Return the view of the `center` protocol, uint8 (crop, crop, 3): resized to a scale, central crop."""
     return center_crop(resize_shorter_side(image, scale)[0], crop)
 
 
-def map_ahead(function: Callable[[Item], Answer], items: Iterable[Item], workers: int) -> Iterator[Answer]:
+def map_in_threads(function: Callable[[Item], Answer], items: Iterable[Item], workers: int) -> Iterator[Answer]:
     """Yield function(item) in the order of the items, computed by threads that stay a few items ahead of the reader."""
     with ThreadPoolExecutor(workers) as pool:
         waiting: deque[Future[Answer]] = deque()

@@ -14,15 +14,17 @@ import torch
 from prelunet.evaluator.arrays import Float32Array, Int64Array, UInt8Array
 from prelunet.evaluator.datasets.dataset import Sample
 from prelunet.evaluator.errors import DatasetError
-from prelunet.evaluator.imaging.resize import Picture
-from prelunet.training.data.augmentation import SUBSTITUTE, color_shift, places_of_step, random_stream, training_view
-from prelunet.training.data.image_cache import UNREADABLE, WORKERS, Pictures, central_view, map_ahead
+from prelunet.evaluator.imaging.resize import DecodedImage
+from prelunet.training.data.augmentation import SUBSTITUTE, color_shift, random_stream, training_view, view_keys_of_step
+from prelunet.training.data.image_cache import DEFAULT_WORKERS, UNREADABLE, ImageCache, central_view, map_in_threads
 from prelunet.training.data.worker_processes import map_in_processes
 from prelunet.training.recipe import Recipe
 
-Place = tuple[int | None, int]  # epoch, or None for the view of the evaluation; image index
+ViewKey = tuple[int | None, int]  # epoch, or None for the view of the evaluation; image index
 
-TRIES = 20  # images that fail one after another for one place: then the dataset is gone, not a few of its files
+MAX_SUBSTITUTES = (
+    20  # images that fail one after another for one place: then the dataset is gone, not a few of its files
+)
 
 
 @dataclass(frozen=True)
@@ -36,19 +38,19 @@ class Batch:
     images: UInt8Array
     labels: Int64Array
     shift: Float32Array | None = None
-    lost: tuple[tuple[str, str], ...] = ()
+    unreadable: tuple[tuple[str, str], ...] = ()
 
 
 def training_batches(
-    pictures: Pictures,
+    image_cache: ImageCache,
     recipe: Recipe,
     first_step: int,
     *,
     rows: range | None = None,
     axes: Float32Array | None = None,
     workers: int | None = None,
-    pin: bool = False,
-    here: int = 1,
+    pin_memory: bool = False,
+    local_processes: int = 1,
 ) -> Iterator[Batch]:
     """Yield the batches from `first_step` to the recipe's end, each a function of (seed, step) alone.
 
@@ -57,177 +59,193 @@ def training_batches(
     None for this process's share of all cores but one, of 16 at most; pin: whether images lie in memory from which a
     GPU copies by itself; here: processes of this training on this machine, which share its cores and its shared memory.
 
-    An image that cannot be read any more is named in `lost`, each time, and another of the training set takes its
+    An image that cannot be read any more is named in `unreadable`, each time, and another of the training set takes its
     place: one drawn from a stream of (seed, epoch, image), in the view that it would have in this epoch, so that the
-    batch stays a function of (seed, step) and of which images are broken. Raises DatasetError when TRIES of them cannot
-    be read either, EnvironmentFault when a worker process dies.
+    batch stays a function of (seed, step) and of which images are broken. Raises DatasetError when MAX_SUBSTITUTES of
+    them cannot be read either, EnvironmentFault when a worker process dies.
     """
-    maker = _Maker(pictures, recipe, axes if recipe.color else None)
-    assert maker.axes is not None or not recipe.color, "a colour change needs its axes"
-    places = (_rows_of(recipe, step, len(pictures), rows) for step in range(first_step, recipe.length))
+    builder = _BatchBuilder(image_cache, recipe, axes if recipe.color else None)
+    assert builder.axes is not None or not recipe.color, "a colour change needs its axes"
+    keys = (_rows_of(recipe, step, len(image_cache), rows) for step in range(first_step, recipe.total_steps))
     largest = recipe.batch if rows is None else len(rows)
-    for images, rest in _made(maker, places, largest, workers, pin=pin, here=here):
-        maker.mend(images, rest)
-        yield Batch(images, rest.labels, rest.shift, rest.lost)
+    for images, metadata in _build(
+        builder, keys, largest, workers, pin_memory=pin_memory, local_processes=local_processes
+    ):
+        builder.substitute_unreadable(images, metadata)
+        yield Batch(images, metadata.labels, metadata.shift, metadata.unreadable)
 
 
 def evaluation_batches(
-    pictures: Pictures,
+    image_cache: ImageCache,
     recipe: Recipe,
     size: int,
     *,
     part: tuple[int, int] = (0, 1),
     workers: int | None = None,
-    pin: bool = False,
-    here: int = 1,
+    pin_memory: bool = False,
+    local_processes: int = 1,
 ) -> Iterator[Batch]:
     """Yield the central views of all images in dataset order, up to `size` at a time.
 
     part: number of this process and of all processes: of each size·processes images it makes its share. All yield
     equally many batches, the last ones perhaps without an image. Images that cannot be read any more are named in
-    `lost` and left out. workers, pin, here: see `training_batches`.
+    `unreadable` and left out. workers, pin, here: see `training_batches`.
     """
-    maker = _Maker(pictures, recipe, None)
+    builder = _BatchBuilder(image_cache, recipe, None)
     number, processes = part
     together = size * processes
-    starts = range(0, len(pictures), together)
-    for images, rest in _made(
-        maker,
-        (_share(range(start, min(start + together, len(pictures))), number, processes) for start in starts),
+    starts = range(0, len(image_cache), together)
+    for images, metadata in _build(
+        builder,
+        (_share(range(start, min(start + together, len(image_cache))), number, processes) for start in starts),
         size,
         workers,
-        pin=pin,
-        here=here,
+        pin_memory=pin_memory,
+        local_processes=local_processes,
     ):
-        whole = np.setdiff1d(np.arange(len(images)), [gap.row for gap in rest.gaps])
-        yield Batch(images[whole] if rest.gaps else images, rest.labels[whole], None, rest.lost)
+        whole = np.setdiff1d(np.arange(len(images)), [gap.row for gap in metadata.unreadable_rows])
+        yield Batch(
+            images[whole] if metadata.unreadable_rows else images, metadata.labels[whole], None, metadata.unreadable
+        )
 
 
-def make_batch(
-    pictures: Pictures, recipe: Recipe, step: int, rows: range | None = None, axes: Float32Array | None = None
+def build_batch(
+    image_cache: ImageCache, recipe: Recipe, step: int, rows: range | None = None, axes: Float32Array | None = None
 ) -> Batch:
     """Return the batch of one step, counted from 0; see `training_batches`."""
     only = replace(recipe, steps=step + 1, epochs=None)
-    return next(training_batches(pictures, only, step, rows=rows, axes=axes, workers=0))
+    return next(training_batches(image_cache, only, step, rows=rows, axes=axes, workers=0))
 
 
-def _rows_of(recipe: Recipe, step: int, images: int, rows: range | None) -> list[Place]:
-    places: list[Place] = [*places_of_step(recipe, step, images)]
-    return places if rows is None else places[rows.start : rows.stop]
+def _rows_of(recipe: Recipe, step: int, images: int, rows: range | None) -> list[ViewKey]:
+    keys: list[ViewKey] = [*view_keys_of_step(recipe, step, images)]
+    return keys if rows is None else keys[rows.start : rows.stop]
 
 
-def _share(images: range, number: int, processes: int) -> list[Place]:
+def _share(images: range, number: int, processes: int) -> list[ViewKey]:
     """Return the part of one of several processes, whose lengths differ by 1 at most."""
     edges = [len(images) * process // processes for process in (number, number + 1)]
     return [(None, index) for index in images[edges[0] : edges[1]]]
 
 
 @dataclass(frozen=True)
-class _Order:
+class _BatchRequest:
     """What a worker is asked to make."""
 
-    places: list[Place]
+    keys: list[ViewKey]
     samples: list[Sample]
 
 
 @dataclass(frozen=True)
-class _Gap:
+class _UnreadableRow:
     """A row whose image could not be read."""
 
     row: int
-    place: Place
+    key: ViewKey
     file: str
     reason: str
 
 
 @dataclass(frozen=True)
-class _Rest:
+class _BatchMetadata:
     """What a worker makes beside the images; a batch, but for the gaps."""
 
     labels: Int64Array
     shift: Float32Array | None
-    gaps: list[_Gap]
+    unreadable_rows: list[_UnreadableRow]
 
     @property
-    def lost(self) -> tuple[tuple[str, str], ...]:
-        return tuple((gap.file, gap.reason) for gap in self.gaps)
+    def unreadable(self) -> tuple[tuple[str, str], ...]:
+        return tuple((gap.file, gap.reason) for gap in self.unreadable_rows)
 
 
-class _Maker:
+class _BatchBuilder:
     """Makes views of the pictures of a split. axes: of the colour change, None without it."""
 
-    def __init__(self, pictures: Pictures, recipe: Recipe, axes: Float32Array | None) -> None:
-        self.pictures, self.recipe, self.axes = pictures, recipe, axes
+    def __init__(self, image_cache: ImageCache, recipe: Recipe, axes: Float32Array | None) -> None:
+        self.image_cache, self.recipe, self.axes = image_cache, recipe, axes
 
-    def order(self, places: list[Place]) -> _Order:
+    def request(self, keys: list[ViewKey]) -> _BatchRequest:
         """Return all that a worker must know to make these."""
-        return _Order(places, [self.pictures.samples[index] for _, index in places])
+        return _BatchRequest(keys, [self.image_cache.samples[index] for _, index in keys])
 
-    def from_memory(self, order: _Order) -> tuple[UInt8Array, _Rest]:
+    def from_memory(self, request: _BatchRequest) -> tuple[UInt8Array, _BatchMetadata]:
         """Make what is ordered, of pictures that are kept as far as they fit."""
-        return self._make(order, lambda index, _sample: self.pictures.picture(index))
+        return self._make(request, lambda index, _sample: self.image_cache.image(index))
 
-    def from_files(self, order: _Order) -> tuple[UInt8Array, _Rest]:
+    def from_files(self, request: _BatchRequest) -> tuple[UInt8Array, _BatchMetadata]:
         """Make what is ordered in a worker process, which keeps nothing and leaves the list of all samples alone."""
-        return self._make(order, lambda _index, sample: self.pictures.decode(sample))
+        return self._make(request, lambda _index, sample: self.image_cache.decode(sample))
 
-    def _make(self, order: _Order, read: Callable[[int, Sample], Picture]) -> tuple[UInt8Array, _Rest]:
-        images = np.zeros((len(order.places), self.recipe.crop, self.recipe.crop, 3), np.uint8)
-        gaps = []
-        for row, (place, sample) in enumerate(zip(order.places, order.samples, strict=True)):
+    def _make(
+        self, request: _BatchRequest, read: Callable[[int, Sample], DecodedImage]
+    ) -> tuple[UInt8Array, _BatchMetadata]:
+        images = np.zeros((len(request.keys), self.recipe.crop, self.recipe.crop, 3), np.uint8)
+        unreadable_rows = []
+        for row, (key, sample) in enumerate(zip(request.keys, request.samples, strict=True)):
             try:
-                images[row] = self._view(read(place[1], sample), place)
+                images[row] = self._view(read(key[1], sample), key)
             except UNREADABLE as error:
-                gaps.append(_Gap(row, place, sample.file, str(error)))
-        labels = np.array([sample.label for sample in order.samples], dtype=np.int64)
-        return images, _Rest(labels, self._shift(order.places), gaps)
+                unreadable_rows.append(_UnreadableRow(row, key, sample.file, str(error)))
+        labels = np.array([sample.label for sample in request.samples], dtype=np.int64)
+        return images, _BatchMetadata(labels, self._shift(request.keys), unreadable_rows)
 
-    def _view(self, picture: Picture, place: Place) -> UInt8Array:
-        epoch, index = place
+    def _view(self, image: DecodedImage, key: ViewKey) -> UInt8Array:
+        epoch, index = key
         if epoch is None:
-            return central_view(picture, self.recipe.evaluation_scale, self.recipe.crop)
-        return training_view(picture, self.recipe, epoch, index)
+            return central_view(image, self.recipe.evaluation_scale, self.recipe.crop)
+        return training_view(image, self.recipe, epoch, index)
 
-    def _shift(self, places: list[Place]) -> Float32Array | None:
+    def _shift(self, keys: list[ViewKey]) -> Float32Array | None:
         if self.axes is None:
             return None
-        shifts = [color_shift(self.recipe, self.axes, epoch, index) for epoch, index in places if epoch is not None]
+        shifts = [color_shift(self.recipe, self.axes, epoch, index) for epoch, index in keys if epoch is not None]
         return np.array(shifts, dtype=np.float32).reshape(-1, 3)
 
-    def mend(self, images: UInt8Array, rest: _Rest) -> None:
+    def substitute_unreadable(self, images: UInt8Array, metadata: _BatchMetadata) -> None:
         """Put other images into the gaps of a training batch; see `training_batches`."""
-        for gap in rest.gaps:
-            place, picture = self._substitute(gap)
-            images[gap.row] = self._view(picture, place)
-            rest.labels[gap.row] = self.pictures.samples[place[1]].label
-            if rest.shift is not None:
-                rest.shift[gap.row] = self._shift([place])
+        for gap in metadata.unreadable_rows:
+            key, image = self._substitute(gap)
+            images[gap.row] = self._view(image, key)
+            metadata.labels[gap.row] = self.image_cache.samples[key[1]].label
+            if metadata.shift is not None:
+                metadata.shift[gap.row] = self._shift([key])
 
-    def _substitute(self, gap: _Gap) -> tuple[Place, Picture]:
-        epoch, index = gap.place
+    def _substitute(self, gap: _UnreadableRow) -> tuple[ViewKey, DecodedImage]:
+        epoch, index = gap.key
         assert epoch is not None, "only training batches are mended"
         random = random_stream(self.recipe.seed, SUBSTITUTE, epoch, index)
-        for other in random.integers(len(self.pictures), size=TRIES):
+        for other in random.integers(len(self.image_cache), size=MAX_SUBSTITUTES):
             try:
-                return (epoch, int(other)), self.pictures.picture(int(other))
+                return (epoch, int(other)), self.image_cache.image(int(other))
             except UNREADABLE:
                 continue
         raise DatasetError(
-            f"{self.pictures.dataset.location}: {gap.file} could be read when the training began, and {TRIES} other "
+            f"{self.image_cache.dataset.location}: {gap.file} could be read when the training began, and {MAX_SUBSTITUTES} other "
             f"images, too, but none of them now ({gap.reason}). See whether the dataset is still there; the same "
             "command goes on from the last saved state"
         )
 
 
-def _made(
-    maker: _Maker, places: Iterable[list[Place]], largest: int, workers: int | None, *, pin: bool, here: int
-) -> Iterator[tuple[UInt8Array, _Rest]]:
+def _build(
+    builder: _BatchBuilder,
+    keys: Iterable[list[ViewKey]],
+    largest: int,
+    workers: int | None,
+    *,
+    pin_memory: bool,
+    local_processes: int,
+) -> Iterator[tuple[UInt8Array, _BatchMetadata]]:
     """Yield what is made of each list of places, in their order. largest: places of a list at most."""
-    count = max(1, WORKERS // here) if workers is None else workers
-    orders = map(maker.order, places)
-    if count and not maker.pictures.fit:
-        size = 3 * largest * maker.recipe.crop**2
-        yield from map_in_processes(maker.from_files, orders, count, size, pin=pin, here=here)
+    count = max(1, DEFAULT_WORKERS // local_processes) if workers is None else workers
+    requests = map(builder.request, keys)
+    if count and not builder.image_cache.fits_in_memory:
+        size = 3 * largest * builder.recipe.crop**2
+        yield from map_in_processes(
+            builder.from_files, requests, count, size, pin_memory=pin_memory, local_processes=local_processes
+        )
         return
-    for images, rest in map_ahead(maker.from_memory, orders, count) if count else map(maker.from_memory, orders):
-        yield (torch.from_numpy(images).pin_memory().numpy() if pin else images), rest
+    for images, metadata in (
+        map_in_threads(builder.from_memory, requests, count) if count else map(builder.from_memory, requests)
+    ):
+        yield (torch.from_numpy(images).pin_memory().numpy() if pin_memory else images), metadata

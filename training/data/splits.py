@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from prelunet.evaluator.contract import CONTROL, ClassEntry
+from prelunet.evaluator.contract import CONTROL_CHARACTERS, ClassEntry
 from prelunet.evaluator.datasets.dataset import Dataset
 from prelunet.evaluator.datasets.open import open_dataset
 from prelunet.evaluator.errors import DatasetError, EnvironmentFault, ImageError
@@ -59,7 +59,7 @@ def open_splits(path: Path) -> Splits:
             f"{path}: train/ has one class only ({train.classes[0]}), so there is nothing to tell apart. "
             "Add a folder for a second class"
         )
-    if odd := [name for name in train.classes if CONTROL.search(name)]:
+    if odd := [name for name in train.classes if CONTROL_CHARACTERS.search(name)]:
         raise DatasetError(f"{path}: the class folder {odd[0]!a} has control characters in its name. Rename it")
     unknown = sorted(set(val.classes) - set(train.classes))
     if unknown:
@@ -67,10 +67,10 @@ def open_splits(path: Path) -> Splits:
             f"{path}: val/ has {len(unknown)} classes that train/ lacks: {', '.join(unknown[:5])}. "
             "Add training images for them, or remove their folders from val/"
         )
-    return Splits(train, _labelled_as(val, train.classes))
+    return Splits(train, _relabel(val, train.classes))
 
 
-def _labelled_as(dataset: Dataset, classes: tuple[str, ...]) -> Dataset:
+def _relabel(dataset: Dataset, classes: tuple[str, ...]) -> Dataset:
     """Return the dataset with labels counted in another, larger list of classes."""
     index = {wnid: place for place, wnid in enumerate(classes)}
     samples = [replace(sample, label=index[dataset.classes[sample.label]]) for sample in dataset.samples]

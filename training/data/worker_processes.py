@@ -28,10 +28,12 @@ from prelunet.evaluator.errors import EnvironmentFault, PreluNetError, from_os_e
 Item = TypeVar("Item")
 Rest = TypeVar("Rest")
 
-AHEAD = 2  # items that each process has finished or in work
+PREFETCH_FACTOR = 2  # items that each process has finished or in work
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where torch passes tensors between processes
-_WATCH = 0.5  # seconds between two looks for the reader
-_GRACE = 2.0  # seconds to end in order: a worker that ends inside a lock of torch's queues would leave it locked
+_POLL_SECONDS = 0.5  # seconds between two looks for the reader
+_GRACE_SECONDS = (
+    2.0  # seconds to end in order: a worker that ends inside a lock of torch's queues would leave it locked
+)
 
 
 def map_in_processes(
@@ -40,19 +42,21 @@ def map_in_processes(
     workers: int,
     size: int,
     *,
-    pin: bool = False,
-    here: int = 1,
+    pin_memory: bool = False,
+    local_processes: int = 1,
 ) -> Iterator[tuple[UInt8Array, Rest]]:
     """Yield function(item) in the order of the items, which are pickled, as are the results beside the array.
 
     size: bytes of an array at most; pin: whether arrays lie in memory from which a GPU copies by itself. Arrays pass
     through shared memory, or through pipes, which takes longer, where there is too little of it for the readers of one
-    training on this machine, of which there are `here`.
+    training on this machine, of which there are `local_processes`.
     An error of ours is raised as it is; EnvironmentFault when a process has died.
     """
-    work = _Work(function, shared=_free_shared_memory() // here >= (workers * AHEAD + 2) * size)
+    work = _MappedDataset(
+        function, shared=_free_shared_memory() // local_processes >= (workers * PREFETCH_FACTOR + 2) * size
+    )
     leave = mmap.mmap(-1, 1)  # one byte, which reader and workers share: not 0 when these are to end
-    results = _begun(work, items, workers, leave, pin=pin)
+    results = _start_workers(work, items, workers, leave, pin_memory=pin_memory)
     dismiss = partial(leave.__setitem__, 0, 1)
     atexit.register(dismiss)  # runs before multiprocessing's own, which waits for the workers without limit
     try:
@@ -61,7 +65,7 @@ def map_in_processes(
                 result = next(results, None)
             except RuntimeError as error:
                 if str(error).startswith("DataLoader worker (pid"):
-                    raise _died(workers) from error
+                    raise _worker_died_error(workers) from error
                 raise
             if result is None:
                 return
@@ -74,27 +78,29 @@ def map_in_processes(
         dismiss()  # torch, which comes next, asks them too, but none that is stuck hears it
 
 
-def _begun(work: "_Work", items: Iterable[Any], workers: int, leave: mmap.mmap, *, pin: bool) -> Iterator[Any]:
+def _start_workers(
+    work: "_MappedDataset", items: Iterable[Any], workers: int, leave: mmap.mmap, *, pin_memory: bool
+) -> Iterator[Any]:
     """Start the processes."""
     # torch's handler of SIGCHLD would raise wherever the reader is, even while it saves its state.
-    with warnings.catch_warnings(), _same_handler_of(signal.SIGCHLD):
+    with warnings.catch_warnings(), _preserved_handler(signal.SIGCHLD):
         warnings.filterwarnings("ignore", "This DataLoader will create")  # more than cores, if that is asked for
         loader = DataLoader(
             work,
             batch_size=None,
             sampler=items,
             num_workers=workers,
-            collate_fn=_as_it_is,
-            pin_memory=pin,
-            prefetch_factor=AHEAD,
+            collate_fn=_identity,
+            pin_memory=pin_memory,
+            prefetch_factor=PREFETCH_FACTOR,
             multiprocessing_context="fork",
-            worker_init_fn=partial(_begin, os.getpid(), leave),
+            worker_init_fn=partial(_init_worker, os.getpid(), leave),
             generator=torch.Generator(),  # or it would draw from the one of all others
         )
         return iter(loader)
 
 
-class _Work(Dataset[Any]):
+class _MappedDataset(Dataset[Any]):
     """Calls the function in a worker process. shared: whether arrays go through shared memory."""
 
     def __init__(self, function: Callable[[Any], tuple[UInt8Array, Any]], *, shared: bool) -> None:
@@ -110,11 +116,11 @@ class _Work(Dataset[Any]):
         return (torch.from_numpy(array) if self._shared else array), rest
 
 
-def _as_it_is(result: Any) -> Any:
+def _identity(result: Any) -> Any:
     return result
 
 
-def _begin(reader: int, leave: mmap.mmap, _worker: int) -> None:
+def _init_worker(reader: int, leave: mmap.mmap, _worker: int) -> None:
     """Prepare a worker process: deaf to what is meant for its reader, and gone when that is gone or says so.
 
     torch's own watch waits for the worker's results to be taken, which nobody will do.
@@ -124,16 +130,16 @@ def _begin(reader: int, leave: mmap.mmap, _worker: int) -> None:
 
     def watch() -> None:
         while os.getppid() == reader and not leave[0]:
-            time.sleep(_WATCH)
+            time.sleep(_POLL_SECONDS)
         if leave[0]:
-            time.sleep(_GRACE)
+            time.sleep(_GRACE_SECONDS)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
 
 
 @contextmanager
-def _same_handler_of(number: int) -> Iterator[None]:
+def _preserved_handler(number: int) -> Iterator[None]:
     """Undo what the block does to the handler of a signal."""
     before = signal.getsignal(number)
     yield
@@ -149,7 +155,7 @@ def _free_shared_memory() -> int:
         return 0
 
 
-def _died(workers: int) -> EnvironmentFault:
+def _worker_died_error(workers: int) -> EnvironmentFault:
     return EnvironmentFault(
         f"one of {workers} processes that decode images has died. The system ends processes when memory runs out, or "
         f"when {SHARED_MEMORY}, through which they pass images, is full. Use fewer of them with --workers, or give "

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from prelunet.evaluator.arrays import Float32Array
 from prelunet.evaluator.errors import UsageError
-from prelunet.training.distributed.process_group import Group
+from prelunet.training.distributed.process_group import ProcessGroup
 from prelunet.training.net.network import Factors, PreluNet
-from prelunet.training.recipe import Precision
+from prelunet.training.recipe import TrainingPrecision
 
-Kind = Literal["ddp", "hybrid"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+ParallelMode = Literal["ddp", "hybrid"]
+PARALLEL_MODES: tuple[ParallelMode, ...] = get_args(ParallelMode)
 
 # Called with places in the step's global batch: what dropout multiplies fc1's and fc2's outputs by in these rows,
 # (rows, hidden) each; None for no dropout. A process asks once a step, for the rows whose head it computes.
@@ -32,7 +32,7 @@ DropoutFactors: TypeAlias = Callable[[range], tuple[Float32Array, Float32Array]]
 
 
 @dataclass(frozen=True)
-class Options:
+class StepOptions:
     """How a step is computed.
 
     precision: bf16 computes most of the forward and backward in bfloat16, with weights and gradients in float32;
@@ -41,28 +41,28 @@ class Options:
     memory.
     """
 
-    precision: Precision = "fp32"
+    precision: TrainingPrecision = "fp32"
     channels_last: bool = False
     compile: bool = False
     accumulate: int = 1
 
 
 @dataclass(frozen=True)
-class Step:
+class StepResult:
     """What all processes know after a step. loss: mean over the global batch; stop: whether any of them wants to."""
 
     loss: float
     stop: bool
 
 
-class Parallel(ABC):
+class ParallelNet(ABC):
     """A net that is trained by a group of processes.
 
     net: on the group's device, with the parameters that this process has; traffic: bytes that this process sent in the
     last step, by purpose.
     """
 
-    def __init__(self, net: PreluNet, group: Group, options: Options) -> None:
+    def __init__(self, net: PreluNet, group: ProcessGroup, options: StepOptions) -> None:
         self.group, self.options = group, options
         self.classes = net.get_parameter("fc3.bias").numel()
         self.net = net.to(group.device)
@@ -75,11 +75,11 @@ class Parallel(ABC):
 
     def rows(self, batch: int) -> range:
         """Return which rows of a global batch are this process's; none where there are fewer rows than processes."""
-        return split(range(batch), self.group.size)[self.group.rank]
+        return split_evenly(range(batch), self.group.size)[self.group.rank]
 
     def gradients(
         self, images: Tensor, labels: Tensor, factors: DropoutFactors, total: int, *, stop: bool = False
-    ) -> Step:
+    ) -> StepResult:
         """Leave in every parameter's `.grad` the gradient of the mean loss over the global batch. Collective.
 
         images: float32 (n, 3, crop, crop), mean subtracted; labels: int64 (n,); both of the rows `rows(total)`, on any
@@ -87,20 +87,22 @@ class Parallel(ABC):
         """
         own = self.rows(total)
         assert len(images) == len(labels) == len(own), f"{len(images)} images, {len(labels)} labels for rows {own}"
-        before = self.group.sent.copy()
+        before = self.group.bytes_sent.copy()
         step = self._gradients(self._to_device(images), labels.to(self.group.device), factors, total, stop)
-        self.traffic = self.group.sent - before
+        self.traffic = self.group.bytes_sent - before
         return step
 
     @abstractmethod
-    def _gradients(self, images: Tensor, labels: Tensor, factors: DropoutFactors, total: int, stop: bool) -> Step: ...
+    def _gradients(
+        self, images: Tensor, labels: Tensor, factors: DropoutFactors, total: int, stop: bool
+    ) -> StepResult: ...
 
     @abstractmethod
     def logits(self, images: Tensor) -> Tensor:
         """Return the logits float32 (n, K) of this process's own images, as in `gradients`; n may be 0. Collective."""
 
     @property
-    def shared(self) -> list[nn.Parameter]:
+    def shared_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that every process has."""
         return list(self.net.parameters())
 
@@ -111,7 +113,7 @@ class Parallel(ABC):
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.group.device.type, torch.bfloat16, enabled=self.options.precision == "bf16")
 
-    def _drawn(self, factors: DropoutFactors, rows: range) -> Factors | None:
+    def _dropout_tensors(self, factors: DropoutFactors, rows: range) -> Factors | None:
         """Return the factors of all rows of a step that this process needs, on the device."""
         if factors is None:
             return None
@@ -119,12 +121,12 @@ class Parallel(ABC):
         return torch.from_numpy(of_fc1).to(self.group.device), torch.from_numpy(of_fc2).to(self.group.device)
 
 
-def at(factors: Factors | None, rows: slice | list[int]) -> Factors | None:
+def select_rows(factors: Factors | None, rows: slice | list[int]) -> Factors | None:
     """Return the factors of some of the rows."""
     return None if factors is None else (factors[0][rows], factors[1][rows])
 
 
-def check_batch(batch: int, group: Group, options: Options) -> None:
+def check_batch(batch: int, group: ProcessGroup, options: StepOptions) -> None:
     """Raise UsageError for a batch that leaves a process, or one of its parts, without rows."""
     parts = group.size * options.accumulate
     if batch < parts:
@@ -134,7 +136,7 @@ def check_batch(batch: int, group: Group, options: Options) -> None:
         )
 
 
-def split(rows: range, parts: int) -> list[range]:
+def split_evenly(rows: range, parts: int) -> list[range]:
     """Cut rows into consecutive ranges whose lengths differ by at most one."""
     edges = [rows.start + len(rows) * part // parts for part in range(parts + 1)]
     return [range(start, stop) for start, stop in pairwise(edges)]

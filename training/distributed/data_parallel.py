@@ -5,27 +5,36 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prelunet.evaluator.errors import UsageError
-from prelunet.training.distributed.base import KINDS, DropoutFactors, Kind, Options, Parallel, Step, at, split
+from prelunet.training.distributed.base import (
+    PARALLEL_MODES,
+    DropoutFactors,
+    ParallelMode,
+    ParallelNet,
+    StepOptions,
+    StepResult,
+    select_rows,
+    split_evenly,
+)
 from prelunet.training.distributed.gradient_buckets import GradientBuckets
-from prelunet.training.distributed.process_group import Group
+from prelunet.training.distributed.process_group import ProcessGroup
 from prelunet.training.net.network import Factors, PreluNet
 
 
-class DataParallel(Parallel):
+class DataParallel(ParallelNet):
     """The whole net in every process, and the sum of their gradients; in one process there is nothing to sum up."""
 
-    def __init__(self, net: PreluNet, group: Group, options: Options) -> None:
+    def __init__(self, net: PreluNet, group: ProcessGroup, options: StepOptions) -> None:
         super().__init__(net, group, options)
-        self.buckets = None if group.size == 1 else GradientBuckets(self.shared, group, extra=2)
+        self.buckets = None if group.size == 1 else GradientBuckets(self.shared_parameters, group, extra=2)
 
-    def _gradients(self, images: Tensor, labels: Tensor, factors: DropoutFactors, total: int, stop: bool) -> Step:
+    def _gradients(self, images: Tensor, labels: Tensor, factors: DropoutFactors, total: int, stop: bool) -> StepResult:
         own = self.rows(total)
         loss = torch.zeros((), device=self.group.device)
-        drawn = self._drawn(factors, own)
+        drawn = self._dropout_tensors(factors, own)
         self._forget_gradients()
-        for part, rows in enumerate(split(own, self.options.accumulate), start=1):
+        for part, rows in enumerate(split_evenly(own, self.options.accumulate), start=1):
             here = slice(rows.start - own.start, rows.stop - own.start)
-            part_loss = self._loss(images[here], labels[here], at(drawn, here), total) if rows else None
+            part_loss = self._loss(images[here], labels[here], select_rows(drawn, here), total) if rows else None
             if part_loss is not None:
                 loss += part_loss.detach()
             if self.buckets is not None and part == self.options.accumulate:
@@ -33,9 +42,9 @@ class DataParallel(Parallel):
             if part_loss is not None:
                 torch.autograd.backward(part_loss)
         if self.buckets is None:
-            return Step(float(loss), stop)
+            return StepResult(float(loss), stop)
         mean_loss, stops = self.buckets.finish()
-        return Step(mean_loss, stops > 0)
+        return StepResult(mean_loss, stops > 0)
 
     def _forget_gradients(self) -> None:
         if self.buckets is None:
@@ -59,17 +68,19 @@ class DataParallel(Parallel):
         return logits.float()
 
 
-def make_parallel(kind: Kind, net: PreluNet, group: Group, options: Options = Options()) -> Parallel:
+def build_parallel(
+    kind: ParallelMode, net: PreluNet, group: ProcessGroup, options: StepOptions = StepOptions()
+) -> ParallelNet:
     """Distribute a net, the same in every process, over a group.
 
     The net is changed: it moves to the group's device, and in hybrid training loses its fully connected layers in all
     processes but the first. So make the optimizer afterwards. One process trains alone, whatever the kind. Raises
     UsageError for a kind that does not exist.
     """
-    if kind not in KINDS:
-        raise UsageError(f"no way to train in parallel '{kind}'. There are: {', '.join(KINDS)}")
-    from prelunet.training.distributed.hybrid import Hybrid
+    if kind not in PARALLEL_MODES:
+        raise UsageError(f"no way to train in parallel '{kind}'. There are: {', '.join(PARALLEL_MODES)}")
+    from prelunet.training.distributed.hybrid import HybridParallel
 
     if kind == "ddp" or group.size == 1:
         return DataParallel(net, group, options)
-    return Hybrid(net, group, options)
+    return HybridParallel(net, group, options)

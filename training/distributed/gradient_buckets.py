@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from prelunet.training.distributed.process_group import Group, Pending
+from prelunet.training.distributed.process_group import Pending, ProcessGroup
 
 
 class Bucket:
@@ -50,7 +50,7 @@ class GradientBuckets:
 
     capacity: ClassVar[int] = 25 * 2**20  # bytes: enough for a network's full speed, small enough to begin early (Li)
 
-    def __init__(self, parameters: Iterable[nn.Parameter], group: Group, extra: int) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], group: ProcessGroup, extra: int) -> None:
         """Put the parameters into buckets. extra: how many values travel along, in the first."""
         self.group = group
         full = _in_buckets(parameters, self.capacity)
@@ -95,7 +95,7 @@ class GradientBuckets:
         """Send complete buckets in order: all processes must add up the same ones, whichever is ready first in each."""
         while self._sent < len(self.buckets) and self.buckets[self._sent].missing == 0:
             bucket = self.buckets[self._sent]
-            bucket.pending = self.group.add_up(bucket.flat, "gradients")
+            bucket.pending = self.group.all_reduce(bucket.flat, "gradients")
             self._sent += 1
 
 

@@ -12,37 +12,44 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prelunet.training.distributed.base import DropoutFactors, Options, Parallel, Step, at, split
+from prelunet.training.distributed.base import (
+    DropoutFactors,
+    ParallelNet,
+    StepOptions,
+    StepResult,
+    select_rows,
+    split_evenly,
+)
 from prelunet.training.distributed.gradient_buckets import GradientBuckets
-from prelunet.training.distributed.process_group import Group, Pending
+from prelunet.training.distributed.process_group import Pending, ProcessGroup
 from prelunet.training.net.network import HEAD, Factors, PreluNet
 
 
-class Hybrid(Parallel):
+class HybridParallel(ParallelNet):
     """The trunk in every process, the head in the first."""
 
-    def __init__(self, net: PreluNet, group: Group, options: Options) -> None:
+    def __init__(self, net: PreluNet, group: ProcessGroup, options: StepOptions) -> None:
         super().__init__(net, group, options)
         if not group.is_first:
             net.drop_head()
         self.width = net.architecture.bins * net.architecture.channels
         # What autocast would round to in fc1 can be sent rounded.
-        self.sent_as = torch.bfloat16 if options.precision == "bf16" else torch.float32
-        self.buckets = GradientBuckets(self.shared, group, extra=2)
-        self._leaving: list[Pending] = []  # sent in this step, perhaps not yet arrived
+        self.transfer_dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
+        self.buckets = GradientBuckets(self.shared_parameters, group, extra=2)
+        self._pending_sends: list[Pending] = []  # sent in this step, perhaps not yet arrived
 
     @property
-    def shared(self) -> list[nn.Parameter]:
+    def shared_parameters(self) -> list[nn.Parameter]:
         """Return the parameters of the trunk."""
         return [parameter for name, parameter in self.net.named_parameters() if name.split(".")[0] not in HEAD]
 
-    def _gradients(self, images: Tensor, labels: Tensor, factors: DropoutFactors, total: int, stop: bool) -> Step:
+    def _gradients(self, images: Tensor, labels: Tensor, factors: DropoutFactors, total: int, stop: bool) -> StepResult:
         self.net.zero_grad()
         self.buckets.begin()
-        self._leaving.clear()
-        every = [split(rows, self.options.accumulate) for rows in split(range(total), self.group.size)]
+        self._pending_sends.clear()
+        every = [split_evenly(rows, self.options.accumulate) for rows in split_evenly(range(total), self.group.size)]
         own = self.rows(total)
-        drawn = self._drawn(factors, range(total)) if self.group.is_first else None
+        drawn = self._dropout_tensors(factors, range(total)) if self.group.is_first else None
         loss = torch.zeros((), device=self.group.device)
         for part, rows in enumerate(every[self.group.rank], start=1):
             here = slice(rows.start - own.start, rows.stop - own.start)
@@ -56,10 +63,10 @@ class Hybrid(Parallel):
                 self.buckets.arm(loss, float(stop))
             if rows:
                 torch.autograd.backward(features, gradient)
-        for pending in self._leaving:
+        for pending in self._pending_sends:
             pending.wait()
         mean_loss, stops = self.buckets.finish()
-        return Step(mean_loss, stops > 0)
+        return StepResult(mean_loss, stops > 0)
 
     def _with_head(
         self, images: Tensor, labels: Tensor, shares: list[range], factors: Factors | None, total: int
@@ -77,22 +84,22 @@ class Hybrid(Parallel):
         all_features[: counts[0]], all_labels[: counts[0]] = features.detach(), labels
         arriving.wait()
         labels_arriving.wait()
-        here = at(factors, [row for rows in shares for row in rows])
+        here = select_rows(factors, [row for rows in shares for row in rows])
         with self._autocast():
             logits = self._head(all_features.requires_grad_(), here)
         loss = F.cross_entropy(logits.float(), all_labels, reduction="sum") / total
         torch.autograd.backward(loss)
         assert all_features.grad is not None
         gradients = torch.split(all_features.grad, counts)
-        self._leaving.append(self._send(gradients, "feature gradients"))
+        self._pending_sends.append(self._send(gradients, "feature gradients"))
         return features, gradients[0], loss.detach()
 
     def _without_head(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return own features, and the gradient of the loss by them as the first process finds it."""
         features = self._trunk(images)
         gradient = self._empty_features(len(images))
-        self._leaving.append(self.group.exchange([(features.detach(), 0)], [], "features"))
-        self._leaving.append(self.group.exchange([(labels.contiguous(), 0)], [], "labels"))
+        self._pending_sends.append(self.group.exchange([(features.detach(), 0)], [], "features"))
+        self._pending_sends.append(self.group.exchange([(labels.contiguous(), 0)], [], "labels"))
         self.group.exchange([], [(gradient, 0)], "feature gradients").wait()
         return features, gradient
 
@@ -121,10 +128,10 @@ class Hybrid(Parallel):
         if not len(images):
             return self._empty_features(0)
         with self._autocast():
-            return self._features(images).to(self.sent_as)
+            return self._features(images).to(self.transfer_dtype)
 
     def _empty_features(self, rows: int) -> Tensor:
-        return torch.empty(rows, self.width, dtype=self.sent_as, device=self.group.device)
+        return torch.empty(rows, self.width, dtype=self.transfer_dtype, device=self.group.device)
 
     def _receive(self, tensors: Sequence[Tensor], purpose: str) -> Pending:
         """Begin to fill each tensor but the first, which is this process's own, with what its process sends."""

@@ -5,7 +5,7 @@ nothing here costs anything.
 
 When a process dies: on CPUs (gloo) the others meet a closed connection within seconds and raise EnvironmentFault. On
 GPUs (NCCL) a step waits inside the GPU, where nothing can be raised: torchrun ends the other processes, and without
-torchrun NCCL's watchdog does after `PATIENCE` (TORCH_NCCL_ASYNC_ERROR_HANDLING, which is on unless it is set to 0).
+torchrun NCCL's watchdog does after `TIMEOUT` (TORCH_NCCL_ASYNC_ERROR_HANDLING, which is on unless it is set to 0).
 What goes between CPUs (`total`, `any`, `wait`) uses gloo there too, and raises.
 """
 
@@ -24,16 +24,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from prelunet.evaluator.errors import EnvironmentFault, UsageError
-from prelunet.evaluator.machine import knows_bf16
+from prelunet.evaluator.machine import supports_bf16
 
 Value = TypeVar("Value")
 
-PATIENCE = timedelta(hours=2)  # for what the first process does alone (looking at all images), and a silent machine
-_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+TIMEOUT = timedelta(hours=2)  # for what the first process does alone (looking at all images), and a silent machine
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
-class Group:
+class ProcessGroup:
     """The processes of one training, seen from one of them.
 
     rank: of this process, in [0, size); device: where this process computes; here: how many of them are on this
@@ -45,8 +45,8 @@ class Group:
     rank: int
     size: int
     device: torch.device
-    here: int = 1
-    sent: Counter[str] = field(default_factory=Counter)
+    local_processes: int = 1
+    bytes_sent: Counter[str] = field(default_factory=Counter)
 
     @property
     def is_first(self) -> bool:
@@ -58,19 +58,19 @@ class Group:
         if self.size == 1:
             return [float(value) for value in values]
         sums = torch.tensor(values, dtype=torch.float64)
-        self.add_up(sums, "control").wait()
+        self.all_reduce(sums, "control").wait()
         return [float(value) for value in sums]
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set in any process."""
         return self.total(float(flag))[0] > 0
 
-    def everybody(self, value: Value) -> list[Value]:
+    def all_gather(self, value: Value) -> list[Value]:
         """Return what each process has given, in the order of ranks; small plain data."""
         if self.size == 1:
             return [value]
         values: list[Value] = [value] * self.size
-        with self.guarded():
+        with self.translated_errors():
             dist.all_gather_object(values, value)
         return values
 
@@ -78,15 +78,15 @@ class Group:
         """Return when every process has come here."""
         self.total(0.0)
 
-    def add_up(self, tensor: Tensor, purpose: str) -> "Pending":
+    def all_reduce(self, tensor: Tensor, purpose: str) -> "Pending":
         """Begin to replace a tensor by its sum over all processes.
 
         A ring sends each byte of the sum round twice, but for this process's own part: 2·(size−1)/size of the tensor.
         """
         if self.size == 1:
             return Pending(self)
-        self.sent[purpose] += 2 * (self.size - 1) * tensor.nbytes // self.size
-        with self.guarded():
+        self.bytes_sent[purpose] += 2 * (self.size - 1) * tensor.nbytes // self.size
+        with self.translated_errors():
             work = dist.all_reduce(tensor, async_op=True)
         assert work is not None
         return Pending(self, (work,))
@@ -100,16 +100,16 @@ class Group:
         """
         sending = [(tensor, rank) for tensor, rank in sending if tensor.numel()]
         receiving = [(tensor, rank) for tensor, rank in receiving if tensor.numel()]
-        self.sent[purpose] += sum(tensor.nbytes for tensor, _ in sending)
+        self.bytes_sent[purpose] += sum(tensor.nbytes for tensor, _ in sending)
         operations = [dist.P2POp(dist.isend, tensor, rank) for tensor, rank in sending]
         operations += [dist.P2POp(dist.irecv, tensor, rank) for tensor, rank in receiving]
         if not operations:
             return Pending(self)
-        with self.guarded():
+        with self.translated_errors():
             return Pending(self, tuple(dist.batch_isend_irecv(operations)))
 
     @contextmanager
-    def guarded(self) -> Iterator[None]:
+    def translated_errors(self) -> Iterator[None]:
         """Say what to do when the communication fails."""
         try:
             yield
@@ -117,7 +117,7 @@ class Group:
             raise EnvironmentFault(
                 f"a process of this training has died or cannot be reached any more (noticed by rank {self.rank} of "
                 f"{self.size}; torchrun names the one that failed first). The last saved state is kept: start the same "
-                f"command again. What was noticed: {_noticed(error)}"
+                f"command again. What was noticed: {_first_sentence(error)}"
             ) from error
 
 
@@ -125,27 +125,27 @@ class Group:
 class Pending:
     """Communication that goes on while the process does something else; its tensors are not to be touched meanwhile."""
 
-    group: Group
+    group: ProcessGroup
     works: tuple[dist.Work, ...] = ()
 
     def wait(self) -> None:
         """Return when it is done: on a GPU, when what is computed from now on will see its result."""
-        with self.group.guarded():
+        with self.group.translated_errors():
             for work in self.works:
                 work.wait()
 
 
 @contextmanager
-def open_group(device: str | None = None) -> Iterator[Group]:
+def open_process_group(device: str | None = None) -> Iterator[ProcessGroup]:
     """Join the other processes of this training; alone without torchrun's variables in the environment.
 
     device: "cpu", "cuda" (each process of a machine takes the GPU of its local rank), or None for CUDA where there is
     any. Raises UsageError for another device and for a half-set environment; EnvironmentFault for a GPU that is not
     there, and when the processes do not find each other.
     """
-    place = _place(os.environ)
+    place = _read_environment(os.environ)
     rank, size = place.rank, place.size
-    group = Group(rank, size, _device(device, place.local_rank), place.here)
+    group = ProcessGroup(rank, size, _device(device, place.local_rank), place.local_processes)
     if size == 1:
         yield group
         return
@@ -158,55 +158,55 @@ def open_group(device: str | None = None) -> Iterator[Group]:
         dist.destroy_process_group()
 
 
-def _join(group: Group) -> None:
+def _join(group: ProcessGroup) -> None:
     on_gpu = group.device.type == "cuda"
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            timeout=PATIENCE,
+            timeout=TIMEOUT,
             device_id=group.device if on_gpu else None,
         )
     except RuntimeError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise EnvironmentFault(
-            f"rank {group.rank} of {group.size} did not reach the others at {address}: {_noticed(error)}. Start all "
+            f"rank {group.rank} of {group.size} did not reach the others at {address}: {_first_sentence(error)}. Start all "
             "of them with the same torchrun command, at an address that every machine can reach"
         ) from error
 
 
-class _Place(NamedTuple):
+class _TorchrunEnvironment(NamedTuple):
     """What torchrun says of a process. local_rank, here: its number among, and the count of, those of its machine."""
 
     rank: int
     size: int
     local_rank: int
-    here: int
+    local_processes: int
 
 
-def _place(environment: Mapping[str, str]) -> _Place:
-    given = [name for name in _PLACE if environment.get(name)]
+def _read_environment(environment: Mapping[str, str]) -> _TorchrunEnvironment:
+    given = [name for name in _TORCHRUN_VARIABLES if environment.get(name)]
     if "RANK" not in given and "WORLD_SIZE" not in given:
-        return _Place(0, 1, 0, 1)
-    if len(given) < len(_PLACE):
-        missing = ", ".join(name for name in _PLACE if name not in given)
+        return _TorchrunEnvironment(0, 1, 0, 1)
+    if len(given) < len(_TORCHRUN_VARIABLES):
+        missing = ", ".join(name for name in _TORCHRUN_VARIABLES if name not in given)
         raise UsageError(
             f"the environment has {', '.join(given)}, but not {missing}: start the processes with torchrun, which sets "
             "all of them, or unset them to train in one process"
         )
     try:
         rank, size, local_rank = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-        here, port = int(environment.get("LOCAL_WORLD_SIZE") or 1), int(environment["MASTER_PORT"])
+        local_processes, port = int(environment.get("LOCAL_WORLD_SIZE") or 1), int(environment["MASTER_PORT"])
     except ValueError as error:
         names = "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_PORT"
         raise UsageError(f"{names} in the environment should be numbers: {error}") from error
-    if not (0 <= rank < size and local_rank >= 0 and 1 <= here <= size):
+    if not (0 <= rank < size and local_rank >= 0 and 1 <= local_processes <= size):
         raise UsageError(
-            f"RANK {rank}, WORLD_SIZE {size}, LOCAL_RANK {local_rank} and LOCAL_WORLD_SIZE {here} in the environment "
+            f"RANK {rank}, WORLD_SIZE {size}, LOCAL_RANK {local_rank} and LOCAL_WORLD_SIZE {local_processes} in the environment "
             "do not fit"
         )
     if not 1 <= port <= 65535:
         raise UsageError(f"MASTER_PORT {port} in the environment should be a port, 1 to 65535")
-    return _Place(rank, size, local_rank, here)
+    return _TorchrunEnvironment(rank, size, local_rank, local_processes)
 
 
 def _device(name: str | None, local_rank: int) -> torch.device:
@@ -230,12 +230,12 @@ def _device(name: str | None, local_rank: int) -> torch.device:
     return device
 
 
-def computes_bf16(device: torch.device) -> bool:
+def device_supports_bf16(device: torch.device) -> bool:
     """Say whether a device has instructions for bfloat16."""
-    return torch.cuda.is_bf16_supported(including_emulation=False) if device.type == "cuda" else knows_bf16()
+    return torch.cuda.is_bf16_supported(including_emulation=False) if device.type == "cuda" else supports_bf16()
 
 
-def _noticed(error: BaseException) -> str:
+def _first_sentence(error: BaseException) -> str:
     """Return the first sentence of a backend's error, without the place in its source."""
     first = (str(error).splitlines() or [type(error).__name__])[0]
     return re.sub(r"^\[\S+\] ", "", first).split(". ")[0]

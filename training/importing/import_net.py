@@ -20,11 +20,11 @@ from prelunet.evaluator.arrays import Float32Array
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.errors import CheckpointError, UsageError, from_os_error
 from prelunet.training.importing.name_map import NameMap, Renamed
-from prelunet.training.importing.preprocessing import Preprocessing, three_numbers
+from prelunet.training.importing.preprocessing import Preprocessing, parse_channel_values
 from prelunet.training.importing.state_dicts import StateDict, read_state_dict
-from prelunet.training.net.checkpoints import Checkpoint, is_finite, name_faults
+from prelunet.training.net.checkpoints import Checkpoint, is_finite, tensor_faults
 
-How = Literal["by name", "by the map", "by order"]
+AssignmentMethod = Literal["by name", "by the map", "by order"]
 Shapes = Mapping[str, tuple[int, ...]]
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -33,12 +33,12 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class Assignment:
     """Which tensor of the file becomes which of ours. theirs: our name → the file's."""
 
-    theirs: Mapping[str, str]
-    how: How
+    source: Mapping[str, str]
+    method: AssignmentMethod
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportResult:
     """A checkpoint made of a file of others. remarks: what was done on the way that a user should know."""
 
     checkpoint: Checkpoint
@@ -54,7 +54,7 @@ def import_net(
     *,
     mean: Float32Array | None = None,
     name_map: NameMap | None = None,
-) -> Imported:
+) -> ImportResult:
     """Turn a torch state dict or a .safetensors file of the same architecture into a checkpoint.
 
     classes: in the order of the rows of its last layer. preprocessing: how its training prepared pixels. mean: an
@@ -66,16 +66,16 @@ def import_net(
     """
     state = read_state_dict(path)
     shapes = parameter_shapes(net, len(classes))
-    tensors = {name: tensor.reshape(1) if _is_number(tensor) else tensor for name, tensor in state.tensors.items()}
+    tensors = {name: tensor.reshape(1) if _is_scalar(tensor) else tensor for name, tensor in state.tensors.items()}
     assignment, left_out = _assign(path, StateDict(tensors, state.ordered), shapes, name_map)
-    chosen = {name: tensors[assignment.theirs[name]] for name in shapes}
+    chosen = {name: tensors[assignment.source[name]] for name in shapes}
     arrays = _as_float32(path, chosen, assignment)
     first = net.convs[0].name + ".weight"
-    arrays[first], own_mean = _with_pixels_as_ours(path, arrays[first], preprocessing, mean)
+    arrays[first], own_mean = _fold_preprocessing(path, arrays[first], preprocessing, mean)
     remarks = [*state.remarks, *_conversions(chosen)]
     if left_out:
         remarks.append(f"left out as the map says: {', '.join(left_out)}")
-    return Imported(Checkpoint(net, classes, own_mean, arrays), assignment, tuple(remarks))
+    return ImportResult(Checkpoint(net, classes, own_mean, arrays), assignment, tuple(remarks))
 
 
 def read_mean_image(path: Path, crop: int) -> Float32Array:
@@ -102,7 +102,7 @@ def read_mean_image(path: Path, crop: int) -> Float32Array:
         return np.array(found, dtype=np.float32)
 
 
-def preprocessing_of(
+def parse_preprocessing(
     mean: str, std: str, pixel_range: int, channels: Literal["rgb", "bgr"], crop: int
 ) -> tuple[Preprocessing, Float32Array | None]:
     """Read what `--mean` and its companions say; the second is the mean image where --mean names one.
@@ -112,14 +112,14 @@ def preprocessing_of(
     """
     image = read_mean_image(Path(mean), crop) if mean.endswith(".npy") else None
     if image is None:
-        numbers = three_numbers(mean, "--mean")
+        numbers = parse_channel_values(mean, "--mean")
     else:
         red, green, blue = (float(number) for number in image.mean(axis=(0, 1), dtype=np.float64))
         numbers = (red, green, blue)
-    return Preprocessing(numbers, three_numbers(std, "--std"), pixel_range, channels), image
+    return Preprocessing(numbers, parse_channel_values(std, "--std"), pixel_range, channels), image
 
 
-def _is_number(tensor: Tensor) -> bool:
+def _is_scalar(tensor: Tensor) -> bool:
     """Whether it has no axis at all, as some write the one slope of a layer."""
     return tensor.ndim == 0 and tensor.layout == torch.strided
 
@@ -132,32 +132,32 @@ def _assign(
     Raises CheckpointError that says what is probably wrong, and then lists all that is amiss.
     """
     found = {name: (_kind(tensor), tuple(tensor.shape)) for name, tensor in state.tensors.items()}
-    theirs: Mapping[str, str] = {name: name for name in found}
-    how: How = "by name"
-    renamed = Renamed(theirs)
+    source: Mapping[str, str] = {name: name for name in found}
+    method: AssignmentMethod = "by name"
+    renamed = Renamed(source)
     if name_map is not None:
         renamed = name_map.rename(found)
-        theirs, how, mend = renamed.theirs, "by the map", "Mend the map (docs/importing.md)"
+        source, method, fix = renamed.source, "by the map", "Mend the map (docs/importing.md)"
     elif found.keys() == shapes.keys():
-        mend = "The names are ours already; write the net again with these shapes, in numbers of floating point"
+        fix = "The names are ours already; write the net again with these shapes, in numbers of floating point"
     elif found.keys() & shapes.keys():
-        mend = "Name the others in a table: --map FILE (docs/importing.md)"
+        fix = "Name the others in a table: --map FILE (docs/importing.md)"
     elif obstacle := _why_not_by_order(state, shapes):
-        mend = f"By order they cannot be assigned: {obstacle}. Name them in a table: --map FILE (docs/importing.md)"
+        fix = f"By order they cannot be assigned: {obstacle}. Name them in a table: --map FILE (docs/importing.md)"
     else:
-        theirs, how = dict(zip(shapes, found, strict=True)), "by order"
-        mend = "Write the net again with numbers of floating point"
-    if renamed.faults or _faults_of(theirs, found, shapes):
-        raise _misfit(path, theirs, found, shapes, renamed.faults, mend)
-    return Assignment(theirs, how), renamed.left_out
+        source, method = dict(zip(shapes, found, strict=True)), "by order"
+        fix = "Write the net again with numbers of floating point"
+    if renamed.faults or _faults_of(source, found, shapes):
+        raise _mismatch_error(path, source, found, shapes, renamed.faults, fix)
+    return Assignment(source, method), renamed.left_out
 
 
 def _faults_of(
-    theirs: Mapping[str, str], found: Mapping[str, tuple[str, tuple[int, ...]]], shapes: Shapes
+    source: Mapping[str, str], found: Mapping[str, tuple[str, tuple[int, ...]]], shapes: Shapes
 ) -> list[str]:
     """Return every fault of an assignment, with the file's name where that is another."""
-    faults = name_faults({name: found[theirs[name]] for name in theirs}, shapes, "float")
-    renamed = {name: f" ({theirs[name]} in the file)" for name in theirs if theirs[name] != name}
+    faults = tensor_faults({name: found[source[name]] for name in source}, shapes, "float")
+    renamed = {name: f" ({source[name]} in the file)" for name in source if source[name] != name}
     return [fault + renamed.get(name, "") for name, fault in faults.items()]
 
 
@@ -189,32 +189,32 @@ def _why_not_by_order(state: StateDict, shapes: Shapes) -> str | None:
     return None
 
 
-def _misfit(
+def _mismatch_error(
     path: Path,
-    theirs: Mapping[str, str],
+    source: Mapping[str, str],
     found: Mapping[str, tuple[str, tuple[int, ...]]],
     shapes: Shapes,
     faults_of_map: tuple[str, ...],
-    mend: str,
+    fix: str,
 ) -> CheckpointError:
     """Return the error: first what is probably wrong and how to mend it, below it every fault.
 
     All of them, however many: a table of names is written from this list.
     """
-    found_shapes = [found[name][1] for name in theirs.values()]
-    asked, classes = shapes["fc3.bias"][0], _classes_of(found_shapes, shapes)
-    numbers = f"the number of classes: the file has {classes}, --classes says {asked}"
-    if classes not in (None, asked):
-        if faults_of_map or _faults_of(theirs, found, _with_classes(shapes, classes)):
-            cause = f"the tensors do not fit the net that was asked for, to begin with {numbers}. {mend}"
+    found_shapes = [found[name][1] for name in source.values()]
+    requested, classes = shapes["fc3.bias"][0], _classes_of(found_shapes, shapes)
+    numbers = f"the number of classes: the file has {classes}, --classes says {requested}"
+    if classes not in (None, requested):
+        if faults_of_map or _faults_of(source, found, _with_classes(shapes, classes)):
+            cause = f"the tensors do not fit the net that was asked for, to begin with {numbers}. {fix}"
         else:
             cause = f"everything fits but {numbers}. Give --classes {classes}, or a file of {classes} names"
-    elif classes is None and (likely := " or ".join(_nets_of_these_shapes(found_shapes, asked))):
+    elif classes is None and (likely := " or ".join(_nets_of_these_shapes(found_shapes, requested))):
         # No word of names: under the wrong net a table of them does not help.
         cause = f"not the net that was asked for. All shapes together are those of {likely}"
     else:
-        cause = f"the tensors do not fit the net that was asked for. {mend}"
-    faults = [*faults_of_map, *_faults_of(theirs, found, shapes)]
+        cause = f"the tensors do not fit the net that was asked for. {fix}"
+    faults = [*faults_of_map, *_faults_of(source, found, shapes)]
     return CheckpointError("\n  ".join((f"{path}: {cause}. What does not fit:", *faults)))
 
 
@@ -236,20 +236,20 @@ def _classes_of(found: Sequence[tuple[int, ...]], shapes: Shapes) -> int | None:
     return classes if classes > 0 and last[1] == (classes, shapes["fc3.weight"][1]) else None
 
 
-def _nets_of_these_shapes(found: Sequence[tuple[int, ...]], asked: int) -> Iterator[str]:
+def _nets_of_these_shapes(found: Sequence[tuple[int, ...]], requested: int) -> Iterator[str]:
     """Yield the options for which the tensors have the right shapes, in whatever order."""
     for name in ARCHITECTURES:
         for activation in ACTIVATIONS:
-            classes = _classes_of(found, parameter_shapes(architecture(name, activation=activation), asked))
+            classes = _classes_of(found, parameter_shapes(architecture(name, activation=activation), requested))
             if classes is not None:
-                also = "" if classes == asked else f" --classes {classes}"
+                also = "" if classes == requested else f" --classes {classes}"
                 yield f"--arch {name} --activation {activation}{also}"
 
 
 def _as_float32(path: Path, tensors: Mapping[str, Tensor], assignment: Assignment) -> dict[str, Float32Array]:
     """Return the numbers as float32; CheckpointError that names every tensor with one that is not finite."""
     arrays = {name: tensor.detach().resolve_neg().to(torch.float32).numpy() for name, tensor in tensors.items()}
-    if bad := [assignment.theirs[name] for name, array in arrays.items() if not is_finite(array)]:
+    if bad := [assignment.source[name] for name, array in arrays.items() if not is_finite(array)]:
         raise CheckpointError(
             f"{path}: numbers that are not finite in float32, in {', '.join(bad)}: the training has diverged, or the "
             "file is damaged. Take an earlier state of the net"
@@ -267,7 +267,7 @@ def _conversions(tensors: Mapping[str, Tensor]) -> list[str]:
     ]
 
 
-def _with_pixels_as_ours(
+def _fold_preprocessing(
     path: Path, conv1: Float32Array, preprocessing: Preprocessing, image: Float32Array | None
 ) -> tuple[Float32Array, Float32Array]:
     """Return conv1's weights and the mean for RGB from 0 to 255.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from prelunet.evaluator.errors import UsageError, from_os_error
-from prelunet.evaluator.json_checks import an_object, check_plain, parse_json
+from prelunet.evaluator.json_checks import check_plain, parse_json, require_object
 
 _WILDCARD = re.compile(r"\*\*|\*")
 _MATCHES = {"*": r"([^.]+)", "**": r"(.+)"}
@@ -26,7 +26,7 @@ _MATCHES = {"*": r"([^.]+)", "**": r"(.+)"}
 class Renamed:
     """theirs: our name → the name in the file; left_out: names in the file; faults: what cannot be, in words."""
 
-    theirs: Mapping[str, str]
+    source: Mapping[str, str]
     left_out: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
 
@@ -45,7 +45,7 @@ class NameMap:
     def rename(self, names: Iterable[str]) -> Renamed:
         """Give names of a file ours; a line that fits none of them is a fault, and so is a name given twice."""
         patterns = {left: _as_pattern(left) for left in self.lines if "*" in left}
-        theirs: dict[str, str] = {}
+        source: dict[str, str] = {}
         left_out, faults, used = [], [], set()
         for name in names:
             line = name if name in self.lines else next((p for p in patterns if patterns[p].fullmatch(name)), None)
@@ -54,12 +54,12 @@ class NameMap:
                 used.add(line)
             if not new:
                 left_out.append(name)
-            elif new in theirs:
-                faults.append(f"{theirs[new]} and {name} both become {new}")
+            elif new in source:
+                faults.append(f"{source[new]} and {name} both become {new}")
             else:
-                theirs[new] = name
+                source[new] = name
         faults += [f'no tensor fits "{line}" of the map' for line in self.lines if line not in used]
-        return Renamed(theirs, tuple(left_out), tuple(faults))
+        return Renamed(source, tuple(left_out), tuple(faults))
 
     def _new_name(self, name: str, line: str, patterns: Mapping[str, re.Pattern[str]]) -> str:
         """Return our name of a tensor; empty where it is left out."""
@@ -81,7 +81,7 @@ def read_name_map(path: Path) -> NameMap:
         if path.suffix not in {".toml", ".json"}:
             raise ValueError("its name should end in .toml or .json")
         data = parse_json(content) if path.suffix == ".json" else tomllib.loads(content.decode("utf-8"))
-        check_plain(an_object(data, "it"))
+        check_plain(require_object(data, "it"))
         pairs = list(_flatten(data))
         if len(dict(pairs)) < len(pairs):
             raise ValueError("a name stands twice on the left")

@@ -12,7 +12,7 @@ from prelunet.evaluator.errors import UsageError
 
 Channels = Literal["rgb", "bgr"]
 Layout = Literal["NCHW", "NHWC"]
-Three = tuple[float, float, float]
+ChannelValues = tuple[float, float, float]
 
 PIXEL_RANGES = (1, 255)
 
@@ -26,8 +26,8 @@ class Preprocessing:
     resizing before it. Raises UsageError for numbers that do not belong together.
     """
 
-    mean: Three | None
-    std: Three | None
+    mean: ChannelValues | None
+    std: ChannelValues | None
     pixel_range: int = 1
     channels: Channels = "rgb"
     interpolation: Interpolation = "bilinear"
@@ -41,32 +41,36 @@ class Preprocessing:
             return
         self._check_numbers(self.mean, self.std)
 
-    def _check_numbers(self, mean: Three, std: Three) -> None:
+    def _check_numbers(self, mean: ChannelValues, std: ChannelValues) -> None:
         """Refuse what is no mean and standard deviation of pixels from 0 to `pixel_range`, as float32 has it."""
         if not all(math.isfinite(number) for number in (*mean, *std)):
-            raise UsageError(f"--mean {_shown(mean)} --std {_shown(std)}: finite numbers should be there")
+            raise UsageError(
+                f"--mean {_format_numbers(mean)} --std {_format_numbers(std)}: finite numbers should be there"
+            )
         with np.errstate(all="ignore"):
             single = np.array(std, np.float32)
             brightest = np.float32(self.pixel_range) / single
         if min(std) <= 0 or not np.isfinite(single).all() or not np.isfinite(brightest).all():
-            raise UsageError(f"--std {_shown(std)}: std above 0, and neither too small nor too large for float32")
+            raise UsageError(
+                f"--std {_format_numbers(std)}: std above 0, and neither too small nor too large for float32"
+            )
         if min(mean) < 0:
-            raise UsageError(f"--mean {_shown(mean)}: below 0, but pixels run from 0 to {self.pixel_range}")
+            raise UsageError(f"--mean {_format_numbers(mean)}: below 0, but pixels run from 0 to {self.pixel_range}")
         for option, numbers in (("--mean", mean), ("--std", std)):
             if self.pixel_range == 1 and max(numbers) > 1:
                 raise UsageError(
-                    f"{option} {_shown(numbers)}: more than 1, but pixels run from 0 to 1. If these numbers are of "
+                    f"{option} {_format_numbers(numbers)}: more than 1, but pixels run from 0 to 1. If these numbers are of "
                     "pixels from 0 to 255, say --range 255"
                 )
         if max(mean) > self.pixel_range:
-            raise UsageError(f"--mean {_shown(mean)}: more than 255, but pixels run from 0 to 255")
+            raise UsageError(f"--mean {_format_numbers(mean)}: more than 255, but pixels run from 0 to 255")
         if self.pixel_range == 255 and 0 < max(mean) <= 1:
             raise UsageError(
-                f"--mean {_shown(mean)} --range 255: next to nothing of pixels from 0 to 255. If these numbers "
+                f"--mean {_format_numbers(mean)} --range 255: next to nothing of pixels from 0 to 255. If these numbers "
                 "are of pixels from 0 to 1, leave --range 255 out"
             )
 
-    def plain(self, image: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
+    def apply(self, image: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
         """Preprocess an image, uint8 (H, W, 3) RGB, to (H, W, 3) in the net's channel order.
 
         float32; uint8 as it is where the net takes bytes.
@@ -96,11 +100,11 @@ class Preprocessing:
         return f"{', '.join(parts)}, x from 0 to {self.pixel_range}; {resized}"
 
 
-def _shown(numbers: Three) -> str:
+def _format_numbers(numbers: ChannelValues) -> str:
     return ",".join(f"{number:g}" for number in numbers)
 
 
-def three_numbers(given: str, option: str) -> Three:
+def parse_channel_values(given: str, option: str) -> ChannelValues:
     """Read `0.485,0.456,0.406`, or one number for all channels; UsageError for anything else."""
     try:
         numbers = tuple(float(part) for part in given.split(","))

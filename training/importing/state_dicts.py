@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from prelunet.evaluator.errors import CheckpointError, UsageError
-from prelunet.evaluator.files import require_plain
+from prelunet.evaluator.files import require_regular_file
 from prelunet.training.net.checkpoints import PREFIX
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "net")  # keys under which training scripts keep the net
-_DEEPEST = 4  # such keys inside each other; a pickle may hold itself
+_MAX_NESTING = 4  # such keys inside each other; a pickle may hold itself
 _SAVE = "torch.save(net.state_dict(), FILE)"
 
 
@@ -43,7 +43,7 @@ def read_state_dict(path: Path) -> StateDict:
     that is damaged, of another kind, a checkpoint of ours, or one that only code could read; UsageError for one that
     cannot be opened.
     """
-    require_plain(path)
+    require_regular_file(path)
     try:
         with path.open("rb") as file:
             head = file.read(9)
@@ -112,7 +112,7 @@ def _damaged(path: Path, error: Exception) -> CheckpointError:
 def _state_dict_in(path: Path, loaded: Any) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Return the state dict in what a file holds, and under which keys it was found."""
     inside: list[str] = []
-    while isinstance(loaded, Mapping) and len(inside) < _DEEPEST:
+    while isinstance(loaded, Mapping) and len(inside) < _MAX_NESTING:
         keys = [key for key in _WRAPPERS if isinstance(loaded.get(key), Mapping)]
         if not keys:
             break

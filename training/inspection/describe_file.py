@@ -15,13 +15,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from prelunet.evaluator.architectures import Architecture, architecture_from_json, multiply_adds, parameter_shapes
-from prelunet.evaluator.contract import ClassEntry, how_to_write
+from prelunet.evaluator.contract import ClassEntry, rewrite_hint
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import ContractError, UsageError, from_os_error
-from prelunet.evaluator.files import require_plain, sha256_of
-from prelunet.evaluator.json_checks import an_object, text, whole
-from prelunet.evaluator.terminal import printable
+from prelunet.evaluator.files import require_regular_file, sha256_of
+from prelunet.evaluator.json_checks import require_int, require_object, require_str
+from prelunet.evaluator.terminal import escape_unprintable
 from prelunet.training.inspection.slope_trend import slope_trend
 
 # PReLU-nets, Table 1 (model E): layer → learned slope, shared by the channels, and mean of the channels' own.
@@ -56,7 +56,7 @@ def inspect_file(path: Path) -> dict[str, Any]:
     own nets have.
     Raises UsageError for a path that cannot be read, CheckpointError or ContractError for a file that is damaged.
     """
-    require_plain(path)
+    require_regular_file(path)
     try:
         with path.open("rb") as file:
             start = file.read(9)
@@ -74,7 +74,7 @@ def inspect_file(path: Path) -> dict[str, Any]:
 
 def _slope_summary(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return one recorded summary; ValueError when it is not what `summarise_slopes` gives."""
-    text(entry["layer"], "layer")
+    require_str(entry["layer"], "layer")
     if not all(type(entry[key]) in {int, float} for key in _SLOPE_KEYS[1:]):
         raise ValueError(f"the slopes of {entry['layer']} should be numbers")
     return {key: entry[key] for key in _SLOPE_KEYS}
@@ -102,7 +102,7 @@ def summarise_slopes(tensors: Mapping[str, npt.NDArray[np.floating]]) -> list[di
     ]
 
 
-def beside_the_paper(slopes: Sequence[Mapping[str, Any]], activation: str) -> list[dict[str, Any]]:
+def add_paper_slopes(slopes: Sequence[Mapping[str, Any]], activation: str) -> list[dict[str, Any]]:
     """Add `paper` to each summary: the value of Table 1, or None unless the layers are exactly those of model E."""
     is_model_e = [entry["layer"] for entry in slopes] == list(PAPER_SLOPES)
     column = 0 if activation == "prelu-shared" else 1
@@ -111,7 +111,7 @@ def beside_the_paper(slopes: Sequence[Mapping[str, Any]], activation: str) -> li
 
 def _slopes_and_trend(slopes: Sequence[Mapping[str, Any]], activation: str) -> dict[str, Any]:
     trend = slope_trend({entry["layer"]: entry["mean"] for entry in slopes})
-    return {"slopes": beside_the_paper(slopes, activation), "slope_trend": trend and trend.to_json()}
+    return {"slopes": add_paper_slopes(slopes, activation), "slope_trend": trend and trend.to_json()}
 
 
 def _inspect_checkpoint(path: Path) -> dict[str, Any]:
@@ -145,13 +145,13 @@ def _inspect_model(path: Path) -> dict[str, Any]:
         recorded = [_slope_summary(entry) for entry in contract.training.get("slopes") or []]
         for key in ("recipe", "dataset", "metrics"):
             if contract.training.get(key) is not None:
-                an_object(contract.training[key], key)
+                require_object(contract.training[key], key)
         slopes = _slopes_and_trend(recorded, architecture.activation)
         net = _describe_net(architecture, contract.classes)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, UsageError) as error:
         raise ContractError(
             f"{path}: 'prelunet.architecture' or 'prelunet.training' is malformed ({error!r}). "
-            f"{how_to_write(str(path))}"
+            f"{rewrite_hint(str(path))}"
         ) from error
     return {
         "kind": "model",
@@ -175,10 +175,10 @@ def _inspect_adopted(path: Path, session: Session) -> dict[str, Any]:
     contract = session.contract
     count = contract.architecture.get("multiply_adds")
     try:
-        cost = None if count is None else whole(count, "multiply_adds", 1)
+        cost = None if count is None else require_int(count, "multiply_adds", 1)
     except ValueError as error:
         raise ContractError(
-            f"{path}: 'prelunet.architecture' is malformed ({error}). {how_to_write(str(path))}"
+            f"{path}: 'prelunet.architecture' is malformed ({error}). {rewrite_hint(str(path))}"
         ) from error
     return {
         "kind": "adopted",
@@ -328,4 +328,4 @@ def _data_text(data: Mapping[str, Any]) -> str:
 
 def _cell(text: str) -> str:
     """Return a text of the file as it may be shown: no markup, no control characters for the terminal."""
-    return escape(printable(text))
+    return escape(escape_unprintable(text))

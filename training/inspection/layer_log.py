@@ -10,12 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from prelunet.evaluator.errors import UsageError, from_os_error
-from prelunet.evaluator.json_checks import a_list, an_object, parse_json, record, text, whole
+from prelunet.evaluator.json_checks import (
+    parse_json,
+    require_int,
+    require_keys,
+    require_list,
+    require_object,
+    require_str,
+)
 from prelunet.training.run_state.metrics_log import MetricsLog
 from prelunet.training.run_state.run_folder import DIAGNOSIS_FILE
 
-IMAGES = 256  # on which layers are measured unless another number is asked for
-DIGITS = 6  # significant; more would only tell in which order a machine adds up
+DEFAULT_IMAGES = 256  # on which layers are measured unless another number is asked for
+SIGNIFICANT_DIGITS = 6  # significant; more would only tell in which order a machine adds up
 
 
 @dataclass(frozen=True)
@@ -50,28 +57,28 @@ class LayerResponse:
         }
 
 
-KEYS = tuple(LayerResponse.__dataclass_fields__)
+RESPONSE_KEYS = tuple(LayerResponse.__dataclass_fields__)
 
 
-class DiagnosisLog:
+class LayerLog:
     """diagnosis.jsonl: the layers at every evaluation, in the order of steps; see `MetricsLog`."""
 
     def __init__(self, path: Path) -> None:
         self._log = MetricsLog(path)
 
-    def cut_after(self, step: int, *, evaluated: bool) -> None:
+    def truncate_after(self, step: int, *, evaluated: bool) -> None:
         """Take back the lines of evaluations that were lost with a crash and will be done again.
 
         evaluated: whether the evaluation at `step` itself is part of the state that is resumed.
         """
-        self._log.cut_after(step if evaluated else step - 1, evaluated=True)
+        self._log.truncate_after(step if evaluated else step - 1, evaluated=True)
 
     def write(self, step: int, layers: Sequence[LayerResponse]) -> None:
         """Append the line of one evaluation."""
         self._log.write({"step": step, "layers": [layer.to_json() for layer in layers]})
 
 
-def read_diagnosis(folder: Path) -> list[dict[str, Any]]:
+def read_layer_log(folder: Path) -> list[dict[str, Any]]:
     """Return the lines of a run folder's diagnosis.jsonl, at least one: `step`, and `layers` as `to_json` gives them.
 
     A last line that is being written is passed over. Raises UsageError where there is no such file or no whole line,
@@ -99,17 +106,17 @@ def read_diagnosis(folder: Path) -> list[dict[str, Any]]:
 
 def _entry(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
-        found = record(parse_json(line), "it", {"step", "layers"})
-        layers = [_layer(layer) for layer in a_list(found["layers"], "layers")]
-        return {"step": whole(found["step"], "step", 0), "layers": layers}
+        found = require_keys(parse_json(line), "it", {"step", "layers"})
+        layers = [_layer(layer) for layer in require_list(found["layers"], "layers")]
+        return {"step": require_int(found["step"], "step", 0), "layers": layers}
     except ValueError as error:
         raise UsageError(f"{path}: line {number} is damaged ({error}). Remove that line") from error
 
 
 def _layer(data: Any) -> dict[str, Any]:
-    found = record(an_object(data, "a layer"), "a layer", set(KEYS))
-    text(found["layer"], "layer")
-    for key in KEYS[1:]:
+    found = require_keys(require_object(data, "a layer"), "a layer", set(RESPONSE_KEYS))
+    require_str(found["layer"], "layer")
+    for key in RESPONSE_KEYS[1:]:
         if found[key] is not None and type(found[key]) not in {int, float}:
             raise ValueError(f"{key} of {found['layer']!a:.40} should be a number or null")
     return found
@@ -118,7 +125,7 @@ def _layer(data: Any) -> dict[str, Any]:
 def _plain(value: float | None) -> float | None:
     if value is None or not math.isfinite(value):
         return None
-    return float(f"{value:.{DIGITS}g}")
+    return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
 
 
 def std(layer: Mapping[str, Any], key: str) -> float | None:

@@ -15,20 +15,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prelunet.evaluator.contract import center_scale
-from prelunet.evaluator.datasets import DatasetPlace, open_place
+from prelunet.evaluator.datasets import DatasetSpec, open_from_spec
 from prelunet.evaluator.errors import DatasetError
 from prelunet.evaluator.terminal import progress
-from prelunet.training.data.image_cache import UNREADABLE, Pictures
-from prelunet.training.inspection.layer_log import IMAGES, LayerResponse
+from prelunet.training.data.image_cache import UNREADABLE, ImageCache
+from prelunet.training.inspection.layer_log import DEFAULT_IMAGES, LayerResponse
 from prelunet.training.net.checkpoints import Checkpoint
 from prelunet.training.net.dense_reference import subtract_mean
 from prelunet.training.net.network import PreluNet, network_from_checkpoint
 
-PIXELS_AT_ONCE = 2**19  # 10 crops of 224: their responses and gradients in model C take about 1.5 GB
+PIXELS_PER_BATCH = 2**19  # 10 crops of 224: their responses and gradients in model C take about 1.5 GB
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class LayerStatistics:
     """What was measured in a checkpoint. images: how many took part; refused: file → why it could not be decoded."""
 
     images: int
@@ -65,7 +65,7 @@ class _Sums:
         return mean, max(sums[1] / self.count - mean * mean, 0.0)
 
 
-def measure(
+def measure_layers(
     net: PreluNet, images: Tensor, labels: Tensor, advance: Callable[[int], None] | None = None
 ) -> tuple[LayerResponse, ...]:
     """Return what each layer does on these images, in the order of layers, without dropout.
@@ -90,7 +90,7 @@ def measure(
 def batches(net: PreluNet, images: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the images and labels in parts that fit into memory, on the net's device and in its number format."""
     parameter = next(net.parameters())
-    size = max(1, PIXELS_AT_ONCE // (images.shape[2] * images.shape[3]))
+    size = max(1, PIXELS_PER_BATCH // (images.shape[2] * images.shape[3]))
     for some, truth in zip(torch.split(images, size), torch.split(labels, size), strict=True):
         yield some.to(parameter.device, parameter.dtype), truth.to(parameter.device)
 
@@ -101,31 +101,31 @@ def responses_and_loss(net: PreluNet, images: Tensor, labels: Tensor) -> tuple[d
     The sum, because the gradient of an image's loss with respect to its own response then does not depend on how many
     images there are.
     """
-    with torch.enable_grad(), _observed(net) as responses:
+    with torch.enable_grad(), _recorded_responses(net) as responses:
         logits = net(images.detach().requires_grad_())  # so that frozen parameters do not cut the graph off
         return responses, F.cross_entropy(logits, labels, reduction="sum")
 
 
 @contextmanager
-def _observed(net: PreluNet) -> Iterator[dict[str, Tensor]]:
+def _recorded_responses(net: PreluNet) -> Iterator[dict[str, Tensor]]:
     """Collect the responses of what runs in the block; an observer that is there already is left out meanwhile."""
     responses: dict[str, Tensor] = {}
-    before, net.observer = net.observer, responses.__setitem__
+    before, net.response_hook = net.response_hook, responses.__setitem__
     try:
         yield responses
     finally:
-        net.observer = before
+        net.response_hook = before
 
 
-def diagnose(checkpoint: Checkpoint, data: DatasetPlace, images: int) -> Diagnosis:
+def measure_checkpoint(checkpoint: Checkpoint, data: DatasetSpec, images: int) -> LayerStatistics:
     """Measure a checkpoint on images of its classes, spread evenly over those of `data` (its `val` folder if any).
 
-    images: at most so many; fewer where there are fewer. Raises what `open_place` raises: DatasetError for labels that
-    are no classes of the checkpoint, or no image at all; and DatasetError where fewer than two can be decoded.
+    images: at most so many; fewer where there are fewer. Raises what `open_from_spec` raises: DatasetError for labels
+    that are no classes of the checkpoint, or no image at all; and DatasetError where fewer than two can be decoded.
     """
     crop = checkpoint.architecture.crop
-    pictures = Pictures(open_place(data, checkpoint.classes), {}, memory=0)
-    views = spread_views(pictures, center_scale(crop), crop, images)
+    image_cache = ImageCache(open_from_spec(data, checkpoint.classes), {}, memory=0)
+    views = sample_views(image_cache, center_scale(crop), crop, images)
     if len(views.labels) < 2:
         some = "".join(f"; {file}: {reason}" for file, reason in list(views.refused.items())[:3])
         raise DatasetError(
@@ -135,12 +135,12 @@ def diagnose(checkpoint: Checkpoint, data: DatasetPlace, images: int) -> Diagnos
     net = network_from_checkpoint(checkpoint)
     crops = subtract_mean(torch.from_numpy(views.images), checkpoint.mean)
     with progress("measuring", len(views.labels), "images") as advance:
-        layers = measure(net, crops, torch.from_numpy(views.labels), advance)
-    return Diagnosis(len(views.labels), views.refused, layers)
+        layers = measure_layers(net, crops, torch.from_numpy(views.labels), advance)
+    return LayerStatistics(len(views.labels), views.refused, layers)
 
 
 @dataclass(frozen=True, eq=False)
-class Views:
+class SampledViews:
     """images: uint8 (N, crop, crop, 3), mean not subtracted; labels: int64 (N,); refused: file → why it is left out."""
 
     images: npt.NDArray[np.uint8]
@@ -148,28 +148,28 @@ class Views:
     refused: dict[str, str]
 
 
-def spread_views(pictures: Pictures, scale: int, crop: int, images: int = IMAGES) -> Views:
+def sample_views(image_cache: ImageCache, scale: int, crop: int, images: int = DEFAULT_IMAGES) -> SampledViews:
     """Return central views of images spread evenly over a split, so that all its classes take part; always the same.
 
     Of N images those at floor(i·N/images), or all where there are fewer; what cannot be read is left out.
     """
-    total = len(pictures)
+    total = len(image_cache)
     count = min(images, total)
     views, labels, refused = list[npt.NDArray[np.uint8]](), list[int](), dict[str, str]()
     for place in (number * total // count for number in range(count)):
         try:
-            views.append(pictures.central_view(place, scale, crop))
-            labels.append(pictures.samples[place].label)
+            views.append(image_cache.central_view(place, scale, crop))
+            labels.append(image_cache.samples[place].label)
         except UNREADABLE as error:
-            refused[pictures.samples[place].file] = str(error)
+            refused[image_cache.samples[place].file] = str(error)
     stacked = np.stack(views) if views else np.empty((0, crop, crop, 3), np.uint8)
-    return Views(stacked, np.array(labels, dtype=np.int64), refused)
+    return SampledViews(stacked, np.array(labels, dtype=np.int64), refused)
 
 
 # Where a training that diverged lost its numbers: the first layer in which something is no longer finite.
 
 
-def where_not_finite(net: PreluNet, images: Tensor, labels: Tensor) -> str:
+def find_non_finite(net: PreluNet, images: Tensor, labels: Tensor) -> str:
     """Name the first thing that is not finite when a net sees a batch, as `conv2_1: its response is not finite`.
 
     images: float (N, 3, crop, crop), mean subtracted; labels: int64 (N,); N may be 0, then parameters are looked at.
@@ -177,10 +177,10 @@ def where_not_finite(net: PreluNet, images: Tensor, labels: Tensor) -> str:
     loss, gradients of responses (backwards) and of parameters. There is no dropout; where all is finite without it,
     the text says so. No random number is drawn and no `.grad` is written.
     """
-    return next(_faults(net, images, labels), "no layer: on these images all is finite without dropout")
+    return next(_non_finite_values(net, images, labels), "no layer: on these images all is finite without dropout")
 
 
-def _faults(net: PreluNet, images: Tensor, labels: Tensor) -> Iterator[str]:
+def _non_finite_values(net: PreluNet, images: Tensor, labels: Tensor) -> Iterator[str]:
     if not _finite(images):
         yield "the images: a pixel is not finite"
     for name, parameter in net.named_parameters():
@@ -188,12 +188,12 @@ def _faults(net: PreluNet, images: Tensor, labels: Tensor) -> Iterator[str]:
             yield f"{name}: the parameter is not finite"
     if not len(images):
         return
-    yield from _faults_forwards(net, images, labels)
+    yield from _non_finite_forward(net, images, labels)
     for some, truth in batches(net, images, labels):
-        yield from _faults_backwards(net, some, truth)
+        yield from _non_finite_backward(net, some, truth)
 
 
-def _faults_forwards(net: PreluNet, images: Tensor, labels: Tensor) -> Iterator[str]:
+def _non_finite_forward(net: PreluNet, images: Tensor, labels: Tensor) -> Iterator[str]:
     """Yield the layers whose response is not finite, the first layer first, whatever part of the batch it is in."""
     finite: dict[str, bool] = {}
     for some, truth in batches(net, images, labels):
@@ -205,7 +205,7 @@ def _faults_forwards(net: PreluNet, images: Tensor, labels: Tensor) -> Iterator[
             yield f"{name}: its response is not finite" if name else "the loss is not finite, though the logits are"
 
 
-def _faults_backwards(net: PreluNet, images: Tensor, labels: Tensor) -> Iterator[str]:
+def _non_finite_backward(net: PreluNet, images: Tensor, labels: Tensor) -> Iterator[str]:
     """Yield what is not finite on the way back: the gradient of a response, then those of the layer's parameters."""
     responses, loss = responses_and_loss(net, images, labels)
     parameters = {name: parameter for name, parameter in net.named_parameters() if parameter.requires_grad}

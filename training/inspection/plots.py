@@ -17,7 +17,7 @@ _PANELS = {
     "slope": ("mean slope of the negative side", False),
     "never_positive": ("channels never positive (percent)", False),
 }
-_LEAST = {"slope": 0.25, "never_positive": 1.0}  # where a linear axis ends at the least
+_MIN_AXIS_END = {"slope": 0.25, "never_positive": 1.0}  # where a linear axis ends at the least
 
 
 def draw_layers(layers: Layers) -> bytes:
@@ -72,7 +72,7 @@ def _y(panel: str, values: Sequence[float]) -> Spec:
         axis |= {"format": "~g", "values": [10.0**power for power in range(low, high + 1, step)]}
         scale = {"type": "log", "domain": [10.0**low, 10.0**high], "nice": False}
     else:
-        scale = {"domain": [min(0.0, *values), max(*values, _LEAST[panel])], "nice": True}
+        scale = {"domain": [min(0.0, *values), max(*values, _MIN_AXIS_END[panel])], "nice": True}
     return {"field": "value", "type": "quantitative", "title": title, "scale": scale, "axis": axis}
 
 

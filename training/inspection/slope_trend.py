@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-CLEAR = 0.5  # a rank correlation beyond it is called a trend; the number stands beside the word
+TREND_THRESHOLD = 0.5  # a rank correlation beyond it is called a trend; the number stands beside the word
 # Ranks see no sizes: a net that has learned nothing yet would have an order by its sixth digit. The demo's net has a
 # range of 0.001 after 20 steps and of 0.11 when it is trained, the paper's of 0.52 (Table 1, channel-wise).
-ALIKE = 0.01
+MIN_RANGE = 0.01
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class SlopeTrend:
     def __str__(self) -> str:
         compared = f"{self.layer} {self.first:.3f}, the layers above it {self.others:.3f} on average"
         if self.rank_correlation is None:
-            return f"alike at every depth (range below {ALIKE}); {compared}"
+            return f"alike at every depth (range below {MIN_RANGE}); {compared}"
         word = "no clear order with depth"
-        if abs(self.rank_correlation) >= CLEAR:
+        if abs(self.rank_correlation) >= TREND_THRESHOLD:
             word = f"{'smaller' if self.rank_correlation < 0 else 'larger'} with depth"
         return f"{word} (rank correlation {self.rank_correlation:+.2f}, range {self.range:.3f}); {compared}"
 
@@ -54,7 +54,7 @@ def slope_trend(means: Mapping[str, float]) -> SlopeTrend | None:
     first, *others = means.values()
     span = round(max(means.values()) - min(means.values()), 6)  # so that 0.31 and 0.3 are 0.01 apart
     correlation = None
-    if span >= ALIKE:
+    if span >= MIN_RANGE:
         correlation = round(_rank_correlation(np.array(list(means.values()))), 4)
     return SlopeTrend(next(iter(means)), round(first, 6), round(sum(others) / len(others), 6), span, correlation)
 

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from prelunet.evaluator.terminal import printable
+from prelunet.evaluator.terminal import escape_unprintable
 from prelunet.training.inspection.layer_log import std
 from prelunet.training.inspection.slope_trend import slope_trend
 
@@ -54,7 +54,7 @@ def print_history(entries: Sequence[Mapping[str, Any]], console: Console) -> Non
     for entry in (first, *entries[1:][-1:]):
         slopes = {layer["layer"]: layer["slope"] for layer in entry["layers"] if layer["slope"] is not None}
         if (trend := slope_trend(slopes)) is not None:
-            console.print(escape(printable(f"Slopes at step {entry['step']:,}: {trend}.")))
+            console.print(escape(escape_unprintable(f"Slopes at step {entry['step']:,}: {trend}.")))
 
 
 def _table(title: str) -> Table:
@@ -64,7 +64,7 @@ def _table(title: str) -> Table:
 
 
 def _name(layer: Mapping[str, Any]) -> str:
-    return escape(printable(layer["layer"]))
+    return escape(escape_unprintable(layer["layer"]))
 
 
 def _number(value: float | None) -> str:

@@ -13,7 +13,7 @@ from prelunet.evaluator.arrays import Float32Array
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.files import sha256_of
-from prelunet.evaluator.json_checks import differences, shown
+from prelunet.evaluator.json_checks import differences, format_differences
 from prelunet.training.net.checkpoints import Checkpoint, read_checkpoint
 from prelunet.training.net.initialization import Initialization, initial_tensors
 from prelunet.training.run_state.run_folder import BEST_FILE, LAST_FILE
@@ -22,7 +22,7 @@ LAST_LAYER = ("fc3.weight", "fc3.bias")
 
 
 @dataclass(frozen=True, eq=False)
-class Start:
+class InitialWeights:
     """What a training begins with.
 
     tensors: float32, names and shapes of `parameter_shapes`; mean: float32 of the shape that was asked for;
@@ -34,20 +34,20 @@ class Start:
     remarks: tuple[str, ...]
 
 
-def sha256_of_start(path: Path) -> str:
+def sha256_of_checkpoint(path: Path) -> str:
     """Return the sha256 of a checkpoint to begin with; UsageError when it cannot be read, or is a folder."""
     _refuse_folder(path)
     return sha256_of(path)
 
 
-def start_from(
+def load_pretrained(
     path: Path,
     net: Architecture,
     classes: tuple[ClassEntry, ...],
     seed: int,
     initialization: Initialization,
     mean_shape: tuple[int, ...],
-) -> Start:
+) -> InitialWeights:
     """Read a checkpoint of the same architecture as the beginning of a training of other, or the same, classes.
 
     The classes are told apart by their wnids. The same: all tensors as they are; in another order: fc3's rows follow;
@@ -75,7 +75,7 @@ def start_from(
             f"{path} but for fc3, which is drawn anew: {shared} of the {len(here)} classes are among its {len(there)}"
         )
     mean, about_mean = _mean_for(checkpoint, mean_shape)
-    return Start(tensors, mean, (f"begins with the weights of {said}", *about_mean))
+    return InitialWeights(tensors, mean, (f"begins with the weights of {said}", *about_mean))
 
 
 def _refuse_folder(path: Path) -> None:
@@ -90,7 +90,7 @@ def _check_architecture(path: Path, there: Architecture, here: Architecture) -> 
     places = ("in the checkpoint", "in the recipe")
     if found := differences(there.to_json(), here.to_json(), ignored={("name",), ("crop",)}, places=places):
         # Nets of two names differ in dozens of layers, and the names say it all
-        what = ". " if there.name != here.name else f":\n{shown(found)}\n"
+        what = ". " if there.name != here.name else f":\n{format_differences(found)}\n"
         raise UsageError(
             f"{path}: a net of another architecture ({there.name}, {there.activation}) than the recipe's "
             f"({here.name}, {here.activation}){what}"

@@ -10,34 +10,34 @@ from prelunet.evaluator.arrays import Float32Array
 from prelunet.evaluator.datasets.dataset import Dataset
 from prelunet.evaluator.datasets.layouts import SHARDS
 from prelunet.evaluator.errors import EnvironmentFault, UsageError
-from prelunet.evaluator.json_checks import differences, shown
-from prelunet.training.data.dataset_statistics import Survey, still_holds, survey
+from prelunet.evaluator.json_checks import differences, format_differences
+from prelunet.training.data.dataset_statistics import DatasetStatistics, compute_statistics, is_still_valid
 from prelunet.training.data.splits import Splits
-from prelunet.training.distributed.base import Kind
-from prelunet.training.distributed.process_group import Group, computes_bf16
-from prelunet.training.loop.fine_tune import start_from
+from prelunet.training.distributed.base import ParallelMode
+from prelunet.training.distributed.process_group import ProcessGroup, device_supports_bf16
+from prelunet.training.loop.fine_tune import load_pretrained
 from prelunet.training.net.initialization import initial_tensors
 from prelunet.training.recipe import Recipe
-from prelunet.training.run_state.resume_state import Progress
+from prelunet.training.run_state.resume_state import TrainingProgress
 from prelunet.training.run_state.run_folder import open_run_folder
 
 
-def beginning(
-    recipe: Recipe, splits: Splits, start: Path | None, cache: Path | None, announce: Callable[[str], None]
-) -> tuple[Mapping[str, Float32Array], Progress]:
+def initial_state(
+    recipe: Recipe, splits: Splits, start: Path | None, cache: Path | None, report: Callable[[str], None]
+) -> tuple[Mapping[str, Float32Array], TrainingProgress]:
     """Look at all images once, and draw the initial weights or take those to begin with.
 
     start: a checkpoint whose weights and mean are the first ones; cache: see `training.data.dataset_statistics.survey`;
     announce: told what a user should know. Raises DatasetError where too many images cannot be decoded, and as
-    `start_from`.
+    `load_pretrained`.
     """
-    look = partial(survey, scale=recipe.evaluation_scale, crop=recipe.crop, cache=cache, announce=announce)
+    look = partial(compute_statistics, scale=recipe.evaluation_scale, crop=recipe.crop, cache=cache, report=report)
 
-    def surveyed(dataset: Dataset, what: str) -> Survey:
+    def surveyed(dataset: Dataset, what: str) -> DatasetStatistics:
         found = look(dataset, what)
-        if still_holds(found, dataset):
+        if is_still_valid(found, dataset):
             return found
-        announce(f"{what}: images have changed since they were looked at, so all are looked at anew")
+        report(f"{what}: images have changed since they were looked at, so all are looked at anew")
         return look(dataset, what, fresh=True)
 
     of_train, of_val = surveyed(splits.train, "train/"), surveyed(splits.val, "val/")
@@ -46,17 +46,17 @@ def beginning(
     if start is None:
         tensors = initial_tensors(net, len(splits.classes), recipe.seed, how)
     else:
-        begun = start_from(start, net, splits.classes, recipe.seed, how, mean.shape)
+        begun = load_pretrained(start, net, splits.classes, recipe.seed, how, mean.shape)
         tensors, mean = begun.tensors, begun.mean
         for remark in begun.remarks:
-            announce(remark)
-    return tensors, Progress(mean, of_train.axes, {"train": of_train.refused, "val": of_val.refused})
+            report(remark)
+    return tensors, TrainingProgress(mean, of_train.axes, {"train": of_train.refused, "val": of_val.refused})
 
 
 # What the processes of a training do together before it begins: agree on what is asked for, and hold its folder.
 
 
-def check_place(folder: Path, dataset: Path) -> None:
+def check_folder_location(folder: Path, dataset: Path) -> None:
     """Raise UsageError for a run's folder among the class folders, where it would be taken for a class."""
     if folder.resolve().parent in {(dataset / split).resolve() for split in ("train", "val")}:
         raise UsageError(
@@ -65,24 +65,24 @@ def check_place(folder: Path, dataset: Path) -> None:
         )
 
 
-def check_alike(group: Group, wanted: dict[str, Any]) -> None:
+def require_same_command(group: ProcessGroup, requested: dict[str, Any]) -> None:
     """Raise UsageError in every process when not all of them were asked for the same. Collective.
 
     wanted: plain data, all that decides the results. Else each would train on its own images or at its own rate, and
     the mean of their gradients would be that of no training.
     """
-    first, *others = group.everybody(wanted)
+    first, *others = group.all_gather(requested)
     for rank, other in enumerate(others, start=1):
         if found := differences(first, other, places=("in process 0", f"in process {rank}")):
             raise UsageError(
-                f"the processes of this training were asked for different things:\n{shown(found)}\n"
+                f"the processes of this training were asked for different things:\n{format_differences(found)}\n"
                 "Start all of them with the same command, on machines that have the same images"
             )
 
 
 @contextmanager
-def held_folder(
-    group: Group, folder: Path, description: dict[str, Any], *, fresh: bool
+def lock_run_folder(
+    group: ProcessGroup, folder: Path, description: dict[str, Any], *, fresh: bool
 ) -> Iterator[Callable[[], None] | None]:
     """Hold the run's folder, as `open_run_folder`: the first process does, and the others come when it has."""
     if not group.is_first:
@@ -92,18 +92,18 @@ def held_folder(
         return
     with ExitStack() as stack:
         try:
-            make_room = stack.enter_context(open_run_folder(folder, description, fresh=fresh))
+            reset_folder = stack.enter_context(open_run_folder(folder, description, fresh=fresh))
         except Exception:  # not KeyboardInterrupt: whoever stops the program does not wait for other processes
             group.any(True)
             raise
         group.any(False)
-        yield make_room
+        yield reset_folder
 
 
 # What a user is told before a training begins.
 
 
-def first_words(recipe: Recipe, splits: Splits, group: Group, parallel: Kind | None) -> Iterator[str]:
+def setup_messages(recipe: Recipe, splits: Splits, group: ProcessGroup, parallel: ParallelMode | None) -> Iterator[str]:
     """Yield on what the training runs, what `--crop` may have chosen, and what is seldom meant."""
     if group.size > 1:
         yield f"training on {group.device.type}, {recipe.precision}, {group.size} processes, {parallel or 'ddp'}"
@@ -112,7 +112,7 @@ def first_words(recipe: Recipe, splits: Splits, group: Group, parallel: Kind | N
         yield f"training on {group.device}, {recipe.precision}{alone}"
     low, high = recipe.scales
     yield f"crop {recipe.crop}, scales {low} to {high}, batch {recipe.batch}, rate {recipe.rate:.4g}"
-    if recipe.precision == "bf16" and not computes_bf16(group.device):
+    if recipe.precision == "bf16" and not device_supports_bf16(group.device):
         yield f"this {group.device.type} has no bfloat16: torch imitates it, which takes many times as long as fp32"
     if splits.train.layout.startswith(SHARDS) and all(wnid.isdecimal() for wnid in splits.train.classes):
         yield (

@@ -8,42 +8,44 @@ from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-TOGETHER = 2.0  # seconds: a scheduler that stops a job tells torchrun and each process, and torchrun tells them again
+DEBOUNCE_SECONDS = (
+    2.0  # seconds: a scheduler that stops a job tells torchrun and each process, and torchrun tells them again
+)
 
 
-class Signals:
+class StopSignals:
     """What was heard. came: whether somebody wants the training to stop."""
 
     def __init__(self) -> None:
-        self.came = False
+        self.received = False
         self._first = 0.0  # when, by time.monotonic
 
-    def _hear(self, _number: int, _frame: FrameType | None) -> None:
-        if not self.came:
-            self.came, self._first = True, time.monotonic()
-        elif time.monotonic() - self._first > TOGETHER:
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        if not self.received:
+            self.received, self._first = True, time.monotonic()
+        elif time.monotonic() - self._first > DEBOUNCE_SECONDS:
             raise KeyboardInterrupt  # whoever asks again does not want to wait
 
 
 @contextmanager
-def heard_signals() -> Iterator[Signals]:
+def deferred_signals() -> Iterator[StopSignals]:
     """Note Ctrl-C and SIGTERM while the block runs instead of raising KeyboardInterrupt.
 
-    One that comes more than TOGETHER seconds after the first raises it.
+    One that comes more than DEBOUNCE_SECONDS seconds after the first raises it.
 
     Between the update of two layers a net is neither that of one step nor of the next: saving it there would break the
     promise that a resumed run equals an undisturbed one. One that came before is raised after the block if nobody has
     looked. Outside the main thread, where no signal arrives, nothing is ever heard.
     """
-    signals = Signals()
+    signals = StopSignals()
     if threading.current_thread() is not threading.main_thread():
         yield signals
         return
-    before = [(number, signal.signal(number, signals._hear)) for number in SIGNALS]
+    before = [(number, signal.signal(number, signals._handle)) for number in SIGNALS]
     try:
         yield signals
     finally:
         for number, handler in before:
             signal.signal(number, handler)
-    if signals.came:
+    if signals.received:
         raise KeyboardInterrupt

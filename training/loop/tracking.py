@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from prelunet.evaluator.errors import EnvironmentFault
-from prelunet.training.inspection.layer_log import DiagnosisLog, LayerResponse
+from prelunet.training.inspection.layer_log import LayerLog, LayerResponse
 from prelunet.training.run_state.metrics_log import MetricsLog
 from prelunet.training.run_state.run_folder import DIAGNOSIS_FILE, EVENTS_FOLDER, METRICS_FILE
 
@@ -21,23 +21,23 @@ _TITLES = {  # key of metrics.jsonl → its name in TensorBoard
 }
 
 
-class Tracking:
+class RunLogs:
     """The logs of one run; written by one process."""
 
-    def __init__(self, folder: Path, *, events: bool, diagnose: bool, announce: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, *, events: bool, diagnose: bool, report: Callable[[str], None]) -> None:
         """Open nothing yet: `resume` or the first line does.
 
         events: for TensorBoard; diagnose: whether layers are measured; announce: told when events cannot be written.
         Raises EnvironmentFault without TensorBoard.
         """
         self._metrics = MetricsLog(folder / METRICS_FILE)
-        self._diagnosis, self._diagnoses = DiagnosisLog(folder / DIAGNOSIS_FILE), diagnose
-        self._events = _Events(folder / EVENTS_FOLDER, announce) if events else None
+        self._layer_log, self._log_layers = LayerLog(folder / DIAGNOSIS_FILE), diagnose
+        self._events = _Events(folder / EVENTS_FOLDER, report) if events else None
 
     def resume(self, step: int, *, evaluated: bool) -> None:
         """Take back what was written of later steps, which will be done again."""
-        self._metrics.cut_after(step, evaluated=evaluated)
-        self._diagnosis.cut_after(step, evaluated=evaluated)
+        self._metrics.truncate_after(step, evaluated=evaluated)
+        self._layer_log.truncate_after(step, evaluated=evaluated)
         if self._events is not None:
             self._events.first = step + 1
 
@@ -49,12 +49,12 @@ class Tracking:
 
     def write_layers(self, step: int, measure: Callable[[], tuple[LayerResponse, ...]]) -> None:
         """Measure the layers and write them down, if that was asked for."""
-        if not self._diagnoses:
+        if not self._log_layers:
             return
         layers = measure()
         if not layers:
             return
-        self._diagnosis.write(step, layers)
+        self._layer_log.write(step, layers)
         if self._events is not None:
             self._events.write(
                 step, {f"slope/{layer.layer}": layer.slope for layer in layers if layer.slope is not None}
@@ -73,14 +73,14 @@ class _Events:
     file that cannot be written any more is given up and said; no training ends for it.
     """
 
-    def __init__(self, folder: Path, announce: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, report: Callable[[str], None]) -> None:
         if find_spec("tensorboard") is None:
             raise EnvironmentFault(
                 "TensorBoard is not installed, which writes its files of events: pip install tensorboard, or train "
                 "with --no-tensorboard"
             )
         self.first = 0
-        self._folder, self._announce = folder, announce
+        self._folder, self._report = folder, report
         self._file: BinaryIO | None = None
         self._gave_up = False
 
@@ -103,7 +103,7 @@ class _Events:
             RecordWriter(self._file).write(event.SerializeToString())
         except OSError as error:
             self._gave_up = True
-            self._announce(f"{self._folder}: no more events for TensorBoard ({error.strerror}); the training goes on")
+            self._report(f"{self._folder}: no more events for TensorBoard ({error.strerror}); the training goes on")
 
     def _begin(self) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog

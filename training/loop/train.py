@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from prelunet.training.data.splits import Splits, embedded_dataset_path, open_splits
-from prelunet.training.distributed.process_group import open_group
-from prelunet.training.loop.fine_tune import sha256_of_start
-from prelunet.training.loop.setup import check_alike, check_place, first_words, held_folder
-from prelunet.training.loop.trainer import Execution, Trainer, _say_nothing
+from prelunet.training.distributed.process_group import open_process_group
+from prelunet.training.loop.fine_tune import sha256_of_checkpoint
+from prelunet.training.loop.setup import check_folder_location, lock_run_folder, require_same_command, setup_messages
+from prelunet.training.loop.trainer import Execution, Trainer, discard_report
 from prelunet.training.recipe import Recipe
-from prelunet.training.run_state.metrics_log import Errors
+from prelunet.training.run_state.metrics_log import ErrorRates
 from prelunet.training.run_state.run_folder import LAST_FILE
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingResult:
     """A finished training. checkpoint: of the last step; dataset: where the images lie.
 
     errors, best: the last and the best measurement on val/; is_first: whether this process talks to the user.
@@ -24,8 +24,8 @@ class Training:
 
     checkpoint: Path
     dataset: Path
-    errors: Errors
-    best: Errors
+    errors: ErrorRates
+    best: ErrorRates
     is_first: bool
 
 
@@ -37,8 +37,8 @@ def train(
     start: Path | None = None,
     fresh: bool = False,
     execution: Execution = Execution(),
-    announce: Callable[[str], None] | None = None,
-) -> Training:
+    report: Callable[[str], None] | None = None,
+) -> TrainingResult:
     """Train a net by a recipe, or go on where an earlier call stopped; a finished run is left as it is.
 
     dataset_path: folder or archive with train/ and val/; None for the embedded one. run_folder: see
@@ -51,26 +51,28 @@ def train(
     """
     path = dataset_path or embedded_dataset_path()
     splits = open_splits(path)
-    check_place(run_folder, path)
-    wanted = describe(recipe, splits, start)
-    with open_group(execution.device) as group:
-        check_alike(group, {**wanted, "parallel": execution.parallel, "diagnose": execution.diagnose})
-        with held_folder(group, run_folder, wanted, fresh=fresh) as make_room:
-            tell = announce if announce is not None and group.is_first else _say_nothing
-            for text in first_words(recipe, splits, group, execution.parallel):
-                tell(text)
-            trainer = Trainer(recipe, splits, run_folder, group, execution, start, make_room=make_room, announce=tell)
-            for text in trainer.news():
-                tell(text)
+    check_folder_location(run_folder, path)
+    requested = describe_run(recipe, splits, start)
+    with open_process_group(execution.device) as group:
+        require_same_command(group, {**requested, "parallel": execution.parallel, "diagnose": execution.diagnose})
+        with lock_run_folder(group, run_folder, requested, fresh=fresh) as reset_folder:
+            report = report if report is not None and group.is_first else discard_report
+            for text in setup_messages(recipe, splits, group, execution.parallel):
+                report(text)
+            trainer = Trainer(
+                recipe, splits, run_folder, group, execution, start, reset_folder=reset_folder, report=report
+            )
+            for text in trainer.status_messages():
+                report(text)
             trainer.run()
-    errors, best = trainer.progress.evaluated, trainer.progress.best
+    errors, best = trainer.progress.latest_errors, trainer.progress.best
     assert errors is not None, "a run ends with an evaluation"
     assert best is not None
-    return Training(run_folder / LAST_FILE, path, errors, best, group.is_first)
+    return TrainingResult(run_folder / LAST_FILE, path, errors, best, group.is_first)
 
 
-def describe(recipe: Recipe, splits: Splits, start: Path | None = None) -> dict[str, Any]:
+def describe_run(recipe: Recipe, splits: Splits, start: Path | None = None) -> dict[str, Any]:
     """Return all that decides the results of a training, as plain data."""
     classes = [entry.to_json() for entry in splits.classes]
-    begun = {} if start is None else {"start": sha256_of_start(start)}
+    begun = {} if start is None else {"start": sha256_of_checkpoint(start)}
     return {"recipe": recipe.to_json(), "dataset": splits.to_json(), "classes": classes, **begun}

@@ -20,28 +20,28 @@ from prelunet.evaluator.engine.scores import ranks_of
 from prelunet.evaluator.errors import DatasetError, DivergenceError, Interrupted
 from prelunet.evaluator.terminal import Advance, progress
 from prelunet.training.data.augmentation import dropout_factors
-from prelunet.training.data.image_cache import Pictures
+from prelunet.training.data.image_cache import ImageCache
 from prelunet.training.data.loader import Batch, evaluation_batches, training_batches
 from prelunet.training.data.splits import Splits
-from prelunet.training.distributed.base import DropoutFactors, Kind, Options, check_batch
-from prelunet.training.distributed.data_parallel import make_parallel
-from prelunet.training.distributed.process_group import Group
+from prelunet.training.distributed.base import DropoutFactors, ParallelMode, StepOptions, check_batch
+from prelunet.training.distributed.data_parallel import build_parallel
+from prelunet.training.distributed.process_group import ProcessGroup
 from prelunet.training.inspection.layer_log import LayerResponse
-from prelunet.training.inspection.layer_statistics import measure, spread_views, where_not_finite
-from prelunet.training.loop.setup import beginning
-from prelunet.training.loop.signals import Signals, heard_signals
-from prelunet.training.loop.tracking import Tracking
-from prelunet.training.loop.unreadable_images import Losses
+from prelunet.training.inspection.layer_statistics import find_non_finite, measure_layers, sample_views
+from prelunet.training.loop.setup import initial_state
+from prelunet.training.loop.signals import StopSignals, deferred_signals
+from prelunet.training.loop.tracking import RunLogs
+from prelunet.training.loop.unreadable_images import UnreadableImages
 from prelunet.training.net.dense_reference import subtract_mean
 from prelunet.training.net.network import PreluNet, load_tensors, parameter_groups
-from prelunet.training.recipe import Recipe, rate_at, stalls
-from prelunet.training.run_state.checkpoint_manager import Keeping, is_kept
-from prelunet.training.run_state.metrics_log import Errors, errors_of, mistakes
+from prelunet.training.recipe import Recipe, count_plateaus, rate_at
+from prelunet.training.run_state.checkpoint_manager import CheckpointManager, is_kept
+from prelunet.training.run_state.metrics_log import ErrorRates, count_errors, error_rates
 from prelunet.training.run_state.resume_state import momentum_of
 
 LOG_EVERY = 20  # steps
 EVALUATION_BATCH = 256  # crops at once, over all processes
-ALONE = Group(0, 1, torch.device("cpu"))
+SINGLE_PROCESS = ProcessGroup(0, 1, torch.device("cpu"))
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,15 @@ class Execution:
     """
 
     device: str | None = None
-    parallel: Kind | None = None
+    parallel: ParallelMode | None = None
     workers: int | None = None
     diagnose: bool = False
     events: bool = False
     cache: Path | None = None
 
 
-def _say_nothing(_text: str) -> None:
-    pass
+def discard_report(_text: str) -> None:
+    """Report to nobody."""
 
 
 class Trainer:
@@ -74,70 +74,73 @@ class Trainer:
         recipe: Recipe,
         splits: Splits,
         folder: Path,
-        group: Group = ALONE,
+        group: ProcessGroup = SINGLE_PROCESS,
         execution: Execution = Execution(),
         start: Path | None = None,
         *,
-        make_room: Callable[[], None] | None = None,
-        announce: Callable[[str], None] = _say_nothing,
+        reset_folder: Callable[[], None] | None = None,
+        report: Callable[[str], None] = discard_report,
     ) -> None:
-        """Begin a run or resume one. make_room: removes what an earlier run left, where a new one begins."""
-        self.recipe = recipe.of_length(len(splits.train.samples))
+        """Begin a run or resume one. reset_folder: removes what an earlier run left, where a new one begins."""
+        self.recipe = recipe.in_steps(len(splits.train.samples))
         self.splits, self.folder, self.group, self.start = splits, folder, group, start
-        options = Options(recipe.precision, recipe.channels_last, recipe.compile, recipe.accumulate)
+        options = StepOptions(recipe.precision, recipe.channels_last, recipe.compile, recipe.accumulate)
         check_batch(recipe.batch, group, options)
-        self.keeping = Keeping(folder, recipe, splits)
-        self.tracking = Tracking(folder, events=execution.events, diagnose=execution.diagnose, announce=announce)
+        self.checkpoint_manager = CheckpointManager(folder, recipe, splits)
+        self.tracking = RunLogs(folder, events=execution.events, diagnose=execution.diagnose, report=report)
         self.workers, self.cache = execution.workers, execution.cache
         self.remarks: list[str] = []  # for the user, before the work begins
-        self.make_room = make_room
+        self.reset_folder = reset_folder
         self.note = ""  # what progress shows beside the rate
         self.net = PreluNet(recipe.net(), len(splits.classes))
-        self._begin_or_resume(execution.parallel or "ddp", options)
+        self._start_or_resume(execution.parallel or "ddp", options)
         self.mean = torch.from_numpy(self.progress.mean).to(group.device)
-        self.train_pictures = Pictures(splits.train, self.progress.refused["train"])
-        self.val_pictures = Pictures(splits.val, self.progress.refused["val"])
-        self.lost = Losses(splits.train, "train/", self.progress.lost, announce)
-        self.lost_of_val = Losses(splits.val, "val/", {}, announce)
+        self.train_images = ImageCache(splits.train, self.progress.refused["train"])
+        self.val_images = ImageCache(splits.val, self.progress.refused["val"])
+        self.unreadable = UnreadableImages(splits.train, "train/", self.progress.unreadable, report)
+        self.unreadable_val = UnreadableImages(splits.val, "val/", {}, report)
 
-    def _begin_or_resume(self, kind: Kind, options: Options) -> None:
+    def _start_or_resume(self, kind: ParallelMode, options: StepOptions) -> None:
         """Make net, optimizer and progress of the saved state, which the first process writes where there is none.
 
         Bring what a crash may have left in between to the same step.
         """
-        if self.group.is_first and (self.make_room is not None or not self.keeping.has_state):
-            self._begin()
+        if self.group.is_first and (self.reset_folder is not None or not self.checkpoint_manager.has_state):
+            self._write_initial_state()
         self.group.wait()
-        state = self.keeping.read(self.net)
+        state = self.checkpoint_manager.read(self.net)
         self.progress = state.progress
-        self.parallel = make_parallel(kind, self.net, self.group, options)  # which may take parameters away
+        self.parallel = build_parallel(kind, self.net, self.group, options)  # which may take parameters away
         groups = parameter_groups(self.net, self.recipe.weight_decay)
         self.optimizer = torch.optim.SGD(groups, lr=self.recipe.rate, momentum=self.recipe.momentum)
         state.restore(self.net, self.optimizer)
-        self.lost_before, self.progress.lost = self.progress.lost, {}  # they may have been mended since
+        self.unreadable_before, self.progress.unreadable = (
+            self.progress.unreadable,
+            {},
+        )  # they may have been mended since
         if self.group.is_first:
             self.tracking.resume(self.progress.step, evaluated=self.progress.is_evaluated)
-            self.keeping.mend(self.net, self.progress)
+            self.checkpoint_manager.repair(self.net, self.progress)
 
-    def _begin(self) -> None:
+    def _write_initial_state(self) -> None:
         """Save what the run begins with."""
-        tensors, progress = beginning(self.recipe, self.splits, self.start, self.cache, self.remarks.append)
+        tensors, progress = initial_state(self.recipe, self.splits, self.start, self.cache, self.remarks.append)
         load_tensors(self.net, tensors)
-        if self.make_room is not None:
-            self.make_room()
-        self.keeping.write(self.net, {}, progress)
+        if self.reset_folder is not None:
+            self.reset_folder()
+        self.checkpoint_manager.write(self.net, {}, progress)
 
-    def news(self) -> Iterator[str]:
+    def status_messages(self) -> Iterator[str]:
         """Yield what a user should know before the work begins."""
         yield from self.remarks
         for split, files in self.progress.refused.items():
             if files:
                 yield f"{split}/: {len(files)} images cannot be decoded and are left out:"
                 yield from (f"  {file}: {reason}" for file, reason in files.items())
-        if lost := self.lost_before:
-            yield f"train/: {len(lost)} images broke while the training ran before, and others took their places:"
-            yield from (f"  {file}: {reason}" for file, reason in lost.items())
-        step, steps = self.progress.step, self.recipe.length
+        if unreadable := self.unreadable_before:
+            yield f"train/: {len(unreadable)} images broke while the training ran before, and others took their places:"
+            yield from (f"  {file}: {reason}" for file, reason in unreadable.items())
+        step, steps = self.progress.step, self.recipe.total_steps
         if step == steps and self.progress.is_evaluated:
             yield f"{self.folder}: all {steps} steps are done already; train anew with --fresh"
         elif step:
@@ -146,9 +149,9 @@ class Trainer:
     def run(self) -> None:
         """Train to the recipe's end; a signal ends it between two steps, with the state saved."""
         try:
-            with heard_signals() as signals:
+            with deferred_signals() as signals:
                 self._run(signals)
-                signals.came = False  # nothing is left to stop
+                signals.received = False  # nothing is left to stop
         except KeyboardInterrupt:
             raise Interrupted(
                 f"{self.folder}: interrupted twice, so at once; the same command goes on from the last saved state"
@@ -156,13 +159,15 @@ class Trainer:
         finally:
             self.tracking.close()
 
-    def _run(self, signals: Signals) -> None:
-        steps, first, rows = self.recipe.length, self.progress.step, self.parallel.rows(self.recipe.batch)
+    def _run(self, signals: StopSignals) -> None:
+        steps, first, rows = self.recipe.total_steps, self.progress.step, self.parallel.rows(self.recipe.batch)
         axes = self.progress.axes
-        batches = training_batches(self.train_pictures, self.recipe, first, rows=rows, axes=axes, **self._loading())
-        with progress("training", steps, "steps", done=first) if self.group.is_first else _silent() as advance:
+        batches = training_batches(
+            self.train_images, self.recipe, first, rows=rows, axes=axes, **self._loader_options()
+        )
+        with progress("training", steps, "steps", done=first) if self.group.is_first else _no_progress() as advance:
             self._evaluate_if_due(signals)  # an earlier call may have been stopped just here
-            clock = Clock()
+            clock = ThroughputMeter()
             for batch in batches:
                 stop = self._step(batch, signals)
                 clock.images += self.recipe.batch
@@ -170,32 +175,32 @@ class Trainer:
                     self._log_steps(clock)
                 advance(1, self.note)
                 if self._evaluate_if_due(signals):
-                    clock = Clock()  # its time is not the training's
+                    clock = ThroughputMeter()  # its time is not the training's
                 elif stop:
                     self._save()
                     raise self._interrupted()
                 elif self._save_is_due():
                     self._save()
-                    self._stop_saved(signals)
+                    self._stop_if_signalled(signals)
 
-    def _step(self, batch: Batch, signals: Signals) -> bool:
+    def _step(self, batch: Batch, signals: StopSignals) -> bool:
         """Take one step of stochastic gradient descent; return whether any process was told to stop."""
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate()
         images, labels = self._input(batch), torch.from_numpy(batch.labels).to(self.group.device)
-        step = self.parallel.gradients(images, labels, self._factors(), self.recipe.batch, stop=signals.came)
+        step = self.parallel.gradients(images, labels, self._factors(), self.recipe.batch, stop=signals.received)
         if not math.isfinite(step.loss):
-            raise self._diverged(where_not_finite(self.net, images, labels) if self.net.has_head else "")
+            raise self._diverged(find_non_finite(self.net, images, labels) if self.net.has_head else "")
         self.optimizer.step()
         self.progress.step += 1
         self.progress.loss_sum += step.loss
         self.progress.loss_steps += 1
-        self.lost.add(batch.lost)
+        self.unreadable.add(batch.unreadable)
         return step.stop
 
-    def _loading(self) -> dict[str, Any]:
+    def _loader_options(self) -> dict[str, Any]:
         """Return how batches are made."""
-        return {"workers": self.workers, "pin": self.group.device.type == "cuda", "here": self.group.here}
+        return {"workers": self.workers, "pin": self.group.device.type == "cuda", "here": self.group.local_processes}
 
     def _factors(self) -> DropoutFactors:
         """Return what dropout does in the next step."""
@@ -206,8 +211,8 @@ class Trainer:
 
     def _rate(self) -> float:
         """Return the learning rate of the next step."""
-        errors = [errors.top1_error for errors in self.progress.measured]
-        return rate_at(self.recipe, self.progress.step, stalls(errors, self.recipe.patience))
+        errors = [errors.top1_error for errors in self.progress.evaluations]
+        return rate_at(self.recipe, self.progress.step, count_plateaus(errors, self.recipe.patience))
 
     def _input(self, batch: Batch) -> Tensor:
         """Return (N, 3, crop, crop), mean subtracted; in memory the channels stay last, which halves a CPU's time."""
@@ -216,7 +221,7 @@ class Trainer:
             return images
         return images + torch.from_numpy(batch.shift).to(self.group.device)[:, :, None, None]
 
-    def _log_steps(self, clock: "Clock") -> None:
+    def _log_steps(self, clock: "ThroughputMeter") -> None:
         """Write the mean loss since the last line, and begin the next."""
         now, speed = self.progress, clock.lap()
         loss = now.loss_sum / now.loss_steps
@@ -226,24 +231,24 @@ class Trainer:
             self.tracking.write({"step": now.step, "loss": loss, "rate": rate, "images_per_second": round(speed, 1)})
         now.loss_sum, now.loss_steps = 0.0, 0
 
-    def _evaluate_if_due(self, signals: Signals) -> bool:
+    def _evaluate_if_due(self, signals: StopSignals) -> bool:
         """Measure the errors on val/ at every `evaluate_every` steps and at the end, and save; True if it was due."""
         now, recipe = self.progress, self.recipe
-        due = now.step > 0 and (now.step % recipe.evaluate_every == 0 or now.step == recipe.length)
+        due = now.step > 0 and (now.step % recipe.evaluate_every == 0 or now.step == recipe.total_steps)
         if not due or now.is_evaluated:
             return False
         errors, images = self._evaluate(signals)
-        now.measured.append(errors)
+        now.evaluations.append(errors)
         if self.group.is_first:
             refused = len(self.splits.val.samples) - images
             self.tracking.write({**errors.to_json(), "evaluated": images, "refused": refused})
-            self.tracking.write_layers(now.step, self._layers)
+            self.tracking.write_layers(now.step, self._measure_layers)
         self._save()
-        self._stop_saved(signals)
+        self._stop_if_signalled(signals)
         return True
 
     @torch.inference_mode()
-    def _evaluate(self, signals: Signals) -> tuple[Errors, int]:
+    def _evaluate(self, signals: StopSignals) -> tuple[ErrorRates, int]:
         """Return the errors on val/ in the view of the `center` protocol, and of how many images.
 
         Every process looks at its part.
@@ -251,30 +256,32 @@ class Trainer:
         counts = np.zeros(3)  # images, wrong at top-1, at top-5
         size = max(1, EVALUATION_BATCH // self.group.size)
         rank, ranks = self.group.rank, self.group.size
-        self.lost_of_val.begin_again()
-        for batch in evaluation_batches(self.val_pictures, self.recipe, size, part=(rank, ranks), **self._loading()):
+        self.unreadable_val.reset()
+        for batch in evaluation_batches(
+            self.val_images, self.recipe, size, part=(rank, ranks), **self._loader_options()
+        ):
             logits = self.parallel.logits(self._input(batch)).cpu().numpy()
             if not np.isfinite(logits).all():  # every comparison with NaN is false: it would look like a hit
                 counts[0] = math.nan  # which the others must learn, too
-            counts += (len(batch.labels), *mistakes(ranks_of(logits, batch.labels)))
-            self.lost_of_val.add(batch.lost)
-            self._stop_if(signals)
+            counts += (len(batch.labels), *count_errors(ranks_of(logits, batch.labels)))
+            self.unreadable_val.add(batch.unreadable)
+            self._save_and_stop_if_signalled(signals)
         images, *wrong = self.group.total(*counts)
         if math.isnan(images):
             raise self._diverged("an answer on val/ is not finite")
-        self.lost_of_val.gather(self.group)
-        self.lost_of_val.check(self.recipe.max_refused)
+        self.unreadable_val.gather(self.group)
+        self.unreadable_val.check(self.recipe.max_refused)
         if not images:
             raise DatasetError(f"{self.splits.val.location}: no image of val/ can be read any more. Put them back")
-        return errors_of(self.progress.step, images, *wrong), int(images)
+        return error_rates(self.progress.step, images, *wrong), int(images)
 
-    def _layers(self) -> tuple[LayerResponse, ...]:
+    def _measure_layers(self) -> tuple[LayerResponse, ...]:
         """Measure the layers on images of val/; none if not one of these can be read any more."""
-        views = spread_views(self.val_pictures, self.recipe.evaluation_scale, self.recipe.crop)
+        views = sample_views(self.val_images, self.recipe.evaluation_scale, self.recipe.crop)
         if not len(views.labels):
             return ()
         labels = torch.from_numpy(views.labels).to(self.group.device)
-        return measure(self.net, self._input(Batch(views.images, views.labels)), labels)
+        return measure_layers(self.net, self._input(Batch(views.images, views.labels)), labels)
 
     def _save_is_due(self) -> bool:
         return self.progress.step % self.recipe.save_every == 0 or is_kept(self.recipe, self.progress.step)
@@ -284,28 +291,28 @@ class Trainer:
         finite = all(bool(torch.isfinite(parameter).all()) for parameter in self.net.parameters())
         if self.group.any(not finite):
             raise self._diverged("a parameter is not finite")
-        self.lost.gather(self.group)
+        self.unreadable.gather(self.group)
         if self.group.is_first:
-            self.keeping.write(self.net, momentum_of(self.net, self.optimizer), self.progress)
+            self.checkpoint_manager.write(self.net, momentum_of(self.net, self.optimizer), self.progress)
         self.group.wait()  # torchrun would stop the first process in the middle when another one ends
-        self.lost.check(self.recipe.max_refused)
+        self.unreadable.check(self.recipe.max_refused)
 
-    def _stop_if(self, signals: Signals) -> None:
+    def _save_and_stop_if_signalled(self, signals: StopSignals) -> None:
         """End the run if any process was told to; what has been done since the last save is saved."""
-        if self.group.any(signals.came):
+        if self.group.any(signals.received):
             self._save()
             raise self._interrupted()
 
-    def _stop_saved(self, signals: Signals) -> None:
+    def _stop_if_signalled(self, signals: StopSignals) -> None:
         """End the run, which has just been saved, if any process was told to and something is left to do."""
-        if self.group.any(signals.came) and self.progress.step < self.recipe.length:
+        if self.group.any(signals.received) and self.progress.step < self.recipe.total_steps:
             raise self._interrupted()
 
     def _interrupted(self) -> Interrupted:
         if not self.group.is_first:
             return Interrupted("")  # one of them says it
         return Interrupted(
-            f"{self.folder}: interrupted after step {self.progress.step} of {self.recipe.length}; "
+            f"{self.folder}: interrupted after step {self.progress.step} of {self.recipe.total_steps}; "
             "the state is saved, and the same command goes on from there"
         )
 
@@ -318,11 +325,11 @@ class Trainer:
 
 
 @contextmanager
-def _silent() -> Iterator[Advance]:
+def _no_progress() -> Iterator[Advance]:
     yield lambda _count=1, _note="": None
 
 
-class Clock:
+class ThroughputMeter:
     """Counts the images of a stretch of training and says how many there were a second."""
 
     def __init__(self) -> None:

@@ -4,42 +4,40 @@ from collections.abc import Callable, Iterable
 
 from prelunet.evaluator.datasets.dataset import Dataset
 from prelunet.evaluator.errors import DatasetError
-from prelunet.training.distributed.process_group import Group
+from prelunet.training.distributed.process_group import ProcessGroup
 
-TOLD = 10  # images that are named at once
+MAX_LISTED = 10  # images that are named at once
 
 
-class Losses:
+class UnreadableImages:
     """What was lost of one split so far, in all processes. files: file → reason."""
 
-    def __init__(self, dataset: Dataset, what: str, files: dict[str, str], announce: Callable[[str], None]) -> None:
+    def __init__(self, dataset: Dataset, what: str, files: dict[str, str], report: Callable[[str], None]) -> None:
         """Begin with files that are known. what: `train/` or `val/`; announce: told the names of new ones."""
-        self.dataset, self.what, self.files, self._announce = dataset, what, files, announce
+        self.dataset, self.what, self.files, self._report = dataset, what, files, report
         self._new: dict[str, str] = {}
-        self._told = set(files)
+        self._reported = set(files)
 
-    def begin_again(self) -> None:
+    def reset(self) -> None:
         """Forget what was lost, since it may have been mended; what was named once is not named again."""
         self.files.clear()
 
-    def add(self, lost: Iterable[tuple[str, str]]) -> None:
+    def add(self, unreadable: Iterable[tuple[str, str]]) -> None:
         """Note what this process has met."""
-        self._new |= {file: reason for file, reason in lost if file not in self.files}
+        self._new |= {file: reason for file, reason in unreadable if file not in self.files}
 
-    def gather(self, group: Group) -> None:
+    def gather(self, group: ProcessGroup) -> None:
         """Join what all processes have met, and name it. Collective."""
-        new = {file: reason for found in group.everybody(self._new) for file, reason in found.items()}
+        new = {file: reason for found in group.all_gather(self._new) for file, reason in found.items()}
         self.files |= new
         self._new = {}
-        new = {file: reason for file, reason in new.items() if file not in self._told}
-        self._told |= set(new)
+        new = {file: reason for file, reason in new.items() if file not in self._reported}
+        self._reported |= set(new)
         if new and group.is_first:
-            told = [f"  {file}: {reason}" for file, reason in list(new.items())[:TOLD]]
-            more = [f"  … and {len(new) - TOLD} more"] if len(new) > TOLD else []
+            told = [f"  {file}: {reason}" for file, reason in list(new.items())[:MAX_LISTED]]
+            more = [f"  … and {len(new) - MAX_LISTED} more"] if len(new) > MAX_LISTED else []
             said = "another of train/ takes the place of each" if self.what == "train/" else "they are left out"
-            self._announce(
-                "\n".join([f"{self.what}: {len(new)} images cannot be read any more; {said}:", *told, *more])
-            )
+            self._report("\n".join([f"{self.what}: {len(new)} images cannot be read any more; {said}:", *told, *more]))
 
     def check(self, limit: float) -> None:
         """Raise DatasetError when more than that part of the split broke; after `gather`.

@@ -21,14 +21,14 @@ from prelunet.evaluator.architectures import (
 from prelunet.evaluator.arrays import Float32Array
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.errors import CheckpointError, UsageError
-from prelunet.evaluator.files import open_atomically, require_plain
-from prelunet.evaluator.json_checks import a_list, check_plain, parse_json, record, text, whole
+from prelunet.evaluator.files import open_atomically, require_regular_file
+from prelunet.evaluator.json_checks import check_plain, parse_json, require_int, require_keys, require_list, require_str
 
 CHECKPOINT_VERSION = 1
 PREFIX = "prelunet."
-BRIGHTEST = 255  # of pixels, so also the most that a mean may be
+MAX_PIXEL = 255  # of pixels, so also the most that a mean may be
 MEAN_TENSOR = "mean"  # present where prelunet.mean is "image"
-_MEND = "Take another checkpoint, or write this one again with `prelunet init` or `prelunet train`"
+_FIX_HINT = "Take another checkpoint, or write this one again with `prelunet init` or `prelunet train`"
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,9 +59,9 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     tensors = dict(checkpoint.tensors)
     if is_image:
         tensors[MEAN_TENSOR] = checkpoint.mean
-    elif checkpoint.mean.shape != (3,) or not all(0 <= value <= BRIGHTEST for value in checkpoint.mean):
+    elif checkpoint.mean.shape != (3,) or not all(0 <= value <= MAX_PIXEL for value in checkpoint.mean):
         raise CheckpointError(
-            f"{path}: the mean should be three numbers from 0 to {BRIGHTEST} or an image, not {checkpoint.mean!r}"
+            f"{path}: the mean should be three numbers from 0 to {MAX_PIXEL} or an image, not {checkpoint.mean!r}"
         )
     expected = _expected_shapes(checkpoint.architecture, len(checkpoint.classes), mean_image=is_image)
     _check_names(path, {name: (str(t.dtype), t.shape) for name, t in tensors.items()}, expected, "float32")
@@ -81,7 +81,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """
     from safetensors import SafetensorError, safe_open
 
-    require_plain(path)
+    require_regular_file(path)
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = _Metadata(path, file.metadata() or {})
@@ -121,7 +121,7 @@ def _expected_shapes(architecture: Architecture, classes: int, *, mean_image: bo
     return shapes
 
 
-def name_faults(
+def tensor_faults(
     found: Mapping[str, tuple[str, tuple[int, ...]]], expected: Mapping[str, tuple[int, ...]], dtype: str
 ) -> dict[str, str]:
     """Return name → fault, in words, of every tensor which is missing, unexpected, mis-shaped or of another type.
@@ -150,10 +150,10 @@ def _check_names(
     expected: Mapping[str, tuple[int, ...]],
     dtype: str,
 ) -> None:
-    if faults := name_faults(found, expected, dtype):
+    if faults := tensor_faults(found, expected, dtype):
         raise CheckpointError(
             f"{path}: the tensors do not fit the architecture that the file names: "
-            f"{'; '.join(sorted(faults.values()))}. {_MEND}"
+            f"{'; '.join(sorted(faults.values()))}. {_FIX_HINT}"
         )
 
 
@@ -206,7 +206,7 @@ def _unreadable(path: Path, error: Exception) -> CheckpointError:
             f"{path}: damaged: its {path.stat().st_size} bytes are not what its header says, as after an interrupted "
             f"copy or download ({error}). Copy it again, or take another checkpoint"
         )
-    return CheckpointError(f"{path}: not a checkpoint: no safetensors file ({error}). {_MEND}")
+    return CheckpointError(f"{path}: not a checkpoint: no safetensors file ({error}). {_FIX_HINT}")
 
 
 class _Metadata:
@@ -215,9 +215,11 @@ class _Metadata:
     def __init__(self, path: Path, texts: Mapping[str, str]) -> None:
         self.path, self.texts = path, texts
         if f"{PREFIX}version" not in texts:
-            raise CheckpointError(f"{path}: a safetensors file, but no checkpoint of prelunet (no metadata). {_MEND}")
+            raise CheckpointError(
+                f"{path}: a safetensors file, but no checkpoint of prelunet (no metadata). {_FIX_HINT}"
+            )
         try:
-            version = whole(self.value("version"), "a version", 1)
+            version = require_int(self.value("version"), "a version", 1)
         except ValueError as error:
             raise self.malformed("version", error) from error
         if version > CHECKPOINT_VERSION:
@@ -228,7 +230,7 @@ class _Metadata:
 
     def value(self, key: str) -> Any:
         if PREFIX + key not in self.texts:
-            raise CheckpointError(f"{self.path}: no '{PREFIX}{key}' in the metadata. {_MEND}")
+            raise CheckpointError(f"{self.path}: no '{PREFIX}{key}' in the metadata. {_FIX_HINT}")
         try:
             value = parse_json(self.texts[PREFIX + key])
             check_plain(value)
@@ -237,7 +239,7 @@ class _Metadata:
         return value
 
     def malformed(self, key: str, fault: object) -> CheckpointError:
-        return CheckpointError(f"{self.path}: '{PREFIX}{key}' is malformed ({fault}). {_MEND}")
+        return CheckpointError(f"{self.path}: '{PREFIX}{key}' is malformed ({fault}). {_FIX_HINT}")
 
     def architecture(self) -> Architecture:
         try:
@@ -247,8 +249,12 @@ class _Metadata:
 
     def classes(self) -> tuple[ClassEntry, ...]:
         try:
-            entries = [record(entry, "a class", {"wnid", "name"}) for entry in a_list(self.value("classes"), "it")]
-            classes = tuple(ClassEntry(text(c["wnid"], "a wnid"), text(c["name"], "a name")) for c in entries)
+            entries = [
+                require_keys(entry, "a class", {"wnid", "name"}) for entry in require_list(self.value("classes"), "it")
+            ]
+            classes = tuple(
+                ClassEntry(require_str(c["wnid"], "a wnid"), require_str(c["name"], "a name")) for c in entries
+            )
         except ValueError as error:
             raise self.malformed("classes", error) from error
         if not classes or len({entry.wnid for entry in classes}) != len(classes):
@@ -264,9 +270,9 @@ class _Metadata:
         if (
             type(value) is not list
             or len(value) != 3
-            or not all(type(number) in {int, float} and 0 <= number <= BRIGHTEST for number in value)
+            or not all(type(number) in {int, float} and 0 <= number <= MAX_PIXEL for number in value)
         ):
-            raise self.malformed("mean", f"neither three numbers from 0 to {BRIGHTEST} nor 'image'")
+            raise self.malformed("mean", f"neither three numbers from 0 to {MAX_PIXEL} nor 'image'")
         return np.array(value, dtype=np.float32)
 
     def recipe(self, crop: int) -> Mapping[str, Any] | None:
@@ -290,7 +296,7 @@ class _Metadata:
 # What a new checkpoint amounts to, as the verbs that write one say it.
 
 
-def sizes(checkpoint: Checkpoint, path: Path) -> str:
+def size_summary(checkpoint: Checkpoint, path: Path) -> str:
     """Return the parameters and multiply-adds of a net and the bytes of its file, in one line."""
     net = checkpoint.architecture
     parameters = sum(tensor.size for tensor in checkpoint.tensors.values())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from prelunet.training.net.network import PreluNet
 
-WINDOWS_AT_ONCE = 64  # bounds the memory: 64 windows of model C and their features are 60 MB in float32
+WINDOWS_PER_BATCH = 64  # bounds the memory: 64 windows of model C and their features are 60 MB in float32
 
 
 def subtract_mean(images: Tensor, mean: Tensor | npt.NDArray[np.floating]) -> Tensor:
@@ -47,8 +47,8 @@ def dense_windows(
     assert min(rows, columns) > 0, f"an image of {image.shape[:2]} holds no window of {side}x{side} cells"
     corners = [(row, column) for row in range(rows) for column in range(columns)]
     logits = []
-    for start in range(0, len(corners), WINDOWS_AT_ONCE):
-        some = corners[start : start + WINDOWS_AT_ONCE]
+    for start in range(0, len(corners), WINDOWS_PER_BATCH):
+        some = corners[start : start + WINDOWS_PER_BATCH]
         windows = torch.stack([feature_map[:, row : row + side, column : column + side] for row, column in some])
         logits.append(net.head(net.pyramid(windows)))
     grid = torch.cat(logits).reshape(rows, columns, -1)

@@ -38,12 +38,12 @@ class PreluNet(nn.Module):
     observer: told the name of each layer (conv1, …, fc3) and its response, before the activation; None for nobody.
     """
 
-    observer: Callable[[str, Tensor], None] | None
+    response_hook: Callable[[str, Tensor], None] | None
 
     def __init__(self, architecture: Architecture, classes: int) -> None:
         super().__init__()
         self.architecture = architecture
-        self.observer = None
+        self.response_hook = None
         layers: dict[str, dict[str, tuple[int, ...]]] = {}
         for name, shape in parameter_shapes(architecture, classes).items():
             layer, kind = name.split(".")
@@ -87,7 +87,7 @@ class PreluNet(nn.Module):
             else:
                 own = self._layer(layer.name)
                 maps = F.conv2d(maps, own.weight, own.bias, stride=layer.stride, padding=layer.pad)
-                self._tell(layer.name, maps)
+                self._call_hook(layer.name, maps)
                 maps = activate(maps, self.architecture.activation, own.slope)
         return maps
 
@@ -116,12 +116,12 @@ class PreluNet(nn.Module):
     def _connected(self, name: str, values: Tensor) -> Tensor:
         own = self._layer(name)
         response = F.linear(values, own.weight, own.bias)
-        self._tell(name, response)
+        self._call_hook(name, response)
         return response
 
-    def _tell(self, name: str, response: Tensor) -> None:
-        if self.observer is not None:
-            self.observer(name, response)
+    def _call_hook(self, name: str, response: Tensor) -> None:
+        if self.response_hook is not None:
+            self.response_hook(name, response)
 
     def _layer(self, name: str) -> Layer:
         layer = self.get_submodule(name)

@@ -11,11 +11,17 @@ from prelunet.training.data.splits import Splits
 from prelunet.training.net.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
 from prelunet.training.net.network import PreluNet, tensors_of
 from prelunet.training.recipe import Recipe
-from prelunet.training.run_state.resume_state import Progress, State, damaged, read_state, write_state
-from prelunet.training.run_state.run_folder import BEST_FILE, LAST_FILE, STATE_FILE, kept_name
+from prelunet.training.run_state.resume_state import (
+    ResumeState,
+    TrainingProgress,
+    damaged_state_error,
+    read_state,
+    write_state,
+)
+from prelunet.training.run_state.run_folder import BEST_FILE, LAST_FILE, STATE_FILE, checkpoint_file_name
 
 
-class Keeping:
+class CheckpointManager:
     """Writes the files of one run; in many processes the first one's does."""
 
     def __init__(self, folder: Path, recipe: Recipe, splits: Splits) -> None:
@@ -26,40 +32,40 @@ class Keeping:
         """Return whether a run has begun here."""
         return (self.folder / STATE_FILE).exists()
 
-    def read(self, net: PreluNet) -> State:
+    def read(self, net: PreluNet) -> ResumeState:
         """Read the state of a net like this; raises as `read_state`, and for what this run cannot have come to."""
         path = self.folder / STATE_FILE
         state = read_state(path, net)
-        if not self._is_possible(state):
-            raise damaged(path)
+        if not self._is_consistent(state):
+            raise damaged_state_error(path)
         return state
 
-    def _is_possible(self, state: State) -> bool:
+    def _is_consistent(self, state: ResumeState) -> bool:
         """Whether this recipe can come to such a state on these images."""
         now, splits = state.progress, {"train": self.splits.train, "val": self.splits.val}
-        length = self.recipe.of_length(len(self.splits.train.samples)).length
+        total_steps = self.recipe.in_steps(len(self.splits.train.samples)).total_steps
         has_momentum = now.step > 0 and self.recipe.momentum > 0  # else torch keeps none
         images_are_left = (
             any(sample.file not in now.refused[split] for sample in dataset.samples)
             for split, dataset in splits.items()
         )
-        return now.step <= length and bool(state.momentum) == has_momentum and all(images_are_left)
+        return now.step <= total_steps and bool(state.momentum) == has_momentum and all(images_are_left)
 
-    def write(self, net: PreluNet, momentum: Mapping[str, Tensor], progress: Progress) -> None:
+    def write(self, net: PreluNet, momentum: Mapping[str, Tensor], progress: TrainingProgress) -> None:
         """Write the state first, then the checkpoints that follow from it; before the first step there is none."""
         write_state(self.folder / STATE_FILE, net, momentum, progress)
         if progress.step:
             for name, checkpoint in self._checkpoints(net, progress):
                 write_checkpoint(self.folder / name, checkpoint)
 
-    def mend(self, net: PreluNet, progress: Progress) -> None:
+    def repair(self, net: PreluNet, progress: TrainingProgress) -> None:
         """Bring the checkpoints to the state that was read, where a crash came between the two."""
         if progress.step:
             for name, checkpoint in self._checkpoints(net, progress):
                 if not _holds(self.folder / name, checkpoint):
                     write_checkpoint(self.folder / name, checkpoint)
 
-    def _checkpoints(self, net: PreluNet, now: Progress) -> Iterator[tuple[str, Checkpoint]]:
+    def _checkpoints(self, net: PreluNet, now: TrainingProgress) -> Iterator[tuple[str, Checkpoint]]:
         """Yield file name and checkpoint of this state: the last, the best if this is it, and one to be kept."""
         dataset = self.splits.train
         checkpoint = Checkpoint(
@@ -69,13 +75,13 @@ class Keeping:
             tensors=tensors_of(net),
             recipe=self.recipe.to_json(),
             dataset={"fingerprint": dataset.fingerprint, "images": len(dataset.samples)},
-            metrics=now.evaluated.to_json() if now.evaluated else None,
+            metrics=now.latest_errors.to_json() if now.latest_errors else None,
         )
         yield LAST_FILE, checkpoint
         if now.best is not None and now.best.step == now.step:
             yield BEST_FILE, checkpoint
         if is_kept(self.recipe, now.step):
-            yield kept_name(now.step), checkpoint
+            yield checkpoint_file_name(now.step), checkpoint
 
 
 def is_kept(recipe: Recipe, step: int) -> bool:

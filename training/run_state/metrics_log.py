@@ -10,11 +10,11 @@ import numpy.typing as npt
 
 from prelunet.evaluator.errors import RunFolderError
 from prelunet.evaluator.files import write_atomically
-from prelunet.evaluator.json_checks import an_object, parse_json, whole
+from prelunet.evaluator.json_checks import parse_json, require_int, require_object
 
 
 @dataclass(frozen=True)
-class Errors:
+class ErrorRates:
     """Errors in percent over the evaluated images, after `step` steps of training."""
 
     step: int
@@ -29,14 +29,14 @@ class Errors:
         return f"top-1 error {self.top1_error:.2f} % top-5 error {self.top5_error:.2f} %"
 
 
-def mistakes(ranks: npt.NDArray[np.int64]) -> tuple[int, int]:
+def count_errors(ranks: npt.NDArray[np.int64]) -> tuple[int, int]:
     """Return how many images are wrong at top-1 and at top-5, given the ranks of their labels, counted from 1."""
     return int((ranks > 1).sum()), int((ranks > 5).sum())
 
 
-def errors_of(step: int, images: float, top1: float, top5: float) -> Errors:
+def error_rates(step: int, images: float, top1: float, top5: float) -> ErrorRates:
     """Return the errors of a whole split, given how many of its images are wrong."""
-    return Errors(step, round(100 * top1 / images, 4), round(100 * top5 / images, 4))
+    return ErrorRates(step, round(100 * top1 / images, 4), round(100 * top5 / images, 4))
 
 
 class MetricsLog:
@@ -45,7 +45,7 @@ class MetricsLog:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def cut_after(self, step: int, *, evaluated: bool) -> None:
+    def truncate_after(self, step: int, *, evaluated: bool) -> None:
         """Take back the lines of steps that were lost with a crash and will be done again; a torn last line too.
 
         evaluated: whether the evaluation at `step` itself is part of the state that is resumed.
@@ -58,8 +58,8 @@ class MetricsLog:
         kept = []
         for number, line in enumerate(lines, start=1):
             try:
-                entry = an_object(parse_json(line), "it")
-                at = whole(entry.get("step"), "step", 0)
+                entry = require_object(parse_json(line), "it")
+                at = require_int(entry.get("step"), "step", 0)
             except ValueError as error:
                 raise RunFolderError(
                     f"{self.path}: line {number} is damaged ({error}). Remove that line, or begin anew with --fresh"

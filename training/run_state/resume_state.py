@@ -25,17 +25,17 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from prelunet.evaluator.arrays import Float32Array
 from prelunet.evaluator.errors import EnvironmentFault, RunFolderError
 from prelunet.evaluator.files import open_atomically
-from prelunet.evaluator.json_checks import an_object, text, whole
+from prelunet.evaluator.json_checks import require_int, require_object, require_str
 from prelunet.training.net.checkpoints import is_finite
 from prelunet.training.net.network import PreluNet
-from prelunet.training.run_state.metrics_log import Errors
+from prelunet.training.run_state.metrics_log import ErrorRates
 
 STATE_VERSION = 2
 _MOMENTUM = "momentum_buffer"  # of torch's SGD
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """How far a run is; it changes only together with the net and the optimizer.
 
     mean: float32 (crop, crop, 3) or (3,); axes: float32 (3, 3), of the colour change; refused: `train` and `val` → file
@@ -46,33 +46,33 @@ class Progress:
     mean: Float32Array
     axes: Float32Array
     refused: Mapping[str, Mapping[str, str]]
-    lost: dict[str, str] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)
     step: int = 0
     loss_sum: float = 0.0
     loss_steps: int = 0
-    measured: list[Errors] = field(default_factory=list)
+    evaluations: list[ErrorRates] = field(default_factory=list)
 
     @property
-    def evaluated(self) -> Errors | None:
+    def latest_errors(self) -> ErrorRates | None:
         """Return the last measurement."""
-        return self.measured[-1] if self.measured else None
+        return self.evaluations[-1] if self.evaluations else None
 
     @property
-    def best(self) -> Errors | None:
+    def best(self) -> ErrorRates | None:
         """Return the measurement with the lowest top-1 error, the first of several."""
-        return min(self.measured, key=lambda errors: errors.top1_error, default=None)
+        return min(self.evaluations, key=lambda errors: errors.top1_error, default=None)
 
     @property
     def is_evaluated(self) -> bool:
         """Return whether the net as it is now has been measured."""
-        return self.evaluated is not None and self.evaluated.step == self.step
+        return self.latest_errors is not None and self.latest_errors.step == self.step
 
 
 @dataclass(frozen=True)
-class State:
+class ResumeState:
     """What state.pt holds. tensors, momentum: name in a checkpoint → tensor; no momentum before the first step."""
 
-    progress: Progress
+    progress: TrainingProgress
     tensors: Mapping[str, Tensor]
     momentum: Mapping[str, Tensor]
 
@@ -92,7 +92,7 @@ def momentum_of(net: PreluNet, optimizer: Optimizer) -> dict[str, Tensor]:
     return {name: momentum for name, momentum in found.items() if momentum is not None}
 
 
-def write_state(path: Path, net: PreluNet, momentum: Mapping[str, Tensor], progress: Progress) -> None:
+def write_state(path: Path, net: PreluNet, momentum: Mapping[str, Tensor], progress: TrainingProgress) -> None:
     """Write state.pt, whole or not at all."""
     state = {
         "version": STATE_VERSION,
@@ -101,10 +101,10 @@ def write_state(path: Path, net: PreluNet, momentum: Mapping[str, Tensor], progr
         "mean": torch.from_numpy(progress.mean),
         "axes": torch.from_numpy(progress.axes),
         "refused": {split: dict(files) for split, files in progress.refused.items()},
-        "lost": dict(progress.lost),
+        "lost": dict(progress.unreadable),
         "step": progress.step,
         "loss": [progress.loss_sum, progress.loss_steps],
-        "measured": [errors.to_json() for errors in progress.measured],
+        "measured": [errors.to_json() for errors in progress.evaluations],
     }
     # Not straight into the file: torch hides the system's error there, and "disk full" would read as our own mistake.
     buffer = io.BytesIO()
@@ -123,7 +123,7 @@ def _save(state: dict[str, Any], buffer: io.BytesIO) -> None:
         set_crc32_options(before)
 
 
-def read_state(path: Path, net: PreluNet) -> State:
+def read_state(path: Path, net: PreluNet) -> ResumeState:
     """Read state.pt of a training of such a net; no code in the file is ever run.
 
     net: with all its layers. Raises RunFolderError for a file that is damaged, or not of this net.
@@ -136,25 +136,25 @@ def read_state(path: Path, net: PreluNet) -> State:
             found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if type(found) is not dict:
             raise ValueError("no state")
-        version = whole(found["version"], "version", 1)
+        version = require_int(found["version"], "version", 1)
         if version == STATE_VERSION:
-            return _state_of(found, net)
+            return _parse_state(found, net)
     except OSError as error:
         if error.errno != errno.EINVAL:  # which is what torch makes of a very short file
             raise
-        raise damaged(path) from error
+        raise damaged_state_error(path) from error
     except Exception as error:  # on damaged bytes torch raises far more than its own classes, with advice of its own
         if isinstance(error, MemoryError) or "allocate memory" in str(error):  # the file may be sound
             fault = f"{path}: too little memory to read it. Free memory, or start fewer processes"
             raise EnvironmentFault(fault) from error
-        raise damaged(path) from error
+        raise damaged_state_error(path) from error
     raise RunFolderError(
         f"{path}: version {version}, but this prelunet reads version {STATE_VERSION}. "
         "Go on with the prelunet that wrote it, or begin anew with --fresh"
     )
 
 
-def damaged(path: Path) -> RunFolderError:
+def damaged_state_error(path: Path) -> RunFolderError:
     """Return the error of a state.pt that nobody can go on from."""
     return RunFolderError(
         f"{path}: damaged, or of another net, so it cannot be resumed from. "
@@ -169,7 +169,7 @@ def _check_records(path: Path) -> None:
             raise ValueError(f"the CRC of {name}")
 
 
-def _state_of(found: dict[str, Any], net: PreluNet) -> State:
+def _parse_state(found: dict[str, Any], net: PreluNet) -> ResumeState:
     """Return what the file says; any exception where it cannot be meant, as torch has its own for odd tensors."""
     shapes = {name: tuple(value.shape) for name, value in net.state_dict().items()}
     tensors, momentum = found["net"], found["momentum"]
@@ -177,7 +177,7 @@ def _state_of(found: dict[str, Any], net: PreluNet) -> State:
         raise ValueError("tensors of another net")
     for name, value in (*tensors.items(), *momentum.items()):
         _array(value, name, shapes[name])
-    return State(_progress_of(found, net.architecture.crop), tensors, momentum)
+    return ResumeState(_parse_progress(found, net.architecture.crop), tensors, momentum)
 
 
 def _array(value: Any, what: str, *shapes: tuple[int, ...]) -> Float32Array:
@@ -191,35 +191,38 @@ def _array(value: Any, what: str, *shapes: tuple[int, ...]) -> Float32Array:
     return array
 
 
-def _progress_of(found: dict[str, Any], crop: int) -> Progress:
-    step = whole(found["step"], "step", 0)
+def _parse_progress(found: dict[str, Any], crop: int) -> TrainingProgress:
+    step = require_int(found["step"], "step", 0)
     loss_sum, loss_steps = found["loss"]
     if type(loss_sum) is not float or not math.isfinite(loss_sum):
         raise ValueError("a loss that is no number")
-    return Progress(
+    return TrainingProgress(
         mean=_array(found["mean"], "mean", (crop, crop, 3), (3,)),
         axes=_array(found["axes"], "axes", (3, 3)),
-        refused={split: _reasons_of(found["refused"][split]) for split in ("train", "val")},
-        lost=_reasons_of(found["lost"]),
+        refused={split: _parse_reasons(found["refused"][split]) for split in ("train", "val")},
+        unreadable=_parse_reasons(found["lost"]),
         step=step,
         loss_sum=loss_sum,
-        loss_steps=whole(loss_steps, "steps of the loss", 0, step),
-        measured=_measured_of(found["measured"], step),
+        loss_steps=require_int(loss_steps, "steps of the loss", 0, step),
+        evaluations=_parse_evaluations(found["measured"], step),
     )
 
 
-def _reasons_of(files: Any) -> dict[str, str]:
+def _parse_reasons(files: Any) -> dict[str, str]:
     """Return file → reason."""
-    return {text(file, "a file"): text(reason, "a reason") for file, reason in an_object(files, "files").items()}
+    return {
+        require_str(file, "a file"): require_str(reason, "a reason")
+        for file, reason in require_object(files, "files").items()
+    }
 
 
-def _measured_of(entries: Iterable[dict[str, Any]], step: int) -> list[Errors]:
+def _parse_evaluations(entries: Iterable[dict[str, Any]], step: int) -> list[ErrorRates]:
     """Return the measurements of a run that has come to this step."""
-    measured = [Errors(**entry) for entry in entries]
+    evaluations = [ErrorRates(**entry) for entry in entries]
     before = 0
-    for errors in measured:
-        before = whole(errors.step, "step of a measurement", before + 1, step)
+    for errors in evaluations:
+        before = require_int(errors.step, "step of a measurement", before + 1, step)
         top1, top5 = errors.top1_error, errors.top5_error
         if type(top1) is not float or type(top5) is not float or not 0 <= top5 <= top1 <= 100:
             raise ValueError(f"errors of {top1} and {top5} percent")
-    return measured
+    return evaluations

@@ -1,7 +1,7 @@
 """The folder of a training run: `training.json` says what is trained, on what; nothing else may be trained there.
 
 training.json       recipe, dataset, classes; written first, and never again: a run may go on with other values of the
-                    recipe's keys OF_EXECUTION, and each checkpoint states those that it was written with
+                    recipe's keys EXECUTION_KEYS, and each checkpoint states those that it was written with
 state.pt            how far the run is (training/run_state/resume_state.py)
 last.safetensors    the checkpoint of that state
 best.safetensors    the checkpoint with the lowest top-1 error on val/ so far
@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from prelunet.evaluator.errors import RunFolderError
-from prelunet.evaluator.files import locked_folder, make_folder, remove_leftovers, write_atomically
-from prelunet.evaluator.json_checks import an_object, check_plain, differences, parse_json, shown
-from prelunet.training.recipe import OF_EXECUTION
+from prelunet.evaluator.files import create_folder, locked_folder, remove_leftovers, write_atomically
+from prelunet.evaluator.json_checks import check_plain, differences, format_differences, parse_json, require_object
+from prelunet.training.recipe import EXECUTION_KEYS
 
 RUN_VERSION = 1
 TRAINING_FILE, STATE_FILE, METRICS_FILE = "training.json", "state.pt", "metrics.jsonl"
@@ -34,29 +34,29 @@ FILES = (STATE_FILE, LAST_FILE, BEST_FILE, METRICS_FILE, DIAGNOSIS_FILE, TRAININ
 def open_run_folder(folder: Path, description: dict[str, Any], *, fresh: bool) -> Iterator[Callable[[], None] | None]:
     """Make the folder, or check that it is of the same run, and hold it for this process alone.
 
-    description: plain JSON data, all that decides the results, and the recipe's keys OF_EXECUTION, which do not and
+    description: plain JSON data, all that decides the results, and the recipe's keys EXECUTION_KEYS, which do not and
     may be others when a run goes on. fresh: an earlier run there is thrown away.
     Yields None where a run of this description goes on; else a function that removes what an earlier run left there
     (and nothing else) and writes the description. Nothing is removed before: what keeps the new run from beginning
     should not cost the old one. What a killed process left half-written is removed. Raises RunFolderError that shows
     the difference when the folder is of another run, holds other things, or is being written by another process.
     """
-    make_folder(folder, "--out")
+    create_folder(folder, "--out")
     with locked_folder(folder, "--out"):
         remove_leftovers(folder, (*FILES, KEPT_FILES))
-        wanted = {"version": RUN_VERSION, **description}
+        requested = {"version": RUN_VERSION, **description}
         if not (folder / TRAINING_FILE).exists():
             _check_unused(folder)
         elif not fresh and _has_begun(folder):
-            _compare(folder, wanted)
+            _compare(folder, requested)
             yield None
             return
 
-        def make_room() -> None:
+        def reset_folder() -> None:
             _remove(folder)
-            write_atomically(folder / TRAINING_FILE, json.dumps(wanted, indent=1, sort_keys=True).encode() + b"\n")
+            write_atomically(folder / TRAINING_FILE, json.dumps(requested, indent=1, sort_keys=True).encode() + b"\n")
 
-        yield make_room
+        yield reset_folder
 
 
 def _has_begun(folder: Path) -> bool:
@@ -64,7 +64,7 @@ def _has_begun(folder: Path) -> bool:
     return any((folder / name).exists() for name in FILES if name != TRAINING_FILE)
 
 
-def kept_name(step: int) -> str:
+def checkpoint_file_name(step: int) -> str:
     """Return the name of a checkpoint that `keep_every` keeps."""
     return f"step-{step:07}.safetensors"
 
@@ -80,16 +80,16 @@ def _remove(folder: Path) -> None:
             (folder / name).unlink(missing_ok=True)
 
 
-def _compare(folder: Path, wanted: dict[str, Any]) -> None:
+def _compare(folder: Path, requested: dict[str, Any]) -> None:
     """Refuse a run of another description, and one without a state to go on from."""
-    may_differ = [("recipe", key) for key in OF_EXECUTION]
-    if found := differences(_read(folder / TRAINING_FILE), json.loads(json.dumps(wanted)), ignored=may_differ):
+    may_differ = [("recipe", key) for key in EXECUTION_KEYS]
+    if found := differences(_read(folder / TRAINING_FILE), json.loads(json.dumps(requested)), ignored=may_differ):
         of_images = any(line.startswith("dataset.") for line in found)
         hint = (
             " (A fingerprint is of names, lengths and labels of a split's images: put back what was moved or changed.)"
         )
         raise RunFolderError(
-            f"{folder}: holds another training:\n{shown(found)}\n"
+            f"{folder}: holds another training:\n{format_differences(found)}\n"
             f"Choose another folder with --out, or begin anew here with --fresh.{hint if of_images else ''}"
         )
     if not (folder / STATE_FILE).exists():
@@ -110,7 +110,7 @@ def _check_unused(folder: Path) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = an_object(parse_json(path.read_bytes()), "it")
+        found = require_object(parse_json(path.read_bytes()), "it")
         check_plain(found)
     except ValueError as error:
         raise RunFolderError(f"{path}: damaged ({error}). Restore the file, or begin anew with --fresh") from error

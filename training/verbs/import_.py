@@ -9,12 +9,12 @@ import typer
 from prelunet.evaluator.architectures import ACTIVATIONS, ARCHITECTURES, MAX_SIDE, Activation, architecture
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.files import require_writable
-from prelunet.evaluator.terminal import say
-from prelunet.training.net.checkpoints import sizes
+from prelunet.evaluator.terminal import echo
+from prelunet.training.net.checkpoints import size_summary
 from prelunet.training.net.initialization import parse_classes
 
 if TYPE_CHECKING:
-    from prelunet.training.importing.import_net import Assignment, Imported
+    from prelunet.training.importing.import_net import Assignment, ImportResult
 
 
 def import_(
@@ -64,7 +64,7 @@ def import_(
     No code in the file is run. Tensors that are missing, unexpected or mis-shaped are all listed.
     """
     # Here, so that --help needs neither torch nor safetensors.
-    from prelunet.training.importing.import_net import import_net, preprocessing_of
+    from prelunet.training.importing.import_net import import_net, parse_preprocessing
     from prelunet.training.importing.name_map import read_name_map
     from prelunet.training.net.checkpoints import write_checkpoint
 
@@ -72,23 +72,23 @@ def import_(
     entries = parse_classes(classes)
     if require_writable(output).exists() and not force:
         raise UsageError(f"{output}: exists already. Choose another name, or replace it with --force")
-    preprocessing, mean_image = preprocessing_of(mean, std, int(pixel_range), channels, net.crop)
+    preprocessing, mean_image = parse_preprocessing(mean, std, int(pixel_range), channels, net.crop)
     table = None if name_map is None else read_name_map(name_map)
     imported = import_net(file, net, entries, preprocessing, mean=mean_image, name_map=table)
     write_checkpoint(output, imported.checkpoint)
-    _tell(file, output, imported)
+    _report(file, output, imported)
 
 
-def _tell(file: Path, output: Path, imported: "Imported") -> None:
+def _report(file: Path, output: Path, imported: "ImportResult") -> None:
     """Say what was found and done, so that a wrong guess is seen, and what can be done now."""
     net, mean = imported.checkpoint.architecture, imported.checkpoint.mean
     of_channels = mean.reshape(-1, 3).mean(axis=0, dtype="f8")
     what = "mean image, on average" if mean.ndim == 3 else "mean"
     for remark in (*imported.remarks, *_assigned(imported.assignment)):
-        say(remark)
-    say(
+        echo(remark)
+    echo(
         f"{output}: {net.name}, {net.activation}, {len(imported.checkpoint.classes)} classes, imported from {file}\n"
-        f"  {sizes(imported.checkpoint, output)}\n"
+        f"  {size_summary(imported.checkpoint, output)}\n"
         f"  {what} {', '.join(f'{value:.2f}' for value in of_channels)} (R, G, B; 0 to 255)\n"
         "Go on with:\n"
         f"  prelunet inspect {shlex.quote(str(output))}\n"
@@ -98,9 +98,9 @@ def _tell(file: Path, output: Path, imported: "Imported") -> None:
 
 def _assigned(assignment: "Assignment") -> list[str]:
     """Return how names were given; the whole list where it was by order, since equal shapes may hide a mistake."""
-    if assignment.how != "by order":
-        return [f"{len(assignment.theirs)} tensors, assigned {assignment.how}"]
+    if assignment.method != "by order":
+        return [f"{len(assignment.source)} tensors, assigned {assignment.method}"]
     return [
-        f"{len(assignment.theirs)} tensors, assigned by order, since all shapes fit; check the list:",
-        *(f"  {theirs} -> {own}" for own, theirs in assignment.theirs.items()),
+        f"{len(assignment.source)} tensors, assigned by order, since all shapes fit; check the list:",
+        *(f"  {source} -> {own}" for own, source in assignment.source.items()),
     ]

@@ -10,8 +10,8 @@ import typer
 from prelunet.evaluator.architectures import ACTIVATIONS, ARCHITECTURES, MAX_SIDE, Activation, architecture
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.files import require_writable
-from prelunet.evaluator.terminal import say
-from prelunet.training.net.checkpoints import sizes
+from prelunet.evaluator.terminal import echo
+from prelunet.training.net.checkpoints import size_summary
 from prelunet.training.net.initialization import (
     CHANNEL_MEAN,
     FIRST_LAYERS,
@@ -73,9 +73,9 @@ def init(
     tensors = initial_tensors(net, len(entries), seed, initialization)
     checkpoint = Checkpoint(net, entries, np.array(CHANNEL_MEAN, dtype=np.float32), tensors)
     write_checkpoint(output, checkpoint)
-    say(
+    echo(
         f"{output}: {net.name}, {net.activation}, {len(entries)} classes, untrained ({rule}, seed {seed})\n"
-        f"  {sizes(checkpoint, output)}"
+        f"  {size_summary(checkpoint, output)}"
     )
 
 

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from prelunet.evaluator.datasets import DatasetPlace
+from prelunet.evaluator.datasets import DatasetSpec
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.files import require_writable, write_atomically
-from prelunet.evaluator.terminal import say
+from prelunet.evaluator.terminal import echo
 from prelunet.training.inspection.describe_file import inspect_file, print_inspection
-from prelunet.training.inspection.layer_log import IMAGES, read_diagnosis
+from prelunet.training.inspection.layer_log import DEFAULT_IMAGES, read_layer_log
 
 
 def inspect(
@@ -34,7 +34,9 @@ def inspect(
     ] = None,
     images: Annotated[
         int | None,
-        typer.Option(min=2, max=4096, help=f"How many of them, spread evenly; {IMAGES} unless given.", metavar="N"),
+        typer.Option(
+            min=2, max=4096, help=f"How many of them, spread evenly; {DEFAULT_IMAGES} unless given.", metavar="N"
+        ),
     ] = None,
     labels: Annotated[
         Path | None,
@@ -55,7 +57,7 @@ def inspect(
     if file.is_dir():
         _show_history(file, data, plot, as_json=as_json)
     elif data is not None:
-        _show_responses(file, DatasetPlace(data, labels), images, plot, as_json=as_json)
+        _show_responses(file, DatasetSpec(data, labels), images, plot, as_json=as_json)
     elif plot is not None:
         raise UsageError(f"--plot {plot}: there is nothing to draw without images. Give some with --data DIR")
     else:
@@ -64,26 +66,26 @@ def inspect(
 
 def _show(inspection: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
-        say(json.dumps(inspection, indent=2))
+        echo(json.dumps(inspection, indent=2))
     else:
         print_inspection(inspection, Console())
 
 
-def _show_responses(file: Path, data: DatasetPlace, images: int | None, plot: Path | None, *, as_json: bool) -> None:
+def _show_responses(file: Path, data: DatasetSpec, images: int | None, plot: Path | None, *, as_json: bool) -> None:
     """Measure a checkpoint on images, and show it below what it says of itself."""
     inspection = inspect_file(file)
     if inspection["kind"] != "checkpoint":
         raise UsageError(
             f"{file}: a model file keeps no layers to look into. Give the checkpoint that it was exported from"
         )
-    from prelunet.training.inspection.layer_statistics import diagnose
+    from prelunet.training.inspection.layer_statistics import measure_checkpoint
     from prelunet.training.net.checkpoints import read_checkpoint
 
-    found = diagnose(read_checkpoint(file), data, images or IMAGES)
+    found = measure_checkpoint(read_checkpoint(file), data, images or DEFAULT_IMAGES)
     for name, reason in found.refused.items():
-        say(f"left out: {name}: {reason}", err=True)
+        echo(f"left out: {name}: {reason}", err=True)
     if images is not None and found.images + len(found.refused) < images:
-        say(f"{data.path}: all its images are taken, fewer than the {images} asked for", err=True)
+        echo(f"{data.path}: all its images are taken, fewer than the {images} asked for", err=True)
     layers = [layer.to_json() for layer in found.layers]
     _show(
         {**inspection, "images": found.images, "refused": found.refused, "layers": layers} if as_json else inspection,
@@ -108,9 +110,9 @@ def _show_history(folder: Path, data: Path | None, plot: Path | None, *, as_json
             f"{folder}: the folder of a training; --data measures one checkpoint: "
             f"prelunet inspect {shlex.quote(str(folder / 'last.safetensors'))} --data {shlex.quote(str(data))}"
         )
-    entries = read_diagnosis(folder)
+    entries = read_layer_log(folder)
     if as_json:
-        say(json.dumps({"kind": "history", "folder": folder.name, "measurements": entries}, indent=2))
+        echo(json.dumps({"kind": "history", "folder": folder.name, "measurements": entries}, indent=2))
     else:
         from prelunet.training.inspection.tables import print_history
 
@@ -123,4 +125,4 @@ def _show_history(folder: Path, data: Path | None, plot: Path | None, *, as_json
 
 def _write_plot(plot: Path, svg: bytes) -> None:
     write_atomically(plot, svg)
-    say(f"plot: {plot}", err=True)  # not stdout, which may be JSON
+    echo(f"plot: {plot}", err=True)  # not stdout, which may be JSON

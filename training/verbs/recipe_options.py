@@ -10,17 +10,17 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 
 from prelunet.evaluator.errors import UsageError
-from prelunet.training.recipe import CHOICES, Recipe, typed
+from prelunet.training.recipe import CHOICES, Recipe, check_type
 
 PANEL = "Keys of the recipe, to be given instead of its own"
 
 
-def with_recipe_options(verb: Callable[..., None], but: tuple[str, ...]) -> Callable[..., None]:
+def with_recipe_options(verb: Callable[..., None], exclude: tuple[str, ...]) -> Callable[..., None]:
     """Return the verb with an option for each key of a recipe, but for those that it has itself.
 
-    The verb gets the given ones in its parameter `keys`, a mapping of texts and truth values for `changed`.
+    The verb gets the given ones in its parameter `keys`, a mapping of texts and truth values for `override_keys`.
     """
-    names = [key.name for key in fields(Recipe) if key.name not in but]
+    names = [key.name for key in fields(Recipe) if key.name not in exclude]
 
     @wraps(verb)
     def whole(**values: Any) -> None:
@@ -37,7 +37,7 @@ def with_recipe_options(verb: Callable[..., None], but: tuple[str, ...]) -> Call
     return whole
 
 
-def changed(recipe: Recipe, keys: Mapping[str, Any]) -> Recipe:
+def override_keys(recipe: Recipe, keys: Mapping[str, Any]) -> Recipe:
     """Return the recipe with the keys that options gave; raises UsageError for a value that cannot be meant.
 
     What the recipe says for the other of two ways falls away with it: steps for epochs, epochs for steps, and
@@ -61,7 +61,7 @@ def _option(name: str) -> Any:
         flag = name.replace("_", "-")
         return Annotated[bool | None, typer.Option(f"--{flag}/--no-{flag}", help=meaning, rich_help_panel=PANEL)]
     there = f" One of {', '.join(CHOICES[name])}." if name in CHOICES else ""
-    usual = "" if key.default in (MISSING, None) else f" If the recipe is silent: {_shown(key.default)}."
+    usual = "" if key.default in (MISSING, None) else f" If the recipe is silent: {_format_value(key.default)}."
     option = typer.Option(help=meaning + there + usual, metavar=_metavar(kind), rich_help_panel=PANEL)
     return Annotated[str | None, option]
 
@@ -76,7 +76,7 @@ def _metavar(kind: Any) -> str:
     return {int: "N", float: "X"}.get(kind, "NAME")
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return ",".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
 
 
@@ -86,8 +86,8 @@ def _value(text: Any, kind: Any, where: str) -> Any:
         return _value(text, get_args(kind)[0], where)
     if get_origin(kind) is tuple:
         parts = [part for part in text.split(",") if part]
-        return typed([_number(part, get_args(kind)[0], where) for part in parts], kind, where)
-    return typed(_number(text, kind, where), kind, where) if kind in (int, float) else text
+        return check_type([_number(part, get_args(kind)[0], where) for part in parts], kind, where)
+    return check_type(_number(text, kind, where), kind, where) if kind in (int, float) else text
 
 
 def _number(text: str, kind: Any, where: str) -> int | float:

@@ -15,8 +15,8 @@ from prelunet.evaluator.contract import center_scale
 from prelunet.evaluator.datasets.dataset import Dataset
 from prelunet.evaluator.datasets.open import open_dataset
 from prelunet.evaluator.errors import DatasetError, UsageError
-from prelunet.evaluator.terminal import say
-from prelunet.training.data.dataset_statistics import Survey, cache_folder, survey
+from prelunet.evaluator.terminal import echo
+from prelunet.training.data.dataset_statistics import DatasetStatistics, cache_folder, compute_statistics
 from prelunet.training.data.splits import open_splits
 
 
@@ -44,13 +44,13 @@ def stats(
         raise UsageError(f"--scale {scale}: a crop of {crop} pixels does not fit; give a scale of {crop} or more")
     train, val = _open(data)
     cache = cache_folder(os.environ)
-    look = partial(survey, scale=scale, crop=crop, cache=cache, fresh=fresh, announce=partial(say, err=True))
+    look = partial(compute_statistics, scale=scale, crop=crop, cache=cache, fresh=fresh, report=partial(echo, err=True))
     found = look(train, "train/")
     of_val = None if val is None else _images(val, look(val, "val/"))
     if as_json:
-        say(json.dumps({**_as_data(train, found, scale, crop), "val": of_val}, indent=2))
+        echo(json.dumps({**_as_data(train, found, scale, crop), "val": of_val}, indent=2))
     else:
-        say("\n".join(_lines(train, found, of_val, scale, crop)))
+        echo("\n".join(_lines(train, found, of_val, scale, crop)))
 
 
 def _open(data: Path) -> tuple[Dataset, Dataset | None]:
@@ -59,12 +59,12 @@ def _open(data: Path) -> tuple[Dataset, Dataset | None]:
         splits = open_splits(data)
     except DatasetError as error:
         train = open_dataset(data, split="train")
-        say(f"only the images to learn from are looked at: {error}", err=True)
+        echo(f"only the images to learn from are looked at: {error}", err=True)
         return train, None
     return splits.train, splits.val
 
 
-def _images(dataset: Dataset, found: Survey) -> dict[str, Any]:
+def _images(dataset: Dataset, found: DatasetStatistics) -> dict[str, Any]:
     return {
         "fingerprint": dataset.fingerprint,
         "images": len(dataset.samples),
@@ -72,7 +72,7 @@ def _images(dataset: Dataset, found: Survey) -> dict[str, Any]:
     }
 
 
-def _as_data(dataset: Dataset, found: Survey, scale: int, crop: int) -> dict[str, Any]:
+def _as_data(dataset: Dataset, found: DatasetStatistics, scale: int, crop: int) -> dict[str, Any]:
     return {
         "data": str(dataset.location),
         **_images(dataset, found),
@@ -84,7 +84,9 @@ def _as_data(dataset: Dataset, found: Survey, scale: int, crop: int) -> dict[str
     }
 
 
-def _lines(dataset: Dataset, found: Survey, of_val: dict[str, Any] | None, scale: int, crop: int) -> list[str]:
+def _lines(
+    dataset: Dataset, found: DatasetStatistics, of_val: dict[str, Any] | None, scale: int, crop: int
+) -> list[str]:
     rows = {"mean": found.mean_channels, "deviation": _deviation(found)}
     rows |= {f"axis {number + 1}": axis for number, axis in enumerate(found.axes.T)}
     lowest, highest = found.mean_image.min(), found.mean_image.max()
@@ -110,7 +112,7 @@ def _reasons(refused: Mapping[str, str]) -> list[str]:
     return [f"  {file}: {reason}" for file, reason in refused.items()]
 
 
-def _deviation(found: Survey) -> Any:
+def _deviation(found: DatasetStatistics) -> Any:
     """Return the standard deviation of each channel: axes times their transpose are the covariance."""
     return np.sqrt((found.axes.astype(np.float64) ** 2).sum(axis=1))
 

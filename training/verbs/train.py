@@ -12,14 +12,14 @@ import typer
 from prelunet.evaluator.architectures import architecture
 from prelunet.evaluator.datasets.open import open_dataset
 from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.terminal import say
+from prelunet.evaluator.terminal import echo
 from prelunet.training.data.splits import embedded_dataset_path, median_shorter_side
 from prelunet.training.recipe import Recipe, automatic_crop, fit_to_crop, read_recipe, recipe_names
-from prelunet.training.verbs.recipe_options import changed, with_recipe_options
+from prelunet.training.verbs.recipe_options import override_keys, with_recipe_options
 
 if TYPE_CHECKING:
-    from prelunet.training.distributed.base import Kind
-    from prelunet.training.loop.train import Training
+    from prelunet.training.distributed.base import ParallelMode
+    from prelunet.training.loop.train import TrainingResult
 
 
 def _train(
@@ -78,35 +78,35 @@ def _train(
 
     if parallel not in {None, "ddp", "hybrid"}:
         raise UsageError(f"--parallel {parallel}: should be ddp or hybrid")
-    kind = cast("Kind | None", parallel)
+    kind = cast("ParallelMode | None", parallel)
     training = run_training(
-        _wanted(recipe, crop, keys, data),
+        _requested_recipe(recipe, crop, keys, data),
         data,
         out,
         start=start,
         fresh=fresh,
         execution=Execution(device, kind, workers, diagnose, tensorboard, cache_folder(os.environ)),
-        announce=lambda text: say(text, err=True),
+        report=lambda text: echo(text, err=True),
     )
     if training.is_first:
         # On stderr, so that the errors stay stdout's last line.
-        say(_summary(training), err=True)
-        say(str(training.errors))
+        echo(_summary(training), err=True)
+        echo(str(training.errors))
 
 
-train = with_recipe_options(_train, but=("crop",))
+train = with_recipe_options(_train, exclude=("crop",))
 
 
-def _wanted(name: str, crop: str | None, keys: Mapping[str, Any], data: Path | None) -> Recipe:
+def _requested_recipe(name: str, crop: str | None, keys: Mapping[str, Any], data: Path | None) -> Recipe:
     """Return the recipe that the options ask for."""
     recipe = read_recipe(name)
     if crop is None:
-        return changed(recipe, keys)
+        return override_keys(recipe, keys)
     stride = architecture(keys.get("architecture", recipe.architecture)).trunk_stride
     fitted = fit_to_crop(recipe, _crop_side(crop, stride, data))
     if "batch" in keys:  # the rate follows a batch that `--crop` has chosen, not one that the user has
         fitted = replace(fitted, rate=recipe.rate)
-    return changed(fitted, keys)
+    return override_keys(fitted, keys)
 
 
 def _crop_side(text: str, stride: int, data: Path | None) -> int:
@@ -119,7 +119,7 @@ def _crop_side(text: str, stride: int, data: Path | None) -> int:
     return int(text)
 
 
-def _summary(training: "Training") -> str:
+def _summary(training: "TrainingResult") -> str:
     """Return what has come out, and what can be done with the checkpoint now, as commands to type."""
     checkpoint, best = training.checkpoint, training.best
     model, run = checkpoint.with_name("model.onnx"), checkpoint.with_name("multi-scale")

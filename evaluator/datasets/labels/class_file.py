@@ -13,7 +13,7 @@ from typing import Any
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.datasets.labels.class_names import WNID
 from prelunet.evaluator.errors import UsageError, from_os_error
-from prelunet.evaluator.json_checks import a_list, parse_json, record, text
+from prelunet.evaluator.json_checks import parse_json, require_keys, require_list, require_str
 
 MAX_CLASSES = 100_000  # a typing error beyond this would ask for more memory than machines have
 
@@ -69,19 +69,19 @@ def _from_json(data: Any) -> list[tuple[str, str]]:
     """Return (wnid, name) of each class of parsed JSON; the wnid is empty where there is none."""
     if isinstance(data, dict):
         expected = [str(index) for index in range(len(data))]
-        if lacking := sorted(set(expected) - data.keys(), key=int):
-            raise ValueError(f"of {len(data)} classes, class index {lacking[0]} is missing")
+        if missing := sorted(set(expected) - data.keys(), key=int):
+            raise ValueError(f"of {len(data)} classes, class index {missing[0]} is missing")
         return [_class_from_json(data[index], f"class {index}") for index in expected]
-    return [_class_from_json(value, f"class {index}") for index, value in enumerate(a_list(data, "it"))]
+    return [_class_from_json(value, f"class {index}") for index, value in enumerate(require_list(data, "it"))]
 
 
 def _class_from_json(value: Any, what: str) -> tuple[str, str]:
     if isinstance(value, str):
         return "", value
     if isinstance(value, dict):
-        entry = record(value, what, {"wnid", "name"})
-        return text(entry["wnid"], f"wnid of {what}"), text(entry["name"], f"name of {what}")
-    pair = [text(part, what) for part in a_list(value, what)]
+        entry = require_keys(value, what, {"wnid", "name"})
+        return require_str(entry["wnid"], f"wnid of {what}"), require_str(entry["name"], f"name of {what}")
+    pair = [require_str(part, what) for part in require_list(value, what)]
     if len(pair) != 2:
         raise ValueError(f"{what} should be a name, or a wnid and a name, not {len(pair)} texts")
     return pair[0], pair[1]

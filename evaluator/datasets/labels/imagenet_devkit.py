@@ -10,15 +10,15 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from prelunet.evaluator.datasets.labels.class_names import WNID, ClassList
-from prelunet.evaluator.datasets.labels.label_lists import check_number
-from prelunet.evaluator.datasets.labels.read_meta_mat import LARGEST, read_synsets
-from prelunet.evaluator.datasets.sources.base import LabelFile, some
+from prelunet.evaluator.datasets.labels.label_lists import check_count
+from prelunet.evaluator.datasets.labels.read_meta_mat import MAX_META_MAT_BYTES, read_synsets
+from prelunet.evaluator.datasets.sources.base import LabelFile, format_names
 from prelunet.evaluator.datasets.sources.folder import label_file
 from prelunet.evaluator.errors import DatasetError, UsageError
 
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
-MATLAB = "meta.mat"
-MAPPINGS = ("synsets.txt", "map_clsloc.txt", "wnids.txt")  # texts that may tell the wnid of each devkit id
+META_MAT = "meta.mat"
+MAPPING_FILES = ("synsets.txt", "map_clsloc.txt", "wnids.txt")  # texts that may tell the wnid of each devkit id
 _VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})(?:_n\d{8})?\.\w+", re.ASCII)
 _LARGEST_ID = 999_999_999  # of nine digits, as in a text
 
@@ -30,8 +30,8 @@ def labels_of_devkit(file: LabelFile, images: Sequence[str], classes: ClassList)
     Raises DatasetError where the two are not of the same number, an id has no wnid, or a wnid is no class of the model.
     """
     ids = _read_ids(file)
-    _check_counted(images, file.path)
-    check_number(len(ids), images, file.path)
+    _check_numbering(images, file.path)
+    check_count(len(ids), images, file.path)
     mapping = _mapping_beside(file)
     wnid_of = _read_mapping(mapping, classes.by_wnid)
     index_of: dict[int, int] = {}
@@ -46,7 +46,7 @@ def labels_of_devkit(file: LabelFile, images: Sequence[str], classes: ClassList)
         if wnid not in classes.by_wnid:
             raise DatasetError(
                 f"{file.path}: line {line} has the id {devkit_id}, which is {wnid}, none of the model's "
-                f"{len(classes.wnids)} classes ({some(classes.wnids)}). Give a dataset of the model's classes"
+                f"{len(classes.wnids)} classes ({format_names(classes.wnids)}). Give a dataset of the model's classes"
             )
         index_of[devkit_id] = classes.by_wnid[wnid]
     return [index_of[devkit_id] for devkit_id in ids], [f"labels from {file.path}, its ids as in {mapping.path}"]
@@ -64,11 +64,11 @@ def _read_ids(file: LabelFile) -> list[int]:
     return ids
 
 
-def _check_counted(images: Sequence[str], path: Path) -> None:
+def _check_numbering(images: Sequence[str], path: Path) -> None:
     """Where names carry ILSVRC's numbers, make sure that the i-th has the number i: the lines go by it."""
     if test := [name for name in images if "_test_" in name.rpartition("/")[2].lower()]:
         raise DatasetError(
-            f"{path}: the ground truth of validation images, but {some(test[:1])} is named as one of a test set. "
+            f"{path}: the ground truth of validation images, but {format_names(test[:1])} is named as one of a test set. "
             "Take it without labels: --no-labels"
         )
     for number, name in enumerate(images, start=1):
@@ -92,7 +92,7 @@ def read_devkit_ids(path: Path, wnids: Collection[str] = ()) -> dict[str, int]:
     elif os.path.isfile(path):  # noqa: PTH113
         file = label_file(path)
     else:
-        raise UsageError(f"{path}: no such file or folder. Give the devkit's folder, its {MATLAB}, or a text mapping")
+        raise UsageError(f"{path}: no such file or folder. Give the devkit's folder, its {META_MAT}, or a text mapping")
     return {wnid: devkit_id for devkit_id, wnid in _read_mapping(file, wnids).items()}
 
 
@@ -109,19 +109,19 @@ def _read_mapping(file: LabelFile, wnids: Collection[str]) -> dict[int, str]:
 
 def _mapping_beside(ground_truth: LabelFile) -> LabelFile:
     """Return the file beside the ground truth that tells the wnid of each devkit id."""
-    if (matlab := ground_truth.beside(MATLAB)) is not None:
+    if (matlab := ground_truth.beside(META_MAT)) is not None:
         return matlab
-    texts = [file for name in MAPPINGS if (file := ground_truth.beside(name)) is not None]
+    texts = [file for name in MAPPING_FILES if (file := ground_truth.beside(name)) is not None]
     folder = ground_truth.path.parent
     if len(texts) > 1:
         raise DatasetError(
             f"{folder}: {' and '.join(file.name for file in texts)} may both tell the wnids of devkit ids. "
-            f"Keep the right one there, or the devkit's {MATLAB}"
+            f"Keep the right one there, or the devkit's {META_MAT}"
         )
     if not texts:
         raise DatasetError(
-            f"{folder}: no {MATLAB} here to tell the wnids of devkit ids, nor a text ({', '.join(MAPPINGS)}) with "
-            f"lines `id wnid`. Put the devkit's {MATLAB} there: the ids are not in the order of the model's classes"
+            f"{folder}: no {META_MAT} here to tell the wnids of devkit ids, nor a text ({', '.join(MAPPING_FILES)}) with "
+            f"lines `id wnid`. Put the devkit's {META_MAT} there: the ids are not in the order of the model's classes"
         )
     return texts[0]
 
@@ -129,7 +129,7 @@ def _mapping_beside(ground_truth: LabelFile) -> LabelFile:
 def _read_matlab(file: LabelFile) -> list[tuple[int, str]]:
     """Read `synsets` of meta.mat: rows with ILSVRC2012_ID, WNID, …, num_children."""
     try:
-        rows = read_synsets(file.data(LARGEST))
+        rows = read_synsets(file.data(MAX_META_MAT_BYTES))
         for row, (devkit_id, wnid, children) in enumerate(rows, start=1):
             if not (devkit_id.is_integer() and 1 <= devkit_id <= _LARGEST_ID):
                 raise ValueError(f"row {row}, {wnid!a:.40}, has the id {devkit_id:g}, no number from 1 on")
@@ -142,7 +142,7 @@ def _read_matlab(file: LabelFile) -> list[tuple[int, str]]:
     return [(int(devkit_id), wnid) for devkit_id, wnid, children in rows if children == 0]
 
 
-def _read_text(file: LabelFile, known: Collection[str]) -> list[tuple[int, str]]:
+def _read_text(file: LabelFile, wnids: Collection[str]) -> list[tuple[int, str]]:
     """Read lines `id wnid`, `wnid id`, or wnids alone, of which the i-th has the id i; more words may follow.
 
     All lines are of one kind; which word is the wnid could not be told otherwise where wnids are numbers.
@@ -153,7 +153,7 @@ def _read_text(file: LabelFile, known: Collection[str]) -> list[tuple[int, str]]
         words = [word for word in re.split(r"[\s,]+", text.strip(), maxsplit=2) if word]
         if not words:
             continue
-        columns = [column for column, word in enumerate(words[:2]) if WNID.fullmatch(word) or word in known]
+        columns = [column for column, word in enumerate(words[:2]) if WNID.fullmatch(word) or word in wnids]
         beside = [word for column, word in enumerate(words[:2]) if column not in columns]
         numbers = [int(word) for word in beside if re.fullmatch(r"[1-9]\d{0,8}", word, re.ASCII)]
         if len(columns) != 1 or (kind is not None and kind != (columns, bool(numbers))):
@@ -166,7 +166,7 @@ def _read_text(file: LabelFile, known: Collection[str]) -> list[tuple[int, str]]
     if kind is not None and not kind[1] and in_order == sorted(in_order):
         raise DatasetError(
             f"{file.path}: lists wnids in sorted order, which is the order of class indices, not of devkit ids. "
-            f"Put the devkit's {MATLAB} beside the ground truth, or write lines `id wnid`"
+            f"Put the devkit's {META_MAT} beside the ground truth, or write lines `id wnid`"
         )
     return found
 

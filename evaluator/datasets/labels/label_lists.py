@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 
 from prelunet.evaluator.datasets.labels.class_names import ClassList
-from prelunet.evaluator.datasets.sources.base import LabelFile, some
+from prelunet.evaluator.datasets.sources.base import LabelFile, format_names
 from prelunet.evaluator.errors import DatasetError
 from prelunet.evaluator.imaging.decode import SUFFIXES
 
@@ -22,7 +22,7 @@ _LONE_NUMBER = re.compile(r"\s*-?\d+\s*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LabelEntry:
     """One line of a list. name: of the image, None in a list of labels alone; label: a word for its class."""
 
     line: int
@@ -31,7 +31,7 @@ class Entry:
 
 
 def labels_of_list(
-    file: LabelFile, images: Sequence[str], classes: ClassList, inside: str
+    file: LabelFile, images: Sequence[str], classes: ClassList, subfolder: str
 ) -> tuple[list[int], list[str]]:
     """Return the label of each image as a list gives it, and what a person should know of it.
 
@@ -39,24 +39,24 @@ def labels_of_list(
     Raises DatasetError naming file, line and mend when the list cannot be read, gives labels to images that do not
     exist or twice, gives some images none, or has labels that are no class of the model.
     """
-    entries, columns = read_list(file)
+    entries, columns = read_label_list(file)
     words: dict[str, str] = {}
     for entry in entries:
         words.setdefault(entry.label, f"{file.path}: line {entry.line}")
-    meaning = classes.understand(words, of_all=entries[0].name is None)
-    remarks = [f"labels from {file.path}, read as {meaning.kind}{columns}"]
+    resolved = classes.resolve_labels(words, by_position=entries[0].name is None)
+    remarks = [f"labels from {file.path}, read as {resolved.kind}{columns}"]
     if entries[0].name is None:
-        check_number(len(entries), images, file.path)
+        check_count(len(entries), images, file.path)
         remarks.append(f"{file.path} names no images: its line i is the label of the i-th name in sorted order")
-        return [meaning.index[entry.label] for entry in entries], remarks
-    key = _key_of_names(entries, images, inside, file.path)
+        return [resolved.index[entry.label] for entry in entries], remarks
+    key = _key_of_names(entries, images, subfolder, file.path)
     if key.composed:
         remarks.append(f"{file.path}: names are compared in Unicode's form NFC, since accents are written another way")
     places = _match(entries, images, key, file.path)
-    return [meaning.index[entries[place].label] for place in places], remarks
+    return [resolved.index[entries[place].label] for place in places], remarks
 
 
-def check_number(labels: int, images: Sequence[str], path: Path) -> None:
+def check_count(labels: int, images: Sequence[str], path: Path) -> None:
     """Refuse a list of labels by position with another number of lines than there are images."""
     if labels != len(images):
         raise DatasetError(
@@ -65,7 +65,7 @@ def check_number(labels: int, images: Sequence[str], path: Path) -> None:
         )
 
 
-def read_list(file: LabelFile) -> tuple[list[Entry], str]:
+def read_label_list(file: LabelFile) -> tuple[list[LabelEntry], str]:
     """Read a list of labels; also return words for the columns that its header names, '' where it has none.
 
     Raises DatasetError naming the line when it is no such list, or empty.
@@ -77,31 +77,31 @@ def read_list(file: LabelFile) -> tuple[list[Entry], str]:
     if _LONE_NUMBER.fullmatch(filled):
         return [_number(line, number, file.path) for number, line in enumerate(lines, 1) if line.strip()], ""
     words: dict[str, str] = {}  # one copy of each
-    entries, columns, width, said = list[Entry](), None, 2, ""
+    entries, columns, width, columns_note = list[LabelEntry](), None, 2, ""
     for line, row in _rows(lines, filled, file.path):
         if columns is None:
             columns = _header(row, f"{file.path}: line {line}")
             if columns is not None:
-                width, said = len(row), _columns_in_words(row, columns)
+                width, columns_note = len(row), _columns_in_words(row, columns)
                 continue
             columns = 0, 1
         name, label = (row[place].strip() for place in columns) if len(row) == width else ("", "")
         if not name:
             raise _bad_line(file.path, line, row)
         word = _word(label, file.path, line)
-        entries.append(Entry(line, name, words.setdefault(word, word)))
+        entries.append(LabelEntry(line, name, words.setdefault(word, word)))
     with_suffix = [bool(entry.name) and str(entry.name).lower().endswith(SUFFIXES) for entry in entries]
-    if len(entries) > 1 and not said and not with_suffix[0] and all(with_suffix[1:]):
+    if len(entries) > 1 and not columns_note and not with_suffix[0] and all(with_suffix[1:]):
         raise _unknown_header(f"{file.path}: line {entries[0].line}", [str(entries[0].name), entries[0].label])
     if not entries:
         raise DatasetError(f"{file.path}: a header and no more. Give a list with a line `name,label` for each image")
-    return entries, said
+    return entries, columns_note
 
 
-def _number(text: str, line: int, path: Path) -> Entry:
+def _number(text: str, line: int, path: Path) -> LabelEntry:
     if not _LONE_NUMBER.fullmatch(text):
         raise DatasetError(f"{path}: line {line} should be one number like the first, not {text!a:.80}. Mend the file")
-    return Entry(line, None, text.strip())
+    return LabelEntry(line, None, text.strip())
 
 
 def _rows(lines: list[str], filled: str, path: Path) -> Iterator[tuple[int, list[str]]]:
@@ -146,7 +146,7 @@ def _header(row: list[str], place: str) -> tuple[int, int] | None:
 
 def _unknown_header(place: str, row: list[str]) -> DatasetError:
     return DatasetError(
-        f"{place} looks like a header ({some(row)}), but does not say which columns hold names and labels. Known words "
+        f"{place} looks like a header ({format_names(row)}), but does not say which columns hold names and labels. Known words "
         f"are {', '.join(sorted(_NAME_HEADERS))} for names, and {', '.join(sorted(_LABEL_HEADERS))} for labels. Begin "
         "the file with such a line"
     )
@@ -169,7 +169,7 @@ def _word(label: str, path: Path, line: int) -> str:
     different = sorted(set(words[::_BOX]))
     if len(different) > 1:
         raise DatasetError(
-            f"{path}: line {line} has boxes of {len(different)} classes ({some(different)}), but an image has one "
+            f"{path}: line {line} has boxes of {len(different)} classes ({format_names(different)}), but an image has one "
             "label. Keep the one that is meant"
         )
     return words[0]
@@ -182,13 +182,13 @@ def _bad_line(path: Path, line: int, row: list[str]) -> DatasetError:
     )
 
 
-def _match(entries: list[Entry], images: Sequence[str], key: "_Key", path: Path) -> list[int]:
+def _match(entries: list[LabelEntry], images: Sequence[str], key: "_Key", path: Path) -> list[int]:
     """Return for each image the place of its entry; DatasetError where the two do not fit one to one."""
     place_of = {key(name): place for place, name in enumerate(images)}
     if len(place_of) < len(images):
         twice = next(name for name, count in Counter(map(key, images)).items() if count > 1)
-        mend = "Rename one: only its accents are written another way" if key.composed else "Name them with folders"
-        raise DatasetError(f"{path}: as it names images, several images are named {some([twice])}. {mend}")
+        fix = "Rename one: only its accents are written another way" if key.composed else "Name them with folders"
+        raise DatasetError(f"{path}: as it names images, several images are named {format_names([twice])}. {fix}")
     entry_of = [-1] * len(images)
     for number, entry in enumerate(entries):
         place = place_of.get(key(entry.name or ""))
@@ -196,7 +196,7 @@ def _match(entries: list[Entry], images: Sequence[str], key: "_Key", path: Path)
             strange = [e.name or "" for e in entries if key(e.name or "") not in place_of]
             raise DatasetError(
                 f"{path}: line {entry.line} is the first of {len(strange):,} that name images which do not exist: "
-                f"{some(strange)}. Restore the images, or take the lines away"
+                f"{format_names(strange)}. Restore the images, or take the lines away"
             )
         if entry_of[place] >= 0:
             raise DatasetError(
@@ -204,9 +204,9 @@ def _match(entries: list[Entry], images: Sequence[str], key: "_Key", path: Path)
                 f"{entries[entry_of[place]].line}. Keep the right one"
             )
         entry_of[place] = number
-    if lacking := [name for name, number in zip(images, entry_of, strict=True) if number < 0]:
+    if missing := [name for name, number in zip(images, entry_of, strict=True) if number < 0]:
         raise DatasetError(
-            f"{path}: no label for {len(lacking):,} of {len(images):,} images: {some(lacking)}. Add their lines, or "
+            f"{path}: no label for {len(missing):,} of {len(images):,} images: {format_names(missing)}. Add their lines, or "
             "take the images away"
         )
     return entry_of
@@ -238,12 +238,12 @@ class _Key:
         return name
 
 
-def _key_of_names(entries: list[Entry], images: Sequence[str], inside: str, path: Path) -> _Key:
+def _key_of_names(entries: list[LabelEntry], images: Sequence[str], subfolder: str, path: Path) -> _Key:
     """Choose the strictest way to compare names in which the list knows an image.
 
     Names with accents come decomposed from some file systems; where that alone keeps names apart, they are composed.
     """
-    whole = [("", False), (f"{inside}/", False)] if inside else [("", False)]
+    whole = [("", False), (f"{subfolder}/", False)] if subfolder else [("", False)]
     for composed in (False, True):
         for (under, base), stem in product([*whole, ("", True)], (False, True)):
             key = _Key(under, base, stem, composed)
@@ -253,6 +253,6 @@ def _key_of_names(entries: list[Entry], images: Sequence[str], inside: str, path
                 alike = replace(key, composed=True)
                 return alike if strange and {alike(name) for name in images} & set(map(alike, strange)) else key
     raise DatasetError(
-        f"{path}: names none of the {len(images):,} images ({some([entry.name or '' for entry in entries])} against "
-        f"{some(images)}). Give the list of these images with --labels FILE"
+        f"{path}: names none of the {len(images):,} images ({format_names([entry.name or '' for entry in entries])} against "
+        f"{format_names(images)}). Give the list of these images with --labels FILE"
     )

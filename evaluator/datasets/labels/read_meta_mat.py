@@ -9,17 +9,17 @@ import subprocess
 import sys
 from typing import Any
 
-LARGEST = 16 * 1024**2  # bytes; that of ILSVRC2012 has less than one megabyte
-_PATIENCE = 60.0  # seconds; reading takes less than one
+MAX_META_MAT_BYTES = 16 * 1024**2  # bytes; that of ILSVRC2012 has less than one megabyte
+_TIMEOUT = 60.0  # seconds; reading takes less than one
 
 
 def read_synsets(data: bytes) -> list[tuple[float, str, float]]:
     """Return ILSVRC2012_ID, WNID and num_children of each row; ValueError saying why when that cannot be done."""
     command = [sys.executable, "-P", __file__]  # -P: modules beside this file are not to be taken for Python's
     try:
-        done = subprocess.run(command, input=data, capture_output=True, timeout=_PATIENCE, check=False)  # noqa: S603
+        done = subprocess.run(command, input=data, capture_output=True, timeout=_TIMEOUT, check=False)  # noqa: S603
     except subprocess.TimeoutExpired as error:
-        raise ValueError(f"still not read after {_PATIENCE:.0f} seconds") from error
+        raise ValueError(f"still not read after {_TIMEOUT:.0f} seconds") from error
     if done.returncode < 0:
         raise ValueError("damaged so that its reader crashed")
     if done.returncode:

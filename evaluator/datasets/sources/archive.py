@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from prelunet.evaluator.datasets.sources.archive_index import Member, MemberTable
+from prelunet.evaluator.datasets.sources.archive_index import ArchiveIndex, ArchiveMember
 from prelunet.evaluator.datasets.sources.base import LABEL_SUFFIXES, too_large
-from prelunet.evaluator.datasets.sources.decompress import compression_of, is_copy, unpacked
+from prelunet.evaluator.datasets.sources.decompress import compression_of, ensure_unpacked, is_unpacked_copy
 from prelunet.evaluator.datasets.sources.folder import is_image_name, is_visible, reading_error
 from prelunet.evaluator.errors import DatasetError, PreluNetError
 
@@ -37,46 +37,46 @@ class ArchiveSource:
 
     path: Path
     tree: dict[str, set[str]] = field(default_factory=dict)
-    members: MemberTable = field(default_factory=MemberTable)  # the images
-    labels: MemberTable = field(default_factory=MemberTable)  # files that may hold labels
-    _tables: dict[str, MemberTable] = field(default_factory=dict, repr=False)
+    members: ArchiveIndex = field(default_factory=ArchiveIndex)  # the images
+    labels: ArchiveIndex = field(default_factory=ArchiveIndex)  # files that may hold labels
+    _tables: dict[str, ArchiveIndex] = field(default_factory=dict, repr=False)
 
-    def folders(self, inside: str) -> list[str]:
+    def folders(self, subfolder: str) -> list[str]:
         """Return the names of the visible folders directly inside, sorted."""
-        return sorted(self.tree.get(inside, ()))
+        return sorted(self.tree.get(subfolder, ()))
 
-    def images(self, inside: str) -> Iterator[tuple[str, int]]:
-        """Yield name (relative to `inside`, with '/') and byte length of all images at any depth inside."""
-        table = self._below(inside)
+    def images(self, subfolder: str) -> Iterator[tuple[str, int]]:
+        """Yield name (relative to `subfolder`, with '/') and byte length of all images at any depth inside."""
+        table = self._subtree(subfolder)
         yield from zip(table.names, table.sizes, strict=True)
 
-    def reader(self, inside: str) -> "ArchiveReader":
+    def reader(self, subfolder: str) -> "ArchiveReader":
         """Return a reader of the names that `images` yields; it shares them."""
-        return ArchiveReader((self.path,), self._below(inside))
+        return ArchiveReader((self.path,), self._subtree(subfolder))
 
-    def others(self, inside: str) -> dict[str, int]:
+    def other_files(self, subfolder: str) -> dict[str, int]:
         """Return name and byte length of the files directly inside that may hold labels."""
-        table = self.labels.below(inside)
+        table = self.labels.subtree(subfolder)
         return {name: size for name, size in zip(table.names, table.sizes, strict=True) if "/" not in name}
 
-    def read(self, name: str, most: int) -> bytes:
-        """Return the bytes of one of those, by its name from the top; DatasetError when it has more than `most`."""
+    def read(self, name: str, limit: int) -> bytes:
+        """Return the bytes of one of those, by its name from the top; DatasetError when it has more than `limit`."""
         member = self.labels.find(name)
-        if member is not None and member.size > most:
-            raise too_large(f"{self.path}: {name}", most)
+        if member is not None and member.size > limit:
+            raise too_large(f"{self.path}: {name}", limit)
         return ArchiveReader((self.path,), self.labels).read(name)
 
-    def _below(self, inside: str) -> MemberTable:
-        if inside not in self._tables:
-            self._tables = {inside: self.members.below(inside)}  # one is kept: the names are many
-        return self._tables[inside]
+    def _subtree(self, subfolder: str) -> ArchiveIndex:
+        if subfolder not in self._tables:
+            self._tables = {subfolder: self.members.subtree(subfolder)}  # one is kept: the names are many
+        return self._tables[subfolder]
 
     def add_folder(self, parts: tuple[str, ...]) -> None:
         """Enter a folder and all above it."""
         for depth in range(len(parts)):
             self.tree.setdefault("/".join(parts[:depth]), set()).add(parts[depth])
 
-    def add_image(self, parts: tuple[str, ...], member: Member) -> None:
+    def add_image(self, parts: tuple[str, ...], member: ArchiveMember) -> None:
         """Enter an image and the folders above it."""
         self.members.add("/".join(parts), member)
         self.add_folder(parts[:-1])
@@ -93,7 +93,7 @@ class ArchiveReader:
     """Reads images out of archives by offset. paths: of the volumes."""
 
     paths: tuple[Path, ...]
-    members: MemberTable
+    members: ArchiveIndex
 
     def read(self, file: str) -> bytes:
         """Return the bytes of the image of that name; DatasetError when the archive is gone or damaged there."""
@@ -111,7 +111,7 @@ class ArchiveReader:
         return data
 
 
-def _read_member(archive: int, member: Member) -> bytes | None:
+def _read_member(archive: int, member: ArchiveMember) -> bytes | None:
     """Read one member; None when the bytes there are not the ones that the archive's list promised."""
     start = member.start
     if member.zipped:
@@ -119,7 +119,7 @@ def _read_member(archive: int, member: Member) -> bytes | None:
         if len(header) != _ZIP_LOCAL_HEADER.size or header[:4] != _ZIP_MAGICS[0]:
             return None
         start += len(header) + sum(_ZIP_LOCAL_HEADER.unpack(header))
-    data = os.pread(archive, member.stored, start)
+    data = os.pread(archive, member.stored_size, start)
     if member.deflated:
         try:  # one byte more than promised is enough to see a lie; a bomb is not unpacked any further
             data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, member.size + 1)
@@ -142,7 +142,7 @@ def open_archive(path: Path) -> ArchiveSource:
             if (method := compression_of(magic)) is None:
                 file.seek(0)
                 return (_list_zip(path, file) if magic[:4] in _ZIP_MAGICS else _list_tar(path, file)).finish()
-        return open_archive(unpacked(path, method))
+        return open_archive(ensure_unpacked(path, method))
     except PreluNetError:
         raise
     except OSError as error:
@@ -168,10 +168,10 @@ def _list_tar(path: Path, file: BinaryIO) -> ArchiveSource:
                 _add_visible_folder(source, parts)
             elif _is_image(parts):
                 if not member.isreg() or member.issparse():
-                    raise _no_plain_file(path, member.name, "tar --dereference --hard-dereference -cf")
-                source.add_image(parts, Member(member.offset_data, member.size, member.size))
+                    raise _not_regular_file(path, member.name, "tar --dereference --hard-dereference -cf")
+                source.add_image(parts, ArchiveMember(member.offset_data, member.size, member.size))
             elif _is_label_file(parts) and member.isreg() and not member.issparse():
-                source.labels.add("/".join(parts), Member(member.offset_data, member.size, member.size))
+                source.labels.add("/".join(parts), ArchiveMember(member.offset_data, member.size, member.size))
         # tarfile takes a damaged or cut header for the end; the true end is marked by a block of zeros.
         file.seek(archive.offset)
         if file.read(tarfile.BLOCKSIZE) != _END_BLOCK:
@@ -211,10 +211,10 @@ def _list_zip(path: Path, file: BinaryIO) -> ArchiveSource:
     return source
 
 
-def _zip_member(path: Path, info: zipfile.ZipInfo, archive_size: int) -> Member:
+def _zip_member(path: Path, info: zipfile.ZipInfo, archive_size: int) -> ArchiveMember:
     """Return where a zip's file lies; DatasetError when it cannot be read in place or its numbers cannot be true."""
     if not _is_plain(info):
-        raise _no_plain_file(path, info.filename, "zip -r (without --symlinks)")
+        raise _not_regular_file(path, info.filename, "zip -r (without --symlinks)")
     if not _is_readable(info):
         raise DatasetError(
             f"{path}: {info.filename} is encrypted, or packed by another method than deflate. "
@@ -224,7 +224,7 @@ def _zip_member(path: Path, info: zipfile.ZipInfo, archive_size: int) -> Member:
     largest = info.compress_size * (_MAX_DEFLATE_RATIO if deflated else 1)
     if info.header_offset < 0 or info.compress_size > archive_size or info.file_size > largest:
         raise _damaged(path, max(info.header_offset, 0))
-    return Member(info.header_offset, info.compress_size, info.file_size, 1, int(deflated), info.CRC)
+    return ArchiveMember(info.header_offset, info.compress_size, info.file_size, 1, int(deflated), info.CRC)
 
 
 def _is_plain(info: zipfile.ZipInfo) -> bool:
@@ -256,12 +256,12 @@ def _add_visible_folder(source: ArchiveSource, parts: tuple[str, ...]) -> None:
         source.add_folder(parts)
 
 
-def _no_plain_file(path: Path, name: str, command: str) -> DatasetError:
+def _not_regular_file(path: Path, name: str, command: str) -> DatasetError:
     return DatasetError(
         f"{path}: {name} has an image's name but is no plain file. Pack the folder anew with: {command}"
     )
 
 
 def _damaged(path: Path, position: int) -> DatasetError:
-    again = "Delete this copy to unpack it anew, or get" if is_copy(path) else "Get"
+    again = "Delete this copy to unpack it anew, or get" if is_unpacked_copy(path) else "Get"
     return DatasetError(f"{path}: damaged or cut at byte {position}. {again} the archive again from its source")

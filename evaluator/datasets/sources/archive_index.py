@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 
-class Member(NamedTuple):
+class ArchiveMember(NamedTuple):
     """Where a file lies in its archive, in bytes.
 
     start: of its data in a tar, of its local header in a zip; stored: length of the data there; size: of the file;
@@ -21,7 +21,7 @@ class Member(NamedTuple):
     """
 
     start: int
-    stored: int
+    stored_size: int
     size: int
     zipped: int = 0
     deflated: int = 0
@@ -35,19 +35,19 @@ def _columns() -> "list[array[int]]":
 
 
 @dataclass
-class MemberTable:
+class ArchiveIndex:
     """Names, and beside them one column for each number of a member. `sort` it before anything is looked up."""
 
     names: list[str] = field(default_factory=list)
     columns: "list[array[int]]" = field(default_factory=_columns)
 
-    def add(self, name: str, member: Member) -> None:
+    def add(self, name: str, member: ArchiveMember) -> None:
         """Enter a member at the end."""
         self.names.append(name)
         for column, number in zip(self.columns, member, strict=True):
             column.append(number)
 
-    def extend(self, prefix: str, volume: int, table: "MemberTable") -> None:
+    def extend(self, prefix: str, volume: int, table: "ArchiveIndex") -> None:
         """Enter all members of one archive of several, with a beginning of their own for their names."""
         self.names.extend(prefix + name for name in table.names)
         for mine, theirs in zip(self.columns[:-1], table.columns[:-1], strict=True):
@@ -64,22 +64,22 @@ class MemberTable:
     @property
     def sizes(self) -> "array[int]":
         """Return the size of each file in bytes."""
-        return self.columns[Member._fields.index("size")]
+        return self.columns[ArchiveMember._fields.index("size")]
 
-    def below(self, inside: str) -> "MemberTable":
+    def subtree(self, subfolder: str) -> "ArchiveIndex":
         """Return the members at any depth in a folder, their names beginning there; '' is the top."""
-        if not inside:
+        if not subfolder:
             return self
-        first, end = (bisect_left(self.names, inside + edge) for edge in ("/", "0"))  # '0' comes right after '/'
-        names = [name[len(inside) + 1 :] for name in self.names[first:end]]
-        return MemberTable(names, [column[first:end] for column in self.columns])
+        first, end = (bisect_left(self.names, subfolder + edge) for edge in ("/", "0"))  # '0' comes right after '/'
+        names = [name[len(subfolder) + 1 :] for name in self.names[first:end]]
+        return ArchiveIndex(names, [column[first:end] for column in self.columns])
 
-    def find(self, name: str) -> Member | None:
+    def find(self, name: str) -> ArchiveMember | None:
         """Return the member of that name, None when there is none."""
         place = bisect_left(self.names, name)
         if place == len(self.names) or self.names[place] != name:
             return None
-        return Member(*(column[place] for column in self.columns))
+        return ArchiveMember(*(column[place] for column in self.columns))
 
 
 def _picked(column: "array[int]", places: Iterable[int]) -> "array[int]":

@@ -36,7 +36,7 @@ _DIGITS = 12  # of the sha256: 48 bits, for the few archives of one name that a 
 _SUFFIX = ".unpacked.tar"
 _LARGEST_RATIO = 20  # photographs have about 1, bitmaps of drawings perhaps 10
 _ALWAYS_ALLOWED = 1024**3  # bytes; a small archive of headers and zeros may well be packed better
-_ABANDONED = 3600.0  # seconds since a temporary file was written to; a living process writes all the time
+_STALE_SECONDS = 3600.0  # seconds since a temporary file was written to; a living process writes all the time
 
 
 def compression_of(magic: bytes) -> str | None:
@@ -44,7 +44,7 @@ def compression_of(magic: bytes) -> str | None:
     return next((method for prefix, method in _MAGICS.items() if magic.startswith(prefix)), None)
 
 
-def is_copy(path: Path) -> bool:
+def is_unpacked_copy(path: Path) -> bool:
     """Whether a file is named as a tar that was unpacked here."""
     return path.name.endswith(_SUFFIX)
 
@@ -58,7 +58,7 @@ def unpacked_path(path: Path) -> Path:
     return folder / f"{path.name}.{_sha256(path)[:_DIGITS]}{_SUFFIX}"
 
 
-def unpacked(path: Path, method: str) -> Path:
+def ensure_unpacked(path: Path, method: str) -> Path:
     """Return the plain tar of a compressed one, unpacking it where that has not been done.
 
     Raises DatasetError when the archive is damaged, holds no tar, is far larger unpacked than any photographs would
@@ -69,7 +69,7 @@ def unpacked(path: Path, method: str) -> Path:
             f"{path}: compressed with {method}, which cannot be unpacked here. Unpack it to a plain .tar"
         )
     target = unpacked_path(path)
-    _remove_abandoned(path, target.parent)
+    _remove_stale(path, target.parent)
     if not os.path.lexists(target):
         _unpack(path, method, target)
     elif not stat.S_ISREG(target.lstat().st_mode):
@@ -79,7 +79,7 @@ def unpacked(path: Path, method: str) -> Path:
 
 def _unpack(path: Path, method: str, target: Path) -> None:
     size = path.stat().st_size
-    most = _LARGEST_RATIO * size + _ALWAYS_ALLOWED
+    limit = _LARGEST_RATIO * size + _ALWAYS_ALLOWED
     with path.open("rb") as packed, _OPENERS[method](packed) as plain, open_atomically(target) as copy:
         total = -(-size // _PIECE)
         with progress(f"unpack {path.name}", total, "MiB") as advance:
@@ -87,9 +87,9 @@ def _unpack(path: Path, method: str, target: Path) -> None:
             _check_tar(piece, path)
             while piece:
                 copy.write(piece)
-                if copy.tell() > most:
+                if copy.tell() > limit:
                     raise DatasetError(
-                        f"{path}: {size:,} bytes that unpack to more than {most:,}, which no photographs would do. If "
+                        f"{path}: {size:,} bytes that unpack to more than {limit:,}, which no photographs would do. If "
                         "it is what you expect, unpack it by hand and give the folder or the plain .tar"
                     )
                 piece = _read(plain, path)
@@ -114,11 +114,11 @@ def _private_folder() -> Path:
     return folder
 
 
-def _remove_abandoned(path: Path, folder: Path) -> None:
+def _remove_stale(path: Path, folder: Path) -> None:
     """Remove what killed unpackings of this archive, or of another that had its name, have left."""
     for rest in leftovers(folder, [f"{path.name}.{'?' * _DIGITS}{_SUFFIX}"]):
         with suppress(FileNotFoundError):  # another process removed it first
-            if time.time() - rest.lstat().st_mtime > _ABANDONED:
+            if time.time() - rest.lstat().st_mtime > _STALE_SECONDS:
                 rest.unlink()
 
 

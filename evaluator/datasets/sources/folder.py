@@ -24,14 +24,14 @@ def is_visible(name: str) -> bool:
 
 def reading_error(error: OSError, path: Path | str) -> PreluNetError:
     """Turn a failure to read part of a dataset into one of our errors, naming the file or folder."""
-    mends = {
+    fixes = {
         errno.ENOENT: "it is gone; restore it, or start anew without it",
         errno.EACCES: "permission denied; let this user read it",
         errno.EPERM: "not permitted; let this user read it",
         errno.ELOOP: "a link that leads to itself; remove it",
     }
-    if error.errno in mends:
-        return DatasetError(f"{path}: {mends[error.errno]}")
+    if error.errno in fixes:
+        return DatasetError(f"{path}: {fixes[error.errno]}")
     return from_os_error(error)
 
 
@@ -41,29 +41,29 @@ class FolderSource:
 
     root: Path
 
-    def folders(self, inside: str) -> list[str]:
+    def folders(self, subfolder: str) -> list[str]:
         """Return the names of the visible folders directly inside, sorted."""
-        folder = self.root / inside
+        folder = self.root / subfolder
         try:
             with os.scandir(folder) as entries:
                 return sorted(entry.name for entry in entries if is_visible(entry.name) and entry.is_dir())
         except OSError as error:
             raise reading_error(error, error.filename or folder) from error
 
-    def images(self, inside: str) -> Iterator[tuple[str, int]]:
-        """Yield name (relative to `inside`, with '/') and byte length of all images at any depth inside.
+    def images(self, subfolder: str) -> Iterator[tuple[str, int]]:
+        """Yield name (relative to `subfolder`, with '/') and byte length of all images at any depth inside.
 
         Links to folders are followed at the first level only, where they are classes: deeper ones could be loops.
         """
-        yield from _images(self.root / inside, "", follow=True)
+        yield from _images(self.root / subfolder, "", follow=True)
 
-    def reader(self, inside: str) -> "FolderReader":
+    def reader(self, subfolder: str) -> "FolderReader":
         """Return a reader of the names that `images` yields."""
-        return FolderReader(self.root / inside)
+        return FolderReader(self.root / subfolder)
 
-    def others(self, inside: str) -> dict[str, int]:
+    def other_files(self, subfolder: str) -> dict[str, int]:
         """Return name and byte length of the files directly inside that may hold labels, or are tars."""
-        folder = self.root / inside
+        folder = self.root / subfolder
         try:
             with os.scandir(folder) as entries:
                 return {
@@ -74,16 +74,16 @@ class FolderSource:
         except OSError as error:
             raise reading_error(error, error.filename or folder) from error
 
-    def read(self, name: str, most: int) -> bytes:
-        """Return the bytes of one of those, by its name from the top; DatasetError when it has more than `most`."""
+    def read(self, name: str, limit: int) -> bytes:
+        """Return the bytes of one of those, by its name from the top; DatasetError when it has more than `limit`."""
         path = self.root / name
         try:
             with path.open("rb") as file:
-                data = file.read(most + 1)
+                data = file.read(limit + 1)
         except OSError as error:
             raise reading_error(error, path) from error
-        if len(data) > most:
-            raise too_large(str(path), most)
+        if len(data) > limit:
+            raise too_large(str(path), limit)
         return data
 
 

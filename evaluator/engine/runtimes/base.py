@@ -3,20 +3,19 @@
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-from typing import Protocol as Interface
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from prelunet.evaluator.contract import how_to_write
+from prelunet.evaluator.contract import rewrite_hint
 from prelunet.evaluator.errors import ContractError, EnvironmentFault
 
 Array = npt.NDArray[Any]
 
-_LONGEST_REASON, _REASON_HEAD = 400, 120  # characters of what the runtime says; the cause stands at its end
+_MAX_SUMMARY, _SUMMARY_HEAD = 400, 120  # characters of what the runtime says; the cause stands at its end
 # How runtimes say that memory lacks: on the host, on a GPU within the arena's limit, and in CUDA and its libraries.
-_LACKING = (
+_OUT_OF_MEMORY = (
     "bad_alloc",
     "allocate memory",
     "can't alloc",
@@ -27,7 +26,7 @@ _LACKING = (
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
 # How CUDA says that its context is gone: every later call of this process fails with the same words.
-_LOST = (
+_DEVICE_LOST = (
     "illegal memory access",
     "unspecified launch failure",
     "misaligned address",
@@ -47,7 +46,7 @@ _SOURCE_PLACE = re.compile(
 )
 
 
-class LoadedModel(Interface):
+class LoadedModel(Protocol):
     """A model file in a runtime.
 
     provider: what runs it; metadata: of the file;
@@ -72,38 +71,38 @@ class LoadedModel(Interface):
         ...
 
 
-def reason_of(error: Exception) -> str:
+def error_summary(error: Exception) -> str:
     """Return the runtime's words for a failure in one line, without the place in its own source; the end is kept."""
     text = " ".join(_SOURCE_PLACE.sub(" ", " ".join(str(error).split())).split())
-    if len(text) > _LONGEST_REASON:
-        text = f"{text[:_REASON_HEAD]} … {text[_REASON_HEAD - _LONGEST_REASON :]}"
+    if len(text) > _MAX_SUMMARY:
+        text = f"{text[:_SUMMARY_HEAD]} … {text[_SUMMARY_HEAD - _MAX_SUMMARY :]}"
     return text or type(error).__name__
 
 
 def load_error(error: Exception, path: Path, *, faulty: bool) -> ContractError | EnvironmentFault:
     """Say whose fault a failed load is; faulty: the runtime says that the file is no good model."""
-    text = reason_of(error)
-    if lacks_memory(error):
+    text = error_summary(error)
+    if is_out_of_memory(error):
         return EnvironmentFault(f"{path}: this machine has too little memory left to load it ({text})")
     if faulty:
         return ContractError(
             f"{path}: not an ONNX model that can be loaded ({text}). "
             "Write one with: prelunet export CHECKPOINT -o FILE (from a classifier of another origin: prelunet adopt)"
         )
-    return ContractError(f"{path}: could not be loaded ({type(error).__name__}: {text}). {how_to_write(str(path))}")
+    return ContractError(f"{path}: could not be loaded ({type(error).__name__}: {text}). {rewrite_hint(str(path))}")
 
 
-def lacks_memory(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """Say whether a failure is for want of memory."""
     text = str(error)
     return (
         isinstance(error, MemoryError)
-        or any(words in text for words in _LACKING)
+        or any(words in text for words in _OUT_OF_MEMORY)
         or _FAILED_TO_ALLOCATE.search(text) is not None
     )
 
 
-def is_lost(error: Exception | str) -> bool:
+def is_device_lost(error: Exception | str) -> bool:
     """Say whether a failure, or its text, means that the device gives this process only errors from now on."""
     text = str(error)
-    return any(words in text for words in _LOST) or _CUDA_700.search(text) is not None
+    return any(words in text for words in _DEVICE_LOST) or _CUDA_700.search(text) is not None

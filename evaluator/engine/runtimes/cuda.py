@@ -63,7 +63,7 @@ class Slot:
 
 
 @dataclass(eq=False)
-class Uploaded:
+class UploadedBatch:
     """A batch on the GPU. shape: of its canvases; free: gives the slot back, as the end of the last reference does."""
 
     slot: Slot
@@ -91,16 +91,16 @@ class CudaBinding:
         self._classes = classes
         self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"cuda-{cuda.gpu}")
         self._worker.submit(
-            cuda.use
+            cuda.set_device
         ).result()  # starts the thread: Ctrl-C while the first batch does so could leave two
         self._slots: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for _ in range(SLOTS):
             self._slots.put(Slot())
 
-    def stage(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> Uploaded:
+    def stage(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> UploadedBatch:
         """Upload a batch; returns when it is on the GPU. Waits while SLOTS batches are there."""
         slot = self._slots.get()
-        batch = Uploaded(slot, images.shape, sizes)
+        batch = UploadedBatch(slot, images.shape, sizes)
         batch.free = weakref.finalize(batch, self._slots.put, slot)
         try:
             if slot.pinned.nbytes < images.nbytes:
@@ -120,17 +120,17 @@ class CudaBinding:
         on_gpu = self._cuda.on_gpu(size)
         slot.pinned, slot.on_gpu = self._cuda.pinned(size), on_gpu
 
-    def compute(self, batch: Uploaded) -> list[Any]:
+    def compute(self, batch: UploadedBatch) -> list[Any]:
         """Run an uploaded batch; see `LoadedModel.compute`. Any thread may call, one at a time is served."""
         return self._worker.submit(self._compute, batch).result()
 
-    def _compute(self, batch: Uploaded) -> list[Any]:
+    def _compute(self, batch: UploadedBatch) -> list[Any]:
         try:
             return self._run(batch)
         finally:
             batch.free()  # here, because a caller who is interrupted leaves while the GPU still reads the batch
 
-    def _run(self, batch: Uploaded) -> list[Any]:
+    def _run(self, batch: UploadedBatch) -> list[Any]:
         rows, value, gpu = batch.shape[0], self._runtime.OrtValue, self._cuda.gpu
         small = [
             np.empty((rows, self._classes), np.float32),
@@ -163,7 +163,7 @@ class CudaRuntime:
             raise EnvironmentFault(f"--device cuda: {name} cannot be loaded ({error}). Install CUDA") from error
         self.gpu = gpu
         self._stream = ctypes.c_void_p()
-        self.use()
+        self.set_device()
         self._call("cudaStreamCreateWithFlags", ctypes.byref(self._stream), ctypes.c_uint(_NON_BLOCKING))
 
     def name(self) -> str:
@@ -172,22 +172,22 @@ class CudaRuntime:
         self._call("cudaGetDeviceProperties", properties, ctypes.c_int(self.gpu))
         return properties.raw[:_NAME].split(b"\0")[0].decode("ascii", errors="replace")
 
-    def arena_bytes(self, most: int | None = None) -> int:
-        """Return how many bytes the runtime's arena may have: a share of what is free now, or `most` if that is less.
+    def arena_bytes(self, limit: int | None = None) -> int:
+        """Return how many bytes the runtime's arena may have: a share of what is free now, or `limit` if that is less.
 
         The share is rounded down to whole ARENA_STEPs, unless it is less than one.
         """
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        self.use()
+        self.set_device()
         self._call("cudaMemGetInfo", ctypes.byref(free), ctypes.byref(total))
         share = int(ARENA_SHARE * free.value)
         share = share // ARENA_STEP * ARENA_STEP or share
-        return share if most is None else min(most, share)
+        return share if limit is None else min(limit, share)
 
     def on_gpu(self, size: int) -> GpuMemory:
         """Return so many bytes on the GPU; they are freed with the object."""
         address = ctypes.c_void_p()
-        self.use()
+        self.set_device()
         self._call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(size))
         memory = GpuMemory(address.value or 0)
         weakref.finalize(memory, self._library.cudaFree, address)
@@ -196,7 +196,7 @@ class CudaRuntime:
     def pinned(self, size: int) -> npt.NDArray[np.uint8]:
         """Return so many bytes of page-locked memory; they are freed with the array and all its views."""
         address = ctypes.c_void_p()
-        self.use()
+        self.set_device()
         self._call("cudaHostAlloc", ctypes.byref(address), ctypes.c_size_t(size), ctypes.c_uint(0))
         buffer = (ctypes.c_uint8 * size).from_address(address.value or 0)
         weakref.finalize(buffer, self._library.cudaFreeHost, address)
@@ -204,7 +204,7 @@ class CudaRuntime:
 
     def upload(self, source: npt.NDArray[np.uint8], target: GpuMemory) -> None:
         """Copy bytes to the GPU and wait for it, without keeping the interpreter."""
-        self.use()
+        self.set_device()
         self._call(
             "cudaMemcpyAsync",
             ctypes.c_void_p(target.address),
@@ -215,7 +215,7 @@ class CudaRuntime:
         )
         self._call("cudaStreamSynchronize", self._stream)
 
-    def use(self) -> None:
+    def set_device(self) -> None:
         """Choose the GPU, which each calling thread has to do for itself: in others the functions would take GPU 0."""
         self._call("cudaSetDevice", ctypes.c_int(self.gpu))
 

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from prelunet.evaluator.contract import OUTPUTS
-from prelunet.evaluator.engine.runtimes.base import Array, lacks_memory, load_error, reason_of
+from prelunet.evaluator.engine.runtimes.base import Array, error_summary, is_out_of_memory, load_error
 from prelunet.evaluator.engine.runtimes.cuda import CudaBinding, CudaRuntime, GpuPrecision, cuda_options
-from prelunet.evaluator.engine.runtimes.onnx_metadata import stated_precision
-from prelunet.evaluator.errors import ContractError, EnvironmentFault, how_to_install
+from prelunet.evaluator.engine.runtimes.onnx_metadata import read_precision
+from prelunet.evaluator.errors import ContractError, EnvironmentFault, install_hint
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
@@ -58,7 +58,7 @@ class OnnxRuntimeModel:
         return [*outputs, lambda: window_scores]
 
 
-def knows_cuda() -> bool:
+def has_cuda_provider() -> bool:
     """Say whether this onnxruntime was built with CUDA; whether a GPU is there, only loading tells."""
     runtime = import_runtime()
     _preload(runtime)  # which may bring the provider, where it comes as a plugin
@@ -89,7 +89,7 @@ def load_on_cuda(
     if CUDA not in runtime.get_available_providers():
         raise EnvironmentFault(
             f"--device cuda: this environment has an onnxruntime that knows no CUDA. "
-            f"In a fresh environment: {how_to_install('gpu')}"
+            f"In a fresh environment: {install_hint('gpu')}"
         )
     options = _options(runtime)
     options.intra_op_num_threads = 1
@@ -98,7 +98,7 @@ def load_on_cuda(
         cuda = CudaRuntime(runtime, gpu)
         arena = cuda.arena_bytes(memory)
         # fp32, which takes most care, where a file says nothing of it
-        precision: GpuPrecision = "tf32" if tf32 else "fp16" if stated_precision(path) == "fp16" else "fp32"
+        precision: GpuPrecision = "tf32" if tf32 else "fp16" if read_precision(path) == "fp16" else "fp32"
         settings = cuda_options(gpu, precision=precision, memory=arena)
         session = _session(runtime, path, options, CUDA, settings)
         return OnnxRuntimeModel(runtime, session, CUDA, cuda), arena
@@ -108,10 +108,10 @@ def load_on_cuda(
 
 def _preload(runtime: ModuleType) -> str:
     """Load the CUDA libraries that came with Python packages; return what the runtime says of missing ones."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):  # it prints
+    captured = io.StringIO()
+    with contextlib.redirect_stdout(captured):  # it prints
         runtime.preload_dlls()
-    return " ".join(said.getvalue().split())
+    return " ".join(captured.getvalue().split())
 
 
 def _options(runtime: ModuleType) -> Any:
@@ -145,7 +145,7 @@ def _session(
     return session
 
 
-class PlainNet:
+class RawOnnxModel:
     """Any ONNX file on the CPU just as it stands, without our contract: what an adopted net is compared with.
 
     threads: 0 is one per core.
@@ -172,8 +172,8 @@ class PlainNet:
         try:
             yield
         except Exception as error:  # the runtime's own classes have no common base
-            text = reason_of(error)
-            if lacks_memory(error):
+            text = error_summary(error)
+            if is_out_of_memory(error):
                 raise EnvironmentFault(f"{self._path}: too little memory left to {what} this net ({text})") from error
             raise ContractError(f"{self._path}: onnxruntime cannot {what} this net ({text})") from error
 
@@ -183,8 +183,8 @@ def _load_error(error: Exception, path: Path, *, cuda: bool) -> ContractError | 
     kind = type(error).__name__
     faulty = kind in {"InvalidProtobuf", "InvalidGraph", "NoModel", "InvalidArgument", "NotImplemented"}
     if cuda and not faulty:
-        cause = ": too little memory is left there, or allowed" if lacks_memory(error) else ""
-        return EnvironmentFault(f"--device cuda: {path} could not be loaded on the GPU{cause} ({reason_of(error)})")
+        cause = ": too little memory is left there, or allowed" if is_out_of_memory(error) else ""
+        return EnvironmentFault(f"--device cuda: {path} could not be loaded on the GPU{cause} ({error_summary(error)})")
     return load_error(error, path, faulty=faulty)
 
 
@@ -194,7 +194,7 @@ def import_runtime() -> ModuleType:
     if len(installed) > 1:
         raise EnvironmentFault(
             f"{' and '.join(installed)} are both installed and overwrite each other's files. "
-            f"Keep one: pip uninstall all of them, then {how_to_install('cpu')} (or gpu)"
+            f"Keep one: pip uninstall all of them, then {install_hint('cpu')} (or gpu)"
         )
     # Since 1.31 it keeps a device id and events in the user's home and uploads them, unless this is set before the
     # import. Who wants that sets the variable to 0.
@@ -203,7 +203,7 @@ def import_runtime() -> ModuleType:
         import onnxruntime
     except ImportError as error:
         raise EnvironmentFault(
-            f"onnxruntime cannot be imported ({error}). Bring it: {how_to_install('cpu')} (or gpu, or openvino)"
+            f"onnxruntime cannot be imported ({error}). Bring it: {install_hint('cpu')} (or gpu, or openvino)"
         ) from error
     if not hasattr(onnxruntime, "InferenceSession"):
         raise EnvironmentFault(

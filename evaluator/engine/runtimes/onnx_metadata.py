@@ -12,8 +12,8 @@ from typing import BinaryIO
 from prelunet.evaluator.contract import PREFIX
 
 _METADATA, _KEY, _VALUE = 14, 1, 2  # ModelProto.metadata_props, and the fields of each: StringStringEntryProto
-_VARINT, _EIGHT, _LENGTH, _FOUR = 0, 1, 2, 5  # how a field is written
-_LONGEST_VARINT = 10  # bytes
+_VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5  # how a field is written
+_MAX_VARINT_BYTES = 10  # bytes
 
 
 def read_metadata(path: Path) -> dict[str, str]:
@@ -26,7 +26,7 @@ def read_metadata(path: Path) -> dict[str, str]:
         return {}
 
 
-def stated_precision(path: Path) -> str | None:
+def read_precision(path: Path) -> str | None:
     """Return what a model file of ours says that it holds, `fp32` or `fp16`; None where it says nothing of it."""
     return {'"fp32"': "fp32", '"fp16"': "fp16"}.get(read_metadata(path).get(f"{PREFIX}precision", ""))
 
@@ -41,12 +41,12 @@ def _fields(file: BinaryIO, wanted: set[int]) -> Iterator[tuple[int, bytes]]:
         if kind == _VARINT:
             _varint(file)
             continue
-        if kind not in {_EIGHT, _LENGTH, _FOUR}:
+        if kind not in {_FIXED64, _LENGTH_DELIMITED, _FIXED32}:
             raise ValueError(f"a field of kind {kind}")
-        length = _varint(file) if kind == _LENGTH else {_EIGHT: 8, _FOUR: 4}[kind]
+        length = _varint(file) if kind == _LENGTH_DELIMITED else {_FIXED64: 8, _FIXED32: 4}[kind]
         if length > size - file.tell():
             raise ValueError("a field that leaves the message")
-        if kind == _LENGTH and number in wanted:
+        if kind == _LENGTH_DELIMITED and number in wanted:
             yield number, file.read(length)
         else:
             file.seek(length, 1)
@@ -55,7 +55,7 @@ def _fields(file: BinaryIO, wanted: set[int]) -> Iterator[tuple[int, bytes]]:
 def _varint(file: BinaryIO) -> int:
     """Read a number: seven bits a byte, the lowest first, as long as the eighth is set."""
     value = 0
-    for place in range(_LONGEST_VARINT):
+    for place in range(_MAX_VARINT_BYTES):
         byte = file.read(1)
         if not byte:
             raise ValueError("a number without an end")

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from prelunet.evaluator.contract import OUTPUTS
 from prelunet.evaluator.engine.runtimes.base import load_error
-from prelunet.evaluator.errors import ContractError, EnvironmentFault, how_to_install
+from prelunet.evaluator.errors import ContractError, EnvironmentFault, install_hint
 
 PROVIDER = "OpenVINO"
 CpuPrecision = Literal["fp32", "bf16"]
@@ -97,7 +97,7 @@ def _import() -> ModuleType:
         import openvino
     except ImportError as error:
         raise EnvironmentFault(
-            f"--device openvino: openvino cannot be imported ({error}). Bring it: {how_to_install('openvino')}"
+            f"--device openvino: openvino cannot be imported ({error}). Bring it: {install_hint('openvino')}"
         ) from error
     module: ModuleType = openvino
     return module
@@ -129,17 +129,17 @@ def check_processor(precision: CpuPrecision) -> None:
     That it has them does not yet mean that a model runs in them: `check_precision`. Raises EnvironmentFault.
     """
     if precision == "bf16" and "BF16" not in _core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
-        raise _cannot(precision, "f32")
+        raise _unsupported_precision(precision, "f32")
 
 
 def check_precision(compiled: Any, precision: CpuPrecision) -> None:
     """Check in the compiled model that every convolution and fully connected layer runs in the precision asked for."""
     found = _precisions(compiled)
     if found != {HINTS[precision]}:
-        raise _cannot(precision, ", ".join(sorted(found)))
+        raise _unsupported_precision(precision, ", ".join(sorted(found)))
 
 
-def _cannot(precision: CpuPrecision, found: str) -> EnvironmentFault:
+def _unsupported_precision(precision: CpuPrecision, found: str) -> EnvironmentFault:
     return EnvironmentFault(
         f"--device openvino --precision {precision}: on this CPU OpenVINO computes in {found} instead. "
         "bf16 needs a CPU with AVX512_BF16 or AMX; leave --precision out for fp32"

@@ -10,17 +10,17 @@ from pathlib import Path
 
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.errors import DatasetError, ImageError, UsageError
-from prelunet.evaluator.protocols import Protocol
+from prelunet.evaluator.protocols import EvaluationProtocol
 from prelunet.evaluator.reporting.report import Report, build_report
 from prelunet.evaluator.serving.classifier import Classifier
 from prelunet.evaluator.serving.observability import call_context
 from prelunet.evaluator.serving.observability.call_context import Caller
-from prelunet.evaluator.serving.options import Limits
-from prelunet.evaluator.validation.predictions import Prediction, Predictions, prediction_of
-from prelunet.evaluator.validation.run import Run, describe_dataset, run_info
+from prelunet.evaluator.serving.options import ServerLimits
+from prelunet.evaluator.validation.predictions import Prediction, Predictions, build_prediction
+from prelunet.evaluator.validation.run import Run, build_run_info, describe_dataset
 
-IN_FLIGHT = 32  # images of one evaluation that are held at a time; the client waits while so many are unanswered
-PROGRESS = 1.0  # seconds at least from one progress to the next
+MAX_IN_FLIGHT = 32  # images of one evaluation that are held at a time; the client waits while so many are unanswered
+PROGRESS_INTERVAL = 1.0  # seconds at least from one progress to the next
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class LabelledImage:
 
 
 @dataclass(frozen=True)
-class Progress:
+class EvaluationProgress:
     """How far an evaluation is.
 
     images: answered, refused ones included; top1_error: percent of the others, None where there is none; seconds: since
@@ -46,30 +46,30 @@ class Progress:
     seconds: float
 
 
-Tell = Callable[[Progress], Awaitable[None]]
+ProgressCallback = Callable[[EvaluationProgress], Awaitable[None]]
 
 
 async def evaluate(
     classifier: Classifier,
-    protocol: Protocol,
+    protocol: EvaluationProtocol,
     dataset_name: str,
     images: AsyncIterator[LabelledImage],
-    tell: Tell | None = None,
+    on_progress: ProgressCallback | None = None,
     caller: Caller = Caller(),
     *,
-    most: int = Limits.max_evaluation_images,
+    max_images: int = ServerLimits.max_evaluation_images,
 ) -> Report:
     """Classify every image and return the report, equal to that of `prelunet validate` on the same images.
 
-    dataset_name: for the report; of a path the last part. tell: is told of the progress, at most once in `PROGRESS`
-    seconds and never twice at a time. An image that is none is counted as refused; while one waits before the model's
-    door, the next is not read. most: images that there may be; until the report 0.3 kB are kept of each, beside its
-    name, and 2 bytes for each view.
-    Raises DatasetError when there is no image, or when two have the same name, and UsageError when there are too many.
+    dataset_name: for the report; of a path the last part. tell: is told of the progress, at most once in
+    `PROGRESS_INTERVAL` seconds and never twice at a time. An image that is none is counted as refused; while one waits
+    before the model's door, the next is not read. most: images that there may be; until the report 0.3 kB are kept of
+    each, beside its name, and 2 bytes for each view. Raises DatasetError when there is no image, or when two have the
+    same name, and UsageError when there are too many.
     """
-    answered = _Answered(len(classifier.session.contract.classes), len(protocol.views))
-    places = asyncio.Semaphore(IN_FLIGHT)
-    progress = _ProgressSoFar(tell)
+    answered = _CollectedAnswers(len(classifier.session.contract.classes), len(protocol.views))
+    places = asyncio.Semaphore(MAX_IN_FLIGHT)
+    progress = _ProgressReporter(on_progress)
 
     async def one(image: LabelledImage, inside: asyncio.Event) -> None:
         prediction = await _predict(classifier, protocol, image, caller, inside)
@@ -81,7 +81,7 @@ async def evaluate(
     try:
         async with asyncio.TaskGroup() as group:
             while await places.acquire() and (image := await anext(images, None)) is not None:
-                answered.expect(image.file, most)
+                answered.expect(image.file, max_images)
                 inside = asyncio.Event()
                 group.create_task(one(image, inside))
                 del image  # while the next is waited for
@@ -93,7 +93,7 @@ async def evaluate(
     return await asyncio.to_thread(_report, classifier, protocol, dataset_name, answered)
 
 
-class _Answered:
+class _CollectedAnswers:
     """What is kept of the images of an evaluation, in the order of the answers.
 
     places: of the names; of one that has no answer yet None.
@@ -105,13 +105,13 @@ class _Answered:
         self._predictions = self._new()
         self._sizes = array("Q")
 
-    def expect(self, file: str, most: int) -> None:
+    def expect(self, file: str, max_images: int) -> None:
         """Take the name of an image that was read."""
         if file in self.places:
             raise DatasetError(f"two images are named '{file}'; each needs its own name")
-        if len(self.places) == most:
+        if len(self.places) == max_images:
             raise UsageError(
-                f"this server evaluates at most {most} images in one call, and '{file}' is one more. "
+                f"this server evaluates at most {max_images} images in one call, and '{file}' is one more. "
                 "Evaluate parts of the dataset, or use `prelunet validate`"
             )
         self.places[file] = None
@@ -134,13 +134,13 @@ class _Answered:
         return samples, predictions
 
 
-class _ProgressSoFar:
+class _ProgressReporter:
     """Counts answers, and tells of them now and then."""
 
-    def __init__(self, tell: Tell | None) -> None:
-        self._tell = tell
-        self._begun = self._told = time.monotonic()
-        self._telling = False
+    def __init__(self, on_progress: ProgressCallback | None) -> None:
+        self._on_progress = on_progress
+        self._begun = self._last_report = time.monotonic()
+        self._reporting = False
         self._images = self._refused = self._wrong = 0
 
     async def count(self, prediction: Prediction) -> None:
@@ -149,37 +149,39 @@ class _ProgressSoFar:
         self._refused += prediction.refused is not None
         self._wrong += prediction.rank > 1
         now = time.monotonic()
-        if self._tell is None or self._telling or now - self._told < PROGRESS:
+        if self._on_progress is None or self._reporting or now - self._last_report < PROGRESS_INTERVAL:
             return
-        self._telling, self._told = True, now
+        self._reporting, self._last_report = True, now
         evaluated = self._images - self._refused
         error = 100 * self._wrong / evaluated if evaluated else None
-        await self._tell(Progress(self._images, self._refused, error, now - self._begun))
-        self._telling = False
+        await self._on_progress(EvaluationProgress(self._images, self._refused, error, now - self._begun))
+        self._reporting = False
 
 
 async def _predict(
-    classifier: Classifier, protocol: Protocol, image: LabelledImage, caller: Caller, inside: asyncio.Event
+    classifier: Classifier, protocol: EvaluationProtocol, image: LabelledImage, caller: Caller, inside: asyncio.Event
 ) -> Prediction:
-    tell = partial(prediction_of, image.file, image.label)
+    on_progress = partial(build_prediction, image.file, image.label)
     try:
-        async with classifier.entered(len(image.data), len(protocol.views), caller.client):
+        async with classifier.admit_or_wait(len(image.data), len(protocol.views), caller.client):
             inside.set()
-            return await classifier.classify(image.data, protocol, tell, caller=caller)
+            return await classifier.classify(image.data, protocol, on_progress, caller=caller)
     except ImageError as error:
         return Prediction(image.file, image.label, refused=str(error))
 
 
-class _NotKept:
+class _DiscardedImages:
     """The reader of a dataset whose images are gone once they are classified."""
 
     def read(self, file: str) -> bytes:
         raise AssertionError(f"{file}: a streamed image is not kept")
 
 
-def _report(classifier: Classifier, protocol: Protocol, dataset_name: str, answered: _Answered) -> Report:
+def _report(
+    classifier: Classifier, protocol: EvaluationProtocol, dataset_name: str, answered: _CollectedAnswers
+) -> Report:
     samples, predictions = answered.in_order()
     wnids = tuple(entry.wnid for entry in classifier.session.contract.classes)
-    dataset = Dataset(Path(dataset_name), wnids, samples, _NotKept(), layout="stream")
-    info = run_info(classifier.session, classifier.file, describe_dataset(dataset), protocol)
+    dataset = Dataset(Path(dataset_name), wnids, samples, _DiscardedImages(), layout="stream")
+    info = build_run_info(classifier.session, classifier.file, describe_dataset(dataset), protocol)
     return build_report(Run(info, predictions))

@@ -30,7 +30,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated
         """Return whether the server takes new work."""
         return self._serving
 
-    def tell(self, *, serving: bool) -> None:
+    def set_serving(self, *, serving: bool) -> None:
         """Say how the server is, at once and to everybody who watches."""
         self._serving = serving
         self._wake()
@@ -52,11 +52,11 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated
 
     async def Watch(self, request: Any, context: Context) -> AsyncIterator[Any]:  # noqa: ARG002, N802
         """Answer now and at each change."""
-        told = None
+        last_sent = None
         while True:
             changed, status = self._changed, self._status(request.service)
-            if status != told:
-                told = status
+            if status != last_sent:
+                last_sent = status
                 yield Response(status=status)  # a client that does not read is waited for here, and holds up nobody
             elif self._closed:
                 return

@@ -11,31 +11,31 @@ import grpc.aio
 from prometheus_client import Gauge, Histogram, Summary
 
 from prelunet.evaluator.arrays import Float32Array
-from prelunet.evaluator.engine.classify import Classified
+from prelunet.evaluator.engine.classify import Classification
 from prelunet.evaluator.errors import ImageError, ModelNotFound, UsageError
 from prelunet.evaluator.pb.inference import inference_pb2 as pb
 from prelunet.evaluator.pb.inference import inference_pb2_grpc as pb_grpc
-from prelunet.evaluator.rpc.status import text_of
+from prelunet.evaluator.rpc.status import client_message
 from prelunet.evaluator.serving.api import inference_messages as messages
 from prelunet.evaluator.serving.api.inference_messages import VERSION
-from prelunet.evaluator.serving.api.prelunet import HELD
+from prelunet.evaluator.serving.api.prelunet import STREAM_SLOTS
 from prelunet.evaluator.serving.classifier import Classifier
 from prelunet.evaluator.serving.models import Models
 from prelunet.evaluator.serving.observability import call_context
 from prelunet.evaluator.serving.observability.call_context import Caller, Context, caller_of
-from prelunet.evaluator.serving.observability.logs import cut, incident_of
+from prelunet.evaluator.serving.observability.logs import log_incident, truncate
 from prelunet.evaluator.serving.observability.metrics import Metrics
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
-_LARGE = 2**20  # bytes: copied twice in half a millisecond
-_MANY = 1000  # scores or texts: written in a millisecond
+_LARGE_MESSAGE = 2**20  # bytes: copied twice in half a millisecond
+_MANY_ELEMENTS = 1000  # scores or texts: written in a millisecond
 
 _SHARED = "this server takes images in the message only; send them in `raw_input_contents` or `contents`"
 _FIXED = "the models of this server are fixed when it starts: prelunet serve --model NAME=MODEL.onnx"
-NOT_OFFERED: Mapping[str, str] = {
+UNIMPLEMENTED_METHODS: Mapping[str, str] = {
     "RepositoryModelLoad": _FIXED,
     "RepositoryModelUnload": _FIXED,
     "SystemSharedMemoryStatus": _SHARED,
@@ -53,12 +53,13 @@ def add_to_server(server: grpc.aio.Server, models: Models, ready: Callable[[], b
     """Let a server answer the Open Inference Protocol. ready: whether it takes new work, as health says."""
     pb_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(models, ready), server)
     refusals: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
-        name: grpc.unary_unary_rpc_method_handler(_refusal(text)) for name, text in NOT_OFFERED.items()
+        name: grpc.unary_unary_rpc_method_handler(_unimplemented_handler(text))
+        for name, text in UNIMPLEMENTED_METHODS.items()
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, refusals),))
 
 
-def _refusal(text: str) -> Callable[[bytes, Context], Awaitable[bytes]]:
+def _unimplemented_handler(text: str) -> Callable[[bytes, Context], Awaitable[bytes]]:
     async def refuse(_request: bytes, context: Context) -> bytes:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, text)
 
@@ -111,11 +112,11 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:  # noqa: N802
         """Classify the images of a request."""
-        call_context.note_id(request.id)
+        call_context.record_message_id(request.id)
         caller = caller_of(context)
-        classifier, asked = await self._asked(request)
-        del request  # while it waits; its images are in `asked`
-        return await self._infer(classifier, asked, caller)
+        classifier, parsed = await self._parse_request(request)
+        del request  # while it waits; its images are in `parsed`
+        return await self._infer(classifier, parsed, caller)
 
     async def ModelStreamInfer(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context
@@ -126,16 +127,16 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
         async def answer(request: pb.ModelInferRequest) -> pb.ModelStreamInferResponse:
             id_ = request.id
             try:
-                classifier, asked = await self._asked(request)
+                classifier, parsed = await self._parse_request(request)
                 del request
-                response = messages.streamed(await self._infer(classifier, asked, caller))
-                call_context.note_answer(failed=False)
+                response = messages.streamed(await self._infer(classifier, parsed, caller))
+                call_context.record_answer(failed=False)
                 return response
             except Exception as error:  # it is this request's; the others go on
-                call_context.note_answer(failed=True)
-                return messages.streamed_error(id_, text_of(error, incident_of(error)))
+                call_context.record_answer(failed=True)
+                return messages.streamed_error(id_, client_message(error, log_incident(error)))
 
-        async with aclosing(in_order(request_iterator, answer, HELD)) as responses:
+        async with aclosing(answer_in_order(request_iterator, answer, STREAM_SLOTS)) as responses:
             async for response in responses:
                 yield response
                 call_context.note_done()
@@ -143,51 +144,55 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
     def _model(self, name: str, version: str) -> Classifier:
         """Return a served model; the protocol wants its name even where there is only one."""
         if not name:
-            there = ", ".join(model.name for model in self._models.all())
-            raise ModelNotFound(f"the request names no model. There are: {there}")
+            available = ", ".join(model.name for model in self._models.all())
+            raise ModelNotFound(f"the request names no model. There are: {available}")
         if version not in messages.VERSIONS:
             raise ModelNotFound(
-                f"model '{cut(name, messages.QUOTED)}' has no version '{cut(version, messages.QUOTED)}'. There is: "
+                f"model '{truncate(name, messages.MAX_QUOTED)}' has no version '{truncate(version, messages.MAX_QUOTED)}'. There is: "
                 f"{messages.VERSION}"
             )
         return self._models.get(name)
 
-    async def _asked(self, request: pb.ModelInferRequest) -> tuple[Classifier, messages.Asked]:
+    async def _parse_request(self, request: pb.ModelInferRequest) -> tuple[Classifier, messages.ParsedRequest]:
         """Return which model a request asks, and for what."""
         classifier = self._model(request.model_name, request.model_version)
-        read = partial(messages.asked_of, request, classifier.session.contract)
-        return classifier, await _made(read, long=_has_large_messages())
+        read = partial(messages.parse_request, request, classifier.session.contract)
+        return classifier, await _run_inline_or_in_thread(read, in_thread=_has_large_messages())
 
-    async def _infer(self, classifier: Classifier, asked: messages.Asked, caller: Caller) -> pb.ModelInferResponse:
+    async def _infer(
+        self, classifier: Classifier, parsed: messages.ParsedRequest, caller: Caller
+    ) -> pb.ModelInferResponse:
         """Classify the images of a request; all of them are let in, or none."""
         contract = classifier.session.contract
-        if asked.timeout is not None:
-            caller = caller.within(asked.timeout)
-        size, views = sum(map(len, asked.images)), len(asked.images) * len(asked.protocol.views)
-        call_context.note(classifier.name, views)
-        with classifier.admitted(size, views, caller.client, len(asked.images)):
-            scores = await _scores_of(classifier, asked, caller)
-        long = len(scores) * (asked.top or len(contract.classes)) > _MANY
-        return await _made(partial(messages.infer_response, classifier.name, asked, scores, contract), long=long)
+        if parsed.timeout is not None:
+            caller = caller.with_timeout(parsed.timeout)
+        size, views = sum(map(len, parsed.images)), len(parsed.images) * len(parsed.protocol.views)
+        call_context.record_views(classifier.name, views)
+        with classifier.admit_or_refuse(size, views, caller.client, len(parsed.images)):
+            scores = await _scores_of(classifier, parsed, caller)
+        in_thread = len(scores) * (parsed.top or len(contract.classes)) > _MANY_ELEMENTS
+        return await _run_inline_or_in_thread(
+            partial(messages.infer_response, classifier.name, parsed, scores, contract), in_thread=in_thread
+        )
 
 
 def _has_large_messages() -> bool:
     """Say whether the call that runs has sent so much that reading its message may take a millisecond."""
     call = call_context.current()
-    return call is None or call.bytes > _LARGE
+    return call is None or call.bytes > _LARGE_MESSAGE
 
 
-async def _made(make: Callable[[], Made], *, long: bool) -> Made:
+async def _run_inline_or_in_thread(function: Callable[[], Result], *, in_thread: bool) -> Result:
     """Return what a function makes; what takes long is made in a thread, to which the way alone takes 0.1 ms."""
-    return await asyncio.to_thread(make) if long else make()
+    return await asyncio.to_thread(function) if in_thread else function()
 
 
-async def _scores_of(classifier: Classifier, asked: messages.Asked, caller: Caller) -> list[Float32Array]:
+async def _scores_of(classifier: Classifier, parsed: messages.ParsedRequest, caller: Caller) -> list[Float32Array]:
     """Classify every image of a request; the first that fails drops the others and is named in the error."""
 
     async def one(index: int) -> Float32Array:
         try:
-            return await classifier.classify(asked.images[index], asked.protocol, _its_scores, caller=caller)
+            return await classifier.classify(parsed.images[index], parsed.protocol, _class_scores, caller=caller)
         except ImageError as error:
             raise ImageError(f"{messages.INPUT}[{index}]: {error}") from error
         except UsageError as error:
@@ -195,13 +200,13 @@ async def _scores_of(classifier: Classifier, asked: messages.Asked, caller: Call
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(index)) for index in range(len(asked.images))]
+            tasks = [group.create_task(one(index)) for index in range(len(parsed.images))]
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return [task.result() for task in tasks]
 
 
-def _its_scores(classified: Classified) -> Float32Array:
+def _class_scores(classified: Classification) -> Float32Array:
     return classified.scores
 
 
@@ -248,8 +253,8 @@ Request = TypeVar("Request")
 Response = TypeVar("Response")
 
 
-async def in_order(
-    requests: AsyncIterator[Request], answer: Callable[[Request], Awaitable[Response]], most: int
+async def answer_in_order(
+    requests: AsyncIterator[Request], answer: Callable[[Request], Awaitable[Response]], limit: int
 ) -> AsyncGenerator[Response, None]:
     """Yield the answer to each request, in the order of the requests.
 
@@ -257,7 +262,7 @@ async def in_order(
     Raises what reading raises, once all that was read before is answered, and what `answer` raises. Closing the
     generator cancels what is unanswered.
     """
-    slots = asyncio.Semaphore(most)
+    slots = asyncio.Semaphore(limit)
     answers: asyncio.Queue[asyncio.Future[Response] | None] = asyncio.Queue()
 
     async def read() -> None:

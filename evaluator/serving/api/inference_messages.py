@@ -9,13 +9,13 @@ from typing import TypeAlias
 import numpy as np
 
 from prelunet.evaluator.arrays import Float32Array
-from prelunet.evaluator.contract import MOST_SCALES, ModelContract
+from prelunet.evaluator.contract import MAX_SCALES, ModelContract
 from prelunet.evaluator.engine.scores import top_k
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.pb.inference import inference_pb2 as pb
-from prelunet.evaluator.protocols import Changes, Protocol, default_protocol, make_protocol
+from prelunet.evaluator.protocols import EvaluationProtocol, ProtocolOverrides, build_protocol, default_protocol_name
 from prelunet.evaluator.serving.classifier import Classifier
-from prelunet.evaluator.serving.observability.logs import cut
+from prelunet.evaluator.serving.observability.logs import truncate
 
 Value: TypeAlias = bool | int | float | str
 Parameters: TypeAlias = Mapping[str, pb.InferParameter]
@@ -34,13 +34,13 @@ EXTENSIONS = (
 )  # as Triton's documentation names them
 _PLATFORM = "prelunet_onnx"
 
-_LENGTH = 4  # bytes in front of each element of raw BYTES, the lowest first
-_WANTED = f"this model takes one input: '{INPUT}', datatype BYTES, shape [N] with N from 1 to {MAX_IMAGES}"
-QUOTED = 100  # characters of a caller's text in a text of ours
+_LENGTH_PREFIX = 4  # bytes in front of each element of raw BYTES, the lowest first
+_EXPECTED_INPUT = f"this model takes one input: '{INPUT}', datatype BYTES, shape [N] with N from 1 to {MAX_IMAGES}"
+MAX_QUOTED = 100  # characters of a caller's text in a text of ours
 _SCALES = re.compile(r"\d{1,9}(,\d{1,9})*", re.ASCII)
 
 # What a parameter may be; of the types of InferParameter.
-_OF_REQUEST: Mapping[str, frozenset[str]] = {
+_REQUEST_PARAMETERS: Mapping[str, frozenset[str]] = {
     "protocol": frozenset({"string"}),
     "scales": frozenset({"string", "int64"}),
     "mirror": frozenset({"bool"}),
@@ -49,10 +49,10 @@ _OF_REQUEST: Mapping[str, frozenset[str]] = {
     "priority": frozenset({"int64"}),
     "triton_enable_empty_final_response": frozenset({"bool"}),  # sent by Triton's C++ client with every call
 }
-_OF_OUTPUT: Mapping[str, frozenset[str]] = {"classification": frozenset({"int64"})}
-_OF_INPUT: Mapping[str, frozenset[str]] = {}
+_OUTPUT_PARAMETERS: Mapping[str, frozenset[str]] = {"classification": frozenset({"int64"})}
+_INPUT_PARAMETERS: Mapping[str, frozenset[str]] = {}
 # Of Triton's, by how they begin. Its clients send all of a family where their user named one.
-_NOT_OFFERED: Mapping[str, str] = {
+_UNSUPPORTED_PARAMETERS: Mapping[str, str] = {
     "sequence_": "this server has no sequences, each request stands alone. Call without a sequence_id",
     "shared_memory_": "this server takes images in the message only, and answers in one. Call without shared memory",
 }
@@ -66,7 +66,7 @@ _TYPES = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class ParsedRequest:
     """What a request asks for.
 
     id: the caller's, told back; images: encoded, 1 to MAX_IMAGES; top: how many classes of each to tell, None for the
@@ -75,17 +75,17 @@ class Asked:
 
     id: str
     images: tuple[bytes, ...]
-    protocol: Protocol
+    protocol: EvaluationProtocol
     top: int | None
     timeout: float | None
     raw: bool
 
 
-def asked_of(request: pb.ModelInferRequest, contract: ModelContract) -> Asked:
+def parse_request(request: pb.ModelInferRequest, contract: ModelContract) -> ParsedRequest:
     """Return what a request asks for; UsageError that says what is wrong with it."""
-    given = _values(request.parameters, _OF_REQUEST, "the request")
+    given = _values(request.parameters, _REQUEST_PARAMETERS, "the request")
     tensor = _input_of(request)
-    count = _images_of_shape(tensor.shape)
+    count = _image_count(tensor.shape)
     raw = len(request.raw_input_contents) > 0
     images = _raw_images(request, tensor, count) if raw else _typed_images(tensor, count)
     protocol = _protocol_of(given, contract)
@@ -94,24 +94,24 @@ def asked_of(request: pb.ModelInferRequest, contract: ModelContract) -> Asked:
             f"protocol {protocol.name} sees {count} images in {count * len(protocol.views)} views, more than the "
             f"{MAX_VIEWS} that a call may have. Send fewer images in a call"
         )
-    return Asked(request.id, tuple(images), protocol, _top_of(request, contract), _timeout_of(given), raw)
+    return ParsedRequest(request.id, tuple(images), protocol, _top_of(request, contract), _timeout_of(given), raw)
 
 
-def _values(given: Parameters, known: Mapping[str, frozenset[str]], where: str) -> dict[str, Value]:
+def _values(given: Parameters, allowed: Mapping[str, frozenset[str]], where: str) -> dict[str, Value]:
     """Return the values of parameters by name; UsageError for one that is not known, or of another type."""
     values: dict[str, Value] = {}
     for name, parameter in sorted(given.items()):  # a map travels in no order
-        if name.startswith(tuple(_NOT_OFFERED)):
-            why = next(why for beginning, why in _NOT_OFFERED.items() if name.startswith(beginning))
-            raise UsageError(f"{where} has a parameter '{cut(name, QUOTED)}': {why}")
-        if name not in known:
-            there = ", ".join(known) or "none"
+        if name.startswith(tuple(_UNSUPPORTED_PARAMETERS)):
+            why = next(why for beginning, why in _UNSUPPORTED_PARAMETERS.items() if name.startswith(beginning))
+            raise UsageError(f"{where} has a parameter '{truncate(name, MAX_QUOTED)}': {why}")
+        if name not in allowed:
+            available = ", ".join(allowed) or "none"
             raise UsageError(
-                f"{where} has a parameter '{cut(name, QUOTED)}' that this server does not know. There are: {there}"
+                f"{where} has a parameter '{truncate(name, MAX_QUOTED)}' that this server does not know. There are: {available}"
             )
         choice = parameter.WhichOneof("parameter_choice")
-        if choice is None or _TYPES[choice] not in known[name]:
-            types = " or ".join(sorted(known[name]))
+        if choice is None or _TYPES[choice] not in allowed[name]:
+            types = " or ".join(sorted(allowed[name]))
             raise UsageError(
                 f"parameter '{name}' of {where} should be of type {types}, not {_TYPES[choice] if choice else 'empty'}"
             )
@@ -122,23 +122,23 @@ def _values(given: Parameters, known: Mapping[str, frozenset[str]], where: str) 
 def _input_of(request: pb.ModelInferRequest) -> Input:
     """Return the input; UsageError unless there is this one and no other."""
     if not request.inputs:
-        raise UsageError(f"the request has no input; {_WANTED}")
+        raise UsageError(f"the request has no input; {_EXPECTED_INPUT}")
     if len(request.inputs) > 1:  # there may be millions
-        raise UsageError(f"the request has {len(request.inputs)} inputs; {_WANTED}")
+        raise UsageError(f"the request has {len(request.inputs)} inputs; {_EXPECTED_INPUT}")
     tensor = request.inputs[0]
     if tensor.name != INPUT:
-        raise UsageError(f"the model has no input '{cut(tensor.name, QUOTED)}'; {_WANTED}")
+        raise UsageError(f"the model has no input '{truncate(tensor.name, MAX_QUOTED)}'; {_EXPECTED_INPUT}")
     if tensor.datatype != "BYTES":
-        raise UsageError(f"input '{INPUT}' has datatype '{cut(tensor.datatype, QUOTED)}'; {_WANTED}")
-    _values(tensor.parameters, _OF_INPUT, f"input '{INPUT}'")
+        raise UsageError(f"input '{INPUT}' has datatype '{truncate(tensor.datatype, MAX_QUOTED)}'; {_EXPECTED_INPUT}")
+    _values(tensor.parameters, _INPUT_PARAMETERS, f"input '{INPUT}'")
     return tensor
 
 
-def _images_of_shape(shape: Sequence[int]) -> int:
+def _image_count(shape: Sequence[int]) -> int:
     """Return how many images a shape promises."""
     if not (len(shape) == 1 or (len(shape) == 2 and shape[1] == 1)) or not 1 <= shape[0] <= MAX_IMAGES:
         told = ", ".join(map(str, shape[:8])) + (", …" if len(shape) > 8 else "")
-        raise UsageError(f"input '{INPUT}' has shape [{told}]; {_WANTED}")
+        raise UsageError(f"input '{INPUT}' has shape [{told}]; {_EXPECTED_INPUT}")
     return shape[0]
 
 
@@ -155,12 +155,12 @@ def _raw_images(request: pb.ModelInferRequest, tensor: Input, count: int) -> lis
     raw = request.raw_input_contents[0]
     images, place = [], 0
     for index in range(count):
-        start = place + _LENGTH
+        start = place + _LENGTH_PREFIX
         place = start + int.from_bytes(raw[place:start], "little")
         if place > len(raw):
             raise UsageError(
                 f"`raw_input_contents` of {len(raw)} bytes ends within {INPUT}[{index}], its shape promises {count}. "
-                f"Each image has its length in front, as {_LENGTH} bytes with the lowest first"
+                f"Each image has its length in front, as {_LENGTH_PREFIX} bytes with the lowest first"
             )
         images.append(raw[start:place])
     if place < len(raw):
@@ -190,14 +190,14 @@ def _typed_images(tensor: Input, count: int) -> list[bytes]:
     return list(elements)
 
 
-def _protocol_of(given: Mapping[str, Value], contract: ModelContract) -> Protocol:
+def _protocol_of(given: Mapping[str, Value], contract: ModelContract) -> EvaluationProtocol:
     """Return the protocol that the parameters ask for; UsageError for one that there is not."""
-    changes = Changes(
+    overrides = ProtocolOverrides(
         scales=_scales_of(given.get("scales")),
         mirror=_flag(given.get("mirror")),
         apply_exif=_flag(given.get("apply_exif")),
     )
-    return make_protocol(str(given.get("protocol", "")) or default_protocol(contract), contract, changes)
+    return build_protocol(str(given.get("protocol", "")) or default_protocol_name(contract), contract, overrides)
 
 
 def _flag(value: Value | None) -> bool | None:
@@ -207,10 +207,9 @@ def _flag(value: Value | None) -> bool | None:
 def _scales_of(value: Value | None) -> tuple[int, ...] | None:
     if value is None:
         return None
-    if isinstance(value, str) and (len(value) > 6 * MOST_SCALES or not _SCALES.fullmatch(value)):
+    if isinstance(value, str) and (len(value) > 6 * MAX_SCALES or not _SCALES.fullmatch(value)):
         raise UsageError(
-            f"parameter 'scales' should hold 1 to {MOST_SCALES} whole numbers of pixels with commas, as in "
-            "'256,384,480'"
+            f"parameter 'scales' should hold 1 to {MAX_SCALES} whole numbers of pixels with commas, as in '256,384,480'"
         )
     return tuple(map(int, str(value).split(",")))
 
@@ -231,10 +230,10 @@ def _top_of(request: pb.ModelInferRequest, contract: ModelContract) -> int | Non
         return None
     wrong = (output.name for output in request.outputs if output.name != OUTPUT)
     if (name := next(wrong, None)) is not None:
-        raise UsageError(f"the model has no output '{cut(name, QUOTED)}'. There is: {OUTPUT}")
+        raise UsageError(f"the model has no output '{truncate(name, MAX_QUOTED)}'. There is: {OUTPUT}")
     if len(request.outputs) > 1:
         raise UsageError(f"output '{OUTPUT}' is asked for {len(request.outputs)} times; once is enough")
-    given = _values(request.outputs[0].parameters, _OF_OUTPUT, f"output '{OUTPUT}'")
+    given = _values(request.outputs[0].parameters, _OUTPUT_PARAMETERS, f"output '{OUTPUT}'")
     if "classification" not in given:
         return None
     top, classes = int(given["classification"]), len(contract.classes)
@@ -244,23 +243,23 @@ def _top_of(request: pb.ModelInferRequest, contract: ModelContract) -> int | Non
 
 
 def infer_response(
-    model: str, asked: Asked, scores: Sequence[Float32Array], contract: ModelContract
+    model: str, parsed: ParsedRequest, scores: Sequence[Float32Array], contract: ModelContract
 ) -> pb.ModelInferResponse:
     """Return the answer to a request. model: its name; scores: float32 (classes,) of each image."""
-    response = pb.ModelInferResponse(model_name=model, model_version=VERSION, id=asked.id)
-    if asked.top is None:
+    response = pb.ModelInferResponse(model_name=model, model_version=VERSION, id=parsed.id)
+    if parsed.top is None:
         output = response.outputs.add(name=OUTPUT, datatype="FP32", shape=(len(scores), len(contract.classes)))
         elements = np.stack(scores).astype("<f4", copy=False)
-        if asked.raw:
+        if parsed.raw:
             response.raw_output_contents.append(elements.tobytes())
         else:
             output.contents.fp32_contents.extend(elements.ravel().tolist())
     else:
-        output = response.outputs.add(name=OUTPUT, datatype="BYTES", shape=(len(scores), asked.top))
-        texts = [text for of_image in scores for text in _class_texts(of_image, asked.top, contract)]
-        if asked.raw:
+        output = response.outputs.add(name=OUTPUT, datatype="BYTES", shape=(len(scores), parsed.top))
+        texts = [text for of_image in scores for text in _class_texts(of_image, parsed.top, contract)]
+        if parsed.raw:
             response.raw_output_contents.append(
-                b"".join(len(text).to_bytes(_LENGTH, "little") + text for text in texts)
+                b"".join(len(text).to_bytes(_LENGTH_PREFIX, "little") + text for text in texts)
             )
         else:
             output.contents.bytes_contents.extend(texts)

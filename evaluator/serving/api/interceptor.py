@@ -16,39 +16,39 @@ from google.protobuf.message import DecodeError
 from prelunet.evaluator.errors import DeadlinePassed, Overloaded, UsageError
 from prelunet.evaluator.rpc.status import reason_for, status_of
 from prelunet.evaluator.serving.observability.call_context import REQUEST_ID, Call, request_id_from, set_current
-from prelunet.evaluator.serving.observability.logs import incident_of, log_call
+from prelunet.evaluator.serving.observability.logs import log_call, log_incident
 from prelunet.evaluator.serving.observability.metrics import Metrics
-from prelunet.evaluator.serving.options import Limits
+from prelunet.evaluator.serving.options import ServerLimits
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 MaybeHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
-OURS = ("/prelunet.v1.", "/inference.")  # beginnings of the methods that are ours
+OUR_METHODS = ("/prelunet.v1.", "/inference.")  # beginnings of the methods that are ours
 # What asks whether the server lives and is ready: who got no answer because it is busy might have it killed.
 PROBES = tuple(f"/inference.GRPCInferenceService/{name}" for name in ("ServerLive", "ServerReady", "ModelReady"))
-_TRY_AGAIN = 1.0  # seconds, for a call that is one too many; how long the others take, nobody knows
+_RETRY_AFTER = 1.0  # seconds, for a call that is one too many; how long the others take, nobody knows
 # By how much a client's time is over before the server's clock says so: a call takes a moment on its way, and gRPC
 # sends a timeout rounded up, by 1 % at most.
-_CLOCKS_APART, _ROUNDED = 0.05, 0.01  # seconds, share
-_LEAVING = 0.1  # seconds in which gRPC cancels the call of a caller who has left; it takes a thread's turn
+_CLOCK_SKEW, _TIMEOUT_ROUNDING = 0.05, 0.01  # seconds, share
+_CANCEL_DELAY = 0.1  # seconds in which gRPC cancels the call of a caller who has left; it takes a thread's turn
 # A message of more bytes may have so many parts: 64 images and 32 scales are some 200. Below, any number of parts is
 # decoded in less than a millisecond.
-_SMALL, _MOST_PARTS = 2**14, 1000
+_SMALL_MESSAGE, _MAX_PARTS = 2**14, 1000
 
 
-class Calls:
+class CallsInFlight:
     """The calls in flight, of all clients: counted, bounded, and told to metrics and log when they end.
 
     most: so many may be in flight; metrics: of the server.
     """
 
-    def __init__(self, most: int = Limits.max_calls, metrics: Metrics | None = None) -> None:
+    def __init__(self, limit: int = ServerLimits.max_calls, metrics: Metrics | None = None) -> None:
         self.count = 0
-        self._most = most
+        self._limit = limit
         self._metrics = metrics or Metrics()
 
-    def begin(self, call: Call, *, always: bool = False) -> bool:
+    def begin(self, call: Call, *, exempt: bool = False) -> bool:
         """Say whether a call may go on; it is in flight until gRPC is done with it, after its answer has been sent.
 
         always: it may, and takes no other call's place. Called in the task that gRPC runs it in, before its first
@@ -57,16 +57,16 @@ class Calls:
         No connection can have all places: gRPC itself begins no more than Limits.max_streams of its calls, an eighth of
         the places as they are by default. Whose connection it is, nobody knows yet here.
         """
-        counted = not always and self.count < self._most
+        counted = not exempt and self.count < self._limit
         if counted:
             self.count += 1
             self._metrics.calls_now.inc()
-        elif not always:
+        elif not exempt:
             self._metrics.refusals.labels("", "calls").inc()
         task = asyncio.current_task()
         assert task is not None, "gRPC runs each call in a task"
         task.add_done_callback(lambda _: self._end(call, counted=counted))
-        return counted or always
+        return counted or exempt
 
     def _end(self, call: Call, *, counted: bool) -> None:
         call.status = call.status or "CANCELLED"  # its caller left, or its message was too large for gRPC
@@ -80,9 +80,9 @@ class Calls:
             self._metrics.calls_now.dec()
             self.count -= 1  # last: a server that stops waits for this, and would lose the line
 
-    def overload(self) -> Overloaded:
+    def overloaded_error(self) -> Overloaded:
         """Return the error of a call that is one too many."""
-        return Overloaded(f"{self._most} calls are in flight already. Try again later", _TRY_AGAIN)
+        return Overloaded(f"{self._limit} calls are in flight already. Try again later", _RETRY_AFTER)
 
 
 def _is_known(method: str) -> bool:
@@ -94,15 +94,18 @@ def _is_known(method: str) -> bool:
     return method == f"{found.containing_service.full_name}/{found.name}"
 
 
-class ErrorsToStatus(grpc.aio.ServerInterceptor):
+class CallInterceptor(grpc.aio.ServerInterceptor):
     """Gives every call a status by the error table; those of health and reflection are not counted."""
 
     def __init__(
-        self, calls: Calls, arrival: float = Limits.arrival, stream_idle_timeout: float = Limits.stream_idle_timeout
+        self,
+        calls: CallsInFlight,
+        message_timeout: float = ServerLimits.message_timeout,
+        stream_idle_timeout: float = ServerLimits.stream_idle_timeout,
     ) -> None:
         """arrival, stream_idle_timeout: seconds in which messages have to come, as in Limits."""
         self._calls = calls
-        self._times = arrival, stream_idle_timeout
+        self._times = message_timeout, stream_idle_timeout
 
     async def intercept_service(
         self,
@@ -114,20 +117,20 @@ class ErrorsToStatus(grpc.aio.ServerInterceptor):
         path = handler_call_details.method
         call = Call(path.removeprefix("/"), request_id_from(handler_call_details.invocation_metadata or ()))
         set_current(call)
-        counted = handler is None or path.startswith(OURS)
-        if counted and not self._calls.begin(call, always=path in PROBES):
-            return _refusing(call, self._calls.overload())
+        counted = handler is None or path.startswith(OUR_METHODS)
+        if counted and not self._calls.begin(call, exempt=path in PROBES):
+            return _refusal_handler(call, self._calls.overloaded_error())
         if handler is None:
             call.status = "UNIMPLEMENTED"  # as gRPC says now
             return None
-        return _Watched(handler, call, *self._times).handler()
+        return _WrappedMethod(handler, call, *self._times).handler()
 
 
-def _refusing(call: Call, error: Exception) -> Handler:
+def _refusal_handler(call: Call, error: Exception) -> Handler:
     """Return a handler that refuses a call before any message of it is read; a stream can answer any kind of call."""
 
     async def refuse(_requests: AsyncIterator[bytes], context: Context) -> None:
-        async with _status_in(call, context):
+        async with _errors_to_status(call, context):
             raise error
 
     return grpc.stream_stream_rpc_method_handler(refuse)
@@ -135,7 +138,7 @@ def _refusing(call: Call, error: Exception) -> Handler:
 
 # By whether requests, and whether responses, are streams: the name of the method, and the handler that gRPC is given.
 # It is always one that reads messages itself: gRPC would wait for the only message of a call for ever.
-_KINDS = {
+_HANDLER_KINDS = {
     (False, False): ("unary_unary", grpc.stream_unary_rpc_method_handler),
     (False, True): ("unary_stream", grpc.stream_stream_rpc_method_handler),
     (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
@@ -143,15 +146,19 @@ _KINDS = {
 }
 
 
-class _Watched:
+class _WrappedMethod:
     """A method of one call: messages are decoded where a bad one gets a status of ours, errors become a status."""
 
     def __init__(
-        self, handler: Any, call: Call, arrival: float, stream_idle_timeout: float = Limits.stream_idle_timeout
+        self,
+        handler: Any,
+        call: Call,
+        message_timeout: float,
+        stream_idle_timeout: float = ServerLimits.stream_idle_timeout,
     ) -> None:
-        self._arrival = arrival
+        self._message_timeout = message_timeout
         self._stream_idle_timeout = stream_idle_timeout
-        kind, self._make = _KINDS[handler.request_streaming, handler.response_streaming]
+        kind, self._make = _HANDLER_KINDS[handler.request_streaming, handler.response_streaming]
         self._method = getattr(handler, kind)
         self._handler = handler
         self._call = call
@@ -163,55 +170,55 @@ class _Watched:
         return handler
 
     async def _single(self, received: Any, context: Context) -> Any:
-        async with _status_in(self._call, context):
-            answer = await self._method(await self._given(received, context), context)
+        async with _errors_to_status(self._call, context):
+            answer = await self._method(await self._input(received, context), context)
             await self._send_request_id(context)  # not earlier: gRPC tries no call again from then on
             return answer
 
     async def _stream(self, received: Any, context: Context) -> None:
-        async with _status_in(self._call, context):
-            answers = self._method(await self._given(received, context), context)
+        async with _errors_to_status(self._call, context):
+            answers = self._method(await self._input(received, context), context)
             if not inspect.isasyncgen(answers):  # a method that sends its answers itself
                 await self._send_request_id(context)
                 await answers
                 return
-            told = False
+            id_sent = False
             async with aclosing(answers):
                 async for answer in answers:
-                    if not told:
+                    if not id_sent:
                         await self._send_request_id(context)
-                        told = True
+                        id_sent = True
                     await context.write(answer)
 
-    async def _given(self, received: AsyncIterator[bytes], context: Context) -> Any:
+    async def _input(self, received: AsyncIterator[bytes], context: Context) -> Any:
         """Return what a method is given: the message, or all that come.
 
         Of a call of one message no other is read; gRPC keeps the rest away and drops it when the call ends.
         """
         if self._handler.request_streaming:
-            messages = _Messages(received, self._decoded, self._arrival, self._stream_idle_timeout)
+            messages = _Messages(received, self._decode_message, self._message_timeout, self._stream_idle_timeout)
             self._call.message_done = messages.done
             return messages
         try:
-            async with asyncio.timeout(self._arrival):
+            async with asyncio.timeout(self._message_timeout):
                 data = await context.read()  # `received` is a generator, which is work to end where it is left
         except TimeoutError:
             raise DeadlinePassed(
-                f"the message of this call did not come in {self._arrival:g} s; send it whole when the call begins"
+                f"the message of this call did not come in {self._message_timeout:g} s; send it whole when the call begins"
             ) from None
         if not isinstance(data, bytes):  # the end
-            await asyncio.sleep(_LEAVING)  # a caller who has left looks like this at first
+            await asyncio.sleep(_CANCEL_DELAY)  # a caller who has left looks like this at first
             raise UsageError("this call came without a message; send one")
-        return self._decoded(data)
+        return self._decode_message(data)
 
-    def _decoded(self, data: bytes) -> Any:
+    def _decode_message(self, data: bytes) -> Any:
         self._call.bytes += len(data)
         decode = self._handler.request_deserializer
         if decode is None:
             return data
-        if len(data) > _SMALL and has_more_parts(data, decode(b"").DESCRIPTOR, _MOST_PARTS):
+        if len(data) > _SMALL_MESSAGE and exceeds_part_limit(data, decode(b"").DESCRIPTOR, _MAX_PARTS):
             raise UsageError(
-                f"this message of {len(data)} bytes has more than {_MOST_PARTS} fields and numbers; one that is large "
+                f"this message of {len(data)} bytes has more than {_MAX_PARTS} fields and numbers; one that is large "
                 "should be so because of its images, encoded files as bytes"
             )
         try:
@@ -234,12 +241,16 @@ class _Messages:
     """
 
     def __init__(
-        self, received: AsyncIterator[bytes], decode: Callable[[bytes], Any], arrival: float, idle_timeout: float
+        self,
+        received: AsyncIterator[bytes],
+        decode: Callable[[bytes], Any],
+        message_timeout: float,
+        idle_timeout: float,
     ) -> None:
         """arrival: seconds for the first message; idle_timeout: for each other, from when none is in progress."""
         self._received = received
         self._decode = decode
-        self._arrival = arrival
+        self._message_timeout = message_timeout
         self._idle_timeout = idle_timeout
         self._begun = False
         self._in_progress = 0
@@ -249,7 +260,7 @@ class _Messages:
         return self
 
     async def __anext__(self) -> Any:
-        seconds = self._idle_timeout if self._begun else self._arrival
+        seconds = self._idle_timeout if self._begun else self._message_timeout
         try:
             async with asyncio.timeout(None if self._in_progress else seconds) as self._timeout:
                 data = await anext(self._received)
@@ -274,7 +285,7 @@ class _Messages:
 
 
 @asynccontextmanager
-async def _status_in(call: Call, context: Context) -> AsyncIterator[None]:
+async def _errors_to_status(call: Call, context: Context) -> AsyncIterator[None]:
     """End a call with the status of its error, and note in `call` which it was."""
     call.peer = context.peer()
     try:
@@ -284,13 +295,13 @@ async def _status_in(call: Call, context: Context) -> AsyncIterator[None]:
         call.status = context.code().name
         raise
     except asyncio.CancelledError:
-        call.status = _status_of_one_gone(call, context)
+        call.status = _disconnect_status(call, context)
         raise
     except Exception as error:
-        if _is_of_one_gone(error):
-            call.status = _status_of_one_gone(call, context)
+        if _is_disconnect(error):
+            call.status = _disconnect_status(call, context)
             raise asyncio.CancelledError from None
-        status = status_of(error, incident_of(error))
+        status = status_of(error, log_incident(error))
         call.status, call.reason, call.error = status.code.name, reason_for(error), status.details
         try:
             await context.abort(status.code, status.details, (*status.trailing_metadata, (REQUEST_ID, call.request_id)))
@@ -298,15 +309,15 @@ async def _status_in(call: Call, context: Context) -> AsyncIterator[None]:
             raise asyncio.CancelledError from None
 
 
-def _is_of_one_gone(error: Exception) -> bool:
+def _is_disconnect(error: Exception) -> bool:
     """Say whether an error only tells that nothing can be sent any more; gRPC's UsageError is a mistake of ours."""
     return isinstance(error, grpc.aio.BaseError) and not isinstance(error, grpc.aio.UsageError)
 
 
-def _status_of_one_gone(call: Call, context: Context) -> str:
+def _disconnect_status(call: Call, context: Context) -> str:
     """Return the status of a call whose caller waits no longer: given up, or out of time."""
     remaining = context.time_remaining()
-    apart = _CLOCKS_APART + _ROUNDED * (time.monotonic() - call.begun)
+    apart = _CLOCK_SKEW + _TIMEOUT_ROUNDING * (time.monotonic() - call.begun)
     return "DEADLINE_EXCEEDED" if remaining is not None and remaining <= apart else "CANCELLED"
 
 
@@ -317,19 +328,19 @@ def _status_of_one_gone(call: Call, context: Context) -> str:
 # those are few parts. Wire format: protobuf.dev/programming-guides/encoding.
 
 
-_LONGEST = 10  # bytes of a number, of 7 bits each
-_WHOLE = (FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING)
+_MAX_VARINT_BYTES = 10  # bytes of a number, of 7 bits each
+_OPAQUE_TYPES = (FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING)
 
 
-def has_more_parts(data: bytes, kind: Descriptor, most: int) -> bool:
-    """Say whether a message has more parts than `most`: fields at any depth, and numbers in a list of them.
+def exceeds_part_limit(data: bytes, kind: Descriptor, limit: int) -> bool:
+    """Say whether a message has more parts than `limit`: fields at any depth, and numbers in a list of them.
 
-    Takes time by the number of parts up to `most`, not by the number of bytes. Of bytes that are no message it may say
+    Takes time by the number of parts up to `limit`, not by the number of bytes. Of bytes that are no message it may say
     either; decoding tells.
     """
     count, place = 0, 0
     open_ = [(len(data), kind)]  # the messages around this place, by their ends
-    while open_ and count <= most:
+    while open_ and count <= limit:
         end, around = open_[-1]
         if place >= end:
             open_.pop()
@@ -350,17 +361,17 @@ def has_more_parts(data: bytes, kind: Descriptor, most: int) -> bool:
                 if field is not None and field.message_type is not None:
                     open_.append((place + length, field.message_type))
                     continue
-                if field is not None and field.type not in _WHOLE:
+                if field is not None and field.type not in _OPAQUE_TYPES:
                     count += length  # numbers, each of a byte or more
                 place += length
-    return count > most
+    return count > limit
 
 
 def _varint(data: bytes, place: int) -> tuple[int, int]:
     """Return the number at a place, and the place behind it; one that does not end is cut, as no message has any."""
     number = 0
-    for index, byte in enumerate(data[place : place + _LONGEST]):
+    for index, byte in enumerate(data[place : place + _MAX_VARINT_BYTES]):
         number |= (byte & 0x7F) << 7 * index
         if byte < 0x80:
             return number, place + index + 1
-    return number, place + _LONGEST
+    return number, place + _MAX_VARINT_BYTES

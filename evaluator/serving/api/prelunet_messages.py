@@ -6,38 +6,38 @@ from pathlib import PurePosixPath
 
 from google.protobuf.json_format import ParseDict
 
-from prelunet.evaluator.answer import Answer, top_asked
-from prelunet.evaluator.contract import MOST_SCALES, ModelContract
+from prelunet.evaluator.answer import Answer, resolve_top_k
+from prelunet.evaluator.contract import MAX_SCALES, ModelContract
 from prelunet.evaluator.engine.session import Circumstances
 from prelunet.evaluator.errors import DatasetError, Overloaded, UsageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from prelunet.evaluator.protocols import Changes, Protocol, default_protocol, make_protocol
+from prelunet.evaluator.protocols import EvaluationProtocol, ProtocolOverrides, build_protocol, default_protocol_name
 from prelunet.evaluator.reporting.report import Report
-from prelunet.evaluator.rpc.convert import with_lists
-from prelunet.evaluator.rpc.status import code_of, reason_for, text_of
-from prelunet.evaluator.serving.api.evaluation import LabelledImage, Progress
+from prelunet.evaluator.rpc.convert import convert_nested_lists
+from prelunet.evaluator.rpc.status import client_message, code_of, reason_for
+from prelunet.evaluator.serving.api.evaluation import EvaluationProgress, LabelledImage
 from prelunet.evaluator.serving.classifier import Classifier
 
 MAX_FILE_NAME = 1024  # characters
 # Of a report's refused images so many are listed, with so many bytes of names and reasons together: all of a million
 # would not fit into a message, and the client would learn that after hours, instead of the report.
-REFUSALS_LISTED = 1000
-_REFUSALS_BYTES = 2**20  # names of 4 kB there may be
+MAX_LISTED_REFUSALS = 1000
+_MAX_REFUSALS_BYTES = 2**20  # names of 4 kB there may be
 
 
-def protocol_asked(request: pb.ClassifyRequest | pb.EvaluateStart, contract: ModelContract) -> Protocol:
+def requested_protocol(request: pb.ClassifyRequest | pb.EvaluateStart, contract: ModelContract) -> EvaluationProtocol:
     """Return the protocol that is asked for, of no name the default; UsageError for one that there is not."""
-    changes = Changes(
-        scales=tuple(request.scales[: MOST_SCALES + 1]) or None,  # one too many is refused like millions of them
+    overrides = ProtocolOverrides(
+        scales=tuple(request.scales[: MAX_SCALES + 1]) or None,  # one too many is refused like millions of them
         mirror=request.mirror if request.HasField("mirror") else None,
         apply_exif=request.apply_exif,
     )
-    return make_protocol(request.protocol or default_protocol(contract), contract, changes)
+    return build_protocol(request.protocol or default_protocol_name(contract), contract, overrides)
 
 
-def top_k_asked(request: pb.ClassifyRequest, contract: ModelContract) -> int:
+def requested_top_k(request: pb.ClassifyRequest, contract: ModelContract) -> int:
     """Return how many predictions to answer; UsageError for a number outside 1 to the number of classes."""
-    return top_asked(request.top_k if request.HasField("top_k") else None, len(contract.classes))
+    return resolve_top_k(request.top_k if request.HasField("top_k") else None, len(contract.classes))
 
 
 def classify_response(answer: Answer) -> pb.ClassifyResponse:
@@ -62,12 +62,12 @@ def call_error(error: BaseException, incident: str) -> pb.CallError:
     return pb.CallError(
         code=code_of(error).value[0],
         reason=reason_for(error),
-        message=text_of(error, incident),
+        message=client_message(error, incident),
         retry_after_seconds=error.retry_after if isinstance(error, Overloaded) else None,
     )
 
 
-def progress_message(progress: Progress) -> pb.EvaluateProgress:
+def progress_message(progress: EvaluationProgress) -> pb.EvaluateProgress:
     """Return how far an evaluation is."""
     return pb.EvaluateProgress(**vars(progress))
 
@@ -148,14 +148,14 @@ def _label_of(image: pb.LabelledImage, contract: ModelContract) -> int:
 def report_message(report: Report) -> pb.Report:
     """Return report.json as its twin on the wire; null becomes an unset field.
 
-    Of the refused images the first are listed, `REFUSALS_LISTED` at most; `refused` counts them all.
+    Of the refused images the first are listed, `MAX_LISTED_REFUSALS` at most; `refused` counts them all.
     """
     listed = {**report, "refusals": _first_refusals(report["refusals"])}
-    return ParseDict(with_lists(listed, lambda numbers: {"values": numbers}), pb.Report())
+    return ParseDict(convert_nested_lists(listed, lambda numbers: {"values": numbers}), pb.Report())
 
 
 def _first_refusals(refusals: Sequence[Mapping[str, str]]) -> Sequence[Mapping[str, str]]:
     """Return as many refusals from the first on as a report in a message lists."""
-    first = refusals[:REFUSALS_LISTED]
+    first = refusals[:MAX_LISTED_REFUSALS]
     sizes = accumulate(len(text.encode()) for each in first for text in (each["file"], each["reason"]))
-    return first[: sum(size <= _REFUSALS_BYTES for size in islice(sizes, 1, None, 2))]
+    return first[: sum(size <= _MAX_REFUSALS_BYTES for size in islice(sizes, 1, None, 2))]

@@ -57,7 +57,7 @@ def current() -> Call | None:
     return _current.get()
 
 
-def note(model: str, views: int) -> None:
+def record_views(model: str, views: int) -> None:
     """Note for the log line of the call that runs, if one does, that so many views of a model are asked."""
     call = current()
     if call is not None:
@@ -65,7 +65,7 @@ def note(model: str, views: int) -> None:
         call.views += views
 
 
-def note_answer(*, failed: bool) -> None:
+def record_answer(*, failed: bool) -> None:
     """Note that an image of a stream has its answer, or its error."""
     call = current()
     if call is not None:
@@ -80,7 +80,7 @@ def note_done() -> None:
         call.message_done()
 
 
-def note_id(id_: str) -> None:
+def record_message_id(id_: str) -> None:
     """Note the id that a message bears."""
     call = current()
     if call is not None:
@@ -114,12 +114,12 @@ class Caller:
         """Return the seconds that are left, below 0 when they are over; None where there is no end."""
         return None if self.deadline is None else self.deadline - time.monotonic()
 
-    def within(self, seconds: float) -> "Caller":
+    def with_timeout(self, seconds: float) -> "Caller":
         """Return the same caller with no more than so many seconds left."""
         deadline = time.monotonic() + seconds
         return replace(self, deadline=deadline if self.deadline is None else min(self.deadline, deadline))
 
-    def require_time(self) -> None:
+    def require_time_left(self) -> None:
         """Raise DeadlinePassed once the time is over."""
         remaining = self.remaining()
         if remaining is not None and remaining <= 0:

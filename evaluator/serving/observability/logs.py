@@ -16,23 +16,23 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
-from prelunet.evaluator.rpc.status import may_be_told
+from prelunet.evaluator.rpc.status import is_client_visible
 from prelunet.evaluator.serving.observability import call_context
 
-MAX_MESSAGE = 2000  # characters
+MAX_LOG_MESSAGE = 2000  # characters
 MAX_FIELD = 600  # as much as a caller is told of an error
 MAX_TRACEBACK = 20_000
-MAX_WAITING = 4096  # lines; some 2 MB
-ACCEPTS_PAUSE = 60.0  # seconds
+MAX_QUEUED_LINES = 4096  # lines; some 2 MB
+ACCEPT_ERROR_INTERVAL = 60.0  # seconds
 _PLAIN = re.compile(r"[A-Za-z0-9._:/@%+,\[\]-]+")  # a value that needs no quotes
 
 log = logging.getLogger(__name__)
 
 
-def incident_of(error: BaseException) -> str:
+def log_incident(error: BaseException) -> str:
     """Log an error whose text is not for callers, with its traceback; returns the id under which the log has it."""
     incident = secrets.token_hex(6)
-    if not may_be_told(error):
+    if not is_client_visible(error):
         log.error("incident %s: %s", incident, type(error).__name__, exc_info=error)
     return incident
 
@@ -46,18 +46,18 @@ def log_call(call: call_context.Call, seconds: float) -> None:
     log.info("call ended", extra={"fields": {key: value for key, value in fields.items() if value}})
 
 
-class JsonLines(logging.Formatter):
+class JsonFormatter(logging.Formatter):
     """One JSON object per line, in ASCII: `time` (UTC), `level`, `logger`, `message`, and what else there is."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return a record as JSON."""
-        line = {**_head(record), "message": cut(record.getMessage(), MAX_MESSAGE), **_fields(record)}
+        line = {**_head(record), "message": truncate(record.getMessage(), MAX_LOG_MESSAGE), **_fields(record)}
         if traceback := _traceback(record):
             line["traceback"] = traceback
         return json.dumps(line)
 
 
-class TextLines(logging.Formatter):
+class TextFormatter(logging.Formatter):
     """`TIME LEVEL LOGGER field=value … | message`, then the lines of a traceback, each behind a bar.
 
     The message comes last, so that nothing in it can pass for a field.
@@ -66,11 +66,13 @@ class TextLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return a record as text."""
         fields = [f"{key}={_value(value)}" for key, value in _fields(record).items()]
-        line = " ".join([*_head(record).values(), *fields, "|", escaped(cut(record.getMessage(), MAX_MESSAGE))])
+        line = " ".join(
+            [*_head(record).values(), *fields, "|", escaped(truncate(record.getMessage(), MAX_LOG_MESSAGE))]
+        )
         return "\n".join([line, *(f"    | {escaped(part)}" for part in _traceback(record).split("\n") if part)])
 
 
-class Stderr(logging.Handler):
+class StderrHandler(logging.Handler):
     """Writes lines in a thread of its own: whoever reads them slowly, or not at all, should not hold up a call.
 
     So many lines wait at most; what comes while they do is dropped, and the next line tells how much it was.
@@ -79,7 +81,7 @@ class Stderr(logging.Handler):
     def __init__(self, descriptor: int = 2) -> None:
         super().__init__()
         self._descriptor = descriptor
-        self._lines: queue.Queue[str] = queue.Queue(MAX_WAITING)
+        self._lines: queue.Queue[str] = queue.Queue(MAX_QUEUED_LINES)
         self._dropped = 0
         threading.Thread(target=self._write, name="log", daemon=True).start()
 
@@ -115,23 +117,23 @@ class Stderr(logging.Handler):
             self._lines.task_done()
 
 
-FORMS = {"text": TextLines, "json": JsonLines}
+FORMATTERS = {"text": TextFormatter, "json": JsonFormatter}
 
 
-def set_up(form: str = "text", level: str = "INFO") -> None:
+def configure_logging(form: str = "text", level: str = "INFO") -> None:
     """Send the logs of this process to stderr. form: "text" or "json"; level: of our own log lines, as in `logging`.
 
     Libraries are heard from WARNING on: below that, Pillow quotes the images that it decodes.
     """
-    handler = Stderr()
-    handler.setFormatter(FORMS[form]())
+    handler = StderrHandler()
+    handler.setFormatter(FORMATTERS[form]())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("prelunet").setLevel(level)
     logging.captureWarnings(capture=True)
     # What it says of a broken image is in the error that its caller gets.
     logging.getLogger("PIL").setLevel(logging.CRITICAL)
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_callers_doing)
-    logging.getLogger("asyncio").addFilter(AcceptsSparingly())
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_not_caused_by_client)
+    logging.getLogger("asyncio").addFilter(AcceptErrorFilter())
 
 
 def flush() -> None:
@@ -145,7 +147,7 @@ def flush() -> None:
 
 # What gRPC logs, most with a traceback, of a caller who sends a path or a header that is no text, or who goes away in
 # the middle of an answer.
-_CALLERS_DOINGS = (
+_CAUSED_BY_CLIENT = (
     "Invalid encoding on",
     "Unexpected [UnicodeDecodeError]",
     "ExecuteBatchError raised in core",
@@ -153,11 +155,11 @@ _CALLERS_DOINGS = (
 )
 
 
-def _is_no_callers_doing(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith(_CALLERS_DOINGS)
+def _is_not_caused_by_client(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(_CAUSED_BY_CLIENT)
 
 
-class AcceptsSparingly:
+class AcceptErrorFilter:
     """Lets through one line a minute of a port that has no open file for a connection.
 
     asyncio logs a hundred a second for each port, each with a traceback.
@@ -173,13 +175,13 @@ class AcceptsSparingly:
         now = time.monotonic()
         if now < self._next:
             return False
-        self._next = now + ACCEPTS_PAUSE
+        self._next = now + ACCEPT_ERROR_INTERVAL
         return True
 
 
-def cut(text: str, most: int) -> str:
+def truncate(text: str, limit: int) -> str:
     """Return a text of at most so many characters, with a mark where it was cut."""
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
 def escaped(text: str) -> str:
@@ -202,9 +204,11 @@ def _head(record: logging.LogRecord) -> dict[str, str]:
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
     """Return what is known beside the message: the call that runs, and the record's own `fields`."""
     call = call_context.current()
-    of_call = {"request_id": call.request_id, "method": cut(call.method, MAX_FIELD)} if call else {}
+    of_call = {"request_id": call.request_id, "method": truncate(call.method, MAX_FIELD)} if call else {}
     own = getattr(record, "fields", {})
-    return of_call | {key: cut(value, MAX_FIELD) if isinstance(value, str) else value for key, value in own.items()}
+    return of_call | {
+        key: truncate(value, MAX_FIELD) if isinstance(value, str) else value for key, value in own.items()
+    }
 
 
 def _traceback(record: logging.LogRecord) -> str:

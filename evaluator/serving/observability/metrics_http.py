@@ -10,25 +10,25 @@ import time
 from collections.abc import Callable
 
 from prelunet.evaluator.errors import EnvironmentFault
-from prelunet.evaluator.serving.network import is_everywhere, join, why_not
+from prelunet.evaluator.serving.network import explain_bind_error, host_port, is_wildcard
 
 MAX_REQUEST = 8192  # bytes of request line and headers
 MAX_CONNECTIONS = 16  # at once; Prometheus needs one
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-PATIENCE = 10.0  # seconds for a request to come and its answer to be taken
-FAREWELL = 1.0  # seconds for answers that are being made when the port closes; they take some milliseconds
-_GLANCE = 0.01  # seconds between two looks whether any are left
+REQUEST_TIMEOUT = 10.0  # seconds for a request to come and its answer to be taken
+CLOSE_TIMEOUT = 1.0  # seconds for answers that are being made when the port closes; they take some milliseconds
+_POLL_INTERVAL = 0.01  # seconds between two looks whether any are left
 
 
-class Exposition:
+class MetricsServer:
     """The HTTP port of the metrics.
 
     text: what they are at the moment, called in a thread; patience: seconds for one client.
     """
 
-    def __init__(self, text: Callable[[], bytes], *, patience: float = PATIENCE) -> None:
+    def __init__(self, text: Callable[[], bytes], *, request_timeout: float = REQUEST_TIMEOUT) -> None:
         self._text = text
-        self._patience = patience
+        self._request_timeout = request_timeout
         self._server: asyncio.Server | None = None
         self._clients: dict[asyncio.StreamWriter, bool] = {}  # whether it is they who are waited for; the oldest first
         self._answering = 0
@@ -37,7 +37,7 @@ class Exposition:
     async def open(self, host: str, port: int) -> None:
         """Take the port; 0 is a free one. Raises EnvironmentFault when it cannot be had."""
         try:
-            if is_everywhere(host) and socket.has_dualstack_ipv6():
+            if is_wildcard(host) and socket.has_dualstack_ipv6():
                 # asyncio itself would leave out IPv4, which gRPC answers there.
                 listener = socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=True)
                 self._server = await asyncio.start_server(self._serve, sock=listener, limit=MAX_REQUEST)
@@ -45,22 +45,22 @@ class Exposition:
                 self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_REQUEST)
         except OSError as error:
             raise EnvironmentFault(
-                f"cannot listen on {join(host, port)} for metrics: {why_not(host, port, '--metrics-port')}"
+                f"cannot listen on {host_port(host, port)} for metrics: {explain_bind_error(host, port, '--metrics-port')}"
             ) from error
-        self.address = join(host, self._server.sockets[0].getsockname()[1])
+        self.address = host_port(host, self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
         """Give the port back, let answers end that are being made, and cut off who is still there."""
         if self._server is None:
             return
         self._server.close()
-        end = time.monotonic() + FAREWELL
+        end = time.monotonic() + CLOSE_TIMEOUT
         while self._answering and time.monotonic() < end:
-            await asyncio.sleep(_GLANCE)
+            await asyncio.sleep(_POLL_INTERVAL)
         for client in self._clients:
             client.transport.abort()
         while self._clients:
-            await asyncio.sleep(_GLANCE)
+            await asyncio.sleep(_POLL_INTERVAL)
 
     @property
     def connections(self) -> int:
@@ -74,7 +74,7 @@ class Exposition:
             return
         self._clients[writer] = True
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self._request_timeout):
                 request = await reader.readuntil(b"\r\n\r\n")
                 self._answering += 1
                 try:

@@ -11,13 +11,13 @@ from prelunet.evaluator.errors import Overloaded
 from prelunet.evaluator.serving.observability.metrics import ModelMetrics
 from prelunet.evaluator.serving.options import QueueOptions
 
-SOONEST, LATEST = 0.05, 30.0  # seconds after which a caller may be told to come back
-UNKNOWN = 1.0  # where nothing was answered yet
+MIN_RETRY_AFTER, MAX_RETRY_AFTER = 0.05, 30.0  # seconds after which a caller may be told to come back
+DEFAULT_RETRY_AFTER = 1.0  # where nothing was answered yet
 _RESERVE = 4  # one part in so many, on top of what may wait, for clients that have little or nothing inside
-_REMEMBERED = 256  # views over which the pace is taken, older ones fade
+_DECAY_VIEWS = 256  # views over which the pace is taken, older ones fade
 
 
-class Pace:
+class ThroughputEstimate:
     """How long a view takes from one answer to the next, measured while anything waits.
 
     So it tells of everything that slows answers down: decoding, the device, and other models that share it.
@@ -34,10 +34,10 @@ class Pace:
         """Begin to measure: something waits from now on."""
         self._since = self._clock()
 
-    def left(self, answered: int) -> None:
+    def record_departure(self, answered: int) -> None:
         """Count an image that has left; answered: how many views, 0 where it left without an answer."""
         now = self._clock()
-        kept = 1 - answered / _REMEMBERED if answered < _REMEMBERED else 0.0
+        kept = 1 - answered / _DECAY_VIEWS if answered < _DECAY_VIEWS else 0.0
         self._seconds = kept * self._seconds + now - self._since
         self._views = kept * self._views + answered
         self._since = now
@@ -48,7 +48,7 @@ class Pace:
 
 
 @dataclass(eq=False)
-class _Visit:
+class _Ticket:
     """What wants to be let in. inside: where it waits for that, done once it is counted."""
 
     client: str
@@ -59,25 +59,25 @@ class _Visit:
 
 
 @dataclass
-class _Held:
+class _Usage:
     """What waits, of all or of one client."""
 
     images: int = 0
     views: int = 0
     bytes: int = 0
 
-    def count(self, sign: int, visit: _Visit) -> None:
-        self.images += sign * visit.images
-        self.views += sign * visit.views
-        self.bytes += sign * visit.size
+    def count(self, sign: int, ticket: _Ticket) -> None:
+        self.images += sign * ticket.images
+        self.views += sign * ticket.views
+        self.bytes += sign * ticket.size
 
 
-def with_reserve(most: int) -> int:
+def with_reserve(limit: int) -> int:
     """Return how much may be inside when so much may wait: more for clients that have little or nothing there."""
-    return most + most // _RESERVE
+    return limit + limit // _RESERVE
 
 
-class Door:
+class AdmissionController:
     """Counts what waits for one model, and lets no more in than may wait.
 
     Where as much waits as may, a client that has nothing inside, or less than its share (the bound by the number of
@@ -90,10 +90,10 @@ class Door:
         self._model = model
         self._queue = queue
         self._metrics = metrics
-        self._pace = Pace()
-        self._all = _Held()
-        self._clients: dict[str, _Held] = {}
-        self._outside: dict[_Visit, None] = {}  # in the order in which they came
+        self._throughput = ThroughputEstimate()
+        self._all = _Usage()
+        self._clients: dict[str, _Usage] = {}
+        self._waiters: dict[_Ticket, None] = {}  # in the order in which they came
 
     @property
     def images(self) -> int:
@@ -111,109 +111,111 @@ class Door:
         return self._all.bytes
 
     @contextmanager
-    def admitted(self, size: int, views: int, client: str = "", images: int = 1) -> Iterator[None]:
+    def admit_or_refuse(self, size: int, views: int, client: str = "", images: int = 1) -> Iterator[None]:
         """Count images of `size` bytes and so many views, all together, among those that wait while the block runs.
 
         Raises Overloaded, which says when to try again, where as much waits already as may; whatever comes is let in
         where nothing waits.
         """
-        visit = _Visit(client, size, views, images)
-        if (reason := self._refused(visit, in_line=not self._outside)) is not None:
-            raise self._refusal(reason)
-        self._enter(visit)
-        with self._leaving(visit):
+        ticket = _Ticket(client, size, views, images)
+        if (reason := self._refusal_reason(ticket, first_in_line=not self._waiters)) is not None:
+            raise self._overloaded(reason)
+        self._enter(ticket)
+        with self._leaving(ticket):
             yield
 
     @asynccontextmanager
-    async def entered(self, size: int, views: int, client: str = "") -> AsyncIterator[None]:
-        """Do the same for one image, but wait where `admitted` refuses: for streams, which flow control holds up."""
+    async def admit_or_wait(self, size: int, views: int, client: str = "") -> AsyncIterator[None]:
+        """Do the same for one image, but wait where `admit_or_refuse` refuses: for streams, which flow control holds
+        up.
+        """
         inside = asyncio.get_running_loop().create_future()
-        visit = _Visit(client, size, views, inside=inside)
-        self._outside[visit] = None
-        self._let_in()
+        ticket = _Ticket(client, size, views, inside=inside)
+        self._waiters[ticket] = None
+        self._admit_waiters()
         try:
             await inside
         except BaseException:
-            if visit in self._outside:
-                del self._outside[visit]
-                self._let_in()  # who stood behind it
+            if ticket in self._waiters:
+                del self._waiters[ticket]
+                self._admit_waiters()  # who stood behind it
             else:  # let in and cancelled at the same moment
-                self._leave(visit, answered=0)
+                self._leave(ticket, answered=0)
             raise
-        with self._leaving(visit):
+        with self._leaving(ticket):
             yield
 
-    def _let_in(self) -> None:
+    def _admit_waiters(self) -> None:
         """Let in who waits outside, as far as there is room; a client's own in the order in which they came."""
-        held_up: set[str] = set()
-        for visit in list(self._outside):
-            assert visit.inside is not None, "who is refused does not wait"
-            if visit.client in held_up or visit.inside.done():  # cancelled, and about to go away
+        blocked_clients: set[str] = set()
+        for ticket in list(self._waiters):
+            assert ticket.inside is not None, "who is refused does not wait"
+            if ticket.client in blocked_clients or ticket.inside.done():  # cancelled, and about to go away
                 continue
-            if self._refused(visit, in_line=not held_up) is None:
-                del self._outside[visit]
-                self._enter(visit)
-                visit.inside.set_result(None)
+            if self._refusal_reason(ticket, first_in_line=not blocked_clients) is None:
+                del self._waiters[ticket]
+                self._enter(ticket)
+                ticket.inside.set_result(None)
             else:
-                held_up.add(visit.client)
+                blocked_clients.add(ticket.client)
 
-    def _refused(self, visit: _Visit, *, in_line: bool) -> str | None:
+    def _refusal_reason(self, ticket: _Ticket, *, first_in_line: bool) -> str | None:
         """Return what there is too much of, `views` or `bytes`; None where there is room.
 
-        in_line: nobody waits who came before.
+        first_in_line: nobody waits who came before.
         """
         if not self._all.images:
             return None
-        own = self._clients.get(visit.client, _Held())
-        clients = len(self._clients) + (visit.client not in self._clients)
-        for reason, inside, its, more, most in (
-            ("views", self._all.views, own.views, visit.views, self._queue.max_views),
-            ("bytes", self._all.bytes, own.bytes, visit.size, self._queue.max_bytes),
+        own = self._clients.get(ticket.client, _Usage())
+        clients = len(self._clients) + (ticket.client not in self._clients)
+        for reason, inside, its, more, limit in (
+            ("views", self._all.views, own.views, ticket.views, self._queue.max_views),
+            ("bytes", self._all.bytes, own.bytes, ticket.size, self._queue.max_bytes),
         ):
-            little = not own.images or its + more <= most // clients
-            if inside + more > (with_reserve(most) if little else most if in_line else 0):
+            little = not own.images or its + more <= limit // clients
+            if inside + more > (with_reserve(limit) if little else limit if first_in_line else 0):
                 return reason
         return None
 
-    def _enter(self, visit: _Visit) -> None:
+    def _enter(self, ticket: _Ticket) -> None:
         if not self._all.images:
-            self._pace.begin()
-        self._clients.setdefault(visit.client, _Held()).count(1, visit)
-        self._count(1, visit)
+            self._throughput.begin()
+        self._clients.setdefault(ticket.client, _Usage()).count(1, ticket)
+        self._count(1, ticket)
 
     @contextmanager
-    def _leaving(self, visit: _Visit) -> Iterator[None]:
+    def _leaving(self, ticket: _Ticket) -> Iterator[None]:
         answered = 0
         try:
             yield
-            answered = visit.views
+            answered = ticket.views
         finally:
-            self._leave(visit, answered=answered)
+            self._leave(ticket, answered=answered)
 
-    def _leave(self, visit: _Visit, *, answered: int) -> None:
-        own = self._clients[visit.client]
-        own.count(-1, visit)
+    def _leave(self, ticket: _Ticket, *, answered: int) -> None:
+        own = self._clients[ticket.client]
+        own.count(-1, ticket)
         if not own.images:
-            del self._clients[visit.client]
-        self._count(-1, visit)
-        self._pace.left(answered)
-        self._let_in()
+            del self._clients[ticket.client]
+        self._count(-1, ticket)
+        self._throughput.record_departure(answered)
+        self._admit_waiters()
 
-    def _refusal(self, reason: str) -> Overloaded:
+    def _overloaded(self, reason: str) -> Overloaded:
         self._metrics.refused(reason)
-        expected = self._pace.seconds(self._all.views)
-        wait = UNKNOWN if expected is None else expected
-        most = self._queue.max_views if reason == "views" else self._queue.max_bytes
+        expected = self._throughput.seconds(self._all.views)
+        wait = DEFAULT_RETRY_AFTER if expected is None else expected
+        limit = self._queue.max_views if reason == "views" else self._queue.max_bytes
         # Spread, or all that are refused now would come back together.
-        wait = min(max(wait * random.uniform(0.5, 1.5), SOONEST), LATEST)  # noqa: S311 - no secret
+        wait = min(max(wait * random.uniform(0.5, 1.5), MIN_RETRY_AFTER), MAX_RETRY_AFTER)  # noqa: S311 - no secret
         return Overloaded(
             f"{self._all.views} views of {self._all.bytes} bytes wait for model '{self._model}' already, and at most "
-            f"{most} {reason} may. Try again in {wait:.2g} s",
+            f"{limit} {reason} may. Try again in {wait:.2g} s",
             retry_after=wait,
         )
 
-    def _count(self, sign: int, visit: _Visit) -> None:
-        self._all.count(sign, visit)
-        self._metrics.waiting_images.inc(sign * visit.images)
-        self._metrics.waiting_views.inc(sign * visit.views)
-        self._metrics.waiting_bytes.inc(sign * visit.size)
+    def _count(self, sign: int, ticket: _Ticket) -> None:
+        self._all.count(sign, ticket)
+        self._metrics.waiting_images.inc(sign * ticket.images)
+        self._metrics.waiting_views.inc(sign * ticket.views)
+        self._metrics.waiting_bytes.inc(sign * ticket.size)

@@ -20,23 +20,23 @@ from typing import Any
 
 import numpy as np
 
-from prelunet.evaluator.engine.batching import Batch, Plan
-from prelunet.evaluator.engine.classify import PackedBatch, ViewResult, pack_batch, plan_views, results_of
+from prelunet.evaluator.engine.batching import Batch, BatchPlan
+from prelunet.evaluator.engine.classify import PackedBatch, ViewResult, pack_batch, plan_views, unpack_results
 from prelunet.evaluator.errors import ContractError, DeviceLost, OutOfMemory, UsageError
-from prelunet.evaluator.serving.scheduling.queue import Waiting
-from prelunet.evaluator.serving.scheduling.request import Lane, ReadyView, Request, known
+from prelunet.evaluator.serving.scheduling.queue import DeviceQueue
+from prelunet.evaluator.serving.scheduling.request import ReadyView, Request, ScheduledModel, as_reported
 from prelunet.evaluator.serving.scheduling.watchdog import Watchdog
 
-_SHORTER = 2  # times less time than its batch is expected to take: such a view is not run
+_HOPELESS_FACTOR = 2  # times less time than its batch is expected to take: such a view is not run
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
-class _Formed:
+class _FormedBatch:
     """A batch whose views wait no more. packed, staged: None where that is still to be done, or done with."""
 
-    lane: Lane
+    model: ScheduledModel
     views: Sequence[ReadyView]
     batch: Batch
     packed: PackedBatch | None = None
@@ -52,27 +52,27 @@ class ComputeThread:
 
     def __init__(
         self,
-        waiting: Waiting,
-        answer: Callable[[list[Request]], object],
+        device_queue: DeviceQueue,
+        on_complete: Callable[[list[Request]], object],
         on_lost: Callable[[DeviceLost], object],
         device: str,
         *,
-        ahead: bool,
+        stage_ahead: bool,
     ) -> None:
-        self._waiting = waiting
-        self._answer = answer
+        self._device_queue = device_queue
+        self._on_complete = on_complete
         self._on_lost = on_lost
         self._forming = threading.Lock()  # of batches: in one thread at a time
-        self._staged: _Formed | None = None
+        self._staged: _FormedBatch | None = None
         work = [(f"compute-{device}", self._compute), (f"stage-{device}", self._stage)]
         self._threads = [
-            threading.Thread(target=target, name=name, daemon=True) for name, target in work[: 2 if ahead else 1]
+            threading.Thread(target=target, name=name, daemon=True) for name, target in work[: 2 if stage_ahead else 1]
         ]
-        self._watchdog = Watchdog(self._hangs)
+        self._watchdog = Watchdog(self._on_hang)
         self._ended = threading.Event()
         watch = self._watchdog.watch
-        self._watching = threading.Thread(target=watch, args=(self._ended,), name=f"watch-{device}", daemon=True)
-        for thread in (*self._threads, self._watching):
+        self._watchdog_thread = threading.Thread(target=watch, args=(self._ended,), name=f"watch-{device}", daemon=True)
+        for thread in (*self._threads, self._watchdog_thread):
             thread.start()
 
     def join(self) -> None:
@@ -80,22 +80,22 @@ class ComputeThread:
         for thread in self._threads:
             thread.join()
         self._ended.set()
-        self._watching.join()
+        self._watchdog_thread.join()
 
     # Forming batches
 
-    def _next_batch(self) -> _Formed | None:
+    def _next_batch(self) -> _FormedBatch | None:
         """Take the batch that was staged, or wait for views and form one; None when there will be no more."""
         with self._forming:
             formed, self._staged = self._staged, None
             while formed is None:
-                views = self._waiting.next_views()
+                views = self._device_queue.next_views()
                 if views is None:
                     return None
-                formed = self._formed(views)
+                formed = self._try_form(views)
             return formed
 
-    def _formed(self, views: Sequence[ReadyView], *, full: bool = False) -> _Formed | None:
+    def _try_form(self, views: Sequence[ReadyView], *, full: bool = False) -> _FormedBatch | None:
         """Plan views and take those that share a batch with the first; full: only where no more could share it.
 
         None where there is no such batch, or one of the views waits no more.
@@ -103,36 +103,36 @@ class ComputeThread:
         try:
             return self._form(views, full=full)
         except Exception as error:  # a thread that died here would leave every later call waiting for ever
-            self._waiting.fail(views[0].request, known(views[0].request.lane, error))
+            self._device_queue.fail(views[0].request, as_reported(views[0].request.model, error))
             return None
 
-    def _form(self, views: Sequence[ReadyView], *, full: bool) -> _Formed | None:
-        lane = views[0].request.lane
-        plan = _plan(lane, views)
+    def _form(self, views: Sequence[ReadyView], *, full: bool) -> _FormedBatch | None:
+        model = views[0].request.model
+        plan = _plan(model, views)
         batch = plan.batches[0]
         chosen = [views[index] for index in batch.indices]
-        if full and not _is_full(plan, lane):
+        if full and not _is_full(plan, model):
             return None
-        if hopeless := _hopeless(lane, batch, chosen):
-            lane.speed.doubted()
-            self._waiting.give_up(hopeless)
+        if hopeless := _hopeless(model, batch, chosen):
+            model.batch_times.forget_oldest()
+            self._device_queue.give_up(hopeless)
             return None
-        return _Formed(lane, chosen, _renumbered(batch)) if self._waiting.take(chosen) else None
+        return _FormedBatch(model, chosen, _renumbered(batch)) if self._device_queue.take(chosen) else None
 
     def _stage(self) -> None:
-        while (views := self._waiting.next_full()) is not None:
+        while (views := self._device_queue.next_full_batch()) is not None:
             with self._forming:
-                if self._staged is None and (formed := self._formed(views, full=True)) is not None:
-                    self._staged = self._on_device(formed)
+                if self._staged is None and (formed := self._try_form(views, full=True)) is not None:
+                    self._staged = self._pack_and_stage(formed)
                     del formed  # its pixels, before this thread waits for the next
             del views
 
-    def _on_device(self, formed: _Formed) -> _Formed:
+    def _pack_and_stage(self, formed: _FormedBatch) -> _FormedBatch:
         """Pack and stage a batch; where that fails it is left to the thread that computes, which handles failures."""
         try:
             packed = pack_batch(formed.batch, [view.view for view in formed.views])
-            with self._watchdog.over(formed.lane, formed.views, packed.images[..., 0].size):
-                return replace(formed, packed=packed, staged=formed.lane.session.stage(packed.images, packed.sizes))
+            with self._watchdog.watch_batch(formed.model, formed.views, packed.images[..., 0].size):
+                return replace(formed, packed=packed, staged=formed.model.session.stage(packed.images, packed.sizes))
         except Exception as error:
             log.warning("a batch could not be staged ahead: %s", error)
             return formed
@@ -145,43 +145,43 @@ class ComputeThread:
                 self._run(formed)
             except Exception as error:  # as above; the session's own are handled where it is called
                 for view in formed.views:
-                    self._waiting.fail(view.request, error)
+                    self._device_queue.fail(view.request, error)
             del formed  # its pixels, before this thread waits for the next
 
-    def _run(self, formed: _Formed) -> None:
+    def _run(self, formed: _FormedBatch) -> None:
         """Run a batch without the views that nobody waits for any more, and hand over what is complete with it."""
-        lane, views, packed, staged = formed.lane, formed.views, formed.packed, formed.staged
+        model, views, packed, staged = formed.model, formed.views, formed.packed, formed.staged
         formed.packed = formed.staged = None  # they are held here alone, and gone before anything else is packed
         try:
             while True:
-                wanted, begun = self._waiting.begin(views)
+                wanted, begun = self._device_queue.begin(views)
                 if not wanted:
                     return
                 if packed is not None and len(wanted) == len(views):
                     break
                 views, packed, staged = wanted, None, None
-                packed = pack_batch(_of(formed.batch, len(wanted), lane), [view.view for view in wanted])
-            self._count(lane, views, packed)
+                packed = pack_batch(_truncated(formed.batch, len(wanted), model), [view.view for view in wanted])
+            self._count(model, views, packed)
             keep_windows = any(view.request.keep_windows for view in views)
-            with self._watchdog.over(lane, views, packed.images[..., 0].size):
-                results = _results(lane, packed, staged, keep_windows=keep_windows)
+            with self._watchdog.watch_batch(model, views, packed.images[..., 0].size):
+                results = _results(model, packed, staged, keep_windows=keep_windows)
         except Exception as error:
             packed = staged = None  # the memory, before less is tried
             _forget_frames(error)
-            self._failed(lane, views, error)
+            self._failed(model, views, error)
         else:
-            self._computed(lane, views, packed, results, begun)
+            self._computed(model, views, packed, results, begun)
 
-    def _count(self, lane: Lane, views: Sequence[ReadyView], packed: PackedBatch) -> None:
+    def _count(self, model: ScheduledModel, views: Sequence[ReadyView], packed: PackedBatch) -> None:
         rows, height, width, _ = packed.images.shape
         canvas = rows, height, width
         pixels = sum(view.pixels for view in views)
-        lane.metrics.batch(len(views), pixels, rows * height * width, changed=canvas != lane.canvas)
-        lane.canvas = canvas
+        model.metrics.batch(len(views), pixels, rows * height * width, changed=canvas != model.canvas)
+        model.canvas = canvas
 
     def _computed(
         self,
-        lane: Lane,
+        model: ScheduledModel,
         views: Sequence[ReadyView],
         packed: PackedBatch,
         results: Mapping[int, ViewResult],
@@ -189,10 +189,10 @@ class ComputeThread:
     ) -> None:
         """Keep the results of a batch."""
         now = time.monotonic()
-        lane.speed.measured(packed.images[..., 0].size, now - begun)
-        lane.metrics.batch_done(now - begun)
+        model.batch_times.measured(packed.images[..., 0].size, now - begun)
+        model.metrics.batch_done(now - begun)
         if late := sum(view.request.ended_before(begun) for view in views):
-            lane.metrics.late_views.inc(late)
+            model.metrics.late_views.inc(late)
         for place, view in enumerate(views):
             result = results[place]
             if not view.request.keep_windows:  # but a neighbour's are
@@ -207,67 +207,67 @@ class ComputeThread:
             if not request.missing:
                 complete.append(request)
         if complete:
-            self._answer(complete)
+            self._on_complete(complete)
 
     # Failures
 
-    def _failed(self, lane: Lane, views: Sequence[ReadyView], error: Exception) -> None:
+    def _failed(self, model: ScheduledModel, views: Sequence[ReadyView], error: Exception) -> None:
         """Run a failed batch again in halves; of a single view, fail its request."""
         memory = isinstance(error, OutOfMemory | MemoryError)
         lost = isinstance(error, DeviceLost)
-        lane.metrics.batch_failed("lost" if lost else "memory" if memory else "error")
-        lane.canvas = None
+        model.metrics.batch_failed("lost" if lost else "memory" if memory else "error")
+        model.canvas = None
         if isinstance(error, DeviceLost):
-            self._lose(error, views)
+            self._mark_lost(error, views)
         elif len(views) > 1:
-            log.warning("a batch of %d views of model '%s' failed and is split: %s", len(views), lane.name, error)
+            log.warning("a batch of %d views of model '%s' failed and is split: %s", len(views), model.name, error)
             for half in (views[: len(views) // 2], views[len(views) // 2 :]):
-                for batch in _plan(lane, half).batches:
-                    self._run(_Formed(lane, [half[index] for index in batch.indices], _renumbered(batch)))
+                for batch in _plan(model, half).batches:
+                    self._run(_FormedBatch(model, [half[index] for index in batch.indices], _renumbered(batch)))
         elif memory:
-            self._waiting.fail(views[0].request, known(lane, error))
-        elif isinstance(error, UsageError | ContractError) or self._runs_at_all(lane, views):
-            self._waiting.fail(views[0].request, error)
+            self._device_queue.fail(views[0].request, as_reported(model, error))
+        elif isinstance(error, UsageError | ContractError) or self._runs_at_all(model, views):
+            self._device_queue.fail(views[0].request, error)
         else:
-            self._lose(_lost(lane, error), views)
+            self._mark_lost(_lost(model, error), views)
 
-    def _runs_at_all(self, lane: Lane, views: Sequence[ReadyView]) -> bool:
+    def _runs_at_all(self, model: ScheduledModel, views: Sequence[ReadyView]) -> bool:
         """Say whether the model still runs, on the smallest black canvas."""
-        side = lane.session.contract.min_side
+        side = model.session.contract.min_side
         try:
-            with self._watchdog.over(lane, views, side * side):
-                lane.session.run(np.zeros((1, side, side, 3), np.uint8), np.array([[side, side]], np.int64))
+            with self._watchdog.watch_batch(model, views, side * side):
+                model.session.run(np.zeros((1, side, side, 3), np.uint8), np.array([[side, side]], np.int64))
         except Exception as error:
-            log.error("model '%s' does not even run on a black canvas: %s", lane.name, error)
+            log.error("model '%s' does not even run on a black canvas: %s", model.name, error)
             return False
         return True
 
-    def _hangs(self, error: DeviceLost, views: Sequence[ReadyView]) -> None:
+    def _on_hang(self, error: DeviceLost, views: Sequence[ReadyView]) -> None:
         """Count a batch that does not end as a lost device; what was staged behind it never runs."""
         staged = self._staged  # without the lock, which a thread may hold that hangs
         views = [*views, *(staged.views if staged is not None else ())]
-        views[0].request.lane.metrics.batch_failed("lost")
-        self._lose(error, views)
+        views[0].request.model.metrics.batch_failed("lost")
+        self._mark_lost(error, views)
 
-    def _lose(self, error: DeviceLost, views: Sequence[ReadyView]) -> None:
-        if self._waiting.lose(error, views):
+    def _mark_lost(self, error: DeviceLost, views: Sequence[ReadyView]) -> None:
+        if self._device_queue.mark_lost(error, views):
             self._on_lost(error)
 
 
-def _plan(lane: Lane, views: Sequence[ReadyView]) -> Plan:
-    return plan_views(lane.session, [view.view for view in views], lane.ladder)
+def _plan(model: ScheduledModel, views: Sequence[ReadyView]) -> BatchPlan:
+    return plan_views(model.session, [view.view for view in views], model.shape_buckets)
 
 
-def _is_full(plan: Plan, lane: Lane) -> bool:
+def _is_full(plan: BatchPlan, model: ScheduledModel) -> bool:
     """Say whether no other view could join the first batch of a plan."""
     first, *others = plan.batches
     another = bool(others) and (others[0].height, others[0].width) == (first.height, first.width)
-    return another or len(first.indices) >= lane.rows(first.height, first.width)
+    return another or len(first.indices) >= model.rows(first.height, first.width)
 
 
-def _hopeless(lane: Lane, batch: Batch, views: Sequence[ReadyView]) -> list[Request]:
+def _hopeless(model: ScheduledModel, batch: Batch, views: Sequence[ReadyView]) -> list[Request]:
     """Return the requests that have far less time than their batch will take."""
-    least = lane.speed.expected(batch.rows * batch.height * batch.width) / _SHORTER
+    least = model.batch_times.expected(batch.rows * batch.height * batch.width) / _HOPELESS_FACTOR
     remaining = {view.request: view.request.caller.remaining() for view in views} if least else {}
     return [request for request, seconds in remaining.items() if seconds is not None and seconds < least]
 
@@ -277,16 +277,18 @@ def _renumbered(batch: Batch) -> Batch:
     return replace(batch, indices=tuple(range(len(batch.indices))))
 
 
-def _of(batch: Batch, views: int, lane: Lane) -> Batch:
+def _truncated(batch: Batch, views: int, model: ScheduledModel) -> Batch:
     """Return a batch with the first so many views; where a change of shape costs something it keeps its rows."""
-    rows = batch.rows if lane.session.rules.switch_pixels else views
+    rows = batch.rows if model.session.rules.switch_pixels else views
     return replace(batch, indices=tuple(range(views)), rows=rows)
 
 
-def _results(lane: Lane, packed: PackedBatch, staged: Any, *, keep_windows: bool) -> Mapping[int, ViewResult]:
-    session = lane.session
+def _results(
+    model: ScheduledModel, packed: PackedBatch, staged: Any, *, keep_windows: bool
+) -> Mapping[int, ViewResult]:
+    session = model.session
     outputs = session.run(packed.images, packed.sizes) if staged is None else session.compute(staged)
-    return results_of(packed.members, outputs, keep_windows=keep_windows)  # may bring more from the device
+    return unpack_results(packed.packed_views, outputs, keep_windows=keep_windows)  # may bring more from the device
 
 
 def _forget_frames(error: BaseException | None) -> None:
@@ -296,9 +298,9 @@ def _forget_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _lost(lane: Lane, error: Exception) -> DeviceLost:
+def _lost(model: ScheduledModel, error: Exception) -> DeviceLost:
     lost = DeviceLost(
-        f"{lane.session.circumstances.provider} fails whatever it is given ({type(error).__name__}: {error}). "
+        f"{model.session.circumstances.provider} fails whatever it is given ({type(error).__name__}: {error}). "
         "Start the program again; if it comes back, look at the device"
     )
     lost.__cause__ = error

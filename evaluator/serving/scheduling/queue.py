@@ -17,16 +17,16 @@ from prelunet.evaluator.errors import DeadlinePassed, DeviceLost, Interrupted
 from prelunet.evaluator.imaging.views import ViewImage
 from prelunet.evaluator.serving.options import QueueOptions
 from prelunet.evaluator.serving.scheduling.fair_queue import FairQueue
-from prelunet.evaluator.serving.scheduling.request import Lane, Outcome, ReadyView, Request, deliver
+from prelunet.evaluator.serving.scheduling.request import Outcome, ReadyView, Request, ScheduledModel, deliver
 
 # Of the room for ready views, as much is for clients who have some there already. The rest is for the others, so that
 # their images are decoded while a batch of a busy client runs, and not after it.
-_SHARE = 0.75
-_PLANNED = 3  # batches' worth of views that are planned at a time: to plan hundreds takes tens of milliseconds
+_READY_SHARE = 0.75
+_PLANNED_BATCHES = 3  # batches' worth of views that are planned at a time: to plan hundreds takes tens of milliseconds
 _TOO_LATE = "the time that this call was given {}, so it was not computed. Give it more time, or try again later"
 
 
-class Waiting:
+class DeviceQueue:
     """What waits for a device. All methods are safe in any thread, and none keeps the lock for long."""
 
     def __init__(self, options: QueueOptions) -> None:
@@ -53,15 +53,15 @@ class Waiting:
         with self._lock:
             if self._lost is not None:
                 raise DeviceLost(self._lost)
-            if self._closed or request.lane.closed:
-                raise Interrupted(f"model '{request.lane.name}' is served no more")
-            self._encoded.put(request, request.lane.name, request.caller.client, request.decoding)
-            request.lane.unanswered += 1
+            if self._closed or request.model.closed:
+                raise Interrupted(f"model '{request.model.name}' is served no more")
+            self._encoded.put(request, request.model.name, request.caller.client, request.decoding)
+            request.model.unanswered += 1
             self._decodable.notify()
 
-    def leave(self, request: Request) -> None:
+    def abandon(self, request: Request) -> None:
         """Count the caller as gone, unless the request is over; what of it has not begun is dropped."""
-        if request.over is None:
+        if request.ended is None:
             with self._lock:
                 self._end(request, "expired" if request.expired(time.monotonic()) else "cancelled")
 
@@ -69,10 +69,10 @@ class Waiting:
         """Tell the caller that the time is over."""
         self.fail(request, DeadlinePassed(_TOO_LATE.format("is over")), "expired")
 
-    def fail(self, request: Request, error: BaseException, why: str = "failed") -> None:
+    def fail(self, request: Request, error: BaseException, end_reason: str = "failed") -> None:
         """End a request with an error, unless it is over."""
         with self._lock:
-            self._fail(request, error, why)
+            self._fail(request, error, end_reason)
 
     # Threads that decode
 
@@ -98,56 +98,56 @@ class Waiting:
 
     def _has_room(self, request: Request) -> bool:
         views = len(self._ready) + self._decoding_views
-        share = _SHARE if self._ready.has(request.lane.name, request.caller.client) else 1.0
+        share = _READY_SHARE if self._ready.has(request.model.name, request.caller.client) else 1.0
         return not views or (
             views + request.views <= share * self._options.ready_views
             and self._decoded_bytes + request.decoded_bytes <= share * self._options.ready_bytes
         )
 
     def _count_decoding(self, request: Request, sign: int) -> None:
-        request.lane.decoding += sign
+        request.model.decoding += sign
         self._decoding += sign
         self._decoding_views += sign * request.views
         self._decoded_bytes += sign * request.decoded_bytes
 
     def decoded(self, request: Request, ready: Sequence[ReadyView]) -> None:
         """Let the views of an image wait for the device; they are dropped if the request is over."""
-        lane = request.lane
+        model = request.model
         with self._lock:
             self._count_decoding(request, -1)
             self._decodable.notify()
             self._computable.notify()
-            if request.over is not None:
-                lane.metrics.dropped(request.why, len(ready))
+            if request.ended is not None:
+                model.metrics.dropped(request.end_reason, len(ready))
                 return
             if self._lost is not None:
                 self._fail(request, DeviceLost(self._lost))
                 return
             request.ready = time.monotonic()
             request.results, request.missing = [None] * len(ready), len(ready)
-            if not lane.ready_pixels:
-                lane.ready_since = request.ready
+            if not model.ready_pixels:
+                model.ready_since = request.ready
             for view in ready:
-                self._ready.put(view, lane.name, request.caller.client, view.pixels)
+                self._ready.put(view, model.name, request.caller.client, view.pixels)
                 self._count_ready(view, 1)
-            request.waiting.update(ready)
+            request.queued_views.update(ready)
             if self._computing:
                 self._stageable.notify()
 
-    def refused(self, request: Request, error: BaseException) -> None:
+    def decode_failed(self, request: Request, error: BaseException) -> None:
         """End a request whose image could not be decoded."""
         with self._lock:
             self._count_decoding(request, -1)
             self._decodable.notify()
             self._computable.notify()
-            why = request.why or ("expired" if isinstance(error, DeadlinePassed) else "failed")
-            request.lane.metrics.dropped(why, request.views)
-            self._fail(request, error, why)
+            end_reason = request.end_reason or ("expired" if isinstance(error, DeadlinePassed) else "failed")
+            request.model.metrics.dropped(end_reason, request.views)
+            self._fail(request, error, end_reason)
 
     def _count_ready(self, view: ReadyView, sign: int) -> None:
-        lane = view.request.lane
-        lane.ready_pixels += sign * view.canvas_pixels
-        lane.ready_windows += sign * view.windows
+        model = view.request.model
+        model.ready_pixels += sign * view.canvas_pixels
+        model.ready_windows += sign * view.windows
         self._decoded_bytes += sign * view.bytes
 
     # The threads of the device
@@ -163,19 +163,19 @@ class Waiting:
             while True:
                 first = self._ready.first()
                 if first is not None:
-                    lane = first.request.lane
-                    patience = lane.ready_since + self._options.batch_wait - time.monotonic()
-                    enough = self._ready.models() > 1 or lane.fills(lane.ready_pixels, lane.ready_windows)
-                    if patience <= 0 or enough or not lane.decoding:
-                        return self._planned(lane)
-                    self._computable.wait(patience)
+                    model = first.request.model
+                    remaining_wait = model.ready_since + self._options.batch_wait - time.monotonic()
+                    enough = self._ready.model_count() > 1 or model.fills(model.ready_pixels, model.ready_windows)
+                    if remaining_wait <= 0 or enough or not model.decoding:
+                        return self._views_to_plan(model)
+                    self._computable.wait(remaining_wait)
                 elif self._finished():
                     self._stageable.notify()
                     return None
                 else:
                     self._computable.wait()
 
-    def next_full(self) -> list[ReadyView] | None:
+    def next_full_batch(self) -> list[ReadyView] | None:
         """Wait until, beside the batch that is computed, there is enough for a full one; then as `next_views`.
 
         Once a batch at most.
@@ -184,20 +184,20 @@ class Waiting:
             while not self._finished():
                 first = self._ready.first() if self._computing and not self._staging_tried else None
                 if first is not None:
-                    lane = first.request.lane
-                    if lane.fills(lane.ready_pixels, lane.ready_windows):
+                    model = first.request.model
+                    if model.fills(model.ready_pixels, model.ready_windows):
                         self._staging_tried = True
-                        return self._planned(lane)
+                        return self._views_to_plan(model)
                 self._stageable.wait()
             return None
 
-    def _planned(self, lane: Lane) -> list[ReadyView]:
+    def _views_to_plan(self, model: ScheduledModel) -> list[ReadyView]:
         views, pixels, windows = [], 0, 0
-        for view in self._ready.in_order(lane.name):
+        for view in self._ready.in_order(model.name):
             views.append(view)
             pixels += view.canvas_pixels
             windows += view.windows
-            if lane.fills(pixels, windows, _PLANNED):
+            if model.fills(pixels, windows, _PLANNED_BATCHES):
                 break
         return views
 
@@ -209,7 +209,7 @@ class Waiting:
             for view in views:
                 self._ready.take(view)
                 self._count_ready(view, -1)
-                view.request.waiting.discard(view)
+                view.request.queued_views.discard(view)
             self._decodable.notify_all()
             return True
 
@@ -220,10 +220,10 @@ class Waiting:
             now = time.monotonic()
             for view in views:
                 request = view.request
-                if request.over is None and not request.expired(now):
+                if request.ended is None and not request.expired(now):
                     wanted.append(view)
                 else:
-                    request.lane.metrics.dropped(request.why or "expired", 1)
+                    request.model.metrics.dropped(request.end_reason or "expired", 1)
                     self._fail(request, DeadlinePassed(_TOO_LATE.format("is over")), "expired")
             self._computing, self._staging_tried = True, False
             self._stageable.notify()
@@ -240,55 +240,55 @@ class Waiting:
         with self._lock:
             return [request for request in requests if self._end(request, "answered")]
 
-    def lose(self, error: DeviceLost, views: Sequence[ReadyView]) -> bool:
+    def mark_lost(self, error: DeviceLost, views: Sequence[ReadyView]) -> bool:
         """Fail all that waits, these views' requests too, and all that will come; False if that was known."""
         with self._lock:
             news = self._lost is None
             self._lost = self._lost or str(error)
-            waiting = [view.request for view in (*views, *self._ready)]
-            for request in {*waiting, *self._encoded}:
+            queued_views = [view.request for view in (*views, *self._ready)]
+            for request in {*queued_views, *self._encoded}:
                 self._fail(request, DeviceLost(self._lost))
         return news
 
     # All of them
 
-    def _fail(self, request: Request, error: BaseException, why: str = "failed") -> None:
-        if self._end(request, why):
+    def _fail(self, request: Request, error: BaseException, end_reason: str = "failed") -> None:
+        if self._end(request, end_reason):
             deliver([Outcome(request, error=error)])
 
-    def _end(self, request: Request, why: str) -> bool:
+    def _end(self, request: Request, end_reason: str) -> bool:
         """Mark a request as over, and drop what of it waits; False if it was over."""
-        if request.over is not None:
+        if request.ended is not None:
             return False
-        request.over, request.why, request.image = time.monotonic(), why, b""
-        if why != "answered":
-            request.lane.metrics.failed_seconds.observe(request.over - request.arrived)
+        request.ended, request.end_reason, request.image = time.monotonic(), end_reason, b""
+        if end_reason != "answered":
+            request.model.metrics.failed_seconds.observe(request.ended - request.arrived)
         dropped = 0
         if request in self._encoded:
             self._encoded.withdraw(request)
             dropped = request.views
-        for view in request.waiting:
+        for view in request.queued_views:
             self._ready.withdraw(view)
             self._count_ready(view, -1)
             dropped += 1
-        request.waiting.clear()
+        request.queued_views.clear()
         if dropped:
-            request.lane.metrics.dropped(why, dropped)
+            request.model.metrics.dropped(end_reason, dropped)
             self._decodable.notify_all()
             self._computable.notify()
-        request.lane.unanswered -= 1
-        if not request.lane.unanswered:
+        request.model.unanswered -= 1
+        if not request.model.unanswered:
             self._answered.notify_all()
         return True
 
     def _finished(self) -> bool:
         return self._closed and not (self._encoded or self._decoding or self._ready)
 
-    def close_lane(self, lane: Lane) -> None:
+    def close_model(self, model: ScheduledModel) -> None:
         """Let nothing more in for a model, and wait until all is answered."""
         with self._lock:
-            lane.closed = True
-            self._answered.wait_for(lambda: not lane.unanswered)
+            model.closed = True
+            self._answered.wait_for(lambda: not model.unanswered)
 
     def close(self) -> None:
         """Let nothing more in; the threads end when nothing waits."""
@@ -305,8 +305,8 @@ def ready_views(request: Request, views: Sequence[ViewImage]) -> list[ReadyView]
 
 def _ready_view(request: Request, index: int, view: ViewImage) -> ReadyView:
     height, width = view.image.shape[:2]
-    canvas = request.lane.canvas_of(height, width)
-    rows, columns = request.lane.grid(*canvas)
+    canvas = request.model.canvas_of(height, width)
+    rows, columns = request.model.grid(*canvas)
     share = 2 if request.protocol.mirror else 1
     return ReadyView(
         request, index, view, height * width, canvas[0] * canvas[1], rows * columns, view.image.nbytes / share

@@ -15,22 +15,22 @@ from prelunet.evaluator.engine.classify import ViewResult
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import OutOfMemory
 from prelunet.evaluator.imaging.views import ViewImage
-from prelunet.evaluator.protocols import Protocol
+from prelunet.evaluator.protocols import EvaluationProtocol
 from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.observability.metrics import ModelMetrics
-from prelunet.evaluator.serving.scheduling.warm_up import ladder_of
+from prelunet.evaluator.serving.scheduling.warm_up import shape_buckets_of
 
-_BATCHES = 8  # by which a model's speed is told
+_RECENT_BATCHES = 8  # by which a model's speed is told
 # Pixels of a view that take as long to make as one byte of an image to decode and resize: 17 ns, a pixel 3 ns. A JPEG
 # of 12 Mpixel takes thirty times as long as one of 500x375, however few views are asked of both.
-_BYTE = 6
+_PIXELS_PER_BYTE = 6
 
 
-class Speed:
+class BatchTimes:
     """How long a model's batches take, told from the last ones. Safe in the threads that compute and stage."""
 
     def __init__(self) -> None:
-        self._batches: deque[tuple[int, float]] = deque(maxlen=_BATCHES)
+        self._batches: deque[tuple[int, float]] = deque(maxlen=_RECENT_BATCHES)
 
     def measured(self, pixels: int, seconds: float) -> None:
         """Count a batch. pixels: of its canvases."""
@@ -45,50 +45,54 @@ class Speed:
         shares = [seconds * min(1.0, pixels / measured) for measured, seconds in tuple(self._batches)]
         return median(shares) if shares else 0.0
 
-    def doubted(self) -> None:
+    def forget_oldest(self) -> None:
         """Forget the oldest batch: where no batch runs because all are expected to be slow, one has to try again."""
         if self._batches:
             self._batches.popleft()
 
 
 @dataclass(eq=False)
-class Lane:
+class ScheduledModel:
     """A model on its device.
 
     prepare: gives the views of an encoded image, until a deadline, in any thread; unanswered: requests; decoding: of
     them those that a thread decodes now; ready_pixels, ready_windows: of the canvases of views that could be computed;
     ready_since: when the first of them came; closed: nothing more is let in. What changes does so under the lock of
-    `Waiting`, apart from speed and from canvas, the last batch's, which belongs to the compute thread.
+    `DeviceQueue`, apart from speed and from canvas, the last batch's, which belongs to the compute thread.
     """
 
     name: str
     session: Session
     metrics: ModelMetrics
-    prepare: Callable[[bytes, Protocol, float | None], list[ViewImage]]
+    decode_views: Callable[[bytes, EvaluationProtocol, float | None], list[ViewImage]]
     unanswered: int = 0
     decoding: int = 0
     ready_pixels: int = 0
     ready_windows: int = 0
     ready_since: float = 0.0
     closed: bool = False
-    speed: Speed = field(default_factory=Speed)
+    batch_times: BatchTimes = field(default_factory=BatchTimes)
     canvas: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:
         self.grid = lru_cache(4096)(self.session.contract.window_grid)
-        self.ladder = ladder_of(self.session)
+        self.shape_buckets = shape_buckets_of(self.session)
 
     def canvas_of(self, height: int, width: int) -> tuple[int, int]:
         """Return the canvas of a view that shares it with none of another shape."""
         step = self.session.rules.canvas_step
         canvas = -(-height // step) * step, -(-width // step) * step
-        return (self.ladder.canvas(*canvas) if self.ladder else None) or canvas
+        return (self.shape_buckets.canvas(*canvas) if self.shape_buckets else None) or canvas
 
     def rows(self, height: int, width: int) -> int:
         """Return how many such canvases the largest batch has."""
         rows, columns = self.grid(height, width)
-        most = self.session.rules.most_rows(height * width, rows * columns)
-        return self.ladder.rows_below(most) if self.ladder and self.ladder.canvas(height, width) else most
+        most = self.session.rules.max_rows(height * width, rows * columns)
+        return (
+            self.shape_buckets.round_down_rows(most)
+            if self.shape_buckets and self.shape_buckets.canvas(height, width)
+            else most
+        )
 
     def fills(self, pixels: int, windows: int, batches: int = 1) -> bool:
         """Say whether so much fills so many of the largest batches."""
@@ -97,7 +101,7 @@ class Lane:
 
 
 @lru_cache(1024)
-def views_and_pixels(protocol: Protocol) -> tuple[int, int]:
+def views_and_pixels(protocol: EvaluationProtocol) -> tuple[int, int]:
     """Return how many views a protocol has, and their pixels, as far as they can be told before decoding.
 
     Where the whole image is shown its shape is not known: a square then.
@@ -115,11 +119,11 @@ class Request:
     expired, cancelled; decoding: what that costs, in pixels of views. Times are those of time.monotonic().
     """
 
-    lane: Lane
+    model: ScheduledModel
     image: bytes
-    protocol: Protocol
+    protocol: EvaluationProtocol
     caller: Caller
-    tell: Callable[[Sequence[ViewResult]], Any]
+    build_result: Callable[[Sequence[ViewResult]], Any]
     reply: "asyncio.Future[Any]"
     keep_windows: bool = False
     arrived: float = field(default_factory=time.monotonic)
@@ -128,15 +132,15 @@ class Request:
     computed: float = 0.0  # the last of its batches, until now
     compute_seconds: float = 0.0
     batches: int = 0
-    over: float | None = None
-    why: str = ""
-    waiting: set["ReadyView"] = field(default_factory=set)  # views that are ready and in no batch
+    ended: float | None = None
+    end_reason: str = ""
+    queued_views: set["ReadyView"] = field(default_factory=set)  # views that are ready and in no batch
     results: list[ViewResult | None] = field(default_factory=list)
     missing: int = 0  # results
 
     def __post_init__(self) -> None:
         self.views, self.pixels = views_and_pixels(self.protocol)
-        self.decoding = self.pixels + _BYTE * len(self.image)
+        self.decoding = self.pixels + _PIXELS_PER_BYTE * len(self.image)
 
     @property
     def decoded_bytes(self) -> float:
@@ -149,7 +153,7 @@ class Request:
 
     def ended_before(self, moment: float) -> bool:
         """Say whether nobody waited for it any more at a moment."""
-        return self.expired(moment) or (self.over is not None and self.over < moment)
+        return self.expired(moment) or (self.ended is not None and self.ended < moment)
 
     def timings(self, now: float) -> Timings:
         """Return where the time went until now, when it is answered."""
@@ -184,23 +188,23 @@ class Outcome:
     error: BaseException | None = None
 
 
-def known(lane: Lane, error: BaseException) -> BaseException:
+def as_reported(model: ScheduledModel, error: BaseException) -> BaseException:
     """Return an error as callers should hear of it: that memory lacks is no mistake of ours."""
     if not isinstance(error, MemoryError):
         return error
-    lacking = OutOfMemory(f"too little main memory for an image of model '{lane.name}'. Take smaller scales")
-    lacking.__cause__ = error
-    return lacking
+    out_of_memory = OutOfMemory(f"too little main memory for an image of model '{model.name}'. Take smaller scales")
+    out_of_memory.__cause__ = error
+    return out_of_memory
 
 
 def deliver(outcomes: Iterable[Outcome]) -> None:
     """Hand outcomes to who waits, in any thread: each event loop is woken once for all that are its own."""
-    of_loops: dict[asyncio.AbstractEventLoop, list[Outcome]] = {}
+    by_loop: dict[asyncio.AbstractEventLoop, list[Outcome]] = {}
     for outcome in outcomes:
-        of_loops.setdefault(outcome.request.reply.get_loop(), []).append(outcome)
-    for loop, its_own in of_loops.items():
+        by_loop.setdefault(outcome.request.reply.get_loop(), []).append(outcome)
+    for loop, own_outcomes in by_loop.items():
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there any more
-            loop.call_soon_threadsafe(_reply, its_own)
+            loop.call_soon_threadsafe(_reply, own_outcomes)
 
 
 def _reply(outcomes: Iterable[Outcome]) -> None:

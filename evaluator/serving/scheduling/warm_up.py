@@ -9,16 +9,16 @@ import numpy as np
 
 from prelunet.evaluator.engine.batching import BatchRules
 from prelunet.evaluator.engine.session import Session
-from prelunet.evaluator.engine.shape_buckets import Ladder, ladder_for
+from prelunet.evaluator.engine.shape_buckets import ShapeBuckets, build_shape_buckets
 
 # Of a batch of a server, in pixels: four times what a plan costs to change (model C in fp16), and some 50 ms that
 # whoever comes next has to wait. Assumed, not measured here.
-MOST_PIXELS = 2**23
+MAX_BATCH_PIXELS = 2**23
 
 log = logging.getLogger(__name__)
 
 
-def ladder_of(session: Session) -> Ladder | None:
+def shape_buckets_of(session: Session) -> ShapeBuckets | None:
     """Return the ladder to which batches of a server keep; None where shapes cost nothing, as on a CPU.
 
     In a file for exact canvases images fill their canvas, whatever its size; so the crop alone is on its ladder.
@@ -27,30 +27,30 @@ def ladder_of(session: Session) -> Ladder | None:
     if not session.circumstances.on_gpu:
         return None
     scales = contract.default_scales if contract.canvas != "exact" else ()
-    return ladder_for(contract.crop, scales, session.rules.canvas_step, contract.max_side)
+    return build_shape_buckets(contract.crop, scales, session.rules.canvas_step, contract.max_side)
 
 
-def rules_to_serve(session: Session) -> BatchRules:
+def serving_rules(session: Session) -> BatchRules:
     """Return the rules of a server's batches: smaller ones on a GPU, for the sake of who waits behind them."""
     rules = session.rules
-    if not session.circumstances.on_gpu or rules.max_pixels <= MOST_PIXELS:
+    if not session.circumstances.on_gpu or rules.max_pixels <= MAX_BATCH_PIXELS:
         return rules
-    share = MOST_PIXELS / rules.max_pixels
-    return replace(rules, max_pixels=MOST_PIXELS, max_windows=max(1, int(share * rules.max_windows)))
+    share = MAX_BATCH_PIXELS / rules.max_pixels
+    return replace(rules, max_pixels=MAX_BATCH_PIXELS, max_windows=max(1, int(share * rules.max_windows)))
 
 
-def warm_up(session: Session, ladder: Ladder, told: Callable[[int, int], None]) -> int:
+def warm_up(session: Session, shape_buckets: ShapeBuckets, on_progress: Callable[[int, int], None]) -> int:
     """Run every rung once, those of most pixels first, so that memory is taken in regions into which the others fit.
 
     told: called with how many have run, and of how many. Returns how many they are. Raises what `Session.run` does.
     """
     rules, contract = session.rules, session.contract
 
-    def most_rows(height: int, width: int) -> int:
-        return rules.most_rows(height * width, math.prod(contract.window_grid(height, width)))
+    def max_rows(height: int, width: int) -> int:
+        return rules.max_rows(height * width, math.prod(contract.window_grid(height, width)))
 
-    rungs = ladder.rungs(most_rows)
-    for done, (rows, height, width) in enumerate(rungs, 1):
+    batch_shapes = shape_buckets.batch_shapes(max_rows)
+    for done, (rows, height, width) in enumerate(batch_shapes, 1):
         session.run(np.zeros((rows, height, width, 3), np.uint8), np.full((rows, 2), (height, width), np.int64))
-        told(done, len(rungs))
-    return len(rungs)
+        on_progress(done, len(batch_shapes))
+    return len(batch_shapes)

@@ -97,7 +97,7 @@ class FakeRuntime(ModuleType):
 GIB = 2**30
 
 
-class FakeCard:
+class FakeCudaRuntime:
     """What stands for libcudart: a GPU on which 10 GiB are free for the arena."""
 
     def __init__(self, _runtime: Any, gpu: int):
@@ -106,8 +106,8 @@ class FakeCard:
     def name(self) -> str:
         return f"Card {self.gpu}"
 
-    def arena_bytes(self, most: int | None) -> int:
-        return min(most or 2**60, 10 * GIB)
+    def arena_bytes(self, limit: int | None) -> int:
+        return min(limit or 2**60, 10 * GIB)
 
 
 class FakeBinding:
@@ -121,8 +121,8 @@ class FakeBinding:
     images: Any = None
     computes: Any = None
 
-    def __init__(self, _runtime: Any, _session: Any, card: FakeCard, classes: int):
-        assert isinstance(card, FakeCard)
+    def __init__(self, _runtime: Any, _session: Any, card: FakeCudaRuntime, classes: int):
+        assert isinstance(card, FakeCudaRuntime)
         assert classes == 6
 
     def stage(self, images: np.ndarray, _sizes: np.ndarray) -> tuple[int, ...]:

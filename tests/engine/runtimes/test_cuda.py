@@ -33,7 +33,7 @@ class FakeCudart:
         self.live: dict[int, Any] = {}
         self.on_gpu: dict[int, Any] = {}
         self.devices: list[int] = []
-        self.free = self.room = 2**40
+        self.free = self.allocation_limit = 2**40
         self.cudaGetErrorString = lambda status: b"words of status %d" % status
 
     def __getattr__(self, name: str) -> Any:
@@ -54,7 +54,7 @@ class FakeCudart:
 
     def do_cudaMalloc(self, address: Any, size: ctypes.c_size_t) -> int:  # noqa: N802
         assert self.devices[-1] == 1, "the GPU should have been chosen before"
-        return 2 if size.value > self.room else self._allocate(self.on_gpu, address, size)
+        return 2 if size.value > self.allocation_limit else self._allocate(self.on_gpu, address, size)
 
     def do_cudaFree(self, address: ctypes.c_void_p) -> int:  # noqa: N802
         del self.on_gpu[address.value or 0]
@@ -82,7 +82,7 @@ class FakeCudart:
         return 0
 
 
-class Value:
+class FakeOrtValue:
     """An OrtValue over numpy's memory."""
 
     def __init__(self, array: np.ndarray):
@@ -95,16 +95,16 @@ class Value:
         return self.array.copy()
 
     @staticmethod
-    def ortvalue_from_numpy(array: np.ndarray) -> "Value":
-        return Value(array)
+    def ortvalue_from_numpy(array: np.ndarray) -> "FakeOrtValue":
+        return FakeOrtValue(array)
 
 
-class Binding:
+class FakeIoBinding:
     """What a run is bound to."""
 
     def __init__(self) -> None:
         self.inputs: dict[str, np.ndarray] = {}
-        self.outputs: dict[str, Value] = {}
+        self.outputs: dict[str, FakeOrtValue] = {}
 
     def bind_input(self, name: str, device: str, gpu: int, kind: Any, shape: tuple[int, ...], address: int) -> None:
         assert (device, gpu, kind) == ("cuda", 1, np.uint8)
@@ -115,28 +115,28 @@ class Binding:
     def bind_cpu_input(self, name: str, array: np.ndarray) -> None:
         self.inputs[name] = array
 
-    def bind_ortvalue_output(self, name: str, value: Value) -> None:
+    def bind_ortvalue_output(self, name: str, value: FakeOrtValue) -> None:
         self.outputs[name] = value
 
     def bind_output(self, name: str, device: str, gpu: int) -> None:
         assert (device, gpu) == ("cuda", 1)
-        self.outputs[name] = Value(np.empty(0))
+        self.outputs[name] = FakeOrtValue(np.empty(0))
 
-    def get_outputs(self) -> list[Value]:
+    def get_outputs(self) -> list[FakeOrtValue]:
         return list(self.outputs.values())
 
 
-class RuntimeSession:
+class FakeInferenceSession:
     """A session whose scores tell which pixels it was given. runs: how many; threads: that ran it."""
 
     def __init__(self) -> None:
         self.runs = 0
         self.threads: set[threading.Thread] = set()
 
-    def io_binding(self) -> Binding:
-        return Binding()
+    def io_binding(self) -> FakeIoBinding:
+        return FakeIoBinding()
 
-    def run_with_iobinding(self, binding: Binding) -> None:
+    def run_with_iobinding(self, binding: FakeIoBinding) -> None:
         self.runs += 1
         self.threads.add(threading.current_thread())
         images, sizes = binding.inputs["images"], binding.inputs["sizes"]
@@ -145,7 +145,7 @@ class RuntimeSession:
         binding.outputs["scores"].array[:] = sums[:, None]
         binding.outputs["logits"].array[:] = -sums[:, None]
         binding.outputs["windows"].array[:] = sizes
-        binding.outputs["window_scores"] = Value(images.copy())
+        binding.outputs["window_scores"] = FakeOrtValue(images.copy())
 
 
 @pytest.fixture
@@ -156,8 +156,8 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FakeCudart:
 
 
 def bound() -> CudaBinding:
-    runtime: Any = SimpleNamespace(OrtValue=Value, cuda_version="13.0")
-    return CudaBinding(runtime, RuntimeSession(), CudaRuntime(runtime, 1), CLASSES)
+    runtime: Any = SimpleNamespace(OrtValue=FakeOrtValue, cuda_version="13.0")
+    return CudaBinding(runtime, FakeInferenceSession(), CudaRuntime(runtime, 1), CLASSES)
 
 
 def batch(rows: int, height: int, width: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -270,7 +270,7 @@ def test_a_batch_keeps_its_room_until_the_gpu_is_done_though_its_caller_is_inter
             interrupted.set()
             raise KeyboardInterrupt
 
-    def slowly(one: Binding) -> None:
+    def slowly(one: FakeIoBinding) -> None:
         entered.set()
         assert gate.wait(30)
         run(one)
@@ -313,7 +313,7 @@ def test_a_batch_that_could_not_be_uploaded_is_an_error_with_cudas_words_and_giv
 
 def test_a_slot_without_memory_is_tried_anew_with_the_next_batch(library: FakeCudart) -> None:
     binding = bound()
-    library.room = 1000
+    library.allocation_limit = 1000
     small, large = batch(1, 4, 4, seed=1), batch(1, 20, 20, seed=2)
     binding.compute(binding.stage(*small))
     for _ in range(2 * SLOTS):
@@ -327,7 +327,7 @@ def test_a_batch_whose_computation_fails_gives_its_room_back(library: FakeCudart
     binding = bound()
     session: Any = binding._session
 
-    def fails(_binding: Binding) -> None:
+    def fails(_binding: FakeIoBinding) -> None:
         raise RuntimeError("an error of the runtime")
 
     session.run_with_iobinding = fails
@@ -368,8 +368,8 @@ def test_the_arena_may_have_four_fifths_of_what_is_free_in_steps_or_less_where_l
     assert cuda.arena_bytes() == 8 * ARENA_STEP
     library.free = 10 * ARENA_STEP - 12345
     assert cuda.arena_bytes() == 7 * ARENA_STEP
-    assert cuda.arena_bytes(most=3_000_000) == 3_000_000
-    assert cuda.arena_bytes(most=2**40) == 7 * ARENA_STEP, "more than there is helps nobody"
+    assert cuda.arena_bytes(limit=3_000_000) == 3_000_000
+    assert cuda.arena_bytes(limit=2**40) == 7 * ARENA_STEP, "more than there is helps nobody"
     library.free = 1000
     assert cuda.arena_bytes() == 800
 

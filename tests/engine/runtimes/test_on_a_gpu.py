@@ -12,7 +12,7 @@ from prelunet.evaluator.contract import golden_image
 from prelunet.evaluator.engine.load import open_session, visible_gpus
 from prelunet.evaluator.engine.session import Precision
 from prelunet.evaluator.engine.verify import tolerance_of
-from tests.conftest import Exported
+from tests.conftest import ExportedNet
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +22,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
 def test_golden_images_on_one_canvas_get_the_scores_that_the_file_states(
-    exported: dict[str, Exported], precision: Precision
+    exported: dict[str, ExportedNet], precision: Precision
 ) -> None:
     path: Path = exported["demo-channel"].path
     session = open_session(path, "cuda", precision=precision)

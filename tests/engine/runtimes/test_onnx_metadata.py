@@ -6,10 +6,10 @@ import onnx
 import pytest
 
 from prelunet.evaluator.engine.runtimes.onnx_metadata import read_metadata
-from tests.conftest import Exported
+from tests.conftest import ExportedNet
 
 
-def test_the_metadata_of_an_exported_file_are_read_as_they_were_written(exported: dict[str, Exported]) -> None:
+def test_the_metadata_of_an_exported_file_are_read_as_they_were_written(exported: dict[str, ExportedNet]) -> None:
     path = exported["demo-channel"].path
     found = read_metadata(path)
     assert found == {entry.key: entry.value for entry in onnx.load(path).metadata_props}

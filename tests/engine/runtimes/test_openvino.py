@@ -11,9 +11,9 @@ import pytest
 
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.engine.runtimes import openvino as openvino_runtime
-from prelunet.evaluator.engine.verify import rubbish_canvas
+from prelunet.evaluator.engine.verify import garbage_canvas
 from prelunet.evaluator.errors import ContractError, EnvironmentFault, UsageError
-from tests.conftest import Exported
+from tests.conftest import ExportedNet
 from tests.engine.test_dense_scores import oracle_of
 from tests.helpers.discriminating_nets import noise
 
@@ -30,7 +30,7 @@ def computes_bf16() -> bool:
 
 
 @pytest.mark.parametrize("key", ["A-image", "E-image", "demo-image", "demo-exact"])
-def test_scores_are_the_oracles_also_of_a_single_window(exported: dict[str, Exported], key: str) -> None:
+def test_scores_are_the_oracles_also_of_a_single_window(exported: dict[str, ExportedNet], key: str) -> None:
     session = open_session(exported[key].path, "openvino")
     assert (session.circumstances.provider, session.circumstances.precision) == ("OpenVINO", "fp32")
     assert "openvino" in session.circumstances.versions
@@ -69,24 +69,24 @@ print(megabytes() - before)
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads memory as Linux tells it")
-def test_memory_does_not_grow_with_the_number_of_shapes(exported: dict[str, Exported]) -> None:
+def test_memory_does_not_grow_with_the_number_of_shapes(exported: dict[str, ExportedNet]) -> None:
     command = [sys.executable, "-c", MANY_SHAPES, str(exported["demo-image"].path)]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     # 217 MB with the runtime's own cache of code; without it 15 to 19, for canvases that grow by a third.
     assert float(told) < 40, f"200 further shapes took {told} MB"
 
 
-def test_images_of_different_sizes_share_a_canvas(exported: dict[str, Exported]) -> None:
+def test_images_of_different_sizes_share_a_canvas(exported: dict[str, ExportedNet]) -> None:
     session = open_session(exported["demo-image"].path, "openvino")
     images = [noise(31, 44, seed=1), noise(40, 29, seed=2), noise(28, 28, seed=3)]
-    outputs = session.run(*rubbish_canvas(session.contract, images))
+    outputs = session.run(*garbage_canvas(session.contract, images))
     for row, image in enumerate(images):
         np.testing.assert_allclose(
             outputs.scores[row], oracle_of(exported["demo-image"], image).scores, rtol=0, atol=1e-4
         )
 
 
-def test_answers_stay_what_they_were_when_the_session_runs_again(exported: dict[str, Exported]) -> None:
+def test_answers_stay_what_they_were_when_the_session_runs_again(exported: dict[str, ExportedNet]) -> None:
     session = open_session(exported["demo-image"].path, "openvino")
     image = noise(30, 41, seed=4)
     first = session.run(image[None], np.array([[30, 41]]))
@@ -97,7 +97,7 @@ def test_answers_stay_what_they_were_when_the_session_runs_again(exported: dict[
 
 
 @pytest.mark.skipif(not computes_bf16(), reason="this CPU has no bfloat16 instructions")
-def test_bf16_is_what_runs_where_it_is_asked_for(exported: dict[str, Exported]) -> None:
+def test_bf16_is_what_runs_where_it_is_asked_for(exported: dict[str, ExportedNet]) -> None:
     path = exported["demo-image"].path
     session, reference = open_session(path, "openvino", precision="bf16"), open_session(path, "openvino")
     assert session.circumstances.precision == "bf16"
@@ -124,7 +124,7 @@ def test_bf16_is_refused_before_the_file_is_read_where_the_cpu_does_not_know_it(
         openvino_runtime.load(tmp_path / "none.onnx", "fp32")
 
 
-class Compiled:
+class FakeCompiledModel:
     """A compiled model of layers (type, precision)."""
 
     def __init__(self, *layers: tuple[str, str]):
@@ -150,32 +150,36 @@ class Compiled:
     ],
 )
 def test_another_precision_than_was_asked_for_is_an_error_that_names_both(asked: Any, runs: list[str]) -> None:
-    compiled = Compiled(("Convolution", runs[0]), ("FullyConnected", runs[1]), ("Softmax", "f32"), ("Pooling", "bf16"))
+    compiled = FakeCompiledModel(
+        ("Convolution", runs[0]), ("FullyConnected", runs[1]), ("Softmax", "f32"), ("Pooling", "bf16")
+    )
     with pytest.raises(EnvironmentFault, match=rf"--precision {asked}: .*computes in {', '.join(sorted(set(runs)))} "):
         openvino_runtime.check_precision(compiled, asked)
 
 
 def test_layers_without_arithmetic_do_not_decide_the_precision() -> None:
     mean_image = ("MatMul", "f32"), ("MatMul", "bf16")
-    openvino_runtime.check_precision(Compiled(*mean_image, ("Convolution", "bf16"), ("Softmax", "f32")), "bf16")
-    openvino_runtime.check_precision(Compiled(("Convolution", "f32"), ("Reorder", "bf16")), "fp32")
+    openvino_runtime.check_precision(
+        FakeCompiledModel(*mean_image, ("Convolution", "bf16"), ("Softmax", "f32")), "bf16"
+    )
+    openvino_runtime.check_precision(FakeCompiledModel(("Convolution", "f32"), ("Reorder", "bf16")), "fp32")
 
 
 def test_a_missing_openvino_is_told_with_the_extra_that_brings_it(
-    exported: dict[str, Exported], monkeypatch: pytest.MonkeyPatch
+    exported: dict[str, ExportedNet], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "openvino", None)
     with pytest.raises(EnvironmentFault, match=r"--device openvino: openvino cannot be imported .*\[openvino\]"):
         open_session(exported["demo-image"].path, "openvino")
 
 
-def test_it_needs_no_onnxruntime(exported: dict[str, Exported], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_needs_no_onnxruntime(exported: dict[str, ExportedNet], monkeypatch: pytest.MonkeyPatch) -> None:
     path = exported["demo-image"].path
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     assert open_session(path, "openvino").contract == exported["demo-image"].session.contract
 
 
-def test_what_is_no_model_is_the_files_fault(tmp_path: Path, exported: dict[str, Exported]) -> None:
+def test_what_is_no_model_is_the_files_fault(tmp_path: Path, exported: dict[str, ExportedNet]) -> None:
     (tmp_path / "text.onnx").write_text("no model")
     whole = exported["demo-image"].path.read_bytes()
     (tmp_path / "half.onnx").write_bytes(whole[: len(whole) // 2])
@@ -195,18 +199,20 @@ def test_what_is_no_model_is_the_files_fault(tmp_path: Path, exported: dict[str,
     ],
 )
 def test_a_precision_that_a_device_does_not_have_is_refused_with_what_has_it(
-    exported: dict[str, Exported], device: Any, precision: Any, mend: str
+    exported: dict[str, ExportedNet], device: Any, precision: Any, mend: str
 ) -> None:
     with pytest.raises(UsageError, match=rf"--precision {precision}: .*holds fp32, which --device {device}.*{mend}"):
         open_session(exported["demo-image"].path, device, precision=precision)
 
 
-def test_a_precision_that_does_not_exist_is_refused_with_the_list(exported: dict[str, Exported]) -> None:
+def test_a_precision_that_does_not_exist_is_refused_with_the_list(exported: dict[str, ExportedNet]) -> None:
     with pytest.raises(UsageError, match=r"no precision 'f32'\. There are: fp32, tf32, bf16, fp16"):
         open_session(exported["demo-image"].path, "openvino", precision="f32")  # type: ignore[arg-type]
 
 
-def test_ctrl_c_is_an_interrupt_also_when_a_session_was_freed_in_another_thread(exported: dict[str, Exported]) -> None:
+def test_ctrl_c_is_an_interrupt_also_when_a_session_was_freed_in_another_thread(
+    exported: dict[str, ExportedNet],
+) -> None:
     code = (
         "import os, signal, threading, time\n"
         "from pathlib import Path\n"

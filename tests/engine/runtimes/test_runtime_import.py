@@ -10,7 +10,7 @@ import pytest
 
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.errors import EnvironmentFault
-from tests.conftest import Exported
+from tests.conftest import ExportedNet
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a_missing_runtime_is_told_with_the_extras_that_bring_it(model: Path, mo
         open_session(model, "cpu")
 
 
-def test_the_runtime_leaves_nothing_in_the_users_home(exported: dict[str, Exported], tmp_path: Path) -> None:
+def test_the_runtime_leaves_nothing_in_the_users_home(exported: dict[str, ExportedNet], tmp_path: Path) -> None:
     """onnxruntime 1.31 keeps a device id and a store of events there, to upload them, unless it is told not to."""
     environment = {key: value for key, value in os.environ.items() if key != "ORT_DISABLE_TELEMETRY"}
     code = (

@@ -16,7 +16,7 @@ from tests.helpers.fakes import FakeSession
 MODEL = Path("m.onnx")
 
 
-class Opened(FakeSession):
+class OpenedSession(FakeSession):
     """A session on one GPU of a machine. card: what that GPU is called."""
 
     def __init__(self, placement: Placement, card: str, rules: BatchRules | None) -> None:
@@ -26,7 +26,7 @@ class Opened(FakeSession):
         self.rules = rules or self.rules
 
 
-class Machine:
+class FakeGpus:
     """Some GPUs. calls: the options of each opening; cards, rules: of a GPU that is not like the others."""
 
     def __init__(self) -> None:
@@ -35,23 +35,23 @@ class Machine:
         self.cards: dict[int, str] = {}
         self.rules: dict[int, BatchRules] = {}
 
-    def open(self, _path: Path, placement: Placement, **options: Any) -> Opened:
+    def open(self, _path: Path, placement: Placement, **options: Any) -> OpenedSession:
         self.calls.append(options)
         device = placement.device if placement.device != "auto" else ("cuda" if self.count else "cpu")
         gpu = placement.gpu
-        return Opened(replace(placement, device=device), self.cards.get(gpu, "Card"), self.rules.get(gpu))
+        return OpenedSession(replace(placement, device=device), self.cards.get(gpu, "Card"), self.rules.get(gpu))
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    found = Machine()
-    monkeypatch.setattr("prelunet.evaluator.engine.load.open_placed", found.open)
+def machine(monkeypatch: pytest.MonkeyPatch) -> FakeGpus:
+    found = FakeGpus()
+    monkeypatch.setattr("prelunet.evaluator.engine.load.open_with_placement", found.open)
     monkeypatch.setattr("prelunet.evaluator.engine.load.visible_gpus", lambda: found.count)
     return found
 
 
 @pytest.mark.parametrize(("asked", "opened"), [(1, [0]), (3, [0, 1, 2]), (0, [0, 1, 2, 3])])
-def test_a_session_is_opened_on_each_gpu(machine: Machine, asked: int, opened: list[int]) -> None:
+def test_a_session_is_opened_on_each_gpu(machine: FakeGpus, asked: int, opened: list[int]) -> None:
     machine.count = 4
     for device in ("auto", "cuda"):
         sessions = open_sessions(MODEL, Placement(device, "tf32", gpu_memory=7), asked)
@@ -59,14 +59,14 @@ def test_a_session_is_opened_on_each_gpu(machine: Machine, asked: int, opened: l
         assert [session.placement for session in sessions] == expected
 
 
-def test_the_file_is_hashed_once_and_every_session_is_made_ready_for_many_images(machine: Machine) -> None:
+def test_the_file_is_hashed_once_and_every_session_is_made_ready_for_many_images(machine: FakeGpus) -> None:
     machine.count = 3
     first, *_ = open_sessions(MODEL, Placement("cuda"), 3)
-    known = {"for_many": True, "digest": first.model_sha256}
-    assert machine.calls == [{"for_many": True}, known, known]
+    known = {"preallocate": True, "digest": first.model_sha256}
+    assert machine.calls == [{"preallocate": True}, known, known]
 
 
-def test_more_gpus_than_there_are_and_gpus_on_a_cpu_are_refused(machine: Machine) -> None:
+def test_more_gpus_than_there_are_and_gpus_on_a_cpu_are_refused(machine: FakeGpus) -> None:
     machine.count = 2
     with pytest.raises(EnvironmentFault, match=r"--gpus 3: 2 are visible here"):
         open_sessions(MODEL, Placement("cuda"), 3)
@@ -80,14 +80,14 @@ def test_more_gpus_than_there_are_and_gpus_on_a_cpu_are_refused(machine: Machine
     assert only.placement.device == "cpu"
 
 
-def test_cards_of_two_kinds_are_refused_naming_both(machine: Machine) -> None:
+def test_cards_of_two_kinds_are_refused_naming_both(machine: FakeGpus) -> None:
     machine.count, machine.cards = 3, {2: "Other card"}
     assert len(open_sessions(MODEL, Placement("cuda"), 2)) == 2
     with pytest.raises(EnvironmentFault, match=r"versions\.gpu: Card GPU 0, Other card GPU 2"):
         open_sessions(MODEL, Placement("cuda"), 3)
 
 
-def test_a_card_with_less_room_is_refused_with_the_limit_that_would_make_all_alike(machine: Machine) -> None:
+def test_a_card_with_less_room_is_refused_with_the_limit_that_would_make_all_alike(machine: FakeGpus) -> None:
     machine.count, machine.rules = 2, {1: BatchRules(max_pixels=4711)}
     with pytest.raises(EnvironmentFault, match=r"(?s)batching\.max_pixels: \d+ GPU 0, 4711 GPU 1.*--gpu-memory-limit"):
         open_sessions(MODEL, Placement("cuda"), 2)

@@ -14,7 +14,7 @@ from PIL import Image
 
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.engine.session import Session
-from prelunet.export.foreign.adopt import Adopted, AdoptOptions, adopt
+from prelunet.export.foreign.adopt import AdoptOptions, AdoptResult, adopt
 from prelunet.training.importing.preprocessing import Preprocessing
 
 CROP = 40
@@ -22,10 +22,10 @@ CLASSES = 7
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 
-Build = Callable[["Nodes", str], str]
+Build = Callable[["NetBuilder", str], str]
 
 
-class Nodes:
+class NetBuilder:
     """Collects a graph; every number random, none of them alike by channel."""
 
     def __init__(self, seed: int = 4, dtype: type = np.float32) -> None:
@@ -48,7 +48,7 @@ class Nodes:
         return output
 
 
-def features(n: Nodes, x: str, flatten: Build | None = None, **of_gemm: Any) -> str:
+def features(n: NetBuilder, x: str, flatten: Build | None = None, **of_gemm: Any) -> str:
     """Add a small residual net in front of the classes: (N, 3, H, W) → logits (N, CLASSES).
 
     flatten: what stands in front of the last layer, whose further attributes are of_gemm.
@@ -85,7 +85,7 @@ def net(
     output_shape: Sequence[int | str] | None = None,
 ) -> Path:
     """Write a net; `build` adds its nodes and returns the name of its output."""
-    nodes = Nodes(dtype=dtype)
+    nodes = NetBuilder(dtype=dtype)
     output = build(nodes, input_name)
     axes = [batch, 3, side, side] if layout == "NCHW" else [batch, side, side, 3]
     graph = helper.make_graph(
@@ -106,58 +106,58 @@ BYTES: dict[str, Any] = {"input_type": TensorProto.UINT8}
 HALF: dict[str, Any] = {"input_type": TensorProto.FLOAT16, "output_type": TensorProto.FLOAT16, "dtype": np.float16}
 
 
-def softmax_end(n: Nodes, x: str) -> str:
+def softmax_end(n: NetBuilder, x: str) -> str:
     return n.add("Softmax", features(n, x), axis=1)
 
 
-def never_negative(n: Nodes, x: str) -> str:
+def never_negative(n: NetBuilder, x: str) -> str:
     return n.add("Relu", features(n, x))
 
 
-def certain(n: Nodes, x: str) -> str:
+def certain(n: NetBuilder, x: str) -> str:
     """End in a softmax of logits so far apart that some probabilities are 0."""
     return n.add("Softmax", n.add("Mul", features(n, x), n.constant(np.array(300, n.dtype))), axis=1)
 
 
-def transposed(n: Nodes, x: str) -> str:
+def transposed(n: NetBuilder, x: str) -> str:
     """End in a Gemm whose first operand stands upright, (features, N)."""
 
-    def upright(n: Nodes, x: str) -> str:
+    def upright(n: NetBuilder, x: str) -> str:
         return n.add("Transpose", n.add("Flatten", x, axis=1), perm=[1, 0])
 
     return features(n, x, upright, transA=1)
 
 
-def channels_last(n: Nodes, x: str) -> str:
+def channels_last(n: NetBuilder, x: str) -> str:
     return features(n, n.add("Transpose", x, perm=[0, 3, 1, 2]))
 
 
-def of_one(n: Nodes, x: str) -> str:
+def of_one(n: NetBuilder, x: str) -> str:
     """Flatten as old exporters do: with the batch of the export as a constant."""
     return features(n, x, lambda n, x: n.add("Reshape", x, n.constant(np.array([1, 12], np.int64))))
 
 
-def of_two(n: Nodes, x: str) -> str:
+def of_two(n: NetBuilder, x: str) -> str:
     return features(n, x, lambda n, x: n.add("Reshape", x, n.constant(np.array([2, 12], np.int64))))
 
 
-def spatial(n: Nodes, x: str) -> str:
+def spatial(n: NetBuilder, x: str) -> str:
     """End in (N, K, 1, 1), as fully convolutional nets do."""
     return n.add("Reshape", features(n, x), n.constant(np.array([-1, CLASSES, 1, 1], np.int64)))
 
 
-def from_bytes(n: Nodes, x: str) -> str:
+def from_bytes(n: NetBuilder, x: str) -> str:
     value = n.add("Div", n.add("Cast", x, to=TensorProto.FLOAT), n.constant(np.array(255, np.float32)))
     return features(n, value)
 
 
-def mixing(n: Nodes, x: str) -> str:
+def mixing(n: NetBuilder, x: str) -> str:
     """Subtract the mean over the batch, as a net does that was exported in training mode."""
     mean = n.add("ReduceMean", x, n.constant(np.array([0], np.int64)), keepdims=1)
     return features(n, n.add("Sub", x, n.add("Mul", mean, n.constant(np.array(0.5, np.float32)))))
 
 
-def ours(n: Nodes, x: str) -> str:
+def ours(n: NetBuilder, x: str) -> str:
     """Use our own names, and a branch that reads weights from outside of it."""
     n.add("Identity", features(n, x), output="logits")
     factor = n.constant(np.array(-0.7, np.float32), "sizes")
@@ -176,7 +176,7 @@ def write_classes(folder: Path, count: int = CLASSES) -> Path:
 
 
 @dataclass(frozen=True)
-class Plain:
+class ReferenceNet:
     """What a net says without prelunet: Pillow, numpy, onnxruntime."""
 
     path: Path
@@ -242,7 +242,9 @@ def photo(height: int, width: int, encoding: str, seed: int = 0) -> bytes:
     return buffer.getvalue()
 
 
-def adopted(folder: Path, path: Path, preprocessing: Preprocessing = RGB, **options: Any) -> tuple[Session, Adopted]:
+def adopted(
+    folder: Path, path: Path, preprocessing: Preprocessing = RGB, **options: Any
+) -> tuple[Session, AdoptResult]:
     output = folder / "adopted.onnx"
     said = AdoptOptions(preprocessing, **{"crop": CROP, **options})
     result = adopt(path, output, write_classes(folder), said)

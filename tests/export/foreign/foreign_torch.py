@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from prelunet.evaluator.architectures import Activation, Architecture, Conv, parameter_shapes
 from prelunet.evaluator.contract import ClassEntry
-from prelunet.training.importing.import_net import Imported, import_net
+from prelunet.training.importing.import_net import ImportResult, import_net
 from prelunet.training.importing.preprocessing import Preprocessing
 from tests.helpers.tiny_nets import CLASSES, TINY
 
@@ -18,7 +18,7 @@ ENTRIES = tuple(ClassEntry(f"n{index:08}", f"thing {index}") for index in range(
 PLAIN = Preprocessing((123.0, 117.0, 104.0), (1.0, 1.0, 1.0), pixel_range=255)
 
 
-class Foreign(nn.Module):
+class ForeignNet(nn.Module):
     """A net of an architecture of ours as somebody else writes it: Sequentials, nn.PReLU, own names."""
 
     def __init__(self, net: Architecture = TINY, classes: int = CLASSES, slopes: str = "channel") -> None:
@@ -56,10 +56,10 @@ class Foreign(nn.Module):
         return result
 
 
-def tiny_import(path: Path, activation: Activation = "prelu", **options: Any) -> Imported:
+def tiny_import(path: Path, activation: Activation = "prelu", **options: Any) -> ImportResult:
     return import_net(path, replace(TINY, activation=activation), ENTRIES, PLAIN, **options)
 
 
 def our_names(net: Architecture = TINY, classes: int = CLASSES) -> dict[str, Tensor]:
     """Return a foreign net's tensors under our names."""
-    return dict(zip(parameter_shapes(net, classes), Foreign(net, classes).state_dict().values(), strict=True))
+    return dict(zip(parameter_shapes(net, classes), ForeignNet(net, classes).state_dict().values(), strict=True))

@@ -16,11 +16,11 @@ from prelunet.evaluator.client import Client
 from prelunet.evaluator.contract import golden_image
 from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.engine.load import open_session
-from prelunet.evaluator.engine.runtimes.onnx import PlainNet
+from prelunet.evaluator.engine.runtimes.onnx import RawOnnxModel
 from prelunet.evaluator.engine.verify import verify
 from prelunet.evaluator.errors import ContractError, UsageError
 from prelunet.evaluator.imaging.decode import decode_rgb
-from prelunet.evaluator.protocols import default_protocol, make_protocol
+from prelunet.evaluator.protocols import build_protocol, default_protocol_name
 from prelunet.export.foreign.adopt import AdoptOptions, adopt
 from prelunet.training.importing.preprocessing import Preprocessing
 from tests.conftest import with_contract
@@ -33,8 +33,8 @@ from tests.export.foreign.foreign_nets import (
     RGB,
     STD,
     Build,
-    Nodes,
-    Plain,
+    NetBuilder,
+    ReferenceNet,
     adopted,
     certain,
     channels_last,
@@ -93,13 +93,13 @@ def test_an_adopted_net_gives_the_scores_of_plain_onnxruntime_with_plain_pillow(
     build, written, preprocessing, asked = NETS[name]
     path = net(tmp_path, build, **written)
     session, found = adopted(tmp_path, path, preprocessing)
-    plain = Plain(path, **asked)
-    assert bool(found.one_by_one) == (name in ONE_BY_ONE), found.one_by_one
+    plain = ReferenceNet(path, **asked)
+    assert bool(found.sequential_reason) == (name in ONE_BY_ONE), found.sequential_reason
     if "inside" in name:
-        assert found.one_by_one == "together: its Reshape node fails"
+        assert found.sequential_reason == "together: its Reshape node fails"
     images = [decode_rgb(data) for data in PHOTOS]
     for protocol, expected in (("center", plain.center), ("ten-crop", plain.ten_crop)):
-        results = classify_images(session, images, make_protocol(protocol, session.contract))
+        results = classify_images(session, images, build_protocol(protocol, session.contract))
         wanted = np.stack([expected(data) for data in PHOTOS])
         assert np.abs(wanted[0] - wanted[1]).max() > 0.01, "a net that says the same of all images shows nothing"
         # Half: in a batch, a logit of up to 4 may be rounded to its other neighbour, 4e-3 away.
@@ -117,9 +117,9 @@ def test_a_net_that_torch_exported_with_a_batch_of_one_is_adopted_with_batches(t
     path = tmp_path / "net.onnx"
     torch.onnx.export(module, (torch.zeros(1, 3, CROP, CROP),), path, dynamo=False)
     session, found = adopted(tmp_path, path)
-    assert not found.one_by_one
-    results = classify_images(session, [decode_rgb(d) for d in PHOTOS], make_protocol("ten-crop", session.contract))
-    wanted = [Plain(path).ten_crop(data) for data in PHOTOS]
+    assert not found.sequential_reason
+    results = classify_images(session, [decode_rgb(d) for d in PHOTOS], build_protocol("ten-crop", session.contract))
+    wanted = [ReferenceNet(path).ten_crop(data) for data in PHOTOS]
     np.testing.assert_allclose([r.scores for r in results], wanted, rtol=0, atol=TOLERANCE)
 
 
@@ -146,7 +146,7 @@ def test_a_score_of_zero_in_half_precision_has_the_logarithm_of_the_smallest_hal
 
 def test_outputs_above_one_are_logits_even_if_none_is_negative(tmp_path: Path) -> None:
     path = net(tmp_path, never_negative)
-    raw = PlainNet(path).run({"x": RGB.plain(golden_image(CROP, CROP)).transpose(2, 0, 1)[None]}, "v13")
+    raw = RawOnnxModel(path).run({"x": RGB.plain(golden_image(CROP, CROP)).transpose(2, 0, 1)[None]}, "v13")
     assert raw.min() == 0
     assert 1.1 < raw.max() < 10, "near to 1, where a sigmoid might be suspected"
     assert not adopted(tmp_path, path)[1].probabilities
@@ -179,17 +179,19 @@ def test_the_contract_states_one_window_of_fixed_size_and_how_the_net_was_adopte
         "input": "x", "layout": "NCHW", "output": "v12", "mean": list(MEAN), "std": list(STD), "range": 1,
         "channels": "rgb",
     }  # fmt: skip
-    assert default_protocol(contract) == "center"
+    assert default_protocol_name(contract) == "center"
     for protocol in ("multi-scale", "dense-46", "spp-18"):
         with pytest.raises(UsageError, match=r"crops of 40x40 pixels and nothing else.*It can do: center, ten-crop"):
-            make_protocol(protocol, contract)
+            build_protocol(protocol, contract)
 
 
 def test_golden_scores_are_those_of_the_net_itself_and_verify_compares_them(tmp_path: Path) -> None:
     path = net(tmp_path)
     session, _ = adopted(tmp_path, path)
     (golden,) = session.contract.golden
-    np.testing.assert_allclose(golden.scores, Plain(path).scores(golden_image(CROP, CROP)), rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(
+        golden.scores, ReferenceNet(path).scores(golden_image(CROP, CROP)), rtol=0, atol=TOLERANCE
+    )
     assert [d.passed for d in verify(session)] == [True]
     swapped = replace(golden, scores=golden.scores[::-1])
     other = with_contract(session, replace(session.contract, golden=(swapped,)))
@@ -226,7 +228,7 @@ def test_the_file_has_no_trace_of_what_made_the_net_and_the_same_bytes_each_time
 
 
 def test_golden_scores_are_those_of_one_thread_however_many_the_machine_has(tmp_path: Path) -> None:
-    def wide(n: Nodes, x: str) -> str:
+    def wide(n: NetBuilder, x: str) -> str:
         """End in a convolution over so many channels that onnxruntime orders its sums by its threads."""
         x = n.add("AveragePool", x, kernel_shape=[8, 8], strides=[8, 8])
         x = n.add("Conv", x, n.weights(513, 3, 1, 1), kernel_shape=[1, 1])
@@ -237,18 +239,18 @@ def test_golden_scores_are_those_of_one_thread_however_many_the_machine_has(tmp_
     session, _ = adopted(tmp_path, path)
     (golden,) = session.contract.golden
     pixels = RGB.plain(golden_image(CROP, CROP)).transpose(2, 0, 1)[None]
-    (logits,) = PlainNet(path, threads=1).run({"x": pixels}, "v4")
+    (logits,) = RawOnnxModel(path, threads=1).run({"x": pixels}, "v4")
     np.testing.assert_array_equal(np.float32(golden.logits), logits)  # nine digits are enough for every bit of float32
 
 
 def test_weights_in_another_file_are_taken_into_the_model(tmp_path: Path) -> None:
     path = net(tmp_path)
-    expected = Plain(path).center(PHOTOS[0])
+    expected = ReferenceNet(path).center(PHOTOS[0])
     onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
     session, _ = adopted(tmp_path, path)
     (tmp_path / "weights.bin").unlink()
     session = open_session(tmp_path / "adopted.onnx", "cpu")
-    (result,) = classify_images(session, [decode_rgb(PHOTOS[0])], make_protocol("center", session.contract))
+    (result,) = classify_images(session, [decode_rgb(PHOTOS[0])], build_protocol("center", session.contract))
     np.testing.assert_allclose(result.scores, expected, rtol=0, atol=TOLERANCE)
     with pytest.raises(ContractError, match=r"net\.onnx: its weights are in other files.*Put them beside it"):
         adopted(tmp_path, path)
@@ -259,8 +261,8 @@ def test_a_net_with_our_own_names_inside_and_with_a_branch_that_reads_weights_fr
 ) -> None:
     path = net(tmp_path, ours, input_name="images")
     session, _ = adopted(tmp_path, path)
-    (result,) = classify_images(session, [decode_rgb(PHOTOS[1])], make_protocol("center", session.contract))
-    np.testing.assert_allclose(result.scores, Plain(path).center(PHOTOS[1]), rtol=0, atol=TOLERANCE)
+    (result,) = classify_images(session, [decode_rgb(PHOTOS[1])], build_protocol("center", session.contract))
+    np.testing.assert_allclose(result.scores, ReferenceNet(path).center(PHOTOS[1]), rtol=0, atol=TOLERANCE)
     assert "multiply_adds" not in session.contract.architecture, "what a branch multiplies is not counted"
 
 
@@ -278,8 +280,8 @@ def test_sparse_weights_stay_where_the_net_reads_them(batch: str | int, tmp_path
     output = tmp_path / "adopted.onnx"
     adopt(path, output, write_classes(tmp_path), AdoptOptions(RGB))
     session = open_session(output, "cpu")
-    (result,) = classify_images(session, [decode_rgb(PHOTOS[1])], make_protocol("center", session.contract))
-    np.testing.assert_allclose(result.scores, Plain(path).center(PHOTOS[1]), rtol=0, atol=TOLERANCE)
+    (result,) = classify_images(session, [decode_rgb(PHOTOS[1])], build_protocol("center", session.contract))
+    np.testing.assert_allclose(result.scores, ReferenceNet(path).center(PHOTOS[1]), rtol=0, atol=TOLERANCE)
 
 
 def test_one_of_several_outputs_is_taken_when_it_is_named(tmp_path: Path) -> None:
@@ -294,8 +296,8 @@ def test_one_of_several_outputs_is_taken_when_it_is_named(tmp_path: Path) -> Non
     for name, probabilities in (("v12", False), ("v13", True)):
         session, found = adopted(tmp_path, path, net_output=name)
         assert found.probabilities == probabilities
-        (result,) = classify_images(session, [decode_rgb(PHOTOS[0])], make_protocol("center", session.contract))
-        expected = Plain(path, output=name, probabilities=probabilities).center(PHOTOS[0])
+        (result,) = classify_images(session, [decode_rgb(PHOTOS[0])], build_protocol("center", session.contract))
+        expected = ReferenceNet(path, output=name, probabilities=probabilities).center(PHOTOS[0])
         np.testing.assert_allclose(result.scores, expected, rtol=0, atol=TOLERANCE)
 
 
@@ -328,7 +330,7 @@ def test_an_adopted_net_is_classified_validated_reported_and_served(
         (data / wnid).mkdir(parents=True, exist_ok=True)
         (data / wnid / f"{index}.{encoding.lower()}").write_bytes(photo(50 + 9 * index, 64, encoding, seed=index))
     files = sorted(data.rglob("*.*"))
-    plain = Plain(path)
+    plain = ReferenceNet(path)
     for name, ask in (("center", plain.center), ("ten-crop", plain.ten_crop)):
         folder = str(tmp_path / name)
         extra = [] if name == "center" else ["--protocol", name]  # which is the default of an adopted net

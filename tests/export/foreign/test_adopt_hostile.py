@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.contract import golden_image
-from prelunet.evaluator.engine.runtimes.onnx import PlainNet
+from prelunet.evaluator.engine.runtimes.onnx import RawOnnxModel
 from prelunet.evaluator.errors import ContractError, UsageError
 from prelunet.export.dense.export import export_checkpoint
 from prelunet.export.foreign.adopt import AdoptOptions, adopt
@@ -25,7 +25,7 @@ from tests.export.foreign.foreign_nets import (
     HALF,
     RGB,
     Build,
-    Nodes,
+    NetBuilder,
     adopted,
     features,
     net,
@@ -86,13 +86,13 @@ def test_export_does_not_replace_its_checkpoint(tmp_path: Path) -> None:
 # --- a batch is no more than its images
 
 
-def dynamic_range(n: Nodes, x: str) -> str:
+def dynamic_range(n: NetBuilder, x: str) -> str:
     """Quantise by the range of the whole batch."""
     n.nodes.append(helper.make_node("DynamicQuantizeLinear", [x], ["q", "scale", "zero"]))
     return features(n, n.add("DequantizeLinear", "q", "scale", "zero"))
 
 
-def stretched(n: Nodes, x: str) -> str:
+def stretched(n: NetBuilder, x: str) -> str:
     """Stretch the range of the whole batch to 0..1."""
     low, high = n.add("ReduceMin", x, keepdims=0), n.add("ReduceMax", x, keepdims=0)
     return features(n, n.add("Div", n.add("Sub", x, low), n.add("Sub", high, low)))
@@ -101,7 +101,7 @@ def stretched(n: Nodes, x: str) -> str:
 def other_beyond(images: int) -> Build:
     """Give another answer to batches of more images than these."""
 
-    def build(n: Nodes, x: str) -> str:
+    def build(n: NetBuilder, x: str) -> str:
         y = features(n, x)
         size = n.add("Gather", n.add("Shape", x), n.constant(np.array(0, np.int64)))
         more = n.add("Greater", size, n.constant(np.array(images, np.int64)))
@@ -122,7 +122,7 @@ def other_beyond(images: int) -> Build:
 @pytest.mark.parametrize("build", [dynamic_range, stretched, other_beyond(4), other_beyond(8)])
 def test_a_net_that_measures_its_batch_sees_one_image_at_a_time(build: Build, tmp_path: Path) -> None:
     session, found = adopted(tmp_path, net(tmp_path, build))
-    assert "scores of the same image together differ by" in found.one_by_one
+    assert "scores of the same image together differ by" in found.sequential_reason
     golden = golden_image(CROP, CROP)
     pale = 128 + golden // 32
     images = np.stack([pale, *[np.roll(golden, step, 1) for step in range(11)]])
@@ -131,7 +131,7 @@ def test_a_net_that_measures_its_batch_sees_one_image_at_a_time(build: Build, tm
     np.testing.assert_allclose(session.run(images, sizes).scores[0], alone, atol=1e-6)  # sums in another order
 
 
-def not_in_the_dark(n: Nodes, x: str) -> str:
+def not_in_the_dark(n: NetBuilder, x: str) -> str:
     """Take the root of what is below 0 in a dark picture."""
     light = n.add("ReduceMean", x, n.constant(np.array([1, 2, 3], np.int64)), keepdims=0)
     root = n.add("Sqrt", n.add("Add", light, n.constant(np.array(1.8, np.float32))))
@@ -140,14 +140,14 @@ def not_in_the_dark(n: Nodes, x: str) -> str:
 
 def test_a_net_that_fails_on_dark_images_only_is_refused_and_the_image_named(tmp_path: Path) -> None:
     path = net(tmp_path, not_in_the_dark)
-    bright = PlainNet(path).run({"x": RGB.plain(golden_image(CROP, CROP)).transpose(2, 0, 1)[None]}, "v17")
+    bright = RawOnnxModel(path).run({"x": RGB.apply(golden_image(CROP, CROP)).transpose(2, 0, 1)[None]}, "v17")
     assert np.isfinite(bright).all(), "a net that fails on everything shows nothing"
     with pytest.raises(ContractError, match=r"NaN or infinity for an image \((a dark picture|all black)\)"):
         adopted(tmp_path, path)
 
 
 def noisy(scale: float) -> Build:
-    def build(n: Nodes, x: str) -> str:
+    def build(n: NetBuilder, x: str) -> str:
         y = features(n, x)
         return n.add("Add", y, n.add("RandomNormalLike", y, scale=scale))
 
@@ -161,13 +161,13 @@ def test_a_net_that_draws_random_numbers_is_refused_however_small_they_are(scale
 
 
 def test_a_net_may_hold_random_operators_that_change_nothing(tmp_path: Path) -> None:
-    def silenced(n: Nodes, x: str) -> str:
+    def silenced(n: NetBuilder, x: str) -> str:
         y = features(n, x)
         drawn = n.add("RandomNormalLike", y)
         return n.add("Add", y, n.add("Mul", drawn, n.constant(np.array(0, np.float32))))
 
     _, found = adopted(tmp_path, net(tmp_path, silenced))
-    assert not found.one_by_one
+    assert not found.sequential_reason
 
 
 def test_random_operators_are_found_in_branches_and_functions_and_a_dropout_only_in_training() -> None:

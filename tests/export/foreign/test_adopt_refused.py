@@ -11,7 +11,7 @@ from onnx import TensorProto, helper
 
 from prelunet.evaluator.errors import ContractError, EnvironmentFault, PreluNetError, UsageError
 from prelunet.export.foreign.adopt import AdoptOptions, adopt
-from prelunet.training.importing.preprocessing import Preprocessing, three_numbers
+from prelunet.training.importing.preprocessing import Preprocessing, parse_channel_values
 from tests.export.foreign.foreign_nets import (
     BYTES,
     CLASSES,
@@ -20,7 +20,7 @@ from tests.export.foreign.foreign_nets import (
     RGB,
     STD,
     Build,
-    Nodes,
+    NetBuilder,
     adopted,
     features,
     from_bytes,
@@ -32,28 +32,28 @@ from tests.export.foreign.foreign_nets import (
 )
 
 
-def sigmoid(n: Nodes, x: str) -> str:
+def sigmoid(n: NetBuilder, x: str) -> str:
     return n.add("Sigmoid", features(n, x))
 
 
-def nan(n: Nodes, x: str) -> str:
+def nan(n: NetBuilder, x: str) -> str:
     return n.add("Sqrt", features(n, x))
 
 
-def random_dropout(n: Nodes, x: str) -> str:
+def random_dropout(n: NetBuilder, x: str) -> str:
     training = n.constant(np.array(True))
     return n.add("Dropout", features(n, x), n.constant(np.array(0.5, np.float32)), training)
 
 
-def single(n: Nodes, x: str) -> str:
+def single(n: NetBuilder, x: str) -> str:
     return n.add("ReduceMax", features(n, x), n.constant(np.array([1], np.int64)), keepdims=1)
 
 
-def feature_map(n: Nodes, x: str) -> str:
+def feature_map(n: NetBuilder, x: str) -> str:
     return n.add("Relu", x)
 
 
-def repeats(n: Nodes, x: str) -> str:
+def repeats(n: NetBuilder, x: str) -> str:
     """Give two rows where one image went in."""
     row = features(n, x)
     return n.add("Concat", row, row, axis=0)
@@ -190,11 +190,11 @@ def test_preprocessing_that_contradicts_itself_is_refused(numbers: dict[str, Any
 
 
 def test_one_number_stands_for_all_channels_and_anything_but_one_or_three_is_refused() -> None:
-    assert three_numbers("0.5", "--mean") == (0.5, 0.5, 0.5)
-    assert three_numbers("1,2,3", "--mean") == (1, 2, 3)
+    assert parse_channel_values("0.5", "--mean") == (0.5, 0.5, 0.5)
+    assert parse_channel_values("1,2,3", "--mean") == (1, 2, 3)
     for given in ("1,2", "a", "", "1,2,3,4"):
         with pytest.raises(UsageError, match=r"--mean .*three numbers"):
-            three_numbers(given, "--mean")
+            parse_channel_values(given, "--mean")
 
 
 def test_a_machine_with_too_little_memory_is_not_the_nets_fault(

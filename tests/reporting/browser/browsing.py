@@ -17,21 +17,21 @@ HOSTILE = [
 ]
 
 
-class Watched:
+class MonitoredPage:
     """A page and whatever went wrong on it: console messages, exceptions, requests for anything but the page."""
 
     def __init__(self, page: Page, address: str) -> None:
         self.page, self.address = page, address
         self.wrong: list[str] = []
-        page.on("console", self._say)
+        page.on("console", self._on_console)
         page.on("pageerror", lambda error: self.wrong.append(f"exception: {error}"))
-        page.on("request", self._ask)
+        page.on("request", self._on_request)
         page.on("dialog", lambda dialog: self.wrong.append(f"dialog: {dialog.message}"))
 
-    def _say(self, message: ConsoleMessage) -> None:
+    def _on_console(self, message: ConsoleMessage) -> None:
         self.wrong.append(f"{message.type}: {message.text}")
 
-    def _ask(self, request: Request) -> None:
+    def _on_request(self, request: Request) -> None:
         if request.url.partition("#")[0] != self.address and not request.url.startswith(("data:", "about:")):
             self.wrong.append(f"request: {request.url}")
 

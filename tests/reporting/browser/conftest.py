@@ -18,7 +18,7 @@ from playwright.sync_api import Browser, sync_playwright
 from prelunet.evaluator.datasets import open_dataset
 from prelunet.evaluator.reporting.page import write_report
 from tests.helpers.run_folders import evaluated, refused, write_run
-from tests.reporting.browser.browsing import HOSTILE, LAPTOP, Watched, imagenet_shape
+from tests.reporting.browser.browsing import HOSTILE, LAPTOP, MonitoredPage, imagenet_shape
 
 INSTALL = "install it with: apt-get install --no-install-recommends chromium fonts-dejavu-core"
 
@@ -39,13 +39,13 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def visit(browser: Browser) -> Iterator[Callable[..., Watched]]:
+def visit(browser: Browser) -> Iterator[Callable[..., MonitoredPage]]:
     """Give a function that opens a report; at the end nothing may have gone wrong on any page."""
-    opened: list[Watched] = []
+    opened: list[MonitoredPage] = []
 
-    def open_page(report: Path, fragment: str = "", size: tuple[int, int] = LAPTOP, **options: Any) -> Watched:
+    def open_page(report: Path, fragment: str = "", size: tuple[int, int] = LAPTOP, **options: Any) -> MonitoredPage:
         context = browser.new_context(viewport={"width": size[0], "height": size[1]}, **options)
-        watched = Watched(context.new_page(), report.as_uri())
+        watched = MonitoredPage(context.new_page(), report.as_uri())
         opened.append(watched)
         watched.page.goto(watched.address + fragment)
         return watched

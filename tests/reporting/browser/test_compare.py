@@ -11,7 +11,7 @@ from playwright.sync_api import Page, expect
 from prelunet.evaluator.reporting.compare import Comparison
 from prelunet.evaluator.reporting.compare_page import write_comparison
 from tests.helpers.run_folders import evaluated, refused, write_run
-from tests.reporting.browser.browsing import HOSTILE, LAPTOP, PHONE, Watched, brightness, imagenet_shape, names_of
+from tests.reporting.browser.browsing import HOSTILE, LAPTOP, PHONE, MonitoredPage, brightness, imagenet_shape, names_of
 
 pytestmark = pytest.mark.browser
 Run = list[dict[str, Any]]
@@ -70,7 +70,7 @@ def hostile_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("pair", ["thousand", "ten", "hostile_pair"])
 @pytest.mark.parametrize("size", [LAPTOP, PHONE])
 def test_a_comparison_fits_its_window_asks_for_nothing_and_complains_of_nothing(
-    pair: str, size: tuple[int, int], visit: Callable[..., Watched], request: pytest.FixtureRequest
+    pair: str, size: tuple[int, int], visit: Callable[..., MonitoredPage], request: pytest.FixtureRequest
 ) -> None:
     watched = visit(request.getfixturevalue(pair), size=size, color_scheme="light")
     page = watched.page
@@ -98,7 +98,9 @@ def cut_words(page: Page) -> list[str]:
     return broken
 
 
-def test_on_a_phone_neither_labels_nor_intervals_nor_captions_break(ten: Path, visit: Callable[..., Watched]) -> None:
+def test_on_a_phone_neither_labels_nor_intervals_nor_captions_break(
+    ten: Path, visit: Callable[..., MonitoredPage]
+) -> None:
     page = visit(ten, size=PHONE).page
     expect(page.locator("#top1-chart svg")).to_be_visible()
     assert cut_words(page) == []
@@ -113,7 +115,7 @@ def test_on_a_phone_neither_labels_nor_intervals_nor_captions_break(ten: Path, v
 
 
 def test_every_column_sorts_both_ways_and_classes_without_images_stay_last(
-    thousand: Path, visit: Callable[..., Watched]
+    thousand: Path, visit: Callable[..., MonitoredPage]
 ) -> None:
     page = visit(thousand).page
     classes = comparison_of(thousand)["classes"]
@@ -145,7 +147,7 @@ def test_every_column_sorts_both_ways_and_classes_without_images_stay_last(
 
 
 def test_the_first_order_is_by_what_got_worse_most_and_25_rows_are_shown(
-    thousand: Path, visit: Callable[..., Watched]
+    thousand: Path, visit: Callable[..., MonitoredPage]
 ) -> None:
     page = visit(thousand).page
     classes = comparison_of(thousand)["classes"]
@@ -156,7 +158,7 @@ def test_the_first_order_is_by_what_got_worse_most_and_25_rows_are_shown(
     assert page.locator("table.all tbody tr:visible").count() == 1000
 
 
-def test_search_and_filters_show_the_classes_they_name(thousand: Path, visit: Callable[..., Watched]) -> None:
+def test_search_and_filters_show_the_classes_they_name(thousand: Path, visit: Callable[..., MonitoredPage]) -> None:
     page = visit(thousand).page
     classes = comparison_of(thousand)["classes"]
     page.keyboard.press("/")
@@ -180,7 +182,7 @@ def test_search_and_filters_show_the_classes_they_name(thousand: Path, visit: Ca
 
 @pytest.mark.parametrize("size", [LAPTOP, PHONE])
 def test_an_address_shows_and_marks_the_row_of_its_class(
-    size: tuple[int, int], thousand: Path, visit: Callable[..., Watched]
+    size: tuple[int, int], thousand: Path, visit: Callable[..., MonitoredPage]
 ) -> None:
     page = visit(thousand, "#class-3", size=size, reduced_motion="reduce").page
     row = page.locator("#class-3")
@@ -195,7 +197,7 @@ def test_an_address_shows_and_marks_the_row_of_its_class(
     assert len(names_of(page)) == 1000
 
 
-def test_an_address_of_no_class_leaves_the_table_alone(ten: Path, visit: Callable[..., Watched]) -> None:
+def test_an_address_of_no_class_leaves_the_table_alone(ten: Path, visit: Callable[..., MonitoredPage]) -> None:
     for fragment in ("#class-77", "#class--1", "#class-", "#class-1e0", "#nothing", "#table"):
         page = visit(ten, fragment).page
         expect(page.locator("#top1-chart svg")).to_be_visible()
@@ -203,7 +205,7 @@ def test_an_address_of_no_class_leaves_the_table_alone(ten: Path, visit: Callabl
         assert len(names_of(page)) == 10
 
 
-def test_points_of_the_chart_and_flipped_images_lead_to_the_row(ten: Path, visit: Callable[..., Watched]) -> None:
+def test_points_of_the_chart_and_flipped_images_lead_to_the_row(ten: Path, visit: Callable[..., MonitoredPage]) -> None:
     page = visit(ten, reduced_motion="reduce").page
     page.locator("#top1-chart .mark-symbol path").first.click()
     expect(page.locator("tr:target")).to_be_in_viewport()
@@ -214,7 +216,7 @@ def test_points_of_the_chart_and_flipped_images_lead_to_the_row(ten: Path, visit
     expect(page.locator("tr:target")).to_be_in_viewport()
 
 
-def test_arrow_keys_walk_the_rows(thousand: Path, visit: Callable[..., Watched]) -> None:
+def test_arrow_keys_walk_the_rows(thousand: Path, visit: Callable[..., MonitoredPage]) -> None:
     page = visit(thousand).page
     page.locator("th[data-key=index] button").click()
     page.keyboard.press("/")
@@ -225,7 +227,9 @@ def test_arrow_keys_walk_the_rows(thousand: Path, visit: Callable[..., Watched])
     assert page.url.endswith("#class-1")
 
 
-def test_without_scripts_and_in_print_every_class_can_be_read(thousand: Path, visit: Callable[..., Watched]) -> None:
+def test_without_scripts_and_in_print_every_class_can_be_read(
+    thousand: Path, visit: Callable[..., MonitoredPage]
+) -> None:
     page = visit(thousand, java_script_enabled=False).page
     assert page.locator("table.all tbody tr:visible").count() == 1000
     expect(page.locator(".tools")).to_be_hidden()

@@ -15,7 +15,7 @@ from playwright.sync_api import expect
 from prelunet.evaluator.reporting.report import Report
 from prelunet.evaluator.validation.predictions import Prediction
 from prelunet.evaluator.validation.run import read_run
-from tests.reporting.browser.browsing import HOSTILE, LAPTOP, PHONE, Watched, brightness, names_of
+from tests.reporting.browser.browsing import HOSTILE, LAPTOP, PHONE, MonitoredPage, brightness, names_of
 
 pytestmark = pytest.mark.browser
 
@@ -31,7 +31,7 @@ RUNS = ("many", "few", "ensemble", "hostile")
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("size", [LAPTOP, PHONE])
 def test_a_report_fits_its_window_asks_for_nothing_and_complains_of_nothing(
-    run: str, size: tuple[int, int], visit: Callable[..., Watched], request: pytest.FixtureRequest
+    run: str, size: tuple[int, int], visit: Callable[..., MonitoredPage], request: pytest.FixtureRequest
 ) -> None:
     watched = visit(request.getfixturevalue(run), size=size, color_scheme="light")
     page = watched.page
@@ -49,7 +49,9 @@ def test_a_report_fits_its_window_asks_for_nothing_and_complains_of_nothing(
     assert page.evaluate("window.hacked") is None
 
 
-def test_search_finds_a_class_by_its_name_its_wnid_and_its_index(many: Path, visit: Callable[..., Watched]) -> None:
+def test_search_finds_a_class_by_its_name_its_wnid_and_its_index(
+    many: Path, visit: Callable[..., MonitoredPage]
+) -> None:
     page = visit(many).page
     search = page.get_by_role("searchbox")
     search.fill("Class 99")
@@ -79,7 +81,7 @@ KEYS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 def test_every_column_sorts_both_ways_and_what_has_no_number_stays_last(
-    many: Path, visit: Callable[..., Watched]
+    many: Path, visit: Callable[..., MonitoredPage]
 ) -> None:
     page = visit(many).page
     classes = report_of(many)["classes"]
@@ -101,7 +103,7 @@ def test_every_column_sorts_both_ways_and_what_has_no_number_stays_last(
         assert page.locator("th[aria-sort]").count() == 1
 
 
-def test_names_sort_as_people_count(many: Path, visit: Callable[..., Watched]) -> None:
+def test_names_sort_as_people_count(many: Path, visit: Callable[..., MonitoredPage]) -> None:
     page = visit(many).page
     page.get_by_role("button", name="class", exact=True).click()
     expected = [f"class {index}" for index in range(1000) if index not in {134, 517}] + ["crane", "crane"]
@@ -109,7 +111,9 @@ def test_names_sort_as_people_count(many: Path, visit: Callable[..., Watched]) -
 
 
 @pytest.mark.parametrize("size", [LAPTOP, PHONE])
-def test_filters_show_the_classes_they_name(size: tuple[int, int], many: Path, visit: Callable[..., Watched]) -> None:
+def test_filters_show_the_classes_they_name(
+    size: tuple[int, int], many: Path, visit: Callable[..., MonitoredPage]
+) -> None:
     page = visit(many, size=size).page
     report = report_of(many)
     rules: dict[str, Callable[[dict[str, Any]], bool]] = {
@@ -138,7 +142,7 @@ def test_filters_show_the_classes_they_name(size: tuple[int, int], many: Path, v
 
 
 def test_search_and_filter_hold_together_and_the_first_hits_are_shown(
-    many: Path, visit: Callable[..., Watched]
+    many: Path, visit: Callable[..., MonitoredPage]
 ) -> None:
     page = visit(many).page
     page.locator(".chips button", has_text="Without error").click()
@@ -153,7 +157,7 @@ def test_search_and_filter_hold_together_and_the_first_hits_are_shown(
 
 @pytest.mark.parametrize("size", [LAPTOP, PHONE])
 def test_a_class_opens_from_the_table_and_back_leaves_it(
-    size: tuple[int, int], many: Path, visit: Callable[..., Watched]
+    size: tuple[int, int], many: Path, visit: Callable[..., MonitoredPage]
 ) -> None:
     page = visit(many, size=size).page
     dialog = page.locator("#class-view")
@@ -178,7 +182,7 @@ def test_a_class_opens_from_the_table_and_back_leaves_it(
 
 
 def test_a_class_opens_from_the_worst_the_confusions_and_the_mistakes(
-    many: Path, visit: Callable[..., Watched]
+    many: Path, visit: Callable[..., MonitoredPage]
 ) -> None:
     page = visit(many).page
     for place in (
@@ -197,7 +201,9 @@ def test_a_class_opens_from_the_worst_the_confusions_and_the_mistakes(
         expect(page.locator("#class-view")).to_be_hidden()
 
 
-def test_an_address_opens_its_class_and_neighbours_follow_the_table(many: Path, visit: Callable[..., Watched]) -> None:
+def test_an_address_opens_its_class_and_neighbours_follow_the_table(
+    many: Path, visit: Callable[..., MonitoredPage]
+) -> None:
     page = visit(many, "#class-300").page
     title = page.locator("#class-view h2")
     expect(title).to_have_text("class 300")
@@ -219,7 +225,7 @@ def test_an_address_opens_its_class_and_neighbours_follow_the_table(many: Path, 
     expect(page.locator("#class-view")).to_be_hidden()
 
 
-def test_an_address_of_no_class_opens_none(few: Path, visit: Callable[..., Watched]) -> None:
+def test_an_address_of_no_class_opens_none(few: Path, visit: Callable[..., MonitoredPage]) -> None:
     page = visit(few).page
     for fragment in ("#class-7", "#class--1", "#class-", "#class-1e0", "#class-99999999", "#nothing", "#table"):
         page.goto("about:blank")
@@ -228,7 +234,7 @@ def test_an_address_of_no_class_opens_none(few: Path, visit: Callable[..., Watch
         expect(page.locator("#class-view")).to_be_hidden()
 
 
-def test_the_keyboard_alone_finds_and_opens_a_class(many: Path, visit: Callable[..., Watched]) -> None:
+def test_the_keyboard_alone_finds_and_opens_a_class(many: Path, visit: Callable[..., MonitoredPage]) -> None:
     page = visit(many).page
     page.keyboard.press("/")
     page.keyboard.type("class 77")
@@ -250,7 +256,7 @@ def told_of(prediction: Prediction, names: Sequence[str]) -> str:
 
 
 def test_a_class_shows_all_its_images_mistakes_first_and_both_its_confusions(
-    many: Path, visit: Callable[..., Watched]
+    many: Path, visit: Callable[..., MonitoredPage]
 ) -> None:
     run = read_run(many.parent.parent)
     names = [entry.name for entry in run.info.classes]
@@ -284,7 +290,9 @@ def test_a_class_shows_all_its_images_mistakes_first_and_both_its_confusions(
             assert rows == [names[index] for _, index in counted]
 
 
-def test_a_class_shows_its_error_by_each_view_beside_that_of_all(many: Path, visit: Callable[..., Watched]) -> None:
+def test_a_class_shows_its_error_by_each_view_beside_that_of_all(
+    many: Path, visit: Callable[..., MonitoredPage]
+) -> None:
     report = report_of(many)
     entry = next(e for e in report["classes"] if len({view["top1_error"] for view in e["views"]}) > 2)
     page = visit(many, f"#class-{entry['index']}").page
@@ -299,7 +307,7 @@ def test_a_class_shows_its_error_by_each_view_beside_that_of_all(many: Path, vis
         assert float(row[3]) == pytest.approx(gains[1], abs=0.0051)
 
 
-def test_the_views_of_a_class_fit_a_phone(many: Path, visit: Callable[..., Watched]) -> None:
+def test_the_views_of_a_class_fit_a_phone(many: Path, visit: Callable[..., MonitoredPage]) -> None:
     page = visit(many, "#class-3", size=PHONE).page
     scrolled = page.locator("#class-view .scroll")
     expect(scrolled).to_be_visible()
@@ -314,7 +322,7 @@ def test_the_views_of_a_class_fit_a_phone(many: Path, visit: Callable[..., Watch
 
 
 def test_mistakes_with_pictures_stand_as_tiles_and_those_of_the_gallery_are_the_same_ones(
-    few: Path, visit: Callable[..., Watched]
+    few: Path, visit: Callable[..., MonitoredPage]
 ) -> None:
     page = visit(few, "#class-0").page
     tiles = page.locator("#class-view .gallery figure")
@@ -328,7 +336,7 @@ def test_mistakes_with_pictures_stand_as_tiles_and_those_of_the_gallery_are_the_
 
 
 def test_print_shows_every_class_that_the_filter_shows_on_white_and_never_the_panel(
-    many: Path, visit: Callable[..., Watched]
+    many: Path, visit: Callable[..., MonitoredPage]
 ) -> None:
     page = visit(many, "#class-7").page
     expect(page.locator("#class-view")).to_be_visible()
@@ -348,7 +356,9 @@ def test_print_shows_every_class_that_the_filter_shows_on_white_and_never_the_pa
     assert page.locator("table.all tbody tr:visible").count() == 111
 
 
-def test_without_scripts_the_figures_and_every_class_can_be_read(many: Path, visit: Callable[..., Watched]) -> None:
+def test_without_scripts_the_figures_and_every_class_can_be_read(
+    many: Path, visit: Callable[..., MonitoredPage]
+) -> None:
     page = visit(many, java_script_enabled=False).page
     report = report_of(many)
     expect(page.locator(".figures")).to_contain_text(f"{report['top1_error']:.2f}")
@@ -358,7 +368,7 @@ def test_without_scripts_the_figures_and_every_class_can_be_read(many: Path, vis
     expect(page.locator("#calibration")).to_contain_text(f"{report['calibration']['expected_error']:.2f} %")
 
 
-def test_who_wants_no_motion_gets_none(few: Path, visit: Callable[..., Watched]) -> None:
+def test_who_wants_no_motion_gets_none(few: Path, visit: Callable[..., MonitoredPage]) -> None:
     for motion, still in (("reduce", True), ("no-preference", False)):
         page = visit(few, "#class-0", reduced_motion=motion).page
         expect(page.locator("#class-view")).to_be_visible()
@@ -369,7 +379,7 @@ def test_who_wants_no_motion_gets_none(few: Path, visit: Callable[..., Watched])
         assert (name == "none", scrolling == "auto") == (still, still)
 
 
-def test_an_ensemble_names_its_members_and_has_no_views(ensemble: Path, visit: Callable[..., Watched]) -> None:
+def test_an_ensemble_names_its_members_and_has_no_views(ensemble: Path, visit: Callable[..., MonitoredPage]) -> None:
     page = visit(ensemble, "#class-1").page
     expect(page.locator("#class-view h2")).to_be_visible()
     expect(page.locator(".class-views")).to_have_count(0)
@@ -378,7 +388,7 @@ def test_an_ensemble_names_its_members_and_has_no_views(ensemble: Path, visit: C
     expect(page.locator(".members")).to_contain_text("weight 0.75")
 
 
-def test_hostile_names_stay_text_in_the_panel_too(hostile: Path, visit: Callable[..., Watched]) -> None:
+def test_hostile_names_stay_text_in_the_panel_too(hostile: Path, visit: Callable[..., MonitoredPage]) -> None:
     page = visit(hostile).page
     for index, name in enumerate(HOSTILE):
         page.goto(f"{hostile.as_uri()}#class-{index}")
@@ -389,7 +399,7 @@ def test_hostile_names_stay_text_in_the_panel_too(hostile: Path, visit: Callable
     assert page.locator("#class-view img").count() == 0
 
 
-def test_a_point_of_the_chart_opens_its_class(few: Path, visit: Callable[..., Watched]) -> None:
+def test_a_point_of_the_chart_opens_its_class(few: Path, visit: Callable[..., MonitoredPage]) -> None:
     page = visit(few).page
     page.locator("#error-chart .mark-symbol path").first.click()
     expect(page.locator("#class-view")).to_be_visible()

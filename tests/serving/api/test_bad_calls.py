@@ -19,7 +19,7 @@ from prelunet.evaluator.pb.inference import inference_pb2 as oip
 from prelunet.evaluator.pb.inference import inference_pb2_grpc as oip_grpc
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.protocols import build_protocol
 from tests.helpers.fakes import FakeSession, fake_contract
 from tests.imaging.test_decode import ACCEPTED, REFUSED
 from tests.serving.api.bad_calls import (
@@ -70,7 +70,7 @@ def channel() -> Iterator[grpc.Channel]:
 @pytest.fixture(scope="module")
 def right_scores() -> np.ndarray:
     session = FakeSession()
-    (alone,) = classify_images(session, [decode_rgb(IMAGE)], make_protocol("center", session.contract))
+    (alone,) = classify_images(session, [decode_rgb(IMAGE)], build_protocol("center", session.contract))
     return alone.scores
 
 

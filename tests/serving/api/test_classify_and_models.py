@@ -24,7 +24,7 @@ from prelunet.evaluator.answer import Timings
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.engine import classify
 from prelunet.evaluator.engine import heatmap as overlay
-from prelunet.evaluator.engine.classify import answer_of, classify_images
+from prelunet.evaluator.engine.classify import build_answer, classify_images
 from prelunet.evaluator.engine.heatmap import draw_heat_maps
 from prelunet.evaluator.errors import EnvironmentFault, UsageError
 from prelunet.evaluator.imaging import views
@@ -33,17 +33,17 @@ from prelunet.evaluator.pb.inference import inference_pb2 as inference_pb
 from prelunet.evaluator.pb.inference import inference_pb2_grpc as inference_grpc
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from prelunet.evaluator.protocols import Changes, make_protocol
+from prelunet.evaluator.protocols import ProtocolOverrides, build_protocol
 from prelunet.evaluator.rpc.convert import answer_from_message
 from prelunet.evaluator.serving import models
 from prelunet.evaluator.serving.api import evaluation, prelunet_messages
 from prelunet.evaluator.serving.api.prelunet import SERVICE
 from prelunet.evaluator.serving.lifecycle import serve
-from prelunet.evaluator.serving.options import Limits, ModelFile, ServeOptions, parse_models
+from prelunet.evaluator.serving.options import ModelFile, ServeOptions, ServerLimits, parse_models
 from prelunet.evaluator.serving.server import Server
-from tests.conftest import Exported
+from tests.conftest import ExportedNet
 from tests.helpers.fakes import FakeSession, fake_contract
-from tests.serving.serving_harness import Gated, eventually, png, running_server
+from tests.serving.serving_harness import GatedSession, eventually, png, running_server
 
 HOSTILE = sorted((Path(__file__).parents[2] / "data" / "hostile").iterdir())
 assert HOSTILE, "tests/data/hostile is empty"
@@ -87,7 +87,7 @@ def without_timings(response: pb.ClassifyResponse) -> pb.ClassifyResponse:
 )
 def test_the_answer_is_that_of_the_model_file(stub, model: str, protocol: str) -> None:
     session = FakeSession() if model == "six" else FakeSession(SMALL, seed=1)
-    asked = make_protocol(protocol or "multi-scale", session.contract)
+    asked = build_protocol(protocol or "multi-scale", session.contract)
     data = png(40, 57, seed=1)
     (alone,) = classify_images(session, [decode_rgb(data)], asked)
     answer = stub.Classify(request(image=data, model=model, protocol=protocol))
@@ -120,8 +120,8 @@ def test_the_answer_is_that_of_the_model_file(stub, model: str, protocol: str) -
 )
 def test_scales_and_mirroring_may_be_the_callers_own(stub, changes: dict, scales: tuple, mirror: bool) -> None:
     session, data = FakeSession(), png(40, 57, seed=1)
-    own = Changes(tuple(changes.get("scales", ())) or None, changes.get("mirror"))
-    protocol = make_protocol(changes.get("protocol", "multi-scale"), session.contract, own)
+    own = ProtocolOverrides(tuple(changes.get("scales", ())) or None, changes.get("mirror"))
+    protocol = build_protocol(changes.get("protocol", "multi-scale"), session.contract, own)
     (alone,) = classify_images(session, [decode_rgb(data)], protocol)
     answer = stub.Classify(request(image=data, **changes))
     assert (tuple(answer.protocol.scales), answer.protocol.mirror) == (scales, mirror)
@@ -143,9 +143,9 @@ def test_timings_tell_where_the_time_went_and_their_parts_are_within_the_total(s
 def test_the_message_of_an_answer_is_its_json_with_every_field_and_digit() -> None:
     session = FakeSession(fake_contract(classes=1000))
     for name, timings in (("multi-scale", None), ("ten-crop", Timings(0.1, 1 / 3, 1e-9, 2.5, 7))):
-        protocol = make_protocol(name, session.contract)
+        protocol = build_protocol(name, session.contract)
         (classified,) = classify_images(session, [decode_rgb(png(40, 57))], protocol)
-        answer = replace(answer_of(session, "fake", protocol, classified, 1000, b"a picture"), timings=timings)
+        answer = replace(build_answer(session, "fake", protocol, classified, 1000, b"a picture"), timings=timings)
         message = prelunet_messages.classify_response(answer)
         assert message == ParseDict({**answer.to_json()}, pb.ClassifyResponse(heatmap=b"a picture"))
         back = answer_from_message(pb.ClassifyResponse.FromString(message.SerializeToString()))
@@ -154,7 +154,7 @@ def test_the_message_of_an_answer_is_its_json_with_every_field_and_digit() -> No
 
 @pytest.mark.parametrize("name", ["ten-crop", "spp-18", "multi-scale"])
 def test_the_verb_prints_the_same_through_a_server_as_with_the_model_file(
-    exported: dict[str, Exported], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+    exported: dict[str, ExportedNet], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     model, image = exported["demo-image"], tmp_path / "image.png"
     image.write_bytes(png(40, 57, seed=1))
@@ -175,7 +175,7 @@ def test_the_verb_prints_the_same_through_a_server_as_with_the_model_file(
 @pytest.mark.parametrize("name", ["multi-scale", "ten-crop"])
 def test_the_heat_map_of_a_server_is_that_of_the_model_file(stub, name: str) -> None:
     session, data = FakeSession(), png(40, 57, seed=1)
-    protocol = make_protocol(name, session.contract)
+    protocol = build_protocol(name, session.contract)
     (alone,) = classify_images(session, [decode_rgb(data)], protocol, keep_windows=True)
     expected = draw_heat_maps(decode_rgb(data), alone, session.contract, protocol)
     with Image.open(io.BytesIO(stub.Classify(request(image=data, protocol=name, heatmap=True)).heatmap)) as drawn:
@@ -267,9 +267,9 @@ def test_a_message_beyond_the_limit_is_refused_and_the_next_call_works(stub) -> 
 
 
 def test_a_server_with_as_many_calls_as_it_takes_refuses_more_and_still_says_that_it_lives() -> None:
-    session = Gated()
+    session = GatedSession()
     with (
-        running_server(server_limits=Limits(max_calls=2), fake=session) as server,
+        running_server(server_limits=ServerLimits(max_calls=2), fake=session) as server,
         grpc.insecure_channel(server.address) as channel,
     ):
         stub, inference = pb_grpc.PreluNetServiceStub(channel), inference_grpc.GRPCInferenceServiceStub(channel)
@@ -402,18 +402,18 @@ def test_a_model_that_does_not_run_is_refused_before_the_server_answers(monkeypa
 
     sessions = {"a.onnx": FakeSession(), "b.onnx": Broken()}
 
-    def announce(line: str) -> None:
+    def report(line: str) -> None:
         raise AssertionError(f"this should not have been said: {line}")
 
-    monkeypatch.setattr(models, "open_placed", lambda path, _placement: sessions[path.name])
+    monkeypatch.setattr(models, "open_with_placement", lambda path, _placement: sessions[path.name])
     options = ServeOptions(parse_models(["a=a.onnx", "b=b.onnx"]), port=0)
     with pytest.raises(EnvironmentFault, match=r"^model b\.onnx loads but does not run on CPUExecution.*no kernel"):
-        asyncio.run(serve(options, announce))
+        asyncio.run(serve(options, report))
     assert sessions["a.onnx"].calls == [(1, 28, 28, 3)], "each should run once while it is loaded"
 
 
 def test_an_expired_call_is_not_computed() -> None:
-    session = Gated()
+    session = GatedSession()
     with running_server(gated=session) as server, grpc.insecure_channel(server.address) as channel:
         stub = pb_grpc.PreluNetServiceStub(channel)
         first = stub.Classify.future(pb.ClassifyRequest(image=png(40, 57), protocol="center"))

@@ -18,9 +18,9 @@ from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.pb.inference import inference_pb2 as pb
 from prelunet.evaluator.pb.inference import inference_pb2_grpc as pb_grpc
-from prelunet.evaluator.protocols import Changes, make_protocol
+from prelunet.evaluator.protocols import ProtocolOverrides, build_protocol
 from prelunet.evaluator.serving.api import inference_messages
-from prelunet.evaluator.serving.api.inference import NOT_OFFERED, SERVICE, InferenceServicer
+from prelunet.evaluator.serving.api.inference import SERVICE, UNIMPLEMENTED_METHODS, InferenceServicer
 from prelunet.evaluator.serving.options import QueueOptions
 from tests.helpers.fakes import FakeSession, fake_contract
 from tests.serving.api.bad_calls import large_bmp
@@ -48,7 +48,7 @@ def stub(channel: grpc.Channel) -> Any:
 def alone(images: Sequence[bytes], protocol: str, session: FakeSession | None = None, **changes: Any) -> np.ndarray:
     """Return the scores that each image gets by itself, float32 (N, classes)."""
     session = session or FakeSession()
-    asked = make_protocol(protocol, session.contract, Changes(**changes))
+    asked = build_protocol(protocol, session.contract, ProtocolOverrides(**changes))
     return np.stack([classify_images(session, [decode_rgb(image)], asked)[0].scores for image in images])
 
 
@@ -119,7 +119,7 @@ def test_the_parameter_apply_exif_decides_whether_the_cameras_note_is_obeyed(stu
         for given in (False, True)
     ]
     session = FakeSession()
-    protocol = make_protocol("center", session.contract)
+    protocol = build_protocol("center", session.contract)
     for got, obeyed in ((plain, False), (turned, True)):
         (expected,) = classify_images(session, [decode_rgb(image, apply_exif=obeyed)], protocol)
         same(got[0], expected.scores)
@@ -160,7 +160,7 @@ def test_large_messages_and_long_answers_are_made_in_threads(monkeypatch: pytest
 
         monkeypatch.setattr(inference_messages, name, recorded)
 
-    record("asked_of", lambda request, *_: len(request.raw_input_contents[0]) > 2**20)
+    record("parse_request", lambda request, *_: len(request.raw_input_contents[0]) > 2**20)
     record("infer_response", lambda _, asked, *__: len(asked.images) > 1)
     session = FakeSession(fake_contract(classes=300))
     with running_server(six=session) as server, grpc.insecure_channel(server.address) as channel:
@@ -168,7 +168,7 @@ def test_large_messages_and_long_answers_are_made_in_threads(monkeypatch: pytest
         stub.ModelInfer(infer_request(), timeout=60)
         stub.ModelInfer(infer_request([LARGE, *IMAGES]), timeout=60)
         in_loop = {what for what, thread in threads.items() if thread == server.loop_thread}
-    assert in_loop == {("asked_of", False), ("infer_response", False)}
+    assert in_loop == {("parse_request", False), ("infer_response", False)}
     assert len(threads) == 4
 
 
@@ -293,8 +293,8 @@ def test_what_has_not_begun_when_the_timeout_is_over_is_never_computed() -> None
 
 
 def test_the_methods_that_triton_has_and_we_have_not_say_why(channel) -> None:
-    assert len(NOT_OFFERED) == 10
-    for name, text in NOT_OFFERED.items():
+    assert len(UNIMPLEMENTED_METHODS) == 10
+    for name, text in UNIMPLEMENTED_METHODS.items():
         with pytest.raises(grpc.RpcError) as refused:
             channel.unary_unary(f"/{SERVICE}/{name}")(b"", timeout=60)
         assert (refused.value.code(), refused.value.details()) == (grpc.StatusCode.UNIMPLEMENTED, text)

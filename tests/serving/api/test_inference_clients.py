@@ -18,12 +18,12 @@ import pytest
 from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.pb.inference import inference_pb2 as pb
-from prelunet.evaluator.protocols import Changes, make_protocol
-from prelunet.evaluator.serving.api.inference import NOT_OFFERED
+from prelunet.evaluator.protocols import ProtocolOverrides, build_protocol
+from prelunet.evaluator.serving.api.inference import UNIMPLEMENTED_METHODS
 from tests.helpers.fakes import FakeSession
 from tests.serving.api.inference_calls import IMAGE
 from tests.serving.api.triton_fields import fields_of
-from tests.serving.serving_harness import Running, png, running_server
+from tests.serving.serving_harness import RunningServer, png, running_server
 
 ROOT = Path(__file__).parents[3]
 IMAGES = [png(40, 57, seed=1), png(33, 31, seed=2), png(70, 45, seed=3)]
@@ -36,13 +36,13 @@ needs_buf = pytest.mark.skipif(BUF is None, reason="buf is not installed; make l
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
+def server() -> Iterator[RunningServer]:
     with running_server(six=FakeSession()) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def told(server: Running, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def told(server: RunningServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return what the client got, in a process of its own."""
     folder = tmp_path_factory.mktemp("images")
     for place, image in enumerate(IMAGES):
@@ -59,7 +59,7 @@ def told(server: Running, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 def scores() -> np.ndarray:
     """Return what each image gets alone."""
     session = FakeSession()
-    asked = make_protocol("ten-crop", session.contract, Changes(mirror=False))
+    asked = build_protocol("ten-crop", session.contract, ProtocolOverrides(mirror=False))
     return np.stack([classify_images(session, [decode_rgb(image)], asked)[0].scores for image in IMAGES])
 
 
@@ -90,7 +90,9 @@ def test_every_message_and_method_of_ours_is_as_the_client_has_it(told) -> None:
         for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods
     }
     assert {name: theirs["methods"][name] for name in methods} == methods
-    assert theirs["methods"].keys() == methods.keys() | NOT_OFFERED.keys(), "a method of the client that says nothing"
+    assert theirs["methods"].keys() == methods.keys() | UNIMPLEMENTED_METHODS.keys(), (
+        "a method of the client that says nothing"
+    )
 
 
 @needs_triton
@@ -232,7 +234,7 @@ def buf(*arguments: str, typed: str = "") -> str:
     return done.stdout
 
 
-def curl(server: Running, method: str, request: Any) -> Any:
+def curl(server: RunningServer, method: str, request: Any) -> Any:
     """Call a method as buf curl does, which learns its messages by reflection."""
     url = f"http://{server.address}/{method}"
     flags = ["--protocol", "grpc", "--http2-prior-knowledge"]
@@ -240,9 +242,9 @@ def curl(server: Running, method: str, request: Any) -> Any:
 
 
 @needs_buf
-def test_buf_curl_classifies_over_both_protocols_by_reflection(server: Running) -> None:
+def test_buf_curl_classifies_over_both_protocols_by_reflection(server: RunningServer) -> None:
     session = FakeSession()
-    (alone,) = classify_images(session, [decode_rgb(IMAGE)], make_protocol("center", session.contract))
+    (alone,) = classify_images(session, [decode_rgb(IMAGE)], build_protocol("center", session.contract))
     image = base64.b64encode(IMAGE).decode()
     tensor = {"name": "images", "datatype": "BYTES", "shape": [1], "contents": {"bytesContents": [image]}}
     request = {"modelName": "six", "inputs": [tensor], "parameters": {"protocol": {"stringParam": "center"}}}

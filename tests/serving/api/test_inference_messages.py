@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from prelunet.evaluator.errors import ImageError, UsageError
 from prelunet.evaluator.pb.inference import inference_pb2 as pb
-from prelunet.evaluator.serving.api.inference import in_order, model_statistics
-from prelunet.evaluator.serving.api.inference_messages import asked_of
+from prelunet.evaluator.serving.api.inference import answer_in_order, model_statistics
+from prelunet.evaluator.serving.api.inference_messages import parse_request
 from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from tests.helpers.fakes import FakeSession, fake_contract
@@ -47,7 +47,7 @@ def test_statistics_are_in_nanoseconds_and_each_in_its_field() -> None:
 
 def test_a_caller_has_the_time_of_the_call_or_of_the_request_whichever_is_shorter() -> None:
     for call, seconds, left in [(None, 5, 5), (9, 5, 5), (2, 5, 2)]:
-        caller = Caller("me", None if call is None else time.monotonic() + call, "id").within(seconds)
+        caller = Caller("me", None if call is None else time.monotonic() + call, "id").with_timeout(seconds)
         assert left - 1 < caller.remaining() <= left
         assert (caller.client, caller.request_id) == ("me", "id")
 
@@ -67,7 +67,7 @@ def test_answers_in_order_wait_for_the_first_and_read_no_further_than_they_may()
             await events[number].wait()
             return 10 * number
 
-        answers = in_order(requests(), answer, 4)
+        answers = answer_in_order(requests(), answer, 4)
         first = asyncio.ensure_future(anext(answers))
         for event in events[1:]:
             event.set()
@@ -92,7 +92,7 @@ def test_answers_in_order_are_all_given_before_an_error_of_reading_and_dropped_w
         async def double(number: int) -> int:
             return 2 * number
 
-        answers = in_order(requests(), double, 4)
+        answers = answer_in_order(requests(), double, 4)
         assert [await anext(answers), await anext(answers)] == [2, 4]
         with pytest.raises(UsageError, match="no message"):
             await anext(answers)
@@ -106,7 +106,7 @@ def test_answers_in_order_are_all_given_before_an_error_of_reading_and_dropped_w
                 cancelled.append(number)
                 raise
 
-        answers = in_order(requests(), for_ever, 4)
+        answers = answer_in_order(requests(), for_ever, 4)
         assert await anext(answers) == 1
         await asyncio.sleep(0)
         await answers.aclose()
@@ -146,7 +146,7 @@ def test_answers_in_order_are_all_given_before_an_error_of_reading_and_dropped_w
 )
 def test_a_wrong_request_is_told_what_is_wrong_with_it(changes: dict, text: str) -> None:
     with pytest.raises((UsageError, ImageError)) as refused:
-        asked_of(infer_request(**changes), fake_contract())
+        parse_request(infer_request(**changes), fake_contract())
     assert text in str(refused.value)
 
 
@@ -163,14 +163,14 @@ def test_a_wrong_request_is_told_what_is_wrong_with_it(changes: dict, text: str)
 )
 def test_a_long_text_of_a_caller_leaves_room_for_what_is_wrong_with_it(changes: dict) -> None:
     with pytest.raises(UsageError) as refused:
-        asked_of(infer_request(**changes), fake_contract())
+        parse_request(infer_request(**changes), fake_contract())
     assert "nnn…'" in str(refused.value)
     assert len(str(refused.value)) < 400
 
 
 @given(st.lists(st.binary(max_size=300), min_size=1, max_size=64))
 def test_raw_contents_are_taken_apart_as_they_were_put_together(images: list[bytes]) -> None:
-    assert asked_of(infer_request(images), fake_contract()).images == tuple(images)
+    assert parse_request(infer_request(images), fake_contract()).images == tuple(images)
 
 
 MESSAGE = infer_request(
@@ -189,7 +189,7 @@ def test_a_damaged_message_is_a_request_or_the_callers_fault(damages: list[tuple
     except DecodeError:
         return
     try:
-        asked = asked_of(request, fake_contract())
+        asked = parse_request(request, fake_contract())
     except UsageError:
         return
     assert 1 <= len(asked.images) <= 64
@@ -199,13 +199,13 @@ def test_a_parameter_without_a_value_is_refused() -> None:
     request = infer_request()
     request.parameters["mirror"].SetInParent()
     with pytest.raises(UsageError, match="should be of type bool, not empty"):
-        asked_of(request, fake_contract())
+        parse_request(request, fake_contract())
 
 
 def test_unsigned_numbers_are_taken_as_numbers() -> None:
     request = infer_request(outputs=[scores_output()])
     request.parameters["timeout"].uint64_param = 2_500_000
     request.outputs[0].parameters["classification"].uint64_param = 2
-    asked = asked_of(request, fake_contract())
+    asked = parse_request(request, fake_contract())
     assert (asked.timeout, asked.top) == (2.5, 2)
     assert parameters({"mirror": True})["mirror"].bool_param  # a bool is not taken for a number here

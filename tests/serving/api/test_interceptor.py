@@ -20,19 +20,19 @@ from google.rpc.error_details_pb2 import RetryInfo
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
-from prelunet.evaluator.errors import OUTCOMES, DeadlinePassed, ImageError, Overloaded, PreluNetError, UsageError
+from prelunet.evaluator.errors import ERROR_STATUSES, DeadlinePassed, ImageError, Overloaded, PreluNetError, UsageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.rpc.status import error_from
-from prelunet.evaluator.serving.api.interceptor import Calls, _status_of_one_gone, _Watched
-from prelunet.evaluator.serving.observability.call_context import Call, note
+from prelunet.evaluator.serving.api.interceptor import CallsInFlight, _disconnect_status, _WrappedMethod
+from prelunet.evaluator.serving.observability.call_context import Call, record_views
 from prelunet.evaluator.serving.observability.metrics import Metrics
-from prelunet.evaluator.serving.options import Limits
+from prelunet.evaluator.serving.options import ServerLimits
 from tests.helpers.fakes import FakeSession
 from tests.serving.api.inference_calls import infer_request
 from tests.serving.api.raw_http2 import DATA, END_HEADERS, HEADERS, call_headers, connection, frame
 from tests.serving.scheduling.event_loop import until
-from tests.serving.serving_harness import Gated, Running, eventually, png, running_server, running_servicer
+from tests.serving.serving_harness import GatedSession, Running, eventually, png, running_server, running_servicer
 
 SERVICE = "prelunet.v1.PreluNetService"
 CLASSIFY, STREAM = f"{SERVICE}/Classify", f"{SERVICE}/ClassifyStream"
@@ -48,7 +48,7 @@ class Toy(pb_grpc.PreluNetServiceServicer):
         self.left: list[str] = []
 
     async def _answer(self, name: str) -> pb.ClassifyResponse:
-        note("toy", 3)
+        record_views("toy", 3)
         if name in self.planted:
             raise self.planted[name]
         if name == "wait":
@@ -89,7 +89,7 @@ class Served:
     """A toy behind our interceptor."""
 
     toy: Toy
-    calls: Calls
+    calls: CallsInFlight
     metrics: Metrics
     channel: grpc.Channel
     address: str
@@ -107,10 +107,10 @@ class Served:
 
 
 @contextmanager
-def served(most: int = 100, arrival: float = Limits.arrival) -> Iterator[Served]:
+def served(limit: int = 100, message_timeout: float = ServerLimits.message_timeout) -> Iterator[Served]:
     toy, metrics = Toy(), Metrics()
-    calls = Calls(most, metrics)
-    with running_servicer(toy, calls, arrival) as address, grpc.insecure_channel(address) as channel:
+    calls = CallsInFlight(limit, metrics)
+    with running_servicer(toy, calls, message_timeout) as address, grpc.insecure_channel(address) as channel:
         try:
             yield Served(toy, calls, metrics, channel, address)
         finally:
@@ -129,7 +129,7 @@ def failure(call, *arguments, **options) -> grpc.RpcError:
     return caught.value
 
 
-@pytest.mark.parametrize("kind", [*OUTCOMES, PreluNetError, RuntimeError], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [*ERROR_STATUSES, PreluNetError, RuntimeError], ids=lambda kind: kind.__name__)
 def test_an_error_becomes_its_status_whether_the_method_answers_once_or_often(kind: type[Exception]) -> None:
     with served() as server:
         server.toy.planted["bad"] = kind("planted")
@@ -137,9 +137,9 @@ def test_an_error_becomes_its_status_whether_the_method_answers_once_or_often(ki
             failure(server.stub.Classify, request("bad")),
             failure(server.stub.ClassifyStream, iter([pb.ClassifyStreamRequest(request=request("bad"))])),
         ]
-        expected = OUTCOMES[kind].grpc_status if kind in OUTCOMES else "INTERNAL"
+        expected = ERROR_STATUSES[kind].grpc_status if kind in ERROR_STATUSES else "INTERNAL"
         assert [status.code().name for status in statuses] == [expected] * 2
-        if kind in OUTCOMES:
+        if kind in ERROR_STATUSES:
             assert [type(error_from(status, "")) for status in statuses] == [kind] * 2
         assert server.stub.Classify(request("next")).model.name == "next"
         for method in (CLASSIFY, STREAM):
@@ -215,7 +215,7 @@ def test_a_generator_is_closed_before_the_call_of_a_reader_who_has_left_ends(gon
 
     async def scenario() -> Call:
         call = Call(STREAM, "id")
-        watched = _Watched(grpc.unary_stream_rpc_method_handler(answers), call, arrival=30).handler()
+        watched = _WrappedMethod(grpc.unary_stream_rpc_method_handler(answers), call, message_timeout=30).handler()
         with pytest.raises(asyncio.CancelledError):  # which gRPC takes without a word
             await watched.stream_stream(None, Unread())
         assert closed == [True]
@@ -239,11 +239,11 @@ def test_whether_a_caller_gave_up_or_ran_out_of_time_is_told_from_the_time_that_
     elapsed: float, remaining: float | None, status: str
 ) -> None:
     call = Call(CLASSIFY, "id", begun=time.monotonic() - elapsed)
-    assert _status_of_one_gone(call, SimpleNamespace(time_remaining=lambda: remaining)) == status
+    assert _disconnect_status(call, SimpleNamespace(time_remaining=lambda: remaining)) == status
 
 
 def test_calls_beyond_the_limit_are_refused_at_once_and_exactly_those() -> None:
-    with served(most=4) as server, ThreadPoolExecutor(7) as pool:
+    with served(limit=4) as server, ThreadPoolExecutor(7) as pool:
         calls = [pool.submit(server.stub.Classify, request("wait"), timeout=30) for _ in range(7)]
         eventually(lambda: sum(call.done() for call in calls) == 3)  # nobody else is done before the gate opens
         refused = [call.exception() for call in calls if call.done()]
@@ -261,7 +261,7 @@ def test_calls_beyond_the_limit_are_refused_at_once_and_exactly_those() -> None:
 
 
 def test_a_call_too_many_is_refused_before_its_message_is_read() -> None:
-    with served(most=1) as server:
+    with served(limit=1) as server:
         first = server.stub.Classify.future(request("wait"))
         eventually(lambda: server.toy.waiting == 1)
         never_sent = threading.Event()
@@ -324,7 +324,7 @@ def test_a_message_of_very_many_parts_is_refused_before_it_is_decoded(scales: in
     context = FakeContext(data)
     handler = grpc.unary_unary_rpc_method_handler(classify, decode)
     call = Call(CLASSIFY, "id")
-    asyncio.run(_Watched(handler, call, arrival=30).handler().stream_unary(None, context))
+    asyncio.run(_WrappedMethod(handler, call, message_timeout=30).handler().stream_unary(None, context))
     assert (len(data) in sizes) == decoded
     assert (call.status, call.bytes) == ("OK" if decoded else "INVALID_ARGUMENT", len(data))
     assert bool(context.refusals) is not decoded
@@ -338,7 +338,7 @@ def test_a_caller_who_leaves_before_the_message_is_not_taken_for_one_who_sent_no
 
     async def scenario() -> None:
         call, context = Call(CLASSIFY, "id"), FakeContext(grpc.aio.EOF)
-        watched = _Watched(grpc.unary_unary_rpc_method_handler(classify), call, arrival=30).handler()
+        watched = _WrappedMethod(grpc.unary_unary_rpc_method_handler(classify), call, message_timeout=30).handler()
         running = asyncio.create_task(watched.stream_unary(None, context))
         for _ in range(20):
             await asyncio.sleep(0)
@@ -368,7 +368,7 @@ def test_nobody_but_its_method_keeps_a_message() -> None:
         return b"answered"
 
     handler = grpc.unary_unary_rpc_method_handler(classify, Message)
-    watched = _Watched(handler, Call(CLASSIFY, "id"), arrival=30).handler()
+    watched = _WrappedMethod(handler, Call(CLASSIFY, "id"), message_timeout=30).handler()
     asyncio.run(watched.stream_unary(None, FakeContext(b"a message")))
     assert kept == [False]
 
@@ -508,7 +508,7 @@ def held() -> Iterator[Callable[[], Iterator[bytes]]]:
 
 
 def test_a_call_whose_message_never_comes_ends_and_gives_its_place_back() -> None:
-    with served(most=1, arrival=0.2) as server, held() as nothing:
+    with served(limit=1, message_timeout=0.2) as server, held() as nothing:
         silent = server.channel.stream_unary(f"/{CLASSIFY}").future(nothing(), timeout=60)
         assert silent.code() == grpc.StatusCode.DEADLINE_EXCEEDED
         assert "did not come in 0.2 s" in silent.details()
@@ -525,7 +525,7 @@ STREAMS = (STREAM, f"{SERVICE}/Evaluate", "inference.GRPCInferenceService/ModelS
 def served_stream(method: str, session: FakeSession, first: Iterable[bytes] = (), **limits: float) -> Iterator[Any]:
     """Give a stream on a server that takes no other call, the server and a stub; after `first` no message comes."""
     with (
-        running_server(server_limits=Limits(max_calls=1, **limits), six=session) as server,
+        running_server(server_limits=ServerLimits(max_calls=1, **limits), six=session) as server,
         grpc.insecure_channel(server.address) as channel,
         held() as nothing,
     ):
@@ -547,7 +547,7 @@ def ends_for_want_of_a_message(stream: Any, server: Running, stub: pb_grpc.Prelu
 
 @pytest.mark.parametrize("method", STREAMS)
 def test_a_stream_whose_first_message_never_comes_ends_and_gives_its_place_back(method: str) -> None:
-    with served_stream(method, FakeSession(), arrival=1.0) as (stream, server, stub):
+    with served_stream(method, FakeSession(), message_timeout=1.0) as (stream, server, stub):
         assert failure(stub.ListModels, pb.ListModelsRequest()).code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         told = ends_for_want_of_a_message(stream, server, stub)
         assert "first message of this stream did not come in 1 s" in told
@@ -571,7 +571,7 @@ def messages_of(method: str) -> list[bytes]:
 
 @pytest.mark.parametrize("method", STREAMS)
 def test_a_stream_that_is_idle_after_its_answers_ends_but_not_while_one_is_awaited(method: str) -> None:
-    session = Gated()
+    session = GatedSession()
     with served_stream(method, session, messages_of(method), stream_idle_timeout=0.5) as (stream, server, stub):
         assert session.entered.wait(30)
         time.sleep(1.5)
@@ -611,7 +611,7 @@ def test_the_time_for_a_message_counts_only_while_the_server_waits_and_none_is_i
             return not context.refusals
 
         handler = grpc.stream_stream_rpc_method_handler(method)
-        watched = _Watched(handler, call, arrival=10, stream_idle_timeout=100).handler()
+        watched = _WrappedMethod(handler, call, message_timeout=10, stream_idle_timeout=100).handler()
         running = asyncio.create_task(watched.stream_stream(received(), context))
         assert await passes(0)
         assert await passes(9)
@@ -642,7 +642,7 @@ def test_the_time_for_a_message_counts_only_while_the_server_waits_and_none_is_i
 
 
 def test_the_time_in_which_a_message_comes_is_not_that_in_which_it_is_answered() -> None:
-    with served(arrival=0.2) as server:
+    with served(message_timeout=0.2) as server:
         slow = server.stub.Classify.future(request("wait"), timeout=60)
         eventually(lambda: server.toy.waiting == 1)
         time.sleep(0.5)
@@ -659,14 +659,14 @@ def test_a_call_that_sends_half_a_message_ends_and_gives_its_place_back() -> Non
             client.send(frame(DATA, half, stream=1))
             await until(lambda: count() == 1)
 
-    with served(most=1, arrival=0.2) as server:
+    with served(limit=1, message_timeout=0.2) as server:
         asyncio.run(scenario(server.address, lambda: server.ended("DEADLINE_EXCEEDED")))
         assert server.stub.Classify(request("next"), timeout=30).model.name == "next"
 
 
 @pytest.mark.parametrize("method", [CLASSIFY, f"{SERVICE}/GetModel"])
 def test_a_call_that_ends_without_a_message_is_told_so(method: str) -> None:
-    with served(most=1) as server:
+    with served(limit=1) as server:
         empty = server.channel.stream_unary(f"/{method}").future(iter(()), timeout=30)
         assert (empty.code(), "came without a message" in empty.details()) == (grpc.StatusCode.INVALID_ARGUMENT, True)
         assert isinstance(error_from(empty, ""), UsageError)
@@ -675,7 +675,7 @@ def test_a_call_that_ends_without_a_message_is_told_so(method: str) -> None:
 
 
 def test_of_a_call_of_one_message_the_first_is_answered_and_no_other_is_read() -> None:
-    with served(most=1) as server:
+    with served(limit=1) as server:
         sent = [request("first").SerializeToString(), b"\xff\xff", *[bytes(2**20)] * 20]
         call = server.channel.stream_unary(f"/{CLASSIFY}").future(iter(sent), timeout=30)
         assert pb.ClassifyResponse.FromString(call.result(30)).model.name == "first"
@@ -685,7 +685,7 @@ def test_of_a_call_of_one_message_the_first_is_answered_and_no_other_is_read() -
 
 
 def test_a_connection_whose_calls_never_send_anything_leaves_places_to_others() -> None:
-    limits = Limits(max_calls=4, max_streams=2)
+    limits = ServerLimits(max_calls=4, max_streams=2)
     with (
         running_server(server_limits=limits, fake=FakeSession()) as server,
         grpc.insecure_channel(server.address) as greedy,
@@ -701,15 +701,15 @@ def test_a_connection_whose_calls_never_send_anything_leaves_places_to_others() 
 
 
 def test_by_default_no_connection_can_have_more_than_half_of_the_places() -> None:
-    assert 2 * Limits.max_streams <= Limits.max_calls
+    assert 2 * ServerLimits.max_streams <= ServerLimits.max_calls
 
 
 def test_probes_take_no_other_calls_place() -> None:
-    calls = Calls(1)
+    calls = CallsInFlight(1)
 
     async def scenario() -> None:
         probe, other = Call("p", "1"), Call("o", "2")
-        assert calls.begin(probe, always=True)
+        assert calls.begin(probe, exempt=True)
         assert calls.count == 0
         assert calls.begin(other)
         assert calls.count == 1

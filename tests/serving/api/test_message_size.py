@@ -8,7 +8,7 @@ from google.protobuf.message import DecodeError, Message
 
 from prelunet.evaluator.pb.inference import inference_pb2 as oip
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from prelunet.evaluator.serving.api.interceptor import has_more_parts
+from prelunet.evaluator.serving.api.interceptor import exceeds_part_limit
 from tests.serving.api.inference_calls import IMAGE, image_input, infer_request, parameters, scores_output
 
 INFER = oip.ModelInferRequest.DESCRIPTOR
@@ -59,8 +59,8 @@ GOOD: dict[str, Message] = {
 def test_the_bound_is_the_number_of_parts_and_not_one_less(name: str) -> None:
     message = GOOD[name]
     data, count = message.SerializeToString(), parts_in(message)
-    assert not has_more_parts(data, message.DESCRIPTOR, count)
-    assert count == 0 or has_more_parts(data, message.DESCRIPTOR, count - 1)
+    assert not exceeds_part_limit(data, message.DESCRIPTOR, count)
+    assert count == 0 or exceeds_part_limit(data, message.DESCRIPTOR, count - 1)
 
 
 MANY: dict[str, tuple[Message | bytes, Any]] = {
@@ -93,14 +93,14 @@ def test_many_parts_of_any_kind_are_counted(name: str) -> None:
     data, kind = MANY[name]
     data = data if isinstance(data, bytes) else data.SerializeToString()
     kind.FromString(data)  # it is a message
-    assert has_more_parts(data, kind.DESCRIPTOR, 1000)
+    assert exceeds_part_limit(data, kind.DESCRIPTOR, 1000)
 
 
 def test_fields_of_other_proto_files_are_counted_by_what_they_are() -> None:
     """Seven each of 4 bytes and of 8, with the number 2047."""
     data = b"\xfd\x7fabcd" * 7 + b"\xf9\x7fabcdefgh" * 7
     pb.ClassifyRequest.FromString(data)
-    assert [has_more_parts(data, pb.ClassifyRequest.DESCRIPTOR, most) for most in (13, 14)] == [True, False]
+    assert [exceeds_part_limit(data, pb.ClassifyRequest.DESCRIPTOR, most) for most in (13, 14)] == [True, False]
 
 
 def test_bytes_of_an_unknown_group_hide_nothing_that_comes_behind_it() -> None:
@@ -108,7 +108,7 @@ def test_bytes_of_an_unknown_group_hide_nothing_that_comes_behind_it() -> None:
     looks_longer = b"\x2a\x03" + b"\x12\xff\x7f"  # 3 bytes of field 5, that promise a field of 16383 bytes
     data = b"\xfb\x7f" + looks_longer + b"\xfc\x7f" + b"\x2a\x00" * 2000
     assert len(oip.ModelInferRequest.FromString(data).inputs) == 2000
-    assert has_more_parts(data, INFER, 1000)
+    assert exceeds_part_limit(data, INFER, 1000)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_bytes_of_an_unknown_group_hide_nothing_that_comes_behind_it() -> None:
     ids=["a number without end", "another", "a length beyond all", "a tag alone", "a length alone"],
 )
 def test_bytes_that_are_no_message_are_told_by_decoding(data: bytes) -> None:
-    has_more_parts(data, INFER, 1000)  # soon, whatever it says
+    exceeds_part_limit(data, INFER, 1000)  # soon, whatever it says
     with pytest.raises(DecodeError):
         oip.ModelInferRequest.FromString(data)
 
@@ -150,5 +150,5 @@ def test_whatever_decodes_into_many_inputs_is_counted_as_many() -> None:
         except DecodeError:
             continue
         decoded += 1
-        assert len(message.inputs) < 30 or has_more_parts(data, INFER, 29), data
+        assert len(message.inputs) < 30 or exceeds_part_limit(data, INFER, 29), data
     assert decoded > 1000

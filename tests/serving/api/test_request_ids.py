@@ -14,16 +14,16 @@ import pytest
 from prelunet.evaluator.errors import ImageError, Overloaded
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from prelunet.evaluator.serving.api.interceptor import Calls
+from prelunet.evaluator.serving.api.interceptor import CallsInFlight
 from prelunet.evaluator.serving.observability.call_context import (
     REQUEST_ID,
     Caller,
     caller_of,
     current,
-    note,
+    record_views,
     request_id_from,
 )
-from prelunet.evaluator.serving.observability.logs import JsonLines
+from prelunet.evaluator.serving.observability.logs import JsonFormatter
 from tests.helpers.fakes import FakeSession
 from tests.serving.serving_harness import eventually, png, running_server, running_servicer
 
@@ -65,12 +65,12 @@ def toy() -> Toy:
 
 
 @pytest.fixture(scope="module")
-def calls() -> Calls:
-    return Calls()
+def calls() -> CallsInFlight:
+    return CallsInFlight()
 
 
 @pytest.fixture(scope="module")
-def address(toy: Toy, calls: Calls) -> Iterator[str]:
+def address(toy: Toy, calls: CallsInFlight) -> Iterator[str]:
     with running_servicer(toy, calls) as address:
         yield address
 
@@ -206,7 +206,7 @@ def test_every_line_that_is_logged_for_a_call_has_its_id_and_method(stub, calls)
 
     class Kept(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            lines.append(json.loads(JsonLines().format(record)))
+            lines.append(json.loads(JsonFormatter().format(record)))
 
     kept, logger = Kept(), logging.getLogger("prelunet")
     logger.addHandler(kept)
@@ -225,5 +225,5 @@ def test_every_line_that_is_logged_for_a_call_has_its_id_and_method(stub, calls)
 
 
 def test_outside_of_a_call_there_is_no_call_and_nothing_to_note() -> None:
-    note("nobody", 1)
+    record_views("nobody", 1)
     assert current() is None

@@ -22,20 +22,20 @@ from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.reporting.html import json_bytes
 from prelunet.evaluator.reporting.report import build_report
 from prelunet.evaluator.rpc.convert import report_from_message
 from prelunet.evaluator.serving.api import evaluation
-from prelunet.evaluator.serving.api.evaluation import IN_FLIGHT, LabelledImage, Progress, evaluate
-from prelunet.evaluator.serving.api.prelunet_messages import REFUSALS_LISTED, progress_message, report_message
+from prelunet.evaluator.serving.api.evaluation import MAX_IN_FLIGHT, EvaluationProgress, LabelledImage, evaluate
+from prelunet.evaluator.serving.api.prelunet_messages import MAX_LISTED_REFUSALS, progress_message, report_message
 from prelunet.evaluator.serving.classifier import Classifier
 from prelunet.evaluator.serving.models import Models
 from prelunet.evaluator.serving.options import ModelFile, QueueOptions
-from prelunet.evaluator.validation.predictions import Prediction, prediction_of
-from prelunet.evaluator.validation.run import Run, run_info
+from prelunet.evaluator.validation.predictions import Prediction, build_prediction
+from prelunet.evaluator.validation.run import Run, build_run_info
 from tests.helpers.fakes import FakeSession, fake_contract, validated
-from tests.serving.serving_harness import Gated, eventually, png, running_server
+from tests.serving.serving_harness import GatedSession, eventually, png, running_server
 
 SCHEMA = json.loads((Path(__file__).parents[3] / "docs" / "report.schema.json").read_text())
 
@@ -56,7 +56,7 @@ def test_the_report_over_the_wire_equals_that_of_validate_on_the_same_folder(exp
     net = exported["demo-image"]
     wnids = [entry.wnid for entry in net.session.contract.classes]
     images = [png(33 + 3 * number, 71 - 2 * number, seed=number) for number in range(17)]
-    protocol = make_protocol("multi-scale", net.session.contract)
+    protocol = build_protocol("multi-scale", net.session.contract)
     answers = classify_images(net.session, [decode_rgb(image) for image in images], protocol)
     best = {image: wnids[answer.top(1)[0][0]] for image, answer in zip(images, answers, strict=True)}
     folder = class_folders(tmp_path / "photos", wnids, best)
@@ -172,7 +172,7 @@ def test_the_server_reads_no_faster_than_it_classifies(monkeypatch: pytest.Monke
 
     def pulling() -> Iterator[LabelledImage]:
         nonlocal pulled, most_ahead
-        for image in labelled(5 * IN_FLIGHT):
+        for image in labelled(5 * MAX_IN_FLIGHT):
             pulled += 1
             most_ahead = max(most_ahead, pulled - answered)
             yield image
@@ -187,10 +187,10 @@ def test_the_server_reads_no_faster_than_it_classifies(monkeypatch: pytest.Monke
             return answer
 
         monkeypatch.setattr(classifier, "classify", counted)
-        protocol = make_protocol("dense-28", classifier.session.contract)
+        protocol = build_protocol("dense-28", classifier.session.contract)
         report = asyncio.run(evaluate(classifier, protocol, "many", one_by_one(pulling())))
-    assert report["evaluated"] == 5 * IN_FLIGHT
-    assert IN_FLIGHT // 2 < most_ahead <= IN_FLIGHT
+    assert report["evaluated"] == 5 * MAX_IN_FLIGHT
+    assert MAX_IN_FLIGHT // 2 < most_ahead <= MAX_IN_FLIGHT
 
 
 def test_an_error_of_the_client_s_iterator_ends_the_evaluation() -> None:
@@ -199,25 +199,25 @@ def test_an_error_of_the_client_s_iterator_ends_the_evaluation() -> None:
         raise DatasetError("b: the label is missing")
 
     with classifier_of(FakeSession()) as classifier:
-        protocol = make_protocol("center", classifier.session.contract)
+        protocol = build_protocol("center", classifier.session.contract)
         with pytest.raises(DatasetError, match="b: the label is missing"):
             asyncio.run(evaluate(classifier, protocol, "few", one_by_one(failing())))
 
 
-def evaluated(images: list[LabelledImage], told: list[Progress]) -> dict:
+def evaluated(images: list[LabelledImage], told: list[EvaluationProgress]) -> dict:
     """Evaluate images without a server; `told` gets what a client would be told on the way."""
 
-    async def tell(progress: Progress) -> None:
+    async def tell(progress: EvaluationProgress) -> None:
         told.append(progress)
 
     with classifier_of(FakeSession()) as classifier:
-        protocol = make_protocol("center", classifier.session.contract)
+        protocol = build_protocol("center", classifier.session.contract)
         return asyncio.run(evaluate(classifier, protocol, "many", one_by_one(images), tell))
 
 
 def test_progress_counts_what_the_report_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "PROGRESS", 0)
-    told: list[Progress] = []
+    monkeypatch.setattr(evaluation, "PROGRESS_INTERVAL", 0)
+    told: list[EvaluationProgress] = []
     report = evaluated([LabelledImage("x", b"no image", 1), *labelled(23), LabelledImage("y", b"", 2)], told)
     assert [progress.images for progress in told] == list(range(1, 26))
     assert [progress.refused for progress in told] == sorted(progress.refused for progress in told)
@@ -229,8 +229,8 @@ def test_progress_counts_what_the_report_counts(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_progress_has_no_error_before_an_image_was_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "PROGRESS", 0)
-    told: list[Progress] = []
+    monkeypatch.setattr(evaluation, "PROGRESS_INTERVAL", 0)
+    told: list[EvaluationProgress] = []
     evaluated([LabelledImage("x", b"no image", 1)], told)
     assert [(progress.images, progress.refused, progress.top1_error) for progress in told] == [(1, 1, None)]
     message = progress_message(told[0])
@@ -242,7 +242,7 @@ def test_progress_is_told_at_most_once_a_second_and_a_short_evaluation_tells_non
 ) -> None:
     clock = count(step=0.3)  # seconds; each look at the clock is 0.3 s later than the last
     monkeypatch.setattr(evaluation, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    told: list[Progress] = []
+    told: list[EvaluationProgress] = []
     evaluated(labelled(20), told)
     assert [progress.images for progress in told] == [4, 8, 12, 16, 20]
     clock = count(step=0.04)
@@ -254,10 +254,10 @@ def test_progress_is_told_at_most_once_a_second_and_a_short_evaluation_tells_non
 def test_a_client_that_reads_no_progress_holds_up_one_image_and_not_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(evaluation, "PROGRESS", 0)
+    monkeypatch.setattr(evaluation, "PROGRESS_INTERVAL", 0)
     answered, told, read = 0, [], asyncio.Event()
 
-    async def tell(progress: Progress) -> None:
+    async def tell(progress: EvaluationProgress) -> None:
         told.append(progress)
         await read.wait()
 
@@ -268,19 +268,19 @@ def test_a_client_that_reads_no_progress_holds_up_one_image_and_not_the_others(
             nonlocal answered
             answer = await classify(*arguments, **options)
             answered += 1
-            if answered == 3 * IN_FLIGHT:
+            if answered == 3 * MAX_IN_FLIGHT:
                 assert len(told) == 1
                 read.set()
             return answer
 
         monkeypatch.setattr(classifier, "classify", counted)
-        protocol = make_protocol("center", classifier.session.contract)
-        report = asyncio.run(evaluate(classifier, protocol, "many", one_by_one(labelled(3 * IN_FLIGHT)), tell))
-    assert report["evaluated"] == 3 * IN_FLIGHT
+        protocol = build_protocol("center", classifier.session.contract)
+        report = asyncio.run(evaluate(classifier, protocol, "many", one_by_one(labelled(3 * MAX_IN_FLIGHT)), tell))
+    assert report["evaluated"] == 3 * MAX_IN_FLIGHT
 
 
 def test_a_client_gets_progress_on_the_way_and_the_report_at_the_end(stub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "PROGRESS", 0)
+    monkeypatch.setattr(evaluation, "PROGRESS_INTERVAL", 0)
     images = [pb.LabelledImage(file=f"{n}", data=png(40, 50 + n, n), label=1) for n in range(20)]
     responses = list(stub.Evaluate(stream(*images)))
     assert [response.WhichOneof("message") for response in responses][-2:] == ["progress", "report"]
@@ -291,19 +291,19 @@ def test_a_client_gets_progress_on_the_way_and_the_report_at_the_end(stub, monke
 
 def test_an_evaluation_waits_at_the_door_where_a_call_of_its_own_is_refused() -> None:
     images = [pb.LabelledImage(file=f"{n}", data=png(40, 50 + n, n), label=1) for n in range(40)]
-    session = Gated()
+    session = GatedSession()
     with (
         running_server(queue=QueueOptions(max_views=3), fake=session) as server,
         grpc.insecure_channel(server.address) as channel,
     ):
-        stub, door = pb_grpc.PreluNetServiceStub(channel), server.models.get("")._door
+        stub, admission = pb_grpc.PreluNetServiceStub(channel), server.models.get("")._admission
         responses = stub.Evaluate(stream(*images))
-        eventually(lambda: len(door._outside) == 1)
+        eventually(lambda: len(admission._waiters) == 1)
         assert server.metric("prelunet_waiting_views", model="fake") == 3
         with pytest.raises(grpc.RpcError) as refused:
             stub.Classify(pb.ClassifyRequest(image=images[0].data, protocol="center"))
         assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert len(door._outside) == 1, "no further one is read meanwhile"
+        assert len(admission._waiters) == 1, "no further one is read meanwhile"
         session.gate.set()
         assert report_of(responses).evaluated == 40
         assert server.metric("prelunet_refusals_total", model="fake", reason="views") == 1, "of the call of its own"
@@ -312,18 +312,18 @@ def test_an_evaluation_waits_at_the_door_where_a_call_of_its_own_is_refused() ->
 @pytest.mark.parametrize("images", [3, 4])
 def test_an_evaluation_of_more_images_than_one_may_have_is_refused(images: int) -> None:
     with classifier_of(FakeSession()) as classifier:
-        protocol = make_protocol("center", classifier.session.contract)
-        evaluation_ = evaluate(classifier, protocol, "few", one_by_one(labelled(images)), most=3)
+        protocol = build_protocol("center", classifier.session.contract)
+        evaluation_ = evaluate(classifier, protocol, "few", one_by_one(labelled(images)), max_images=3)
         if images == 3:
             assert asyncio.run(evaluation_)["images"] == 3
             return
         with pytest.raises(UsageError, match="at most 3 images in one call, and '0003' is one more"):
             asyncio.run(evaluation_)
-        assert classifier._door.images == 0
+        assert classifier._admission.images == 0
 
 
 def test_an_evaluation_that_its_client_leaves_is_not_computed() -> None:
-    session = Gated()
+    session = GatedSession()
     images = [pb.LabelledImage(file=f"{n}", data=png(40, 57, n), label=1) for n in range(5)]
     with running_server(fake=session) as server, grpc.insecure_channel(server.address) as channel:
         stub = pb_grpc.PreluNetServiceStub(channel)
@@ -371,11 +371,11 @@ def test_a_report_survives_the_way_there_and_back_with_its_nulls_and_all_its_dig
     contract = fake_contract(classes=4)
     same = tuple(ClassEntry(entry.wnid, "crane") for entry in contract.classes[:2])
     session = FakeSession(replace(contract, classes=(*same, *contract.classes[2:])))
-    protocol = make_protocol("center", session.contract)
+    protocol = build_protocol("center", session.contract)
     (classified,) = classify_images(session, [decode_rgb(png(40, 57))], protocol)
-    predictions = [prediction_of("x/a.png", (classified.top(1)[0][0] + 1) % 4, classified)]
+    predictions = [build_prediction("x/a.png", (classified.top(1)[0][0] + 1) % 4, classified)]
     dataset = {"name": "grüße", "fingerprint": "f" * 64, "images": 1, "layout": "x", "selection": None}
-    report = build_report(Run(run_info(session, "fake.onnx", dataset, protocol), predictions))
+    report = build_report(Run(build_run_info(session, "fake.onnx", dataset, protocol), predictions))
     report["top5_error"] = 100 / 3
     report["members"] = [{"model": report["model"], "weight": 1 / 3}]
     assert None in [entry["top1_error"] for entry in report["classes"]]
@@ -392,20 +392,26 @@ def test_a_report_survives_the_way_there_and_back_with_its_nulls_and_all_its_dig
 
 @pytest.mark.parametrize(
     ("name", "reason", "listed"),
-    [("{:06}", "no image", REFUSALS_LISTED), ("{:06}" + "ü" * 1018, "x" * 51, 2**20 // (6 + 2 * 1018 + 51))],
+    [("{:06}", "no image", MAX_LISTED_REFUSALS), ("{:06}" + "ü" * 1018, "x" * 51, 2**20 // (6 + 2 * 1018 + 51))],
     ids=["many", "long"],
 )
 def test_a_message_lists_the_first_refused_images_and_counts_all(name: str, reason: str, listed: int) -> None:
     """Else a report of a million refusals, or of long names, would be larger than any client takes."""
-    protocol = make_protocol("center", fake_contract())
-    predictions = [Prediction(name.format(n), 1, refused=reason) for n in range(3 * REFUSALS_LISTED)]
-    dataset = {"name": "x", "fingerprint": "f" * 64, "images": 3 * REFUSALS_LISTED, "layout": "x", "selection": None}
-    report = build_report(Run(run_info(FakeSession(), "fake.onnx", dataset, protocol), predictions))
+    protocol = build_protocol("center", fake_contract())
+    predictions = [Prediction(name.format(n), 1, refused=reason) for n in range(3 * MAX_LISTED_REFUSALS)]
+    dataset = {
+        "name": "x",
+        "fingerprint": "f" * 64,
+        "images": 3 * MAX_LISTED_REFUSALS,
+        "layout": "x",
+        "selection": None,
+    }
+    report = build_report(Run(build_run_info(FakeSession(), "fake.onnx", dataset, protocol), predictions))
     message = report_message(report)
     assert [each.file for each in message.refusals] == [name.format(n) for n in range(listed)]
-    assert (message.refused, message.images) == (3 * REFUSALS_LISTED, 3 * REFUSALS_LISTED)
+    assert (message.refused, message.images) == (3 * MAX_LISTED_REFUSALS, 3 * MAX_LISTED_REFUSALS)
     assert message.ByteSize() < 2 * 2**20, "what a gRPC client takes unless told otherwise is 4 MiB"
-    assert len(report["refusals"]) == 3 * REFUSALS_LISTED, "the report itself is left as it is"
+    assert len(report["refusals"]) == 3 * MAX_LISTED_REFUSALS, "the report itself is left as it is"
 
 
 def there_and_back(report: dict) -> dict:

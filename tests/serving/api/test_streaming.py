@@ -15,10 +15,10 @@ from prelunet.evaluator.errors import ImageError, ModelNotFound, Overloaded
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.rpc.status import error_from, reason_for
-from prelunet.evaluator.serving.api.prelunet import HELD, MAX_ID, classify_stream, places_of
+from prelunet.evaluator.serving.api.prelunet import MAX_ID_LENGTH, STREAM_SLOTS, classify_stream, slots_for
 from prelunet.evaluator.serving.options import QueueOptions
 from tests.helpers.fakes import FakeSession, fake_contract
-from tests.serving.serving_harness import Gated, eventually, png, running_server
+from tests.serving.serving_harness import GatedSession, eventually, png, running_server
 
 
 def numbered(*ids: str) -> list[pb.ClassifyStreamRequest]:
@@ -40,16 +40,16 @@ class Answerer:
         self.begun: list[str] = []
         self.cancelled: list[str] = []
         self._waits = waits
-        self._outside = outside
+        self._waiters = outside
         self._allowed: dict[str, asyncio.Event] = {}
 
     def allow(self, name: str) -> None:
         self._allowed.setdefault(name, asyncio.Event()).set()
 
-    async def classify(self, request: pb.ClassifyRequest, inside: Callable[[], None]) -> pb.ClassifyResponse:
+    async def classify(self, request: pb.ClassifyRequest, on_admitted: Callable[[], None]) -> pb.ClassifyResponse:
         self.begun.append(request.model)
-        if request.model not in self._outside:
-            inside()
+        if request.model not in self._waiters:
+            on_admitted()
         try:
             if self._waits:
                 await self._allowed.setdefault(request.model, asyncio.Event()).wait()
@@ -108,7 +108,7 @@ def test_no_more_is_read_while_as_many_as_a_stream_may_hold_are_unanswered(stuck
 
     def pulling() -> Iterator[pb.ClassifyStreamRequest]:
         nonlocal pulled
-        for request in numbered(*(f"{n:03}" for n in range(3 * HELD))):
+        for request in numbered(*(f"{n:03}" for n in range(3 * STREAM_SLOTS))):
             pulled += 1
             yield request
 
@@ -116,16 +116,16 @@ def test_no_more_is_read_while_as_many_as_a_stream_may_hold_are_unanswered(stuck
         answerer, reader = Answerer(waits=stuck == "classifying"), Reader(reads=stuck == "classifying")
         stream = asyncio.create_task(classify_stream(answerer.classify, one_by_one(pulling()), reader.send))
         await settled()
-        assert (pulled, len(answerer.begun), reader.answers) == (HELD, HELD, [])
+        assert (pulled, len(answerer.begun), reader.answers) == (STREAM_SLOTS, STREAM_SLOTS, [])
         if stuck == "classifying":
             answerer.allow("005")
             await settled()
-            assert (pulled, reader.ids()) == (HELD + 1, ["005"])
-            for number in range(3 * HELD):
+            assert (pulled, reader.ids()) == (STREAM_SLOTS + 1, ["005"])
+            for number in range(3 * STREAM_SLOTS):
                 answerer.allow(f"{number:03}")
         reader.reads.set()
         await stream
-        assert sorted(reader.ids()) == [f"{n:03}" for n in range(3 * HELD)]
+        assert sorted(reader.ids()) == [f"{n:03}" for n in range(3 * STREAM_SLOTS)]
 
     asyncio.run(scenario())
 
@@ -137,14 +137,14 @@ def test_no_more_is_read_while_as_many_as_a_stream_may_hold_are_unanswered(stuck
         ({"top_k": -5}, 1),
         ({"top_k": 1000}, 1),
         ({"top_k": 1001}, 2),
-        ({"top_k": 2**31 - 1}, HELD),
+        ({"top_k": 2**31 - 1}, STREAM_SLOTS),
         ({"heatmap": True}, 8),
         ({"heatmap": True, "top_k": 21_841}, 22),
     ],
     ids=str,
 )
 def test_a_request_takes_places_by_the_size_of_its_answer(asked: dict, places: int) -> None:
-    assert places_of(pb.ClassifyRequest(**asked)) == places
+    assert slots_for(pb.ClassifyRequest(**asked)) == places
 
 
 def test_no_more_than_four_heat_maps_are_made_while_nobody_reads_them_and_what_follows_waits_its_turn() -> None:
@@ -168,7 +168,7 @@ def test_no_more_than_four_heat_maps_are_made_while_nobody_reads_them_and_what_f
 
 
 def test_the_places_of_a_heat_map_are_free_for_as_many_small_answers_once_it_is_sent() -> None:
-    small = [f"{n:02}" for n in range(2 * HELD)]
+    small = [f"{n:02}" for n in range(2 * STREAM_SLOTS)]
     asked = [
         pb.ClassifyStreamRequest(id="map", request=pb.ClassifyRequest(model="map", heatmap=True)),
         *numbered(*small),
@@ -178,10 +178,10 @@ def test_the_places_of_a_heat_map_are_free_for_as_many_small_answers_once_it_is_
         answerer, reader = Answerer(waits=True), Reader()
         stream = asyncio.create_task(classify_stream(answerer.classify, one_by_one(asked), reader.send))
         await settled()
-        assert answerer.begun == ["map", *small[: HELD - 8]]
+        assert answerer.begun == ["map", *small[: STREAM_SLOTS - 8]]
         answerer.allow("map")
         await settled()
-        assert answerer.begun == ["map", *small[:HELD]]
+        assert answerer.begun == ["map", *small[:STREAM_SLOTS]]
         for name in small:
             answerer.allow(name)
         await stream
@@ -224,11 +224,11 @@ def test_a_request_is_not_kept_while_its_answer_waits_or_is_made() -> None:
     async def scenario() -> None:
         allowed = asyncio.Event()
 
-        def classify(request: object, inside: Callable[[], None]) -> Awaitable[pb.ClassifyResponse]:
+        def classify(request: object, on_admitted: Callable[[], None]) -> Awaitable[pb.ClassifyResponse]:
             kept.append(weakref.ref(request))
 
             async def answer() -> pb.ClassifyResponse:
-                inside()
+                on_admitted()
                 await allowed.wait()
                 return pb.ClassifyResponse()
 
@@ -279,7 +279,7 @@ def test_an_image_that_fails_has_an_error_of_its_own_and_the_stream_goes_on(capl
     ("ids", "text"),
     [
         (["", "z"], "1 to 128 characters, not 0"),
-        (["x" * (MAX_ID + 1), "z"], "1 to 128 characters, not 129: 'xxx"),
+        (["x" * (MAX_ID_LENGTH + 1), "z"], "1 to 128 characters, not 129: 'xxx"),
         (["a", "a", "z"], "the request with id 'a' has no answer yet"),
     ],
 )
@@ -302,8 +302,8 @@ def test_a_request_that_cannot_be_told_from_others_gets_an_error_without_an_id(i
 
 def test_an_id_of_the_greatest_length_is_taken() -> None:
     reader = Reader()
-    asyncio.run(classify_stream(Answerer().classify, one_by_one(numbered("ü" * MAX_ID)), reader.send))
-    assert [(len(answer.id), answer.HasField("response")) for answer in reader.answers] == [(MAX_ID, True)]
+    asyncio.run(classify_stream(Answerer().classify, one_by_one(numbered("ü" * MAX_ID_LENGTH)), reader.send))
+    assert [(len(answer.id), answer.HasField("response")) for answer in reader.answers] == [(MAX_ID_LENGTH, True)]
 
 
 def test_an_id_may_be_used_again_as_soon_as_its_answer_is_there() -> None:
@@ -396,7 +396,7 @@ def test_every_answer_of_a_stream_is_that_of_a_call_of_its_own(stub) -> None:
     ]
     alone = [without_timings(stub.Classify(request)) for request in requests]
     answers = {answer.id: answer for answer in stub.ClassifyStream(named(requests), timeout=60)}
-    assert len(answers) == len(requests) > HELD
+    assert len(answers) == len(requests) > STREAM_SLOTS
     assert all(answer.response.timings.batches >= 1 for answer in answers.values())
     assert [without_timings(answers[f"{n}"].response) for n in range(len(requests))] == alone
 
@@ -427,23 +427,23 @@ def test_an_error_in_a_stream_says_what_a_call_of_its_own_would_have_said(stub, 
 
 
 def test_an_image_too_many_waits_before_the_door_and_all_are_answered_in_their_turn() -> None:
-    session, sent = Gated(), queue.SimpleQueue()
+    session, sent = GatedSession(), queue.SimpleQueue()
     with (
         running_server(queue=QueueOptions(max_views=2), fake=session) as server,
         grpc.insecure_channel(server.address) as channel,
     ):
-        door = server.models.get("")._door
+        admission = server.models.get("")._admission
         requests = [pb.ClassifyRequest(image=IMAGE, protocol="center")] * 5
         for request in named(requests):
             sent.put(request)
         stub = pb_grpc.PreluNetServiceStub(channel)
         stream = stub.ClassifyStream(iter(sent.get, None), timeout=60)
-        eventually(lambda: len(door._outside) == 1)
+        eventually(lambda: len(admission._waiters) == 1)
         assert server.metric("prelunet_waiting_images", model="fake") == 2
         with pytest.raises(grpc.RpcError, match="at most 2 views"):
             stub.Classify(requests[0])
         stub.ListModels(pb.ListModelsRequest())  # time in which the server could read on
-        assert (door.images, len(door._outside)) == (2, 1), "of five; two are not read yet"
+        assert (admission.images, len(admission._waiters)) == (2, 1), "of five; two are not read yet"
         session.gate.set()
         sent.put(None)
         answers = list(stream)
@@ -454,17 +454,17 @@ def test_an_image_too_many_waits_before_the_door_and_all_are_answered_in_their_t
 
 
 def test_a_stream_that_its_client_leaves_while_an_image_waits_before_the_door_leaves_nothing_there() -> None:
-    session = Gated()
+    session = GatedSession()
     with (
         running_server(queue=QueueOptions(max_views=2), fake=session) as server,
         grpc.insecure_channel(server.address) as channel,
     ):
-        door = server.models.get("")._door
+        admission = server.models.get("")._admission
         stub = pb_grpc.PreluNetServiceStub(channel)
         stream = stub.ClassifyStream(named([pb.ClassifyRequest(image=IMAGE, protocol="center")] * 3), timeout=60)
-        eventually(lambda: len(door._outside) == 1)
+        eventually(lambda: len(admission._waiters) == 1)
         stream.cancel()
-        eventually(lambda: (door.images, len(door._outside)) == (0, 0))
+        eventually(lambda: (admission.images, len(admission._waiters)) == (0, 0))
         session.gate.set()
         assert stub.Classify(pb.ClassifyRequest(image=IMAGE, protocol="center")).predictions
 
@@ -480,7 +480,7 @@ def test_bytes_that_are_no_message_end_a_stream_and_the_next_call_works(channel,
 
 @pytest.mark.parametrize("leaves", [True, False], ids=["left", "out of time"])
 def test_a_stream_that_a_client_leaves_or_whose_time_is_over_is_not_computed(leaves: bool) -> None:
-    session, sent = Gated(), queue.SimpleQueue()
+    session, sent = GatedSession(), queue.SimpleQueue()
     with running_server(fake=session) as server, grpc.insecure_channel(server.address) as channel:
         stub = pb_grpc.PreluNetServiceStub(channel)
         first = stub.Classify.future(pb.ClassifyRequest(image=IMAGE, protocol="dense-29"))
@@ -505,31 +505,31 @@ def test_a_stream_that_a_client_leaves_or_whose_time_is_over_is_not_computed(lea
 
 
 def test_a_client_that_sends_faster_than_the_server_classifies_is_held_up() -> None:
-    session, pulled = Gated(), 0
+    session, pulled = GatedSession(), 0
     image = png(600, 700)  # 1.3 MB
     assert len(image) > 2**20
 
     def pulling() -> Iterator[pb.ClassifyStreamRequest]:
         nonlocal pulled
-        for request in named([pb.ClassifyRequest(image=image, protocol="center")] * (4 * HELD)):
+        for request in named([pb.ClassifyRequest(image=image, protocol="center")] * (4 * STREAM_SLOTS)):
             pulled += 1
             yield request
 
     with running_server(fake=session) as server, grpc.insecure_channel(server.address) as channel:
         stub = pb_grpc.PreluNetServiceStub(channel)
         stream = stub.ClassifyStream(pulling(), timeout=120)
-        eventually(lambda: server.metric("prelunet_waiting_images", model="fake") == HELD)
+        eventually(lambda: server.metric("prelunet_waiting_images", model="fake") == STREAM_SLOTS)
         for _ in range(50):
             stub.ListModels(pb.ListModelsRequest())  # time in which the server could read on
-        assert server.metric("prelunet_waiting_images", model="fake") == HELD
-        assert pulled < 2 * HELD, "what is beyond waits in buffers of gRPC, of which there should be few"
+        assert server.metric("prelunet_waiting_images", model="fake") == STREAM_SLOTS
+        assert pulled < 2 * STREAM_SLOTS, "what is beyond waits in buffers of gRPC, of which there should be few"
         session.gate.set()
-        assert len(list(stream)) == pulled == 4 * HELD
+        assert len(list(stream)) == pulled == 4 * STREAM_SLOTS
 
 
 def test_a_client_that_reads_no_answers_is_held_up_itself_and_nobody_else() -> None:
     """Its answers, each of a thousand classes, fill what gRPC takes; then no further request of it is read."""
-    asked = [pb.ClassifyRequest(image=IMAGE, model="many", protocol="center", top_k=1000)] * (5 * HELD)
+    asked = [pb.ClassifyRequest(image=IMAGE, model="many", protocol="center", top_k=1000)] * (5 * STREAM_SLOTS)
     with (
         running_server(many=FakeSession(fake_contract(classes=1000)), other=FakeSession()) as server,
         grpc.insecure_channel(server.address, options=[("grpc.http2.bdp_probe", 0)]) as channel,  # takes 64 kB ahead
@@ -542,6 +542,6 @@ def test_a_client_that_reads_no_answers_is_held_up_itself_and_nobody_else() -> N
             before = answered
             for _ in range(20):
                 assert stub.Classify(pb.ClassifyRequest(image=IMAGE, model="other"), timeout=30).predictions
-        assert answered <= 3 * HELD
+        assert answered <= 3 * STREAM_SLOTS
         assert server.metric("prelunet_waiting_images", model="many") == 0, "what waits to be sent waits for no device"
         assert len(list(stream)) == len(asked) - 1

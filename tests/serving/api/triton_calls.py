@@ -43,7 +43,7 @@ def texts(result: Any) -> list[list[str]]:
     return [[text.decode() for text in row] for row in result.as_numpy("scores")]
 
 
-def told_of_server(client: triton.InferenceServerClient) -> dict[str, Any]:
+def server_info(client: triton.InferenceServerClient) -> dict[str, Any]:
     """Ask for all that a server tells of itself."""
     return {
         "live": client.is_server_live(),
@@ -89,7 +89,7 @@ def with_sync_client(address: str, images: list[bytes]) -> dict[str, Any]:
         told["priority"] = failure(lambda: client.infer("six", images_input(images), priority=1))
         told["sequence"] = failure(lambda: client.infer("six", images_input(images), sequence_id=4))
         told["no time"] = failure(lambda: client.infer("six", images_input(images), client_timeout=1e-4))
-        told["of server"] = told_of_server(client)
+        told["of server"] = server_info(client)
     return told
 
 
@@ -147,7 +147,7 @@ async def with_aio_client(address: str, images: list[bytes]) -> dict[str, Any]:
         }
 
 
-def its_protocol() -> dict[str, Any]:
+def client_protocol() -> dict[str, Any]:
     """Return the client's own messages and methods."""
     messages: dict[str, Any] = {}
     for file in (service_pb2.DESCRIPTOR, model_config_pb2.DESCRIPTOR):
@@ -173,7 +173,7 @@ def its_protocol() -> dict[str, Any]:
 if __name__ == "__main__":
     server, pictures = sys.argv[1], [Path(name).read_bytes() for name in sys.argv[2:]]
     print(json.dumps({
-        "protocol": its_protocol(),
+        "protocol": client_protocol(),
         "sync": with_sync_client(server, pictures),
         "aio": asyncio.run(with_aio_client(server, pictures)),
     }))  # fmt: skip

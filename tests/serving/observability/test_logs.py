@@ -16,16 +16,16 @@ import pytest
 
 from prelunet.evaluator.errors import ImageError
 from prelunet.evaluator.serving.observability import logs
-from prelunet.evaluator.serving.observability.call_context import Call, note, set_current
+from prelunet.evaluator.serving.observability.call_context import Call, record_views, set_current
 from prelunet.evaluator.serving.observability.logs import (
-    FORMS,
+    FORMATTERS,
     MAX_FIELD,
-    MAX_MESSAGE,
+    MAX_LOG_MESSAGE,
+    MAX_QUEUED_LINES,
     MAX_TRACEBACK,
-    MAX_WAITING,
-    Stderr,
-    incident_of,
+    StderrHandler,
     log_call,
+    log_incident,
 )
 from tests.serving.serving_harness import eventually
 
@@ -54,7 +54,7 @@ def written(form: str) -> Iterator[io.StringIO]:
     """Give what a logger of this name writes in a form, and nothing else."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(FORMS[form]())
+    handler.setFormatter(FORMATTERS[form]())
     logger = logging.getLogger("prelunet.evaluator.serving.observability.logs")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -138,7 +138,7 @@ def test_the_traceback_of_an_incident_has_its_id_and_stays_within_its_record(for
         try:
             raise RuntimeError(f"broken\n{FORGERY}\x1b[2J")
         except RuntimeError as error:
-            incident = incident_of(error)
+            incident = log_incident(error)
     found = lines(stream.getvalue())
     assert re.fullmatch("[0-9a-f]{12}", incident)
     assert f"incident {incident}: RuntimeError" in found[0]
@@ -154,7 +154,7 @@ def test_the_traceback_of_an_incident_has_its_id_and_stays_within_its_record(for
 
 def test_a_mistake_of_the_caller_is_no_incident() -> None:
     with written("text") as stream:
-        incident_of(ImageError("no image"))
+        log_incident(ImageError("no image"))
     assert stream.getvalue() == ""
 
 
@@ -167,11 +167,13 @@ def test_long_texts_are_cut(form: str) -> None:
         try:
             raise RuntimeError("t" * 100_000)
         except RuntimeError as error:
-            incident_of(error)
+            log_incident(error)
     text = stream.getvalue()
-    assert [text.count(letter * most) for letter, most in (("e", MAX_FIELD - 1), ("m", MAX_MESSAGE - 1))] == [1, 1]
-    assert ("e" * MAX_FIELD not in text, "m" * MAX_MESSAGE not in text) == (True, True)
-    assert MAX_TRACEBACK <= len(text.replace("e" * (MAX_FIELD - 1), "").replace("m" * (MAX_MESSAGE - 1), "")) < 22_000
+    assert [text.count(letter * most) for letter, most in (("e", MAX_FIELD - 1), ("m", MAX_LOG_MESSAGE - 1))] == [1, 1]
+    assert ("e" * MAX_FIELD not in text, "m" * MAX_LOG_MESSAGE not in text) == (True, True)
+    assert (
+        MAX_TRACEBACK <= len(text.replace("e" * (MAX_FIELD - 1), "").replace("m" * (MAX_LOG_MESSAGE - 1), "")) < 22_000
+    )
 
 
 def test_the_line_of_a_call_says_what_was_asked_and_how_it_ended() -> None:
@@ -180,7 +182,7 @@ def test_the_line_of_a_call_says_what_was_asked_and_how_it_ended() -> None:
     def during_the_call() -> dict:
         set_current(call)
         for model, views in (("roses", 6), ("tulips", 2), ("roses", 1)):
-            note(model, views)
+            record_views(model, views)
         with written("json") as stream:
             log_call(call, 0.0123456789)
         return json.loads(stream.getvalue())
@@ -204,8 +206,8 @@ def test_the_line_of_a_call_says_what_was_asked_and_how_it_ended() -> None:
 
 PROGRAM = """
 import logging, sys, warnings
-from prelunet.evaluator.serving.observability.logs import set_up
-set_up({form!r}, {level!r})
+from prelunet.evaluator.serving.observability.logs import configure_logging
+configure_logging({form!r}, {level!r})
 logging.getLogger("prelunet.some.module").debug("ours, debug")
 logging.getLogger("prelunet.some.module").info("ours, info")
 logging.getLogger("PIL.PngImagePlugin").debug("STREAM of an image")
@@ -238,7 +240,7 @@ def test_a_process_logs_our_lines_from_its_level_on_and_those_of_libraries_but_p
 
 WITHOUT_FILES = """
 import asyncio, os, resource, socket
-from prelunet.evaluator.serving.observability.logs import set_up
+from prelunet.evaluator.serving.observability.logs import configure_logging
 
 async def main():
     failed, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -257,7 +259,7 @@ async def main():
     await asyncio.wait_for(failed.wait(), 30)
     loop.call_exception_handler({"message": "something else"})
 
-set_up()
+configure_logging()
 asyncio.run(main())
 """
 
@@ -271,7 +273,7 @@ def test_a_port_without_open_files_is_told_once_and_other_mistakes_of_the_loop_b
 def test_a_port_that_is_still_without_open_files_is_told_of_each_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [5.0]
     monkeypatch.setattr(logs.time, "monotonic", lambda: now[0])
-    sparingly = logs.AcceptsSparingly()
+    sparingly = logs.AcceptErrorFilter()
     text = "socket.accept() out of system resource\nsocket: <…>"
     record = logging.LogRecord("asyncio", logging.ERROR, "", 0, text, (), None)
     heard = []
@@ -282,11 +284,11 @@ def test_a_port_that_is_still_without_open_files_is_told_of_each_minute(monkeypa
 
 def test_whoever_does_not_read_the_log_holds_up_nobody_and_is_told_how_many_lines_are_missing() -> None:
     reading, writing = os.pipe()
-    handler = Stderr(writing)
-    handler.setFormatter(FORMS["json"]())
+    handler = StderrHandler(writing)
+    handler.setFormatter(FORMATTERS["json"]())
     logger = logging.Logger("a test's")
     logger.addHandler(handler)
-    total = 3 * MAX_WAITING
+    total = 3 * MAX_QUEUED_LINES
     for number in range(total):
         logger.warning("line %s %s", number, "x" * 200)  # a pipe holds 64 KiB, 200 of these
     received: list[str] = []
@@ -304,7 +306,7 @@ def test_whoever_does_not_read_the_log_holds_up_nobody_and_is_told_how_many_line
     reader.join(30)
     numbers = [int(message.split()[1]) for message in received if message.startswith("line ")]
     dropped = [int(message.split()[0]) for message in received if "lines dropped, stderr is read too slowly" in message]
-    assert MAX_WAITING <= len(numbers) < total
+    assert MAX_QUEUED_LINES <= len(numbers) < total
     assert numbers == sorted(set(numbers))
     assert sum(dropped) == total - len(numbers)
     assert received[-1] == "read again"
@@ -313,7 +315,7 @@ def test_whoever_does_not_read_the_log_holds_up_nobody_and_is_told_how_many_line
 def test_a_log_that_nobody_can_read_any_more_stops_nothing() -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    handler = Stderr(writing)
+    handler = StderrHandler(writing)
     logger = logging.Logger("a test's")
     logger.addHandler(handler)
     for _ in range(3):
@@ -324,7 +326,7 @@ def test_a_log_that_nobody_can_read_any_more_stops_nothing() -> None:
 
 def test_a_process_whose_log_is_not_read_ends_all_the_same() -> None:
     program = (
-        "import logging; from prelunet.evaluator.serving.observability.logs import set_up; set_up()\n"
+        "import logging; from prelunet.evaluator.serving.observability.logs import configure_logging; configure_logging()\n"
         "for _ in range(5000): logging.getLogger('prelunet').info('x' * 200)\n"
         "print('done')"
     )

@@ -14,14 +14,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from prelunet.evaluator.errors import EnvironmentFault
 from prelunet.evaluator.serving.observability import metrics_http
 from prelunet.evaluator.serving.observability.metrics import Metrics
-from prelunet.evaluator.serving.observability.metrics_http import MAX_CONNECTIONS, MAX_REQUEST, Exposition
+from prelunet.evaluator.serving.observability.metrics_http import MAX_CONNECTIONS, MAX_REQUEST, MetricsServer
 from tests.helpers.fakes import FakeSession
-from tests.serving.scheduling.event_loop import in_a_loop, until
+from tests.serving.scheduling.event_loop import async_test, until
 
 
 @asynccontextmanager
-async def exposed(metrics: Metrics, patience: float = 30.0) -> AsyncIterator[Exposition]:
-    port = Exposition(metrics.text, patience=patience)
+async def running_metrics_server(metrics: Metrics, request_timeout: float = 30.0) -> AsyncIterator[MetricsServer]:
+    port = MetricsServer(metrics.text, request_timeout=request_timeout)
     await port.open("127.0.0.1", 0)
     try:
         yield port
@@ -29,7 +29,7 @@ async def exposed(metrics: Metrics, patience: float = 30.0) -> AsyncIterator[Exp
         await port.close()
 
 
-async def answer_to(request: bytes, port: Exposition, host: str = "127.0.0.1") -> tuple[int, str]:
+async def answer_to(request: bytes, port: MetricsServer, host: str = "127.0.0.1") -> tuple[int, str]:
     """Return status and body of an answer."""
     reader, writer = await asyncio.open_connection(host, int(port.address.rpartition(":")[2]))
     writer.write(request)
@@ -42,11 +42,11 @@ async def answer_to(request: bytes, port: Exposition, host: str = "127.0.0.1") -
     return int(head.split(" ")[1]), body
 
 
-@in_a_loop
+@async_test
 async def test_a_scrape_gives_what_is_counted() -> None:
     metrics = Metrics()
     metrics.of_model("flowers", FakeSession()).refused("views")  # type: ignore[arg-type]
-    async with exposed(metrics) as port:
+    async with running_metrics_server(metrics) as port:
         status, body = await answer_to(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", port)
         found = {
             (sample.name, sample.labels.get("model"), sample.labels.get("reason")): sample.value
@@ -70,15 +70,15 @@ async def test_a_scrape_gives_what_is_counted() -> None:
         (b"\x00\xff\r\n\r\n", 404),
     ],
 )
-@in_a_loop
+@async_test
 async def test_there_is_nothing_but_the_metrics(request_: bytes, status: int) -> None:
-    async with exposed(Metrics()) as port:
+    async with running_metrics_server(Metrics()) as port:
         assert (await answer_to(request_, port))[0] == status
 
 
-@in_a_loop
+@async_test
 async def test_a_client_that_sends_too_much_or_too_slowly_is_cut_off() -> None:
-    async with exposed(Metrics(), patience=0.2) as port:
+    async with running_metrics_server(Metrics(), request_timeout=0.2) as port:
         host, _, number = port.address.rpartition(":")
         for sent in (b"GET /metrics HTTP/1.1\r\n" + b"x" * 2 * MAX_REQUEST, b"GET /met", b""):
             reader, writer = await asyncio.open_connection(host, int(number))
@@ -89,9 +89,9 @@ async def test_a_client_that_sends_too_much_or_too_slowly_is_cut_off() -> None:
         assert (await answer_to(b"GET /metrics HTTP/1.1\r\n\r\n", port))[0] == 200
 
 
-@in_a_loop
+@async_test
 async def test_of_too_many_clients_that_ask_for_nothing_whole_the_oldest_makes_room_for_a_scrape() -> None:
-    async with exposed(Metrics(), patience=600) as port:
+    async with running_metrics_server(Metrics(), request_timeout=600) as port:
         number = int(port.address.rpartition(":")[2])
         slow = []
         for opened in range(MAX_CONNECTIONS + 3):
@@ -111,13 +111,13 @@ async def test_of_too_many_clients_that_ask_for_nothing_whole_the_oldest_makes_r
             writer.close()
 
 
-@in_a_loop
+@async_test
 async def test_of_too_many_clients_that_do_not_take_their_answer_the_oldest_makes_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(metrics_http, "MAX_CONNECTIONS", 2)
     texts = [b"x" * 2**24, b"x" * 2**24, b"in time"]  # more than a connection's buffers
-    port = Exposition(lambda: texts.pop(0), patience=600)
+    port = MetricsServer(lambda: texts.pop(0), request_timeout=600)
     await port.open("127.0.0.1", 0)
     lazy = []
     for _ in range(2):
@@ -131,7 +131,7 @@ async def test_of_too_many_clients_that_do_not_take_their_answer_the_oldest_make
         client.close()
 
 
-@in_a_loop
+@async_test
 async def test_nothing_is_kept_of_an_answer_that_is_not_taken_in_time() -> None:
     transports = []
 
@@ -140,7 +140,7 @@ async def test_nothing_is_kept_of_an_answer_that_is_not_taken_in_time() -> None:
         transports[0].set_write_buffer_limits(2**30)  # as with a rest that is below the usual ones
         return b"x" * 2**24
 
-    port = Exposition(much, patience=0.3)
+    port = MetricsServer(much, request_timeout=0.3)
     await port.open("127.0.0.1", 0)
     with socket.create_connection(("127.0.0.1", int(port.address.rpartition(":")[2]))) as client:
         client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
@@ -149,7 +149,7 @@ async def test_nothing_is_kept_of_an_answer_that_is_not_taken_in_time() -> None:
     await port.close()
 
 
-@in_a_loop
+@async_test
 async def test_nobody_whose_request_is_whole_makes_room_for_another() -> None:
     go_on = threading.Event()
 
@@ -157,7 +157,7 @@ async def test_nobody_whose_request_is_whole_makes_room_for_another() -> None:
         assert go_on.wait(30)
         return b"all of it"
 
-    port = Exposition(slowly, patience=600)
+    port = MetricsServer(slowly, request_timeout=600)
     await port.open("127.0.0.1", 0)
     scrapes = [asyncio.create_task(answer_to(b"GET /metrics HTTP/1.1\r\n\r\n", port)) for _ in range(MAX_CONNECTIONS)]
     await until(lambda: port._answering == MAX_CONNECTIONS)
@@ -169,20 +169,20 @@ async def test_nobody_whose_request_is_whole_makes_room_for_another() -> None:
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
-@in_a_loop
+@async_test
 async def test_all_addresses_are_those_of_ipv4_as_well() -> None:
-    port = Exposition(Metrics().text)
+    port = MetricsServer(Metrics().text)
     await port.open("::", 0)
     assert port.address.startswith("[::]:")
     for host in ("127.0.0.1", "::1"):
         assert (await answer_to(b"GET /metrics HTTP/1.1\r\n\r\n", port, host))[0] == 200
     number = int(port.address.rpartition(":")[2])
     with pytest.raises(EnvironmentFault, match=rf"for metrics: port {number} is in use\."):
-        await Exposition(Metrics().text).open("::", number)
+        await MetricsServer(Metrics().text).open("::", number)
     await port.close()
 
 
-@in_a_loop
+@async_test
 async def test_a_scrape_that_is_being_answered_when_the_port_closes_gets_its_answer() -> None:
     asked, go_on = threading.Event(), threading.Event()
 
@@ -191,7 +191,7 @@ async def test_a_scrape_that_is_being_answered_when_the_port_closes_gets_its_ans
         assert go_on.wait(30)
         return b"all of it"
 
-    port = Exposition(slowly)
+    port = MetricsServer(slowly)
     await port.open("127.0.0.1", 0)
     scrape = asyncio.create_task(answer_to(b"GET /metrics HTTP/1.1\r\n\r\n", port))
     assert await asyncio.to_thread(asked.wait, 30)
@@ -202,9 +202,9 @@ async def test_a_scrape_that_is_being_answered_when_the_port_closes_gets_its_ans
     await closing
 
 
-@in_a_loop
+@async_test
 async def test_a_scrape_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_http, "FAREWELL", 0.05)
+    monkeypatch.setattr(metrics_http, "CLOSE_TIMEOUT", 0.05)
     asked, go_on = threading.Event(), threading.Event()
 
     def hanging() -> bytes:
@@ -212,7 +212,7 @@ async def test_a_scrape_that_does_not_end_is_not_waited_for(monkeypatch: pytest.
         assert go_on.wait(30)
         return b""
 
-    port = Exposition(hanging, patience=60)
+    port = MetricsServer(hanging, request_timeout=60)
     await port.open("127.0.0.1", 0)
     scrape = asyncio.create_task(answer_to(b"GET /metrics HTTP/1.1\r\n\r\n", port))
     assert await asyncio.to_thread(asked.wait, 30)
@@ -223,11 +223,11 @@ async def test_a_scrape_that_does_not_end_is_not_waited_for(monkeypatch: pytest.
     await closing
 
 
-@in_a_loop
+@async_test
 async def test_who_is_still_there_at_the_end_is_cut_off_and_nothing_is_left_or_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with exposed(Metrics()) as port:
+    async with running_metrics_server(Metrics()) as port:
         host, _, number = port.address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(number))
         while not port.connections:
@@ -240,12 +240,12 @@ async def test_who_is_still_there_at_the_end_is_cut_off_and_nothing_is_left_or_l
     assert caplog.records == []
 
 
-@in_a_loop
+@async_test
 async def test_a_port_in_use_is_told_with_a_mend() -> None:
-    async with exposed(Metrics()) as port:
+    async with running_metrics_server(Metrics()) as port:
         number = int(port.address.rpartition(":")[2])
         with pytest.raises(EnvironmentFault, match=rf"for metrics: port {number} is in use\. .* --metrics-port"):
-            await Exposition(Metrics().text).open("127.0.0.1", number)
+            await MetricsServer(Metrics().text).open("127.0.0.1", number)
 
 
 def test_docs_list_every_metric_with_its_labels() -> None:

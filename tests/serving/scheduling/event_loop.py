@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 
 
-def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+def async_test(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     """Let pytest run an asynchronous test."""
 
     def run(**fixtures: Any) -> None:
@@ -26,7 +26,7 @@ def new_channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
 
 
-async def refused(call: Awaitable[Any]) -> grpc.aio.AioRpcError:
+async def rpc_error(call: Awaitable[Any]) -> grpc.aio.AioRpcError:
     """Return the error with which a call should end."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call

@@ -17,26 +17,26 @@ from prelunet.evaluator.engine.batching import BatchRules
 from prelunet.evaluator.errors import DeadlinePassed, ImageError, Overloaded, UsageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.serving.models import Models
 from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import QueueOptions
-from prelunet.evaluator.serving.scheduling.queue import Waiting
-from prelunet.evaluator.serving.scheduling.request import Lane, Request, views_and_pixels
+from prelunet.evaluator.serving.scheduling.queue import DeviceQueue
+from prelunet.evaluator.serving.scheduling.request import Request, ScheduledModel, views_and_pixels
 from tests.helpers.fakes import FakeSession, fake_contract
-from tests.serving.scheduling.scheduler_harness import HeldSession, counted, served, until
+from tests.serving.scheduling.scheduler_harness import SteppedSession, metric_value, serve_models, until
 from tests.serving.serving_harness import png, running_server
 
-CENTER = make_protocol("center", fake_contract())
+CENTER = build_protocol("center", fake_contract())
 
 
 @pytest.mark.parametrize("surplus", [0, 1, 7])
 def test_of_q_and_k_calls_exactly_k_are_refused_at_once_and_the_others_are_answered(surplus: int) -> None:
-    session = HeldSession()
+    session = SteppedSession()
 
     async def scenario() -> None:
-        with served(QueueOptions(max_views=12), fake=session) as models:
+        with serve_models(QueueOptions(max_views=12), fake=session) as models:
             classifier = models.get("fake")
 
             async def ask(number: int) -> str:
@@ -49,11 +49,11 @@ def test_of_q_and_k_calls_exactly_k_are_refused_at_once_and_the_others_are_answe
                     return "refused" if error.retry_after else "refused for ever"
 
             tasks = [asyncio.create_task(ask(number)) for number in range(12 + surplus)]
-            await until(lambda: counted(models, "waiting_views", "fake") == 12)
+            await until(lambda: metric_value(models, "waiting_views", "fake") == 12)
             await until(lambda: sum(task.done() for task in tasks) == surplus)
-            assert counted(models, "waiting_images", "fake") == 12
-            assert counted(models, "refusals_total", "fake", reason="views") == surplus
-            session.free()
+            assert metric_value(models, "waiting_images", "fake") == 12
+            assert metric_value(models, "refusals_total", "fake", reason="views") == surplus
+            session.release_all()
             answers = await asyncio.gather(*tasks)
             assert answers.count("refused") == surplus
             assert await ask(99) != "refused", "the places should be free again"
@@ -62,7 +62,7 @@ def test_of_q_and_k_calls_exactly_k_are_refused_at_once_and_the_others_are_answe
 
 
 def test_a_refusal_reaches_the_client_as_resource_exhausted() -> None:
-    session = HeldSession()
+    session = SteppedSession()
     call = pb.ClassifyRequest(image=png(40, 41), protocol="center")
     with (
         running_server(queue=QueueOptions(max_views=1), fake=session) as server,
@@ -76,7 +76,7 @@ def test_a_refusal_reaches_the_client_as_resource_exhausted() -> None:
             grpc.RpcError, match=r"1 views of .* wait for model 'fake' already, and at most 1 views"
         ) as no:
             stub.Classify(call, timeout=30)
-        session.free()
+        session.release_all()
         assert first.result(30).predictions
     assert no.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -85,10 +85,10 @@ def test_a_view_that_would_take_gigabytes_is_refused_by_its_size_before_it_is_ma
     contract = fake_contract(max_side=16384)
 
     async def scenario() -> None:
-        with served(fake=FakeSession(contract)) as models:
+        with serve_models(fake=FakeSession(contract)) as models:
 
             async def ask(name: str) -> object:
-                protocol = make_protocol(name, contract)
+                protocol = build_protocol(name, contract)
                 return await models.get("fake").answer(png(20, 200), protocol, 1, heatmap=False)
 
             with pytest.raises(UsageError, match="seen as 1600x6400 pixels, more than the 2097152"):
@@ -102,22 +102,22 @@ def test_a_view_that_would_take_gigabytes_is_refused_by_its_size_before_it_is_ma
 
 def test_a_model_whose_scales_are_large_is_served_at_its_own_scales() -> None:
     contract = fake_contract(default_scales=(800, 900), max_side=4096)
-    with served(large=FakeSession(contract)) as models:
-        models.get("large")._check_size(200, 2000, make_protocol("multi-scale", contract))
+    with serve_models(large=FakeSession(contract)) as models:
+        models.get("large")._check_size(200, 2000, build_protocol("multi-scale", contract))
 
 
 @pytest.mark.parametrize("heatmap", [False, True])
 def test_an_answer_says_where_its_time_went(heatmap: bool) -> None:
-    session = HeldSession(rules=BatchRules(max_pixels=2 * 37 * 53))
-    protocol = make_protocol("dense-37-40-43", session.contract)
+    session = SteppedSession(rules=BatchRules(max_pixels=2 * 37 * 53))
+    protocol = build_protocol("dense-37-40-43", session.contract)
 
     async def scenario() -> None:
-        with served(fake=session) as models:
+        with serve_models(fake=session) as models:
             asked = models.get("fake").answer(png(40, 57), protocol, 2, heatmap=heatmap)
             task = asyncio.create_task(asked)
             await until(lambda: session.entered)
             await asyncio.sleep(0.05)
-            session.free()
+            session.release_all()
             timings = (await task).timings
             assert timings is not None
             assert timings.batches == len(session.calls) == 5  # at 37 both views fit one batch, at 40 and 43 one each
@@ -126,15 +126,15 @@ def test_an_answer_says_where_its_time_went(heatmap: bool) -> None:
             parts = timings.queue_seconds + timings.decode_seconds + timings.compute_seconds
             assert timings.queue_seconds >= 0
             assert parts < timings.total_seconds
-            assert counted(models, "request_seconds_sum", "fake") == timings.total_seconds
+            assert metric_value(models, "request_seconds_sum", "fake") == timings.total_seconds
             for stage, seconds in (
                 ("queue", timings.queue_seconds),
                 ("decode", timings.decode_seconds),
                 ("compute", timings.compute_seconds),
             ):
-                assert counted(models, "stage_seconds_sum", "fake", stage=stage) == seconds
-            assert counted(models, "stage_seconds_count", "fake", stage="average") == 1
-            assert counted(models, "last_answer_timestamp_seconds", "fake") > 1e9
+                assert metric_value(models, "stage_seconds_sum", "fake", stage=stage) == seconds
+            assert metric_value(models, "stage_seconds_count", "fake", stage="average") == 1
+            assert metric_value(models, "last_answer_timestamp_seconds", "fake") > 1e9
 
     asyncio.run(scenario())
 
@@ -144,12 +144,12 @@ def test_whoever_leaves_whenever_nothing_of_them_is_left_and_every_view_is_compu
     """Callers come, leave and run out of time at random, some with images that are none."""
     rules = BatchRules(canvas_step=4, max_pixels=9 * 40 * 60, switch_pixels=10**4)
     sessions = {
-        name: HeldSession(provider=provider, rules=rules if provider.startswith("CUDA") else None, seed=seed)
+        name: SteppedSession(provider=provider, rules=rules if provider.startswith("CUDA") else None, seed=seed)
         for seed, name in enumerate(("one", "two"))
     }
     chance = random.Random(0)
     images = [png(30 + number, 50 - number, number) for number in range(8)]
-    protocols = [make_protocol(name, fake_contract()) for name in ("center", "dense-33-41", "ten-crop", "spp-18")]
+    protocols = [build_protocol(name, fake_contract()) for name in ("center", "dense-33-41", "ten-crop", "spp-18")]
     became: Counter[str] = Counter()
     admitted: Counter[str] = Counter()  # views, by model
 
@@ -172,60 +172,60 @@ def test_whoever_leaves_whenever_nothing_of_them_is_left_and_every_view_is_compu
             became[type(error).__name__] += 1
 
     async def scenario() -> None:
-        with served(QueueOptions(max_views=60, ready_views=20), **sessions) as models:
+        with serve_models(QueueOptions(max_views=60, ready_views=20), **sessions) as models:
             tasks = [asyncio.create_task(caller(models, number)) for number in range(200)]
             await until(lambda: {"DeadlinePassed", "CancelledError", "Overloaded"} <= set(became))
             while not all(task.done() for task in tasks):
                 for session in sessions.values():
-                    session.let_go()
+                    session.release_batches()
                 await asyncio.sleep(0.002)
         for name in sessions:
             reasons = ("cancelled", "expired", "failed")
-            dropped = [counted(models, "dropped_views_total", name, reason=reason) for reason in reasons]
-            computed = counted(models, "batch_views_sum", name)
+            dropped = [metric_value(models, "dropped_views_total", name, reason=reason) for reason in reasons]
+            computed = metric_value(models, "batch_views_sum", name)
             assert computed + sum(dropped) == admitted[name]
             assert sum(dropped) > 0
 
     asyncio.run(scenario())
     assert became["answered"] > 0
     gc.collect()
-    left = [found for found in gc.get_objects() if type(found) is Request and found.lane.session in sessions.values()]
+    left = [found for found in gc.get_objects() if type(found) is Request and found.model.session in sessions.values()]
     assert left == []
 
 
 def test_an_image_that_is_none_fails_before_its_views_take_room() -> None:
     async def scenario() -> None:
-        with served(fake=FakeSession()) as models:
+        with serve_models(fake=FakeSession()) as models:
             with pytest.raises(ImageError):
                 await models.get("fake").answer(b"none", CENTER, 1, heatmap=False)
-            assert counted(models, "dropped_views_total", "fake", reason="failed") == 1
-            assert counted(models, "failed_seconds_count", "fake") == 1
-            assert counted(models, "request_seconds_count", "fake") == 0
+            assert metric_value(models, "dropped_views_total", "fake", reason="failed") == 1
+            assert metric_value(models, "failed_seconds_count", "fake") == 1
+            assert metric_value(models, "request_seconds_count", "fake") == 0
 
     asyncio.run(scenario())
 
 
 def test_a_mirrored_protocol_costs_a_client_twice_the_turns_of_a_plain_one() -> None:
-    plain = replace(make_protocol("dense-33-41", fake_contract()), mirror=False)
+    plain = replace(build_protocol("dense-33-41", fake_contract()), mirror=False)
     assert views_and_pixels(plain) == (2, 33 * 33 + 41 * 41)
     assert views_and_pixels(replace(plain, mirror=True)) == (4, 2 * (33 * 33 + 41 * 41))
-    assert views_and_pixels(make_protocol("ten-crop", fake_contract())) == (10, 10 * 28 * 28)
+    assert views_and_pixels(build_protocol("ten-crop", fake_contract())) == (10, 10 * 28 * 28)
 
 
 def test_clients_take_turns_at_decoding_by_what_their_files_cost_and_not_by_their_number() -> None:
     """A file of 30 kB is told to cost fourteen times as much as one of 2 kB, by its bytes and its view's pixels."""
     session = FakeSession()
-    lane = Lane("fake", session, Metrics().of_model("fake", session), lambda *_: [])
+    model = ScheduledModel("fake", session, Metrics().of_model("fake", session), lambda *_: [])
 
     async def scenario() -> list[str]:
-        waiting, reply = Waiting(QueueOptions()), asyncio.get_running_loop().create_future()
+        device_queue, reply = DeviceQueue(QueueOptions()), asyncio.get_running_loop().create_future()
         for number in range(100):
             for client, size in (("large", 30_000), ("small", 2_000)):
                 if client == "small" or number < 30:
-                    waiting.add(Request(lane, bytes(size), CENTER, Caller(client), lambda _: None, reply))
+                    device_queue.add(Request(model, bytes(size), CENTER, Caller(client), lambda _: None, reply))
         order = []
-        while (request := waiting._encoded.first()) is not None:
-            waiting._encoded.take(request)
+        while (request := device_queue._encoded.first()) is not None:
+            device_queue._encoded.take(request)
             order.append(request.caller.client)
         return order
 

@@ -12,79 +12,87 @@ from hypothesis import strategies as st
 from prelunet.evaluator.errors import ImageError, Overloaded
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import QueueOptions
-from prelunet.evaluator.serving.scheduling.admission import Door
+from prelunet.evaluator.serving.scheduling.admission import AdmissionController
 from tests.helpers.fakes import FakeSession
 from tests.serving.scheduling.scheduler_harness import until
 
 
-def made_door(**queue: int) -> tuple[Door, Metrics]:
+def build_admission(**queue: int) -> tuple[AdmissionController, Metrics]:
     metrics = Metrics()
-    return Door("fake", QueueOptions(**queue), metrics.of_model("fake", FakeSession())), metrics
+    return AdmissionController("fake", QueueOptions(**queue), metrics.of_model("fake", FakeSession())), metrics
 
 
 def test_images_beyond_the_bytes_that_may_wait_are_refused_but_one_alone_never() -> None:
-    door, metrics = made_door(max_bytes=1000)
-    with door.admitted(5000, 2):
+    admission, metrics = build_admission(max_bytes=1000)
+    with admission.admit_or_refuse(5000, 2):
         assert metrics.registry.get_sample_value("prelunet_waiting_bytes", {"model": "fake"}) == 5000
-        with pytest.raises(Overloaded, match="2 views of 5000 bytes wait"), door.admitted(1, 1):
+        with pytest.raises(Overloaded, match="2 views of 5000 bytes wait"), admission.admit_or_refuse(1, 1):
             pass
-    with door.admitted(600, 1), door.admitted(400, 1):
+    with admission.admit_or_refuse(600, 1), admission.admit_or_refuse(400, 1):
         pass
-    with door.admitted(600, 1), pytest.raises(Overloaded, match="1 views of 600 bytes"), door.admitted(401, 1):
+    with (
+        admission.admit_or_refuse(600, 1),
+        pytest.raises(Overloaded, match="1 views of 600 bytes"),
+        admission.admit_or_refuse(401, 1),
+    ):
         pass
-    assert (door.images, door.views, door.bytes) == (0, 0, 0)
+    assert (admission.images, admission.views, admission.bytes) == (0, 0, 0)
     refusals = metrics.registry.get_sample_value("prelunet_refusals_total", {"model": "fake", "reason": "bytes"})
     assert refusals == 2
 
 
 def test_an_image_of_more_views_than_may_wait_is_let_in_where_nothing_waits() -> None:
-    door, _ = made_door(max_views=3)
-    with door.admitted(1, 60), pytest.raises(Overloaded, match="60 views of 1 bytes"), door.admitted(1, 1):
+    admission, _ = build_admission(max_views=3)
+    with (
+        admission.admit_or_refuse(1, 60),
+        pytest.raises(Overloaded, match="60 views of 1 bytes"),
+        admission.admit_or_refuse(1, 1),
+    ):
         pass
-    with door.admitted(1, 2), door.admitted(1, 1):
-        assert door.views == 3
+    with admission.admit_or_refuse(1, 2), admission.admit_or_refuse(1, 1):
+        assert admission.views == 3
 
 
-def enter(door: Door, stack: ExitStack, client: str, images: int, views: int = 1) -> int:
+def enter(admission: AdmissionController, stack: ExitStack, client: str, images: int, views: int = 1) -> int:
     """Try to let so many images of a client in; returns how many were."""
     for number in range(images):
         try:
-            stack.enter_context(door.admitted(10, views, client))
+            stack.enter_context(admission.admit_or_refuse(10, views, client))
         except Overloaded:
             return number
     return images
 
 
 def test_a_client_that_fills_the_door_keeps_no_other_out() -> None:
-    door, _ = made_door(max_views=40)
+    admission, _ = build_admission(max_views=40)
     with ExitStack() as stack:
-        assert enter(door, stack, "greedy", 100) == 40
-        assert enter(door, stack, "small", 3) == 3
-        assert enter(door, stack, "greedy", 1) == 0, "it has more than its share"
-        assert enter(door, stack, "small", 100) == 10 - 3, "a quarter more than may wait, and no more"
-        assert enter(door, stack, "another", 1) == 0
-    assert (door.images, door.views, door.bytes) == (0, 0, 0)
+        assert enter(admission, stack, "greedy", 100) == 40
+        assert enter(admission, stack, "small", 3) == 3
+        assert enter(admission, stack, "greedy", 1) == 0, "it has more than its share"
+        assert enter(admission, stack, "small", 100) == 10 - 3, "a quarter more than may wait, and no more"
+        assert enter(admission, stack, "another", 1) == 0
+    assert (admission.images, admission.views, admission.bytes) == (0, 0, 0)
     with ExitStack() as stack:
-        assert enter(door, stack, "small", 100) == 40, "nothing is remembered of who has left"
+        assert enter(admission, stack, "small", 100) == 40, "nothing is remembered of who has left"
 
 
 def test_among_many_clients_the_share_that_still_gets_in_is_that_of_each() -> None:
-    door, _ = made_door(max_views=40)
+    admission, _ = build_admission(max_views=40)
     with ExitStack() as stack:
         for client in range(8):
-            assert enter(door, stack, str(client), 5) == 5
-        assert enter(door, stack, "0", 1) == 0
-        assert enter(door, stack, "ninth", 100) == 4, "a ninth of 40"
+            assert enter(admission, stack, str(client), 5) == 5
+        assert enter(admission, stack, "0", 1) == 0
+        assert enter(admission, stack, "ninth", 100) == 4, "a ninth of 40"
 
 
 def test_who_waits_at_the_door_is_let_in_one_by_one_as_others_leave_and_no_refusal_is_counted() -> None:
     async def scenario() -> None:
-        door, metrics = made_door(max_views=4)
+        admission, metrics = build_admission(max_views=4)
         inside: list[int] = []
         leave = [asyncio.Event() for _ in range(8)]
 
         async def visit(number: int) -> None:
-            async with door.entered(10, 2, "one"):
+            async with admission.admit_or_wait(10, 2, "one"):
                 inside.append(number)
                 await leave[number].wait()
 
@@ -99,7 +107,7 @@ def test_who_waits_at_the_door_is_let_in_one_by_one_as_others_leave_and_no_refus
             event.set()
         await asyncio.gather(*visits, return_exceptions=True)
         assert inside == [0, 1, 3, 4, 5, 6, 7]
-        assert (door.images, door.views, door.bytes) == (0, 0, 0)
+        assert (admission.images, admission.views, admission.bytes) == (0, 0, 0)
         assert metrics.registry.get_sample_value("prelunet_refusals_total", {"model": "fake", "reason": "views"}) in {
             None, 0,
         }  # fmt: skip
@@ -109,10 +117,10 @@ def test_who_waits_at_the_door_is_let_in_one_by_one_as_others_leave_and_no_refus
 
 @pytest.mark.parametrize("error", [ImageError("x"), asyncio.CancelledError(), KeyboardInterrupt()])
 def test_a_place_is_given_back_whatever_becomes_of_the_image(error: BaseException) -> None:
-    door, _ = made_door()
-    with pytest.raises(type(error)), door.admitted(10, 3):
+    admission, _ = build_admission()
+    with pytest.raises(type(error)), admission.admit_or_refuse(10, 3):
         raise error
-    assert (door.images, door.views, door.bytes) == (0, 0, 0)
+    assert (admission.images, admission.views, admission.bytes) == (0, 0, 0)
 
 
 async def settled() -> None:
@@ -127,8 +135,8 @@ class Visits:
     inside: who got in, in that order.
     """
 
-    def __init__(self, door: Door) -> None:
-        self.door = door
+    def __init__(self, admission: AdmissionController) -> None:
+        self.admission = admission
         self.inside: list[str] = []
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._leave: dict[str, asyncio.Event] = {}
@@ -140,7 +148,7 @@ class Visits:
             await settled()
 
     async def _visit(self, name: str, size: int, views: int) -> None:
-        async with self.door.entered(size, views, name[0]):
+        async with self.admission.admit_or_wait(size, views, name[0]):
             self.inside.append(name)
             await self._leave[name].wait()
 
@@ -156,16 +164,16 @@ class Visits:
         await self.leave(*self._leave)
         async with asyncio.timeout(10):
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        assert (self.door.images, self.door.views, self.door.bytes) == (0, 0, 0)
-        assert (self.door._outside, self.door._clients) == ({}, {})
+        assert (self.admission.images, self.admission.views, self.admission.bytes) == (0, 0, 0)
+        assert (self.admission._waiters, self.admission._clients) == ({}, {})
 
 
 def visiting(scenario: Callable[[Visits], Awaitable[None]], **queue: int) -> None:
     """Run a scenario; afterwards nothing is left of its visitors, who all got in unless they were cancelled."""
 
     async def run() -> None:
-        door, metrics = made_door(**queue)
-        visits = Visits(door)
+        admission, metrics = build_admission(**queue)
+        visits = Visits(admission)
         await scenario(visits)
         await visits.all_leave()
         for gauge in ("images", "views", "bytes"):
@@ -201,9 +209,9 @@ def test_a_call_that_does_not_wait_takes_no_room_for_which_somebody_stands_in_li
         await visits.come("a0", views=9)
         await visits.come("b0", views=5)
         await visits.come("a1", views=9)
-        with pytest.raises(Overloaded), visits.door.admitted(10, 3, "a"):  # which 20 would bear
+        with pytest.raises(Overloaded), visits.admission.admit_or_refuse(10, 3, "a"):  # which 20 would bear
             pass
-        with visits.door.admitted(10, 3, "b"):  # it has less than its share
+        with visits.admission.admit_or_refuse(10, 3, "b"):  # it has less than its share
             pass
         assert visits.inside == ["a0", "b0"]
         await visits.leave("b0")
@@ -229,7 +237,7 @@ def test_large_images_get_in_one_after_the_other_though_small_ones_of_many_other
     async def scenario(visits: Visits) -> None:
         others = "bcdef"
         await visits.come(*(f"{client}{number}" for number in range(21) for client in others))
-        assert (visits.door.images, len(visits.door._outside)) == (100, 5)
+        assert (visits.admission.images, len(visits.admission._waiters)) == (100, 5)
         await visits.come("a0", "a1", views=20)
         assert visits.inside[100:] == ["a0"]
         for number in range(21, 30):
@@ -260,28 +268,28 @@ def test_who_stood_behind_one_that_went_away_is_let_in() -> None:
 @pytest.mark.parametrize("first", ["let in", "cancelled"])
 def test_one_that_is_let_in_and_cancelled_at_the_same_moment_leaves_its_place_to_the_next(first: str) -> None:
     async def scenario(visits: Visits) -> None:
-        inside = visits.door.admitted(10, 1, "a")
+        inside = visits.admission.admit_or_refuse(10, 1, "a")
         inside.__enter__()
         await visits.come("a1", "a2")
         if first == "let in":
             inside.__exit__(None, None, None)
-            assert len(visits.door._outside) == 1, "a1 is let in, and does not know it yet"
+            assert len(visits.admission._waiters) == 1, "a1 is let in, and does not know it yet"
             visits.cancel("a1")
         else:
             visits.cancel("a1")
             inside.__exit__(None, None, None)
         await settled()
         assert visits.inside == ["a2"]
-        assert (visits.door.images, visits.door._outside) == (1, {})
+        assert (visits.admission.images, visits.admission._waiters) == (1, {})
 
     visiting(scenario, max_views=1)
 
 
 def test_images_that_come_together_are_counted_one_by_one() -> None:
-    door, metrics = made_door(max_views=40)
-    with door.admitted(1000, 20, "a", images=10), door.admitted(10, 2, "a"):
-        assert metrics.registry.get_sample_value("prelunet_waiting_images", {"model": "fake"}) == door.images == 11
-    assert metrics.registry.get_sample_value("prelunet_waiting_images", {"model": "fake"}) == door.images == 0
+    admission, metrics = build_admission(max_views=40)
+    with admission.admit_or_refuse(1000, 20, "a", images=10), admission.admit_or_refuse(10, 2, "a"):
+        assert metrics.registry.get_sample_value("prelunet_waiting_images", {"model": "fake"}) == admission.images == 11
+    assert metrics.registry.get_sample_value("prelunet_waiting_images", {"model": "fake"}) == admission.images == 0
 
 
 @dataclass(frozen=True)
@@ -298,7 +306,7 @@ class Visitor:
 
 
 @dataclass
-class PlainDoor:
+class ReferenceAdmission:
     """The same rules over lists, of which everything is counted anew each time."""
 
     max_views: int
@@ -347,13 +355,13 @@ def test_who_is_let_in_refused_or_waits_is_what_plain_lists_say(
     steps: list[tuple[str, str, int, int, int]], max_views: int
 ) -> None:
     async def scenario(visits: Visits) -> None:
-        door, plain, calls = visits.door, PlainDoor(max_views, 200), dict[str, ExitStack]()
+        admission, plain, calls = visits.admission, ReferenceAdmission(max_views, 200), dict[str, ExitStack]()
         for number, (step, client, views, size, chosen) in enumerate(steps):
             who = Visitor(f"{client}{number}", size, views)
             if step == "call":
                 calls[who.name], refused = ExitStack(), not plain.has_room(who, first=not plain.line)
                 try:
-                    calls[who.name].enter_context(door.admitted(size, views, client))
+                    calls[who.name].enter_context(admission.admit_or_refuse(size, views, client))
                     assert not refused
                     plain.inside.append(who)
                 except Overloaded:
@@ -368,8 +376,8 @@ def test_who_is_let_in_refused_or_waits_is_what_plain_lists_say(
                 visits.cancel(plain.line.pop(chosen % len(plain.line)).name)
             plain.let_in()
             await settled()
-            assert sorted(visit.views for visit in door._outside) == sorted(who.views for who in plain.line)
-            assert (door.images, door.views, door.bytes) == (
+            assert sorted(visit.views for visit in admission._waiters) == sorted(who.views for who in plain.line)
+            assert (admission.images, admission.views, admission.bytes) == (
                 len(plain.inside),
                 sum(who.views for who in plain.inside),
                 sum(who.size for who in plain.inside),

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from prelunet.evaluator.engine.batching import BatchRules, Plan
+from prelunet.evaluator.engine.batching import BatchPlan, BatchRules
 from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.errors import DeadlinePassed, Interrupted
 from prelunet.evaluator.imaging.decode import decode_rgb
-from prelunet.evaluator.imaging.decode_memory import DecodingRoom
+from prelunet.evaluator.imaging.decode_memory import ByteSemaphore
 from prelunet.evaluator.imaging.views import ViewImage
 from prelunet.evaluator.machine import cores
 from prelunet.evaluator.protocols import View
@@ -20,47 +20,47 @@ from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import QueueOptions
 from prelunet.evaluator.serving.scheduling import executor
-from prelunet.evaluator.serving.scheduling.queue import Waiting, ready_views
-from prelunet.evaluator.serving.scheduling.request import Lane, Request, Speed
+from prelunet.evaluator.serving.scheduling.queue import DeviceQueue, ready_views
+from prelunet.evaluator.serving.scheduling.request import BatchTimes, Request, ScheduledModel
 from tests.helpers.fakes import FakeSession
 from tests.serving.scheduling.scheduler_harness import (
     GPU_RULES,
-    Gate,
-    HeldSession,
+    DecodeGate,
+    SteppedSession,
     all_decoded,
-    ask,
-    counted,
-    dense,
-    occupied,
-    ready,
-    served,
-    soon,
+    deadline_in,
+    dense_protocol,
+    metric_value,
+    occupy_device,
+    ready_view_count,
+    run_scenario,
+    serve_models,
+    start_classify,
     until,
-    with_models,
 )
 from tests.serving.serving_harness import eventually, png
 
 
 @pytest.mark.parametrize("rules", [BatchRules(), GPU_RULES], ids=["cpu", "gpu"])
 def test_what_is_cancelled_while_it_waits_is_never_computed(rules: BatchRules) -> None:
-    session = HeldSession(rules=rules)
+    session = SteppedSession(rules=rules)
 
     async def scenario() -> None:
-        with served(fake=session) as models:
-            await occupied(models, session)
-            cancelled = ask(models, png(40, 57), dense(40, 44, mirror=True), client="gone")
-            other = ask(models, png(32, 41), dense(32))
-            await until(lambda: ready(models) == 5)
+        with serve_models(fake=session) as models:
+            await occupy_device(models, session)
+            cancelled = start_classify(models, png(40, 57), dense_protocol(40, 44, mirror=True), client="gone")
+            other = start_classify(models, png(32, 41), dense_protocol(32))
+            await until(lambda: ready_view_count(models) == 5)
             cancelled.cancel()
-            await until(lambda: ready(models) == 1)
-            session.free()
+            await until(lambda: ready_view_count(models) == 1)
+            session.release_all()
             await other
             with pytest.raises(asyncio.CancelledError):
                 await cancelled
-            assert counted(models, "dropped_views_total", "fake", reason="cancelled") == 4
-            assert counted(models, "batch_views_sum", "fake") == 2
+            assert metric_value(models, "dropped_views_total", "fake", reason="cancelled") == 4
+            assert metric_value(models, "batch_views_sum", "fake") == 2
 
-    with_models(scenario)
+    run_scenario(scenario)
     assert len(session.calls) == 2
 
 
@@ -68,62 +68,62 @@ def test_what_is_cancelled_before_or_while_it_is_decoded_is_never_computed() -> 
     held = png(32, 41, 2) + b"end"
 
     async def scenario() -> None:
-        session = HeldSession()
-        with served(QueueOptions(ready_views=1), fake=session) as models:
-            busy = await occupied(models, session)
-            gate = Gate(models, {len(held)})
-            decoding = ask(models, held, dense(32, 50))
+        session = SteppedSession()
+        with serve_models(QueueOptions(ready_views=1), fake=session) as models:
+            busy = await occupy_device(models, session)
+            gate = DecodeGate(models, {len(held)})
+            decoding = start_classify(models, held, dense_protocol(32, 50))
             await until(gate.entered.is_set)
-            waiting = ask(models, png(40, 57), dense(40, 44, 48))
-            await until(lambda: len(models.get("")._waiting._encoded) == 1)
+            waiting = start_classify(models, png(40, 57), dense_protocol(40, 44, 48))
+            await until(lambda: len(models.get("")._device_queue._encoded) == 1)
             for task in (waiting, decoding):
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await task
-            assert counted(models, "dropped_views_total", "fake", reason="cancelled") == 3
+            assert metric_value(models, "dropped_views_total", "fake", reason="cancelled") == 3
             assert gate.prepared == 1
             gate.open.set()
-            await until(lambda: counted(models, "dropped_views_total", "fake", reason="cancelled") == 5)
+            await until(lambda: metric_value(models, "dropped_views_total", "fake", reason="cancelled") == 5)
             assert session.entered == 1
-            assert ready(models) == 0
-            session.free()
+            assert ready_view_count(models) == 0
+            session.release_all()
             await busy
 
-    with_models(scenario)
+    run_scenario(scenario)
 
 
 def test_cancelling_what_is_being_computed_disturbs_nobody() -> None:
-    session = HeldSession()
+    session = SteppedSession()
 
     async def scenario() -> None:
-        with served(fake=session) as models:
-            running = await occupied(models, session)
-            other = ask(models, png(32, 41), dense(32))
+        with serve_models(fake=session) as models:
+            running = await occupy_device(models, session)
+            other = start_classify(models, png(32, 41), dense_protocol(32))
             running.cancel()
             await asyncio.wait([running])
-            session.free()
+            session.release_all()
             await other
-            assert counted(models, "dropped_views_total", "fake", reason="cancelled") == 0
-            assert counted(models, "request_seconds_count", "fake") == 1, "no answer is made for who has left"
+            assert metric_value(models, "dropped_views_total", "fake", reason="cancelled") == 0
+            assert metric_value(models, "request_seconds_count", "fake") == 1, "no answer is made for who has left"
 
-    with_models(scenario)
+    run_scenario(scenario)
 
 
 def test_a_caller_whose_time_is_over_is_told_at_once_and_nothing_of_it_is_computed() -> None:
-    session = HeldSession()
+    session = SteppedSession()
 
     async def scenario() -> None:
-        with served(fake=session) as models:
-            first = await occupied(models, session)
+        with serve_models(fake=session) as models:
+            first = await occupy_device(models, session)
             with pytest.raises(DeadlinePassed, match="is over"):  # while the device is held
-                await ask(models, png(40, 57), dense(40, 44), deadline=soon(0.05))
+                await start_classify(models, png(40, 57), dense_protocol(40, 44), deadline=deadline_in(0.05))
             with pytest.raises(DeadlinePassed, match="is over"):
-                await ask(models, png(40, 57), dense(40), deadline=soon(-0.01))
-            session.free()
+                await start_classify(models, png(40, 57), dense_protocol(40), deadline=deadline_in(-0.01))
+            session.release_all()
             await first
-            assert counted(models, "dropped_views_total", "fake", reason="expired") == 2
+            assert metric_value(models, "dropped_views_total", "fake", reason="expired") == 2
 
-    with_models(scenario)
+    run_scenario(scenario)
     assert session.calls == [(1, 28, 28, 3)]
 
 
@@ -131,18 +131,18 @@ def test_a_view_with_far_less_time_than_its_batch_takes_is_not_run_and_later_one
     session = FakeSession()
 
     async def scenario() -> None:
-        with served(fake=session) as models:
-            lane = models.get("")._lane
-            lane.speed.measured(28 * 28, 3600.0)
-            lane.speed.measured(28 * 28, 3600.0)
+        with serve_models(fake=session) as models:
+            model = models.get("")._model
+            model.batch_times.measured(28 * 28, 3600.0)
+            model.batch_times.measured(28 * 28, 3600.0)
             for _ in range(2):
                 with pytest.raises(DeadlinePassed, match="is shorter than a batch takes"):
-                    await ask(models, png(32, 41), dense(32), deadline=soon(30))
+                    await start_classify(models, png(32, 41), dense_protocol(32), deadline=deadline_in(30))
             assert session.calls == []
-            await ask(models, png(32, 41), dense(32), deadline=soon(30))
-            assert counted(models, "dropped_views_total", "fake", reason="expired") == 2
+            await start_classify(models, png(32, 41), dense_protocol(32), deadline=deadline_in(30))
+            assert metric_value(models, "dropped_views_total", "fake", reason="expired") == 2
 
-    with_models(scenario)
+    run_scenario(scenario)
 
 
 @pytest.mark.parametrize(
@@ -159,14 +159,14 @@ def test_a_view_with_far_less_time_than_its_batch_takes_is_not_run_and_later_one
 def test_a_batch_is_expected_to_take_its_share_of_a_larger_one_and_no_less_than_a_smaller(
     batches: list[tuple[int, float]], pixels: int, expected: float
 ) -> None:
-    speed = Speed()
+    batch_times = BatchTimes()
     for measured in batches:
-        speed.measured(*measured)
-    assert speed.expected(pixels) == expected
+        batch_times.measured(*measured)
+    assert batch_times.expected(pixels) == expected
 
 
 def test_the_speed_is_told_in_one_thread_while_another_measures_and_a_third_doubts() -> None:
-    speed, failed, ended = Speed(), list[Exception](), threading.Event()
+    batch_times, failed, ended = BatchTimes(), list[Exception](), threading.Event()
 
     def again(work: Callable[[], object]) -> None:
         try:
@@ -176,7 +176,11 @@ def test_the_speed_is_told_in_one_thread_while_another_measures_and_a_third_doub
             failed.append(error)
 
     told: list[float] = []
-    works = (lambda: speed.measured(100, 2.0), lambda: told.append(speed.expected(50)), speed.doubted)
+    works = (
+        lambda: batch_times.measured(100, 2.0),
+        lambda: told.append(batch_times.expected(50)),
+        batch_times.forget_oldest,
+    )
     threads = [threading.Thread(target=again, args=(work,)) for work in works for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -190,99 +194,110 @@ def test_the_speed_is_told_in_one_thread_while_another_measures_and_a_third_doub
 
 def test_who_runs_out_of_time_while_it_waits_for_memory_to_be_decoded_in_holds_no_thread_any_more() -> None:
     async def scenario() -> None:
-        with served(fake=FakeSession()) as models:
-            classifier, waiting = models.get(""), models.get("")._waiting
-            room = classifier._room = DecodingRoom(100)
-            with room.place() as admit:
-                admit(100)
-                tasks = [ask(models, png(32, 41), dense(32), deadline=soon(0.2)) for _ in range(3)]
-                await until(lambda: len(room._line) == min(3, cores()) or tasks[0].done())
+        with serve_models(fake=FakeSession()) as models:
+            classifier, waiting = models.get(""), models.get("")._device_queue
+            semaphore = classifier._decode_semaphore = ByteSemaphore(100)
+            with semaphore.reservation() as reserve:
+                reserve(100)
+                tasks = [
+                    start_classify(models, png(32, 41), dense_protocol(32), deadline=deadline_in(0.2)) for _ in range(3)
+                ]
+                await until(lambda: len(semaphore._waiters) == min(3, cores()) or tasks[0].done())
                 for task in tasks:
                     with pytest.raises(DeadlinePassed):
                         await task
                 await until(lambda: not waiting._decoding)
-                assert counted(models, "dropped_views_total", "fake", reason="expired") == 3
-            await ask(models, png(32, 41), dense(32))
+                assert metric_value(models, "dropped_views_total", "fake", reason="expired") == 3
+            await start_classify(models, png(32, 41), dense_protocol(32))
 
-    with_models(scenario)
+    run_scenario(scenario)
 
 
 def test_a_staged_batch_runs_without_those_who_left_meanwhile() -> None:
-    session = HeldSession(provider="CUDAExecutionProvider", rules=replace(GPU_RULES, max_pixels=3 * 32 * 44))
+    session = SteppedSession(provider="CUDAExecutionProvider", rules=replace(GPU_RULES, max_pixels=3 * 32 * 44))
 
     async def scenario() -> None:
-        with served(fake=session) as models:
-            await occupied(models, session)
-            tasks = [ask(models, png(32, 41, seed), dense(32), client=f"{seed}") for seed in range(3)]
-            await until(lambda: all_decoded(models, 4) and not ready(models))
+        with serve_models(fake=session) as models:
+            await occupy_device(models, session)
+            tasks = [
+                start_classify(models, png(32, 41, seed), dense_protocol(32), client=f"{seed}") for seed in range(3)
+            ]
+            await until(lambda: all_decoded(models, 4) and not ready_view_count(models))
             tasks[1].cancel()
             await asyncio.wait([tasks[1]])
-            session.free()
+            session.release_all()
             for seed in (0, 2):
-                (alone,) = classify_images(FakeSession(), [decode_rgb(png(32, 41, seed))], dense(32))
+                (alone,) = classify_images(FakeSession(), [decode_rgb(png(32, 41, seed))], dense_protocol(32))
                 np.testing.assert_array_equal((await tasks[seed]).scores, alone.scores)
-            assert counted(models, "dropped_views_total", "fake", reason="cancelled") == 1
-            assert counted(models, "batch_views_sum", "fake") == 3
+            assert metric_value(models, "dropped_views_total", "fake", reason="cancelled") == 1
+            assert metric_value(models, "batch_views_sum", "fake") == 3
 
-    with_models(scenario)
+    run_scenario(scenario)
     assert session.calls[1][0] == 3, "the shape stays that of the plan, because a new one costs a GPU time"
 
 
 def test_a_view_that_is_computed_though_its_caller_has_left_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The counter that stays at 0 everywhere else: here whoever has left is run all the same."""
-    session = HeldSession(provider="CUDAExecutionProvider", rules=replace(GPU_RULES, max_pixels=3 * 32 * 44))
-    begin = Waiting.begin
-    monkeypatch.setattr(Waiting, "begin", lambda waiting, views: (list(views), begin(waiting, views)[1]))
+    session = SteppedSession(provider="CUDAExecutionProvider", rules=replace(GPU_RULES, max_pixels=3 * 32 * 44))
+    begin = DeviceQueue.begin
+    monkeypatch.setattr(DeviceQueue, "begin", lambda waiting, views: (list(views), begin(waiting, views)[1]))
 
     async def scenario() -> None:
-        with served(late=1, fake=session) as models:
-            await occupied(models, session)
-            tasks = [ask(models, png(32, 41, seed), dense(32), client=f"{seed}") for seed in range(3)]
-            await until(lambda: all_decoded(models, 4) and not ready(models))
+        with serve_models(late=1, fake=session) as models:
+            await occupy_device(models, session)
+            tasks = [
+                start_classify(models, png(32, 41, seed), dense_protocol(32), client=f"{seed}") for seed in range(3)
+            ]
+            await until(lambda: all_decoded(models, 4) and not ready_view_count(models))
             tasks[1].cancel()
             await asyncio.wait([tasks[1]])
-            session.free()
+            session.release_all()
             await asyncio.gather(tasks[0], tasks[2])
 
-    with_models(scenario)
+    run_scenario(scenario)
 
 
 def test_who_leaves_while_a_batch_is_planned_is_not_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    session, plan_views = HeldSession(), executor.plan_views
+    session, plan_views = SteppedSession(), executor.plan_views
 
     async def scenario() -> None:
-        with served(fake=session) as models:
-            await occupied(models, session)
-            tasks = [ask(models, png(32, 41, seed), dense(32), client=f"{seed}") for seed in range(3)]
-            await until(lambda: ready(models) == 3)
+        with serve_models(fake=session) as models:
+            await occupy_device(models, session)
+            tasks = [
+                start_classify(models, png(32, 41, seed), dense_protocol(32), client=f"{seed}") for seed in range(3)
+            ]
+            await until(lambda: ready_view_count(models) == 3)
 
-            def planned(*arguments: object) -> Plan:
+            def planned(*arguments: object) -> BatchPlan:
                 plan = plan_views(*arguments)
-                if waiting := list(models.get("")._waiting._ready):
+                if waiting := list(models.get("")._device_queue._ready):
                     monkeypatch.undo()
-                    models.get("")._waiting.fail(waiting[1].request, RuntimeError("planted"))
+                    models.get("")._device_queue.fail(waiting[1].request, RuntimeError("planted"))
                 return plan
 
             monkeypatch.setattr(executor, "plan_views", planned)
-            session.free()
+            session.release_all()
             became = await asyncio.gather(*tasks, return_exceptions=True)
             assert sum(isinstance(answer, RuntimeError) for answer in became) == 1
-            assert counted(models, "dropped_views_total", "fake", reason="failed") == 1
+            assert metric_value(models, "dropped_views_total", "fake", reason="failed") == 1
 
-    with_models(scenario)
+    run_scenario(scenario)
     assert session.calls == [(1, 28, 28, 3), (2, 32, 41, 3)]
 
 
 def test_who_ran_out_of_time_is_left_out_also_where_no_timer_has_said_so() -> None:
     """As when the event loop has been held up."""
-    lane = Lane("fake", FakeSession(), Metrics().of_model("fake", FakeSession()), lambda *_: [])
+    model = ScheduledModel("fake", FakeSession(), Metrics().of_model("fake", FakeSession()), lambda *_: [])
 
     async def scenario() -> None:
         def waiting_request(seconds: float) -> Request:
             reply = asyncio.get_running_loop().create_future()
-            return Request(lane, b"", dense(32), Caller(deadline=soon(seconds)), lambda _: None, reply)
+            return Request(model, b"", dense_protocol(32), Caller(deadline=deadline_in(seconds)), lambda _: None, reply)
 
-        waiting, views = Waiting(QueueOptions()), [ViewImage(View(32, mirrored=False), np.zeros((32, 41, 3)), False)]
+        waiting, views = (
+            DeviceQueue(QueueOptions()),
+            [ViewImage(View(32, mirrored=False), np.zeros((32, 41, 3)), False)],
+        )
         late, fine, later = requests = [waiting_request(seconds) for seconds in (0.0, 30.0, 30.0)]
         for request in requests:
             waiting.add(request)
@@ -292,7 +307,7 @@ def test_who_ran_out_of_time_is_left_out_also_where_no_timer_has_said_so() -> No
         planned = waiting.next_views()
         assert planned is not None
         assert waiting.take(planned)
-        later.caller = Caller(deadline=soon(0.0))
+        later.caller = Caller(deadline=deadline_in(0.0))
         wanted, _ = waiting.begin(planned)
         assert [view.request for view in wanted] == [fine]
         for request in (late, later):
@@ -300,38 +315,43 @@ def test_who_ran_out_of_time_is_left_out_also_where_no_timer_has_said_so() -> No
                 await request.reply
         assert not fine.reply.done()
 
-    with_models(scenario)
+    run_scenario(scenario)
 
 
 def test_closing_a_model_finishes_what_waits_and_lets_nothing_more_in() -> None:
-    session = HeldSession()
+    session = SteppedSession()
 
     async def scenario() -> None:
-        with served(fake=session, other=FakeSession()) as models:
-            tasks = [await occupied(models, session), ask(models, png(32, 41), dense(32))]
-            await until(lambda: ready(models) == 1)
+        with serve_models(fake=session, other=FakeSession()) as models:
+            tasks = [await occupy_device(models, session), start_classify(models, png(32, 41), dense_protocol(32))]
+            await until(lambda: ready_view_count(models) == 1)
             closing = asyncio.create_task(asyncio.to_thread(models.get("fake").close))
-            await until(lambda: models.get("fake")._lane.closed)
+            await until(lambda: models.get("fake")._model.closed)
             with pytest.raises(Interrupted, match="'fake' is served no more"):
-                await ask(models, png(32, 41), dense(32))
-            await ask(models, png(32, 41), dense(32), model="other") if session.free() else None
+                await start_classify(models, png(32, 41), dense_protocol(32))
+            await start_classify(
+                models, png(32, 41), dense_protocol(32), model="other"
+            ) if session.release_all() else None
             await asyncio.gather(closing, *tasks)
-            await ask(models, png(32, 41), dense(32), model="other")
+            await start_classify(models, png(32, 41), dense_protocol(32), model="other")
 
-    with_models(scenario)
+    run_scenario(scenario)
 
 
 def test_closing_everything_finishes_what_waits() -> None:
-    session = HeldSession()
+    session = SteppedSession()
 
     async def scenario() -> None:
-        with served(fake=session) as models:
-            tasks = [await occupied(models, session), *(ask(models, png(32, 41), dense(32, 50)) for _ in range(5))]
-            await until(lambda: models.get("")._lane.unanswered == 6)
+        with serve_models(fake=session) as models:
+            tasks = [
+                await occupy_device(models, session),
+                *(start_classify(models, png(32, 41), dense_protocol(32, 50)) for _ in range(5)),
+            ]
+            await until(lambda: models.get("")._model.unanswered == 6)
             closing = asyncio.create_task(asyncio.to_thread(models.close))
-            await until(lambda: models.get("")._lane.closed)
-            session.free()
+            await until(lambda: models.get("")._model.closed)
+            session.release_all()
             assert len(await asyncio.gather(*tasks)) == 6
             await closing
 
-    with_models(scenario)
+    run_scenario(scenario)

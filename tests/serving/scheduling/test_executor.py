@@ -9,65 +9,65 @@ import pytest
 from prelunet.evaluator.engine.batching import BatchRules
 from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.imaging.decode import decode_rgb
-from prelunet.evaluator.protocols import Protocol, make_protocol
+from prelunet.evaluator.protocols import EvaluationProtocol, build_protocol
 from prelunet.evaluator.serving.classifier import Classifier
 from prelunet.evaluator.serving.options import QueueOptions
 from tests.helpers.fakes import FakeSession, fake_contract
 from tests.serving.scheduling.scheduler_harness import (
     GPU_RULES,
-    Gate,
-    HeldSession,
+    DecodeGate,
+    SteppedSession,
     all_decoded,
-    ask,
-    counted,
-    dense,
-    occupied,
-    ready,
-    served,
+    dense_protocol,
+    metric_value,
+    occupy_device,
+    ready_view_count,
+    run_scenario,
+    serve_models,
+    start_classify,
     until,
-    with_models,
 )
 from tests.serving.serving_harness import png
 
 
 @pytest.mark.parametrize("provider", ["CPUExecutionProvider", "CUDAExecutionProvider"])
 def test_requests_share_batches_and_get_the_answers_they_get_alone(provider: str) -> None:
-    session = HeldSession(provider=provider, rules=BatchRules() if provider.startswith("CPU") else GPU_RULES)
+    session = SteppedSession(provider=provider, rules=BatchRules() if provider.startswith("CPU") else GPU_RULES)
     images = [png(32, 41 + 5 * (seed % 3), seed) for seed in range(9)]
-    protocol = dense(32, 48, mirror=True)
+    protocol = dense_protocol(32, 48, mirror=True)
 
     async def scenario() -> None:
-        with served(fake=session) as models:
-            first = await occupied(models, session)
-            tasks = [ask(models, image, protocol) for image in images]
+        with serve_models(fake=session) as models:
+            first = await occupy_device(models, session)
+            tasks = [start_classify(models, image, protocol) for image in images]
             await until(lambda: all_decoded(models, 10))
-            session.free()
+            session.release_all()
             for image, task in zip(images, tasks, strict=True):
                 (alone,) = classify_images(FakeSession(), [decode_rgb(image)], protocol)
                 found = await task
                 np.testing.assert_array_equal(found.scores, alone.scores)
                 assert [view.windows for view in found.views] == [view.windows for view in alone.views]
             await first
-            assert counted(models, "batch_views_sum", "fake") == 37
+            assert metric_value(models, "batch_views_sum", "fake") == 37
 
-    with_models(scenario)
+    run_scenario(scenario)
     assert len(session.calls) < 20
 
 
 def test_on_a_cpu_views_of_equal_shape_share_a_batch() -> None:
-    session = HeldSession()
+    session = SteppedSession()
 
     async def scenario() -> None:
-        with served(fake=session) as models:
-            await occupied(models, session)
+        with serve_models(fake=session) as models:
+            await occupy_device(models, session)
             tasks = []
             for side, width in ((32, 41), (48, 61), (32, 41)):
-                tasks.append(ask(models, png(side, width, len(tasks)), dense(side)))
-                await until(lambda: ready(models) == len(tasks))
-            session.free()
+                tasks.append(start_classify(models, png(side, width, len(tasks)), dense_protocol(side)))
+                await until(lambda: ready_view_count(models) == len(tasks))
+            session.release_all()
             await asyncio.gather(*tasks)
 
-    with_models(scenario)
+    run_scenario(scenario)
     assert session.calls == [(1, 28, 28, 3), (2, 32, 41, 3), (1, 48, 61, 3)]
 
 
@@ -76,68 +76,76 @@ def test_a_batch_runs_on_the_canvas_that_was_planned_for_it_among_all_that_waits
 
     That would cost a GPU new plans twice.
     """
-    session = HeldSession(rules=GPU_RULES)
+    session = SteppedSession(rules=GPU_RULES)
 
     async def scenario() -> None:
-        with served(fake=session) as models:
-            await occupied(models, session)
-            tasks = [ask(models, png(32, 41, seed), dense(32)) for seed in range(8)]
-            await until(lambda: ready(models) == 8)
-            tasks += [ask(models, png(48, 61, seed), dense(48)) for seed in range(8)]
-            await until(lambda: ready(models) == 16)
-            session.free()
+        with serve_models(fake=session) as models:
+            await occupy_device(models, session)
+            tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32)) for seed in range(8)]
+            await until(lambda: ready_view_count(models) == 8)
+            tasks += [start_classify(models, png(48, 61, seed), dense_protocol(48)) for seed in range(8)]
+            await until(lambda: ready_view_count(models) == 16)
+            session.release_all()
             await asyncio.gather(*tasks)
 
-    with_models(scenario)
+    run_scenario(scenario)
     assert session.calls == [(1, 28, 28, 3), (8, 48, 64, 3), (8, 48, 64, 3)]
 
 
 @pytest.mark.parametrize("large", ["many images", "one image of many views"])
 def test_a_large_client_delays_another_ones_small_image_by_one_batch_at_most(large: str) -> None:
-    session = HeldSession(rules=BatchRules(max_pixels=4 * 32 * 41))
+    session = SteppedSession(rules=BatchRules(max_pixels=4 * 32 * 41))
 
     async def scenario() -> None:
-        with served(fake=session) as models:
-            await occupied(models, session)
+        with serve_models(fake=session) as models:
+            await occupy_device(models, session)
             if large == "many images":
-                tasks = [ask(models, png(32, 41, seed), dense(32), client="large") for seed in range(40)]
+                tasks = [
+                    start_classify(models, png(32, 41, seed), dense_protocol(32), client="large") for seed in range(40)
+                ]
             else:
                 scales = tuple(range(28, 40))
-                tasks = [ask(models, png(32, 41, seed), dense(*scales), client="large") for seed in range(3)]
-            await until(lambda: ready(models) >= 36)
-            session.let_go()  # one batch of the large client runs now
+                tasks = [
+                    start_classify(models, png(32, 41, seed), dense_protocol(*scales), client="large")
+                    for seed in range(3)
+                ]
+            await until(lambda: ready_view_count(models) >= 36)
+            session.release_batches()  # one batch of the large client runs now
             await until(lambda: session.entered == 2)
-            small = ask(models, png(33, 35, 1), dense(33), client="small")
-            await until(lambda: ready(models) and models.get("")._waiting._ready.has("fake", "small"))
-            session.let_go(2)
+            small = start_classify(models, png(33, 35, 1), dense_protocol(33), client="small")
+            await until(lambda: ready_view_count(models) and models.get("")._device_queue._ready.has("fake", "small"))
+            session.release_batches(2)
             await small
             assert len(session.calls) == 3
             assert session.calls[-1] == (1, 33, 35, 3)
-            session.free()
+            session.release_all()
             await asyncio.gather(*tasks)
 
-    with_models(scenario)
+    run_scenario(scenario)
 
 
 def test_models_of_one_device_take_turns_and_share_one_thread() -> None:
     rules = BatchRules(max_pixels=2 * 32 * 41)
-    sessions = {name: HeldSession(rules=rules, seed=seed) for seed, name in enumerate(("busy", "quiet"))}
+    sessions = {name: SteppedSession(rules=rules, seed=seed) for seed, name in enumerate(("busy", "quiet"))}
     order = []
     for name, session in sessions.items():
         session._fail = lambda _, name=name: order.append(name)
 
     async def scenario() -> None:
-        with served(**sessions) as models:
-            await occupied(models, sessions["busy"], "busy")
-            tasks = [ask(models, png(32, 41, seed), dense(32), model="busy", client=f"{seed}") for seed in range(12)]
-            await until(lambda: ready(models) == 12)
-            tasks += [ask(models, png(32, 41, seed), dense(32), model="quiet") for seed in range(6)]
-            await until(lambda: ready(models) == 18)
+        with serve_models(**sessions) as models:
+            await occupy_device(models, sessions["busy"], "busy")
+            tasks = [
+                start_classify(models, png(32, 41, seed), dense_protocol(32), model="busy", client=f"{seed}")
+                for seed in range(12)
+            ]
+            await until(lambda: ready_view_count(models) == 12)
+            tasks += [start_classify(models, png(32, 41, seed), dense_protocol(32), model="quiet") for seed in range(6)]
+            await until(lambda: ready_view_count(models) == 18)
             for session in sessions.values():
-                session.free()
+                session.release_all()
             await asyncio.gather(*tasks)
 
-    with_models(scenario)
+    run_scenario(scenario)
     assert sorted(order[1:7]) == ["busy"] * 3 + ["quiet"] * 3
     threads = {thread for session in sessions.values() for thread in session.computing}
     assert [thread.name for thread in threads] == ["compute-cpu"]
@@ -148,17 +156,17 @@ def test_a_batch_that_could_grow_waits_for_an_image_that_is_being_decoded() -> N
     late = png(32, 41, 2) + b"end"
 
     async def scenario() -> None:
-        with served(QueueOptions(batch_wait=60), fake=session) as models:
-            gate = Gate(models, {len(late)})
-            second = ask(models, late, dense(32))
+        with serve_models(QueueOptions(batch_wait=60), fake=session) as models:
+            gate = DecodeGate(models, {len(late)})
+            second = start_classify(models, late, dense_protocol(32))
             await until(gate.entered.is_set)
-            first = ask(models, png(32, 41, 1), dense(32))
-            await until(lambda: ready(models) == 1)
+            first = start_classify(models, png(32, 41, 1), dense_protocol(32))
+            await until(lambda: ready_view_count(models) == 1)
             assert session.calls == []
             gate.open.set()
             await asyncio.gather(first, second)
 
-    with_models(scenario)
+    run_scenario(scenario)
     assert session.calls == [(2, 32, 41, 3)]
 
 
@@ -175,31 +183,33 @@ def test_a_batch_waits_no_longer_for_what_is_being_decoded_when(
     late = png(32, 41, 2) + b"end"
 
     async def scenario() -> None:
-        with served(options, fake=FakeSession(rules=rules)) as models:
-            gate = Gate(models, {len(late)})
-            second = ask(models, late, dense(32))
+        with serve_models(options, fake=FakeSession(rules=rules)) as models:
+            gate = DecodeGate(models, {len(late)})
+            second = start_classify(models, late, dense_protocol(32))
             await until(gate.entered.is_set)
-            await ask(models, png(32, 41, 1), dense(32))
+            await start_classify(models, png(32, 41, 1), dense_protocol(32))
             assert not second.done()
             gate.open.set()
             await second
 
-    with_models(scenario)
+    run_scenario(scenario)
 
 
 def test_a_batch_does_not_wait_while_another_model_could_compute() -> None:
     late = png(32, 41, 2) + b"end"
-    session = HeldSession()
+    session = SteppedSession()
 
     async def scenario() -> None:
-        with served(QueueOptions(batch_wait=3600), fake=session, other=FakeSession()) as models:
-            gate = Gate(models, {len(late)})
-            busy = await occupied(models, session)
-            second = ask(models, late, dense(32))
+        with serve_models(QueueOptions(batch_wait=3600), fake=session, other=FakeSession()) as models:
+            gate = DecodeGate(models, {len(late)})
+            busy = await occupy_device(models, session)
+            second = start_classify(models, late, dense_protocol(32))
             await until(gate.entered.is_set)
-            tasks = [ask(models, png(32, 41, 1), dense(32), model=model) for model in ("fake", "other")]
-            await until(lambda: ready(models) == 2)
-            session.free()
+            tasks = [
+                start_classify(models, png(32, 41, 1), dense_protocol(32), model=model) for model in ("fake", "other")
+            ]
+            await until(lambda: ready_view_count(models) == 2)
+            session.release_all()
             # Whose turn comes first does not wait for the late image; who is then alone does.
             await asyncio.wait([busy])
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -207,78 +217,82 @@ def test_a_batch_does_not_wait_while_another_model_could_compute() -> None:
             gate.open.set()
             await asyncio.gather(second, *tasks)
 
-    with_models(scenario)
+    run_scenario(scenario)
 
 
 def test_a_batch_does_not_wait_where_nothing_is_being_decoded() -> None:
     async def scenario() -> None:
-        with served(QueueOptions(batch_wait=3600), fake=FakeSession()) as models:
-            await ask(models, png(32, 41, 1), dense(32))
+        with serve_models(QueueOptions(batch_wait=3600), fake=FakeSession()) as models:
+            await start_classify(models, png(32, 41, 1), dense_protocol(32))
 
-    with_models(scenario)
+    run_scenario(scenario)
 
 
 def test_no_more_is_decoded_than_there_is_room_for_and_a_newcomer_has_room_all_the_same() -> None:
-    session = HeldSession()
+    session = SteppedSession()
 
     async def scenario() -> None:
-        with served(QueueOptions(ready_views=8), fake=session) as models:
-            gate = Gate(models, set())
-            await occupied(models, session)
-            tasks = [ask(models, png(32, 41, seed), dense(32), client="large") for seed in range(40)]
-            await until(lambda: ready(models) == 6)
-            newcomer = ask(models, png(33, 35), dense(33), client="small")
-            await until(lambda: ready(models) == 7)
+        with serve_models(QueueOptions(ready_views=8), fake=session) as models:
+            gate = DecodeGate(models, set())
+            await occupy_device(models, session)
+            tasks = [
+                start_classify(models, png(32, 41, seed), dense_protocol(32), client="large") for seed in range(40)
+            ]
+            await until(lambda: ready_view_count(models) == 6)
+            newcomer = start_classify(models, png(33, 35), dense_protocol(33), client="small")
+            await until(lambda: ready_view_count(models) == 7)
             assert gate.prepared == 8
-            assert models.get("")._waiting._ready.has("fake", "small")
-            session.free()
+            assert models.get("")._device_queue._ready.has("fake", "small")
+            session.release_all()
             await asyncio.gather(newcomer, *tasks)
 
-    with_models(scenario)
+    run_scenario(scenario)
 
 
 def test_no_more_bytes_are_decoded_than_there_is_room_for_but_one_image_always() -> None:
-    session = HeldSession()
+    session = SteppedSession()
 
     async def scenario() -> None:
-        with served(QueueOptions(ready_bytes=4 * 3 * 32 * 41), fake=session) as models:
-            await occupied(models, session)
-            tasks = [ask(models, png(32, 41, seed), dense(32), client=f"{seed}") for seed in range(12)]
-            await until(lambda: ready(models) == 4)
-            large = ask(models, png(90, 95), dense(90), client="large")
-            session.free()
+        with serve_models(QueueOptions(ready_bytes=4 * 3 * 32 * 41), fake=session) as models:
+            await occupy_device(models, session)
+            tasks = [
+                start_classify(models, png(32, 41, seed), dense_protocol(32), client=f"{seed}") for seed in range(12)
+            ]
+            await until(lambda: ready_view_count(models) == 4)
+            large = start_classify(models, png(90, 95), dense_protocol(90), client="large")
+            session.release_all()
             await asyncio.gather(large, *tasks)
 
-    with_models(scenario)
+    run_scenario(scenario)
 
 
 @pytest.mark.parametrize(
     ("protocol", "size"),
     [
-        (dense(40, mirror=True), 3 * 40 * 40),  # a mirrored view lies in the memory of its plain one
-        (dense(40, 50), 3 * (40 * 40 + 50 * 50)),
-        (make_protocol("ten-crop", fake_contract()), 3 * 5 * 28 * 28),
+        (dense_protocol(40, mirror=True), 3 * 40 * 40),  # a mirrored view lies in the memory of its plain one
+        (dense_protocol(40, 50), 3 * (40 * 40 + 50 * 50)),
+        (build_protocol("ten-crop", fake_contract()), 3 * 5 * 28 * 28),
     ],
 )
 def test_the_room_that_is_kept_for_an_image_is_what_its_views_take_if_it_is_square(
-    protocol: Protocol, size: int
+    protocol: EvaluationProtocol, size: int
 ) -> None:
-    session = HeldSession()
+    session = SteppedSession()
 
     async def scenario() -> None:
-        with served(fake=session) as models:
-            gate = Gate(models, {len(png(60, 60))})
-            await occupied(models, session)
-            task, waiting = ask(models, png(60, 60), protocol), models.get("")._waiting
+        with serve_models(fake=session) as models:
+            gate = DecodeGate(models, {len(png(60, 60))})
+            await occupy_device(models, session)
+            task, device_queue = start_classify(models, png(60, 60), protocol), models.get("")._device_queue
             await until(gate.entered.is_set)
-            assert waiting._decoded_bytes == size
+            assert device_queue._decoded_bytes == size
             gate.open.set()
-            await until(lambda: ready(models))
-            assert waiting._decoded_bytes == size
-            session.free()
+            await until(lambda: ready_view_count(models))
+            assert device_queue._decoded_bytes == size
+            session.release_all()
             await task
 
-    with_models(scenario)
+    run_scenario(scenario)
 
 
 def test_a_heat_map_that_takes_long_holds_up_no_other_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,13 +306,13 @@ def test_a_heat_map_that_takes_long_holds_up_no_other_answer(monkeypatch: pytest
     monkeypatch.setattr(Classifier, "_heat_maps", slow)
 
     async def scenario() -> None:
-        with served(fake=FakeSession()) as models:
+        with serve_models(fake=FakeSession()) as models:
             answer = models.get("").answer
-            maps = [asyncio.create_task(answer(png(40, 57), dense(40), 1, heatmap=True)) for _ in range(20)]
+            maps = [asyncio.create_task(answer(png(40, 57), dense_protocol(40), 1, heatmap=True)) for _ in range(20)]
             await until(drawing.is_set)
-            assert (await answer(png(40, 57), dense(40), 1, heatmap=False)).heatmap == b""
+            assert (await answer(png(40, 57), dense_protocol(40), 1, heatmap=False)).heatmap == b""
             assert not any(task.done() for task in maps)
             go_on.set()
             assert {answered.heatmap for answered in await asyncio.gather(*maps)} == {b"drawn"}
 
-    with_models(scenario)
+    run_scenario(scenario)

@@ -17,17 +17,17 @@ from prelunet.evaluator.serving.scheduling import executor
 from tests.helpers.fakes import FakeSession
 from tests.serving.scheduling.scheduler_harness import (
     GPU_RULES,
-    Gate,
-    HeldSession,
+    DecodeGate,
+    SteppedSession,
     all_decoded,
-    ask,
-    counted,
-    dense,
-    occupied,
-    ready,
-    served,
+    dense_protocol,
+    metric_value,
+    occupy_device,
+    ready_view_count,
+    run_scenario,
+    serve_models,
+    start_classify,
     until,
-    with_models,
 )
 from tests.serving.serving_harness import png
 
@@ -46,43 +46,43 @@ def fails_with_magic(images: np.ndarray) -> None:
 
 
 def test_one_bad_image_fails_alone_and_its_neighbours_are_answered() -> None:
-    session = HeldSession(fail=fails_with_magic)
+    session = SteppedSession(fail=fails_with_magic)
 
     async def scenario() -> None:
-        with served(fake=session) as models:
-            await occupied(models, session)
+        with serve_models(fake=session) as models:
+            await occupy_device(models, session)
             images = [png(32, 41, seed) for seed in (1, 2, 3, MAGIC, 4, 5, 6, 8)]
-            tasks = [ask(models, image, dense(32), client=f"{n}") for n, image in enumerate(images)]
-            await until(lambda: ready(models) == 8)
-            session.free()
+            tasks = [start_classify(models, image, dense_protocol(32), client=f"{n}") for n, image in enumerate(images)]
+            await until(lambda: ready_view_count(models) == 8)
+            session.release_all()
             for task, image in zip(tasks, images, strict=True):
                 if image == png(32, 41, MAGIC):
                     with pytest.raises(RuntimeError, match="planted"):
                         await task
                 else:
-                    (alone,) = classify_images(FakeSession(), [decode_rgb(image)], dense(32))
+                    (alone,) = classify_images(FakeSession(), [decode_rgb(image)], dense_protocol(32))
                     np.testing.assert_array_equal((await task).scores, alone.scores)
-            assert await ask(models, png(32, 41, 9), dense(32)), "the device lives on"
-            failures = counted(models, "batch_failures_total", "fake", reason="error")
+            assert await start_classify(models, png(32, 41, 9), dense_protocol(32)), "the device lives on"
+            failures = metric_value(models, "batch_failures_total", "fake", reason="error")
             assert failures == 4, "of 8, 4, 2 and 1 views"
 
-    with_models(scenario)
+    run_scenario(scenario)
 
 
 def test_the_other_views_of_a_request_that_failed_are_not_computed() -> None:
-    session = HeldSession(fail=fails_with_magic)
+    session = SteppedSession(fail=fails_with_magic)
 
     async def scenario() -> None:
-        with served(fake=session) as models:
-            await occupied(models, session)
-            failing = ask(models, png(32, 41, MAGIC), dense(32, 50))
-            await until(lambda: ready(models) == 2)
-            session.free()
+        with serve_models(fake=session) as models:
+            await occupy_device(models, session)
+            failing = start_classify(models, png(32, 41, MAGIC), dense_protocol(32, 50))
+            await until(lambda: ready_view_count(models) == 2)
+            session.release_all()
             with pytest.raises(RuntimeError, match="planted"):
                 await failing
-            assert counted(models, "dropped_views_total", "fake", reason="failed") == 1
+            assert metric_value(models, "dropped_views_total", "fake", reason="failed") == 1
 
-    with_models(scenario)
+    run_scenario(scenario)
     assert {shape[1] for shape in session.calls} == {28}
 
 
@@ -92,19 +92,19 @@ def test_too_little_memory_for_a_batch_splits_it_and_all_are_answered(rules: Bat
         if len(images) > 2:
             raise OutOfMemory("planted")
 
-    session = HeldSession(rules=rules, fail=out_of_memory)
+    session = SteppedSession(rules=rules, fail=out_of_memory)
 
     async def scenario() -> None:
-        with served(fake=session) as models:
-            await occupied(models, session)
-            tasks = [ask(models, png(32, 41, seed), dense(32)) for seed in range(7)]
-            await until(lambda: ready(models) == 7)
-            session.free()
+        with serve_models(fake=session) as models:
+            await occupy_device(models, session)
+            tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32)) for seed in range(7)]
+            await until(lambda: ready_view_count(models) == 7)
+            session.release_all()
             answers = await asyncio.gather(*tasks)
             assert len({answer.scores.tobytes() for answer in answers}) == 7
-            assert counted(models, "batch_failures_total", "fake", reason="memory") == 3
+            assert metric_value(models, "batch_failures_total", "fake", reason="memory") == 3
 
-    with_models(scenario)
+    run_scenario(scenario)
     assert max(shape[0] for shape in session.calls) == 2
 
 
@@ -114,13 +114,13 @@ def test_a_view_that_alone_is_too_large_for_the_memory_is_told_so_and_the_device
             raise OutOfMemory("planted")
 
     async def scenario() -> None:
-        with served(fake=HeldSession(fail=out_of_memory)) as models:
-            models.get("").session.free()
+        with serve_models(fake=SteppedSession(fail=out_of_memory)) as models:
+            models.get("").session.release_all()
             with pytest.raises(OutOfMemory, match="planted"):
-                await ask(models, png(48, 61, 1), dense(48))
-            await ask(models, png(32, 41, 1), dense(32))
+                await start_classify(models, png(48, 61, 1), dense_protocol(48))
+            await start_classify(models, png(32, 41, 1), dense_protocol(32))
 
-    with_models(scenario)
+    run_scenario(scenario)
 
 
 @pytest.mark.parametrize("error", [DeviceLost("planted"), RuntimeError("planted")], ids=["known", "found by probing"])
@@ -130,24 +130,29 @@ def test_a_lost_device_fails_all_that_waits_and_comes_and_is_told_once(error: Ex
             raise error
 
     lost, told = threading.Event(), []
-    session = HeldSession(fail=broken)
+    session = SteppedSession(fail=broken)
 
     async def scenario() -> None:
-        with served(QueueOptions(ready_views=5), told.append, fake=session, other=FakeSession()) as models:
-            first = await occupied(models, session)
-            gate = Gate(models, set())
-            tasks = [ask(models, png(32, 41 + seed, seed), dense(32), client=f"{seed}") for seed in range(4)]
-            tasks.append(ask(models, png(32, 41, 5), dense(32, 33, 34, 35)))  # for whose views there is no room
-            await until(lambda: ready(models) == 4 and len(models.get("fake")._waiting._encoded) == 1)
+        with serve_models(QueueOptions(ready_views=5), told.append, fake=session, other=FakeSession()) as models:
+            first = await occupy_device(models, session)
+            gate = DecodeGate(models, set())
+            tasks = [
+                start_classify(models, png(32, 41 + seed, seed), dense_protocol(32), client=f"{seed}")
+                for seed in range(4)
+            ]
+            tasks.append(
+                start_classify(models, png(32, 41, 5), dense_protocol(32, 33, 34, 35))
+            )  # for whose views there is no room
+            await until(lambda: ready_view_count(models) == 4 and len(models.get("fake")._device_queue._encoded) == 1)
             lost.set()
-            session.free()
-            for task in (first, *tasks, ask(models, png(32, 41), dense(32), model="other")):
+            session.release_all()
+            for task in (first, *tasks, start_classify(models, png(32, 41), dense_protocol(32), model="other")):
                 with pytest.raises(DeviceLost, match="planted"):
                     await task
-            assert not models.get("fake")._waiting.lose(DeviceLost("again"), []), "that is no news"
+            assert not models.get("fake")._device_queue.mark_lost(DeviceLost("again"), []), "that is no news"
             assert gate.prepared == 4, "what still waits to be decoded need not be any more"
 
-    with_models(scenario)
+    run_scenario(scenario)
     assert len(told) == 1
     assert "planted" in str(told[0])
     assert session.calls == []
@@ -163,28 +168,28 @@ def test_an_image_that_is_decoded_while_the_device_is_lost_fails_too() -> None:
     told: list[DeviceLost] = []
 
     async def scenario() -> None:
-        session = HeldSession(fail=lost_at_first)
-        session.free()
-        with served(QueueOptions(batch_wait=0), on_lost=told.append, fake=session) as models:
-            gate = Gate(models, {len(late)})
-            decoding = ask(models, late, dense(32))
+        session = SteppedSession(fail=lost_at_first)
+        session.release_all()
+        with serve_models(QueueOptions(batch_wait=0), on_lost=told.append, fake=session) as models:
+            gate = DecodeGate(models, {len(late)})
+            decoding = start_classify(models, late, dense_protocol(32))
             await until(gate.entered.is_set)
-            for task in (ask(models, png(32, 41), dense(32)), decoding):
+            for task in (start_classify(models, png(32, 41), dense_protocol(32)), decoding):
                 with pytest.raises(DeviceLost, match="planted"):
                     await task
                 await until(lambda: told)
                 gate.open.set()
         assert session.entered == 1
 
-    with_models(scenario)
+    run_scenario(scenario)
 
 
 def test_an_error_outside_of_the_session_fails_one_request_and_the_thread_lives_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scenario() -> None:
-        with served(fake=FakeSession()) as models:
-            for function in ("plan_views", "pack_batch", "results_of"):
+        with serve_models(fake=FakeSession()) as models:
+            for function in ("plan_views", "pack_batch", "unpack_results"):
                 with monkeypatch.context() as patch:
 
                     def no_memory(*_arguments, **_options):
@@ -192,14 +197,14 @@ def test_an_error_outside_of_the_session_fails_one_request_and_the_thread_lives_
 
                     patch.setattr(executor, function, no_memory)
                     with pytest.raises(OutOfMemory, match="too little main memory"):
-                        await ask(models, png(32, 41), dense(32))
-                await ask(models, png(32, 41), dense(32))
+                        await start_classify(models, png(32, 41), dense_protocol(32))
+                await start_classify(models, png(32, 41), dense_protocol(32))
 
-    with_models(scenario)
+    run_scenario(scenario)
 
 
 def test_what_cannot_be_staged_ahead_is_computed_all_the_same() -> None:
-    class Failing(HeldSession):
+    class Failing(SteppedSession):
         def stage(self, images, sizes):
             if threading.current_thread().name.startswith("stage"):
                 raise OutOfMemory("planted")
@@ -208,14 +213,14 @@ def test_what_cannot_be_staged_ahead_is_computed_all_the_same() -> None:
     session = Failing(provider="CUDAExecutionProvider", rules=replace(GPU_RULES, max_pixels=3 * 32 * 44))
 
     async def scenario() -> None:
-        with served(fake=session) as models:
-            await occupied(models, session)
-            tasks = [ask(models, png(32, 41, seed), dense(32)) for seed in range(3)]
-            await until(lambda: all_decoded(models, 4) and not ready(models))
-            session.free()
+        with serve_models(fake=session) as models:
+            await occupy_device(models, session)
+            tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32)) for seed in range(3)]
+            await until(lambda: all_decoded(models, 4) and not ready_view_count(models))
+            session.release_all()
             assert len(await asyncio.gather(*tasks)) == 3
 
-    with_models(scenario)
+    run_scenario(scenario)
 
 
 @pytest.mark.parametrize(
@@ -224,31 +229,33 @@ def test_what_cannot_be_staged_ahead_is_computed_all_the_same() -> None:
 def test_window_scores_that_cannot_be_fetched_fail_the_request_that_wants_them_and_no_other(
     error: Exception, failures: dict[str, int]
 ) -> None:
-    class NoWindows(HeldSession):
+    class NoWindows(SteppedSession):
         def compute(self, staged):
             def fetch():
                 raise error
 
-            return replace(super().compute(staged), take_window_scores=fetch)
+            return replace(super().compute(staged), fetch_window_scores=fetch)
 
     session = NoWindows()
 
     async def scenario() -> None:
-        with served(fake=session) as models:
-            await occupied(models, session)
+        with serve_models(fake=session) as models:
+            await occupy_device(models, session)
             image, classifier = png(32, 41, 1), models.get("fake")
-            mapped = asyncio.create_task(classifier.answer(image, dense(32), 2, heatmap=True))
-            plain = ask(models, png(32, 41, 2), dense(32))
-            await until(lambda: ready(models) == 2)
-            session.free()
+            mapped = asyncio.create_task(classifier.answer(image, dense_protocol(32), 2, heatmap=True))
+            plain = start_classify(models, png(32, 41, 2), dense_protocol(32))
+            await until(lambda: ready_view_count(models) == 2)
+            session.release_all()
             with pytest.raises(type(error), match="planted"):
                 await mapped
             assert (await plain).views[0].window_scores is None
-            assert await ask(models, png(32, 41, 9), dense(32)), "the device lives on"
+            assert await start_classify(models, png(32, 41, 9), dense_protocol(32)), "the device lives on"
             for reason, number in failures.items():
-                assert counted(models, "batch_failures_total", "fake", reason=reason) == number, "of two views, and one"
+                assert metric_value(models, "batch_failures_total", "fake", reason=reason) == number, (
+                    "of two views, and one"
+                )
 
-    with_models(scenario)
+    run_scenario(scenario)
 
 
 @pytest.mark.parametrize("staged", [False, True])
@@ -272,20 +279,20 @@ def test_the_canvases_of_a_batch_that_failed_are_gone_before_less_is_tried(stage
 
     if staged:
         rules = replace(GPU_RULES, max_pixels=4 * 32 * 44)
-        session = HeldSession(provider="CUDAExecutionProvider", rules=rules, fail=fail)
+        session = SteppedSession(provider="CUDAExecutionProvider", rules=rules, fail=fail)
     else:
-        session = HeldSession(fail=fail)
+        session = SteppedSession(fail=fail)
 
     async def scenario() -> None:
-        with served(fake=session) as models:
-            await occupied(models, session)
-            tasks = [ask(models, png(32, 41, seed), dense(32)) for seed in range(4)]
+        with serve_models(fake=session) as models:
+            await occupy_device(models, session)
+            tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32)) for seed in range(4)]
             await until(lambda: all_decoded(models, 5))
-            await until(lambda: not ready(models) if staged else ready(models) == 4)
-            session.free()
+            await until(lambda: not ready_view_count(models) if staged else ready_view_count(models) == 4)
+            session.release_all()
             await asyncio.gather(*tasks)
 
-    with_models(scenario)
+    run_scenario(scenario)
     assert len(alive) == 1 + 7, "of 4, 2, 1, 1, 2, 1 and 1 views"
     assert max(alive) == 0
 
@@ -297,14 +304,14 @@ def test_views_of_which_nothing_can_be_made_fail_their_request_and_the_thread_th
         raise MemoryError("planted")
 
     async def scenario() -> None:
-        with served(fake=FakeSession()) as models:
+        with serve_models(fake=FakeSession()) as models:
             threads = [thread for thread in threading.enumerate() if thread.name.startswith("decode-")]
             for _ in range(2 * len(threads)):
                 with monkeypatch.context() as patch:
-                    patch.setattr(models.get("")._lane, "canvas_of", planted)
+                    patch.setattr(models.get("")._model, "canvas_of", planted)
                     with pytest.raises(OutOfMemory, match="too little main memory"):
-                        await ask(models, png(32, 41), dense(32))
-            await ask(models, png(32, 41), dense(32))
+                        await start_classify(models, png(32, 41), dense_protocol(32))
+            await start_classify(models, png(32, 41), dense_protocol(32))
             assert all(thread.is_alive() for thread in threads)
 
-    with_models(scenario)
+    run_scenario(scenario)

@@ -200,10 +200,10 @@ def test_nothing_is_kept_of_clients_who_have_nothing_waiting() -> None:
             item = queue.first()
             assert item is not None
             queue.take(item)
-        most = max(most, queue.remembered())
+        most = max(most, queue.entry_count())
     assert most < 50
     for _ in drained(queue):
         pass
-    assert queue.remembered() == 0
+    assert queue.entry_count() == 0
     assert queue._models == {}
-    assert queue._places == {}
+    assert queue._owners == {}

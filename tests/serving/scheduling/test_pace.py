@@ -5,21 +5,26 @@ import random
 import pytest
 
 from prelunet.evaluator.errors import Overloaded
-from prelunet.evaluator.serving.scheduling import admission as door_module
-from prelunet.evaluator.serving.scheduling.admission import Pace
-from tests.serving.scheduling.test_admission_queue import made_door
+from prelunet.evaluator.serving.scheduling import admission as admission_module
+from prelunet.evaluator.serving.scheduling.admission import ThroughputEstimate
+from tests.serving.scheduling.test_admission_queue import build_admission
 
 
 def test_of_those_who_are_refused_together_not_all_are_told_the_same_time() -> None:
-    door, _ = made_door(max_views=1)
+    admission, _ = build_admission(max_views=1)
     told = set()
-    with door.admitted(1, 1):
+    with admission.admit_or_refuse(1, 1):
         for _ in range(20):
-            with pytest.raises(Overloaded) as refusal, door.admitted(1, 1):
+            with pytest.raises(Overloaded) as refusal, admission.admit_or_refuse(1, 1):
                 pass
             told.add(refusal.value.retry_after)
     assert len(told) > 10
-    assert 0.5 * door_module.UNKNOWN <= min(told) <= max(told) <= 1.5 * door_module.UNKNOWN
+    assert (
+        0.5 * admission_module.DEFAULT_RETRY_AFTER
+        <= min(told)
+        <= max(told)
+        <= 1.5 * admission_module.DEFAULT_RETRY_AFTER
+    )
 
 
 class Clock:
@@ -34,46 +39,51 @@ class Clock:
 
 def test_the_pace_is_that_of_answers_while_something_waits() -> None:
     clock = Clock()
-    pace = Pace(clock)
-    assert pace.seconds(10) is None
-    pace.begin()
+    throughput = ThroughputEstimate(clock)
+    assert throughput.seconds(10) is None
+    throughput.begin()
     clock.now += 3
-    pace.left(2)
-    assert pace.seconds(1) == pytest.approx(1.5)
+    throughput.record_departure(2)
+    assert throughput.seconds(1) == pytest.approx(1.5)
     clock.now += 100  # nothing waits
-    pace.begin()
+    throughput.begin()
     clock.now += 1
-    pace.left(2)
-    assert pace.seconds(4) == pytest.approx(4 * (1.5 * 2 * 254 / 256 + 1) / (2 * 254 / 256 + 2))
+    throughput.record_departure(2)
+    assert throughput.seconds(4) == pytest.approx(4 * (1.5 * 2 * 254 / 256 + 1) / (2 * 254 / 256 + 2))
     clock.now += 5
-    pace.left(0)  # one that was not answered: its time counts, its views do not
-    assert pace.seconds(4) == pytest.approx(4 * (1.5 * 2 * 254 / 256 + 6) / (2 * 254 / 256 + 2))
+    throughput.record_departure(0)  # one that was not answered: its time counts, its views do not
+    assert throughput.seconds(4) == pytest.approx(4 * (1.5 * 2 * 254 / 256 + 6) / (2 * 254 / 256 + 2))
 
 
 def test_the_pace_of_long_ago_is_forgotten() -> None:
     clock = Clock()
-    pace = Pace(clock)
-    pace.begin()
+    throughput = ThroughputEstimate(clock)
+    throughput.begin()
     for seconds in (50.0, 0.1):
         for _ in range(300):
             clock.now += 10 * seconds
-            pace.left(10)
-    assert pace.seconds(1) == pytest.approx(0.1, rel=0.01)  # of 50 s a view, (246/256)^300 is left
+            throughput.record_departure(10)
+    assert throughput.seconds(1) == pytest.approx(0.1, rel=0.01)  # of 50 s a view, (246/256)^300 is left
 
 
 @pytest.mark.parametrize(
     ("seconds", "told"),
-    [(None, door_module.UNKNOWN), (0.0001, door_module.SOONEST), (2.0, 6.0), (1000.0, door_module.LATEST)],
+    [
+        (None, admission_module.DEFAULT_RETRY_AFTER),
+        (0.0001, admission_module.MIN_RETRY_AFTER),
+        (2.0, 6.0),
+        (1000.0, admission_module.MAX_RETRY_AFTER),
+    ],
 )
 def test_who_is_refused_is_told_when_those_who_wait_will_be_through(
     seconds: float | None, told: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(random, "uniform", lambda low, high: (low + high) / 2)
-    door, _ = made_door(max_views=3)
-    clock = door._pace._clock = Clock()
+    admission, _ = build_admission(max_views=3)
+    clock = admission._throughput._clock = Clock()
     if seconds is not None:
-        with door.admitted(1, 1):
+        with admission.admit_or_refuse(1, 1):
             clock.now += seconds
-    with door.admitted(1, 3), pytest.raises(Overloaded) as refusal, door.admitted(1, 1):
+    with admission.admit_or_refuse(1, 3), pytest.raises(Overloaded) as refusal, admission.admit_or_refuse(1, 1):
         pass
     assert refusal.value.retry_after == pytest.approx(told)

@@ -8,28 +8,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prelunet.evaluator.engine.batching import Batch, BatchRules, Plan
+from prelunet.evaluator.engine.batching import Batch, BatchPlan, BatchRules
 from prelunet.evaluator.engine.session import Outputs, Placement
 from prelunet.evaluator.errors import DeviceLost
-from prelunet.evaluator.protocols import make_protocol
+from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.serving import models as models_module
 from prelunet.evaluator.serving.models import load_models
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import ModelFile
 from prelunet.evaluator.serving.scheduling import executor
-from prelunet.evaluator.serving.scheduling.request import Lane
+from prelunet.evaluator.serving.scheduling.request import ScheduledModel
 from tests.helpers.fakes import FakeSession
 from tests.serving.scheduling.scheduler_harness import (
     GPU_RULES,
-    HeldSession,
+    SteppedSession,
     all_decoded,
-    ask,
-    dense,
-    occupied,
-    ready,
-    served,
+    dense_protocol,
+    occupy_device,
+    ready_view_count,
+    run_scenario,
+    serve_models,
+    start_classify,
     until,
-    with_models,
 )
 from tests.serving.serving_harness import png
 
@@ -37,7 +37,7 @@ from tests.serving.serving_harness import png
 def test_beside_a_gpu_a_full_batch_is_staged_while_another_is_computed_and_no_other_is() -> None:
     staged: list[int] = []
 
-    class Staging(HeldSession):
+    class Staging(SteppedSession):
         def stage(self, images, sizes):
             staged.append(len(images))
             return super().stage(images, sizes)
@@ -45,18 +45,18 @@ def test_beside_a_gpu_a_full_batch_is_staged_while_another_is_computed_and_no_ot
     session = Staging(provider="CUDAExecutionProvider", rules=replace(GPU_RULES, max_pixels=3 * 32 * 44))
 
     async def scenario() -> None:
-        with served(fake=session) as models:
-            await occupied(models, session)
-            tasks = [ask(models, png(32, 41, seed), dense(32)) for seed in range(2)]
-            await until(lambda: ready(models) == 2)
+        with serve_models(fake=session) as models:
+            await occupy_device(models, session)
+            tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32)) for seed in range(2)]
+            await until(lambda: ready_view_count(models) == 2)
             assert staged == [1], "a batch that could still grow should not be staged"
-            tasks += [ask(models, png(32, 41, seed), dense(32)) for seed in (2, 3)]
+            tasks += [start_classify(models, png(32, 41, seed), dense_protocol(32)) for seed in (2, 3)]
             await until(lambda: len(staged) == 2)
             assert staged[1] in {2, 3}, "the fourth view may have come before or after"
-            session.free()
+            session.release_all()
             await asyncio.gather(*tasks)
 
-    with_models(scenario)
+    run_scenario(scenario)
     assert staged[0] == 1
     assert sum(staged) >= 5
     assert {thread.name for thread in session.computing} == {"compute-cuda-0"}
@@ -67,7 +67,7 @@ def test_enough_views_for_a_batch_of_which_no_batch_is_full_are_not_staged_ahead
 ) -> None:
     threads, found, is_full = [], [], executor._is_full
 
-    class Staging(HeldSession):
+    class Staging(SteppedSession):
         def stage(self, images, sizes):
             threads.append(threading.current_thread().name)
             return super().stage(images, sizes)
@@ -82,15 +82,15 @@ def test_enough_views_for_a_batch_of_which_no_batch_is_full_are_not_staged_ahead
     )
 
     async def scenario() -> None:
-        with served(fake=session) as models:
-            await occupied(models, session)
+        with serve_models(fake=session) as models:
+            await occupy_device(models, session)
             sides = ((32, 41), (48, 61), (41, 32), (61, 48))  # four canvases
-            tasks = [ask(models, png(*size), dense(min(size))) for size in (*sides, *sides)]
+            tasks = [start_classify(models, png(*size), dense_protocol(min(size))) for size in (*sides, *sides)]
             await until(lambda: found)
-            session.free()
+            session.release_all()
             await asyncio.gather(*tasks)
 
-    with_models(scenario)
+    run_scenario(scenario)
     assert not any(found)
     assert set(threads) == {"compute-cuda-0"}
 
@@ -110,8 +110,8 @@ def test_a_batch_is_full_where_one_more_view_would_not_fit_or_goes_into_another(
 ) -> None:
     rules = replace(GPU_RULES, max_pixels=5 * 32 * 44 + 1)
     session = FakeSession(provider="CUDAExecutionProvider", rules=rules)
-    lane = Lane("fake", session, Metrics().of_model("fake", session), lambda *_: [])
-    assert executor._is_full(Plan(tuple(batches), 1), lane) == full
+    model = ScheduledModel("fake", session, Metrics().of_model("fake", session), lambda *_: [])
+    assert executor._is_full(BatchPlan(tuple(batches), 1), model) == full
 
 
 def test_batches_of_a_gpu_keep_to_what_has_run_before_the_server_was_ready(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,21 +124,23 @@ def test_batches_of_a_gpu_keep_to_what_has_run_before_the_server_was_ready(monke
 
     rules = BatchRules(canvas_step=8, max_pixels=2**24, switch_pixels=10**6)
     session = Quick(provider="CUDAExecutionProvider", rules=rules)
-    # Not `for_many`, with which the largest batch of a validation would run, which a server never has.
-    monkeypatch.setattr(models_module, "open_placed", lambda _path, _placement: session)
+    # Not `preallocate`, with which the largest batch of a validation would run, which a server never has.
+    monkeypatch.setattr(models_module, "open_with_placement", lambda _path, _placement: session)
     ((_, loaded),) = load_models([ModelFile("fake", Path("fake.onnx"))], Placement("cuda"))
     warm = set(session.calls)
     assert len(session.calls) == len(warm) > 100
     assert loaded.rules.max_pixels == 2**23, "smaller batches than those of validation"
 
     async def scenario() -> None:
-        with served(fake=loaded) as models:
+        with serve_models(fake=loaded) as models:
             session.calls.clear()
-            protocol = make_protocol("multi-scale", session.contract)
+            protocol = build_protocol("multi-scale", session.contract)
             images = [png(30 + 7 * seed, 100 - 6 * seed, seed) for seed in range(12)]
-            await asyncio.gather(*(ask(models, image, protocol, client=f"{n}") for n, image in enumerate(images * 4)))
+            await asyncio.gather(
+                *(start_classify(models, image, protocol, client=f"{n}") for n, image in enumerate(images * 4))
+            )
 
-    with_models(scenario)
+    run_scenario(scenario)
     assert set(session.calls) <= warm
 
 
@@ -148,18 +150,18 @@ def test_a_device_that_is_lost_is_told_once_also_where_the_next_batch_is_staged_
 
     told: list[DeviceLost] = []
     rules = replace(GPU_RULES, max_pixels=3 * 32 * 44)
-    session = HeldSession(provider="CUDAExecutionProvider", rules=rules, fail=lost)
+    session = SteppedSession(provider="CUDAExecutionProvider", rules=rules, fail=lost)
 
     async def scenario() -> None:
-        with served(on_lost=told.append, fake=session) as models:
-            tasks = [await occupied(models, session)]
-            tasks += [ask(models, png(32, 41, seed), dense(32)) for seed in range(3)]
-            await until(lambda: all_decoded(models, 4) and not ready(models))
-            session.free()
+        with serve_models(on_lost=told.append, fake=session) as models:
+            tasks = [await occupy_device(models, session)]
+            tasks += [start_classify(models, png(32, 41, seed), dense_protocol(32)) for seed in range(3)]
+            await until(lambda: all_decoded(models, 4) and not ready_view_count(models))
+            session.release_all()
             for task in tasks:
                 with pytest.raises(DeviceLost, match="planted"):
                     await task
 
-    with_models(scenario)
+    run_scenario(scenario)
     assert session.entered == 2
     assert len(told) == 1

@@ -13,19 +13,25 @@ from prelunet.evaluator.serving import lifecycle
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import QueueOptions
 from prelunet.evaluator.serving.scheduling import watchdog
-from prelunet.evaluator.serving.scheduling.request import Lane
-from prelunet.evaluator.serving.scheduling.watchdog import FIRST, LEAST, TICK, TIMES, Watchdog
+from prelunet.evaluator.serving.scheduling.request import ScheduledModel
+from prelunet.evaluator.serving.scheduling.watchdog import (
+    CHECK_INTERVAL,
+    FIRST_BATCH_TIMEOUT,
+    HANG_FACTOR,
+    MIN_TIMEOUT,
+    Watchdog,
+)
 from tests.helpers.fakes import FakeSession
 from tests.serving.scheduling.scheduler_harness import (
     GPU_RULES,
-    HeldSession,
+    SteppedSession,
     all_decoded,
-    ask,
-    counted,
-    dense,
-    occupied,
-    served,
-    with_models,
+    dense_protocol,
+    metric_value,
+    occupy_device,
+    run_scenario,
+    serve_models,
+    start_classify,
 )
 from tests.serving.scheduling.scheduler_harness import until as until_true
 from tests.serving.serving_harness import png
@@ -48,59 +54,59 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def lane(name: str = "model") -> Lane:
+def served_model(name: str = "model") -> ScheduledModel:
     session: Any = FakeSession()
-    return Lane(name, session, Metrics().of_model(name, session), lambda *_: [])
+    return ScheduledModel(name, session, Metrics().of_model(name, session), lambda *_: [])
 
 
-def patience(watching: Watchdog, told: list[DeviceLost], of: Lane, pixels: int) -> int:
+def hang_timeout(watching: Watchdog, told: list[DeviceLost], of: ScheduledModel, pixels: int) -> int:
     """Return after how many seconds a batch is said to hang."""
-    with watching.over(of, [], pixels):
+    with watching.watch_batch(of, [], pixels):
         for seconds in range(100_000):
             if told:
                 told.clear()
                 return seconds - 1  # it may take so long
-            watching.look(1)
+            watching.check(1)
     raise AssertionError("it is waited for for ever")
 
 
 def test_a_batch_may_take_twenty_times_the_longest_of_its_model_in_proportion_where_it_is_larger(clock: Clock) -> None:
     told: list[DeviceLost] = []
-    watching, model, other = Watchdog(lambda error, _: told.append(error)), lane(), lane("other")
+    watching, model, other = Watchdog(lambda error, _: told.append(error)), served_model(), served_model("other")
 
-    def measured(of: Lane, seconds: int, pixels: int) -> None:
-        with watching.over(of, [], pixels):
+    def measured(of: ScheduledModel, seconds: int, pixels: int) -> None:
+        with watching.watch_batch(of, [], pixels):
             for _ in range(seconds):
                 clock.now += 1
-                watching.look(1)
+                watching.check(1)
 
-    assert patience(watching, told, model, 100) == FIRST, "one that hung is no measure for the next"
+    assert hang_timeout(watching, told, model, 100) == FIRST_BATCH_TIMEOUT, "one that hung is no measure for the next"
     measured(model, 1, 100)
-    assert patience(watching, told, model, 100) == LEAST
-    assert patience(watching, told, model, 1000) == TIMES * 10
+    assert hang_timeout(watching, told, model, 100) == MIN_TIMEOUT
+    assert hang_timeout(watching, told, model, 1000) == HANG_FACTOR * 10
     measured(model, 10, 100)
     measured(model, 1, 500)
-    assert [patience(watching, told, model, pixels) for pixels in (50, 100, 300)] == [200, 200, 600]
-    assert patience(watching, told, other, 100) == FIRST
+    assert [hang_timeout(watching, told, model, pixels) for pixels in (50, 100, 300)] == [200, 200, 600]
+    assert hang_timeout(watching, told, other, 100) == FIRST_BATCH_TIMEOUT
 
 
 def test_an_hour_in_which_the_process_stood_still_makes_nobody_more_patient(clock: Clock) -> None:
     told: list[DeviceLost] = []
-    watching, model = Watchdog(lambda error, _: told.append(error)), lane()
-    with watching.over(model, [], 100):
+    watching, model = Watchdog(lambda error, _: told.append(error)), served_model()
+    with watching.watch_batch(model, [], 100):
         clock.now += 3600  # without a look
-    assert patience(watching, told, model, 100) == LEAST
+    assert hang_timeout(watching, told, model, 100) == MIN_TIMEOUT
 
 
 def test_a_batch_that_hangs_is_told_once_with_its_views_and_others_are_left_alone(clock: Clock) -> None:
     told: list[tuple[DeviceLost, Any]] = []
-    watching, model = Watchdog(lambda *arguments: told.append(arguments)), lane()
+    watching, model = Watchdog(lambda *arguments: told.append(arguments)), served_model()
     hung, late = [object()], [object()]
-    with watching.over(model, hung, 9):  # type: ignore[arg-type]
-        watching.look(FIRST)
-        with watching.over(model, late, 9):  # type: ignore[arg-type]
-            watching.look(1)
-            watching.look(1)
+    with watching.watch_batch(model, hung, 9):  # type: ignore[arg-type]
+        watching.check(FIRST_BATCH_TIMEOUT)
+        with watching.watch_batch(model, late, 9):  # type: ignore[arg-type]
+            watching.check(1)
+            watching.check(1)
     [(error, views)] = told
     assert views is hung
     assert "CPUExecutionProvider has been computing one batch for 601 s" in str(error)
@@ -112,12 +118,12 @@ def test_a_process_that_stood_still_has_not_waited(clock: Clock) -> None:
 
     def wait(seconds: float) -> bool:
         nonlocal looks
-        assert seconds == TICK
+        assert seconds == CHECK_INTERVAL
         looks += 1
         clock.now += 1e6
-        return looks > FIRST / TICK
+        return looks > FIRST_BATCH_TIMEOUT / CHECK_INTERVAL
 
-    with watching.over(lane(), [], 9):
+    with watching.watch_batch(served_model(), [], 9):
         watching.watch(SimpleNamespace(wait=wait))  # type: ignore[arg-type]
         assert told == []
         looks = 0
@@ -128,30 +134,33 @@ def test_a_process_that_stood_still_has_not_waited(clock: Clock) -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every batch hang that takes longer than a moment."""
-    monkeypatch.setattr(watchdog, "FIRST", 0.05)
-    monkeypatch.setattr(watchdog, "LEAST", 0.05)
-    monkeypatch.setattr(watchdog, "TICK", 0.01)
-    monkeypatch.setattr(lifecycle, "CLOSING", 0.2)
+    monkeypatch.setattr(watchdog, "FIRST_BATCH_TIMEOUT", 0.05)
+    monkeypatch.setattr(watchdog, "MIN_TIMEOUT", 0.05)
+    monkeypatch.setattr(watchdog, "CHECK_INTERVAL", 0.01)
+    monkeypatch.setattr(lifecycle, "CLOSE_TIMEOUT", 0.2)
 
 
 @pytest.mark.usefixtures("impatient")
 def test_a_device_that_hangs_fails_all_that_waits_and_comes_and_is_told_once() -> None:
     told: list[DeviceLost] = []
-    session = HeldSession()
+    session = SteppedSession()
 
     async def scenario() -> None:
-        with served(QueueOptions(ready_views=2), told.append, fake=session) as models:
-            tasks = [await occupied(models, session)]
-            tasks += [ask(models, png(32, 41 + seed, seed), dense(32), client=f"{seed}") for seed in range(5)]
+        with serve_models(QueueOptions(ready_views=2), told.append, fake=session) as models:
+            tasks = [await occupy_device(models, session)]
+            tasks += [
+                start_classify(models, png(32, 41 + seed, seed), dense_protocol(32), client=f"{seed}")
+                for seed in range(5)
+            ]
             for task in tasks:
                 with pytest.raises(DeviceLost, match="computing one batch"):
                     await task
             with pytest.raises(DeviceLost, match="computing one batch"):
-                await ask(models, png(32, 41), dense(32))
-            assert counted(models, "batch_failures_total", "fake", reason="lost") == 1
-            session.free()  # it ends after all, which changes nothing
+                await start_classify(models, png(32, 41), dense_protocol(32))
+            assert metric_value(models, "batch_failures_total", "fake", reason="lost") == 1
+            session.release_all()  # it ends after all, which changes nothing
 
-    with_models(scenario)
+    run_scenario(scenario)
     assert len(told) == 1
     assert session.entered == 1
 
@@ -163,27 +172,27 @@ def test_beside_a_gpu_what_is_staged_fails_too_whichever_thread_hangs(
 ) -> None:
     release = threading.Event()
 
-    class Hanging(HeldSession):
+    class Hanging(SteppedSession):
         def stage(self, images: Any, sizes: Any) -> Any:
             if threading.current_thread().name.startswith("stage"):
-                monkeypatch.setattr(watchdog, "FIRST", 0.05)  # not before it is there
+                monkeypatch.setattr(watchdog, "FIRST_BATCH_TIMEOUT", 0.05)  # not before it is there
                 assert hung == "compute" or release.wait(30)
             return super().stage(images, sizes)
 
-    monkeypatch.setattr(watchdog, "FIRST", 600.0)
+    monkeypatch.setattr(watchdog, "FIRST_BATCH_TIMEOUT", 600.0)
     session = Hanging(provider="CUDAExecutionProvider", rules=replace(GPU_RULES, max_pixels=3 * 32 * 44))
 
     async def scenario() -> None:
-        with served(fake=session) as models:
-            first = await occupied(models, session)
-            tasks = [ask(models, png(32, 41, seed), dense(32)) for seed in range(3)]
+        with serve_models(fake=session) as models:
+            first = await occupy_device(models, session)
+            tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32)) for seed in range(3)]
             await until_true(lambda: all_decoded(models, 4) or tasks[0].done())
             for task in tasks if hung == "stage" else (first, *tasks):
                 with pytest.raises(DeviceLost, match="computing one batch"):
                     await task
             assert session.entered == 1, "nothing should have to move for that"
             release.set()
-            session.free()
+            session.release_all()
             await asyncio.gather(first, return_exceptions=True)
 
-    with_models(scenario)
+    run_scenario(scenario)

@@ -15,10 +15,10 @@ from prelunet.evaluator.datasets.dataset import Dataset
 from prelunet.evaluator.errors import DatasetError
 from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.training.data import dataset_statistics
-from prelunet.training.data.dataset_statistics import Survey, cache_folder, survey
-from prelunet.training.data.image_cache import Pictures
+from prelunet.training.data.dataset_statistics import DatasetStatistics, cache_folder, compute_statistics
+from prelunet.training.data.image_cache import ImageCache
 from prelunet.training.data.splits import open_splits
-from prelunet.training.loop.setup import beginning
+from prelunet.training.loop.setup import initial_state
 from tests.training.training_folders import RECIPE, make_dataset, write_image
 
 
@@ -60,7 +60,7 @@ def slow_views(dataset: Dataset) -> np.ndarray:
     return np.stack([slow_central_view(image, scale=14, crop=12) for image in images]).astype(np.float64)
 
 
-def assert_equal(found: Survey, expected: Survey) -> None:
+def assert_equal(found: DatasetStatistics, expected: DatasetStatistics) -> None:
     """To the last bit: all sums are whole numbers."""
     assert found.refused == expected.refused
     for name in ("mean_image", "mean_channels", "axes"):
@@ -74,7 +74,7 @@ def test_means_and_axes_are_those_of_the_central_views(dataset: Dataset) -> None
     narrow = [sample for sample in dataset.samples if "003.png" not in sample.file]  # the oracle knows no cap at 4:1
     part = replace(dataset, samples=narrow)
     views = slow_views(part)
-    found = survey(part, "train/", scale=14, crop=12, workers=2)
+    found = compute_statistics(part, "train/", scale=14, crop=12, workers=2)
     assert found.refused == {}
     np.testing.assert_array_equal(found.mean_image, views.mean(axis=0).astype(np.float32), strict=True)
     np.testing.assert_array_equal(found.mean_channels, views.mean(axis=(0, 1, 2)).astype(np.float32), strict=True)
@@ -84,8 +84,8 @@ def test_means_and_axes_are_those_of_the_central_views(dataset: Dataset) -> None
 
 
 def test_the_survey_does_not_hang_on_the_number_of_threads(dataset: Dataset) -> None:
-    plain = survey(dataset, "train/", scale=14, crop=12, workers=1)
-    assert_equal(survey(dataset, "train/", scale=14, crop=12, workers=4), plain)
+    plain = compute_statistics(dataset, "train/", scale=14, crop=12, workers=1)
+    assert_equal(compute_statistics(dataset, "train/", scale=14, crop=12, workers=4), plain)
 
 
 def test_an_image_that_cannot_be_decoded_is_named_and_left_out(tmp_path: Path) -> None:
@@ -93,14 +93,14 @@ def test_an_image_that_cannot_be_decoded_is_named_and_left_out(tmp_path: Path) -
     whole = (root / "train/dog/002.png").read_bytes()
     (root / "train/dog/002.png").write_bytes(whole[: len(whole) // 2])
     dataset = open_splits(root).train
-    found = survey(dataset, "train/", scale=14, crop=12)
+    found = compute_statistics(dataset, "train/", scale=14, crop=12)
     assert list(found.refused) == ["dog/002.png"]
     assert "truncated" in found.refused["dog/002.png"]
     others = replace(dataset, samples=[sample for sample in dataset.samples if sample.file != "dog/002.png"])
-    assert_equal(replace(found, refused={}), survey(others, "train/", scale=14, crop=12))
-    pictures = Pictures(dataset, found.refused)
-    assert len(pictures) == 20
-    assert "dog/002.png" not in {sample.file for sample in pictures.samples}
+    assert_equal(replace(found, refused={}), compute_statistics(others, "train/", scale=14, crop=12))
+    image_cache = ImageCache(dataset, found.refused)
+    assert len(image_cache) == 20
+    assert "dog/002.png" not in {sample.file for sample in image_cache.samples}
 
 
 @pytest.mark.parametrize(("split", "spoiled"), [("train", 3), ("train", 21), ("val", 1)])
@@ -113,7 +113,7 @@ def test_a_split_with_more_than_a_tenth_of_unreadable_images_is_refused(
     splits = open_splits(root)
     dataset = {"train": splits.train, "val": splits.val}[split]
     with pytest.raises(DatasetError, match=rf"{spoiled} of \d+ images in {split}/ cannot be decoded") as caught:
-        survey(dataset, f"{split}/", scale=14, crop=12, cache=tmp_path / "cache")
+        compute_statistics(dataset, f"{split}/", scale=14, crop=12, cache=tmp_path / "cache")
     assert "big-cat/000.png" in str(caught.value)
     assert kept(tmp_path / "cache") == []  # once they are mended they must not stay refused
 
@@ -128,24 +128,26 @@ def kept(cache: Path) -> list[Path]:
 def test_a_survey_is_made_once_for_a_dataset_scale_and_crop(
     dataset: Dataset, tmp_path: Path, decoded: list[bytes]
 ) -> None:
-    expected = survey(dataset, "train/", scale=14, crop=12)
+    expected = compute_statistics(dataset, "train/", scale=14, crop=12)
     for scale, crop, looks in ((14, 12, 21), (14, 12, 0), (15, 12, 21), (14, 11, 21), (14, 12, 0)):
         decoded.clear()
-        found = survey(dataset, "train/", scale=scale, crop=crop, cache=tmp_path / "new/cache")
+        found = compute_statistics(dataset, "train/", scale=scale, crop=crop, cache=tmp_path / "new/cache")
         assert len(decoded) == looks
         if (scale, crop) == (14, 12):
             assert_equal(found, expected)
     assert len(kept(tmp_path / "new/cache")) == 3
     decoded.clear()
-    assert_equal(survey(dataset, "train/", scale=14, crop=12, cache=tmp_path / "new/cache", fresh=True), expected)
+    assert_equal(
+        compute_statistics(dataset, "train/", scale=14, crop=12, cache=tmp_path / "new/cache", fresh=True), expected
+    )
     assert len(decoded) == 21
 
 
 def test_another_dataset_has_a_survey_of_its_own(tmp_path: Path) -> None:
     root = make_dataset(tmp_path / "data")
-    first = survey(open_splits(root).train, "train/", scale=14, crop=12, cache=tmp_path)
+    first = compute_statistics(open_splits(root).train, "train/", scale=14, crop=12, cache=tmp_path)
     write_image(root / "train/dog/new.png", 77, (20, 20), 200)
-    second = survey(open_splits(root).train, "train/", scale=14, crop=12, cache=tmp_path)
+    second = compute_statistics(open_splits(root).train, "train/", scale=14, crop=12, cache=tmp_path)
     assert not np.array_equal(first.mean_image, second.mean_image)
     assert len(kept(tmp_path)) == 2
 
@@ -154,18 +156,18 @@ def test_refused_images_are_kept_with_their_reasons(tmp_path: Path) -> None:
     root = make_dataset(tmp_path / "data")
     (root / "train/dog/002.png").write_bytes(b"?")
     dataset = open_splits(root).train
-    first = survey(dataset, "train/", scale=14, crop=12, cache=tmp_path)
+    first = compute_statistics(dataset, "train/", scale=14, crop=12, cache=tmp_path)
     assert list(first.refused) == ["dog/002.png"]
-    assert_equal(survey(dataset, "train/", scale=14, crop=12, cache=tmp_path), first)
+    assert_equal(compute_statistics(dataset, "train/", scale=14, crop=12, cache=tmp_path), first)
 
 
 @pytest.mark.parametrize("stopped_at", [1, 8, 20])
 def test_an_interrupted_survey_goes_on_where_it_was_saved(
     dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoded: list[bytes], stopped_at: int
 ) -> None:
-    expected = survey(dataset, "train/", scale=14, crop=12)
+    expected = compute_statistics(dataset, "train/", scale=14, crop=12)
     monkeypatch.setattr(dataset_statistics, "SAVE_EVERY", -1.0)  # after each image
-    in_order = dataset_statistics.map_ahead
+    in_order = dataset_statistics.map_in_threads
 
     def interrupted(*arguments: object) -> Iterator[object]:
         for number, found in enumerate(in_order(*arguments)):  # type: ignore[arg-type]
@@ -173,12 +175,12 @@ def test_an_interrupted_survey_goes_on_where_it_was_saved(
                 raise KeyboardInterrupt
             yield found
 
-    monkeypatch.setattr(dataset_statistics, "map_ahead", interrupted)
+    monkeypatch.setattr(dataset_statistics, "map_in_threads", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        survey(dataset, "train/", scale=14, crop=12, cache=tmp_path, workers=1)
-    monkeypatch.setattr(dataset_statistics, "map_ahead", in_order)
+        compute_statistics(dataset, "train/", scale=14, crop=12, cache=tmp_path, workers=1)
+    monkeypatch.setattr(dataset_statistics, "map_in_threads", in_order)
     decoded.clear()
-    assert_equal(survey(dataset, "train/", scale=14, crop=12, cache=tmp_path), expected)
+    assert_equal(compute_statistics(dataset, "train/", scale=14, crop=12, cache=tmp_path), expected)
     assert len(decoded) == 21 - stopped_at
 
 
@@ -195,39 +197,39 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("way", DAMAGES)
 def test_a_damaged_file_is_told_and_measured_anew(dataset: Dataset, tmp_path: Path, way: str) -> None:
-    expected = survey(dataset, "train/", scale=14, crop=12, cache=tmp_path)
+    expected = compute_statistics(dataset, "train/", scale=14, crop=12, cache=tmp_path)
     (path,) = kept(tmp_path)
     data = path.read_bytes()
     path.write_bytes(DAMAGES[way](data))
     assert path.read_bytes() != data
     said: list[str] = []
-    assert_equal(survey(dataset, "train/", scale=14, crop=12, cache=tmp_path, announce=said.append), expected)
+    assert_equal(compute_statistics(dataset, "train/", scale=14, crop=12, cache=tmp_path, report=said.append), expected)
     assert f"{path}: damaged (" in said[0]
     assert "looked at anew" in said[0]
     said.clear()
-    assert_equal(survey(dataset, "train/", scale=14, crop=12, cache=tmp_path, announce=said.append), expected)
+    assert_equal(compute_statistics(dataset, "train/", scale=14, crop=12, cache=tmp_path, report=said.append), expected)
     assert said == []  # it is whole again
 
 
 def test_images_that_became_rubbish_of_the_same_length_are_noticed_though_a_survey_is_kept(tmp_path: Path) -> None:
     root, cache = make_dataset(tmp_path / "data"), tmp_path / "cache"
     before = open_splits(root)
-    beginning(RECIPE, before, None, cache, lambda _text: None)
+    initial_state(RECIPE, before, None, cache, lambda _text: None)
     for path in (root / "train" / "dog").iterdir():
         path.write_bytes(b"?" * path.stat().st_size)
     after = open_splits(root)
     assert after.train.fingerprint == before.train.fingerprint
     said: list[str] = []
     with pytest.raises(DatasetError, match="7 of 21 images in train/ cannot be decoded"):
-        beginning(RECIPE, after, None, cache, said.append)
+        initial_state(RECIPE, after, None, cache, said.append)
     assert said == ["train/: images have changed since they were looked at, so all are looked at anew"]
 
 
 def test_a_folder_that_cannot_be_written_is_told_and_stops_nothing(dataset: Dataset, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     said: list[str] = []
-    found = survey(dataset, "train/", scale=14, crop=12, cache=tmp_path / "file", announce=said.append)
-    assert_equal(found, survey(dataset, "train/", scale=14, crop=12))
+    found = compute_statistics(dataset, "train/", scale=14, crop=12, cache=tmp_path / "file", report=said.append)
+    assert_equal(found, compute_statistics(dataset, "train/", scale=14, crop=12))
     assert len(said) == 1
     assert "cannot be kept" in said[0]
     assert "PRELUNET_CACHE" in said[0]
@@ -264,12 +266,12 @@ def test_stats_prints_what_was_found_and_keeps_it_for_the_training(
     assert code == 0
     found = json.loads(out)
     dataset = open_splits(folder).train
-    expected = survey(dataset, "train/", scale=14, crop=12)
+    expected = compute_statistics(dataset, "train/", scale=14, crop=12)
     assert (found["images"], found["refused"], found["scale"], found["crop"]) == (21, {}, 14, 12)
     assert found["fingerprint"] == dataset.fingerprint
     np.testing.assert_allclose(found["mean"], expected.mean_channels, atol=1e-4)  # four digits
     np.testing.assert_allclose(np.transpose(found["axes"]), expected.axes, atol=1e-4)
-    narrow_too = np.stack([Pictures(dataset, {}).central_view(index, 14, 12) for index in range(21)])
+    narrow_too = np.stack([ImageCache(dataset, {}).central_view(index, 14, 12) for index in range(21)])
     np.testing.assert_allclose(found["deviation"], narrow_too.reshape(-1, 3).std(axis=0), atol=1e-3)
     decoded.clear()
     code, out, _ = run("stats", "--data", folder, "--crop", 12, capsys=capsys)
@@ -277,7 +279,7 @@ def test_stats_prints_what_was_found_and_keeps_it_for_the_training(
     assert decoded == []
     assert "21 images, 0 refused" in out
     assert f"{'mean':9}" + "".join(f"{value:9.2f}" for value in expected.mean_channels) in out
-    survey(dataset, "train/", scale=14, crop=12, cache=cache)
+    compute_statistics(dataset, "train/", scale=14, crop=12, cache=cache)
     assert decoded == []
 
 
@@ -294,11 +296,11 @@ def test_stats_keeps_what_it_finds_in_val_for_the_training_and_forgets_it_when_a
     assert "val/: 12 images, 1 refused\n  dog/002.png: " in out
     path.write_bytes(whole)
     val = open_splits(root).val
-    assert list(survey(val, "val/", scale=14, crop=12, cache=cache).refused) == ["dog/002.png"]
+    assert list(compute_statistics(val, "val/", scale=14, crop=12, cache=cache).refused) == ["dog/002.png"]
     code, out, _ = run(*words, "--fresh", "--json", capsys=capsys)
     assert code == 0
     assert json.loads(out)["val"] == {"fingerprint": val.fingerprint, "images": 12, "refused": {}}
-    assert survey(val, "val/", scale=14, crop=12, cache=cache).refused == {}
+    assert compute_statistics(val, "val/", scale=14, crop=12, cache=cache).refused == {}
 
 
 def test_stats_of_a_training_set_without_val_says_that_it_looked_at_nothing_else(

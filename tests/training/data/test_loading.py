@@ -20,9 +20,9 @@ import torch
 from prelunet.evaluator.errors import DatasetError, EnvironmentFault, OutOfMemory
 from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.training.data import loader, worker_processes
-from prelunet.training.data.augmentation import SUBSTITUTE, color_shift, places_of_step, random_stream, training_view
-from prelunet.training.data.image_cache import Pictures
-from prelunet.training.data.loader import TRIES, Batch, evaluation_batches, make_batch, training_batches
+from prelunet.training.data.augmentation import SUBSTITUTE, color_shift, random_stream, training_view, view_keys_of_step
+from prelunet.training.data.image_cache import ImageCache
+from prelunet.training.data.loader import MAX_SUBSTITUTES, Batch, build_batch, evaluation_batches, training_batches
 from prelunet.training.data.splits import open_splits
 from prelunet.training.data.worker_processes import map_in_processes
 from tests.training.training_folders import RECIPE, make_dataset
@@ -37,8 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def pictures(folder: Path) -> Pictures:
-    return Pictures(open_splits(folder).train, {})
+def image_cache(folder: Path) -> ImageCache:
+    return ImageCache(open_splits(folder).train, {})
 
 
 def assert_equal(batch: Batch, expected: Batch) -> None:
@@ -46,24 +46,24 @@ def assert_equal(batch: Batch, expected: Batch) -> None:
     np.testing.assert_array_equal(batch.labels, expected.labels)
     np.testing.assert_array_equal(batch.shift, expected.shift)
     assert (batch.images.dtype, batch.labels.dtype) == (np.uint8, np.int64)
-    assert batch.lost == expected.lost
+    assert batch.unreadable == expected.unreadable
 
 
 # What a batch is
 
 
-def test_a_batch_has_views_labels_and_shifts_of_its_places(pictures: Pictures) -> None:
-    batch = make_batch(pictures, COLORFUL, 7, axes=AXES)
+def test_a_batch_has_views_labels_and_shifts_of_its_places(image_cache: ImageCache) -> None:
+    batch = build_batch(image_cache, COLORFUL, 7, axes=AXES)
     assert batch.shift is not None
-    places = places_of_step(COLORFUL, 7, len(pictures))
+    places = view_keys_of_step(COLORFUL, 7, len(image_cache))
     for row, (epoch, index) in enumerate(places):
-        sample = pictures.samples[index]
-        decoded = decode_rgb(pictures.dataset.read(sample))
+        sample = image_cache.samples[index]
+        decoded = decode_rgb(image_cache.dataset.read(sample))
         np.testing.assert_array_equal(batch.images[row], training_view(decoded, COLORFUL, epoch, index))
         np.testing.assert_array_equal(batch.shift[row], color_shift(COLORFUL, AXES, epoch, index))
-        assert pictures.dataset.classes[batch.labels[row]] == sample.file.split("/")[0]
-    assert batch.lost == ()
-    assert make_batch(pictures, RECIPE, 7, axes=AXES).shift is None  # the recipe has no colour change
+        assert image_cache.dataset.classes[batch.labels[row]] == sample.file.split("/")[0]
+    assert batch.unreadable == ()
+    assert build_batch(image_cache, RECIPE, 7, axes=AXES).shift is None  # the recipe has no colour change
 
 
 @pytest.mark.parametrize(
@@ -74,9 +74,9 @@ def test_batches_are_the_same_bit_for_bit_whoever_makes_them_and_wherever_they_b
     folder: Path, first: int, workers: int, memory: int
 ) -> None:
     dataset = open_splits(folder).train
-    plain = [make_batch(Pictures(dataset, {}), COLORFUL, step, axes=AXES) for step in range(COLORFUL.length)]
-    batches = list(training_batches(Pictures(dataset, {}, memory), COLORFUL, first, axes=AXES, workers=workers))
-    assert len(batches) == COLORFUL.length - first
+    plain = [build_batch(ImageCache(dataset, {}), COLORFUL, step, axes=AXES) for step in range(COLORFUL.total_steps)]
+    batches = list(training_batches(ImageCache(dataset, {}, memory), COLORFUL, first, axes=AXES, workers=workers))
+    assert len(batches) == COLORFUL.total_steps - first
     for batch, expected in zip(batches, plain[first:], strict=True):
         assert_equal(batch, expected)
 
@@ -86,31 +86,31 @@ def test_batches_are_the_same_bit_for_bit_whoever_makes_them_and_wherever_they_b
 def test_the_rows_of_a_process_are_those_of_the_global_batch(folder: Path, rows: range, memory: int) -> None:
     dataset = open_splits(folder).train
     recipe = replace(COLORFUL, steps=2)
-    batches = training_batches(Pictures(dataset, {}, memory), recipe, 0, rows=rows, axes=AXES, workers=1)
+    batches = training_batches(ImageCache(dataset, {}, memory), recipe, 0, rows=rows, axes=AXES, workers=1)
     for step, batch in enumerate(batches):
-        whole = make_batch(Pictures(dataset, {}), recipe, step, axes=AXES)
+        whole = build_batch(ImageCache(dataset, {}), recipe, step, axes=AXES)
         assert whole.shift is not None
         part = slice(rows.start, rows.stop)
         assert_equal(batch, Batch(whole.images[part], whole.labels[part], whole.shift[part]))
 
 
 def test_batches_come_out_of_archives_too(folder: Path, tmp_path: Path) -> None:
-    expected = list(training_batches(Pictures(open_splits(folder).train, {}), RECIPE, 9, workers=0))
+    expected = list(training_batches(ImageCache(open_splits(folder).train, {}), RECIPE, 9, workers=0))
     for kind in ("tar", "zip"):
         path = Path(shutil.make_archive(str(tmp_path / "data"), kind, folder))
-        pictures = Pictures(open_splits(path).train, {}, memory=0)
-        for batch, same in zip(training_batches(pictures, RECIPE, 9, workers=2), expected, strict=True):
+        image_cache = ImageCache(open_splits(path).train, {}, memory=0)
+        for batch, same in zip(training_batches(image_cache, RECIPE, 9, workers=2), expected, strict=True):
             assert_equal(batch, same)
 
 
 @pytest.mark.parametrize("memory", [0, 2**30])
 def test_evaluation_shows_every_image_once_in_dataset_order(folder: Path, memory: int) -> None:
-    pictures = Pictures(open_splits(folder).val, {}, memory)
-    batches = list(evaluation_batches(pictures, RECIPE, size=4, workers=2))
+    image_cache = ImageCache(open_splits(folder).val, {}, memory)
+    batches = list(evaluation_batches(image_cache, RECIPE, size=4, workers=2))
     assert [len(batch.labels) for batch in batches] == [4, 4, 1]
     images = np.concatenate([batch.images for batch in batches])
-    for index, sample in enumerate(pictures.samples):
-        np.testing.assert_array_equal(images[index], pictures.central_view(index, 14, 12))
+    for index, sample in enumerate(image_cache.samples):
+        np.testing.assert_array_equal(images[index], image_cache.central_view(index, 14, 12))
         assert np.concatenate([batch.labels for batch in batches])[index] == sample.label
 
 
@@ -119,14 +119,14 @@ def test_evaluation_shows_every_image_once_in_dataset_order(folder: Path, memory
 def test_processes_that_evaluate_together_see_each_image_once_in_equally_many_batches(
     folder: Path, size: int, ranks: int
 ) -> None:
-    pictures = Pictures(open_splits(folder).val, {})
+    image_cache = ImageCache(open_splits(folder).val, {})
     of_ranks = [
-        list(evaluation_batches(pictures, RECIPE, size, part=(rank, ranks), workers=0)) for rank in range(ranks)
+        list(evaluation_batches(image_cache, RECIPE, size, part=(rank, ranks), workers=0)) for rank in range(ranks)
     ]
     assert len({len(batches) for batches in of_ranks}) == 1
     found = [batch.images for batches in zip(*of_ranks, strict=True) for batch in batches]
     assert max(map(len, found)) <= size
-    expected = [pictures.central_view(index, 14, 12) for index in range(len(pictures))]
+    expected = [image_cache.central_view(index, 14, 12) for index in range(len(image_cache))]
     np.testing.assert_array_equal(np.concatenate(found), expected)
 
 
@@ -134,19 +134,19 @@ def test_processes_that_evaluate_together_see_each_image_once_in_equally_many_ba
 
 
 @pytest.fixture
-def broken(tmp_path: Path) -> tuple[Pictures, Pictures]:
+def broken(tmp_path: Path) -> tuple[ImageCache, ImageCache]:
     """All pictures, and the same without three files that broke after the dataset was opened."""
     root = make_dataset(tmp_path)
     whole, spoiled = open_splits(root).train, open_splits(root).train
-    sound = Pictures(whole, {})
+    sound = ImageCache(whole, {})
     for index in range(len(sound)):
-        sound.picture(index)  # kept
+        sound.image(index)  # kept
     (root / "train/dog/001.png").unlink()
     data = (root / "train/ox/002.png").read_bytes()
     (root / "train/ox/002.png").write_bytes(data[: len(data) // 2])  # another length
     data = (root / "train/big-cat/003.png").read_bytes()
     (root / "train/big-cat/003.png").write_bytes(data[:40] + bytes(len(data) - 40))  # the same length
-    return sound, Pictures(spoiled, {}, memory=0)
+    return sound, ImageCache(spoiled, {}, memory=0)
 
 
 BROKEN = {"dog/001.png": "it is gone", "ox/002.png": "when the dataset was opened", "big-cat/003.png": "damaged"}
@@ -154,54 +154,56 @@ BROKEN = {"dog/001.png": "it is gone", "ox/002.png": "when the dataset was opene
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_image_that_breaks_is_named_and_another_takes_its_place(
-    broken: tuple[Pictures, Pictures], workers: int
+    broken: tuple[ImageCache, ImageCache], workers: int
 ) -> None:
     sound, spoiled = broken
     named = 0
     for step, batch in enumerate(training_batches(spoiled, COLORFUL, 0, axes=AXES, workers=workers)):
-        expected = make_batch(sound, COLORFUL, step, axes=AXES)
+        expected = build_batch(sound, COLORFUL, step, axes=AXES)
         assert batch.shift is not None
         assert expected.shift is not None
-        lost = []
-        for row, (epoch, place) in enumerate(places_of_step(COLORFUL, step, len(sound))):
+        unreadable = []
+        for row, (epoch, place) in enumerate(view_keys_of_step(COLORFUL, step, len(sound))):
             index = place
             if (file := sound.samples[index].file) in BROKEN:
-                lost.append(file)
+                unreadable.append(file)
                 random = random_stream(COLORFUL.seed, SUBSTITUTE, epoch, place)
-                drawn = [int(other) for other in random.integers(len(sound), size=TRIES)]
+                drawn = [int(other) for other in random.integers(len(sound), size=MAX_SUBSTITUTES)]
                 index = next(other for other in drawn if sound.samples[other].file not in BROKEN)
-            view = training_view(sound.picture(index), COLORFUL, epoch, index)
+            view = training_view(sound.image(index), COLORFUL, epoch, index)
             np.testing.assert_array_equal(batch.images[row], view)
             np.testing.assert_array_equal(batch.shift[row], color_shift(COLORFUL, AXES, epoch, index))
             assert batch.labels[row] == sound.samples[index].label
-        assert [file for file, _ in batch.lost] == lost
-        assert all(BROKEN[file] in reason for file, reason in batch.lost)
-        named += len(lost)
+        assert [file for file, _ in batch.unreadable] == unreadable
+        assert all(BROKEN[file] in reason for file, reason in batch.unreadable)
+        named += len(unreadable)
     assert named >= 6  # 12 steps of 5 are almost three epochs
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_dataset_that_is_gone_ends_the_training_with_what_to_do(tmp_path: Path, workers: int) -> None:
     root = make_dataset(tmp_path)
-    pictures = Pictures(open_splits(root).train, {}, memory=0)
+    image_cache = ImageCache(open_splits(root).train, {}, memory=0)
     shutil.rmtree(root / "train")
-    with pytest.raises(DatasetError, match=rf"and {TRIES} other images, too, but none of them now \(.*it is gone"):
-        next(training_batches(pictures, RECIPE, 0, workers=workers))
+    with pytest.raises(
+        DatasetError, match=rf"and {MAX_SUBSTITUTES} other images, too, but none of them now \(.*it is gone"
+    ):
+        next(training_batches(image_cache, RECIPE, 0, workers=workers))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_evaluation_leaves_broken_images_out_and_names_them(tmp_path: Path, workers: int) -> None:
     root = make_dataset(tmp_path)
-    pictures = Pictures(open_splits(root).val, {}, memory=0)
+    image_cache = ImageCache(open_splits(root).val, {}, memory=0)
     (root / "val/dog/001.png").unlink()
-    batches = list(evaluation_batches(pictures, RECIPE, 4, workers=workers))
+    batches = list(evaluation_batches(image_cache, RECIPE, 4, workers=workers))
     assert [len(batch.images) for batch in batches] == [4, 3, 1]
     assert [len(batch.labels) for batch in batches] == [4, 3, 1]
-    assert [file for batch in batches for file, _ in batch.lost] == ["dog/001.png"]
-    left = [index for index, sample in enumerate(pictures.samples) if sample.file != "dog/001.png"]
+    assert [file for batch in batches for file, _ in batch.unreadable] == ["dog/001.png"]
+    left = [index for index, sample in enumerate(image_cache.samples) if sample.file != "dog/001.png"]
     np.testing.assert_array_equal(
         np.concatenate([batch.images for batch in batches]),
-        [pictures.central_view(index, 14, 12) for index in left],
+        [image_cache.central_view(index, 14, 12) for index in left],
     )
 
 
@@ -227,22 +229,24 @@ def test_arrays_and_what_lies_beside_them_come_in_the_order_of_the_items(
 
 @pytest.mark.parametrize(("here", "shared"), [(1, True), (2, True), (3, False)])
 def test_the_processes_of_a_training_share_the_shared_memory_of_their_machine(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, here: int, shared: bool
+    folder: Path, monkeypatch: pytest.MonkeyPatch, local_processes: int, shared: bool
 ) -> None:
-    enough = (worker_processes.AHEAD + 2) * 3 * RECIPE.batch * RECIPE.crop**2  # for one process with one worker
+    enough = (
+        (worker_processes.PREFETCH_FACTOR + 2) * 3 * RECIPE.batch * RECIPE.crop**2
+    )  # for one process with one worker
     monkeypatch.setattr(worker_processes, "_free_shared_memory", lambda: 2 * enough)
     splits = open_splits(folder)
-    train, val = Pictures(splits.train, {}, memory=0), Pictures(splits.val, {}, memory=0)
+    train, val = ImageCache(splits.train, {}, memory=0), ImageCache(splits.val, {}, memory=0)
     for batch in (
-        next(training_batches(train, RECIPE, 0, workers=1, here=here)),
-        next(evaluation_batches(val, RECIPE, RECIPE.batch, workers=1, here=here)),
+        next(training_batches(train, RECIPE, 0, workers=1, local_processes=local_processes)),
+        next(evaluation_batches(val, RECIPE, RECIPE.batch, workers=1, local_processes=local_processes)),
     ):
         assert isinstance(batch.images.base, torch.Tensor) is shared  # else it came through a pipe
 
 
 @pytest.mark.parametrize(("workers", "here", "expected"), [(None, 1, 7), (None, 2, 3), (None, 9, 1), (5, 2, 5)])
 def test_the_processes_of_a_training_share_the_cores_of_their_machine_unless_told_how_many(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, workers: int | None, here: int, expected: int
+    folder: Path, monkeypatch: pytest.MonkeyPatch, workers: int | None, local_processes: int, expected: int
 ) -> None:
     started: list[int] = []
 
@@ -250,11 +254,11 @@ def test_the_processes_of_a_training_share_the_cores_of_their_machine_unless_tol
         started.append(count)
         return iter(())
 
-    monkeypatch.setattr(loader, "WORKERS", 7)
+    monkeypatch.setattr(loader, "DEFAULT_WORKERS", 7)
     monkeypatch.setattr(loader, "map_in_processes", noting)
-    pictures = Pictures(open_splits(folder).train, {}, memory=0)
-    assert list(training_batches(pictures, RECIPE, 0, workers=workers, here=here)) == []
-    assert list(evaluation_batches(pictures, RECIPE, 4, workers=workers, here=here)) == []
+    image_cache = ImageCache(open_splits(folder).train, {}, memory=0)
+    assert list(training_batches(image_cache, RECIPE, 0, workers=workers, local_processes=local_processes)) == []
+    assert list(evaluation_batches(image_cache, RECIPE, 4, workers=workers, local_processes=local_processes)) == []
     assert started == [expected] * 2
 
 
@@ -268,7 +272,7 @@ def test_items_are_asked_for_ahead_but_never_all_at_once() -> None:
 
     results = map_in_processes(doubled, items(), 2, 3)
     assert [next(results)[1] for _ in range(3)] == [0, 2, 4]
-    assert len(asked) <= 3 + 2 * worker_processes.AHEAD + 1
+    assert len(asked) <= 3 + 2 * worker_processes.PREFETCH_FACTOR + 1
 
 
 @pytest.mark.parametrize(

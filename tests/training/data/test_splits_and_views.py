@@ -13,8 +13,8 @@ from PIL import Image
 from prelunet.evaluator.datasets.open import open_dataset
 from prelunet.evaluator.errors import DatasetError, ImageError, UsageError
 from prelunet.evaluator.imaging.resize import resize_shorter_side
-from prelunet.training.data.augmentation import VIEW, epoch_order, places_of_step, random_stream, training_view
-from prelunet.training.data.image_cache import TRAINING_CAP, Pictures, map_ahead
+from prelunet.training.data.augmentation import VIEW, epoch_order, random_stream, training_view, view_keys_of_step
+from prelunet.training.data.image_cache import TRAINING_LONG_SIDE_CAP, ImageCache, map_in_threads
 from prelunet.training.data.splits import median_shorter_side, open_splits
 from tests.helpers.tiny_datasets import write_tar
 from tests.training.training_folders import RECIPE, make_dataset, write_image
@@ -26,8 +26,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def pictures(folder: Path) -> Pictures:
-    return Pictures(open_splits(folder).train, {})
+def image_cache(folder: Path) -> ImageCache:
+    return ImageCache(open_splits(folder).train, {})
 
 
 def ramp(height: int, width: int) -> np.ndarray:
@@ -60,7 +60,7 @@ def test_a_view_is_a_crop_of_the_whole_resized_image(size: tuple[int, int]) -> N
     for epoch in range(20):
         random = random_stream(RECIPE.seed, VIEW, epoch, 4)
         low, high = RECIPE.scales
-        whole, _ = resize_shorter_side(image, int(random.integers(low, high, endpoint=True)), TRAINING_CAP)
+        whole, _ = resize_shorter_side(image, int(random.integers(low, high, endpoint=True)), TRAINING_LONG_SIDE_CAP)
         top, left = (int(random.integers(0, side - RECIPE.crop, endpoint=True)) for side in whole.shape[:2])
         expected = whole[top : top + RECIPE.crop, left : left + RECIPE.crop]
         if random.random() < 0.5:
@@ -117,7 +117,7 @@ def test_crops_of_a_wide_image_reach_beyond_the_evaluations_cap() -> None:
 
 def test_each_image_comes_once_in_an_epoch_and_epochs_follow_without_a_gap() -> None:
     images, recipe = 21, replace(RECIPE, batch=5, steps=100)
-    places = [place for step in range(42) for place in places_of_step(recipe, step, images)]  # 210 = 10 epochs
+    places = [place for step in range(42) for place in view_keys_of_step(recipe, step, images)]  # 210 = 10 epochs
     assert Counter(places) == {(epoch, index): 1 for epoch in range(10) for index in range(images)}
     assert [epoch for epoch, _ in places] == sorted(epoch for epoch, _ in places)
 
@@ -135,7 +135,7 @@ def test_items_are_worked_on_ahead_but_never_all_at_once() -> None:
             started.append(item)
         return item * item
 
-    results = map_ahead(note, range(1000), workers=3)
+    results = map_in_threads(note, range(1000), workers=3)
     assert [next(results) for _ in range(4)] == [0, 1, 4, 9]
     results.close()
     assert len(started) < 20
@@ -146,9 +146,9 @@ def test_items_are_worked_on_ahead_but_never_all_at_once() -> None:
 
 def test_decoded_images_are_kept_up_to_the_bound_and_no_further(folder: Path) -> None:
     dataset = open_splits(folder).train
-    pictures = Pictures(dataset, {}, memory=5000)
-    first = [pictures.picture(index) for index in range(len(pictures))]
-    again = [pictures.picture(index) for index in range(len(pictures))]
+    image_cache = ImageCache(dataset, {}, memory=5000)
+    first = [image_cache.image(index) for index in range(len(image_cache))]
+    again = [image_cache.image(index) for index in range(len(image_cache))]
     kept = [one for one, other in zip(first, again, strict=True) if one is other]
     assert 0 < len(kept) < len(first)
     assert sum(np.asarray(image).nbytes for image in kept) <= 5000
@@ -158,19 +158,19 @@ def test_decoded_images_are_kept_up_to_the_bound_and_no_further(folder: Path) ->
 
 @pytest.mark.parametrize(("memory", "fit"), [(0, False), (2**30, True)])
 def test_whether_all_images_fit_is_told_from_the_sizes_of_their_files(folder: Path, memory: int, fit: bool) -> None:
-    assert Pictures(open_splits(folder).train, {}, memory).fit is fit
+    assert ImageCache(open_splits(folder).train, {}, memory).fit is fit
 
 
 def test_an_image_that_breaks_after_the_survey_is_an_error(tmp_path: Path) -> None:
     root = make_dataset(tmp_path)
-    pictures = Pictures(open_splits(root).train, {})
+    image_cache = ImageCache(open_splits(root).train, {})
     broken = root / "train/big-cat/000.png"
     broken.write_bytes(b"?" * broken.stat().st_size)
     with pytest.raises(ImageError, match="no image that can be read"):
-        pictures.picture(0)
+        image_cache.image(0)
     broken.unlink()
     with pytest.raises(DatasetError, match=r"big-cat/000\.png: it is gone"):
-        pictures.picture(0)
+        image_cache.image(0)
 
 
 # Splits

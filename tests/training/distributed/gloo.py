@@ -21,7 +21,7 @@ CONTEXT.set_forkserver_preload(
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProcessResult:
     """How one process ended. value: what the function returned; error: its traceback; exit_code: -9 when killed."""
 
     value: Any
@@ -45,7 +45,9 @@ def run_in_processes(size: int, function: Callable[..., Any], *arguments: Any, s
     return [one.value for one in ended]
 
 
-def run_to_the_end(size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 60) -> list[Ended]:
+def run_to_the_end(
+    size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 60
+) -> list[ProcessResult]:
     """Do the same, but return how each process ended; what still runs after that time is killed (exit code None)."""
     port = free_port()
     started: list[tuple[BaseProcess, Connection]] = []
@@ -72,13 +74,13 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-def _ended(process: BaseProcess, ours: Connection, deadline: float) -> Ended:
+def _ended(process: BaseProcess, ours: Connection, deadline: float) -> ProcessResult:
     value, error = None, None
     if wait([ours], max(0, deadline - time.monotonic())):
         with contextlib.suppress(EOFError):  # it died without a word
             value, error = pickle.loads(ours.recv_bytes())
     process.join(max(0, deadline - time.monotonic()))
-    return Ended(value, error, process.exitcode)
+    return ProcessResult(value, error, process.exitcode)
 
 
 def _work(

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from prelunet.evaluator.architectures import Architecture, Conv, Pool, parameter_shapes
 from prelunet.evaluator.errors import EnvironmentFault
-from prelunet.training.distributed.base import DropoutFactors, Kind, Options, Parallel, Step
-from prelunet.training.distributed.data_parallel import make_parallel
+from prelunet.training.distributed.base import DropoutFactors, ParallelMode, ParallelNet, StepOptions, StepResult
+from prelunet.training.distributed.data_parallel import build_parallel
 from prelunet.training.distributed.gradient_buckets import GradientBuckets
-from prelunet.training.distributed.process_group import Group, open_group
+from prelunet.training.distributed.process_group import ProcessGroup, open_process_group
 from prelunet.training.net.network import PreluNet, load_tensors, parameter_groups
-from prelunet.training.recipe import Precision
+from prelunet.training.recipe import TrainingPrecision
 
 SMALL = Architecture(
     "small",
@@ -34,7 +34,7 @@ CLASSES = 5
 FEATURES = 14 * 7  # bins, channels
 BUCKET = 1570  # bytes: conv2 fills one, conv1 is in another, and fc1.weight is larger than any
 CURVE_STEPS, CURVE_BATCH = 20, 7
-PLAIN = Options()
+PLAIN = StepOptions()
 Arrays = dict[str, np.ndarray]
 
 
@@ -42,15 +42,20 @@ Arrays = dict[str, np.ndarray]
 class Case:
     """One step in parallel."""
 
-    kind: Kind
+    kind: ParallelMode
     batch: int
-    options: Options = PLAIN
+    options: StepOptions = PLAIN
 
 
 def cases_for(size: int) -> list[Case]:
     """Return the steps that such a group takes: batches that fit, that do not, that leave a process without any."""
     plain = [Case(kind, batch) for kind in ("ddp", "hybrid") for batch in (8, 5, size - 1)]
-    others = [Options(accumulate=2), Options(accumulate=3), Options(channels_last=True), Options(precision="bf16")]
+    others = [
+        StepOptions(accumulate=2),
+        StepOptions(accumulate=3),
+        StepOptions(channels_last=True),
+        StepOptions(precision="bf16"),
+    ]
     return plain + [Case(kind, 9, options) for kind in ("ddp", "hybrid") for options in others[: 8 // size]]
 
 
@@ -84,7 +89,7 @@ def dropout(seed: int, batch: int) -> DropoutFactors:
     return partial(factors_of, seed, batch)
 
 
-def plain_step(net: PreluNet, seed: int, batch: int, precision: Precision = "fp32") -> float:
+def plain_step(net: PreluNet, seed: int, batch: int, precision: TrainingPrecision = "fp32") -> float:
     """Leave the gradients of a batch's mean loss in the net, as anybody would write it."""
     images, labels = batch_of(seed, batch)
     of_fc1, of_fc2 = factors_of(seed, batch, range(batch))
@@ -96,7 +101,7 @@ def plain_step(net: PreluNet, seed: int, batch: int, precision: Precision = "fp3
     return loss.item()
 
 
-def parallel_step(parallel: Parallel, seed: int, batch: int, **more: Any) -> Step:
+def parallel_step(parallel: ParallelNet, seed: int, batch: int, **more: Any) -> StepResult:
     """Take a step with this process's rows of that batch."""
     images, labels = batch_of(seed, batch)
     own = parallel.rows(batch)
@@ -121,7 +126,7 @@ def sgd(net: PreluNet) -> torch.optim.SGD:
 def take_all_steps(compiled: bool) -> dict[str, Any]:
     """Do everything that is compared: the start of a process costs more than all of it."""
     GradientBuckets.capacity = BUCKET
-    with open_group("cpu") as group:
+    with open_process_group("cpu") as group:
         found: dict[str, Any] = {"sums": group.total(group.rank, 0.5), "any": group.any(group.rank == 1)}
         found["none"] = group.any(False)
         found["cases"] = {case: _one_case(case, group) for case in cases_for(group.size)}
@@ -137,16 +142,16 @@ def take_all_steps(compiled: bool) -> dict[str, Any]:
             torch.compile = partial(
                 torch.compile, backend="aot_eager"
             )  # as inductor, but needs no compiler and no minute
-            parallel = _parallel("hybrid", group, Options(compile=True))
+            parallel = _parallel("hybrid", group, StepOptions(compile=True))
             found["compiled"] = parallel_step(parallel, 2, 5).loss, gradients_of(parallel.net)
     return found
 
 
-def _parallel(kind: Kind, group: Group, options: Options = PLAIN) -> Parallel:
-    return make_parallel(kind, net_of(0), group, options)
+def _parallel(kind: ParallelMode, group: ProcessGroup, options: StepOptions = PLAIN) -> ParallelNet:
+    return build_parallel(kind, net_of(0), group, options)
 
 
-def _one_case(case: Case, group: Group) -> dict[str, Any]:
+def _one_case(case: Case, group: ProcessGroup) -> dict[str, Any]:
     """Take two steps, so that nothing of the first may stay, and tell of the second."""
     parallel = _parallel(case.kind, group, case.options)
     parallel_step(parallel, 1, case.batch + 2)
@@ -154,7 +159,7 @@ def _one_case(case: Case, group: Group) -> dict[str, Any]:
     return {"loss": step.loss, "gradients": gradients_of(parallel.net), "traffic": dict(parallel.traffic)}
 
 
-def _curve(kind: Kind, group: Group) -> dict[str, Any]:
+def _curve(kind: ParallelMode, group: ProcessGroup) -> dict[str, Any]:
     parallel = _parallel(kind, group)
     optimizer = sgd(parallel.net)
     losses = []
@@ -165,19 +170,19 @@ def _curve(kind: Kind, group: Group) -> dict[str, Any]:
     return {"losses": losses, "weights": weights, "remembered": len(optimizer.state)}
 
 
-def _logits(kind: Kind, group: Group) -> np.ndarray:
+def _logits(kind: ParallelMode, group: ProcessGroup) -> np.ndarray:
     """Ask for as many rows as this process has predecessors: the first has none."""
     parallel = _parallel(kind, group)
     return parallel.logits(batch_of(100 + group.rank, group.rank)[0]).numpy()
 
 
-def _stops(kind: Kind, group: Group) -> list[bool]:
+def _stops(kind: ParallelMode, group: ProcessGroup) -> list[bool]:
     parallel = _parallel(kind, group)
     last = group.rank == group.size - 1
     return [parallel_step(parallel, 1, 5, stop=stop and last).stop for stop in (False, True, False)]
 
 
-def _not_finite(kind: Kind, group: Group) -> list[float]:
+def _not_finite(kind: ParallelMode, group: ProcessGroup) -> list[float]:
     """Have one pixel of the last process's rows be NaN."""
     parallel = _parallel(kind, group)
     images, labels = batch_of(1, 6)
@@ -187,29 +192,29 @@ def _not_finite(kind: Kind, group: Group) -> list[float]:
     return [parallel.gradients(images[here], labels[here], None, 6).loss, parallel_step(parallel, 1, 6).loss]
 
 
-def _early(kind: Kind, group: Group) -> int:
+def _early(kind: ParallelMode, group: ProcessGroup) -> int:
     """Return how many gradients backward still owed when the first bucket was sent."""
     parallel = _parallel(kind, group)
     owed: list[int] = []
-    add_up = Group.add_up
+    all_reduce = ProcessGroup.all_reduce
 
-    def watched(self: Group, tensor: Tensor, purpose: str) -> Any:
+    def watched(self: ProcessGroup, tensor: Tensor, purpose: str) -> Any:
         owed.append(sum(bucket.missing for bucket in parallel.buckets.buckets))
-        return add_up(self, tensor, purpose)
+        return all_reduce(self, tensor, purpose)
 
-    Group.add_up = watched
+    ProcessGroup.all_reduce = watched
     try:
         parallel_step(parallel, 1, 8)
     finally:
-        Group.add_up = add_up
+        ProcessGroup.all_reduce = all_reduce
     return owed[0]
 
 
-def train_until_one_is_killed(kind: Kind, victim: int) -> tuple[str, float]:
+def train_until_one_is_killed(kind: ParallelMode, victim: int) -> tuple[str, float]:
     """Return what the others are told, and when (time.time())."""
     GradientBuckets.capacity = BUCKET
     try:
-        with open_group("cpu") as group:
+        with open_process_group("cpu") as group:
             parallel = _parallel(kind, group)
             if group.rank == victim:  # in the middle of backward, when some buckets are on their way
                 hook = parallel.net.get_parameter("conv2.weight").register_post_accumulate_grad_hook
@@ -222,10 +227,10 @@ def train_until_one_is_killed(kind: Kind, victim: int) -> tuple[str, float]:
     raise AssertionError("nobody died")
 
 
-def train_until_one_gives_up(kind: Kind) -> str:
+def train_until_one_gives_up(kind: ParallelMode) -> str:
     """Return what each is told when the last process meets an error of its own."""
     try:
-        with open_group("cpu") as group:
+        with open_process_group("cpu") as group:
             parallel = _parallel(kind, group)
             for number in range(1000):
                 if number == 3 and group.rank == group.size - 1:

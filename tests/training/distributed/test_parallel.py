@@ -12,9 +12,9 @@ import torch
 
 from benchmarks.training.parallel_model import costs, sent_bytes
 from prelunet.evaluator.errors import EnvironmentFault, UsageError
-from prelunet.training.distributed.base import KINDS, Options, check_batch, split
-from prelunet.training.distributed.data_parallel import make_parallel
-from prelunet.training.distributed.process_group import Group, open_group
+from prelunet.training.distributed.base import PARALLEL_MODES, StepOptions, check_batch, split
+from prelunet.training.distributed.data_parallel import build_parallel
+from prelunet.training.distributed.process_group import ProcessGroup, open_process_group
 from prelunet.training.net.network import HEAD
 from tests.training.distributed import parallel_work as work
 from tests.training.distributed.gloo import run_in_processes, run_to_the_end
@@ -185,7 +185,7 @@ def test_when_a_process_is_killed_the_others_say_so_and_how_to_go_on_within_seco
         assert "has died" in text
         assert "start the same command again" in text
         assert "/" not in text, "no place in another project's source"
-        assert when - begun < 30, "far less than the patience of open_group"
+        assert when - begun < 30, "far less than the patience of open_process_group"
 
 
 def test_a_process_with_an_error_of_its_own_raises_it_and_the_others_that_it_is_gone() -> None:
@@ -198,8 +198,8 @@ def test_torchruns_processes_find_each_other(tmp_path: Path) -> None:
     script = tmp_path / "sums.py"
     script.write_text(
         "import os\n"
-        "from prelunet.training.distributed.process_group import open_group\n"
-        "with open_group('cpu') as group:\n"
+        "from prelunet.training.distributed.process_group import open_process_group\n"
+        "with open_process_group('cpu') as group:\n"
         "    os.write(1, f'{group.size} {group.total(group.rank + 1)}\\n'.encode())\n"  # whole, whoever else writes
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
@@ -210,21 +210,21 @@ def test_torchruns_processes_find_each_other(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessGroup]:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    with open_group("cpu") as group:
+    with open_process_group("cpu") as group:
         yield group
 
 
 @pytest.mark.parametrize(
-    "options", [Options(), Options(accumulate=2), Options(accumulate=5), Options(channels_last=True)]
+    "options", [StepOptions(), StepOptions(accumulate=2), StepOptions(accumulate=5), StepOptions(channels_last=True)]
 )
 def test_one_process_alone_has_the_gradients_of_a_plain_step_whatever_kind_is_asked_for(
-    alone: Group, plain, options: Options
+    alone: ProcessGroup, plain, options: StepOptions
 ) -> None:
-    for kind in KINDS:
-        parallel = make_parallel(kind, work.net_of(0), alone, options)
+    for kind in PARALLEL_MODES:
+        parallel = build_parallel(kind, work.net_of(0), alone, options)
         work.parallel_step(parallel, 1, 7)
         step = work.parallel_step(parallel, 2, 5, stop=kind == "ddp")
         assert step.loss == pytest.approx(plain[5, "fp32"][0], rel=SUMS)
@@ -233,14 +233,14 @@ def test_one_process_alone_has_the_gradients_of_a_plain_step_whatever_kind_is_as
         assert not parallel.traffic
 
 
-def test_one_process_alone_is_the_sum_of_itself(alone: Group) -> None:
+def test_one_process_alone_is_the_sum_of_itself(alone: ProcessGroup) -> None:
     assert (alone.rank, alone.size, alone.is_first, alone.device) == (0, 1, True, CPU)
     assert alone.total(2, 0.5) == [2.0, 0.5]
     assert (alone.any(True), alone.any(False)) == (True, False)
     alone.wait()
 
 
-def test_dropout_is_drawn_once_a_step_however_many_parts_it_has(alone: Group) -> None:
+def test_dropout_is_drawn_once_a_step_however_many_parts_it_has(alone: ProcessGroup) -> None:
     images, labels = work.batch_of(3, 6)
     drawn: list[range] = []
 
@@ -248,16 +248,16 @@ def test_dropout_is_drawn_once_a_step_however_many_parts_it_has(alone: Group) ->
         drawn.append(rows)
         return (np.ones((len(rows), work.SMALL.hidden), np.float32),) * 2
 
-    make_parallel("ddp", work.net_of(0), alone, Options(accumulate=3)).gradients(images, labels, factors, 6)
+    build_parallel("ddp", work.net_of(0), alone, StepOptions(accumulate=3)).gradients(images, labels, factors, 6)
     assert drawn == [range(6)]
 
 
 @pytest.mark.parametrize("last", [False, True])
 def test_images_have_their_channels_where_the_option_says_wherever_they_came_with_them(
-    alone: Group, monkeypatch: pytest.MonkeyPatch, last: bool
+    alone: ProcessGroup, monkeypatch: pytest.MonkeyPatch, last: bool
 ) -> None:
     seen: list[torch.Tensor] = []
-    parallel = make_parallel("ddp", work.net_of(0), alone, Options(channels_last=last))
+    parallel = build_parallel("ddp", work.net_of(0), alone, StepOptions(channels_last=last))
     features = parallel._features
     monkeypatch.setattr(parallel, "_features", lambda given: seen.append(given) or features(given))
     images, labels = work.batch_of(3, 4)
@@ -267,11 +267,11 @@ def test_images_have_their_channels_where_the_option_says_wherever_they_came_wit
     assert [one.is_contiguous() for one in seen] == [not last, not last]
 
 
-def test_without_dropout_the_gradients_are_those_of_evaluation(alone: Group) -> None:
+def test_without_dropout_the_gradients_are_those_of_evaluation(alone: ProcessGroup) -> None:
     images, labels = work.batch_of(3, 4)
     net = work.net_of(0)
     torch.nn.functional.cross_entropy(net(images), labels).backward()
-    parallel = make_parallel("ddp", work.net_of(0), alone)
+    parallel = build_parallel("ddp", work.net_of(0), alone)
     parallel.gradients(images, labels, None, 4)
     assert_gradients(work.gradients_of(parallel.net), work.gradients_of(net), SUMS, "no dropout")
 
@@ -285,16 +285,16 @@ def test_parts_of_a_batch_cover_it_in_order_and_are_as_equal_as_can_be(rows: int
 
 
 def test_a_batch_with_fewer_rows_than_processes_or_parts_is_refused() -> None:
-    check_batch(4, Group(0, 4, CPU), Options())
+    check_batch(4, ProcessGroup(0, 4, CPU), StepOptions())
     with pytest.raises(UsageError, match=r"a batch of 3 cannot be split into 4 parts \(4 processes"):
-        check_batch(3, Group(0, 4, CPU), Options())
+        check_batch(3, ProcessGroup(0, 4, CPU), StepOptions())
     with pytest.raises(UsageError, match="lower accumulate"):
-        check_batch(7, Group(0, 4, CPU), Options(accumulate=2))
+        check_batch(7, ProcessGroup(0, 4, CPU), StepOptions(accumulate=2))
 
 
 def test_a_kind_that_does_not_exist_is_refused() -> None:
     with pytest.raises(UsageError, match=r"'model'\. There are: ddp, hybrid"):
-        make_parallel("model", work.net_of(0), Group(0, 1, CPU))
+        build_parallel("model", work.net_of(0), ProcessGroup(0, 1, CPU))
 
 
 @pytest.mark.parametrize(
@@ -319,19 +319,22 @@ def test_a_half_set_environment_is_refused(monkeypatch: pytest.MonkeyPatch, envi
         monkeypatch.delenv(name, raising=False)
     for name, value in {**rest, **environment}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match=told), open_group("cpu"):
+    with pytest.raises(UsageError, match=told), open_process_group("cpu"):
         pass
 
 
 def test_devices_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(UsageError, match=r"no device 'tpu' to train on\. There are: cpu, cuda"), open_group("tpu"):
+    with (
+        pytest.raises(UsageError, match=r"no device 'tpu' to train on\. There are: cpu, cuda"),
+        open_process_group("tpu"),
+    ):
         pass
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(EnvironmentFault, match="torch finds no GPU here"), open_group("cuda"):
+    with pytest.raises(EnvironmentFault, match="torch finds no GPU here"), open_process_group("cuda"):
         pass
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(EnvironmentFault, match=r"process 0 .* has no GPU: there are 0"), open_group("cuda"):
+    with pytest.raises(EnvironmentFault, match=r"process 0 .* has no GPU: there are 0"), open_process_group("cuda"):
         pass

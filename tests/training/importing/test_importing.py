@@ -13,12 +13,12 @@ from torch import Tensor
 from prelunet.evaluator.architectures import Activation, architecture, parameter_shapes
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.errors import CheckpointError, UsageError
-from prelunet.training.importing.import_net import import_net, preprocessing_of
+from prelunet.training.importing.import_net import import_net, parse_preprocessing
 from prelunet.training.importing.name_map import NameMap, read_name_map
 from prelunet.training.importing.preprocessing import Preprocessing
 from prelunet.training.net.checkpoints import Checkpoint, read_checkpoint
 from prelunet.training.net.network import network_from_checkpoint
-from tests.export.foreign.foreign_torch import ENTRIES, PLAIN, Foreign, our_names, tiny_import
+from tests.export.foreign.foreign_torch import ENTRIES, PLAIN, ForeignNet, our_names, tiny_import
 from tests.helpers.tiny_nets import CLASSES, TINY
 
 
@@ -37,7 +37,7 @@ def said_by(imported: Checkpoint, images: np.ndarray) -> np.ndarray:
         return network_from_checkpoint(imported)(centred).numpy()
 
 
-def said_by_foreign(net: Foreign, prepared: np.ndarray) -> np.ndarray:
+def said_by_foreign(net: ForeignNet, prepared: np.ndarray) -> np.ndarray:
     with torch.inference_mode():
         return net(torch.from_numpy(prepared.astype(np.float32)).permute(0, 3, 1, 2)).numpy()
 
@@ -51,10 +51,10 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_a_net_with_names_of_its_own_says_the_same_after_the_import_by_order(file: Path) -> None:
-    foreign = Foreign()
+    foreign = ForeignNet()
     torch.save(foreign.state_dict(), file)
     imported = tiny_import(file)
-    assert imported.assignment.how == "by order"
+    assert imported.assignment.method == "by order"
     assert imported.assignment.theirs["conv2.slope"] == "features.4.weight"
     expected = said_by_foreign(foreign, pixels() - np.array([123, 117, 104], np.float32))
     np.testing.assert_array_equal(said_by(imported.checkpoint, pixels()), expected)  # the same float32 operations
@@ -65,11 +65,11 @@ def test_a_net_with_names_of_its_own_says_the_same_after_the_import_by_order(fil
 def test_mean_std_range_and_order_of_channels_go_into_the_mean_and_conv1(
     file: Path, channels: Any, pixel_range: int
 ) -> None:
-    foreign = Foreign()
+    foreign = ForeignNet()
     torch.save(foreign.state_dict(), file)
     mean, std = np.array([0.485, 0.456, 0.306]) * pixel_range, np.array([0.229, 0.124, 0.425]) * pixel_range
     given = ",".join(map(str, mean)), ",".join(map(str, std))
-    preprocessing, image = preprocessing_of(*given, pixel_range, channels, TINY.crop)
+    preprocessing, image = parse_preprocessing(*given, pixel_range, channels, TINY.crop)
     imported = import_net(file, TINY, ENTRIES, preprocessing, mean=image)
     assert foreign.features[0].padding == (1, 1)  # else the borders would not be tried
     ordered = pixels()[..., ::-1] if channels == "bgr" else pixels()
@@ -81,11 +81,11 @@ def test_mean_std_range_and_order_of_channels_go_into_the_mean_and_conv1(
 
 @pytest.mark.parametrize("channels_first", [False, True])
 def test_a_mean_image_of_blue_green_red_is_turned_to_red_green_blue(file: Path, channels_first: bool) -> None:
-    foreign = Foreign()
+    foreign = ForeignNet()
     torch.save(foreign.state_dict(), file)
     mean = np.random.default_rng(2).uniform(60, 190, (24, 24, 3))
     np.save(file.with_name("mean.npy"), mean.transpose(2, 0, 1) if channels_first else mean)
-    preprocessing, image = preprocessing_of(str(file.with_name("mean.npy")), "1", 255, "bgr", 24)
+    preprocessing, image = parse_preprocessing(str(file.with_name("mean.npy")), "1", 255, "bgr", 24)
     imported = import_net(file, TINY, ENTRIES, preprocessing, mean=image)
     assert imported.checkpoint.mean.shape == (24, 24, 3)
     expected = said_by_foreign(foreign, pixels()[..., ::-1] - mean)
@@ -130,7 +130,7 @@ def test_types_are_counted_each(file: Path) -> None:
 
 
 def test_a_map_of_exact_names_and_patterns_gives_every_tensor_its_name(tmp_path: Path) -> None:
-    foreign = Foreign()
+    foreign = ForeignNet()
     path = tmp_path / "net.safetensors"
     safetensors.torch.save_file({**foreign.state_dict(), "n_averaged": torch.tensor(7)}, path)
     (tmp_path / "map.toml").write_text(
@@ -154,7 +154,7 @@ def test_a_map_of_exact_names_and_patterns_gives_every_tensor_its_name(tmp_path:
     }
     (tmp_path / "map.json").write_text(json.dumps(lines))
     imported = tiny_import(path, name_map=read_name_map(tmp_path / "map.json"))
-    assert imported.assignment.how == "by the map"
+    assert imported.assignment.method == "by the map"
     assert "left out as the map says: n_averaged" in imported.remarks
     expected = said_by_foreign(foreign, pixels() - np.array([123, 117, 104], np.float32))
     np.testing.assert_array_equal(said_by(imported.checkpoint, pixels()), expected)
@@ -184,7 +184,7 @@ def test_names_that_are_partly_ours_are_never_assigned_by_order(file: Path) -> N
 
 
 def test_a_bias_that_comes_where_slopes_are_due_is_not_assigned_by_order(file: Path) -> None:
-    tensors = Foreign().state_dict()
+    tensors = ForeignNet().state_dict()
     order = list(tensors)
     first, second = order.index("features.0.bias"), order.index("features.1.weight")
     order[first], order[second] = order[second], order[first]
@@ -240,7 +240,7 @@ def test_a_nested_tensor_is_refused_by_its_name(file: Path) -> None:
 
 @pytest.mark.parametrize("names", ["foreign", "ours", "by the map"])
 def test_another_number_of_classes_is_told_at_once_whatever_the_names(file: Path, names: str) -> None:
-    foreign, ours = Foreign(classes=5).state_dict(), our_names(classes=5)
+    foreign, ours = ForeignNet(classes=5).state_dict(), our_names(classes=5)
     table = None
     if names == "by the map":  # which leaves one tensor out
         foreign["n_averaged"] = torch.tensor(7)
@@ -258,7 +258,7 @@ def test_another_number_of_classes_is_told_at_once_whatever_the_names(file: Path
 
 
 def test_not_everything_fits_where_more_than_the_number_of_classes_is_amiss(file: Path) -> None:
-    tensors = Foreign(classes=5).state_dict()
+    tensors = ForeignNet(classes=5).state_dict()
     torch.save({**tensors, "features.0.bias": torch.zeros(5, dtype=torch.int64)}, file)
     begin = "to begin with the number of classes: the file has 5, --classes says 3. "
     with pytest.raises(CheckpointError, match=begin + r"Write the net again(.|\n)*conv1\.bias is int64") as refused:
@@ -274,7 +274,7 @@ def test_not_everything_fits_where_more_than_the_number_of_classes_is_amiss(file
 
 
 def test_what_is_wrong_stands_before_the_lists_and_a_table_is_not_offered_for_another_net(file: Path) -> None:
-    torch.save(Foreign(architecture("demo"), 5).state_dict(), file)
+    torch.save(ForeignNet(architecture("demo"), 5).state_dict(), file)
     with pytest.raises(CheckpointError) as refused:
         import_net(file, architecture("A"), ENTRIES, PLAIN)
     first, *lines = str(refused.value).splitlines()
@@ -308,13 +308,13 @@ def test_names_that_are_all_ours_are_not_sent_to_a_table(file: Path) -> None:
 def test_slopes_of_another_kind_are_refused_and_the_right_option_is_named(
     file: Path, slopes: str, asked: Activation, hint: str
 ) -> None:
-    torch.save(Foreign(architecture("demo"), CLASSES, slopes).state_dict(), file)
+    torch.save(ForeignNet(architecture("demo"), CLASSES, slopes).state_dict(), file)
     with pytest.raises(CheckpointError, match=hint):
         import_net(file, architecture("demo", activation=asked), ENTRIES, PLAIN)
 
 
 def test_one_slope_per_layer_may_have_no_axis(file: Path) -> None:
-    tensors = Foreign(slopes="shared").state_dict()
+    tensors = ForeignNet(slopes="shared").state_dict()
     torch.save({name: t.reshape(()) if t.shape == (1,) else t for name, t in tensors.items()}, file)
     found = tiny_import(file, "prelu-shared").checkpoint.tensors
     assert found["conv2.slope"].shape == (1,)
@@ -322,7 +322,7 @@ def test_one_slope_per_layer_may_have_no_axis(file: Path) -> None:
 
 
 def test_every_tensor_with_numbers_that_are_not_finite_is_named(file: Path) -> None:
-    tensors: dict[str, Tensor] = {name: tensor.clone() for name, tensor in Foreign().state_dict().items()}
+    tensors: dict[str, Tensor] = {name: tensor.clone() for name, tensor in ForeignNet().state_dict().items()}
     tensors["features.3.bias"][2] = float("nan")
     tensors["classifier.4.weight"] = tensors["classifier.4.weight"].double()
     tensors["classifier.4.weight"][1, 1] = 1e300  # finite, but not in float32
@@ -354,7 +354,7 @@ def test_a_std_that_makes_weights_infinite_is_refused(file: Path) -> None:
 )
 def test_a_mean_that_does_not_go_with_the_range_is_refused(mean: str, std: str, pixel_range: int, fault: str) -> None:
     with pytest.raises(UsageError, match=fault):
-        preprocessing_of(mean, std, pixel_range, "rgb", 24)
+        parse_preprocessing(mean, std, pixel_range, "rgb", 24)
 
 
 def save_array(path: Path, array: Any) -> None:
@@ -375,18 +375,18 @@ def save_array(path: Path, array: Any) -> None:
 def test_what_is_no_mean_image_is_refused(tmp_path: Path, array: Any, fault: str) -> None:
     save_array(tmp_path / "mean.npy", array)
     with pytest.raises(UsageError, match=fault):
-        preprocessing_of(str(tmp_path / "mean.npy"), "1", 1, "rgb", 24)
+        parse_preprocessing(str(tmp_path / "mean.npy"), "1", 1, "rgb", 24)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 and nothing", b"\x93NUMPY\x01\x00", b"text"])
 def test_a_damaged_mean_image_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "mean.npy").write_bytes(content)
     with pytest.raises(UsageError, match="no array of numpy"):
-        preprocessing_of(str(tmp_path / "mean.npy"), "1", 255, "rgb", 24)
+        parse_preprocessing(str(tmp_path / "mean.npy"), "1", 255, "rgb", 24)
     np.savez(tmp_path / "two.npz", a=np.zeros(2))
     (tmp_path / "two.npz").rename(tmp_path / "mean.npy")
     with pytest.raises(UsageError, match="several arrays"):
-        preprocessing_of(str(tmp_path / "mean.npy"), "1", 255, "rgb", 24)
+        parse_preprocessing(str(tmp_path / "mean.npy"), "1", 255, "rgb", 24)
 
 
 # The verb
@@ -395,7 +395,7 @@ def test_a_damaged_mean_image_is_refused(tmp_path: Path, content: bytes) -> None
 def test_the_verb_writes_a_checkpoint_lists_the_assignment_and_says_how_to_go_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    torch.save({"state_dict": Foreign(architecture("demo"), 4).half().state_dict()}, tmp_path / "net.pt")
+    torch.save({"state_dict": ForeignNet(architecture("demo"), 4).half().state_dict()}, tmp_path / "net.pt")
     output = tmp_path / "net.safetensors"
     command = ["import", str(tmp_path / "net.pt"), "-o", str(output), "--arch", "demo", "--classes", "4"]
     options = ["--channels", "bgr", "--range", "255", "--mean", "103.939,116.779,123.68"]

@@ -26,7 +26,7 @@ from prelunet.training.importing.name_map import NameMap, read_name_map
     ],
 )
 def test_a_pattern_stands_for_whole_names(lines: dict[str, str], name: str, new: str) -> None:
-    assert NameMap(lines).rename([name]).theirs == {new: name}
+    assert NameMap(lines).rename([name]).source == {new: name}
 
 
 @pytest.mark.parametrize(

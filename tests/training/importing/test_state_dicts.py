@@ -40,7 +40,7 @@ def test_a_state_dict_is_found_where_training_scripts_put_it(file: Path, keys: l
 def test_the_prefixes_of_ddp_and_compile_are_taken_off_and_named(file: Path, prefix: str) -> None:
     torch.save({prefix + name: tensor for name, tensor in our_names().items()}, file)
     imported = tiny_import(file)
-    assert imported.assignment.how == "by name"
+    assert imported.assignment.method == "by name"
     told = " ".join(imported.remarks)
     assert ("DistributedDataParallel" in told, "torch.compile" in told) == ("module." in prefix, "_orig" in prefix)
 
@@ -61,7 +61,7 @@ def test_a_safetensors_file_is_read_by_name(tmp_path: Path) -> None:
     path = tmp_path / "net.bin"  # the content decides, not the name
     safetensors.torch.save_file(our_names(), path, {"format": "pt"})
     found = tiny_import(path)
-    assert found.assignment.how == "by name"
+    assert found.assignment.method == "by name"
     np.testing.assert_array_equal(found.checkpoint.tensors["fc1.weight"], our_names()["fc1.weight"].numpy())
 
 

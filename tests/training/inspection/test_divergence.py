@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import prelunet.training.inspection.layer_statistics
-from prelunet.training.inspection.layer_statistics import where_not_finite
+from prelunet.training.inspection.layer_statistics import find_non_finite
 from prelunet.training.net.network import PreluNet, network_from_checkpoint
 from tests.helpers.tiny_nets import CLASSES, TINY, tiny_checkpoint
 
@@ -39,32 +39,32 @@ def spoilt(net: PreluNet, name: str, value: float) -> PreluNet:
 
 
 def test_a_net_that_is_finite_throughout_is_said_to_be_so() -> None:
-    assert where_not_finite(net_with(), *some_images()) == "no layer: on these images all is finite without dropout"
+    assert find_non_finite(net_with(), *some_images()) == "no layer: on these images all is finite without dropout"
 
 
 def test_a_process_without_images_of_its_own_looks_at_the_parameters_alone() -> None:
     none = tuple(values[:0] for values in some_images())
-    assert where_not_finite(net_with(), *none).startswith("no layer")
+    assert find_non_finite(net_with(), *none).startswith("no layer")
     net = spoilt(net_with(), "fc1.slope", NAN)
-    assert where_not_finite(net, *none) == "fc1.slope: the parameter is not finite"
+    assert find_non_finite(net, *none) == "fc1.slope: the parameter is not finite"
 
 
 @pytest.mark.parametrize("value", [NAN, INFINITY, -INFINITY])
 def test_a_pixel_that_is_no_number_is_named_before_all_that_it_spoils(value: float) -> None:
     images, labels = some_images()
     images[2, 1, 7, 3] = value
-    assert where_not_finite(net_with(), images, labels) == "the images: a pixel is not finite"
+    assert find_non_finite(net_with(), images, labels) == "the images: a pixel is not finite"
 
 
 @pytest.mark.parametrize("name", ["conv2.weight", "conv1.slope", "fc2.bias"])
 @pytest.mark.parametrize("value", [NAN, INFINITY])
 def test_a_parameter_is_named(name: str, value: float) -> None:
-    assert where_not_finite(spoilt(net_with(), name, value), *some_images()) == f"{name}: the parameter is not finite"
+    assert find_non_finite(spoilt(net_with(), name, value), *some_images()) == f"{name}: the parameter is not finite"
 
 
 def test_of_several_parameters_the_first_layer_is_named() -> None:
     net = spoilt(spoilt(net_with(), "fc1.weight", NAN), "conv2.bias", NAN)
-    assert where_not_finite(net, *some_images()) == "conv2.bias: the parameter is not finite"
+    assert find_non_finite(net, *some_images()) == "conv2.bias: the parameter is not finite"
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_of_several_parameters_the_first_layer_is_named() -> None:
     ],
 )
 def test_the_first_layer_whose_response_overflows_is_named(changes: dict[str, float], layer: str) -> None:
-    assert where_not_finite(net_with(changes), *some_images()) == f"{layer}: its response is not finite"
+    assert find_non_finite(net_with(changes), *some_images()) == f"{layer}: its response is not finite"
 
 
 @pytest.mark.parametrize("place", [0, 3])
@@ -85,20 +85,20 @@ def test_the_first_layer_is_named_whatever_part_of_the_batch_it_is_in(
     monkeypatch: pytest.MonkeyPatch, place: int
 ) -> None:
     monkeypatch.setattr(
-        prelunet.training.inspection.layer_statistics, "PIXELS_AT_ONCE", TINY.crop**2
+        prelunet.training.inspection.layer_statistics, "PIXELS_PER_BATCH", TINY.crop**2
     )  # one image at a time
     images, labels = some_images()
     images[:, 0], images[place, 0] = 0.0, 1.0  # one image alone reaches conv1's infinity
     net = net_with({"fc2.weight": 3e38})  # at which every image fails
     with torch.no_grad():
         net.get_parameter("conv1.weight")[:, 0] = 3e38
-    assert where_not_finite(net, images, labels) == "conv1: its response is not finite"
+    assert find_non_finite(net, images, labels) == "conv1: its response is not finite"
 
 
 def test_a_loss_that_overflows_between_finite_logits_is_told() -> None:
     images, labels = some_images()
     net = net_with({"fc3.weight": 0.0, "fc3.bias": np.array([3e38, -3e38, 0.0])})
-    assert where_not_finite(net, images, torch.ones_like(labels)) == "the loss is not finite, though the logits are"
+    assert find_non_finite(net, images, torch.ones_like(labels)) == "the loss is not finite, though the logits are"
 
 
 def test_a_gradient_that_overflows_on_its_way_back_is_named_at_the_layer_where_it_does() -> None:
@@ -114,7 +114,7 @@ def test_a_gradient_that_overflows_on_its_way_back_is_named_at_the_layer_where_i
     )
     images, _ = some_images()
     labels = net(images).argmin(dim=1)  # all of them wrong: softmax minus the truth is 1 and -1
-    assert where_not_finite(net, images, labels) == "fc1: the gradient of its response is not finite"
+    assert find_non_finite(net, images, labels) == "fc1: the gradient of its response is not finite"
 
 
 def test_a_gradient_of_weights_that_overflows_is_named() -> None:
@@ -122,13 +122,13 @@ def test_a_gradient_of_weights_that_overflows_is_named() -> None:
     bias = np.array([50.0, 0.0, 0.0])
     net = net_with({"fc2.weight": 0.0, "fc2.bias": 2e38, "fc3.weight": 0.0, "fc3.bias": bias})
     images, labels = some_images()
-    assert where_not_finite(net, images, torch.full_like(labels, 2)) == "fc3.weight: its gradient is not finite"
+    assert find_non_finite(net, images, torch.full_like(labels, 2)) == "fc3.weight: its gradient is not finite"
 
 
 def test_looking_leaves_no_gradient_and_no_observer() -> None:
     net = net_with()
     state = torch.get_rng_state()
-    where_not_finite(net, *some_images())
+    find_non_finite(net, *some_images())
     assert all(parameter.grad is None for parameter in net.parameters())
-    assert net.observer is None
+    assert net.response_hook is None
     assert torch.equal(torch.get_rng_state(), state)

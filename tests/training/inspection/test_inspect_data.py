@@ -16,10 +16,10 @@ from prelunet.evaluator.cli import run
 from prelunet.evaluator.datasets import open_dataset
 from prelunet.evaluator.imaging.decode import decode_image
 from prelunet.evaluator.imaging.views import make_views
-from prelunet.evaluator.protocols import Protocol
+from prelunet.evaluator.protocols import EvaluationProtocol
 from prelunet.training.inspection.describe_file import inspect_file
-from prelunet.training.inspection.layer_log import DiagnosisLog, LayerResponse
-from prelunet.training.inspection.layer_statistics import measure
+from prelunet.training.inspection.layer_log import LayerLog, LayerResponse
+from prelunet.training.inspection.layer_statistics import measure_layers
 from prelunet.training.inspection.slope_trend import slope_trend
 from prelunet.training.net.checkpoints import read_checkpoint, write_checkpoint
 from prelunet.training.net.dense_reference import subtract_mean
@@ -28,10 +28,10 @@ from tests.helpers.tiny_nets import TINY, mean_image, tiny_checkpoint
 from tests.training.training_folders import make_dataset, write_image
 
 if TYPE_CHECKING:
-    from tests.conftest import Exported
+    from tests.conftest import ExportedNet
 
 WNIDS = ("n00000000", "n00000001", "n00000002")
-CENTER = Protocol("center", "center", (27,), mirror=False, crop=TINY.crop)  # 27 = round(24·256/224)
+CENTER = EvaluationProtocol("center", "center", (27,), mirror=False, crop=TINY.crop)  # 27 = round(24·256/224)
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -59,7 +59,7 @@ def plain_measurement(net: Path, data: Path, files: list[int]) -> list[dict[str,
     views = [make_views(decode_image(dataset.read(sample)), CENTER)[0].image for sample in samples]
     crops = subtract_mean(torch.from_numpy(np.stack(views)), checkpoint.mean)
     labels = torch.tensor([sample.label for sample in samples])
-    return [layer.to_json() for layer in measure(network_from_checkpoint(checkpoint), crops, labels)]
+    return [layer.to_json() for layer in measure_layers(network_from_checkpoint(checkpoint), crops, labels)]
 
 
 def test_layers_are_measured_on_central_views_spread_over_val(
@@ -132,65 +132,67 @@ def test_the_plot_shows_every_layer(net: Path, tmp_path: Path, capsys: pytest.Ca
     assert texts.count("conv2") == texts.count("fc3") == 4  # panels
 
 
-def with_model(exported: "dict[str, Exported]", tmp_path: Path) -> tuple[list[str | Path], str]:
+def with_model(exported: "dict[str, ExportedNet]", tmp_path: Path) -> tuple[list[str | Path], str]:
     data = make_dataset(tmp_path / "data", classes=WNIDS)
     return [exported["demo-channel"].path, "--data", data], "a model file keeps no layers to look into"
 
 
-def with_other_classes(exported: "dict[str, Exported]", tmp_path: Path) -> tuple[list[str | Path], str]:
+def with_other_classes(exported: "dict[str, ExportedNet]", tmp_path: Path) -> tuple[list[str | Path], str]:
     return [tmp_path / "net", "--data", make_dataset(tmp_path / "data")], "not among the model's 3 classes"
 
 
-def with_nothing_in_it(exported: "dict[str, Exported]", tmp_path: Path) -> tuple[list[str | Path], str]:
+def with_nothing_in_it(exported: "dict[str, ExportedNet]", tmp_path: Path) -> tuple[list[str | Path], str]:
     (tmp_path / "data" / "val").mkdir(parents=True)
     return [tmp_path / "net", "--data", tmp_path / "data"], "no images"
 
 
-def with_nothing_there(exported: "dict[str, Exported]", tmp_path: Path) -> tuple[list[str | Path], str]:
+def with_nothing_there(exported: "dict[str, ExportedNet]", tmp_path: Path) -> tuple[list[str | Path], str]:
     return [tmp_path / "net", "--data", tmp_path / "nowhere"], "no such file or folder"
 
 
-def with_one_image(exported: "dict[str, Exported]", tmp_path: Path) -> tuple[list[str | Path], str]:
+def with_one_image(exported: "dict[str, ExportedNet]", tmp_path: Path) -> tuple[list[str | Path], str]:
     write_image(tmp_path / "data" / WNIDS[2] / "0.png", 0, (30, 40), 9)
     return [tmp_path / "net", "--data", tmp_path / "data"], "1 of 1 images can be decoded, and a variance needs two"
 
 
-def with_a_plot_of_nothing(exported: "dict[str, Exported]", tmp_path: Path) -> tuple[list[str | Path], str]:
+def with_a_plot_of_nothing(exported: "dict[str, ExportedNet]", tmp_path: Path) -> tuple[list[str | Path], str]:
     return [tmp_path / "net", "--plot", tmp_path / "plot.svg"], "nothing to draw without images"
 
 
-def with_a_number_of_nothing(exported: "dict[str, Exported]", tmp_path: Path) -> tuple[list[str | Path], str]:
+def with_a_number_of_nothing(exported: "dict[str, ExportedNet]", tmp_path: Path) -> tuple[list[str | Path], str]:
     return [tmp_path / "net", "--images", "5"], "--images: of which images?"
 
 
-def with_labels_of_nothing(exported: "dict[str, Exported]", tmp_path: Path) -> tuple[list[str | Path], str]:
+def with_labels_of_nothing(exported: "dict[str, ExportedNet]", tmp_path: Path) -> tuple[list[str | Path], str]:
     return [tmp_path / "net", "--labels", "labels.txt"], "--labels: of which images?"
 
 
-def with_a_plot_that_cannot_be_written(exported: "dict[str, Exported]", tmp_path: Path) -> tuple[list[str | Path], str]:
+def with_a_plot_that_cannot_be_written(
+    exported: "dict[str, ExportedNet]", tmp_path: Path
+) -> tuple[list[str | Path], str]:
     data = make_dataset(tmp_path / "data", classes=WNIDS)
     return [tmp_path / "net", "--data", data, "--plot", tmp_path / "no" / "plot.svg"], "does not exist"
 
 
-def with_a_plot_that_is_no_svg(exported: "dict[str, Exported]", tmp_path: Path) -> tuple[list[str | Path], str]:
+def with_a_plot_that_is_no_svg(exported: "dict[str, ExportedNet]", tmp_path: Path) -> tuple[list[str | Path], str]:
     data = make_dataset(tmp_path / "data", classes=WNIDS)
     return [tmp_path / "net", "--data", data, "--plot", tmp_path / "layers.pdf"], "Give a name that ends in .svg"
 
 
-def with_a_history_that_is_no_svg(exported: "dict[str, Exported]", tmp_path: Path) -> tuple[list[str | Path], str]:
+def with_a_history_that_is_no_svg(exported: "dict[str, ExportedNet]", tmp_path: Path) -> tuple[list[str | Path], str]:
     return [history(tmp_path), "--plot", tmp_path / "history.png"], "Give a name that ends in .svg"
 
 
-def with_a_plot_without_a_suffix(exported: "dict[str, Exported]", tmp_path: Path) -> tuple[list[str | Path], str]:
+def with_a_plot_without_a_suffix(exported: "dict[str, ExportedNet]", tmp_path: Path) -> tuple[list[str | Path], str]:
     return [history(tmp_path), "--plot", tmp_path / "svg"], "Give a name that ends in .svg"
 
 
-def with_data_for_a_folder(exported: "dict[str, Exported]", tmp_path: Path) -> tuple[list[str | Path], str]:
+def with_data_for_a_folder(exported: "dict[str, ExportedNet]", tmp_path: Path) -> tuple[list[str | Path], str]:
     data = tmp_path / "my images"
     return [tmp_path, "--data", data], f"prelunet inspect {tmp_path}/last.safetensors --data '{data}'"
 
 
-def with_a_folder_of_no_training(exported: "dict[str, Exported]", tmp_path: Path) -> tuple[list[str | Path], str]:
+def with_a_folder_of_no_training(exported: "dict[str, ExportedNet]", tmp_path: Path) -> tuple[list[str | Path], str]:
     return [tmp_path], "no diagnosis.jsonl here"
 
 
@@ -205,10 +207,10 @@ def with_a_folder_of_no_training(exported: "dict[str, Exported]", tmp_path: Path
 )  # fmt: skip
 def test_what_cannot_be_measured_is_refused_with_the_reason(
     net: Path,
-    exported: "dict[str, Exported]",
+    exported: "dict[str, ExportedNet]",
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    case: "Callable[[dict[str, Exported], Path], tuple[list[str | Path], str]]",
+    case: "Callable[[dict[str, ExportedNet], Path], tuple[list[str | Path], str]]",
 ) -> None:
     arguments, reason = case(exported, tmp_path)
     before = sorted(tmp_path.iterdir())
@@ -231,7 +233,7 @@ def test_a_plot_of_another_kind_is_refused_before_any_work_and_what_lies_there_s
 
 def history(folder: Path) -> Path:
     """Write three measurements of three layers, one of which has neither slope nor activation."""
-    log = DiagnosisLog(folder / "diagnosis.jsonl")
+    log = LayerLog(folder / "diagnosis.jsonl")
     for step, spread in ((10, 4.0), (20, 9.0), (30, 0.25)):
         log.write(
             step,

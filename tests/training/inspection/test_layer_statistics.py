@@ -15,9 +15,9 @@ import prelunet.training.inspection.layer_statistics
 from prelunet.evaluator.architectures import ACTIVATIONS, Activation
 from prelunet.evaluator.datasets import open_dataset
 from prelunet.evaluator.errors import RunFolderError, UsageError
-from prelunet.training.data.image_cache import Pictures
-from prelunet.training.inspection.layer_log import DiagnosisLog, LayerResponse, read_diagnosis, std
-from prelunet.training.inspection.layer_statistics import measure, spread_views
+from prelunet.training.data.image_cache import ImageCache
+from prelunet.training.inspection.layer_log import LayerLog, LayerResponse, read_layer_log, std
+from prelunet.training.inspection.layer_statistics import measure_layers, sample_views
 from prelunet.training.net.network import PreluNet, network_from_checkpoint
 from tests.helpers.tiny_nets import CLASSES, TINY, tiny_checkpoint
 from tests.training.training_folders import make_dataset
@@ -71,7 +71,7 @@ def plain_responses(net: PreluNet, image: Tensor, label: Tensor) -> dict[str, tu
 def test_what_is_measured_equals_the_net_taken_apart_image_by_image(activation: Activation) -> None:
     net, (images, labels) = float64_net(activation), some_images()
     alone = [plain_responses(net, image, label) for image, label in zip(images, labels, strict=True)]
-    found = measure(net, images, labels)
+    found = measure_layers(net, images, labels)
     assert [layer.layer for layer in found] == LAYERS
     for layer in found:
         responses, gradients = (np.stack([told[layer.layer][which] for told in alone]) for which in (0, 1))
@@ -91,15 +91,15 @@ def test_what_is_measured_equals_the_net_taken_apart_image_by_image(activation: 
 def test_the_gradient_of_the_logits_is_softmax_minus_the_truth() -> None:
     net, (images, labels) = float64_net(), some_images()
     expected = net(images).detach().softmax(dim=1).numpy() - np.eye(CLASSES)[labels.numpy()]
-    assert measure(net, images, labels)[-1].gradient_variance == pytest.approx(expected.var(), **ROUNDING)
+    assert measure_layers(net, images, labels)[-1].gradient_variance == pytest.approx(expected.var(), **ROUNDING)
 
 
 def test_batches_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     net, (images, labels) = float64_net(), some_images(count=7)
-    whole = measure(net, images, labels)
+    whole = measure_layers(net, images, labels)
     shown: list[int] = []
-    monkeypatch.setattr(prelunet.training.inspection.layer_statistics, "PIXELS_AT_ONCE", 3 * TINY.crop**2 + 1)
-    parts = measure(net, images, labels, shown.append)
+    monkeypatch.setattr(prelunet.training.inspection.layer_statistics, "PIXELS_PER_BATCH", 3 * TINY.crop**2 + 1)
+    parts = measure_layers(net, images, labels, shown.append)
     assert shown == [3, 3, 1]
     for one, other in zip(whole, parts, strict=True):
         assert one.never_positive == other.never_positive
@@ -115,9 +115,9 @@ def test_a_channel_counts_as_never_positive_only_if_it_is_so_everywhere(activati
     net = float64_net(activation, **{"conv1.weight": weight, "conv1.bias": np.array([1.0, -1.0, 0.0, -50.0, -2.0])})
     images, labels = some_images(count=4)
     images[:, 2] = 0.0
-    assert measure(net, images, labels)[0].never_positive == pytest.approx(4 / 5)
+    assert measure_layers(net, images, labels)[0].never_positive == pytest.approx(4 / 5)
     images[3, 2, 10, 12] = 51.0  # under the centre of a kernel: even rows and columns
-    assert measure(net, images, labels)[0].never_positive == pytest.approx(3 / 5)
+    assert measure_layers(net, images, labels)[0].never_positive == pytest.approx(3 / 5)
 
 
 @pytest.mark.parametrize("training_mode", [True, False])
@@ -126,16 +126,16 @@ def test_measuring_leaves_net_gradients_and_random_numbers_alone(training_mode: 
     net.train(training_mode)
     told: list[str] = []
 
-    def observer(name: str, response: Tensor) -> None:
+    def response_hook(name: str, response: Tensor) -> None:
         told.append(name)
 
-    net.observer = observer
+    net.response_hook = response_hook
     gradient = torch.ones_like(net.get_parameter("fc1.weight"))
     net.get_parameter("fc1.weight").grad = gradient.clone()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     random = torch.get_rng_state()
-    measure(net, images, labels)
-    assert (net.training, net.observer, told) == (training_mode, observer, [])
+    measure_layers(net, images, labels)
+    assert (net.training, net.response_hook, told) == (training_mode, response_hook, [])
     assert torch.equal(torch.get_rng_state(), random)
     assert not images.requires_grad
     for name, value in net.named_parameters():
@@ -149,17 +149,17 @@ def test_measuring_leaves_net_gradients_and_random_numbers_alone(training_mode: 
 
 def test_frozen_parameters_and_no_grad_around_change_nothing() -> None:
     net, (images, labels) = float64_net(), some_images()
-    expected = measure(net, images, labels)
+    expected = measure_layers(net, images, labels)
     net.requires_grad_(False)
     with torch.no_grad():
-        assert measure(net, images, labels) == expected
+        assert measure_layers(net, images, labels) == expected
 
 
 def test_the_observer_is_given_back_when_the_net_fails() -> None:
     net, (images, labels) = float64_net(), some_images()
     with pytest.raises(AssertionError, match="not one crop"):
-        measure(net, torch.cat([images, images], dim=2), labels)
-    assert net.observer is None
+        measure_layers(net, torch.cat([images, images], dim=2), labels)
+    assert net.response_hook is None
 
 
 @pytest.mark.parametrize(("count", "expected"), [(4, [0, 2, 5, 8]), (11, list(range(11))), (300, list(range(11)))])
@@ -167,12 +167,12 @@ def test_a_training_is_diagnosed_on_views_spread_over_all_classes(
     tmp_path: Path, count: int, expected: list[int]
 ) -> None:
     dataset = open_dataset(make_dataset(tmp_path, val=4), split="val")
-    pictures = Pictures(dataset, {"ox/003.png": "broken"})  # 11 of 12 are usable
-    views = spread_views(pictures, 14, 12, count)
+    image_cache = ImageCache(dataset, {"ox/003.png": "broken"})  # 11 of 12 are usable
+    views = sample_views(image_cache, 14, 12, count)
     assert views.images.shape == (len(expected), 12, 12, 3)
-    assert views.labels.tolist() == [pictures.samples[place].label for place in expected]
+    assert views.labels.tolist() == [image_cache.samples[place].label for place in expected]
     for view, place in zip(views.images, expected, strict=True):
-        np.testing.assert_array_equal(view, pictures.central_view(place, 14, 12))
+        np.testing.assert_array_equal(view, image_cache.central_view(place, 14, 12))
 
 
 @pytest.mark.parametrize("gone", [False, True])
@@ -183,7 +183,7 @@ def test_an_image_that_breaks_during_a_training_is_left_out_of_the_diagnosis(tmp
         broken.unlink()
     else:
         broken.write_bytes(bytes(broken.stat().st_size))
-    views = spread_views(Pictures(dataset, {}), 14, 12)
+    views = sample_views(ImageCache(dataset, {}), 14, 12)
     assert views.labels.tolist() == [0, 2]
     assert list(views.refused) == [dataset.samples[1].file]
 
@@ -211,12 +211,12 @@ def test_a_layer_is_written_with_six_digits_and_null_for_what_is_no_number() -> 
 
 
 def test_the_log_gives_back_what_was_written(tmp_path: Path) -> None:
-    log = DiagnosisLog(tmp_path / "diagnosis.jsonl")
+    log = LayerLog(tmp_path / "diagnosis.jsonl")
     for step in (5, 10):
         log.write(step, [layer(variance=float(step)), layer("fc3", never_positive=None, slope=None)])
     with (tmp_path / "diagnosis.jsonl").open("a") as file:
         file.write('{"step": 15, "lay')  # being written
-    first, last = read_diagnosis(tmp_path)
+    first, last = read_layer_log(tmp_path)
     assert (first["step"], last["step"]) == (5, 10)
     assert last["layers"][0] == layer(variance=10.0).to_json()
     assert last["layers"][1]["slope"] is None
@@ -227,14 +227,14 @@ def test_resuming_takes_back_the_lines_that_will_be_written_again(
     tmp_path: Path, evaluated: bool, kept: list[int]
 ) -> None:
     path = tmp_path / "diagnosis.jsonl"
-    log = DiagnosisLog(path)
-    log.cut_after(10, evaluated=evaluated)  # nothing there yet
+    log = LayerLog(path)
+    log.truncate_after(10, evaluated=evaluated)  # nothing there yet
     assert not path.exists()
     for step in (5, 10, 15):
         log.write(step, [layer()])
     with path.open("a") as file:
         file.write('{"step": 20, "lay')  # torn by the crash
-    log.cut_after(10, evaluated=evaluated)
+    log.truncate_after(10, evaluated=evaluated)
     assert lines_of(path) == kept
     log.write(15, [layer()])
     assert lines_of(path) == [*kept, 15]
@@ -243,7 +243,7 @@ def test_resuming_takes_back_the_lines_that_will_be_written_again(
 def test_resuming_at_a_damaged_line_names_it(tmp_path: Path) -> None:
     (tmp_path / "diagnosis.jsonl").write_text('{"step": 5, "layers": []}\nrubbish\n')
     with pytest.raises(RunFolderError, match="line 2 is damaged"):
-        DiagnosisLog(tmp_path / "diagnosis.jsonl").cut_after(5, evaluated=True)
+        LayerLog(tmp_path / "diagnosis.jsonl").truncate_after(5, evaluated=True)
 
 
 def _other_layers(entry: dict) -> None:
@@ -268,12 +268,12 @@ def test_a_damaged_history_is_refused_with_the_line(tmp_path: Path, change: Call
     change(bad)
     (tmp_path / "diagnosis.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps(bad)}\n")
     with pytest.raises(UsageError, match=rf"line 2 .*{fault}|{fault}.*line 2"):
-        read_diagnosis(tmp_path)
+        read_layer_log(tmp_path)
 
 
 def test_a_folder_without_a_history_says_how_to_get_one(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="train --diagnose"):
-        read_diagnosis(tmp_path)
+        read_layer_log(tmp_path)
     (tmp_path / "diagnosis.jsonl").write_text("")
     with pytest.raises(UsageError, match="not been measured yet"):
-        read_diagnosis(tmp_path)
+        read_layer_log(tmp_path)

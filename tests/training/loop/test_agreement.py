@@ -9,39 +9,39 @@ import torch
 
 from prelunet.evaluator.errors import UsageError
 from prelunet.training.data.splits import Splits, open_splits
-from prelunet.training.distributed.process_group import Group
+from prelunet.training.distributed.process_group import ProcessGroup
 from prelunet.training.loop import setup
-from prelunet.training.loop.setup import check_alike, check_place
+from prelunet.training.loop.setup import check_folder_location, require_same_command
 from tests.training.training_folders import RECIPE, make_dataset
 
-ALONE = Group(0, 1, torch.device("cpu"))
+SINGLE_PROCESS = ProcessGroup(0, 1, torch.device("cpu"))
 
 
-class Heard(Group):
+class FakeProcessGroup(ProcessGroup):
     """The second of three processes, and what all of them say."""
 
     said: tuple[Any, ...] = ()
 
-    def everybody(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         return [self.said[0], value, self.said[1]]
 
 
-def heard(*said: Any) -> Heard:
-    group = Heard(1, 3, torch.device("cpu"))
+def fake_group(*said: Any) -> FakeProcessGroup:
+    group = FakeProcessGroup(1, 3, torch.device("cpu"))
     object.__setattr__(group, "said", said)
     return group
 
 
 def test_processes_that_were_asked_for_different_things_are_refused_with_the_difference() -> None:
     same = {"recipe": {"rate": 0.01, "batch": 8}, "parallel": None}
-    check_alike(heard(same, same), same)
-    check_alike(ALONE, same)
+    require_same_command(fake_group(same, same), same)
+    require_same_command(SINGLE_PROCESS, same)
     other = {"recipe": {"rate": 0.02, "batch": 8}, "parallel": "ddp"}
     with pytest.raises(UsageError, match=r"recipe\.rate: 0\.01 in process 0, 0\.02 in process 2") as caught:
-        check_alike(heard(same, other), same)
+        require_same_command(fake_group(same, other), same)
     assert "parallel: None in process 0, ddp in process 2" in str(caught.value)
     with pytest.raises(UsageError, match=r"0\.02 in process 1"):  # each process says it, also the one that differs
-        check_alike(heard(same, same), other)
+        require_same_command(fake_group(same, same), other)
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
@@ -50,9 +50,9 @@ def test_a_run_among_the_class_folders_is_refused(tmp_path: Path, split: str, mo
     monkeypatch.chdir(tmp_path)
     for place in (Path("data") / split / "run", tmp_path / "data" / split / "x" / ".." / "run"):
         with pytest.raises(UsageError, match="would be taken for a class"):
-            check_place(place, Path("data"))
+            check_folder_location(place, Path("data"))
     for place in (Path("data/run"), Path("run"), Path("data") / split / "cat" / "run"):
-        check_place(place, Path("data"))
+        check_folder_location(place, Path("data"))
 
 
 @pytest.fixture
@@ -61,15 +61,15 @@ def splits(tmp_path: Path) -> Splits:
 
 
 def words(splits: Splits, precision: Any = "fp32") -> list[str]:
-    return list(setup.first_words(replace(RECIPE, precision=precision), splits, ALONE, None))
+    return list(setup.setup_messages(replace(RECIPE, precision=precision), splits, SINGLE_PROCESS, None))
 
 
 def test_imitated_bf16_is_told(splits: Splits, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup, "computes_bf16", lambda _device: False)
+    monkeypatch.setattr(setup, "device_supports_bf16", lambda _device: False)
     assert words(splits, "bf16")[0] == "training on cpu, bf16"
     assert "this cpu has no bfloat16" in words(splits, "bf16")[-1]
     assert len(words(splits)) == 2  # fp32 needs none
-    monkeypatch.setattr(setup, "computes_bf16", lambda _device: True)
+    monkeypatch.setattr(setup, "device_supports_bf16", lambda _device: True)
     assert len(words(splits, "bf16")) == 2
 
 

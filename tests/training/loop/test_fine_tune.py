@@ -12,7 +12,7 @@ import torch
 from prelunet.evaluator.architectures import Architecture, Conv, architecture
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.errors import CheckpointError, UsageError
-from prelunet.training.loop.fine_tune import LAST_LAYER, Start, sha256_of_start, start_from
+from prelunet.training.loop.fine_tune import LAST_LAYER, InitialWeights, load_pretrained, sha256_of_checkpoint
 from prelunet.training.net.checkpoints import Checkpoint, write_checkpoint
 from prelunet.training.net.initialization import Initialization, initial_tensors
 from prelunet.training.net.network import PreluNet, load_tensors
@@ -34,8 +34,8 @@ def classes(*numbers: int) -> tuple[ClassEntry, ...]:
 
 def begin(
     path: Path, entries: tuple[ClassEntry, ...], net: Architecture = TINY, mean_shape: tuple[int, ...] = (3,)
-) -> Start:
-    return start_from(path, net, entries, 9, INITIALIZATION, mean_shape)
+) -> InitialWeights:
+    return load_pretrained(path, net, entries, 9, INITIALIZATION, mean_shape)
 
 
 def logits(net: Architecture, tensors: dict[str, np.ndarray], count: int) -> np.ndarray:
@@ -82,7 +82,7 @@ def test_other_classes_get_a_last_layer_as_a_new_net_has_it_and_the_rest_stays(
 def test_the_seed_and_the_deviation_decide_the_new_last_layer(path: Path) -> None:
     def drawn(seed: int, std: float) -> np.ndarray:
         initialization = Initialization(fc_stds=(0.01, 0.01, std))
-        return start_from(path, TINY, classes(7, 8), seed, initialization, (3,)).tensors["fc3.weight"]
+        return load_pretrained(path, TINY, classes(7, 8), seed, initialization, (3,)).tensors["fc3.weight"]
 
     assert not np.array_equal(drawn(1, 0.01), drawn(2, 0.01))
     # 2: both are rounded to float32 after the multiplication
@@ -179,11 +179,11 @@ def test_a_folder_is_refused_with_the_checkpoints_that_are_in_it(tmp_path: Path,
         (tmp_path / name).touch()
     (tmp_path / "step-0000003.safetensors").touch()
     mend = " or ".join(str(tmp_path / name) for name in there) or "the path of a checkpoint"
-    for read in (sha256_of_start, lambda path: begin(path, classes(0))):
+    for read in (sha256_of_checkpoint, lambda path: begin(path, classes(0))):
         with pytest.raises(UsageError) as refused:
             read(tmp_path)
         assert str(refused.value) == f"{tmp_path}: a folder, not a checkpoint. Give {mend}"
 
 
 def test_the_sha256_of_a_start_is_that_of_its_bytes(path: Path) -> None:
-    assert sha256_of_start(path) == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert sha256_of_checkpoint(path) == hashlib.sha256(path.read_bytes()).hexdigest()

@@ -24,18 +24,18 @@ from prelunet.evaluator.errors import (
     UsageError,
 )
 from prelunet.evaluator.files import sha256_of
-from prelunet.training.data.dataset_statistics import survey
-from prelunet.training.data.image_cache import Pictures
+from prelunet.training.data.dataset_statistics import compute_statistics
+from prelunet.training.data.image_cache import ImageCache
 from prelunet.training.data.loader import Batch
 from prelunet.training.data.splits import open_splits
-from prelunet.training.distributed.process_group import Group
-from prelunet.training.inspection.layer_log import read_diagnosis
+from prelunet.training.distributed.process_group import ProcessGroup
+from prelunet.training.inspection.layer_log import read_layer_log
 from prelunet.training.loop.train import train
 from prelunet.training.loop.trainer import Execution, Trainer
 from prelunet.training.net.checkpoints import read_checkpoint
 from prelunet.training.net.initialization import initial_tensors
-from prelunet.training.run_state.checkpoint_manager import Keeping
-from prelunet.training.run_state.metrics_log import Errors
+from prelunet.training.run_state.checkpoint_manager import CheckpointManager
+from prelunet.training.run_state.metrics_log import ErrorRates
 from tests.training.training_folders import RECIPE, lines_of, make_dataset
 
 
@@ -62,8 +62,8 @@ def test_the_rate_falls_when_the_measured_error_stalls(
     )
     errors = iter([50, 40, 40, 45, 39, 60, 60, 60])
 
-    def measured(self: Trainer, *_: Any) -> tuple[Errors, int]:
-        return Errors(self.progress.step, next(errors), 0.0), 9
+    def measured(self: Trainer, *_: Any) -> tuple[ErrorRates, int]:
+        return ErrorRates(self.progress.step, next(errors), 0.0), 9
 
     rates = []
     step = Trainer._step
@@ -110,7 +110,7 @@ def test_the_first_weights_the_mean_and_the_length_are_the_recipes(data: Path, t
     assert checkpoint.metrics is not None
     assert checkpoint.metrics["step"] == 3  # 0.8·21 images in batches of 5: 3.4
     np.testing.assert_array_equal(
-        checkpoint.mean, survey(open_splits(data).train, "train/", scale=14, crop=12).mean_channels
+        checkpoint.mean, compute_statistics(open_splits(data).train, "train/", scale=14, crop=12).mean_channels
     )
     expected = initial_tensors(recipe.net(), 3, recipe.seed, recipe.initialization())
     for name, tensor in checkpoint.tensors.items():
@@ -172,7 +172,7 @@ COLORFUL = replace(RECIPE, color=0.1, dropout=0.5, steps=14, save_every=7, evalu
 def test_with_workers_and_colour_a_run_killed_in_the_middle_ends_as_an_undisturbed_one_bit_for_bit(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prelunet.training.loop.trainer, "Pictures", partial(Pictures, memory=0))
+    monkeypatch.setattr(prelunet.training.loop.trainer, "ImageCache", partial(ImageCache, memory=0))
     undisturbed, folder = tmp_path / "undisturbed", tmp_path / "run"
     train(COLORFUL, data, undisturbed, execution=Execution(workers=3))
     script = KILLED.format(tests=str(Path(__file__).parents[3]), when=8, data=str(data), folder=str(folder))
@@ -194,16 +194,16 @@ def test_an_image_that_breaks_is_replaced_named_and_counted_and_the_training_goe
     root = make_dataset(tmp_path / "data")
     (tmp_path / "run").mkdir()
     said: list[str] = []
-    trainer = Trainer(replace(RECIPE, steps=6), open_splits(root), tmp_path / "run", announce=said.append)
+    trainer = Trainer(replace(RECIPE, steps=6), open_splits(root), tmp_path / "run", report=said.append)
     broken = root / "train/dog/001.png"
     broken.write_bytes(b"x" * broken.stat().st_size)  # as long as before: nobody can tell from the outside
     trainer.run()
     assert len(said) == 1  # once, however often it is met
     assert said[0].startswith("train/: 1 images cannot be read any more; another of train/ takes the place of each:\n")
     assert "\n  dog/001.png: " in said[0]
-    assert set(trainer.progress.lost) == {"dog/001.png"}
+    assert set(trainer.progress.unreadable) == {"dog/001.png"}
     again = Trainer(replace(RECIPE, steps=6), open_splits(root), tmp_path / "run")
-    told = list(again.news())
+    told = list(again.status_messages())
     assert told[0] == "train/: 1 images broke while the training ran before, and others took their places:"
     assert told[1].startswith("  dog/001.png: ")
 
@@ -227,7 +227,7 @@ def test_images_of_val_that_break_are_left_out_of_the_errors_and_counted(tmp_pat
     root = make_dataset(tmp_path / "data")
     (tmp_path / "run").mkdir()
     recipe, said = replace(RECIPE, steps=2, max_refused=0.12), list[str]()
-    trainer = Trainer(recipe, open_splits(root), tmp_path / "run", announce=said.append)
+    trainer = Trainer(recipe, open_splits(root), tmp_path / "run", report=said.append)
     (root / "val/ox/002.png").unlink()
     trainer.run()
     assert said[0].startswith("val/: 1 images cannot be read any more; they are left out:\n  ox/002.png: ")
@@ -255,9 +255,9 @@ def test_images_of_val_that_stay_broken_are_named_once_and_those_that_are_mended
     (tmp_path / "run").mkdir()
     said: list[str] = []
     recipe = replace(RECIPE, steps=3, evaluate_every=1, max_refused=1.0)
-    trainer = Trainer(recipe, open_splits(root), tmp_path / "run", announce=said.append)
-    monkeypatch.setattr(trainer.val_pictures, "_memory", 0)
-    monkeypatch.setattr(trainer.val_pictures, "_room", 0)  # so that each evaluation reads the files
+    trainer = Trainer(recipe, open_splits(root), tmp_path / "run", report=said.append)
+    monkeypatch.setattr(trainer.val_images, "_memory", 0)
+    monkeypatch.setattr(trainer.val_images, "_free_bytes", 0)  # so that each evaluation reads the files
     files = {path: path.read_bytes() for path in (root / "val").rglob("*.png")}
     first, second = sorted(files)[:2]
     first.unlink()
@@ -294,15 +294,15 @@ def test_a_signal_while_a_state_is_saved_stops_there_and_saves_nothing_twice(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[int] = []
-    write = Keeping.write
+    write = CheckpointManager.write
 
-    def noted(self: Keeping, net: Any, momentum: Any, progress: Any) -> None:
+    def noted(self: CheckpointManager, net: Any, momentum: Any, progress: Any) -> None:
         write(self, net, momentum, progress)
         written.append(progress.step)
         if progress.step == 6:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(Keeping, "write", noted)
+    monkeypatch.setattr(CheckpointManager, "write", noted)
     with pytest.raises(Interrupted, match="interrupted after step 6 of 12"):
         train(replace(RECIPE, evaluate_every=12), data, tmp_path / "run")
     assert written == [0, 3, 6]
@@ -311,14 +311,14 @@ def test_a_signal_while_a_state_is_saved_stops_there_and_saves_nothing_twice(
 def test_a_signal_while_the_last_state_is_saved_does_not_call_a_finished_run_interrupted(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = Keeping.write
+    write = CheckpointManager.write
 
-    def noted(self: Keeping, net: Any, momentum: Any, progress: Any) -> None:
+    def noted(self: CheckpointManager, net: Any, momentum: Any, progress: Any) -> None:
         write(self, net, momentum, progress)
         if progress.step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(Keeping, "write", noted)
+    monkeypatch.setattr(CheckpointManager, "write", noted)
     assert train(replace(RECIPE, steps=4), data, tmp_path / "run").errors.step == 4
 
 
@@ -326,18 +326,18 @@ def test_no_process_goes_on_or_leaves_before_the_first_one_has_written(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     happened: list[str] = []
-    write, wait = Keeping.write, Group.wait
+    write, wait = CheckpointManager.write, ProcessGroup.wait
 
-    def written(self: Keeping, *arguments: Any) -> None:
+    def written(self: CheckpointManager, *arguments: Any) -> None:
         write(self, *arguments)
         happened.append("written")
 
-    def met(self: Group) -> None:
+    def met(self: ProcessGroup) -> None:
         wait(self)
         happened.append("met")
 
-    monkeypatch.setattr(Keeping, "write", written)
-    monkeypatch.setattr(Group, "wait", met)
+    monkeypatch.setattr(CheckpointManager, "write", written)
+    monkeypatch.setattr(ProcessGroup, "wait", met)
     train(replace(RECIPE, steps=2, save_every=1, evaluate_every=2), data, tmp_path / "run")
     assert happened == ["written", "met"] * 3  # at the beginning, after the first step and after the last
 
@@ -408,9 +408,7 @@ def test_events_that_cannot_be_written_are_given_up_and_said_and_the_training_go
     (tmp_path / "run").mkdir()
     (tmp_path / "run/tensorboard").write_text("a file in the place of the folder")
     said: list[str] = []
-    trainer = Trainer(
-        RECIPE, open_splits(data), tmp_path / "run", execution=Execution(events=True), announce=said.append
-    )
+    trainer = Trainer(RECIPE, open_splits(data), tmp_path / "run", execution=Execution(events=True), report=said.append)
     trainer.run()
     (text,) = said
     assert "no more events for TensorBoard" in text
@@ -431,10 +429,10 @@ def test_a_diagnosis_and_events_are_written_at_every_evaluation_and_cut_where_a_
         patch.setattr("prelunet.training.run_state.checkpoint_manager.write_state", _after(2, fails))
         with pytest.raises(OSError, match="No space"):  # step 10 is measured and written down, but never saved
             train(replace(RECIPE, save_every=100), data, folder, execution=execution)
-    assert [entry["step"] for entry in read_diagnosis(folder)] == [5, 10]
+    assert [entry["step"] for entry in read_layer_log(folder)] == [5, 10]
     assert torch.load(folder / "state.pt", weights_only=True)["step"] == 5
     train(replace(RECIPE, save_every=100), data, folder, execution=execution)
-    found = read_diagnosis(folder)
+    found = read_layer_log(folder)
     assert [entry["step"] for entry in found] == [5, 10, 12]
     assert [layer["layer"] for layer in found[0]["layers"]][-3:] == ["fc1", "fc2", "fc3"]
     events = EventAccumulator(str(folder / "tensorboard"))
@@ -478,15 +476,15 @@ def test_a_training_begins_with_a_checkpoint_whose_other_classes_get_a_new_last_
     train(replace(RECIPE, steps=3), data, tmp_path / "first")
     start = tmp_path / "first/last.safetensors"
     other = make_dataset(tmp_path / "other", classes=("big-cat", "emu"))
-    news: list[str] = []
-    train(replace(RECIPE, steps=1, rate=1e-12), other, tmp_path / "second", start=start, announce=news.append)
+    status_messages: list[str] = []
+    train(replace(RECIPE, steps=1, rate=1e-12), other, tmp_path / "second", start=start, report=status_messages.append)
     before, after = read_checkpoint(start), read_checkpoint(tmp_path / "second/last.safetensors")
     assert [entry.wnid for entry in after.classes] == ["big-cat", "emu"]
     for name, tensor in before.tensors.items():
         if not name.startswith("fc3"):
             np.testing.assert_allclose(after.tensors[name], tensor, rtol=0, atol=1e-9)  # what rate 1e-12 can move
     np.testing.assert_array_equal(after.mean, before.mean)
-    assert any("fc3, which is drawn anew: 1 of the 2 classes" in text for text in news)
+    assert any("fc3, which is drawn anew: 1 of the 2 classes" in text for text in status_messages)
     assert json.loads((tmp_path / "second/training.json").read_text())["start"] == sha256_of(start)
 
 

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from prelunet.evaluator.errors import EnvironmentFault, Interrupted, RunFolderError, UsageError
-from prelunet.training.data.dataset_statistics import survey
-from prelunet.training.data.image_cache import Pictures
+from prelunet.training.data.dataset_statistics import compute_statistics
+from prelunet.training.data.image_cache import ImageCache
 from prelunet.training.data.splits import open_splits
 from prelunet.training.loop import signals as interrupts
-from prelunet.training.loop.signals import Signals, heard_signals
+from prelunet.training.loop.signals import Signals, deferred_signals
 from prelunet.training.loop.train import train
 from prelunet.training.loop.trainer import Trainer
 from prelunet.training.net.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
@@ -68,7 +68,9 @@ def test_a_run_leaves_checkpoints_metrics_and_what_it_was(undisturbed: Path, dat
     assert (checkpoint.classes[0].wnid, checkpoint.classes[0].name) == ("big-cat", "big cat")
     assert checkpoint.metrics is not None
     assert checkpoint.metrics["step"] == RECIPE.steps
-    np.testing.assert_array_equal(checkpoint.mean, survey(splits.train, "train/", scale=14, crop=12).mean_image)
+    np.testing.assert_array_equal(
+        checkpoint.mean, compute_statistics(splits.train, "train/", scale=14, crop=12).mean_image
+    )
     measured = [line for line in metrics(undisturbed) if "top1_error" in line]
     assert [line["step"] for line in measured] == [5, 10, 12]
     assert measured[-1]["top1_error"] == checkpoint.metrics["top1_error"]
@@ -95,9 +97,9 @@ def test_the_net_learns_colours_and_the_stated_error_is_that_of_the_checkpoint(d
     assert losses[-1] < 0.1 < losses[0]
     checkpoint = read_checkpoint(result.checkpoint)
     net, splits = network_from_checkpoint(checkpoint), open_splits(data)
-    pictures = Pictures(splits.val, {})
-    for index, sample in enumerate(pictures.samples):
-        view = pictures.central_view(index, 14, 12).astype(np.float32) - checkpoint.mean
+    image_cache = ImageCache(splits.val, {})
+    for index, sample in enumerate(image_cache.samples):
+        view = image_cache.central_view(index, 14, 12).astype(np.float32) - checkpoint.mean
         with torch.no_grad():
             logits = net(torch.from_numpy(view.transpose(2, 0, 1).copy())[None])
         assert int(logits.argmax()) == sample.label
@@ -247,22 +249,22 @@ def test_a_signal_saves_whole_steps_and_the_same_command_goes_on(  # noqa: PLR09
     finally:
         signal.signal(signal.SIGTERM, before)
     news: list[str] = []
-    train(RECIPE, data, tmp_path / "run", announce=news.append)
+    train(RECIPE, data, tmp_path / "run", report=news.append)
     assert news == [*BEGINNING, f"{tmp_path / 'run'}: going on after step {step} of 12"]
     assert_equal_runs(tmp_path / "run", undisturbed)
 
 
 def test_a_signal_inside_a_block_is_noted_and_raised_after_it_unless_somebody_has_looked() -> None:
     done = False
-    with pytest.raises(KeyboardInterrupt), heard_signals() as signals:  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), deferred_signals() as signals:  # noqa: PT012
         os.kill(os.getpid(), signal.SIGINT)
-        done = signals.came
+        done = signals.received
     assert done
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_the_same_wish_by_two_signals_at_once_is_one_wish() -> None:
-    with pytest.raises(KeyboardInterrupt), heard_signals():  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), deferred_signals():  # noqa: PT012
         os.kill(os.getpid(), signal.SIGTERM)  # from a scheduler
         os.kill(os.getpid(), signal.SIGTERM)  # from torchrun, which the scheduler has told as well
         saved = True
@@ -270,8 +272,8 @@ def test_the_same_wish_by_two_signals_at_once_is_one_wish() -> None:
 
 
 def test_a_second_signal_that_comes_later_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interrupts, "TOGETHER", -1.0)
-    with pytest.raises(KeyboardInterrupt), heard_signals():  # noqa: PT012
+    monkeypatch.setattr(interrupts, "DEBOUNCE_SECONDS", -1.0)
+    with pytest.raises(KeyboardInterrupt), deferred_signals():  # noqa: PT012
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
         pytest.fail("the second signal was only noted")
@@ -280,7 +282,7 @@ def test_a_second_signal_that_comes_later_does_not_wait(monkeypatch: pytest.Monk
 def test_a_finished_run_says_so_and_is_left_as_it_is(undisturbed: Path, data: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in undisturbed.iterdir() if path.name != "metrics.jsonl"}
     news: list[str] = []
-    result = train(RECIPE, data, undisturbed, announce=news.append)
+    result = train(RECIPE, data, undisturbed, report=news.append)
     assert news == [*BEGINNING, f"{undisturbed}: all 12 steps are done already; train anew with --fresh"]
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert result.errors.step == 12
@@ -350,10 +352,10 @@ def test_unreadable_images_are_named_counted_and_left_out(tmp_path: Path) -> Non
     (root / "train/dog/001.png").write_bytes(b"no image")
     news: list[str] = []
     short = replace(RECIPE, steps=5)
-    train(short, root, tmp_path / "run", announce=news.append)
+    train(short, root, tmp_path / "run", report=news.append)
     assert news[:2] == BEGINNING
     assert news[2] == "train/: 1 images cannot be decoded and are left out:"
     assert news[3].startswith("  dog/001.png: ")
     again: list[str] = []
-    train(short, root, tmp_path / "run", announce=again.append)
+    train(short, root, tmp_path / "run", report=again.append)
     assert again[:4] == news[:4]

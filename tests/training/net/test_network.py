@@ -155,7 +155,7 @@ def test_an_observer_is_told_every_layers_response_before_its_activation() -> No
     checkpoint = tiny_checkpoint()
     net, seen = float64_net(checkpoint), dict[str, torch.Tensor]()
     images = torch.from_numpy(np.random.default_rng(3).uniform(-1, 1, (2, 3, 24, 24)))
-    net.observer = lambda name, response: seen.update({name: response})
+    net.response_hook = lambda name, response: seen.update({name: response})
     logits = net(images)
     convs = [conv.name for conv in checkpoint.architecture.convs]
     assert list(seen) == [*convs, "fc1", "fc2", "fc3"]
@@ -263,7 +263,7 @@ def test_dense_evaluation_in_pieces_gives_the_same_as_in_one(monkeypatch: pytest
     checkpoint = tiny_checkpoint()
     net, image = float64_net(checkpoint), golden_image(45, 60)
     whole = dense_windows(net, image, checkpoint.mean)
-    monkeypatch.setattr(prelunet.training.net.dense_reference, "WINDOWS_AT_ONCE", 7)
+    monkeypatch.setattr(prelunet.training.net.dense_reference, "WINDOWS_PER_BATCH", 7)
     pieces = dense_windows(net, image, checkpoint.mean)
     assert whole[0].shape[0] * whole[0].shape[1] % 7, "the last piece should be a smaller one"
     np.testing.assert_allclose(pieces[1], whole[1], rtol=1e-12)  # matrix products of other sizes add up otherwise

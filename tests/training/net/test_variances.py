@@ -42,7 +42,7 @@ NET = Architecture(
 
 
 @dataclass(frozen=True)
-class Sizes:
+class MeanSquares:
     """Mean squares, by net: of the image (NETS,), and of each layer's y, before the activation, (NETS, 30)."""
 
     image: np.ndarray
@@ -66,7 +66,7 @@ class Sizes:
 
 
 @cache
-def sizes(initialization: Initialization, slope: float, depth: int = 30) -> Sizes:
+def sizes(initialization: Initialization, slope: float, depth: int = 30) -> MeanSquares:
     """Measure the first `depth` layers of NETS nets whose activations have this slope."""
     image, responses, gradients = [], [], []
     for seed in range(NETS):
@@ -84,14 +84,14 @@ def sizes(initialization: Initialization, slope: float, depth: int = 30) -> Size
         found = torch.autograd.grad(kept[-1], kept, torch.randn(kept[-1].shape, generator=random))
         responses.append([mean_square(values) for values in kept])
         gradients.append([mean_square(values) for values in found])
-    return Sizes(np.array(image), np.array(responses), np.array(gradients))
+    return MeanSquares(np.array(image), np.array(responses), np.array(gradients))
 
 
 def mean_square(values: torch.Tensor) -> float:
     return values.detach().double().square().mean().item()
 
 
-def assert_factors(measured: Sizes, kind: str, expected: np.ndarray) -> None:
+def assert_factors(measured: MeanSquares, kind: str, expected: np.ndarray) -> None:
     """Compare the measured factors of layers 2 to 30 with expected ones: each, their geometric mean, their product."""
     relative = measured.factors(kind) / expected
     np.testing.assert_allclose(relative, 1, rtol=0, atol=ONE_LAYER, err_msg=kind)

@@ -15,7 +15,7 @@ from prelunet.evaluator.errors import RunFolderError
 from prelunet.training.loop.train import train
 from tests.training.training_folders import RECIPE, make_dataset
 
-State = dict[str, Any]
+ResumeState = dict[str, Any]
 FINISHED = replace(RECIPE, steps=2, evaluate_every=1)
 
 
@@ -31,22 +31,22 @@ def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def first_of(key: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[State], State]:
+def first_of(key: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[ResumeState], ResumeState]:
     """Return a change of the first tensor of `net` or `momentum`."""
 
-    def changed(state: State) -> State:
+    def changed(state: ResumeState) -> ResumeState:
         name, value = next(iter(state[key].items()))
         return {**state, key: {**state[key], name: change(value)}}
 
     return changed
 
 
-def measured(**change: Any) -> Callable[[State], State]:
+def measured(**change: Any) -> Callable[[ResumeState], ResumeState]:
     """Return a change of the second measurement of two."""
     return lambda state: {**state, "measured": [state["measured"][0], {**state["measured"][1], **change}]}
 
 
-def refused_all(split: str) -> Callable[[State], State]:
+def refused_all(split: str) -> Callable[[ResumeState], ResumeState]:
     """Return a change that leaves no image of a split of `make_dataset`."""
     files = {f"{name}/{number:03}.png": "x" for name in ("big-cat", "dog", "ox") for number in range(7)}
     return lambda state: {**state, "refused": {**state["refused"], split: files}}
@@ -56,7 +56,7 @@ def with_nan(value: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.arange(value.numel()).view(value.shape) == 1, torch.nan, value)
 
 
-SENSELESS: dict[str, Callable[[State], Any]] = {
+SENSELESS: dict[str, Callable[[ResumeState], Any]] = {
     "a bare tensor": lambda _: torch.zeros(3),
     "a list": lambda state: [state],
     **{
@@ -119,7 +119,7 @@ def refused_untouched(data: Path, folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*(S|s)parse|.*nested")  # of making them
 @pytest.mark.parametrize("change", SENSELESS.values(), ids=SENSELESS)
 def test_a_senseless_state_is_refused_and_nothing_is_overwritten(
-    data: Path, finished: Path, tmp_path: Path, change: Callable[[State], Any]
+    data: Path, finished: Path, tmp_path: Path, change: Callable[[ResumeState], Any]
 ) -> None:
     folder = shutil.copytree(finished, tmp_path / "run")
     torch.save(change(torch.load(folder / "state.pt", weights_only=True)), folder / "state.pt")

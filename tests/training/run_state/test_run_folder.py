@@ -90,7 +90,7 @@ def test_a_run_goes_on_with_sums_in_another_order(
     folder, news = tmp_path / "run", list[str]()
     stopped_after_seven_steps(RECIPE, data, folder, monkeypatch)
     recipe = replace(RECIPE, **change, save_every=4)
-    found = read_checkpoint(train(recipe, data, folder, announce=news.append).checkpoint)
+    found = read_checkpoint(train(recipe, data, folder, report=news.append).checkpoint)
     assert f"{folder}: going on after step 7 of 12" in news
     for name, tensor in undisturbed.tensors.items():
         # Float32 sums in another order, carried on through five steps
@@ -181,7 +181,7 @@ def test_a_folder_is_held_while_it_is_trained_in(data: Path, tmp_path: Path) -> 
         refused.append(True)
 
     train(replace(RECIPE, steps=1), data, folder)
-    train(replace(RECIPE, steps=1), data, folder, announce=second)
+    train(replace(RECIPE, steps=1), data, folder, report=second)
     assert refused  # once for each thing that is announced
     assert all(refused)
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from prelunet.evaluator.datasets.dataset import Dataset
 from prelunet.evaluator.datasets.open import open_dataset
-from prelunet.evaluator.engine.classify import Model
+from prelunet.evaluator.engine.classify import EvaluationSession
 from prelunet.evaluator.engine.session import Session
-from prelunet.evaluator.protocols import Protocol, make_protocol
-from prelunet.evaluator.validation.run import CHUNK, RunInfo, describe_dataset, run_info
+from prelunet.evaluator.protocols import EvaluationProtocol, build_protocol
+from prelunet.evaluator.validation.run import CHUNK, RunInfo, build_run_info, describe_dataset
 from tests.helpers.fakes import repeated
 
 IMAGES = 100
@@ -16,12 +16,12 @@ TOTAL = IMAGES * COPIES
 CHUNKS = -(-TOTAL // CHUNK)
 
 
-def looks(session: Model) -> Protocol:
-    return make_protocol("dense-32", session.contract)
+def cluster_protocol(session: EvaluationSession) -> EvaluationProtocol:
+    return build_protocol("dense-32", session.contract)
 
 
 def info_of(session: Session, dataset: Dataset) -> RunInfo:
-    return run_info(session, "m.onnx", describe_dataset(dataset), looks(session))
+    return build_run_info(session, "m.onnx", describe_dataset(dataset), cluster_protocol(session))
 
 
 def opened(session: Session, data: Path) -> Dataset:

@@ -12,12 +12,12 @@ from PIL import Image
 from prelunet.evaluator.datasets.dataset import Dataset
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.engine.session import Session
-from tests.conftest import Exported
+from tests.conftest import ExportedNet
 from tests.validation.ray.cluster_data import IMAGES, opened
 
 
 @pytest.fixture(scope="module")
-def model(exported: dict[str, Exported]) -> Path:
+def model(exported: dict[str, ExportedNet]) -> Path:
     return exported["demo-channel"].path
 
 

@@ -13,7 +13,7 @@ from prelunet.evaluator.validation.validate import ChunkResult
 FATAL = "8/"  # beginning of the names of images that no worker survives
 
 
-class Dying(Worker):
+class CrashingWorker(Worker):
     """A worker that dies of some images, as of a decoder that crashes."""
 
     def evaluate(self, chunk: Sequence[Sample]) -> ChunkResult | PreluNetError:
@@ -22,7 +22,7 @@ class Dying(Worker):
         return super().evaluate(chunk)
 
 
-class Stillborn(Worker):
+class WorkerCrashingAtStart(Worker):
     """A worker that dies at its start."""
 
     def start(self) -> str | PreluNetError:
@@ -30,7 +30,7 @@ class Stillborn(Worker):
         return "never"
 
 
-class Mistaken(Worker):
+class BuggyWorker(Worker):
     """A worker with a mistake of ours."""
 
     def evaluate(self, chunk: Sequence[Sample]) -> ChunkResult | PreluNetError:
@@ -38,7 +38,7 @@ class Mistaken(Worker):
 
 
 @dataclass(frozen=True)
-class OtherThere:
+class DivergentReader:
     """A reader that finds other bytes in every process but one."""
 
     reader: Reader

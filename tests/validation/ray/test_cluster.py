@@ -21,16 +21,16 @@ from typing import Any
 import pytest
 
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
-from prelunet.evaluator.engine.classify import Model
+from prelunet.evaluator.engine.classify import EvaluationSession
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import DatasetError, EnvironmentFault, Interrupted
 from prelunet.evaluator.validation.pipeline import ChunkResult
-from prelunet.evaluator.validation.ray_cluster import ATTEMPTS, Cluster, on_ray
+from prelunet.evaluator.validation.ray_cluster import MAX_ATTEMPTS, Cluster, evaluate_on_ray
 from prelunet.evaluator.validation.run import CHUNK
-from tests.helpers.child_processes import nursery
+from tests.helpers.child_processes import fork_server
 from tests.helpers.fakes import validated
-from tests.validation.ray.cluster_data import CHUNKS, COPIES, TOTAL, info_of, looks, opened
-from tests.validation.ray.ray_workers import Dying, Mistaken, Stillborn
+from tests.validation.ray.cluster_data import CHUNKS, COPIES, TOTAL, cluster_protocol, info_of, opened
+from tests.validation.ray.ray_workers import BuggyWorker, CrashingWorker, WorkerCrashingAtStart
 
 Validate = Callable[..., list[str]]
 RESULT = ("run.json", "predictions.jsonl", "scores.f32.npy")
@@ -48,7 +48,7 @@ sys.stdin.read()
 
 
 @dataclass(frozen=True)
-class Head:
+class RayHead:
     """A Ray cluster of two CPUs on this machine."""
 
     process: "subprocess.Popen[str]"
@@ -73,7 +73,7 @@ def descendants(pid: int) -> list[tuple[int, str]]:
 
 
 @pytest.fixture(scope="module")
-def head() -> Iterator[Head]:
+def head() -> Iterator[RayHead]:
     """Start a cluster that asks for a token of its own, as those of newer Rays do."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RAY_AUTH_MODE", "token")
@@ -86,7 +86,7 @@ def head() -> Iterator[Head]:
 
 
 @contextmanager
-def started() -> Iterator[Head]:
+def started() -> Iterator[RayHead]:
     with subprocess.Popen(
         [sys.executable, "-c", HEAD, str(CPUS)],
         stdin=subprocess.PIPE,
@@ -102,14 +102,14 @@ def started() -> Iterator[Head]:
                 break
         else:
             pytest.fail(f"Ray did not start: {''.join(said)}")
-        yield Head(process, said[-1].split()[1])
+        yield RayHead(process, said[-1].split()[1])
         process.communicate("")
 
 
 @pytest.fixture(scope="module")
 def local(session: Session, dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("runs") / "local"
-    validated(session, dataset, looks(session), folder)
+    validated(session, dataset, cluster_protocol(session), folder)
     return contents(folder)
 
 
@@ -118,7 +118,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def on_cluster(head: Head, session: Session, model: Path, dataset: Dataset, tmp_path: Path) -> Validate:
+def on_cluster(head: RayHead, session: Session, model: Path, dataset: Dataset, tmp_path: Path) -> Validate:
     """Validate on the cluster into tmp_path/run; give what was announced.
 
     hear: is told it too; after: is told the number of each chunk before the next is asked for.
@@ -126,27 +126,34 @@ def on_cluster(head: Head, session: Session, model: Path, dataset: Dataset, tmp_
 
     def call(
         *,
-        session: Model = session,
+        session: EvaluationSession = session,
         model: Path = model,
         dataset: Dataset = dataset,
-        hear: Callable[[str], object] = lambda _: None,
+        on_report: Callable[[str], object] = lambda _: None,
         after: Callable[[int], object] = lambda _: None,
     ) -> list[str]:
         said: list[str] = []
 
-        def announce(text: str) -> None:
+        def report(text: str) -> None:
             said.append(text)
-            hear(text)
+            on_report(text)
 
-        def elsewhere(chunks: Sequence[Sequence[Sample]]) -> Generator[ChunkResult, None, None]:
+        def chunk_evaluator(chunks: Sequence[Sequence[Sample]]) -> Generator[ChunkResult, None, None]:
             info = info_of(session, dataset)
-            evaluate = on_ray(Cluster(head.address, cpus=1), session, model, dataset, info, announce)
+            evaluate = evaluate_on_ray(Cluster(head.address, cpus=1), session, model, dataset, info, report)
             with closing(evaluate(chunks)) as results:
                 for number, result in enumerate(results):
                     yield result
                     after(number)
 
-        validated(session, dataset, looks(session), tmp_path / "run", elsewhere=elsewhere, announce=announce)
+        validated(
+            session,
+            dataset,
+            cluster_protocol(session),
+            tmp_path / "run",
+            chunk_evaluator=chunk_evaluator,
+            report=report,
+        )
         return said
 
     return call
@@ -172,7 +179,7 @@ def lines_in(folder: Path) -> int:
 
 
 def test_a_run_on_a_cluster_is_byte_for_byte_that_of_one_machine(
-    on_cluster: Validate, tmp_path: Path, local: dict[str, bytes], capfd: pytest.CaptureFixture[str], head: Head
+    on_cluster: Validate, tmp_path: Path, local: dict[str, bytes], capfd: pytest.CaptureFixture[str], head: RayHead
 ) -> None:
     said = on_cluster()
     assert contents(tmp_path / "run") == local
@@ -184,7 +191,7 @@ def test_a_run_on_a_cluster_is_byte_for_byte_that_of_one_machine(
 
 
 def test_killed_workers_are_replaced_and_each_image_is_counted_once(
-    on_cluster: Validate, tmp_path: Path, local: dict[str, bytes], head: Head, capfd: pytest.CaptureFixture[str]
+    on_cluster: Validate, tmp_path: Path, local: dict[str, bytes], head: RayHead, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The first dies when a chunk is written and six are not begun yet, the second as soon as that is noticed."""
     choices = random.Random(3)
@@ -200,7 +207,7 @@ def test_killed_workers_are_replaced_and_each_image_is_counted_once(
                 kill_one()
 
     losses: list[str] = []
-    on_cluster(hear=once_more, after=lambda number: number or kill_one())
+    on_cluster(on_report=once_more, after=lambda number: number or kill_one())
     assert contents(tmp_path / "run") == local
     assert len(losses) == 2
     assert capfd.readouterr().out == "", "stdout is for the result"
@@ -209,12 +216,12 @@ def test_killed_workers_are_replaced_and_each_image_is_counted_once(
 def test_images_that_no_worker_survives_end_the_run_which_the_same_command_goes_on_with(
     on_cluster: Validate, tmp_path: Path, local: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.Worker", Dying)
+    monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.Worker", CrashingWorker)
     with pytest.raises(EnvironmentFault) as caught:
         on_cluster()
     done = lines_in(tmp_path / "run")
     assert done % CHUNK == 0
-    assert f"{ATTEMPTS} workers were lost with the images " in str(caught.value)
+    assert f"{MAX_ATTEMPTS} workers were lost with the images " in str(caught.value)
     assert f"{done} of {TOTAL} images are done and safe" in str(caught.value)
     monkeypatch.undo()
     said = on_cluster()
@@ -225,15 +232,17 @@ def test_images_that_no_worker_survives_end_the_run_which_the_same_command_goes_
 def test_workers_that_cannot_be_started_are_not_started_for_ever(
     on_cluster: Validate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.Worker", Stillborn)
-    with pytest.raises(EnvironmentFault, match=f"{ATTEMPTS * CPUS} workers in a row were lost at their start .* 0 of"):
+    monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.Worker", WorkerCrashingAtStart)
+    with pytest.raises(
+        EnvironmentFault, match=f"{MAX_ATTEMPTS * CPUS} workers in a row were lost at their start .* 0 of"
+    ):
         on_cluster()
 
 
 def test_a_mistake_of_ours_on_a_worker_is_told_with_its_place(
     on_cluster: Validate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.Worker", Mistaken)
+    monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.Worker", BuggyWorker)
     with pytest.raises(ZeroDivisionError, match=r"ray_workers\.py"):
         on_cluster()
 
@@ -244,7 +253,7 @@ def test_ctrl_c_and_sigterm_end_the_workers_and_keep_what_is_done(
     on_cluster: Validate,
     tmp_path: Path,
     local: dict[str, bytes],
-    head: Head,
+    head: RayHead,
     on_sigterm: Any,
 ) -> None:
     sender = threading.Thread(target=lambda: os.kill(os.getpid(), number))
@@ -275,7 +284,7 @@ def test_a_handler_of_sigterm_that_is_not_pythons_is_no_obstacle(
 def test_what_our_caller_prints_meanwhile_reaches_stdout(
     on_cluster: Validate, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = on_cluster(hear=print)
+    said = on_cluster(on_report=print)
     assert capsys.readouterr().out.splitlines() == said
 
 
@@ -291,15 +300,15 @@ def test_an_image_that_is_gone_stops_the_run_with_its_name_and_the_machine(
 
 
 def test_a_run_whose_driver_is_killed_at_random_moments_goes_on_and_ends_in_the_same_bytes(
-    head: Head, model: Path, data: Path, tmp_path: Path, local: dict[str, bytes]
+    head: RayHead, model: Path, data: Path, tmp_path: Path, local: dict[str, bytes]
 ) -> None:
     moments, kills = random.Random(17), 0
     runs = (tmp_path / str(number) for number in count())
     folder = next(runs)
-    with nursery() as children:
+    with fork_server() as children:
         order = {"data": data, "copies": COPIES, "model": model, "address": head.address}
         while kills < KILLS:
-            code = children.live(moments.uniform(0, 2.5), folder=folder, **order)
+            code = children.kill_after(moments.uniform(0, 2.5), folder=folder, **order)
             if code == 0:
                 assert contents(folder) == local
                 folder = next(runs)  # it was faster; the kills go on with another

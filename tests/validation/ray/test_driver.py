@@ -16,7 +16,15 @@ from prelunet.evaluator.cli import run
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import EnvironmentFault, UsageError
-from prelunet.evaluator.validation.ray_cluster import AHEAD, ATTEMPTS, PATIENCE, Cluster, Crew, on_ray, room
+from prelunet.evaluator.validation.ray_cluster import (
+    MAX_ATTEMPTS,
+    MAX_CHUNKS_AHEAD,
+    STALL_SECONDS,
+    Cluster,
+    WorkerPool,
+    evaluate_on_ray,
+    worker_capacity,
+)
 from prelunet.evaluator.validation.validate import WorkersLost
 from tests.validation.ray.cluster_data import info_of
 
@@ -29,10 +37,10 @@ class ScriptedRay:
     each one.
     """
 
-    order: Callable[["Owed"], Any] = lambda owed: owed.serial
-    lost: Callable[["Owed"], bool] = lambda _: False
+    order: Callable[["PendingAnswer"], Any] = lambda pending: pending.serial
+    lost: Callable[["PendingAnswer"], bool] = lambda _: False
     silences: list[int] = field(default_factory=list)
-    hired: list["ScriptedWorker"] = field(default_factory=list)
+    actors: list["ScriptedWorker"] = field(default_factory=list)
     begun: list[int] = field(default_factory=list)  # chunks, each time that one is handed out
     serials: Iterator[int] = field(default_factory=count)
 
@@ -40,20 +48,22 @@ class ScriptedRay:
         RayError = KeyError
         RayTaskError = ZeroDivisionError
 
-    def hire(self) -> "ScriptedWorker":
-        self.hired.append(ScriptedWorker(self, len(self.hired)))
-        return self.hired[-1]
+    def start_actor(self) -> "ScriptedWorker":
+        self.actors.append(ScriptedWorker(self, len(self.actors)))
+        return self.actors[-1]
 
-    def wait(self, owed: list["Owed"], *, num_returns: int, timeout: float) -> tuple[list["Owed"], list["Owed"]]:
-        assert (num_returns, timeout) == (1, PATIENCE)
+    def wait(
+        self, pending: list["PendingAnswer"], *, num_returns: int, timeout: float
+    ) -> tuple[list["PendingAnswer"], list["PendingAnswer"]]:
+        assert (num_returns, timeout) == (1, STALL_SECONDS)
         if self.silences:
             self.silences[0] -= 1
             if self.silences[0] >= 0:
-                return [], owed
+                return [], pending
             self.silences.pop(0)
-        return [min(owed, key=self.order)], []
+        return [min(pending, key=self.order)], []
 
-    def get(self, answer: "Owed") -> Any:
+    def get(self, answer: "PendingAnswer") -> Any:
         if self.lost(answer):
             answer.worker.alive = False
             raise KeyError("on purpose")
@@ -62,11 +72,11 @@ class ScriptedRay:
     def kill(self, worker: "ScriptedWorker") -> None:
         worker.alive = False
 
-    def crew(self, workers: int, chunks: int, said: list[str]) -> list[int]:
+    def pool(self, workers: int, chunks: int, said: list[str]) -> list[int]:
         """Return the chunks in the order in which they are yielded."""
         listed = [[Sample(f"{number}-first", 0, 1), Sample(f"{number}-last", 0, 1)] for number in range(chunks)]
-        crew: Any = Crew(self, self.hire, workers, listed, said.append)  # type: ignore[arg-type]
-        return [number for (number,), _ in crew.results()]
+        pool: Any = WorkerPool(self, self.start_actor, workers, listed, said.append)  # type: ignore[arg-type]
+        return [number for (number,), _ in pool.results()]
 
 
 class ScriptedWorker:
@@ -77,18 +87,18 @@ class ScriptedWorker:
         self.start = SimpleNamespace(remote=lambda: self._owe(None))
         self.evaluate = SimpleNamespace(remote=self._begin)
 
-    def _begin(self, samples: Sequence[Sample]) -> "Owed":
+    def _begin(self, samples: Sequence[Sample]) -> "PendingAnswer":
         chunk = int(samples[0].file.partition("-")[0])
         self.ray.begun.append(chunk)
         return self._owe(chunk)
 
-    def _owe(self, chunk: int | None) -> "Owed":
+    def _owe(self, chunk: int | None) -> "PendingAnswer":
         assert self.alive, "a lost worker is given something to do"
-        return Owed(next(self.ray.serials), self, chunk)
+        return PendingAnswer(next(self.ray.serials), self, chunk)
 
 
 @dataclass(frozen=True)
-class Owed:
+class PendingAnswer:
     """An answer of the so-manieth call; chunk: None of a start."""
 
     serial: int
@@ -98,68 +108,70 @@ class Owed:
 
 def test_chunks_come_in_their_order_and_no_worker_runs_far_ahead_of_a_slow_one() -> None:
     # The first chunk is answered when nothing else is left to wait for.
-    ray = ScriptedRay(order=lambda owed: (owed.chunk is not None, -(owed.chunk or 0)))
+    ray = ScriptedRay(order=lambda pending: (pending.chunk is not None, -(pending.chunk or 0)))
     listed: Any = [[Sample(f"{number}-first", 0, 1)] for number in range(40)]
     numbers: list[int] = []
-    for lines, _ in Crew(ray, ray.hire, 3, listed, lambda _: None).results():  # type: ignore[arg-type]
+    for lines, _ in WorkerPool(ray, ray.start_actor, 3, listed, lambda _: None).results():  # type: ignore[arg-type]
         numbers.append(lines[0])  # type: ignore[arg-type]
-        assert max(ray.begun) < numbers[-1] + AHEAD * 3
+        assert max(ray.begun) < numbers[-1] + MAX_CHUNKS_AHEAD * 3
     assert numbers == list(range(40))
     assert sorted(ray.begun) == list(range(40))
 
 
-@pytest.mark.parametrize("losses", [ATTEMPTS - 1, ATTEMPTS])
+@pytest.mark.parametrize("losses", [MAX_ATTEMPTS - 1, MAX_ATTEMPTS])
 def test_a_chunk_is_given_up_with_the_third_worker_that_it_takes(losses: int) -> None:
-    ray = ScriptedRay(lost=lambda owed: owed.chunk == 0 and ray.begun.count(0) <= losses)
+    ray = ScriptedRay(lost=lambda pending: pending.chunk == 0 and ray.begun.count(0) <= losses)
     said: list[str] = []
-    if losses < ATTEMPTS:
-        assert ray.crew(1, 1, said) == [0]
+    if losses < MAX_ATTEMPTS:
+        assert ray.pool(1, 1, said) == [0]
     else:
         with pytest.raises(WorkersLost, match="3 workers were lost with the images 0-first to 0-last in hand"):
-            ray.crew(1, 1, said)
-    assert ray.begun == [0] * ATTEMPTS
-    assert len(said) == ATTEMPTS - 1
+            ray.pool(1, 1, said)
+    assert ray.begun == [0] * MAX_ATTEMPTS
+    assert len(said) == MAX_ATTEMPTS - 1
 
 
-@pytest.mark.parametrize("losses", [2 * ATTEMPTS - 1, 2 * ATTEMPTS])
+@pytest.mark.parametrize("losses", [2 * MAX_ATTEMPTS - 1, 2 * MAX_ATTEMPTS])
 def test_starts_are_given_up_with_the_third_loss_for_each_worker(losses: int) -> None:
-    ray = ScriptedRay(lost=lambda owed: owed.worker.number < losses)
-    if losses < 2 * ATTEMPTS:
-        assert ray.crew(2, 9, []) == list(range(9))
+    ray = ScriptedRay(lost=lambda pending: pending.worker.number < losses)
+    if losses < 2 * MAX_ATTEMPTS:
+        assert ray.pool(2, 9, []) == list(range(9))
     else:
         with pytest.raises(WorkersLost, match="6 workers in a row were lost at their start"):
-            ray.crew(2, 9, [])
-        assert len(ray.hired) == 2 + losses - 1
+            ray.pool(2, 9, [])
+        assert len(ray.actors) == 2 + losses - 1
 
 
 def test_starts_that_fail_now_and_then_do_not_add_up_to_an_end() -> None:
     """Of every three workers one starts, does a chunk and is lost with the next: a long run on a shaky cluster."""
 
-    def lost(owed: Owed) -> bool:
-        return owed.worker.number % 3 < 2 if owed.chunk is None else ray.begun.count(owed.chunk) < 2
+    def lost(pending: PendingAnswer) -> bool:
+        return pending.worker.number % 3 < 2 if pending.chunk is None else ray.begun.count(pending.chunk) < 2
 
     ray = ScriptedRay(lost=lost)
-    assert ray.crew(1, 20, []) == list(range(20))
-    assert len(ray.hired) > 20
+    assert ray.pool(1, 20, []) == list(range(20))
+    assert len(ray.actors) > 20
 
 
 def test_a_worker_that_is_lost_while_it_could_take_more_is_given_nothing() -> None:
-    """The first chunk is lost when it is all that is left to wait for: beyond AHEAD nothing was begun."""
+    """The first chunk is lost when it is all that is left to wait for: beyond MAX_CHUNKS_AHEAD nothing was begun."""
     ray = ScriptedRay(
-        order=lambda owed: (owed.chunk == 0, owed.serial),
-        lost=lambda owed: owed.chunk == 0 and ray.begun.count(0) == 1,
+        order=lambda pending: (pending.chunk == 0, pending.serial),
+        lost=lambda pending: pending.chunk == 0 and ray.begun.count(0) == 1,
     )
-    assert ray.crew(1, 2 * AHEAD, []) == list(range(2 * AHEAD))
-    assert ray.begun[: AHEAD + 1] == [*range(AHEAD), 0], "the lost worker has no room left, and the test shows nothing"
-    assert [worker.alive for worker in ray.hired] == [False, True]
+    assert ray.pool(1, 2 * MAX_CHUNKS_AHEAD, []) == list(range(2 * MAX_CHUNKS_AHEAD))
+    assert ray.begun[: MAX_CHUNKS_AHEAD + 1] == [*range(MAX_CHUNKS_AHEAD), 0], (
+        "the lost worker has no room left, and the test shows nothing"
+    )
+    assert [worker.alive for worker in ray.actors] == [False, True]
 
 
 def test_after_a_silence_it_is_said_which_images_and_which_worker_are_waited_for() -> None:
     ray = ScriptedRay(silences=[1, 5, 0, 1])  # before the starts of both workers, the first chunk, the second
     said: list[str] = []
-    assert ray.crew(2, 9, said) == list(range(9))
+    assert ray.pool(2, 9, said) == list(range(9))
     assert said[0] == "Ray: the cluster has no room for a worker yet; waiting"
-    expected = [(30, 0), (60, 0), (120, 0), (30, 1)]  # after 1, 2, 4 times PATIENCE, and anew after an answer
+    expected = [(30, 0), (60, 0), (120, 0), (30, 1)]  # after 1, 2, 4 times STALL_SECONDS, and anew after an answer
     for text, (seconds, chunk) in zip(said[1:], expected, strict=True):
         images = f"the images {chunk}-first to {chunk}-last from place 0."
         assert text.startswith(f"Ray: no answer for {seconds} s; waiting for {images}")
@@ -181,17 +193,17 @@ def test_after_a_silence_it_is_said_which_images_and_which_worker_are_waited_for
 def test_as_many_workers_are_asked_for_as_the_machines_have_room_for(
     machines: list[dict[str, float]], cpus: int, gpu: bool, expected: tuple[int, int]
 ) -> None:
-    assert room(machines, cpus, gpu=gpu) == expected
+    assert worker_capacity(machines, cpus, gpu=gpu) == expected
 
 
 @pytest.mark.parametrize(("machines", "cpus", "gpu"), [([{"CPU": 2.0}], 3, False), ([{"CPU": 8.0}], 0, True)])
 def test_a_cluster_without_room_for_a_worker_is_told_so(machines: list[dict[str, float]], cpus: int, gpu: bool) -> None:
     with pytest.raises(EnvironmentFault, match=r"none of the cluster's 1 machines has .* CPUs"):
-        room(machines, cpus, gpu=gpu)
+        worker_capacity(machines, cpus, gpu=gpu)
 
 
 def evaluated_on(address: str, session: Session, model: Path, dataset: Dataset) -> None:
-    evaluate = on_ray(Cluster(address), session, model, dataset, info_of(session, dataset))
+    evaluate = evaluate_on_ray(Cluster(address), session, model, dataset, info_of(session, dataset))
     next(evaluate([dataset.samples[:1]]))
 
 

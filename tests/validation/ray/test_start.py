@@ -17,9 +17,9 @@ from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import EnvironmentFault, Interrupted
 from prelunet.evaluator.validation.pipeline import ChunkResult
-from prelunet.evaluator.validation.ray_cluster import connected
+from prelunet.evaluator.validation.ray_cluster import ray_connection
 from tests.helpers.fakes import validated
-from tests.validation.ray.cluster_data import TOTAL, looks
+from tests.validation.ray.cluster_data import TOTAL, cluster_protocol
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def starting(monkeypatch: pytest.MonkeyPatch, on_sigterm: Any) -> Iterator[Calla
 
         fake = SimpleNamespace(init=init_of_ray, shutdown=lambda: ends.append("shutdown"))
         monkeypatch.setitem(sys.modules, "ray", fake)
-        with connected("local", said.append):
+        with ray_connection("local", said.append):
             pass
         return said
 
@@ -72,12 +72,12 @@ def test_sigterm_while_ray_starts_is_an_interruption(starting: Any) -> None:
 def test_sigterm_while_ray_starts_keeps_what_is_done_and_says_how_to_go_on(
     starting: Any, session: Session, model: Path, dataset: Dataset, tmp_path: Path
 ) -> None:
-    def elsewhere(_chunks: Sequence[Sequence[Sample]]) -> Generator[ChunkResult, None, None]:
+    def chunk_evaluator(_chunks: Sequence[Sequence[Sample]]) -> Generator[ChunkResult, None, None]:
         starting(lambda: os.kill(os.getpid(), signal.SIGTERM))
         yield from ()
 
     with pytest.raises(Interrupted, match=rf"0 of {TOTAL} images are done\. The same command goes on"):
-        validated(session, dataset, looks(session), tmp_path / "run", elsewhere=elsewhere)
+        validated(session, dataset, cluster_protocol(session), tmp_path / "run", chunk_evaluator=chunk_evaluator)
 
 
 def try_for_ever() -> None:
@@ -88,7 +88,7 @@ def try_for_ever() -> None:
 
 
 def test_a_start_that_hangs_is_given_up(starting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.JOINING", 1)
+    monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.JOIN_TIMEOUT", 1)
     with pytest.raises(EnvironmentFault, match=r"--ray local: no cluster could be joined \(no answer for 1 s\)"):
         starting(try_for_ever)
 
@@ -98,7 +98,7 @@ def test_outside_the_main_thread_ray_starts_without_signals(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "ray", fake)
 
     def connect() -> object:
-        with connected("local", lambda _: None) as ray:
+        with ray_connection("local", lambda _: None) as ray:
             return ray
 
     with ThreadPoolExecutor(1) as pool:

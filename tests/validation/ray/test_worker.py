@@ -24,8 +24,8 @@ from prelunet.evaluator.files import sha256_of
 from prelunet.evaluator.validation.pipeline import evaluate_chunks
 from prelunet.evaluator.validation.ray_cluster import Job, Worker
 from prelunet.evaluator.validation.run import CHUNK, Batching
-from tests.validation.ray.cluster_data import looks
-from tests.validation.ray.ray_workers import OtherThere
+from tests.validation.ray.cluster_data import cluster_protocol
+from tests.validation.ray.ray_workers import DivergentReader
 
 
 @pytest.fixture
@@ -36,7 +36,9 @@ def job(session: Session, model: Path, dataset: Dataset) -> Job:
     probes = [(image.file, hashlib.sha256(dataset.read(image)).hexdigest())]
     batching = Batching(CHUNK, session.rules)
     where = Placement("cpu", threads=1)
-    return Job(Path.cwd(), model, where, replace(dataset, samples=()), looks(session), batching, facts, probes)
+    return Job(
+        Path.cwd(), model, where, replace(dataset, samples=()), cluster_protocol(session), batching, facts, probes
+    )
 
 
 def test_a_worker_gives_of_a_chunk_what_the_driver_would_and_is_told_only_its_samples(
@@ -45,7 +47,7 @@ def test_a_worker_gives_of_a_chunk_what_the_driver_would_and_is_told_only_its_sa
     worker = Worker(pickle.loads(pickle.dumps(job)))
     assert worker.start() == f"process {os.getpid()} on {socket.gethostname()}"
     chunk = dataset.samples[64:100]
-    (expected,) = evaluate_chunks([session], dataset, looks(session), [chunk], CHUNK, 1)
+    (expected,) = evaluate_chunks([session], dataset, cluster_protocol(session), [chunk], CHUNK, 1)
     found = worker.evaluate(chunk)
     assert not isinstance(found, PreluNetError)
     assert found[0] == expected[0]
@@ -67,7 +69,7 @@ def test_two_threads_of_a_worker_run_the_session_one_after_the_other(
         return compute(staged)
 
     monkeypatch.setattr(session, "compute", crowded)
-    monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.open_placed", lambda *_, **__: session)
+    monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.open_with_placement", lambda *_, **__: session)
     worker = Worker(job)
     assert isinstance(worker.start(), str)
     with ThreadPoolExecutor(2) as pool:
@@ -95,7 +97,7 @@ def test_a_worker_with_another_model_or_version_is_refused_with_the_difference(j
 
 
 def test_a_worker_with_other_images_is_refused(job: Job) -> None:
-    other = replace(job.dataset, reader=OtherThere(job.dataset.reader, os.getpid() + 1))
+    other = replace(job.dataset, reader=DivergentReader(job.dataset.reader, os.getpid() + 1))
     error = Worker(replace(job, dataset=other)).start()
     assert isinstance(error, DatasetError)
     assert re.search(r"worker on .* cannot start: .*\.png is another image here", str(error))
