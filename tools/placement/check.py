@@ -32,7 +32,7 @@ class PlacementChecker:
 
     def __init__(self, stubs: Path, folder: Path):
         self._folder = folder
-        self._environment = os.environ | {"LD_LIBRARY_PATH": str(stubs.resolve()), "PYTHONPATH": str(ROOT)}
+        self._environment = os.environ | {"LD_LIBRARY_PATH": str(stubs.resolve()), "PYTHONPATH": str(ROOT / "src")}
 
     def of(self, build: Callable[[], onnx.ModelProto], *, run: bool) -> Verdict:
         """Build and write a model, load it on the stand-ins, and judge what became of it."""

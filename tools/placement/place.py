@@ -1,6 +1,6 @@
 """Load one model file with the project's own CUDA code on the stand-ins of build_stubs.py, and say what became of it.
 
-    LD_LIBRARY_PATH=STUBS PYTHONPATH=ROOT python place.py MODEL FOLDER [--run]
+    LD_LIBRARY_PATH=STUBS PYTHONPATH=ROOT/src python place.py MODEL FOLDER [--run]
 
 Runs in .venv-gpu, which has onnxruntime-gpu and neither torch nor onnx. Writes FOLDER/final.onnx, the graph as it would
 run, without its weights, and FOLDER/placed.json: either the reason of a refusal, or the provider's options and how many
