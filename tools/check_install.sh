@@ -51,7 +51,7 @@ names = ('py.typed', 'proto/prelunet/v1/prelunet.proto', 'proto/inference/infere
 missing = [name for name in names if not (files(prelunet) / name).is_file()]
 assert not missing, f'missing from the wheel: {missing}'"
 mkdir training
-echo 'raise ImportError("this file is a user\'s own")' | tee evaluator.py export.py >training/__init__.py
+echo "raise ImportError('a file of the user')" | tee evaluator.py export.py >training/__init__.py
 export PYTHONPATH=.
 
 # Runs a command that must exit 5 and name the extra that it lacks.
