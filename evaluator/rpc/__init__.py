@@ -1,1 +1,1 @@
-"""What the server and the client share: statuses, and conversions between messages and our types."""
+"""Code that server and client share: statuses, and conversions between messages and our types."""

@@ -1,4 +1,4 @@
-"""Messages of proto/prelunet/v1 as plain data, for both ends. Imports nothing that serves or computes."""
+"""Convert messages of proto/prelunet/v1 to plain data, for server and client. Imports no serving or compute code."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,15 +11,15 @@ from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 
 
 def to_plain(message: Message) -> dict[str, Any]:
-    """Return a message as plain data under its own field names, in their order; None where an optional one is unset."""
+    """Return a message as plain data, with its field names in proto order; an unset optional field is None."""
     plain = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     return _with_nulls(plain, message)
 
 
 def _with_nulls(plain: dict[str, Any], message: Message) -> dict[str, Any]:
-    """Write None where an optional field is unset, at any depth: there JSON has null and the conversion nothing.
+    """Set unset optional fields to None, at any depth: JSON has null there, but the conversion omits the field.
 
-    A list cannot be unset, so an interval that is null travels as an empty one.
+    A list cannot be unset, so a null interval is sent as an empty list.
     """
     result: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
@@ -28,7 +28,7 @@ def _with_nulls(plain: dict[str, Any], message: Message) -> dict[str, Any]:
             value = _with_nulls(value, inner)
         elif value == [] and field.name.endswith("_interval"):
             value = None
-        elif isinstance(value, dict):  # a map, which travels in no order
+        elif isinstance(value, dict):  # a map, whose order on the wire is undefined
             value = dict(sorted(value.items()))
         elif isinstance(value, list) and field.message_type is not None:
             value = [_with_nulls(entry, part) for entry, part in zip(value, inner, strict=True)]
@@ -37,20 +37,20 @@ def _with_nulls(plain: dict[str, Any], message: Message) -> dict[str, Any]:
 
 
 def report_from_message(message: pb.Report) -> dict[str, Any]:
-    """Return report.json from its twin on the wire, with its keys in the same order."""
+    """Return report.json from its message, with the keys in the same order."""
     return convert_nested_lists(to_plain(message), lambda wrapped: wrapped["values"])
 
 
 def convert_nested_lists(report: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return a report with its lists in lists changed: on the wire each is a message, `WholeNumbers`."""
+    """Return a report with each list inside a list replaced by `change`: a message holds it as `WholeNumbers`."""
     worst = {**report["worst"], "counts": [change(row) for row in report["worst"]["counts"]]}
     return {**report, "worst": worst, "same_names": [change(group) for group in report["same_names"]]}
 
 
 def answer_from_message(message: pb.ClassifyResponse) -> Answer:
-    """Return the answer for one image from its twin on the wire."""
+    """Return the answer for one image from its message."""
     heatmap = message.heatmap
-    message.ClearField("heatmap")  # else it would be turned into text first
+    message.ClearField("heatmap")  # else it would be converted to base64 text first
     plain = to_plain(message)
     del plain["heatmap"]
     return answer_from_json(plain, heatmap)

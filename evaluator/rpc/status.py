@@ -1,9 +1,8 @@
-"""Errors on the wire: ours to a gRPC status and back to the same class.
+"""Convert our errors to gRPC statuses and back to the same class.
 
-A status carries a google.rpc.ErrorInfo (domain "prelunet", reason as "IMAGE_ERROR"), because several errors share a
-status code and a client should not have to read messages; where it is known when to try again, a google.rpc.RetryInfo
-too. Server and client share this module, so that the way there
-and the way back cannot differ.
+A status carries a google.rpc.ErrorInfo (domain "prelunet", reason such as "IMAGE_ERROR"): several errors share a
+status code, and a client should not have to parse messages. If the retry delay is known, the status also carries a
+google.rpc.RetryInfo. Server and client share this module, so the two directions cannot diverge.
 """
 
 import re
@@ -32,17 +31,16 @@ from prelunet.evaluator.errors import (
 )
 
 DOMAIN = "prelunet"
-MAX_MESSAGE_BYTES = (
-    64 * 2**20
-)  # bytes; twice the largest image, so that one slightly too large gets our message, not gRPC's
-_MAX_TEXT = 1200  # bytes: texts quote the caller, and a status travels twice in trailers of less than 8 KiB
+# Twice the largest image: the sender of a slightly too large one gets our message, not gRPC's.
+MAX_MESSAGE_BYTES = 64 * 2**20
+_MAX_TEXT = 1200  # bytes: texts quote the caller, and a status is sent twice in trailers of less than 8 KiB
 
-# Whose text is about what the caller sent. The others may name files of the server, so their text stays in its log.
+# Errors whose text is about the client's request. Others may name server files, so their text goes only to the log.
 _CLIENT_VISIBLE = (UsageError, ImageError, DatasetError, ModelNotFound, Overloaded, DeadlinePassed, NotReady)
 
 
 def _reason(kind: type[PreluNetError]) -> str:
-    """Return the name of an error class as google.rpc.ErrorInfo wants it: ImageError → IMAGE_ERROR."""
+    """Return the name of an error class in the form of google.rpc.ErrorInfo: ImageError → IMAGE_ERROR."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).upper()
 
 
@@ -50,20 +48,21 @@ _ERROR_CLASSES = {_reason(kind): kind for kind in ERROR_STATUSES}
 
 
 def is_client_visible(error: BaseException) -> bool:
-    """Say whether the error's text speaks only of what the caller sent."""
+    """Return whether the error's text is only about the caller's request."""
     return isinstance(error, _CLIENT_VISIBLE)
 
 
 def client_message(error: BaseException, incident: str) -> str:
-    """Return what a caller may read of an error; incident: as for `status_of`."""
+    """Return the part of an error's text that a client may read; incident: see `status_of`."""
     if is_client_visible(error):
         return str(error).encode(errors="replace")[:_MAX_TEXT].decode(errors="ignore")
     name = error_status(error).grpc_status
-    return f"{_WITHOUT_DETAILS.get(name, 'an error of the server')}; its log has the details under id {incident}"
+    summary = _WITHOUT_DETAILS.get(name, "internal server error")
+    return f"{summary}; the server's log has the details under id {incident}"
 
 
 def reason_for(error: BaseException) -> str:
-    """Return the machine-readable name of an error's row in the table, as "IMAGE_ERROR"; empty for our mistakes."""
+    """Return the machine-readable reason of an error, such as "IMAGE_ERROR"; empty for internal errors."""
     return _reason(_table_row(error)) if isinstance(error, PreluNetError) else ""
 
 
@@ -76,29 +75,29 @@ def code_of(error: BaseException) -> grpc.StatusCode:
 def status_of(error: BaseException, incident: str) -> grpc.Status:
     """Return the gRPC status of an error.
 
-    incident: the id under which the log holds an error whose text is not for callers.
+    incident: id of the log entry that has the text of an error that clients must not see.
     """
     status = Status(code=code_of(error).value[0], message=client_message(error, incident))
     if reason := reason_for(error):
         status.details.append(_packed(ErrorInfo(reason=reason, domain=DOMAIN)))
     if isinstance(error, Overloaded) and error.retry_after is not None:
-        wait = Duration()
-        wait.FromMilliseconds(round(1000 * error.retry_after))
-        status.details.append(_packed(RetryInfo(retry_delay=wait)))
-    told: grpc.Status = rpc_status.to_status(status)
-    return told
+        delay = Duration()
+        delay.FromMilliseconds(round(1000 * error.retry_after))
+        status.details.append(_packed(RetryInfo(retry_delay=delay)))
+    grpc_status: grpc.Status = rpc_status.to_status(status)
+    return grpc_status
 
 
 _WITHOUT_DETAILS = {
-    "FAILED_PRECONDITION": "the served model file is at fault",
-    "UNAVAILABLE": "the server's machine is at fault; try again later, or another server",
-    "RESOURCE_EXHAUSTED": "the device has too little memory for a view of this image; ask for smaller scales",
-    "CANCELLED": "the server stopped before the answer",
+    "FAILED_PRECONDITION": "the served model file is faulty",
+    "UNAVAILABLE": "the server's machine has failed; try again later or use another server",
+    "RESOURCE_EXHAUSTED": "the device has too little memory for a view of this image; request smaller scales",
+    "CANCELLED": "the server stopped before it answered",
 }
 
 
 def _table_row(error: PreluNetError) -> type[PreluNetError]:
-    """Return the class of the error table that this error belongs to."""
+    """Return the class under which the error table lists this error."""
     return next((kind for kind in type(error).__mro__ if kind in ERROR_STATUSES), PreluNetError)
 
 
@@ -109,43 +108,43 @@ def _packed(detail: Message) -> AnyMessage:
 
 
 def error_from(call: grpc.RpcError, address: str) -> PreluNetError:
-    """Return our error for a failed call. address: the server's, named where the text alone would not help."""
+    """Return our error for a failed call. address: the server's, quoted if the text alone would not help."""
     code, text = call.code(), call.details() or ""
-    if (told := error_for_reason(*_error_info(call), text)) is not None:
-        return told
+    if (named := error_for_reason(*_error_info(call), text)) is not None:
+        return named
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text:  # gRPC's own words
-        if text.startswith("CLIENT: Received"):  # found out here, in what the server sent
+        if text.startswith("CLIENT: Received"):  # raised by this client for the server's response
             return UsageError(f"{address}: {_RESPONSE_TOO_LARGE} ({text})")
-        return ImageError(f"{address}: the message is above the server's limit ({text}). Send a smaller image")
+        return ImageError(f"{address}: the message exceeds the server's limit ({text}). Send a smaller image")
     if code == grpc.StatusCode.UNAVAILABLE:
         return EnvironmentFault(f"{address}: {_explain_unavailable(text)} ({text})")
     if code in _CLIENT_SIDE:
-        kind, what = _CLIENT_SIDE[code]
-        return kind(f"{address}: {what} ({text})")
+        kind, explanation = _CLIENT_SIDE[code]
+        return kind(f"{address}: {explanation} ({text})")
     return PreluNetError(f"{address}: {code.name}: {text}")
 
 
 _RESPONSE_TOO_LARGE = (
-    "the answer is larger than this client takes. Ask for less (a smaller `top_k`, no heat map); a client of your own "
-    "takes more with the channel option `grpc.max_receive_message_length`"
+    "the response exceeds this client's message limit. Request less (a smaller `top_k`, no heat map), or use your own "
+    "gRPC client with a higher channel option `grpc.max_receive_message_length`"
 )
 
-# What gRPC itself says when no status of ours arrives.
+# Statuses that gRPC itself sets when none of ours arrives.
 _CLIENT_SIDE: dict[grpc.StatusCode, tuple[type[PreluNetError], str]] = {
-    grpc.StatusCode.DEADLINE_EXCEEDED: (DeadlinePassed, "no answer in time; give it more time (--timeout)"),
-    grpc.StatusCode.UNIMPLEMENTED: (EnvironmentFault, "a gRPC server answers there, but not prelunet's"),
-    grpc.StatusCode.CANCELLED: (Interrupted, "the call was broken off, as by a server that stops; try again"),
-    grpc.StatusCode.UNKNOWN: (EnvironmentFault, "no answer of prelunet's; is it an address like 127.0.0.1:50051?"),
-    grpc.StatusCode.RESOURCE_EXHAUSTED: (Overloaded, "the server has too much to do; try later"),
+    grpc.StatusCode.DEADLINE_EXCEEDED: (DeadlinePassed, "no answer in time; allow more time (--timeout)"),
+    grpc.StatusCode.UNIMPLEMENTED: (EnvironmentFault, "a gRPC server answered, but it is not a prelunet server"),
+    grpc.StatusCode.CANCELLED: (Interrupted, "the call was cancelled, perhaps by a server that is stopping; try again"),
+    grpc.StatusCode.UNKNOWN: (EnvironmentFault, "not a prelunet answer; the address should be like 127.0.0.1:50051"),
+    grpc.StatusCode.RESOURCE_EXHAUSTED: (Overloaded, "the server is overloaded; try again later"),
 }
 
-# How gRPC (1.81) begins where no connection could be made: one address of several, or the only one.
+# Beginning of gRPC's (1.81) text when it cannot connect: to any of several addresses, to the only one.
 _NO_CONNECTION = ("connections to all backends failing", "failed to connect to all addresses")
 _NOT_HTTP2 = "Failed parsing HTTP/2"
-# What it says of an UNAVAILABLE of its own, and what that means; the first that fits.
+# Part of gRPC's text for its own UNAVAILABLE, and our explanation; the first match counts.
 _UNAVAILABLE = (
-    ("errors resolving", "no machine of that name is known; is the address right?"),
-    (_NOT_HTTP2, "what listens there is no gRPC server; is it another port?"),
+    ("errors resolving", "the host name cannot be resolved; check the address"),
+    (_NOT_HTTP2, "the program that listens there is not a gRPC server; check the port"),
     (
         "Connection refused",
         "nothing listens there: connection refused. Start a server with `prelunet serve --model NAME=MODEL.onnx`, or "
@@ -154,34 +153,30 @@ _UNAVAILABLE = (
     ("No such file", "nothing listens there. Start a server, or try again once it has started"),
     (
         "Connection reset",
-        "the connection was closed by the other side, as by a server that stops or has all the connections that it "
-        "takes; try again",
+        "the server closed the connection, perhaps because it is stopping or at its connection limit; try again",
     ),
-    ("Socket closed", "the connection was closed before the answer, as by a server that stops; try again"),
-    ("GOAWAY", "the server ended the connection before the answer, as one does that stops; try again"),
-    ("ping timeout", "the server's machine does not answer any more; try again"),
-    *(
-        (beginning, "no connection could be made; is the address right, and the machine up?")
-        for beginning in _NO_CONNECTION
-    ),
+    ("Socket closed", "the connection was closed before the answer, perhaps because the server is stopping; try again"),
+    ("GOAWAY", "the server ended the connection before the answer, perhaps because it is stopping; try again"),
+    ("ping timeout", "the server's machine no longer responds; try again"),
+    *((beginning, "cannot connect; check the address, and that the machine is up") for beginning in _NO_CONNECTION),
 )
 
 
 def _explain_unavailable(text: str) -> str:
-    """Return what an UNAVAILABLE means that has no status of ours. text: gRPC's own."""
-    found = (words for said, words in _UNAVAILABLE if said in text)
-    return next(found, "the call was broken off, or there is no way to the server; try again")
+    """Explain an UNAVAILABLE of gRPC's own. text: its details."""
+    matches = (explanation for part, explanation in _UNAVAILABLE if part in text)
+    return next(matches, "the call was interrupted, or the server cannot be reached; try again")
 
 
 def is_unreachable(call: grpc.RpcError) -> bool:
-    """Say whether a call failed because no server could be reached, so that none has seen it."""
+    """Return whether a call failed because no server could be reached, so none has seen it."""
     text = call.details() or ""
     unavailable = call.code() == grpc.StatusCode.UNAVAILABLE
     return unavailable and text.startswith(_NO_CONNECTION) and _NOT_HTTP2 not in text
 
 
 def error_for_reason(reason: str, retry_after: float | None, text: str) -> PreluNetError | None:
-    """Return our error of that machine-readable name (see `reason_for`); None where no row of the table has it."""
+    """Return our error for a machine-readable reason (see `reason_for`); None if the table has no such reason."""
     kind = _ERROR_CLASSES.get(reason)
     if kind is Overloaded:
         return Overloaded(text, retry_after)
@@ -189,7 +184,7 @@ def error_for_reason(reason: str, retry_after: float | None, text: str) -> Prelu
 
 
 def _error_info(call: grpc.RpcError) -> tuple[str, float | None]:
-    """Return the reason that the status itself names, "" when it is no status of ours; and when to try again."""
+    """Return the reason from the status, "" if it is not one of ours, and the retry delay in seconds."""
     reason, retry_after, info, retry = "", None, ErrorInfo(), RetryInfo()
     try:
         status = rpc_status.from_call(call)
@@ -198,6 +193,6 @@ def _error_info(call: grpc.RpcError) -> tuple[str, float | None]:
                 reason = info.reason
             elif detail.Unpack(retry):
                 retry_after = retry.retry_delay.ToMilliseconds() / 1000
-    except (ValueError, DecodeError):  # details that are none, or contradict the status: somebody else's
+    except (ValueError, DecodeError):  # malformed details, or details that contradict the status: not ours
         return "", None
     return reason, retry_after

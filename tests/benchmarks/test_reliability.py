@@ -233,7 +233,7 @@ def test_the_status_of_a_call_and_those_inside_of_a_stream_are_seen() -> None:
 
 def test_a_mistake_of_ours_inside_a_stream_of_the_open_protocol_is_told_from_a_refusal() -> None:
     path = "/inference.GRPCInferenceService/ModelStreamInfer"
-    texts = ("", "images[0]: no image", "an error of the server; its log has the details under id 12")
+    texts = ("", "images[0]: no image", "internal server error; the server's log has the details under id 12")
     found = [
         fuzzing.image_status_of(path, oip.ModelStreamInferResponse(error_message=text).SerializeToString())
         for text in texts

@@ -136,7 +136,7 @@ def test_the_models_of_a_server_are_described(client: Client) -> None:
     ("arguments", "error", "text"),
     [
         ({"image": b"text"}, ImageError, "no image that can be read"),
-        ({"image": b"x" * MAX_MESSAGE_BYTES}, ImageError, f"above the server's limit .*{MAX_MESSAGE_BYTES}"),
+        ({"image": b"x" * MAX_MESSAGE_BYTES}, ImageError, f"exceeds the server's limit .*{MAX_MESSAGE_BYTES}"),
         ({"model": "nine"}, ModelNotFound, "no model 'nine' is served. There are: fake"),
         ({"protocol": "nine"}, UsageError, "no protocol 'nine'"),
         ({"top_k": 0}, UsageError, "top_k is 0"),
@@ -158,11 +158,11 @@ def test_an_answer_above_the_client_s_own_limit_is_told_from_an_image_above_the_
     )
     with running_server(fake=FakeSession()) as server, Client(server.address) as client:
         with pytest.raises(
-            UsageError, match=r"the answer is larger than this client takes\. Ask for less .*100"
+            UsageError, match=r"the response exceeds this client's message limit\. Request less .*100"
         ) as own:
             client.classify(png(40, 57))
         assert "server's limit" not in str(own.value)
-        with pytest.raises(ImageError, match="above the server's limit"):
+        with pytest.raises(ImageError, match="exceeds the server's limit"):
             client.classify(b"x" * MAX_MESSAGE_BYTES)
 
 

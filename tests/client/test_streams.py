@@ -235,7 +235,7 @@ def test_a_stream_that_the_server_ends_because_it_is_idle_is_opened_again_at_no_
     def idle(requests, context):
         yield good(next(requests))
         context.add_callback(ended.set)
-        context.abort_with_status(status_of(DeadlinePassed("no message came in 300 s"), ""))
+        context.abort_with_status(status_of(DeadlinePassed("no message arrived within 300 s"), ""))
 
     def images() -> Iterator[bytes]:
         yield b"cat"
@@ -252,10 +252,10 @@ def test_a_stream_that_the_server_ends_because_it_is_idle_is_opened_again_at_no_
 
 def test_an_image_whose_stream_is_always_ended_for_want_of_a_message_gets_the_error(client_of) -> None:
     """As one does that takes longer on its way than a server gives the first message of a stream."""
-    server = ScriptedServicer(*[DeadlinePassed("the first message of this stream did not come in 60 s")] * 9)
+    server = ScriptedServicer(*[DeadlinePassed("the first message of this stream did not arrive within 60 s")] * 9)
     with served(server) as address, client_of(address, retries=QUICK) as client:
         ((key, (kind, text)),) = outcomes(client.classify_many([b"cat"]))
-    assert (key, kind, "did not come in 60 s" in text) == (0, DeadlinePassed, True)
+    assert (key, kind, "did not arrive within 60 s" in text) == (0, DeadlinePassed, True)
     assert len(server.seen) == QUICK.attempts
 
 

@@ -1,4 +1,4 @@
-"""A labelled dataset that a client streams: classified as it comes, counted as `prelunet validate` counts."""
+"""Evaluate a labelled dataset that a client streams, with the same results as `prelunet validate`."""
 
 import asyncio
 import time
@@ -19,13 +19,13 @@ from prelunet.evaluator.serving.options import ServerLimits
 from prelunet.evaluator.validation.predictions import Prediction, Predictions, build_prediction
 from prelunet.evaluator.validation.run import Run, build_run_info, describe_dataset
 
-MAX_IN_FLIGHT = 32  # images of one evaluation that are held at a time; the client waits while so many are unanswered
-PROGRESS_INTERVAL = 1.0  # seconds at least from one progress to the next
+MAX_IN_FLIGHT = 32  # unanswered images of one evaluation; at this number no more are read, so the client has to wait
+PROGRESS_INTERVAL = 1.0  # minimum number of seconds between two progress reports
 
 
 @dataclass(frozen=True)
 class LabelledImage:
-    """One image of a streamed dataset. file: its name there; data: encoded; label: class index."""
+    """One image of a streamed dataset. file: its name in the dataset; data: encoded; label: class index."""
 
     file: str
     data: bytes
@@ -34,9 +34,9 @@ class LabelledImage:
 
 @dataclass(frozen=True)
 class EvaluationProgress:
-    """How far an evaluation is.
+    """The progress of an evaluation.
 
-    images: answered, refused ones included; top1_error: percent of the others, None where there is none; seconds: since
+    images: answered, including refused ones; top1_error: percent of the others, None if there are none; seconds: since
     the evaluation began.
     """
 
@@ -61,42 +61,43 @@ async def evaluate(
 ) -> Report:
     """Classify every image and return the report, equal to that of `prelunet validate` on the same images.
 
-    dataset_name: for the report; of a path the last part. tell: is told of the progress, at most once in
-    `PROGRESS_INTERVAL` seconds and never twice at a time. An image that is none is counted as refused; while one waits
-    before the model's door, the next is not read. most: images that there may be; until the report 0.3 kB are kept of
-    each, beside its name, and 2 bytes for each view. Raises DatasetError when there is no image, or when two have the
-    same name, and UsageError when there are too many.
+    dataset_name: for the report, which uses the last part of a path; on_progress: called at most once every
+    `PROGRESS_INTERVAL` seconds, never concurrently; max_images: maximum number of images. Memory until the report: per
+    image its name, 0.3 kB, and 2 bytes per view.
+
+    A file that is not an image counts as refused. While an image waits for admission, the next one is not read.
+    Raises DatasetError if there is no image or if two have the same name, and UsageError if there are too many.
     """
-    answered = _CollectedAnswers(len(classifier.session.contract.classes), len(protocol.views))
-    places = asyncio.Semaphore(MAX_IN_FLIGHT)
+    answers = _CollectedAnswers(len(classifier.session.contract.classes), len(protocol.views))
+    slots = asyncio.Semaphore(MAX_IN_FLIGHT)
     progress = _ProgressReporter(on_progress)
 
-    async def one(image: LabelledImage, inside: asyncio.Event) -> None:
-        prediction = await _predict(classifier, protocol, image, caller, inside)
-        answered.add(prediction, len(image.data))
+    async def classify(image: LabelledImage, admission: asyncio.Event) -> None:
+        prediction = await _predict(classifier, protocol, image, caller, admission)
+        answers.add(prediction, len(image.data))
         call_context.note_done()
         await progress.count(prediction)
-        places.release()
+        slots.release()
 
     try:
         async with asyncio.TaskGroup() as group:
-            while await places.acquire() and (image := await anext(images, None)) is not None:
-                answered.expect(image.file, max_images)
-                inside = asyncio.Event()
-                group.create_task(one(image, inside))
-                del image  # while the next is waited for
-                await inside.wait()
+            while await slots.acquire() and (image := await anext(images, None)) is not None:
+                answers.expect(image.file, max_images)
+                admission = asyncio.Event()
+                group.create_task(classify(image, admission))
+                del image  # free it while waiting for the next
+                await admission.wait()
     except ExceptionGroup as failures:  # the first failure has cancelled the rest
         raise failures.exceptions[0] from None
-    if not answered.places:
+    if not answers.places:
         raise DatasetError("the stream had no image; send at least one `image` after `start`")
-    return await asyncio.to_thread(_report, classifier, protocol, dataset_name, answered)
+    return await asyncio.to_thread(_report, classifier, protocol, dataset_name, answers)
 
 
 class _CollectedAnswers:
-    """What is kept of the images of an evaluation, in the order of the answers.
+    """Names, predictions and sizes of the images of an evaluation, in the order of the answers.
 
-    places: of the names; of one that has no answer yet None.
+    places: position of each file name in that order; None for an image without an answer yet.
     """
 
     def __init__(self, classes: int, views: int) -> None:
@@ -106,28 +107,28 @@ class _CollectedAnswers:
         self._sizes = array("Q")
 
     def expect(self, file: str, max_images: int) -> None:
-        """Take the name of an image that was read."""
+        """Register the name of an image that has been read."""
         if file in self.places:
             raise DatasetError(f"two images are named '{file}'; each needs its own name")
         if len(self.places) == max_images:
             raise UsageError(
-                f"this server evaluates at most {max_images} images in one call, and '{file}' is one more. "
-                "Evaluate parts of the dataset, or use `prelunet validate`"
+                f"this server evaluates at most {max_images} images in one call, and '{file}' is above the limit. "
+                "Evaluate the dataset in parts, or use `prelunet validate`"
             )
         self.places[file] = None
 
     def add(self, prediction: Prediction, size: int) -> None:
-        """Keep the answer to an image of so many bytes."""
+        """Store the answer to an image. size: of the image, in bytes."""
         self.places[prediction.file] = len(self._predictions)
         self._predictions.append(prediction)
         self._sizes.append(size)
 
     def in_order(self) -> tuple[list[Sample], Predictions]:
-        """Return samples and predictions in the order of the file names, which is the order of every run."""
+        """Return samples and predictions in the order of the file names, the order of every run."""
         samples, predictions = [], self._new()
         for file in sorted(self.places):
             place = self.places[file]
-            assert place is not None, "all are answered by now"
+            assert place is not None, "all images are answered by now"
             prediction = self._predictions[place]
             samples.append(Sample(file, prediction.label, self._sizes[place]))
             predictions.append(prediction)
@@ -135,7 +136,7 @@ class _CollectedAnswers:
 
 
 class _ProgressReporter:
-    """Counts answers, and tells of them now and then."""
+    """Counts answers and reports them at intervals."""
 
     def __init__(self, on_progress: ProgressCallback | None) -> None:
         self._on_progress = on_progress
@@ -144,7 +145,7 @@ class _ProgressReporter:
         self._images = self._refused = self._wrong = 0
 
     async def count(self, prediction: Prediction) -> None:
-        """Count an answer, and tell of all if it is time; nothing is told while nobody reads what was told before."""
+        """Count an answer; report the progress if it is due and the client has received the previous report."""
         self._images += 1
         self._refused += prediction.refused is not None
         self._wrong += prediction.rank > 1
@@ -159,28 +160,28 @@ class _ProgressReporter:
 
 
 async def _predict(
-    classifier: Classifier, protocol: EvaluationProtocol, image: LabelledImage, caller: Caller, inside: asyncio.Event
+    classifier: Classifier, protocol: EvaluationProtocol, image: LabelledImage, caller: Caller, admission: asyncio.Event
 ) -> Prediction:
-    on_progress = partial(build_prediction, image.file, image.label)
+    to_prediction = partial(build_prediction, image.file, image.label)
     try:
         async with classifier.admit_or_wait(len(image.data), len(protocol.views), caller.client):
-            inside.set()
-            return await classifier.classify(image.data, protocol, on_progress, caller=caller)
+            admission.set()
+            return await classifier.classify(image.data, protocol, to_prediction, caller=caller)
     except ImageError as error:
         return Prediction(image.file, image.label, refused=str(error))
 
 
 class _DiscardedImages:
-    """The reader of a dataset whose images are gone once they are classified."""
+    """The reader of a dataset whose images are not kept after classification."""
 
     def read(self, file: str) -> bytes:
         raise AssertionError(f"{file}: a streamed image is not kept")
 
 
 def _report(
-    classifier: Classifier, protocol: EvaluationProtocol, dataset_name: str, answered: _CollectedAnswers
+    classifier: Classifier, protocol: EvaluationProtocol, dataset_name: str, answers: _CollectedAnswers
 ) -> Report:
-    samples, predictions = answered.in_order()
+    samples, predictions = answers.in_order()
     wnids = tuple(entry.wnid for entry in classifier.session.contract.classes)
     dataset = Dataset(Path(dataset_name), wnids, samples, _DiscardedImages(), layout="stream")
     info = build_run_info(classifier.session, classifier.file, describe_dataset(dataset), protocol)

@@ -1,7 +1,7 @@
-"""grpc.health.v1, so that a server can be drained: told to all watchers at once, and ended for them in the end.
+"""grpc.health.v1 for draining: notify all watchers of a change at once, and end their streams at shutdown.
 
-The servicer of grpcio-health-checking (1.81) forgets its other watchers when one of them leaves, and holds its lock
-while it writes to one, so that a client that does not read would keep a server from saying that it stops.
+The servicer of grpcio-health-checking (1.81) drops its other watchers when one of them leaves. It also holds its lock
+while it writes to a watcher, so a client that does not read would keep the server from announcing its shutdown.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ Response = health_pb2.HealthCheckResponse
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated without types
-    """The health of a server: NOT_SERVING until it is told otherwise. services: whose health is that of the server."""
+    """The health of a server, initially NOT_SERVING. services: names that share the server's health."""
 
     def __init__(self, services: Iterable[str]) -> None:
         self._services = frozenset(("", *services))
@@ -27,16 +27,16 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated
 
     @property
     def serving(self) -> bool:
-        """Return whether the server takes new work."""
+        """Whether the server accepts new work."""
         return self._serving
 
     def set_serving(self, *, serving: bool) -> None:
-        """Say how the server is, at once and to everybody who watches."""
+        """Set the health of the server and notify all watchers at once."""
         self._serving = serving
         self._wake()
 
     def close(self) -> None:
-        """End every watch, for ever: a server that stops waits for its calls, and a watch never ends of itself."""
+        """End all watches, now and later: a stopping server waits for its calls, and a watch never ends by itself."""
         self._closed = True
         self._wake()
 
@@ -45,19 +45,19 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated
         changed.set()
 
     async def Check(self, request: Any, context: Context) -> Any:  # noqa: N802
-        """Answer once; NOT_FOUND for a service that is not there, as the protocol has it."""
+        """Return the current health; NOT_FOUND for an unknown service, as the protocol requires."""
         if request.service not in self._services:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
         return Response(status=self._status(request.service))
 
     async def Watch(self, request: Any, context: Context) -> AsyncIterator[Any]:  # noqa: ARG002, N802
-        """Answer now and at each change."""
+        """Send the current health, and again at each change."""
         last_sent = None
         while True:
             changed, status = self._changed, self._status(request.service)
             if status != last_sent:
                 last_sent = status
-                yield Response(status=status)  # a client that does not read is waited for here, and holds up nobody
+                yield Response(status=status)  # blocks while the client does not read, but delays no other watcher
             elif self._closed:
                 return
             else:

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol: calls of proto/inference translated to and from the classifiers."""
+"""The Open Inference Protocol: translates between calls of proto/inference and the classifiers."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
@@ -30,11 +30,11 @@ SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 
 Result = TypeVar("Result")
 
-_LARGE_MESSAGE = 2**20  # bytes: copied twice in half a millisecond
-_MANY_ELEMENTS = 1000  # scores or texts: written in a millisecond
+_LARGE_MESSAGE = 2**20  # bytes; parsing it copies it twice, in half a millisecond
+_MANY_ELEMENTS = 1000  # scores or texts; converting them takes a millisecond
 
-_SHARED = "this server takes images in the message only; send them in `raw_input_contents` or `contents`"
-_FIXED = "the models of this server are fixed when it starts: prelunet serve --model NAME=MODEL.onnx"
+_SHARED = "this server accepts images only in the message; send them in `raw_input_contents` or `contents`"
+_FIXED = "this server's models are fixed at its start: prelunet serve --model NAME=MODEL.onnx"
 UNIMPLEMENTED_METHODS: Mapping[str, str] = {
     "RepositoryModelLoad": _FIXED,
     "RepositoryModelUnload": _FIXED,
@@ -45,12 +45,12 @@ UNIMPLEMENTED_METHODS: Mapping[str, str] = {
     "CudaSharedMemoryRegister": _SHARED,
     "CudaSharedMemoryUnregister": _SHARED,
     "TraceSetting": "this server has no trace settings",
-    "LogSettings": "this server's log is set when it starts",
+    "LogSettings": "this server's log settings are fixed at its start",
 }
 
 
 def add_to_server(server: grpc.aio.Server, models: Models, ready: Callable[[], bool]) -> None:
-    """Let a server answer the Open Inference Protocol. ready: whether it takes new work, as health says."""
+    """Add the Open Inference Protocol to a server. ready: whether it accepts new work, as reported by health."""
     pb_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(models, ready), server)
     refusals: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
         name: grpc.unary_unary_rpc_method_handler(_unimplemented_handler(text))
@@ -67,46 +67,46 @@ def _unimplemented_handler(text: str) -> Callable[[bytes, Context], Awaitable[by
 
 
 class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
-    """Translates calls."""
+    """Translates calls to the classifiers."""
 
     def __init__(self, models: Models, ready: Callable[[], bool]) -> None:
         self._models = models
         self._ready = ready
 
     async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:  # noqa: ARG002, N802
-        """Tell that the server answers."""
+        """Report that the server is alive."""
         return pb.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:  # noqa: ARG002, N802
-        """Tell whether the server takes new work."""
+        """Report whether the server accepts new work."""
         return pb.ServerReadyResponse(ready=self._ready())
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:  # noqa: ARG002, N802
-        """Tell whether a model takes new work."""
+        """Report whether a model accepts new work."""
         served = any(model.name == request.name for model in self._models.all())
         return pb.ModelReadyResponse(ready=served and request.version in messages.VERSIONS and self._ready())
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:  # noqa: ARG002, N802
-        """Tell what the server is."""
+        """Describe the server."""
         return messages.server_metadata()
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:  # noqa: ARG002, N802
-        """Tell inputs and outputs of a model."""
+        """Describe the inputs and outputs of a model."""
         return messages.model_metadata(self._model(request.name, request.version))
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:  # noqa: ARG002, N802
-        """Tell Triton's configuration of a model."""
+        """Return a model's configuration in Triton's form."""
         return pb.ModelConfigResponse(config=messages.model_config(self._model(request.name, request.version)))
 
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:  # noqa: ARG002, N802
-        """Tell what one model, or each of them, has done."""
+        """Return the statistics of one model, or of each."""
         models = [self._model(request.name, request.version)] if request.name else self._models.all()
         return pb.ModelStatisticsResponse(
             model_stats=[model_statistics(model.name, self._models.metrics) for model in models]
         )
 
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:  # noqa: ARG002, N802
-        """Name the models."""
+        """List the served models."""
         names = [model.name for model in self._models.all()]
         return messages.repository_index(request, names, ready=self._ready())
 
@@ -115,13 +115,13 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
         call_context.record_message_id(request.id)
         caller = caller_of(context)
         classifier, parsed = await self._parse_request(request)
-        del request  # while it waits; its images are in `parsed`
+        del request  # free it while waiting; its images are in `parsed`
         return await self._infer(classifier, parsed, caller)
 
     async def ModelStreamInfer(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context
     ) -> AsyncIterator[pb.ModelStreamInferResponse]:
-        """Classify the images of many requests."""
+        """Classify the images of a stream of requests."""
         caller = caller_of(context)
 
         async def answer(request: pb.ModelInferRequest) -> pb.ModelStreamInferResponse:
@@ -132,7 +132,7 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
                 response = messages.streamed(await self._infer(classifier, parsed, caller))
                 call_context.record_answer(failed=False)
                 return response
-            except Exception as error:  # it is this request's; the others go on
+            except Exception as error:  # belongs to this request only; the others continue
                 call_context.record_answer(failed=True)
                 return messages.streamed_error(id_, client_message(error, log_incident(error)))
 
@@ -142,19 +142,19 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
                 call_context.note_done()
 
     def _model(self, name: str, version: str) -> Classifier:
-        """Return a served model; the protocol wants its name even where there is only one."""
+        """Return a served model; the protocol requires a name even if there is only one model."""
         if not name:
             available = ", ".join(model.name for model in self._models.all())
-            raise ModelNotFound(f"the request names no model. There are: {available}")
+            raise ModelNotFound(f"the request names no model. Available: {available}")
         if version not in messages.VERSIONS:
             raise ModelNotFound(
-                f"model '{truncate(name, messages.MAX_QUOTED)}' has no version '{truncate(version, messages.MAX_QUOTED)}'. There is: "
-                f"{messages.VERSION}"
+                f"model '{truncate(name, messages.MAX_QUOTED)}' has no version "
+                f"'{truncate(version, messages.MAX_QUOTED)}'. Its only version: {messages.VERSION}"
             )
         return self._models.get(name)
 
     async def _parse_request(self, request: pb.ModelInferRequest) -> tuple[Classifier, messages.ParsedRequest]:
-        """Return which model a request asks, and for what."""
+        """Return the requested model and the parsed request."""
         classifier = self._model(request.model_name, request.model_version)
         read = partial(messages.parse_request, request, classifier.session.contract)
         return classifier, await _run_inline_or_in_thread(read, in_thread=_has_large_messages())
@@ -162,7 +162,7 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
     async def _infer(
         self, classifier: Classifier, parsed: messages.ParsedRequest, caller: Caller
     ) -> pb.ModelInferResponse:
-        """Classify the images of a request; all of them are let in, or none."""
+        """Classify the images of a request; admission accepts all of them or none."""
         contract = classifier.session.contract
         if parsed.timeout is not None:
             caller = caller.with_timeout(parsed.timeout)
@@ -177,20 +177,20 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
 
 
 def _has_large_messages() -> bool:
-    """Say whether the call that runs has sent so much that reading its message may take a millisecond."""
+    """Return whether the current call has sent so many bytes that parsing may take a millisecond."""
     call = call_context.current()
     return call is None or call.bytes > _LARGE_MESSAGE
 
 
 async def _run_inline_or_in_thread(function: Callable[[], Result], *, in_thread: bool) -> Result:
-    """Return what a function makes; what takes long is made in a thread, to which the way alone takes 0.1 ms."""
+    """Call a function, in a thread only if it takes long: handing over to a thread costs 0.1 ms."""
     return await asyncio.to_thread(function) if in_thread else function()
 
 
 async def _scores_of(classifier: Classifier, parsed: messages.ParsedRequest, caller: Caller) -> list[Float32Array]:
-    """Classify every image of a request; the first that fails drops the others and is named in the error."""
+    """Classify every image of a request; the first failure cancels the others, and the error names its image."""
 
-    async def one(index: int) -> Float32Array:
+    async def classify(index: int) -> Float32Array:
         try:
             return await classifier.classify(parsed.images[index], parsed.protocol, _class_scores, caller=caller)
         except ImageError as error:
@@ -200,7 +200,7 @@ async def _scores_of(classifier: Classifier, parsed: messages.ParsedRequest, cal
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(index)) for index in range(len(parsed.images))]
+            tasks = [group.create_task(classify(index)) for index in range(len(parsed.images))]
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return [task.result() for task in tasks]
@@ -210,14 +210,14 @@ def _class_scores(classified: Classification) -> Float32Array:
     return classified.scores
 
 
-# Triton's model statistics, read from what the server counts for Prometheus.
+# Triton's model statistics, derived from the server's Prometheus metrics.
 
 
 _STAGES = {"queue": "queue", "compute_input": "decode", "compute_infer": "compute", "compute_output": "average"}
 
 
 def model_statistics(name: str, metrics: Metrics) -> pb.ModelStatistics:
-    """Return what one model has done since the server started."""
+    """Return the statistics of one model since the server started."""
     success = _duration(metrics.request_seconds.labels(name))
     stages = {field: _duration(metrics.stage_seconds.labels(name, stage)) for field, stage in _STAGES.items()}
     return pb.ModelStatistics(
@@ -233,20 +233,20 @@ def model_statistics(name: str, metrics: Metrics) -> pb.ModelStatistics:
 
 
 def _duration(instrument: Histogram | Summary) -> pb.StatisticDuration:
-    """Return how often something was observed, and the sum of its seconds in nanoseconds."""
+    """Return the number of observations and their sum in nanoseconds. instrument: observes seconds."""
     samples = _samples(instrument)
     return pb.StatisticDuration(count=round(samples["_count"]), ns=round(1e9 * samples["_sum"]))
 
 
 def _samples(instrument: Gauge | Histogram | Summary) -> dict[str, float]:
-    """Return an instrument's values by the ends of their names: "_count", "_sum", of a gauge "" alone."""
+    """Return an instrument's values by the suffix of their names: "_count" and "_sum"; for a gauge only ""."""
     (metric,) = instrument.collect()
     return {
         sample.name.removeprefix(metric.name): sample.value for sample in metric.samples if "le" not in sample.labels
     }
 
 
-# Many requests of a stream at a time, answered in their order.
+# Many requests of a stream in progress at a time, answered in order.
 
 
 Request = TypeVar("Request")
@@ -258,9 +258,9 @@ async def answer_in_order(
 ) -> AsyncGenerator[Response, None]:
     """Yield the answer to each request, in the order of the requests.
 
-    most: requests that are read and whose answer is not yet taken; no further one is read meanwhile.
-    Raises what reading raises, once all that was read before is answered, and what `answer` raises. Closing the
-    generator cancels what is unanswered.
+    limit: maximum number of requests that have been read and whose answer has not been taken.
+    Raises the error of `requests`, after the answers to all earlier requests, and errors of `answer`. Closing the
+    generator cancels unanswered requests.
     """
     slots = asyncio.Semaphore(limit)
     answers: asyncio.Queue[asyncio.Future[Response] | None] = asyncio.Queue()
@@ -270,7 +270,7 @@ async def answer_in_order(
             await slots.acquire()
             async for request in requests:
                 answers.put_nowait(asyncio.ensure_future(answer(request)))
-                del request  # while the next is waited for
+                del request  # free it while waiting for the next
                 await slots.acquire()
         finally:
             answers.put_nowait(None)
@@ -282,9 +282,9 @@ async def answer_in_order(
             slots.release()
         await reader
     finally:
-        left: list[asyncio.Future[Any]] = [reader]
+        unfinished: list[asyncio.Future[Any]] = [reader]
         while not answers.empty():
-            left += filter(None, [answers.get_nowait()])
-        for each in left:
+            unfinished += filter(None, [answers.get_nowait()])
+        for each in unfinished:
             each.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await asyncio.gather(*unfinished, return_exceptions=True)

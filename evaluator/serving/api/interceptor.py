@@ -1,4 +1,4 @@
-"""What every call goes through: counted and bounded, named by an id, its errors made a status, its end logged."""
+"""Intercept every call: limit the calls in flight, assign a request id, convert errors to a status, log the end."""
 
 import asyncio
 import inspect
@@ -24,23 +24,23 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 MaybeHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
-OUR_METHODS = ("/prelunet.v1.", "/inference.")  # beginnings of the methods that are ours
-# What asks whether the server lives and is ready: who got no answer because it is busy might have it killed.
+OUR_METHODS = ("/prelunet.v1.", "/inference.")  # prefixes of the methods that we implement
+# Liveness and readiness probes. They are exempt from the limit: a prober without an answer might kill a busy server.
 PROBES = tuple(f"/inference.GRPCInferenceService/{name}" for name in ("ServerLive", "ServerReady", "ModelReady"))
-_RETRY_AFTER = 1.0  # seconds, for a call that is one too many; how long the others take, nobody knows
-# By how much a client's time is over before the server's clock says so: a call takes a moment on its way, and gRPC
-# sends a timeout rounded up, by 1 % at most.
+_RETRY_AFTER = 1.0  # seconds, for a call above the limit; how long the calls in flight will take is unknown
+# A client's deadline passes earlier than the server's copy of it, by at most this much: the call takes time to arrive,
+# and gRPC rounds the timeout up when it sends it, by at most 1 %.
 _CLOCK_SKEW, _TIMEOUT_ROUNDING = 0.05, 0.01  # seconds, share
-_CANCEL_DELAY = 0.1  # seconds in which gRPC cancels the call of a caller who has left; it takes a thread's turn
-# A message of more bytes may have so many parts: 64 images and 32 scales are some 200. Below, any number of parts is
-# decoded in less than a millisecond.
+_CANCEL_DELAY = 0.1  # seconds in which gRPC cancels the call of a client that has left; it waits for a thread's turn
+# A larger message may have at most `_MAX_PARTS` parts; 64 images and 32 scales have about 200. A smaller one is decoded
+# in less than a millisecond, whatever its number of parts.
 _SMALL_MESSAGE, _MAX_PARTS = 2**14, 1000
 
 
 class CallsInFlight:
-    """The calls in flight, of all clients: counted, bounded, and told to metrics and log when they end.
+    """The calls in flight of all clients: counts and limits them, and records their ends in metrics and log.
 
-    most: so many may be in flight; metrics: of the server.
+    limit: maximum number of calls in flight; metrics: of the server.
     """
 
     def __init__(self, limit: int = ServerLimits.max_calls, metrics: Metrics | None = None) -> None:
@@ -49,13 +49,13 @@ class CallsInFlight:
         self._metrics = metrics or Metrics()
 
     def begin(self, call: Call, *, exempt: bool = False) -> bool:
-        """Say whether a call may go on; it is in flight until gRPC is done with it, after its answer has been sent.
+        """Return whether a call may proceed. It is then in flight until gRPC ends it, after its answer has been sent.
 
-        always: it may, and takes no other call's place. Called in the task that gRPC runs it in, before its first
-        message is read.
+        exempt: always admit the call, and do not count it. `begin` must be called in the task in which gRPC runs the
+        call, before its first message is read.
 
-        No connection can have all places: gRPC itself begins no more than Limits.max_streams of its calls, an eighth of
-        the places as they are by default. Whose connection it is, nobody knows yet here.
+        The limit is not per client: the client's connection is not known here yet. One connection cannot use up the
+        limit, because gRPC itself starts at most `ServerLimits.max_streams` of its calls, by default an eighth of it.
         """
         counted = not exempt and self.count < self._limit
         if counted:
@@ -69,24 +69,24 @@ class CallsInFlight:
         return counted or exempt
 
     def _end(self, call: Call, *, counted: bool) -> None:
-        call.status = call.status or "CANCELLED"  # its caller left, or its message was too large for gRPC
+        call.status = call.status or "CANCELLED"  # the client left, or its message was too large for gRPC
         seconds = time.monotonic() - call.begun
-        # A method of no proto file gets no label: its name is the caller's, who could think of more and more.
+        # An unknown method gets no label of its own: clients could invent any number of names.
         method = call.method if _is_known(call.method) else "unknown"
         self._metrics.calls.labels(method, call.status).inc()
         self._metrics.call_seconds.labels(method).observe(seconds)
         log_call(call, seconds)
         if counted:
             self._metrics.calls_now.dec()
-            self.count -= 1  # last: a server that stops waits for this, and would lose the line
+            self.count -= 1  # last: a server that stops waits for this; earlier, the log line would be lost
 
     def overloaded_error(self) -> Overloaded:
-        """Return the error of a call that is one too many."""
-        return Overloaded(f"{self._limit} calls are in flight already. Try again later", _RETRY_AFTER)
+        """Return the error for a call above the limit."""
+        return Overloaded(f"the server already has {self._limit} calls in flight. Try again later", _RETRY_AFTER)
 
 
 def _is_known(method: str) -> bool:
-    """Say whether a proto file that is loaded has a method of this name."""
+    """Return whether a loaded proto file has a method of this name."""
     try:
         found = descriptor_pool.Default().FindMethodByName(method.replace("/", "."))  # type: ignore[no-untyped-call]
     except KeyError:
@@ -95,7 +95,7 @@ def _is_known(method: str) -> bool:
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Gives every call a status by the error table; those of health and reflection are not counted."""
+    """Wraps every method. Calls of health and reflection are not counted or limited."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         message_timeout: float = ServerLimits.message_timeout,
         stream_idle_timeout: float = ServerLimits.stream_idle_timeout,
     ) -> None:
-        """arrival, stream_idle_timeout: seconds in which messages have to come, as in Limits."""
+        """message_timeout, stream_idle_timeout: seconds, see `ServerLimits`."""
         self._calls = calls
         self._times = message_timeout, stream_idle_timeout
 
@@ -112,7 +112,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[MaybeHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> MaybeHandler:
-        """Wrap the method that is called."""
+        """Wrap the called method."""
         handler = await continuation(handler_call_details)
         path = handler_call_details.method
         call = Call(path.removeprefix("/"), request_id_from(handler_call_details.invocation_metadata or ()))
@@ -121,13 +121,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if counted and not self._calls.begin(call, exempt=path in PROBES):
             return _refusal_handler(call, self._calls.overloaded_error())
         if handler is None:
-            call.status = "UNIMPLEMENTED"  # as gRPC says now
+            call.status = "UNIMPLEMENTED"  # which gRPC answers
             return None
         return _WrappedMethod(handler, call, *self._times).handler()
 
 
 def _refusal_handler(call: Call, error: Exception) -> Handler:
-    """Return a handler that refuses a call before any message of it is read; a stream can answer any kind of call."""
+    """Return a handler that refuses a call before reading a message; a stream handler can answer any kind of call."""
 
     async def refuse(_requests: AsyncIterator[bytes], context: Context) -> None:
         async with _errors_to_status(call, context):
@@ -136,8 +136,8 @@ def _refusal_handler(call: Call, error: Exception) -> Handler:
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-# By whether requests, and whether responses, are streams: the name of the method, and the handler that gRPC is given.
-# It is always one that reads messages itself: gRPC would wait for the only message of a call for ever.
+# (request is a stream, response is a stream): attribute with the method, and constructor of the handler for gRPC.
+# The request is always registered as a stream: gRPC itself would wait for the message of a unary call forever.
 _HANDLER_KINDS = {
     (False, False): ("unary_unary", grpc.stream_unary_rpc_method_handler),
     (False, True): ("unary_stream", grpc.stream_stream_rpc_method_handler),
@@ -147,7 +147,7 @@ _HANDLER_KINDS = {
 
 
 class _WrappedMethod:
-    """A method of one call: messages are decoded where a bad one gets a status of ours, errors become a status."""
+    """The method of one call: decodes messages, so that a malformed one gets our status, and converts its errors."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class _WrappedMethod:
         self._call = call
 
     def handler(self) -> Handler:
-        """Return the handler that gRPC runs instead; it is given the bytes of messages."""
+        """Return the handler for gRPC, which receives messages as bytes."""
         run: Any = self._stream if self._handler.response_streaming else self._single
         handler: Handler = self._make(run, None, self._handler.response_serializer)
         return handler
@@ -172,13 +172,13 @@ class _WrappedMethod:
     async def _single(self, received: Any, context: Context) -> Any:
         async with _errors_to_status(self._call, context):
             answer = await self._method(await self._input(received, context), context)
-            await self._send_request_id(context)  # not earlier: gRPC tries no call again from then on
+            await self._send_request_id(context)  # not earlier: gRPC does not retry a call after this
             return answer
 
     async def _stream(self, received: Any, context: Context) -> None:
         async with _errors_to_status(self._call, context):
             answers = self._method(await self._input(received, context), context)
-            if not inspect.isasyncgen(answers):  # a method that sends its answers itself
+            if not inspect.isasyncgen(answers):  # the method writes its answers itself
                 await self._send_request_id(context)
                 await answers
                 return
@@ -191,9 +191,9 @@ class _WrappedMethod:
                     await context.write(answer)
 
     async def _input(self, received: AsyncIterator[bytes], context: Context) -> Any:
-        """Return what a method is given: the message, or all that come.
+        """Return the argument of the method: the message, or an iterator over the messages of a stream.
 
-        Of a call of one message no other is read; gRPC keeps the rest away and drops it when the call ends.
+        Only one message of a unary call is read; gRPC holds back further ones and drops them when the call ends.
         """
         if self._handler.request_streaming:
             messages = _Messages(received, self._decode_message, self._message_timeout, self._stream_idle_timeout)
@@ -201,14 +201,15 @@ class _WrappedMethod:
             return messages
         try:
             async with asyncio.timeout(self._message_timeout):
-                data = await context.read()  # `received` is a generator, which is work to end where it is left
+                data = await context.read()  # not `received`, a generator: abandoning it costs time
         except TimeoutError:
             raise DeadlinePassed(
-                f"the message of this call did not come in {self._message_timeout:g} s; send it whole when the call begins"
+                f"the message of this call did not arrive within {self._message_timeout:g} s; send all of it when the "
+                "call starts"
             ) from None
-        if not isinstance(data, bytes):  # the end
-            await asyncio.sleep(_CANCEL_DELAY)  # a caller who has left looks like this at first
-            raise UsageError("this call came without a message; send one")
+        if not isinstance(data, bytes):  # end of the stream
+            await asyncio.sleep(_CANCEL_DELAY)  # at first, a client that has left looks the same
+            raise UsageError("this call has no message; send one")
         return self._decode_message(data)
 
     def _decode_message(self, data: bytes) -> Any:
@@ -218,14 +219,14 @@ class _WrappedMethod:
             return data
         if len(data) > _SMALL_MESSAGE and exceeds_part_limit(data, decode(b"").DESCRIPTOR, _MAX_PARTS):
             raise UsageError(
-                f"this message of {len(data)} bytes has more than {_MAX_PARTS} fields and numbers; one that is large "
-                "should be so because of its images, encoded files as bytes"
+                f"this message of {len(data)} bytes has more than {_MAX_PARTS} fields and numbers; send each image as "
+                "its encoded file, in one bytes field"
             )
         try:
             return decode(data)
         except DecodeError:
             raise UsageError(
-                "the bytes of the request are no message of this method; use the proto file of this server and send "
+                "the request cannot be decoded as a message of this method; use this server's proto file and send "
                 "messages uncompressed"
             ) from None
 
@@ -234,10 +235,10 @@ class _WrappedMethod:
 
 
 class _Messages:
-    """The messages of a stream, decoded; each has to come in time, so that an idle stream does not keep its place.
+    """The decoded messages of a stream, with a timeout for each, so that an idle stream does not stay in flight.
 
-    Time counts only while the server waits for a message and none is in progress: neither while it reads no further nor
-    while the client may be waiting for an answer.
+    The clock runs only while the server waits for a message and no message is in progress. It stands still while the
+    server does not read, and while the client may be waiting for an answer.
     """
 
     def __init__(
@@ -247,14 +248,14 @@ class _Messages:
         message_timeout: float,
         idle_timeout: float,
     ) -> None:
-        """arrival: seconds for the first message; idle_timeout: for each other, from when none is in progress."""
+        """message_timeout: seconds for the first message; idle_timeout: for later ones, while none is in progress."""
         self._received = received
         self._decode = decode
         self._message_timeout = message_timeout
         self._idle_timeout = idle_timeout
         self._begun = False
         self._in_progress = 0
-        self._timeout: asyncio.Timeout | None = None  # of the message that is waited for
+        self._timeout: asyncio.Timeout | None = None  # of the current wait for a message
 
     def __aiter__(self) -> AsyncIterator[Any]:
         return self
@@ -266,10 +267,10 @@ class _Messages:
                 data = await anext(self._received)
         except TimeoutError:
             raise DeadlinePassed(
-                f"no message came in {seconds:g} s, and none is in progress; end a stream that has nothing to send, "
-                "and open another later (--stream-idle-timeout of the server)"
+                f"no message arrived within {seconds:g} s, and none is in progress; end a stream that has nothing to "
+                "send, and open a new one later (server option --stream-idle-timeout)"
                 if self._begun
-                else f"the first message of this stream did not come in {seconds:g} s; send it when the stream begins"
+                else f"the first message of this stream did not arrive within {seconds:g} s; send it at the start"
             ) from None
         finally:
             self._timeout = None
@@ -278,7 +279,7 @@ class _Messages:
         return self._decode(data)
 
     def done(self) -> None:
-        """Note that a message is no longer in progress."""
+        """Record that a message is no longer in progress."""
         self._in_progress -= 1
         if self._timeout is not None and not self._in_progress:
             self._timeout.reschedule(asyncio.get_running_loop().time() + self._idle_timeout)
@@ -286,12 +287,12 @@ class _Messages:
 
 @asynccontextmanager
 async def _errors_to_status(call: Call, context: Context) -> AsyncIterator[None]:
-    """End a call with the status of its error, and note in `call` which it was."""
+    """End a call with the status of its error, and record the status in `call`."""
     call.peer = context.peer()
     try:
         yield
         call.status = context.code().name if context.code() else "OK"
-    except grpc.aio.AbortError:  # a status is set already
+    except grpc.aio.AbortError:  # the status is already set
         call.status = context.code().name
         raise
     except asyncio.CancelledError:
@@ -310,68 +311,68 @@ async def _errors_to_status(call: Call, context: Context) -> AsyncIterator[None]
 
 
 def _is_disconnect(error: Exception) -> bool:
-    """Say whether an error only tells that nothing can be sent any more; gRPC's UsageError is a mistake of ours."""
+    """Return whether an error only means that the client is gone; gRPC's UsageError is a bug of ours."""
     return isinstance(error, grpc.aio.BaseError) and not isinstance(error, grpc.aio.UsageError)
 
 
 def _disconnect_status(call: Call, context: Context) -> str:
-    """Return the status of a call whose caller waits no longer: given up, or out of time."""
+    """Return the status of a call whose client no longer waits: cancelled or past its deadline."""
     remaining = context.time_remaining()
-    apart = _CLOCK_SKEW + _TIMEOUT_ROUNDING * (time.monotonic() - call.begun)
-    return "DEADLINE_EXCEEDED" if remaining is not None and remaining <= apart else "CANCELLED"
+    tolerance = _CLOCK_SKEW + _TIMEOUT_ROUNDING * (time.monotonic() - call.begun)
+    return "DEADLINE_EXCEEDED" if remaining is not None and remaining <= tolerance else "CANCELLED"
 
 
-# How many parts the bytes of a message have, told before they are decoded.
+# Count the parts of a message before decoding it.
 #
-# Decoding holds Python's only lock, in whatever thread it runs, and each part becomes an object many times its size: 60
-# MB of empty inputs hold up every call for 3 s and take 2.7 GB. A message of ours is large because of its images, and
-# those are few parts. Wire format: protobuf.dev/programming-guides/encoding.
+# Decoding holds the GIL, in whatever thread it runs, and each part becomes an object many times its encoded size: 60 MB
+# of empty inputs block every call for 3 s and take 2.7 GB. A legitimate message is large because of its images, which
+# are few parts. Wire format: protobuf.dev/programming-guides/encoding.
 
 
-_MAX_VARINT_BYTES = 10  # bytes of a number, of 7 bits each
+_MAX_VARINT_BYTES = 10  # with 7 bits of the number in each
 _OPAQUE_TYPES = (FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING)
 
 
 def exceeds_part_limit(data: bytes, kind: Descriptor, limit: int) -> bool:
-    """Say whether a message has more parts than `limit`: fields at any depth, and numbers in a list of them.
+    """Return whether a message has more than `limit` parts: fields at any depth, and numbers in packed lists.
 
-    Takes time by the number of parts up to `limit`, not by the number of bytes. Of bytes that are no message it may say
-    either; decoding tells.
+    Takes time proportional to the number of parts, up to `limit`, not to the number of bytes. The result for malformed
+    bytes is arbitrary; decoding reports them.
     """
-    count, place = 0, 0
-    open_ = [(len(data), kind)]  # the messages around this place, by their ends
+    count, offset = 0, 0
+    open_ = [(len(data), kind)]  # (end, type) of each message that encloses the offset
     while open_ and count <= limit:
-        end, around = open_[-1]
-        if place >= end:
+        end, enclosing = open_[-1]
+        if offset >= end:
             open_.pop()
-            place = end  # not further: what looks like one of our messages may be some bytes of an unknown group
+            offset = end  # not beyond: the apparent message may be bytes of an unknown group
             continue
         count += 1
-        tag, place = _varint(data, place)
+        tag, offset = _varint(data, offset)
         match tag & 7:
-            case 0:  # a number
-                _, place = _varint(data, place)
-            case 1:  # of 8 bytes
-                place += 8
-            case 5:  # of 4 bytes
-                place += 4
-            case 2:  # as long as it says
-                length, place = _varint(data, place)
-                field = around.fields_by_number.get(tag >> 3)
+            case 0:  # varint
+                _, offset = _varint(data, offset)
+            case 1:  # 8 bytes
+                offset += 8
+            case 5:  # 4 bytes
+                offset += 4
+            case 2:  # length-delimited
+                length, offset = _varint(data, offset)
+                field = enclosing.fields_by_number.get(tag >> 3)
                 if field is not None and field.message_type is not None:
-                    open_.append((place + length, field.message_type))
+                    open_.append((offset + length, field.message_type))
                     continue
                 if field is not None and field.type not in _OPAQUE_TYPES:
-                    count += length  # numbers, each of a byte or more
-                place += length
+                    count += length  # packed numbers, each of at least one byte
+                offset += length
     return count > limit
 
 
-def _varint(data: bytes, place: int) -> tuple[int, int]:
-    """Return the number at a place, and the place behind it; one that does not end is cut, as no message has any."""
+def _varint(data: bytes, offset: int) -> tuple[int, int]:
+    """Return the varint at an offset, and the offset after it; an overlong one, invalid in any message, is cut."""
     number = 0
-    for index, byte in enumerate(data[place : place + _MAX_VARINT_BYTES]):
+    for index, byte in enumerate(data[offset : offset + _MAX_VARINT_BYTES]):
         number |= (byte & 0x7F) << 7 * index
         if byte < 0x80:
-            return number, place + index + 1
-    return number, place + _MAX_VARINT_BYTES
+            return number, offset + index + 1
+    return number, offset + _MAX_VARINT_BYTES

@@ -1,4 +1,4 @@
-"""Our own service: calls of proto/prelunet/v1 translated to and from the classifiers."""
+"""The PreluNetService of proto/prelunet/v1: translates between its calls and the classifiers."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -22,12 +22,12 @@ from prelunet.evaluator.serving.options import ServerLimits
 
 SERVICE = pb.DESCRIPTOR.services_by_name["PreluNetService"].full_name
 
-_MAX_INLINE_PREDICTIONS = 100  # predictions that are written into a message on the event loop's thread, in 0.2 ms
+_MAX_INLINE_PREDICTIONS = 100  # converted to a message on the event loop's thread, in 0.2 ms; more in another thread
 
 
 @dataclass(frozen=True)
 class _ParsedRequest:
-    """What a request asks of a model. image: encoded; a message gives a new copy each time."""
+    """A validated request. image: encoded; each access to a message's field makes a copy."""
 
     classifier: Classifier
     image: bytes
@@ -36,7 +36,7 @@ class _ParsedRequest:
     heatmap: bool
 
     async def answer(self, caller: Caller, on_admitted: Callable[[], None] | None) -> pb.ClassifyResponse:
-        """Answer it; inside: see `PreluNetServicer._classify`."""
+        """Classify the image. on_admitted: see `PreluNetServicer._classify`."""
         size, views = len(self.image), len(self.protocol.views)
         async with AsyncExitStack() as stack:
             if on_admitted is None:
@@ -53,7 +53,7 @@ class _ParsedRequest:
 
 
 class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
-    """Translates calls. max_evaluation_images: that one evaluation may have."""
+    """Translates calls. max_evaluation_images: maximum number of images of one evaluation."""
 
     def __init__(self, models: Models, max_evaluation_images: int = ServerLimits.max_evaluation_images) -> None:
         self._models = models
@@ -62,22 +62,21 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
     async def Classify(self, request: pb.ClassifyRequest, context: Context) -> pb.ClassifyResponse:  # noqa: N802
         """Classify one image."""
         answer = self._classify(request, caller_of(context))
-        del request  # its image lies in it a second time
+        del request  # it holds a second copy of the image
         return await answer
 
     def _classify(
         self, request: pb.ClassifyRequest, caller: Caller, on_admitted: Callable[[], None] | None = None
     ) -> Awaitable[pb.ClassifyResponse]:
-        """Read one request, of a call of its own or of a stream; what is returned answers it, without the message.
+        """Validate a request, of Classify or of a stream, and return the awaitable that answers it without the message.
 
-        inside: given where the request waits while the queue is full, and called when it is in.
+        on_admitted: if given, the request waits while the queue is full, and this is called once it is admitted;
+        without it the request is refused instead.
         """
         classifier = self._models.get(request.model)
         contract = classifier.session.contract
-        protocol, top_k = (
-            prelunet_messages.requested_protocol(request, contract),
-            prelunet_messages.requested_top_k(request, contract),
-        )
+        protocol = prelunet_messages.requested_protocol(request, contract)
+        top_k = prelunet_messages.requested_top_k(request, contract)
         call_context.record_views(classifier.name, len(protocol.views))
         parsed = _ParsedRequest(classifier, request.image, protocol, top_k, request.heatmap)
         return parsed.answer(caller, on_admitted)
@@ -100,7 +99,7 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
         contract = classifier.session.contract
         protocol = prelunet_messages.requested_protocol(start, contract)
         call_context.record_views(classifier.name, 0)
-        call_context.note_done()  # the start, which has no answer of its own
+        call_context.note_done()  # `start` gets no answer of its own
 
         async def images() -> AsyncGenerator[LabelledImage, None]:
             async for request in request_iterator:
@@ -125,7 +124,7 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
         )
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:  # noqa: ARG002, N802
-        """Name the models."""
+        """List the served models."""
         return pb.ListModelsResponse(models=map(prelunet_messages.model_identity, self._models.all()))
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:  # noqa: ARG002, N802
@@ -133,35 +132,36 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
         return pb.GetModelResponse(model=prelunet_messages.model_message(self._models.get(request.name)))
 
 
-# Many images in one call: each is read, classified and answered by itself.
+# Many images in one call: each request is read, classified and answered independently.
 #
-# A request of a stream is read only when one of `STREAM_SLOTS` places is free, and its place is free once its answer
-# has been sent. So gRPC's own flow control holds up a caller who sends faster than the server classifies, and one who
-# does not read the answers does not fill the server's memory. While a request waits before a model's door the next is
-# not read either: what is inside is bounded there, and before it a stream has one message, as any other call.
+# The server reads a request of a stream only when one of its `STREAM_SLOTS` slots is free, and frees the slot once the
+# answer has been sent. So gRPC's flow control slows down a client that sends faster than the server classifies, and a
+# client that does not read its answers does not fill the server's memory. While a request waits for admission, the next
+# one is not read either: admission limits the requests in the queue, and outside it a stream has one message, as any
+# other call.
 #
-# The door lets answers out that nobody reads, so it is the places that bound these: a place is worth about 100 kB, and
-# a request whose answer is larger takes as many places as it needs (`slots_for`), before it is begun. Its size is known
-# beforehand only roughly; to wait until the answer is there would be too late, since by then others are being made. So
-# a stream keeps at most a few MB of answers, whatever it asks; what it asks next waits its turn, none overtakes it.
+# Admission does not limit finished answers that the client has not read; the slots do. A slot stands for about 100 kB
+# of answer. A request with a larger answer takes several slots (`slots_for`) before it starts. Its size is only
+# estimated, but waiting for the answer itself would be too late: others would be in progress by then. So a stream holds
+# at most a few MB of answers, whatever it requests. Later requests wait their turn; none overtakes.
 
 
-STREAM_SLOTS = 32  # places of one stream: requests of it that may be unanswered
-_HEATMAP_SLOTS = 8  # places: a PNG file of 0.8 MB, so four at a time, which keeps four cores drawing
-_CLASSES_PER_SLOT = 1000  # 40 kB when they are sent, and a few times that as objects
+STREAM_SLOTS = 32  # per stream: the maximum number of its unanswered requests
+_HEATMAP_SLOTS = 8  # for a PNG file of 0.8 MB; four at a time keep four cores drawing
+_CLASSES_PER_SLOT = 1000  # 40 kB on the wire, a few times that as objects
 MAX_ID_LENGTH = 128  # characters
 
-# Of a request and what to call once it is let in; what is awaited holds nothing of the message but what it needs.
-Classify: TypeAlias = Callable[[pb.ClassifyRequest, Callable[[], None]], Awaitable[pb.ClassifyResponse]]
+# Takes a request and a callback for its admission. The awaitable must not hold the message, only what it needs of it.
+ClassifyOne: TypeAlias = Callable[[pb.ClassifyRequest, Callable[[], None]], Awaitable[pb.ClassifyResponse]]
 Send: TypeAlias = Callable[[pb.ClassifyStreamResponse], Awaitable[None]]
 
 
-async def classify_stream(classify: Classify, requests: AsyncIterator[pb.ClassifyStreamRequest], send: Send) -> None:
-    """Answer the requests of a stream, each as soon as it can be.
+async def classify_stream(classify: ClassifyOne, requests: AsyncIterator[pb.ClassifyStreamRequest], send: Send) -> None:
+    """Answer each request of a stream as soon as its result is ready.
 
-    classify: as a call of its own would; its error is the answer to that request. send: waits while the caller reads
-    no further; it is never called twice at a time. An error of `requests` or of `send` ends the stream; then, and when
-    it is cancelled, all that is unanswered is cancelled too.
+    classify: answers one request; its error becomes the answer to that request; send: sends an answer, and waits while
+    the client does not read; never called concurrently. An error of `requests` or `send` ends the stream. Unanswered
+    requests are cancelled when the stream ends with an error or is cancelled.
     """
     stream = _Stream(classify, send)
     try:
@@ -170,24 +170,24 @@ async def classify_stream(classify: Classify, requests: AsyncIterator[pb.Classif
                 slots = slots_for(request.request)
                 for _ in range(1, slots):
                     await stream.free_slots.acquire()
-                on_admitted = asyncio.Event()
-                group.create_task(stream.answer(request, stream.register(request.id), on_admitted, slots))
-                del request  # while the next is waited for
-                await on_admitted.wait()
+                admission = asyncio.Event()
+                group.create_task(stream.answer(request, stream.register(request.id), admission, slots))
+                del request  # free it while waiting for the next
+                await admission.wait()
     except ExceptionGroup as failures:  # the first failure has cancelled the rest
         raise failures.exceptions[0] from None
 
 
 def slots_for(request: pb.ClassifyRequest) -> int:
-    """Return how many places of a stream the answer to a request takes, 1 to `STREAM_SLOTS`."""
+    """Return the number of slots that the answer to a request takes, 1 to `STREAM_SLOTS`."""
     classes = -(-request.top_k // _CLASSES_PER_SLOT)
     return min(STREAM_SLOTS, max(1, classes, _HEATMAP_SLOTS if request.heatmap else 1))
 
 
 class _Stream:
-    """The unanswered requests of one stream. place: free for one more of them, or a part of one."""
+    """The unanswered requests of one stream. free_slots: each allows one more request, or a part of a large one."""
 
-    def __init__(self, classify: Classify, send: Send) -> None:
+    def __init__(self, classify: ClassifyOne, send: Send) -> None:
         self.free_slots = asyncio.Semaphore(STREAM_SLOTS)
         self._classify = classify
         self._send = send
@@ -195,35 +195,37 @@ class _Stream:
         self._unanswered: set[str] = set()
 
     def register(self, id_: str) -> UsageError | None:
-        """Take the id of a request that was read; returns what is wrong with it, if it cannot be told from others."""
+        """Register the id of a request that has been read; return the error if it is invalid or already in use."""
         if not 1 <= len(id_) <= MAX_ID_LENGTH:
             return UsageError(
                 f"a request's `id` should have 1 to {MAX_ID_LENGTH} characters, not {len(id_)}: '{id_[:MAX_ID_LENGTH]}'"
             )
         if id_ in self._unanswered:
-            return UsageError(f"the request with id '{id_}' has no answer yet; give each its own id until then")
+            return UsageError(
+                f"id '{id_}' is already in use by a request that has no answer yet; give each its own id until then"
+            )
         self._unanswered.add(id_)
         return None
 
     async def answer(
-        self, request: pb.ClassifyStreamRequest, refusal: UsageError | None, on_admitted: asyncio.Event, slots: int
+        self, request: pb.ClassifyStreamRequest, refusal: UsageError | None, admission: asyncio.Event, slots: int
     ) -> None:
-        """Answer one request and leave its places. inside: set once it holds up the next no more."""
+        """Answer one request and free its slots. admission: set once the next request may be read."""
         if refusal is not None:
             response = pb.ClassifyStreamResponse(error=call_error(refusal, ""))
         else:
             id_ = request.id
             try:
-                answer = self._classify(request.request, on_admitted.set)
-                del request  # its image lies in it a second time
+                answer = self._classify(request.request, admission.set)
+                del request  # it holds a second copy of the image
                 response = pb.ClassifyStreamResponse(id=id_, response=await answer)
                 call_context.record_answer(failed=False)
             except Exception as error:
                 call_context.record_answer(failed=True)
                 response = pb.ClassifyStreamResponse(id=id_, error=call_error(error, log_incident(error)))
-        on_admitted.set()
+        admission.set()
         async with self._sending:
-            self._unanswered.discard(response.id)  # not later: who has the answer may use the id again
+            self._unanswered.discard(response.id)  # not later: the client may reuse the id once it has the answer
             await self._send(response)
         call_context.note_done()
         for _ in range(slots):

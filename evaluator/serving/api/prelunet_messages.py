@@ -1,4 +1,4 @@
-"""What the server reads from messages of proto/prelunet/v1 and writes into them. Nothing is computed here."""
+"""Parse and build messages of proto/prelunet/v1. Nothing is computed here."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, islice
@@ -19,16 +19,16 @@ from prelunet.evaluator.serving.api.evaluation import EvaluationProgress, Labell
 from prelunet.evaluator.serving.classifier import Classifier
 
 MAX_FILE_NAME = 1024  # characters
-# Of a report's refused images so many are listed, with so many bytes of names and reasons together: all of a million
-# would not fit into a message, and the client would learn that after hours, instead of the report.
+# A report message lists only the first refused images: a million would not fit into a message, and after hours the
+# client would get an error instead of the report.
 MAX_LISTED_REFUSALS = 1000
-_MAX_REFUSALS_BYTES = 2**20  # names of 4 kB there may be
+_MAX_REFUSALS_BYTES = 2**20  # of names and reasons; a name may have 4 kB
 
 
 def requested_protocol(request: pb.ClassifyRequest | pb.EvaluateStart, contract: ModelContract) -> EvaluationProtocol:
-    """Return the protocol that is asked for, of no name the default; UsageError for one that there is not."""
+    """Return the requested protocol, by default the model's; UsageError if there is no such protocol."""
     overrides = ProtocolOverrides(
-        scales=tuple(request.scales[: MAX_SCALES + 1]) or None,  # one too many is refused like millions of them
+        scales=tuple(request.scales[: MAX_SCALES + 1]) or None,  # one above the limit is enough to refuse millions
         mirror=request.mirror if request.HasField("mirror") else None,
         apply_exif=request.apply_exif,
     )
@@ -36,14 +36,14 @@ def requested_protocol(request: pb.ClassifyRequest | pb.EvaluateStart, contract:
 
 
 def requested_top_k(request: pb.ClassifyRequest, contract: ModelContract) -> int:
-    """Return how many predictions to answer; UsageError for a number outside 1 to the number of classes."""
+    """Return the requested number of predictions; UsageError unless it is 1 to the number of classes."""
     return resolve_top_k(request.top_k if request.HasField("top_k") else None, len(contract.classes))
 
 
 def classify_response(answer: Answer) -> pb.ClassifyResponse:
-    """Return the answer for one image as its twin on the wire.
+    """Convert the answer for one image to its message.
 
-    Field by field: by way of JSON an answer of 1000 classes takes 20 ms.
+    Converts field by field: via JSON, an answer with 1000 classes takes 20 ms.
     """
     return pb.ClassifyResponse(
         predictions=[pb.Prediction(**vars(prediction)) for prediction in answer.predictions],
@@ -58,7 +58,7 @@ def classify_response(answer: Answer) -> pb.ClassifyResponse:
 
 
 def call_error(error: BaseException, incident: str) -> pb.CallError:
-    """Return an error as an answer of a stream: the same as its status would say; incident: as for `status_of`."""
+    """Convert an error to an answer of a stream, with the same content as its status; incident: see `status_of`."""
     return pb.CallError(
         code=code_of(error).value[0],
         reason=reason_for(error),
@@ -68,17 +68,17 @@ def call_error(error: BaseException, incident: str) -> pb.CallError:
 
 
 def progress_message(progress: EvaluationProgress) -> pb.EvaluateProgress:
-    """Return how far an evaluation is."""
+    """Convert the progress of an evaluation to its message."""
     return pb.EvaluateProgress(**vars(progress))
 
 
 def model_identity(classifier: Classifier) -> pb.ModelIdentity:
-    """Return name and hash of a served model."""
+    """Return the name and hash of a served model."""
     return pb.ModelIdentity(name=classifier.name, sha256=classifier.session.model_sha256)
 
 
 def model_message(classifier: Classifier) -> pb.Model:
-    """Return what a served model says of itself and what runs it."""
+    """Describe a served model and the device that runs it."""
     contract = classifier.session.contract
     return pb.Model(
         name=classifier.name,
@@ -96,40 +96,40 @@ def model_message(classifier: Classifier) -> pb.Model:
 
 
 def circumstances_message(circumstances: Circumstances) -> pb.Circumstances:
-    """Return what computes the answers."""
+    """Convert the circumstances of a session to their message."""
     return ParseDict(circumstances.to_json(), pb.Circumstances())
 
 
 def start_of(request: pb.EvaluateRequest | None) -> pb.EvaluateStart:
-    """Return the first message of an evaluation; UsageError when it is not `start` or names no dataset."""
+    """Return the `start` of an evaluation's first message; UsageError if it is missing or names no dataset."""
     if request is None:
         raise UsageError("the stream is empty; send `start` (model, protocol, dataset), then every image as `image`")
     if request.WhichOneof("message") != "start":
         raise UsageError("the first message of an evaluation should be `start` (model, protocol, dataset)")
     if not PurePosixPath(request.start.dataset).name or len(request.start.dataset) > MAX_FILE_NAME:
         raise UsageError(
-            f"`start` should name the dataset in 1 to {MAX_FILE_NAME} characters, as in dataset: 'flowers'"
+            f"`start` should name the dataset in 1 to {MAX_FILE_NAME} characters, for example dataset: 'flowers'"
         )
     return request.start
 
 
 def image_of(request: pb.EvaluateRequest, contract: ModelContract) -> LabelledImage:
-    """Return one labelled image of an evaluation; UsageError or DatasetError that names what is wrong with it."""
+    """Return one labelled image of an evaluation; UsageError or DatasetError if the message is invalid."""
     if request.WhichOneof("message") != "image":
-        raise UsageError("after `start`, which is sent once, every message of an evaluation should be an `image`")
+        raise UsageError("after the first message, `start`, every message of an evaluation should be an `image`")
     image = request.image
     if not 1 <= len(image.file) <= MAX_FILE_NAME:
         raise DatasetError(f"an image's file name should have 1 to {MAX_FILE_NAME} characters, not {len(image.file)}")
     if "\0" in image.file:
-        raise DatasetError("an image's file name should hold no NUL character")
+        raise DatasetError("an image's file name should not contain a NUL character")
     return LabelledImage(image.file, image.data, _label_of(image, contract))
 
 
 def _label_of(image: pb.LabelledImage, contract: ModelContract) -> int:
-    """Return the class index of the truth, told as an index or as a wnid."""
+    """Return the true class index, which the image gives as an index or as a wnid."""
     truth = image.WhichOneof("truth")
     if truth is None:
-        raise DatasetError(f"{image.file}: no true class; give `label` (class index) or `wnid`")
+        raise DatasetError(f"{image.file}: no true class; set `label` (class index) or `wnid`")
     if truth == "label":
         if image.label >= len(contract.classes):
             raise DatasetError(
@@ -140,22 +140,22 @@ def _label_of(image: pb.LabelledImage, contract: ModelContract) -> int:
     if label is None:
         first = ", ".join(entry.wnid for entry in contract.classes[:5])
         raise DatasetError(
-            f"{image.file}: the model has no class '{image.wnid}'. Its {len(contract.classes)} begin with {first}"
+            f"{image.file}: the model has no class '{image.wnid}'. The first of its {len(contract.classes)}: {first}"
         )
     return label
 
 
 def report_message(report: Report) -> pb.Report:
-    """Return report.json as its twin on the wire; null becomes an unset field.
+    """Convert report.json to its message; null becomes an unset field.
 
-    Of the refused images the first are listed, `MAX_LISTED_REFUSALS` at most; `refused` counts them all.
+    Only the first refused images are listed, at most `MAX_LISTED_REFUSALS`; `refused` counts them all.
     """
     listed = {**report, "refusals": _first_refusals(report["refusals"])}
     return ParseDict(convert_nested_lists(listed, lambda numbers: {"values": numbers}), pb.Report())
 
 
 def _first_refusals(refusals: Sequence[Mapping[str, str]]) -> Sequence[Mapping[str, str]]:
-    """Return as many refusals from the first on as a report in a message lists."""
+    """Return the first refusals, up to the limits of a report message."""
     first = refusals[:MAX_LISTED_REFUSALS]
     sizes = accumulate(len(text.encode()) for each in first for text in (each["file"], each["reason"]))
     return first[: sum(size <= _MAX_REFUSALS_BYTES for size in islice(sizes, 1, None, 2))]

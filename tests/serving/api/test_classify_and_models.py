@@ -250,7 +250,9 @@ def test_bytes_that_are_no_message_are_the_callers_fault_and_the_next_call_works
         status, details = failure(channel.stream_unary(path), iter([rubbish]))
     else:
         status, details = failure(channel.unary_unary(path), rubbish)
-    assert (status.name, "no message of this method" in details) == ("INVALID_ARGUMENT", True), details
+    assert (status.name, "cannot be decoded as a message of this method" in details) == ("INVALID_ARGUMENT", True), (
+        details
+    )
     assert stub.Classify(request()).predictions
 
 
@@ -277,7 +279,10 @@ def test_a_server_with_as_many_calls_as_it_takes_refuses_more_and_still_says_tha
         eventually(lambda: server.metric("prelunet_calls_now") == 2)
         for method, asked in [(stub.Classify, pb.ClassifyRequest()), (stub.ListModels, pb.ListModelsRequest())]:
             status, details = failure(method, asked)
-            assert (status.name, details) == ("RESOURCE_EXHAUSTED", "2 calls are in flight already. Try again later")
+            assert (status.name, details) == (
+                "RESOURCE_EXHAUSTED",
+                "the server already has 2 calls in flight. Try again later",
+            )
         assert inference.ServerLive(inference_pb.ServerLiveRequest()).live
         assert inference.ServerReady(inference_pb.ServerReadyRequest()).ready
         assert inference.ModelReady(inference_pb.ModelReadyRequest(name="fake")).ready

@@ -349,7 +349,7 @@ def test_a_server_that_takes_no_new_work_and_its_models_are_not_ready_but_live()
 
         assert asyncio.run(told()) == (True, True, True, [("READY", "")])
         state["ready"] = False
-        assert asyncio.run(told()) == (True, False, False, [("UNAVAILABLE", "the server takes no new work")])
+        assert asyncio.run(told()) == (True, False, False, [("UNAVAILABLE", "the server accepts no new work")])
         only_ready = servicer.RepositoryIndex(pb.RepositoryIndexRequest(ready=True), None)
         assert list(asyncio.run(only_ready).models) == []
 

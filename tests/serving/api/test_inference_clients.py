@@ -166,7 +166,7 @@ def test_tritonclient_is_told_of_server_and_models(told) -> None:
     for call in ("no loading", "no unloading", "no trace", "no log settings"):
         assert of_server[call][0] == "StatusCode.UNIMPLEMENTED", call
     for call in ("no shared memory", "no shared memory of a GPU"):
-        assert "images in the message only" in of_server[call][1], call
+        assert "images only in the message" in of_server[call][1], call
 
 
 @needs_triton

@@ -32,7 +32,7 @@ from tests.helpers.fakes import FakeSession
 from tests.serving.api.inference_calls import infer_request
 from tests.serving.api.raw_http2 import DATA, END_HEADERS, HEADERS, call_headers, connection, frame
 from tests.serving.scheduling.event_loop import until
-from tests.serving.serving_harness import GatedSession, Running, eventually, png, running_server, running_servicer
+from tests.serving.serving_harness import GatedSession, RunningServer, eventually, png, running_server, running_servicer
 
 SERVICE = "prelunet.v1.PreluNetService"
 CLASSIFY, STREAM = f"{SERVICE}/Classify", f"{SERVICE}/ClassifyStream"
@@ -252,7 +252,7 @@ def test_calls_beyond_the_limit_are_refused_at_once_and_exactly_those() -> None:
         for status in refused:
             error = error_from(status, "")
             assert (type(error), error.retry_after) == (Overloaded, 1.0)
-            assert "4 calls are in flight already" in str(error)
+            assert "already has 4 calls in flight" in str(error)
             assert any(detail.Is(RetryInfo.DESCRIPTOR) for detail in rpc_status.from_call(status).details)
         eventually(lambda: server.calls.count == 0)
         assert server.stub.Classify(request("next")).model.name == "next", "the places are free again"
@@ -511,7 +511,7 @@ def test_a_call_whose_message_never_comes_ends_and_gives_its_place_back() -> Non
     with served(limit=1, message_timeout=0.2) as server, held() as nothing:
         silent = server.channel.stream_unary(f"/{CLASSIFY}").future(nothing(), timeout=60)
         assert silent.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-        assert "did not come in 0.2 s" in silent.details()
+        assert "did not arrive within 0.2 s" in silent.details()
         assert isinstance(error_from(silent, ""), DeadlinePassed)
         eventually(lambda: server.calls.count == 0)
         assert server.ended("DEADLINE_EXCEEDED") == 1
@@ -534,7 +534,7 @@ def served_stream(method: str, session: FakeSession, first: Iterable[bytes] = ()
         yield stream, server, pb_grpc.PreluNetServiceStub(channel)
 
 
-def ends_for_want_of_a_message(stream: Any, server: Running, stub: pb_grpc.PreluNetServiceStub) -> str:
+def ends_for_want_of_a_message(stream: Any, server: RunningServer, stub: pb_grpc.PreluNetServiceStub) -> str:
     """Return what a stream is told that ends so; the next call has its place."""
     with pytest.raises(grpc.RpcError) as caught:
         list(stream)
@@ -550,7 +550,7 @@ def test_a_stream_whose_first_message_never_comes_ends_and_gives_its_place_back(
     with served_stream(method, FakeSession(), message_timeout=1.0) as (stream, server, stub):
         assert failure(stub.ListModels, pb.ListModelsRequest()).code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         told = ends_for_want_of_a_message(stream, server, stub)
-        assert "first message of this stream did not come in 1 s" in told
+        assert "first message of this stream did not arrive within 1 s" in told
 
 
 def messages_of(method: str) -> list[bytes]:
@@ -580,7 +580,7 @@ def test_a_stream_that_is_idle_after_its_answers_ends_but_not_while_one_is_await
         session.gate.set()
         if method != STREAMS[1]:  # an evaluation has its answer at its end
             next(stream)
-        assert "no message came in 0.5 s" in ends_for_want_of_a_message(stream, server, stub)
+        assert "no message arrived within 0.5 s" in ends_for_want_of_a_message(stream, server, stub)
 
 
 @pytest.mark.parametrize("last", ["idle", "reads no further"])
@@ -635,7 +635,7 @@ def test_the_time_for_a_message_counts_only_while_the_server_waits_and_none_is_i
             assert await passes(0)
             assert await passes(99)
         assert not await passes(1.5)
-        assert "no message came in 100 s" in context.refusals[0]
+        assert "no message arrived within 100 s" in context.refusals[0]
         await running
 
     asyncio.run(scenario())
@@ -668,7 +668,7 @@ def test_a_call_that_sends_half_a_message_ends_and_gives_its_place_back() -> Non
 def test_a_call_that_ends_without_a_message_is_told_so(method: str) -> None:
     with served(limit=1) as server:
         empty = server.channel.stream_unary(f"/{method}").future(iter(()), timeout=30)
-        assert (empty.code(), "came without a message" in empty.details()) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+        assert (empty.code(), "this call has no message" in empty.details()) == (grpc.StatusCode.INVALID_ARGUMENT, True)
         assert isinstance(error_from(empty, ""), UsageError)
         eventually(lambda: server.calls.count == 0)
         assert server.ended("INVALID_ARGUMENT", method) == 1

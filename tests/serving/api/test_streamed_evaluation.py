@@ -112,7 +112,7 @@ def stub():
         ([pb.EvaluateRequest()], "INVALID_ARGUMENT", "first message of an evaluation should be `start`"),
         ([pb.EvaluateRequest(image=GOOD)], "INVALID_ARGUMENT", "first message of an evaluation should be `start`"),
         ([*stream()], "INVALID_ARGUMENT", "the stream had no image"),
-        ([*stream(GOOD), *stream()], "INVALID_ARGUMENT", "`start`, which is sent once"),
+        ([*stream(GOOD), *stream()], "INVALID_ARGUMENT", "after the first message, `start`"),
         ([*stream(GOOD, GOOD)], "INVALID_ARGUMENT", "two images are named 'a.png'"),
         ([*stream(GOOD, dataset="")], "INVALID_ARGUMENT", "`start` should name the dataset"),
         ([*stream(GOOD, model="nine")], "NOT_FOUND", "no model 'nine'"),
@@ -122,7 +122,7 @@ def stub():
         ([*stream(pb.LabelledImage(file="b", data=b""))], "INVALID_ARGUMENT", "b: no true class"),
         ([*stream(pb.LabelledImage(data=b"", label=1))], "INVALID_ARGUMENT", "1 to 1024 characters, not 0"),
         ([*stream(pb.LabelledImage(file="x" * 1025, label=1))], "INVALID_ARGUMENT", "not 1025"),
-        ([*stream(pb.LabelledImage(file="x\0y", label=1))], "INVALID_ARGUMENT", "no NUL character"),
+        ([*stream(pb.LabelledImage(file="x\0y", label=1))], "INVALID_ARGUMENT", "not contain a NUL character"),
     ],
 )
 def test_a_bad_evaluation_says_what_is_wrong_and_the_next_one_works(stub, requests, code: str, text: str) -> None:
@@ -317,7 +317,7 @@ def test_an_evaluation_of_more_images_than_one_may_have_is_refused(images: int) 
         if images == 3:
             assert asyncio.run(evaluation_)["images"] == 3
             return
-        with pytest.raises(UsageError, match="at most 3 images in one call, and '0003' is one more"):
+        with pytest.raises(UsageError, match="at most 3 images in one call, and '0003' is above the limit"):
             asyncio.run(evaluation_)
         assert classifier._admission.images == 0
 

@@ -40,7 +40,7 @@ class Answerer:
         self.begun: list[str] = []
         self.cancelled: list[str] = []
         self._waits = waits
-        self._waiters = outside
+        self._outside = outside
         self._allowed: dict[str, asyncio.Event] = {}
 
     def allow(self, name: str) -> None:
@@ -48,7 +48,7 @@ class Answerer:
 
     async def classify(self, request: pb.ClassifyRequest, on_admitted: Callable[[], None]) -> pb.ClassifyResponse:
         self.begun.append(request.model)
-        if request.model not in self._waiters:
+        if request.model not in self._outside:
             on_admitted()
         try:
             if self._waits:
@@ -280,7 +280,7 @@ def test_an_image_that_fails_has_an_error_of_its_own_and_the_stream_goes_on(capl
     [
         (["", "z"], "1 to 128 characters, not 0"),
         (["x" * (MAX_ID_LENGTH + 1), "z"], "1 to 128 characters, not 129: 'xxx"),
-        (["a", "a", "z"], "the request with id 'a' has no answer yet"),
+        (["a", "a", "z"], "id 'a' is already in use by a request that has no answer yet"),
     ],
 )
 def test_a_request_that_cannot_be_told_from_others_gets_an_error_without_an_id(ids: list[str], text: str) -> None:
@@ -471,7 +471,7 @@ def test_a_stream_that_its_client_leaves_while_an_image_waits_before_the_door_le
 
 def test_bytes_that_are_no_message_end_a_stream_and_the_next_call_works(channel, stub) -> None:
     call = channel.stream_stream(f"/{pb.DESCRIPTOR.services_by_name['PreluNetService'].full_name}/ClassifyStream")
-    with pytest.raises(grpc.RpcError, match="no message of this method") as caught:
+    with pytest.raises(grpc.RpcError, match="cannot be decoded as a message of this method") as caught:
         list(call(iter([b"\xff\xff\xff\xff\x01"]), timeout=30))
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert list(stub.ClassifyStream(iter([]), timeout=30)) == []
