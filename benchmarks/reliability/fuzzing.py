@@ -37,7 +37,7 @@ DEAD = 0.5  # seconds in which a process that dies is dead
 MAX_CRASHES = 5
 FORBIDDEN_STATUSES = ("INTERNAL", "UNKNOWN", "UNAVAILABLE", "DATA_LOSS")  # what no caller can bring about
 _INTERNAL_ERROR_PREFIX = (
-    "an error of the server"  # how the text of an INTERNAL begins, where a stream tells texts alone
+    "internal server error"  # how the text of an INTERNAL begins, where a stream tells texts alone
 )
 _CRASH_WIDTH = 20_000  # pixels: a picture of this width kills the control
 _BESIDE = 200  # cases that the control is sent beside the deadly one

@@ -224,7 +224,7 @@ def test_ready_is_false_where_nothing_answers_in_time_and_an_error_where_another
     server = grpc.server(futures.ThreadPoolExecutor(1))
     with Client(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}") as client:
         server.start()
-        with pytest.raises(EnvironmentFault, match="answers there, but not prelunet's"):
+        with pytest.raises(EnvironmentFault, match="answered, but it is not a prelunet server"):
             client.ready()
     server.stop(None).wait()
 
@@ -254,7 +254,7 @@ def test_another_kind_of_grpc_server_is_told_from_none() -> None:
     server = grpc.server(futures.ThreadPoolExecutor(1))
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
-    with Client(address) as client, pytest.raises(EnvironmentFault, match="answers there, but not prelunet's"):
+    with Client(address) as client, pytest.raises(EnvironmentFault, match="answered, but it is not a prelunet server"):
         client.models()
     server.stop(None)
 
