@@ -156,8 +156,8 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
     async def _parse_request(self, request: pb.ModelInferRequest) -> tuple[Classifier, messages.ParsedRequest]:
         """Return the requested model and the parsed request."""
         classifier = self._model(request.model_name, request.model_version)
-        read = partial(messages.parse_request, request, classifier.session.contract)
-        return classifier, await _run_inline_or_in_thread(read, in_thread=_has_large_messages())
+        parse = partial(messages.parse_request, request, classifier.session.contract)
+        return classifier, await _run_inline_or_in_thread(parse, in_thread=_has_large_messages())
 
     async def _infer(
         self, classifier: Classifier, parsed: messages.ParsedRequest, caller: Caller

@@ -1,4 +1,4 @@
-"""Bad and odd calls by the name that docs/bad-calls.md gives them. Each returns, or fails with a status."""
+"""Bad and odd calls, by their names in docs/bad-calls.md. Each returns or fails with a status."""
 
 import io
 from collections.abc import Callable, Mapping
@@ -23,23 +23,23 @@ Call = Callable[[grpc.Channel], Any]
 
 
 def large_bmp() -> bytes:
-    """Return an image whose file has 6 MB."""
+    """Return an image file of 6 MB."""
     buffer = io.BytesIO()
     Image.new("RGB", (1500, 1400), (90, 160, 30)).save(buffer, "BMP")
     return buffer.getvalue()
 
 
 def outcome_of(call: Call, channel: grpc.Channel) -> tuple[str, str]:
-    """Make a call; returns its status, with what it said for OK, and the text of its error."""
+    """Make a call; return its status, for OK with the result, and the text of its error."""
     try:
-        said = call(channel)
+        result = call(channel)
     except grpc.RpcError as error:
         return error.code().name, error.details()
-    return f"OK ({said})" if isinstance(said, str) else "OK", ""
+    return f"OK ({result})" if isinstance(result, str) else "OK", ""
 
 
 def infer(**changes: Any) -> Call:
-    """Return a call of ModelInfer; changes: as `infer_request` takes them."""
+    """Return a call of ModelInfer; changes: see `infer_request`."""
     return lambda channel: _sent(channel, infer_request(**changes))
 
 
@@ -48,7 +48,7 @@ def _sent(channel: grpc.Channel, request: oip.ModelInferRequest) -> oip.ModelInf
 
 
 def classify(**changes: Any) -> Call:
-    """Return a call of Classify; changes: of fields of a good request."""
+    """Return a call of Classify; changes: fields that differ from a good request."""
     request = {"image": IMAGE, "model": "six", "protocol": "center", **changes}
     return lambda channel: pb_grpc.PreluNetServiceStub(channel).Classify(pb.ClassifyRequest(**request), timeout=60)
 
@@ -74,7 +74,7 @@ def _reflection(channel: grpc.Channel) -> None:
     reflected.FindFileContainingSymbol("inference.GRPCInferenceService")
 
 
-# The 22 that three other servers were measured with.
+# The 22 calls with which three other servers were measured.
 MATRIX: Mapping[str, Call] = {
     "unknown model": infer(model_name="nine"),
     "empty model name": infer(model_name=""),
@@ -180,5 +180,5 @@ OVER_PRELUNET: Mapping[str, Call] = {
 
 
 def of_image(image: bytes) -> Mapping[str, Call]:
-    """Return the calls that send an image, by the name of the column in docs/bad-calls.md."""
+    """Return the calls that send an image, by column of docs/bad-calls.md."""
     return {"Open Inference Protocol": infer(images=[image]), "prelunet.v1": classify(image=image)}

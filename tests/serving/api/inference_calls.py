@@ -1,4 +1,4 @@
-"""Requests of the Open Inference Protocol, built with nothing but its messages."""
+"""Requests of the Open Inference Protocol, built only from its messages."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -13,28 +13,28 @@ IMAGE = png(40, 57, seed=1)
 
 
 def raw(images: Iterable[bytes]) -> bytes:
-    """Return images as the protocol has BYTES in raw contents."""
+    """Encode images as the raw contents of a BYTES tensor."""
     return b"".join(len(image).to_bytes(4, "little") + image for image in images)
 
 
 def parameters(values: Mapping[str, Any]) -> dict[str, pb.InferParameter]:
-    """Return parameters of the types of their values."""
+    """Return parameters with the types of their values."""
     kinds = {bool: "bool_param", int: "int64_param", str: "string_param", float: "double_param"}
     return {name: pb.InferParameter(**{kinds[type(value)]: value}) for name, value in values.items()}
 
 
 def image_input(shape: Sequence[int] = (1,), name: str = "images", datatype: str = "BYTES", **more: Any) -> Any:
-    """Return the one input, or a wrong one."""
+    """Return the input tensor, correct or with changes."""
     return pb.ModelInferRequest.InferInputTensor(name=name, datatype=datatype, shape=shape, **more)
 
 
 def scores_output(name: str = "scores", **values: Any) -> Any:
-    """Return the one output, or a wrong one; values: of its parameters."""
+    """Return the output tensor, correct or with another name; values: of its parameters."""
     return pb.ModelInferRequest.InferRequestedOutputTensor(name=name, parameters=parameters(values))
 
 
 def infer_request(images: Sequence[bytes] = (IMAGE,), **changes: Any) -> pb.ModelInferRequest:
-    """Return a good request for model `six`, or what changes make of it; `values` are its parameters."""
+    """Return a good request for model `six`, with changes applied; values: of its parameters."""
     values = changes.pop("values", {"protocol": "center"})
     fields = {
         "model_name": "six",
@@ -46,7 +46,7 @@ def infer_request(images: Sequence[bytes] = (IMAGE,), **changes: Any) -> pb.Mode
 
 
 def scores_in(response: pb.ModelInferResponse) -> npt.NDArray[np.float32]:
-    """Return the scores of an answer, float32 (N, classes), however they travelled."""
+    """Return the scores of an answer, raw or typed, as float32 (N, classes)."""
     (output,) = response.outputs
     assert (output.name, output.datatype) == ("scores", "FP32")
     if response.raw_output_contents:
@@ -56,7 +56,7 @@ def scores_in(response: pb.ModelInferResponse) -> npt.NDArray[np.float32]:
 
 
 def texts_in(response: pb.ModelInferResponse) -> list[str]:
-    """Return the texts of an answer, row by row, however they travelled."""
+    """Return the texts of an answer, raw or typed, row by row."""
     (output,) = response.outputs
     assert (output.name, output.datatype) == ("scores", "BYTES")
     if not response.raw_output_contents:

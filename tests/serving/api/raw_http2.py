@@ -1,4 +1,4 @@
-"""HTTP/2 by hand (RFC 9113), for clients that gRPC's own would never be."""
+"""HTTP/2 by hand (RFC 9113), for misbehaving clients that gRPC's own cannot simulate."""
 
 import asyncio
 import struct
@@ -19,7 +19,7 @@ def frame(kind: int, payload: bytes = b"", *, flags: int = 0, stream: int = 0) -
 
 
 def call_headers(path: str) -> bytes:
-    """Return a header block (RFC 7541: literals without indexing) that begins a gRPC call."""
+    """Return the header block (RFC 7541: literals without indexing) that starts a gRPC call."""
     headers = [
         (":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "test"),
         ("content-type", "application/grpc"), ("te", "trailers"),
@@ -29,14 +29,14 @@ def call_headers(path: str) -> bytes:
 
 
 def reset_call(path: str, stream: int) -> bytes:
-    """Return the frames that begin a gRPC call and reset it at once."""
+    """Return the frames that start a gRPC call and reset it at once."""
     begin = frame(HEADERS, call_headers(path), flags=END_HEADERS, stream=stream)
     return begin + frame(RST_STREAM, struct.pack(">I", CANCEL), stream=stream)
 
 
 @dataclass
 class Connection:
-    """A connection to a server. frames: kind, flags and payload of all that came; closed: by the server."""
+    """A connection to a server. frames: kind, flags and payload of each received frame; closed: by the server."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -51,7 +51,7 @@ class Connection:
         return sum(1 for found, its_flags, _ in self.frames if found == kind and its_flags & 1 == flags)
 
     async def until(self, kind: int, *, flags: int = 0, times: int = 1) -> None:
-        """Wait until so many frames of a kind have come."""
+        """Wait until this number of frames of a kind has arrived."""
         async with asyncio.timeout(20):
             while self.count(kind, flags=flags) < times:
                 self.changed.clear()
@@ -59,7 +59,7 @@ class Connection:
 
     @property
     def error(self) -> int | None:
-        """Return the error code with which the server said goodbye, None if it did not."""
+        """Return the error code of the server's GOAWAY, None if it sent none."""
         return next((int.from_bytes(payload[4:8], "big") for kind, _, payload in self.frames if kind == GOAWAY), None)
 
     async def listen(self) -> None:
@@ -75,7 +75,7 @@ class Connection:
 
 @asynccontextmanager
 async def connection(address: str, greeting: bytes = PREFACE + frame(SETTINGS)) -> AsyncIterator[Connection]:
-    """Connect and say `greeting`."""
+    """Connect and send `greeting`."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     there = Connection(reader, writer)

@@ -38,7 +38,7 @@ from tests.serving.api.bad_calls import (
 from tests.serving.api.inference_calls import IMAGE, infer_request, scores_in
 from tests.serving.serving_harness import png, running_server
 
-# pytest takes back the filter that evaluator.imaging.decode sets when it is imported.
+# pytest resets the warnings filter that evaluator.imaging.decode sets on import.
 pytestmark = pytest.mark.filterwarnings(r"ignore::Warning:PIL\.")
 
 DATA = Path(__file__).parents[2] / "data" / "hostile"
@@ -46,7 +46,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "bad-calls.md").read_text()
 
 
 def table(heading: str) -> dict[str, list[str]]:
-    """Return the rows of a table of the page: first cell to the others."""
+    """Return the rows of a table of the page: first cell → other cells."""
     (section,) = [part for part in PAGE.split("\n## ") if part.startswith(heading + "\n")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     return {first: rest for first, *rest in rows[2:]}
@@ -76,12 +76,12 @@ def right_scores() -> np.ndarray:
 
 @pytest.fixture
 def works_afterwards(channel: grpc.Channel, right_scores: np.ndarray) -> Iterator[None]:
-    """Hold that the server is healthy after the test, and that both protocols answer a good call rightly."""
+    """Assert that after the test the server is healthy and both protocols answer a good call correctly."""
     yield
     health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
     assert health.status == health_pb2.HealthCheckResponse.SERVING
     answer = oip_grpc.GRPCInferenceServiceStub(channel).ModelInfer(infer_request(), timeout=60)
-    np.testing.assert_allclose(scores_in(answer)[0], right_scores, rtol=1e-6)  # another order of adding in einsum
+    np.testing.assert_allclose(scores_in(answer)[0], right_scores, rtol=1e-6)  # einsum may add in another order
     ours = pb_grpc.PreluNetServiceStub(channel).Classify(
         pb.ClassifyRequest(image=IMAGE, model="six", protocol="center"), timeout=60
     )
@@ -89,7 +89,7 @@ def works_afterwards(channel: grpc.Channel, right_scores: np.ndarray) -> Iterato
 
 
 def check(call: Call, channel: grpc.Channel, expected: str) -> None:
-    """Hold that a call gets a status, and that its text says something and nothing of the server's insides."""
+    """Assert the status of a call, and that an error has a text that reveals nothing internal to the server."""
     outcome, text = outcome_of(call, channel)
     assert outcome == expected, text
     assert bool(text) is not expected.startswith("OK"), text
@@ -128,8 +128,8 @@ def test_an_odd_image_gets_the_status_of_the_page_and_the_next_call_works(channe
 
 
 def test_every_other_hostile_file_is_answered_or_refused_by_both_protocols_as_decoding_has_it(channel) -> None:
-    told = {row[0] for row in IMAGES.values()}
-    for name in sorted({*ACCEPTED, *REFUSED} - told):
+    listed = {row[0] for row in IMAGES.values()}
+    for name in sorted({*ACCEPTED, *REFUSED} - listed):
         for column, call in of_image((DATA / name).read_bytes()).items():
             outcome, text = outcome_of(call, channel)
             assert outcome == ("OK" if name in ACCEPTED else "INVALID_ARGUMENT"), (name, column, text)
@@ -145,7 +145,7 @@ def test_the_page_tells_of_all_calls_and_of_no_others() -> None:
 
 
 class BrokenSession(FakeSession):
-    """A fake whose canvases of one width meet a fault."""
+    """A fake that fails for canvases of one width."""
 
     def __init__(self, fault: Exception | None) -> None:
         super().__init__()
@@ -170,8 +170,8 @@ PLANTED: dict[str, Exception | None] = {
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_planted_fault_gets_its_status_over_both_protocols_and_the_next_call_works(caplog, fault: str) -> None:
     def calls(width: int) -> dict[str, Call]:
-        image, asked = png(40, width), {"protocol": "dense-40", "mirror": False}
-        return {"OIP": infer(images=[image], values=asked), "prelunet.v1": classify(image=image, **asked)}
+        image, options = png(40, width), {"protocol": "dense-40", "mirror": False}
+        return {"OIP": infer(images=[image], values=options), "prelunet.v1": classify(image=image, **options)}
 
     session = BrokenSession(PLANTED[fault])
     with running_server(six=session) as server, grpc.insecure_channel(server.address) as channel:
@@ -226,6 +226,6 @@ def test_health_answers_while_many_send_messages_of_very_many_parts(channel) -> 
 
 def test_a_model_that_is_not_served_is_not_ready(channel) -> None:
     ready = oip_grpc.GRPCInferenceServiceStub(channel).ModelReady
-    asked = [("six", ""), ("three", "1"), ("six", "2"), ("nine", ""), ("", "")]
-    told = [ready(oip.ModelReadyRequest(name=name, version=version), timeout=60).ready for name, version in asked]
-    assert told == [True, True, False, False, False]
+    requests = [("six", ""), ("three", "1"), ("six", "2"), ("nine", ""), ("", "")]
+    answers = [ready(oip.ModelReadyRequest(name=name, version=version), timeout=60).ready for name, version in requests]
+    assert answers == [True, True, False, False, False]

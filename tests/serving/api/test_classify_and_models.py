@@ -87,9 +87,9 @@ def without_timings(response: pb.ClassifyResponse) -> pb.ClassifyResponse:
 )
 def test_the_answer_is_that_of_the_model_file(stub, model: str, protocol: str) -> None:
     session = FakeSession() if model == "six" else FakeSession(SMALL, seed=1)
-    asked = build_protocol(protocol or "multi-scale", session.contract)
+    requested = build_protocol(protocol or "multi-scale", session.contract)
     data = png(40, 57, seed=1)
-    (alone,) = classify_images(session, [decode_rgb(data)], asked)
+    (alone,) = classify_images(session, [decode_rgb(data)], requested)
     answer = stub.Classify(request(image=data, model=model, protocol=protocol))
     classes = session.contract.classes
     best = alone.top(5)
@@ -162,8 +162,8 @@ def test_the_verb_prints_the_same_through_a_server_as_with_the_model_file(
     with running_server(demo=model.session) as server:
         for place, way in enumerate((["--model", str(model.path)], ["--server", server.address])):
             heatmap = tmp_path / f"{place}.png"
-            asked = ["classify", str(image), *way, "--protocol", name, "--json", "--heatmap", str(heatmap)]
-            assert run(asked) == 0
+            arguments = ["classify", str(image), *way, "--protocol", name, "--json", "--heatmap", str(heatmap)]
+            assert run(arguments) == 0
             printed.append(json.loads(capsys.readouterr().out))
             drawn.append(heatmap.read_bytes())
     assert printed[1].pop("timings")["batches"] >= 1
@@ -277,8 +277,8 @@ def test_a_server_with_as_many_calls_as_it_takes_refuses_more_and_still_says_tha
         stub, inference = pb_grpc.PreluNetServiceStub(channel), inference_grpc.GRPCInferenceServiceStub(channel)
         calls = [stub.Classify.future(pb.ClassifyRequest(image=png(40, 57), protocol="center")) for _ in range(2)]
         eventually(lambda: server.metric("prelunet_calls_now") == 2)
-        for method, asked in [(stub.Classify, pb.ClassifyRequest()), (stub.ListModels, pb.ListModelsRequest())]:
-            status, details = failure(method, asked)
+        for method, request in [(stub.Classify, pb.ClassifyRequest()), (stub.ListModels, pb.ListModelsRequest())]:
+            status, details = failure(method, request)
             assert (status.name, details) == (
                 "RESOURCE_EXHAUSTED",
                 "the server already has 2 calls in flight. Try again later",
@@ -328,7 +328,7 @@ def test_reflection_names_the_services_and_describes_ours(channel) -> None:
 
 
 class BrokenSession(FakeSession):
-    """A fake that raises, or gives NaN, for canvases of some widths."""
+    """A fake that raises, or returns NaN, for canvases of some widths."""
 
     def run(self, images, sizes):
         if images.shape[2] == 99:
@@ -408,13 +408,13 @@ def test_a_model_that_does_not_run_is_refused_before_the_server_answers(monkeypa
     sessions = {"a.onnx": FakeSession(), "b.onnx": Broken()}
 
     def report(line: str) -> None:
-        raise AssertionError(f"this should not have been said: {line}")
+        raise AssertionError(f"unexpected line: {line}")
 
     monkeypatch.setattr(models, "open_with_placement", lambda path, _placement: sessions[path.name])
     options = ServeOptions(parse_models(["a=a.onnx", "b=b.onnx"]), port=0)
     with pytest.raises(EnvironmentFault, match=r"^model b\.onnx loads but does not run on CPUExecution.*no kernel"):
         asyncio.run(serve(options, report))
-    assert sessions["a.onnx"].calls == [(1, 28, 28, 3)], "each should run once while it is loaded"
+    assert sessions["a.onnx"].calls == [(1, 28, 28, 3)], "each model should run once while it is loaded"
 
 
 def test_an_expired_call_is_not_computed() -> None:

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol against the model's own answers, with nothing but its messages."""
+"""The Open Inference Protocol compared with the model's own answers, using only its messages."""
 
 import asyncio
 import threading
@@ -46,14 +46,14 @@ def stub(channel: grpc.Channel) -> Any:
 
 
 def alone(images: Sequence[bytes], protocol: str, session: FakeSession | None = None, **changes: Any) -> np.ndarray:
-    """Return the scores that each image gets by itself, float32 (N, classes)."""
+    """Return the scores of each image classified alone, float32 (N, classes)."""
     session = session or FakeSession()
-    asked = build_protocol(protocol, session.contract, ProtocolOverrides(**changes))
-    return np.stack([classify_images(session, [decode_rgb(image)], asked)[0].scores for image in images])
+    requested = build_protocol(protocol, session.contract, ProtocolOverrides(**changes))
+    return np.stack([classify_images(session, [decode_rgb(image)], requested)[0].scores for image in images])
 
 
 def same(scores: np.ndarray, expected: np.ndarray) -> None:
-    """Hold that scores are equal; another batch makes einsum of the fake add in another order."""
+    """Assert equal scores; in another batch the fake's einsum may add in another order."""
     assert scores.shape == expected.shape
     np.testing.assert_allclose(scores, expected, rtol=1e-5)
 
@@ -123,7 +123,7 @@ def test_the_parameter_apply_exif_decides_whether_the_cameras_note_is_obeyed(stu
     for got, obeyed in ((plain, False), (turned, True)):
         (expected,) = classify_images(session, [decode_rgb(image, apply_exif=obeyed)], protocol)
         same(got[0], expected.scores)
-    assert np.abs(turned - plain).max() > 1e-3, "the image tells the two apart"
+    assert np.abs(turned - plain).max() > 1e-3, "the image should distinguish the two"
 
 
 @pytest.mark.parametrize("top", [1, 4, 6])
@@ -132,13 +132,13 @@ def test_classification_gives_the_best_classes_as_triton_writes_them(stub, top: 
     assert list(answer.outputs[0].shape) == [3, top]
     texts, scores = texts_in(answer), alone(IMAGES, "center")
     for row, of_image in enumerate(scores):
-        told = [text.split(":") for text in texts[row * top : (row + 1) * top]]
+        fields = [text.split(":") for text in texts[row * top : (row + 1) * top]]
         order = sorted(range(6), key=lambda index: (-of_image[index], index))[:top]
-        assert [int(index) for _, index, _ in told] == order
-        assert [name for *_, name in told] == [f"class {index}" for index in order]
-        # Six decimals are told, and the fake adds in another order.
-        np.testing.assert_allclose([float(score) for score, *_ in told], of_image[order], atol=2e-6)
-        assert all(len(score.partition(".")[2]) == 6 for score, *_ in told)
+        assert [int(index) for _, index, _ in fields] == order
+        assert [name for *_, name in fields] == [f"class {index}" for index in order]
+        # Answers have six decimals, and the fake may add in another order.
+        np.testing.assert_allclose([float(score) for score, *_ in fields], of_image[order], atol=2e-6)
+        assert all(len(score.partition(".")[2]) == 6 for score, *_ in fields)
 
 
 def test_the_answer_names_model_version_and_the_requests_id(stub) -> None:
@@ -148,7 +148,7 @@ def test_the_answer_names_model_version_and_the_requests_id(stub) -> None:
 
 
 def test_large_messages_and_long_answers_are_made_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading 32 MB takes 50 ms, which no other caller should wait for."""
+    """Parsing 32 MB takes 50 ms, which should not delay other callers."""
     threads: dict[tuple[str, bool], int] = {}
 
     def record(name: str, is_large: Callable[..., bool]) -> None:
@@ -161,7 +161,7 @@ def test_large_messages_and_long_answers_are_made_in_threads(monkeypatch: pytest
         monkeypatch.setattr(inference_messages, name, recorded)
 
     record("parse_request", lambda request, *_: len(request.raw_input_contents[0]) > 2**20)
-    record("infer_response", lambda _, asked, *__: len(asked.images) > 1)
+    record("infer_response", lambda _, parsed, *__: len(parsed.images) > 1)
     session = FakeSession(fake_contract(classes=300))
     with running_server(six=session) as server, grpc.insecure_channel(server.address) as channel:
         stub = pb_grpc.GRPCInferenceServiceStub(channel)
@@ -187,7 +187,7 @@ def test_concurrent_requests_for_two_models_all_get_their_own_scores(stub) -> No
 
 
 class HeldSession(FakeSession):
-    """A fake whose batches wait until they are let go."""
+    """A fake whose batches wait until they are released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ def test_a_request_of_many_images_is_let_in_whole_or_not_at_all() -> None:
         assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         second = stub.ModelInfer.future(infer_request(IMAGES[:2]), timeout=60)
         with pytest.raises(grpc.FutureTimeoutError):
-            second.result(timeout=0.05)  # it waits: a refusal would have come at once
+            second.result(timeout=0.05)  # it waits: a refusal would have arrived at once
         session.go_on.set()
         same(scores_in(first.result()), alone([IMAGE], "center"))
         same(scores_in(second.result()), alone(IMAGES[:2], "center"))
@@ -219,7 +219,7 @@ def test_a_request_of_many_images_is_let_in_whole_or_not_at_all() -> None:
 
 
 class Referable:
-    """A request to which there may be weak references; to messages there are none."""
+    """A request that allows weak references; messages do not."""
 
     def __init__(self, request: pb.ModelInferRequest) -> None:
         self._request = request
@@ -230,7 +230,7 @@ class Referable:
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_request_whose_answer_waits_is_kept_once_as_its_images(streamed: bool) -> None:
-    """The message has them a second time."""
+    """The message holds a second copy of them."""
     session = HeldSession()
     context = SimpleNamespace(time_remaining=lambda: None, peer=lambda: "me")
     messages = []
@@ -240,7 +240,7 @@ def test_a_request_whose_answer_waits_is_kept_once_as_its_images(streamed: bool)
             request = Referable(infer_request())
             messages.append(weakref.ref(request))
             yield request
-            del request  # it is asked for the next at once
+            del request  # the next request is read at once
         await asyncio.to_thread(session.go_on.wait, 60)
 
     async def scenario(servicer: InferenceServicer) -> None:
@@ -253,7 +253,7 @@ def test_a_request_whose_answer_waits_is_kept_once_as_its_images(streamed: bool)
             answered = asyncio.ensure_future(servicer.ModelInfer(request, context))
             del request
         await asyncio.to_thread(session.entered.wait, 60)
-        # The second request may still be on its way into the queue; while its answer waits, its message goes.
+        # The second request may not be in the queue yet; its message is freed while its answer is pending.
         kept = [None] * (2 if streamed else 1)
         await asyncio.to_thread(eventually, lambda: [message() for message in messages] == kept)
         session.go_on.set()
@@ -306,7 +306,7 @@ def test_metadata_and_configuration_tell_the_same_of_a_model(stub) -> None:
     assert (metadata.name, list(metadata.versions), metadata.platform) == ("three", ["1"], "prelunet_onnx")
     assert [(t.name, t.datatype, list(t.shape)) for t in metadata.inputs] == [("images", "BYTES", [-1, 1])]
     assert [(t.name, t.datatype, list(t.shape)) for t in metadata.outputs] == [("scores", "FP32", [-1, 3])]
-    # Triton's rule: with max_batch_size above 0 the dimensions leave out the first of the metadata.
+    # Triton's rule: with max_batch_size above 0, the dimensions exclude the batch dimension of the metadata.
     assert [(t.name, t.data_type, list(t.dims)) for t in config.input] == [("images", pb.TYPE_STRING, [1])]
     assert [(t.name, t.data_type, list(t.dims)) for t in config.output] == [("scores", pb.TYPE_FP32, [3])]
     assert (config.name, config.platform, config.backend) == ("three", "prelunet_onnx", "prelunet")
@@ -338,7 +338,7 @@ def test_a_server_that_takes_no_new_work_and_its_models_are_not_ready_but_live()
     with running_server(six=FakeSession()) as server:
         servicer = InferenceServicer(server.models, lambda: state["ready"])
 
-        async def told() -> tuple[bool, bool, bool, list[tuple[str, str]]]:
+        async def readiness() -> tuple[bool, bool, bool, list[tuple[str, str]]]:
             index = await servicer.RepositoryIndex(pb.RepositoryIndexRequest(), None)
             return (
                 (await servicer.ServerLive(pb.ServerLiveRequest(), None)).live,
@@ -347,9 +347,9 @@ def test_a_server_that_takes_no_new_work_and_its_models_are_not_ready_but_live()
                 [(model.state, model.reason) for model in index.models],
             )
 
-        assert asyncio.run(told()) == (True, True, True, [("READY", "")])
+        assert asyncio.run(readiness()) == (True, True, True, [("READY", "")])
         state["ready"] = False
-        assert asyncio.run(told()) == (True, False, False, [("UNAVAILABLE", "the server accepts no new work")])
+        assert asyncio.run(readiness()) == (True, False, False, [("UNAVAILABLE", "the server accepts no new work")])
         only_ready = servicer.RepositoryIndex(pb.RepositoryIndexRequest(ready=True), None)
         assert list(asyncio.run(only_ready).models) == []
 
@@ -365,8 +365,8 @@ def test_statistics_count_every_image_once() -> None:
         stub = pb_grpc.GRPCInferenceServiceStub(channel)
 
         def statistics(name: str) -> pb.ModelStatistics:
-            (told,) = stub.ModelStatistics(pb.ModelStatisticsRequest(name=name), timeout=60).model_stats
-            return told
+            (of_model,) = stub.ModelStatistics(pb.ModelStatisticsRequest(name=name), timeout=60).model_stats
+            return of_model
 
         before = statistics("six")
         assert (before.inference_count, before.execution_count, before.last_inference) == (0, 0, 0)
@@ -374,16 +374,16 @@ def test_statistics_count_every_image_once() -> None:
         stub.ModelInfer(infer_request(), timeout=60)
         with pytest.raises(grpc.RpcError):
             stub.ModelInfer(infer_request([b"no image"]), timeout=60)
-        after, told = statistics("six"), statistics("six").inference_stats
+        after, stats = statistics("six"), statistics("six").inference_stats
         assert (after.name, after.version, after.inference_count) == ("six", "1", 4)
         assert 2 <= after.execution_count <= 4
-        assert after.last_inference > 1.6e12  # milliseconds since 1970, and not seconds
-        assert (told.success.count, told.fail.count) == (4, 1)
-        for part in (told.queue, told.compute_input, told.compute_infer, told.compute_output):
+        assert after.last_inference > 1.6e12  # milliseconds since 1970, not seconds
+        assert (stats.success.count, stats.fail.count) == (4, 1)
+        for part in (stats.queue, stats.compute_input, stats.compute_infer, stats.compute_output):
             assert part.count == 4
-            assert 0 < part.ns < told.success.ns
-        parts = told.queue.ns + told.compute_input.ns + told.compute_infer.ns
-        assert 1e5 < parts <= told.success.ns < 60e9, "nanoseconds, and the parts are in the total"
+            assert 0 < part.ns < stats.success.ns
+        parts = stats.queue.ns + stats.compute_input.ns + stats.compute_infer.ns
+        assert 1e5 < parts <= stats.success.ns < 60e9, "in nanoseconds, and the total includes the parts"
         assert statistics("three").inference_count == 0
         every = stub.ModelStatistics(pb.ModelStatisticsRequest(), timeout=60).model_stats
         assert [model.name for model in every] == ["six", "three"]
@@ -418,7 +418,7 @@ def test_what_waits_of_a_stream_is_dropped_when_its_caller_leaves() -> None:
 
         def requests() -> Iterator[pb.ModelInferRequest]:
             yield infer_request(IMAGES[:1])
-            assert session.entered.wait(60)  # the others do not share its batch
+            assert session.entered.wait(60)  # so that the others do not share its batch
             yield infer_request(IMAGES[1:2])
             yield infer_request(IMAGES[2:])
             go_on.wait(60)

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol with clients that others wrote: NVIDIA's tritonclient, and buf curl over reflection."""
+"""The Open Inference Protocol with third-party clients: NVIDIA's tritonclient, and buf curl with reflection."""
 
 import base64
 import importlib.util
@@ -42,8 +42,8 @@ def server() -> Iterator[RunningServer]:
 
 
 @pytest.fixture(scope="module")
-def told(server: RunningServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return what the client got, in a process of its own."""
+def results(server: RunningServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the results of the client, which runs in its own process."""
     folder = tmp_path_factory.mktemp("images")
     for place, image in enumerate(IMAGES):
         (folder / f"{place}.png").write_bytes(image)
@@ -57,20 +57,20 @@ def told(server: RunningServer, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 @pytest.fixture(scope="module")
 def scores() -> np.ndarray:
-    """Return what each image gets alone."""
+    """Return the scores of each image classified alone."""
     session = FakeSession()
-    asked = build_protocol("ten-crop", session.contract, ProtocolOverrides(mirror=False))
-    return np.stack([classify_images(session, [decode_rgb(image)], asked)[0].scores for image in IMAGES])
+    requested = build_protocol("ten-crop", session.contract, ProtocolOverrides(mirror=False))
+    return np.stack([classify_images(session, [decode_rgb(image)], requested)[0].scores for image in IMAGES])
 
 
-def same(told: Any, expected: np.ndarray) -> None:
-    """Hold that scores are equal; another batch makes einsum of the fake add in another order."""
-    np.testing.assert_allclose(np.array(told, np.float32), expected, rtol=1e-5)
+def same(actual: Any, expected: np.ndarray) -> None:
+    """Assert equal scores; in another batch the fake's einsum may add in another order."""
+    np.testing.assert_allclose(np.array(actual, np.float32), expected, rtol=1e-5)
 
 
 @needs_triton
-def test_every_message_and_method_of_ours_is_as_the_client_has_it(told) -> None:
-    theirs = told["protocol"]
+def test_every_message_and_method_of_ours_is_as_the_client_has_it(results) -> None:
+    theirs = results["protocol"]
     ours: dict[str, Any] = {}
     for descriptor in pb.DESCRIPTOR.message_types_by_name.values():
         ours |= fields_of(descriptor)
@@ -97,15 +97,15 @@ def test_every_message_and_method_of_ours_is_as_the_client_has_it(told) -> None:
 
 @needs_triton
 @pytest.mark.parametrize("way", ["scores", "column", "compressed"])
-def test_tritonclient_gets_the_scores_of_the_model(told, scores, way: str) -> None:
-    same(told["sync"][way], scores)
-    assert (told["sync"]["type"], told["sync"]["id"]) == ("float32", "photo 7")
+def test_tritonclient_gets_the_scores_of_the_model(results, scores, way: str) -> None:
+    same(results["sync"][way], scores)
+    assert (results["sync"]["type"], results["sync"]["id"]) == ("float32", "photo 7")
 
 
 @needs_triton
 @pytest.mark.parametrize("client", ["sync", "aio"])
-def test_tritonclient_gets_the_best_classes(told, scores, client: str) -> None:
-    rows = told[client]["classes"]
+def test_tritonclient_gets_the_best_classes(results, scores, client: str) -> None:
+    rows = results[client]["classes"]
     assert len(rows) == 3
     for row, of_image in zip(rows, scores, strict=True):
         best = np.argsort(-of_image, kind="stable")[:3]
@@ -114,21 +114,21 @@ def test_tritonclient_gets_the_best_classes(told, scores, client: str) -> None:
 
 
 @needs_triton
-def test_tritonclient_gets_answers_over_callbacks_and_over_a_stream(told, scores) -> None:
-    assert told["sync"]["async errors"] == []
-    *good, bad = told["sync"]["stream"]
+def test_tritonclient_gets_answers_over_callbacks_and_over_a_stream(results, scores) -> None:
+    assert results["sync"]["async errors"] == []
+    *good, bad = results["sync"]["stream"]
     assert [name for name, *_ in good] == ["0", "1", "2"]
     same([row for _, row, _ in good], scores)
     assert "images[0]: " in bad[2]
 
 
 @needs_triton
-def test_tritonclient_of_asyncio_gets_the_scores_of_the_model(told, scores) -> None:
-    assert told["aio"]["ready"] == [True, True]
-    same(told["aio"]["scores"], scores)
-    same([row for row, _ in told["aio"]["stream"]], scores)
-    assert told["aio"]["bad model"][0] == "StatusCode.NOT_FOUND"
-    assert told["aio"]["config"] == told["sync"]["of server"]["config"]
+def test_tritonclient_of_asyncio_gets_the_scores_of_the_model(results, scores) -> None:
+    assert results["aio"]["ready"] == [True, True]
+    same(results["aio"]["scores"], scores)
+    same([row for row, _ in results["aio"]["stream"]], scores)
+    assert results["aio"]["bad model"][0] == "StatusCode.NOT_FOUND"
+    assert results["aio"]["config"] == results["sync"]["of server"]["config"]
 
 
 @needs_triton
@@ -143,14 +143,14 @@ def test_tritonclient_of_asyncio_gets_the_scores_of_the_model(told, scores) -> N
         ("no time", "DEADLINE_EXCEEDED", ""),
     ],
 )
-def test_tritonclient_is_told_what_was_wrong(told, call: str, status: str, text: str) -> None:
-    code, message = told["sync"][call]
+def test_tritonclient_is_told_what_was_wrong(results, call: str, status: str, text: str) -> None:
+    code, message = results["sync"][call]
     assert (code, text in message) == (f"StatusCode.{status}", True), message
 
 
 @needs_triton
-def test_tritonclient_is_told_of_server_and_models(told) -> None:
-    of_server = told["sync"]["of server"]
+def test_tritonclient_is_told_of_server_and_models(results) -> None:
+    of_server = results["sync"]["of server"]
     assert (of_server["live"], of_server["ready"], of_server["model ready"]) == (True, True, [True, False, False])
     assert of_server["server"]["name"] == "prelunet"
     assert of_server["model"]["inputs"] == [{"name": "images", "datatype": "BYTES", "shape": ["-1", "1"]}]
@@ -177,14 +177,14 @@ def test_our_client_and_tritonclient_live_in_one_process() -> None:
 
 
 def examples(language: str) -> list[str]:
-    """Return the blocks of code of docs/open-inference-protocol.md."""
+    """Return the code blocks of docs/open-inference-protocol.md."""
     page = (ROOT / "docs" / "open-inference-protocol.md").read_text()
     return re.findall(rf"^```{language}\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture
 def quickstart(tmp_path: Path) -> Iterator[tuple[Path, str]]:
-    """Serve model `demo` beside the images of the README; returns the folder and the server's address."""
+    """Serve model `demo` from a folder with the README's images; return the folder and the server's address."""
     folder = tmp_path / "demo" / "clothes"
     folder.mkdir(parents=True)
     for name, image in zip(("shelf", "shoe", "shirt"), IMAGES, strict=True):
@@ -198,7 +198,7 @@ def test_every_example_of_the_page_runs_after_the_first(quickstart: tuple[Path, 
     folder, address = quickstart
     first, *others = [example.replace("127.0.0.1:50051", address) for example in examples("python")]
 
-    def said_by(program: str) -> list[str]:
+    def printed_by(program: str) -> list[str]:
         done = subprocess.run(
             [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=120, check=False
         )
@@ -206,12 +206,12 @@ def test_every_example_of_the_page_runs_after_the_first(quickstart: tuple[Path, 
         return done.stdout.splitlines()
 
     with ThreadPoolExecutor(2) as pool:
-        said = list(pool.map(said_by, [first, *(first + other for other in others)]))
-    assert all(re.fullmatch(r"0\.\d{3} class [0-5]", line) for line in said[0]), said
-    assert [lines[:5] for lines in said] == [said[0]] * len(said)
-    several, streamed, prepared = said[1][5:], said[3][5:], json.loads((folder / "images.json").read_text())
+        printed = list(pool.map(printed_by, [first, *(first + other for other in others)]))
+    assert all(re.fullmatch(r"0\.\d{3} class [0-5]", line) for line in printed[0]), printed
+    assert [lines[:5] for lines in printed] == [printed[0]] * len(printed)
+    several, streamed, prepared = printed[1][5:], printed[3][5:], json.loads((folder / "images.json").read_text())
     assert re.fullmatch(r"\{'shelf.png': .*[0-5].*, 'shirt.png': .*, 'shoe.png': .*\}", *several)
-    assert said[2][5:] == ["(3, 6)"]
+    assert printed[2][5:] == ["(3, 6)"]
     assert streamed == ["('0', (3, 6))", "('1', (3, 6))", "('2', (3, 6))"]
     assert len(prepared["data"]) == 3
 
@@ -235,7 +235,7 @@ def buf(*arguments: str, typed: str = "") -> str:
 
 
 def curl(server: RunningServer, method: str, request: Any) -> Any:
-    """Call a method as buf curl does, which learns its messages by reflection."""
+    """Call a method with buf curl, which gets the message types by reflection."""
     url = f"http://{server.address}/{method}"
     flags = ["--protocol", "grpc", "--http2-prior-knowledge"]
     return json.loads(buf("curl", *flags, "--data", "@-", url, typed=json.dumps(request)))

@@ -1,4 +1,4 @@
-"""What is read from requests of the Open Inference Protocol, and the parts of its service by themselves."""
+"""Parsing of requests of the Open Inference Protocol, and unit tests of parts of its service."""
 
 import asyncio
 import time
@@ -32,9 +32,13 @@ def test_statistics_are_in_nanoseconds_and_each_in_its_field() -> None:
         six.batch_done(0.5)
     six.last_answer.set(1.7e9)
     other.request_seconds.observe(99.0)
-    told = model_statistics("six", metrics)
-    assert (told.inference_count, told.execution_count, told.last_inference) == (2, 3, 1_700_000_000_000)
-    parts = {field.name: (part.count, part.ns / 1e9) for field, part in told.inference_stats.ListFields()}
+    statistics = model_statistics("six", metrics)
+    assert (statistics.inference_count, statistics.execution_count, statistics.last_inference) == (
+        2,
+        3,
+        1_700_000_000_000,
+    )
+    parts = {field.name: (part.count, part.ns / 1e9) for field, part in statistics.inference_stats.ListFields()}
     assert parts == {
         "success": (2, 12.0),
         "fail": (1, 16.0),
@@ -71,7 +75,7 @@ def test_answers_in_order_wait_for_the_first_and_read_no_further_than_they_may()
         first = asyncio.ensure_future(anext(answers))
         for event in events[1:]:
             event.set()
-        for _ in range(50):  # turns of the loop: whatever could happen has happened
+        for _ in range(50):  # iterations of the event loop, until everything has settled
             await asyncio.sleep(0)
         assert (read, begun, first.done()) == ([0, 1, 2, 3], [0, 1, 2, 3], False)
         events[0].set()
@@ -192,10 +196,10 @@ def test_a_damaged_message_is_a_request_or_the_callers_fault(damages: list[tuple
     except DecodeError:
         return
     try:
-        asked = parse_request(request, fake_contract())
+        parsed = parse_request(request, fake_contract())
     except UsageError:
         return
-    assert 1 <= len(asked.images) <= 64
+    assert 1 <= len(parsed.images) <= 64
 
 
 def test_a_parameter_without_a_value_is_refused() -> None:
@@ -209,6 +213,6 @@ def test_unsigned_numbers_are_taken_as_numbers() -> None:
     request = infer_request(outputs=[scores_output()])
     request.parameters["timeout"].uint64_param = 2_500_000
     request.outputs[0].parameters["classification"].uint64_param = 2
-    asked = parse_request(request, fake_contract())
-    assert (asked.timeout, asked.top) == (2.5, 2)
-    assert parameters({"mirror": True})["mirror"].bool_param  # a bool is not taken for a number here
+    parsed = parse_request(request, fake_contract())
+    assert (parsed.timeout, parsed.top) == (2.5, 2)
+    assert parameters({"mirror": True})["mirror"].bool_param  # a bool is not treated as a number here

@@ -1,4 +1,4 @@
-"""What every call goes through: its status, its place among the calls in flight, its metrics, its line in the log."""
+"""The interceptor of every call: status, limit of calls in flight, metrics and log line."""
 
 # ruff: noqa: N802  # gRPC's names of methods
 import asyncio
@@ -39,7 +39,7 @@ CLASSIFY, STREAM = f"{SERVICE}/Classify", f"{SERVICE}/ClassifyStream"
 
 
 class Toy(pb_grpc.PreluNetServiceServicer):
-    """Answers with the model's name, raises what a test planted under that name, and waits for the gate at "wait"."""
+    """Answers with the model's name, raises the error planted under that name, and for "wait" waits for the gate."""
 
     def __init__(self) -> None:
         self.planted: dict[str, Exception] = {}
@@ -72,7 +72,7 @@ class Toy(pb_grpc.PreluNetServiceServicer):
             self.left.append("generator")
 
     async def Evaluate(self, request_iterator, context) -> None:
-        """Send as a method that writes by itself, without reading."""
+        """Write answers directly, without reading requests."""
         for number in range(3):
             await context.write(pb.EvaluateResponse(progress=pb.EvaluateProgress(images=number)))
 
@@ -102,7 +102,7 @@ class Served:
         return self.metrics.registry.get_sample_value(name, labels) or 0
 
     def ended(self, status: str, method: str = CLASSIFY) -> float:
-        """Return how many calls have ended so."""
+        """Return the number of calls that have ended with this status."""
         return self.value("prelunet_calls_total", method=method, status=status)
 
 
@@ -196,7 +196,7 @@ def test_a_generator_is_closed_before_the_call_of_a_reader_who_has_left_ends(gon
             closed.append(True)
 
     class Unread:
-        """A context of a caller who has left."""
+        """The context of a client that has left."""
 
         def peer(self) -> str:
             return "nobody"
@@ -216,7 +216,7 @@ def test_a_generator_is_closed_before_the_call_of_a_reader_who_has_left_ends(gon
     async def scenario() -> Call:
         call = Call(STREAM, "id")
         watched = _WrappedMethod(grpc.unary_stream_rpc_method_handler(answers), call, message_timeout=30).handler()
-        with pytest.raises(asyncio.CancelledError):  # which gRPC takes without a word
+        with pytest.raises(asyncio.CancelledError):  # which gRPC accepts silently
             await watched.stream_stream(None, Unread())
         assert closed == [True]
         return call
@@ -230,8 +230,8 @@ def test_a_generator_is_closed_before_the_call_of_a_reader_who_has_left_ends(gon
         (1, None, "CANCELLED"),
         (1, 5.0, "CANCELLED"),
         (1, 0.0, "DEADLINE_EXCEEDED"),
-        (1, 0.04, "DEADLINE_EXCEEDED"),  # the caller's clock rings a moment before ours
-        (10, 0.1, "DEADLINE_EXCEEDED"),  # 10 s arrive as 10.1 s
+        (1, 0.04, "DEADLINE_EXCEEDED"),  # the client's deadline passes a moment before ours
+        (10, 0.1, "DEADLINE_EXCEEDED"),  # gRPC sends 10 s as 10.1 s
         (10, 0.3, "CANCELLED"),
     ],
 )
@@ -245,7 +245,7 @@ def test_whether_a_caller_gave_up_or_ran_out_of_time_is_told_from_the_time_that_
 def test_calls_beyond_the_limit_are_refused_at_once_and_exactly_those() -> None:
     with served(limit=4) as server, ThreadPoolExecutor(7) as pool:
         calls = [pool.submit(server.stub.Classify, request("wait"), timeout=30) for _ in range(7)]
-        eventually(lambda: sum(call.done() for call in calls) == 3)  # nobody else is done before the gate opens
+        eventually(lambda: sum(call.done() for call in calls) == 3)  # no other call ends before the gate opens
         refused = [call.exception() for call in calls if call.done()]
         server.toy.gate.set()
         assert sum(call.exception() is None for call in calls) == 4
@@ -255,7 +255,7 @@ def test_calls_beyond_the_limit_are_refused_at_once_and_exactly_those() -> None:
             assert "already has 4 calls in flight" in str(error)
             assert any(detail.Is(RetryInfo.DESCRIPTOR) for detail in rpc_status.from_call(status).details)
         eventually(lambda: server.calls.count == 0)
-        assert server.stub.Classify(request("next")).model.name == "next", "the places are free again"
+        assert server.stub.Classify(request("next")).model.name == "next", "the calls should no longer be in flight"
         assert server.ended("RESOURCE_EXHAUSTED") == 3
         assert server.value("prelunet_refusals_total", model="", reason="calls") == 3
 
@@ -331,7 +331,7 @@ def test_a_message_of_very_many_parts_is_refused_before_it_is_decoded(scales: in
 
 
 def test_a_caller_who_leaves_before_the_message_is_not_taken_for_one_who_sent_none() -> None:
-    """Reading ends first, and gRPC cancels the call in a later turn of the event loop."""
+    """Reading ends first; gRPC cancels the call in a later iteration of the event loop."""
 
     async def classify(_request: bytes, _context: object) -> bytes:
         return b"answered"
@@ -355,7 +355,7 @@ def test_nobody_but_its_method_keeps_a_message() -> None:
     kept = []
 
     class Message:
-        """One to which there may be weak references."""
+        """A message that allows weak references."""
 
         def __init__(self, _data: bytes) -> None:
             pass
@@ -374,7 +374,7 @@ def test_nobody_but_its_method_keeps_a_message() -> None:
 
 
 class FakeContext:
-    """A context of a caller who sends one message, or none. refusals: texts with which the call was ended."""
+    """The context of a client that sends one message or none. refusals: texts with which the call was aborted."""
 
     def __init__(self, data: object) -> None:
         self._data = data
@@ -494,7 +494,7 @@ def test_every_call_has_one_line_in_the_log_that_says_how_it_ended(caplog) -> No
 
 @contextmanager
 def held() -> Iterator[Callable[[], Iterator[bytes]]]:
-    """Give what a client sends that never sends anything, and does not end its stream before the block ends."""
+    """Yield the requests of a client that sends nothing and keeps its stream open until the block ends."""
     done = threading.Event()
 
     def nothing() -> Iterator[bytes]:
@@ -523,7 +523,7 @@ STREAMS = (STREAM, f"{SERVICE}/Evaluate", "inference.GRPCInferenceService/ModelS
 
 @contextmanager
 def served_stream(method: str, session: FakeSession, first: Iterable[bytes] = (), **limits: float) -> Iterator[Any]:
-    """Give a stream on a server that takes no other call, the server and a stub; after `first` no message comes."""
+    """Yield a stream that uses the only call of a server, the server and a stub; no message follows `first`."""
     with (
         running_server(server_limits=ServerLimits(max_calls=1, **limits), six=session) as server,
         grpc.insecure_channel(server.address) as channel,
@@ -535,7 +535,7 @@ def served_stream(method: str, session: FakeSession, first: Iterable[bytes] = ()
 
 
 def ends_for_want_of_a_message(stream: Any, server: RunningServer, stub: pb_grpc.PreluNetServiceStub) -> str:
-    """Return what a stream is told that ends so; the next call has its place."""
+    """Return the error text of a stream that times out; assert that the next call is accepted."""
     with pytest.raises(grpc.RpcError) as caught:
         list(stream)
     error = error_from(caught.value, "")
@@ -549,12 +549,12 @@ def ends_for_want_of_a_message(stream: Any, server: RunningServer, stub: pb_grpc
 def test_a_stream_whose_first_message_never_comes_ends_and_gives_its_place_back(method: str) -> None:
     with served_stream(method, FakeSession(), message_timeout=1.0) as (stream, server, stub):
         assert failure(stub.ListModels, pb.ListModelsRequest()).code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        told = ends_for_want_of_a_message(stream, server, stub)
-        assert "first message of this stream did not arrive within 1 s" in told
+        text = ends_for_want_of_a_message(stream, server, stub)
+        assert "first message of this stream did not arrive within 1 s" in text
 
 
 def messages_of(method: str) -> list[bytes]:
-    """Return what begins a stream with one image."""
+    """Return the messages that start a stream with one image."""
     image = png(40, 57)
     classify = pb.ClassifyRequest(image=image, protocol="center")
     labelled = pb.LabelledImage(file="a", data=image, label=0)
@@ -576,16 +576,16 @@ def test_a_stream_that_is_idle_after_its_answers_ends_but_not_while_one_is_await
         assert session.entered.wait(30)
         time.sleep(1.5)
         refused = failure(stub.ListModels, pb.ListModelsRequest()).code()
-        assert refused == grpc.StatusCode.RESOURCE_EXHAUSTED, "the stream should have its place still"
+        assert refused == grpc.StatusCode.RESOURCE_EXHAUSTED, "the stream should still be in flight"
         session.gate.set()
-        if method != STREAMS[1]:  # an evaluation has its answer at its end
+        if method != STREAMS[1]:  # an evaluation answers only at its end
             next(stream)
         assert "no message arrived within 0.5 s" in ends_for_want_of_a_message(stream, server, stub)
 
 
 @pytest.mark.parametrize("last", ["idle", "reads no further"])
 def test_the_time_for_a_message_counts_only_while_the_server_waits_and_none_is_in_progress(last: str) -> None:
-    """By a clock that stands still unless the test moves it."""
+    """The clock advances only when the test moves it."""
     clock = 0.0
 
     async def scenario() -> None:
@@ -603,7 +603,7 @@ def test_the_time_for_a_message_counts_only_while_the_server_waits_and_none_is_i
             yield b""
 
         async def passes(seconds: float) -> bool:
-            """Let time pass and say whether the stream goes on."""
+            """Advance the clock and return whether the stream is still open."""
             nonlocal clock
             clock += seconds
             for _ in range(50):
@@ -618,7 +618,7 @@ def test_the_time_for_a_message_counts_only_while_the_server_waits_and_none_is_i
         sent.put_nowait(b"first")
         reads.set()
         assert await passes(0)
-        assert await passes(1000), "one is in progress"
+        assert await passes(1000), "a message is in progress"
         call.message_done()
         assert await passes(99)
         sent.put_nowait(b"second")

@@ -1,4 +1,4 @@
-"""Messages of very many parts are refused before they are decoded, and no others."""
+"""Messages with too many parts, and no others, are refused before they are decoded."""
 
 import random
 from typing import Any
@@ -15,7 +15,7 @@ INFER = oip.ModelInferRequest.DESCRIPTOR
 
 
 def parts_in(message: Message) -> int:
-    """Return how many fields a message has at any depth; a list of numbers counts as one and a part for each byte."""
+    """Count the fields of a message at any depth; a packed list counts as one plus one for each of its bytes."""
     count = 0
     for field, value in message.ListFields():
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
@@ -27,7 +27,7 @@ def parts_in(message: Message) -> int:
         elif field.is_repeated and field.type not in (field.TYPE_BYTES, field.TYPE_STRING):
             alone = type(message)()
             getattr(alone, field.name).extend(value)
-            count += 1 + alone.ByteSize() - 2  # without tag and length, each of a byte here
+            count += 1 + alone.ByteSize() - 2  # without tag and length, one byte each here
         else:
             count += len(value) if field.is_repeated else 1
     return count
@@ -92,20 +92,20 @@ MANY: dict[str, tuple[Message | bytes, Any]] = {
 def test_many_parts_of_any_kind_are_counted(name: str) -> None:
     data, kind = MANY[name]
     data = data if isinstance(data, bytes) else data.SerializeToString()
-    kind.FromString(data)  # it is a message
+    kind.FromString(data)  # a valid message
     assert exceeds_part_limit(data, kind.DESCRIPTOR, 1000)
 
 
 def test_fields_of_other_proto_files_are_counted_by_what_they_are() -> None:
-    """Seven each of 4 bytes and of 8, with the number 2047."""
+    """Field number 2047, seven times with 4 bytes and seven times with 8."""
     data = b"\xfd\x7fabcd" * 7 + b"\xf9\x7fabcdefgh" * 7
     pb.ClassifyRequest.FromString(data)
-    assert [exceeds_part_limit(data, pb.ClassifyRequest.DESCRIPTOR, most) for most in (13, 14)] == [True, False]
+    assert [exceeds_part_limit(data, pb.ClassifyRequest.DESCRIPTOR, limit) for limit in (13, 14)] == [True, False]
 
 
 def test_bytes_of_an_unknown_group_hide_nothing_that_comes_behind_it() -> None:
-    """Within the group some bytes have the number of `inputs`, but are none: they seem to reach far behind it."""
-    looks_longer = b"\x2a\x03" + b"\x12\xff\x7f"  # 3 bytes of field 5, that promise a field of 16383 bytes
+    """Bytes inside the group look like a field `inputs` that extends far beyond it."""
+    looks_longer = b"\x2a\x03" + b"\x12\xff\x7f"  # 3 bytes of field 5 that declare a field of 16383 bytes
     data = b"\xfb\x7f" + looks_longer + b"\xfc\x7f" + b"\x2a\x00" * 2000
     assert len(oip.ModelInferRequest.FromString(data).inputs) == 2000
     assert exceeds_part_limit(data, INFER, 1000)
@@ -123,13 +123,13 @@ def test_bytes_of_an_unknown_group_hide_nothing_that_comes_behind_it() -> None:
     ids=["a number without end", "another", "a length beyond all", "a tag alone", "a length alone"],
 )
 def test_bytes_that_are_no_message_are_told_by_decoding(data: bytes) -> None:
-    exceeds_part_limit(data, INFER, 1000)  # soon, whatever it says
+    exceeds_part_limit(data, INFER, 1000)  # ends soon, with any result
     with pytest.raises(DecodeError):
         oip.ModelInferRequest.FromString(data)
 
 
 def test_whatever_decodes_into_many_inputs_is_counted_as_many() -> None:
-    """Random bytes from the tags and lengths that mean something here, in front of many inputs."""
+    """Random bytes of valid tags and lengths, before many inputs."""
     chance = random.Random(0)
     pieces = [
         b"\x2a",

@@ -1,4 +1,4 @@
-"""Every call has an id: the caller's or a new one, told back, in every log line, and in what the queue knows of it."""
+"""Every call has an id, the client's or a new one: it is returned, in every log line, and known to the queue."""
 
 # ruff: noqa: N802  # gRPC's names of methods
 import asyncio
@@ -31,7 +31,7 @@ log = logging.getLogger("prelunet.test_request_ids")
 
 
 class Toy(pb_grpc.PreluNetServiceServicer):
-    """Keeps who called; raises the errors that are planted, one a call."""
+    """Records the callers; raises the planted errors, one per call."""
 
     def __init__(self) -> None:
         self.callers: list[Caller] = []
@@ -81,7 +81,7 @@ def stub(address: str) -> Iterator[pb_grpc.PreluNetServiceStub]:
         yield pb_grpc.PreluNetServiceStub(channel)
 
 
-def told(metadata) -> str:
+def request_id_in(metadata) -> str:
     (value,) = [value for key, value in metadata or () if key == REQUEST_ID]
     return value
 
@@ -93,15 +93,15 @@ BAD = ["", " ", "x" * 129, "a b", "a/b", "a=b", 'a"b', "a,b", "a%0ab", "a{b}"]
 @pytest.mark.parametrize("given", GOOD, ids=lambda given: given[:20])
 def test_an_id_that_the_caller_gives_is_told_back_and_reaches_the_queue(stub, toy, given: str) -> None:
     _, call = stub.Classify.with_call(pb.ClassifyRequest(), metadata=((REQUEST_ID, given),))
-    assert told(call.initial_metadata()) == given
+    assert request_id_in(call.initial_metadata()) == given
     assert toy.callers[-1].request_id == given
 
 
 @pytest.mark.parametrize("given", BAD, ids=lambda given: ascii(given)[:20])
 def test_an_id_that_might_mean_something_to_a_log_is_ignored_and_a_new_one_made(stub, toy, given: str) -> None:
     _, call = stub.Classify.with_call(pb.ClassifyRequest(), metadata=((REQUEST_ID, given),))
-    assert re.fullmatch("[0-9a-f]{16}", told(call.initial_metadata()))
-    assert toy.callers[-1].request_id == told(call.initial_metadata())
+    assert re.fullmatch("[0-9a-f]{16}", request_id_in(call.initial_metadata()))
+    assert toy.callers[-1].request_id == request_id_in(call.initial_metadata())
 
 
 @pytest.mark.parametrize("given", ["a\nb", "a\x85b", "ü", "a\u2028b", b"bytes"], ids=ascii)
@@ -110,34 +110,37 @@ def test_an_id_that_no_client_library_would_send_is_ignored_too(given: str | byt
 
 
 def test_calls_without_an_id_get_one_each_and_of_two_the_first_counts(stub) -> None:
-    made = {told(stub.Classify.with_call(pb.ClassifyRequest())[1].initial_metadata()) for _ in range(20)}
-    assert len(made) == 20
+    created = {request_id_in(stub.Classify.with_call(pb.ClassifyRequest())[1].initial_metadata()) for _ in range(20)}
+    assert len(created) == 20
     _, call = stub.Classify.with_call(pb.ClassifyRequest(), metadata=((REQUEST_ID, "one"), (REQUEST_ID, "two")))
-    assert told(call.initial_metadata()) == "one"
+    assert request_id_in(call.initial_metadata()) == "one"
 
 
 def test_an_error_tells_the_id_behind_its_status(stub, toy) -> None:
     toy.planted = [ImageError("planted")]
     with pytest.raises(grpc.RpcError) as caught:
         stub.Classify(pb.ClassifyRequest(), metadata=((REQUEST_ID, "mine"),))
-    assert told(caught.value.trailing_metadata()) == "mine"
+    assert request_id_in(caught.value.trailing_metadata()) == "mine"
 
 
 def test_a_stream_tells_the_id_before_its_first_answer_or_behind_its_error(stub, toy) -> None:
     sent = [pb.ClassifyStreamRequest(id="a"), pb.ClassifyStreamRequest(id="b")]
     stream = stub.ClassifyStream(iter(sent), metadata=((REQUEST_ID, "mine"),))
-    assert told(stream.initial_metadata()) == "mine"
+    assert request_id_in(stream.initial_metadata()) == "mine"
     assert [answer.id for answer in stream] == ["a", "b"]
-    assert told(stub.Evaluate(iter([]), metadata=((REQUEST_ID, "self-writing"),)).initial_metadata()) == "self-writing"
+    assert (
+        request_id_in(stub.Evaluate(iter([]), metadata=((REQUEST_ID, "self-writing"),)).initial_metadata())
+        == "self-writing"
+    )
     toy.planted = [ImageError("planted")]
     stream = stub.ClassifyStream(iter([]), metadata=((REQUEST_ID, "failing"),))
     with pytest.raises(grpc.RpcError):
         next(stream)
-    assert told(stream.trailing_metadata()) == "failing"
+    assert request_id_in(stream.trailing_metadata()) == "failing"
 
 
 def test_a_refused_call_can_be_tried_again_by_grpc_itself(address: str, toy: Toy) -> None:
-    """gRPC retries no call whose initial metadata have come, so that an error should not send them."""
+    """gRPC does not retry a call once it has received initial metadata, so an error should not send it."""
     policy = {
         "maxAttempts": 3,
         "initialBackoff": "0.01s",
@@ -170,7 +173,7 @@ def test_the_caller_is_the_connection_with_its_deadline_and_id(address: str, toy
 
 
 def test_the_queue_is_told_of_every_image_who_asks_until_when_and_under_which_id() -> None:
-    told: list[Caller] = []
+    callers: list[Caller] = []
     image = png(40, 57)
     request = pb.ClassifyRequest(image=image, protocol="center")
     labelled = pb.LabelledImage(file="a", data=image, label=1)
@@ -179,7 +182,7 @@ def test_the_queue_is_told_of_every_image_who_asks_until_when_and_under_which_id
 
         def recording(method):
             async def recorded(*arguments, caller: Caller = Caller(), **options):
-                told.append(caller)
+                callers.append(caller)
                 return await method(*arguments, caller=caller, **options)
 
             return recorded
@@ -193,12 +196,12 @@ def test_the_queue_is_told_of_every_image_who_asks_until_when_and_under_which_id
         start = pb.EvaluateStart(dataset="photos", protocol="center")
         *_, last = stub.Evaluate(iter([pb.EvaluateRequest(start=start), pb.EvaluateRequest(image=labelled)]), **with_id)
         assert last.report.evaluated == 1
-    assert len(told) == 4
-    assert {caller.request_id for caller in told} == {"mine"}
-    assert len({caller.client for caller in told}) == 1
-    assert told[0].client.startswith("ipv4:127.0.0.1:")
-    assert all(0 < caller.deadline - time.monotonic() < 61 for caller in told)
-    assert told[1].deadline == told[2].deadline, "the deadline of a stream is that of each image"
+    assert len(callers) == 4
+    assert {caller.request_id for caller in callers} == {"mine"}
+    assert len({caller.client for caller in callers}) == 1
+    assert callers[0].client.startswith("ipv4:127.0.0.1:")
+    assert all(0 < caller.deadline - time.monotonic() < 61 for caller in callers)
+    assert callers[1].deadline == callers[2].deadline, "the deadline of a stream is that of each image"
 
 
 def test_every_line_that_is_logged_for_a_call_has_its_id_and_method(stub, calls) -> None:

@@ -41,7 +41,7 @@ SCHEMA = json.loads((Path(__file__).parents[3] / "docs" / "report.schema.json").
 
 
 def class_folders(root: Path, wnids: list[str], best: dict[bytes, str] | None = None) -> Path:
-    """Write a dataset with hits and misses, of odd sizes, with one panorama and one file that is no image."""
+    """Write a dataset with hits and misses, odd sizes, one panorama and one file that is not an image."""
     for number in range(17):
         data = png(33 + 3 * number, 71 - 2 * number, seed=number)
         wnid = wnids[number % 5] if number % 3 or best is None else best[data]
@@ -63,13 +63,13 @@ def test_the_report_over_the_wire_equals_that_of_validate_on_the_same_folder(exp
     dataset = open_dataset(folder, split="val", class_names=wnids)
     run = validated(net.session, dataset, protocol, tmp_path / "run", file=net.path.name)
     expected = build_report(run)
-    expected["dataset"]["layout"] = "stream"  # no folders were seen there
+    expected["dataset"]["layout"] = "stream"  # a stream has no folders
     assert 0 < expected["top1_error"] < 100
     assert (expected["images"], expected["refused"], expected["capped"]) == (19, 1, 1)
     with running_server(demo=net.session) as server, Client(server.address) as client:
         report = client.evaluate(dataset)
     assert report == expected
-    assert json_bytes(report) == json_bytes(expected), "the keys should come in the same order too"
+    assert json_bytes(report) == json_bytes(expected), "the keys should be in the same order too"
 
 
 def test_images_may_come_in_any_order_and_with_either_kind_of_label() -> None:
@@ -152,7 +152,7 @@ def test_two_evaluations_at_once_do_not_mix(stub) -> None:
 
 @contextmanager
 def classifier_of(session: FakeSession, queue: QueueOptions = QueueOptions()) -> Iterator[Classifier]:
-    """Give the classifier of a session, without a server around it."""
+    """Yield the classifier of a session, without a server."""
     models = Models([(ModelFile("fake", Path("fake.onnx")), session)], DecodeLimits(), queue)
     yield models.get("fake")
     models.close()
@@ -204,25 +204,25 @@ def test_an_error_of_the_client_s_iterator_ends_the_evaluation() -> None:
             asyncio.run(evaluate(classifier, protocol, "few", one_by_one(failing())))
 
 
-def evaluated(images: list[LabelledImage], told: list[EvaluationProgress]) -> dict:
-    """Evaluate images without a server; `told` gets what a client would be told on the way."""
+def evaluated(images: list[LabelledImage], reports: list[EvaluationProgress]) -> dict:
+    """Evaluate images without a server; `reports` collects the progress reports."""
 
-    async def tell(progress: EvaluationProgress) -> None:
-        told.append(progress)
+    async def on_progress(progress: EvaluationProgress) -> None:
+        reports.append(progress)
 
     with classifier_of(FakeSession()) as classifier:
         protocol = build_protocol("center", classifier.session.contract)
-        return asyncio.run(evaluate(classifier, protocol, "many", one_by_one(images), tell))
+        return asyncio.run(evaluate(classifier, protocol, "many", one_by_one(images), on_progress))
 
 
 def test_progress_counts_what_the_report_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation, "PROGRESS_INTERVAL", 0)
-    told: list[EvaluationProgress] = []
-    report = evaluated([LabelledImage("x", b"no image", 1), *labelled(23), LabelledImage("y", b"", 2)], told)
-    assert [progress.images for progress in told] == list(range(1, 26))
-    assert [progress.refused for progress in told] == sorted(progress.refused for progress in told)
-    assert all(0 <= before.seconds <= after.seconds for before, after in pairwise(told))
-    last = told[-1]
+    reports: list[EvaluationProgress] = []
+    report = evaluated([LabelledImage("x", b"no image", 1), *labelled(23), LabelledImage("y", b"", 2)], reports)
+    assert [progress.images for progress in reports] == list(range(1, 26))
+    assert [progress.refused for progress in reports] == sorted(progress.refused for progress in reports)
+    assert all(0 <= before.seconds <= after.seconds for before, after in pairwise(reports))
+    last = reports[-1]
     assert (last.images, last.refused) == (report["images"], report["refused"]) == (25, 2)
     assert round(last.top1_error, 4) == report["top1_error"]
     assert 0 < last.top1_error < 100
@@ -230,35 +230,35 @@ def test_progress_counts_what_the_report_counts(monkeypatch: pytest.MonkeyPatch)
 
 def test_progress_has_no_error_before_an_image_was_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation, "PROGRESS_INTERVAL", 0)
-    told: list[EvaluationProgress] = []
-    evaluated([LabelledImage("x", b"no image", 1)], told)
-    assert [(progress.images, progress.refused, progress.top1_error) for progress in told] == [(1, 1, None)]
-    message = progress_message(told[0])
+    reports: list[EvaluationProgress] = []
+    evaluated([LabelledImage("x", b"no image", 1)], reports)
+    assert [(progress.images, progress.refused, progress.top1_error) for progress in reports] == [(1, 1, None)]
+    message = progress_message(reports[0])
     assert (message.images, message.refused, message.HasField("top1_error")) == (1, 1, False)
 
 
 def test_progress_is_told_at_most_once_a_second_and_a_short_evaluation_tells_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock = count(step=0.3)  # seconds; each look at the clock is 0.3 s later than the last
+    clock = count(step=0.3)  # seconds; each reading of the clock is 0.3 s after the last
     monkeypatch.setattr(evaluation, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    told: list[EvaluationProgress] = []
-    evaluated(labelled(20), told)
-    assert [progress.images for progress in told] == [4, 8, 12, 16, 20]
+    reports: list[EvaluationProgress] = []
+    evaluated(labelled(20), reports)
+    assert [progress.images for progress in reports] == [4, 8, 12, 16, 20]
     clock = count(step=0.04)
-    told.clear()
-    evaluated(labelled(20), told)
-    assert told == []
+    reports.clear()
+    evaluated(labelled(20), reports)
+    assert reports == []
 
 
 def test_a_client_that_reads_no_progress_holds_up_one_image_and_not_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(evaluation, "PROGRESS_INTERVAL", 0)
-    answered, told, read = 0, [], asyncio.Event()
+    answered, reports, read = 0, [], asyncio.Event()
 
-    async def tell(progress: EvaluationProgress) -> None:
-        told.append(progress)
+    async def on_progress(progress: EvaluationProgress) -> None:
+        reports.append(progress)
         await read.wait()
 
     with classifier_of(FakeSession()) as classifier:
@@ -269,13 +269,15 @@ def test_a_client_that_reads_no_progress_holds_up_one_image_and_not_the_others(
             answer = await classify(*arguments, **options)
             answered += 1
             if answered == 3 * MAX_IN_FLIGHT:
-                assert len(told) == 1
+                assert len(reports) == 1
                 read.set()
             return answer
 
         monkeypatch.setattr(classifier, "classify", counted)
         protocol = build_protocol("center", classifier.session.contract)
-        report = asyncio.run(evaluate(classifier, protocol, "many", one_by_one(labelled(3 * MAX_IN_FLIGHT)), tell))
+        report = asyncio.run(
+            evaluate(classifier, protocol, "many", one_by_one(labelled(3 * MAX_IN_FLIGHT)), on_progress)
+        )
     assert report["evaluated"] == 3 * MAX_IN_FLIGHT
 
 
@@ -303,10 +305,10 @@ def test_an_evaluation_waits_at_the_door_where_a_call_of_its_own_is_refused() ->
         with pytest.raises(grpc.RpcError) as refused:
             stub.Classify(pb.ClassifyRequest(image=images[0].data, protocol="center"))
         assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert len(admission._waiters) == 1, "no further one is read meanwhile"
+        assert len(admission._waiters) == 1, "no further image should be read meanwhile"
         session.gate.set()
         assert report_of(responses).evaluated == 40
-        assert server.metric("prelunet_refusals_total", model="fake", reason="views") == 1, "of the call of its own"
+        assert server.metric("prelunet_refusals_total", model="fake", reason="views") == 1, "of the separate call"
 
 
 @pytest.mark.parametrize("images", [3, 4])
@@ -385,7 +387,7 @@ def test_a_report_survives_the_way_there_and_back_with_its_nulls_and_all_its_dig
     assert report["same_names"] == [[0, 1]]
     assert [len(row) for row in report["worst"]["counts"]] == [1]
     assert there_and_back(report) == report
-    assert json_bytes(there_and_back(report)) == json_bytes(report), "keys and numbers should look the same too"
+    assert json_bytes(there_and_back(report)) == json_bytes(report), "keys and numbers should be written the same too"
     report["suspicion"] = "the labels are in another order"
     assert there_and_back(report) == report
 
@@ -396,7 +398,7 @@ def test_a_report_survives_the_way_there_and_back_with_its_nulls_and_all_its_dig
     ids=["many", "long"],
 )
 def test_a_message_lists_the_first_refused_images_and_counts_all(name: str, reason: str, listed: int) -> None:
-    """Else a report of a million refusals, or of long names, would be larger than any client takes."""
+    """A report with a million refusals, or with long names, would exceed every client's message limit."""
     protocol = build_protocol("center", fake_contract())
     predictions = [Prediction(name.format(n), 1, refused=reason) for n in range(3 * MAX_LISTED_REFUSALS)]
     dataset = {
@@ -410,8 +412,8 @@ def test_a_message_lists_the_first_refused_images_and_counts_all(name: str, reas
     message = report_message(report)
     assert [each.file for each in message.refusals] == [name.format(n) for n in range(listed)]
     assert (message.refused, message.images) == (3 * MAX_LISTED_REFUSALS, 3 * MAX_LISTED_REFUSALS)
-    assert message.ByteSize() < 2 * 2**20, "what a gRPC client takes unless told otherwise is 4 MiB"
-    assert len(report["refusals"]) == 3 * MAX_LISTED_REFUSALS, "the report itself is left as it is"
+    assert message.ByteSize() < 2 * 2**20, "a gRPC client accepts 4 MiB by default"
+    assert len(report["refusals"]) == 3 * MAX_LISTED_REFUSALS, "the report itself should be unchanged"
 
 
 def there_and_back(report: dict) -> dict:

@@ -1,4 +1,4 @@
-"""`ClassifyStream`: many images in one call. First the stream by itself, then over the wire."""
+"""`ClassifyStream`: many images in one call. First `classify_stream` alone, then over the network."""
 
 import asyncio
 import gc
@@ -31,9 +31,9 @@ async def one_by_one(requests: Iterable[pb.ClassifyStreamRequest]) -> AsyncItera
 
 
 class Answerer:
-    """Classifies by giving the model's name back, once a test allows it; notes what was begun and cancelled.
+    """Answers with the model's name once a test allows it; records started and cancelled requests.
 
-    outside: models before whose door a request waits.
+    outside: models whose requests are never admitted.
     """
 
     def __init__(self, *, waits: bool = False, outside: str = "") -> None:
@@ -60,7 +60,7 @@ class Answerer:
 
 
 class Reader:
-    """Takes answers as a caller would: all of them, or none until a test lets it read on."""
+    """Reads answers as a client would: all of them, or none until a test allows it."""
 
     def __init__(self, *, reads: bool = True) -> None:
         self.answers: list[pb.ClassifyStreamResponse] = []
@@ -70,7 +70,7 @@ class Reader:
             self.reads.set()
 
     async def send(self, response: pb.ClassifyStreamResponse) -> None:
-        assert self.waiting == 0, "gRPC takes one message at a time"
+        assert self.waiting == 0, "gRPC accepts one message at a time"
         self.waiting += 1
         await self.reads.wait()
         self.waiting -= 1
@@ -81,7 +81,7 @@ class Reader:
 
 
 async def settled() -> None:
-    """Let every task run as far as it can."""
+    """Let every task run until it blocks."""
     for _ in range(200):
         await asyncio.sleep(0)
 
@@ -131,7 +131,7 @@ def test_no_more_is_read_while_as_many_as_a_stream_may_hold_are_unanswered(stuck
 
 
 @pytest.mark.parametrize(
-    ("asked", "places"),
+    ("fields", "slots"),
     [
         ({}, 1),
         ({"top_k": -5}, 1),
@@ -143,21 +143,21 @@ def test_no_more_is_read_while_as_many_as_a_stream_may_hold_are_unanswered(stuck
     ],
     ids=str,
 )
-def test_a_request_takes_places_by_the_size_of_its_answer(asked: dict, places: int) -> None:
-    assert slots_for(pb.ClassifyRequest(**asked)) == places
+def test_a_request_takes_places_by_the_size_of_its_answer(fields: dict, slots: int) -> None:
+    assert slots_for(pb.ClassifyRequest(**fields)) == slots
 
 
 def test_no_more_than_four_heat_maps_are_made_while_nobody_reads_them_and_what_follows_waits_its_turn() -> None:
-    """Else a stream would fill the memory with 32 of them, whatever waits before the door."""
+    """Otherwise a stream would hold 32 of them in memory, which no limit of the queue counts."""
     maps = [f"{n}" for n in range(9)]
-    asked = [
+    requests = [
         *(pb.ClassifyStreamRequest(id=n, request=pb.ClassifyRequest(model=n, heatmap=True)) for n in maps),
         *numbered("small", "too"),
     ]
 
     async def scenario() -> None:
         answerer, reader = Answerer(), Reader(reads=False)
-        stream = asyncio.create_task(classify_stream(answerer.classify, one_by_one(asked), reader.send))
+        stream = asyncio.create_task(classify_stream(answerer.classify, one_by_one(requests), reader.send))
         await settled()
         assert (answerer.begun, reader.answers) == (maps[:4], [])
         reader.reads.set()
@@ -169,14 +169,14 @@ def test_no_more_than_four_heat_maps_are_made_while_nobody_reads_them_and_what_f
 
 def test_the_places_of_a_heat_map_are_free_for_as_many_small_answers_once_it_is_sent() -> None:
     small = [f"{n:02}" for n in range(2 * STREAM_SLOTS)]
-    asked = [
+    requests = [
         pb.ClassifyStreamRequest(id="map", request=pb.ClassifyRequest(model="map", heatmap=True)),
         *numbered(*small),
     ]
 
     async def scenario() -> None:
         answerer, reader = Answerer(waits=True), Reader()
-        stream = asyncio.create_task(classify_stream(answerer.classify, one_by_one(asked), reader.send))
+        stream = asyncio.create_task(classify_stream(answerer.classify, one_by_one(requests), reader.send))
         await settled()
         assert answerer.begun == ["map", *small[: STREAM_SLOTS - 8]]
         answerer.allow("map")
@@ -185,13 +185,13 @@ def test_the_places_of_a_heat_map_are_free_for_as_many_small_answers_once_it_is_
         for name in small:
             answerer.allow(name)
         await stream
-        assert len(reader.answers) == len(asked)
+        assert len(reader.answers) == len(requests)
 
     asyncio.run(scenario())
 
 
 def test_no_more_is_read_while_a_request_waits_before_the_door() -> None:
-    """Else a stream would hold as many images there as it may have unanswered, which no limit of the queue counts."""
+    """Otherwise a stream would hold STREAM_SLOTS images outside the queue, which no limit of the queue counts."""
 
     async def scenario() -> None:
         answerer, reader = Answerer(waits=True, outside="c"), Reader()
@@ -202,7 +202,7 @@ def test_no_more_is_read_while_a_request_waits_before_the_door() -> None:
         assert answerer.begun == ["a", "b", "c"]
         answerer.allow("a")
         await settled()
-        assert (answerer.begun, reader.ids()) == (["a", "b", "c"], ["a"]), "who is inside is answered meanwhile"
+        assert (answerer.begun, reader.ids()) == (["a", "b", "c"], ["a"]), "admitted requests are answered meanwhile"
         answerer.allow("c")
         await settled()
         assert (answerer.begun[3:], reader.ids()) == (["d"], ["a", "c"])
@@ -215,7 +215,7 @@ def test_no_more_is_read_while_a_request_waits_before_the_door() -> None:
 
 def test_a_request_is_not_kept_while_its_answer_waits_or_is_made() -> None:
     class Asked:
-        """A request that can be watched."""
+        """A request that allows weak references."""
 
         top_k, heatmap = 0, False
 
@@ -288,7 +288,7 @@ def test_a_request_that_cannot_be_told_from_others_gets_an_error_without_an_id(i
         answerer, reader = Answerer(waits=True), Reader()
         stream = asyncio.create_task(classify_stream(answerer.classify, one_by_one(numbered(*ids)), reader.send))
         await settled()
-        (refused,) = reader.answers  # so that nobody takes it for the answer to another request of that id
+        (refused,) = reader.answers  # without the id: it could be confused with the answer to the other request
         assert (refused.id, refused.error.code, refused.error.reason) == ("", 3, "USAGE_ERROR")
         assert text in refused.error.message
         for id_ in {*ids}:
@@ -318,7 +318,7 @@ def test_an_id_may_be_used_again_as_soon_as_its_answer_is_there() -> None:
         async def send(response: pb.ClassifyStreamResponse) -> None:
             answers.append(response)
             requests.put_nowait(numbered("a")[0] if len(answers) < 5 else None)
-            await settled()  # the caller is faster than we are
+            await settled()  # the client is faster than the server
 
         requests.put_nowait(numbered("a")[0])
         await classify_stream(Answerer().classify, incoming(), send)
@@ -382,7 +382,7 @@ def without_timings(response: pb.ClassifyResponse) -> pb.ClassifyResponse:
 
 
 def test_every_answer_of_a_stream_is_that_of_a_call_of_its_own(stub) -> None:
-    asked = [
+    all_changes = [
         {},
         {"heatmap": True},
         {"top_k": 2},
@@ -392,7 +392,7 @@ def test_every_answer_of_a_stream_is_that_of_a_call_of_its_own(stub) -> None:
     ]
     requests = [
         pb.ClassifyRequest(image=png(30 + n, 80 - n, seed=n), model=("six", "three")[n % 2], **changes)
-        for n, changes in enumerate(asked)
+        for n, changes in enumerate(all_changes)
     ]
     alone = [without_timings(stub.Classify(request)) for request in requests]
     answers = {answer.id: answer for answer in stub.ClassifyStream(named(requests), timeout=60)}
@@ -442,15 +442,15 @@ def test_an_image_too_many_waits_before_the_door_and_all_are_answered_in_their_t
         assert server.metric("prelunet_waiting_images", model="fake") == 2
         with pytest.raises(grpc.RpcError, match="at most 2 views"):
             stub.Classify(requests[0])
-        stub.ListModels(pb.ListModelsRequest())  # time in which the server could read on
-        assert (admission.images, len(admission._waiters)) == (2, 1), "of five; two are not read yet"
+        stub.ListModels(pb.ListModelsRequest())  # time for the server to read more
+        assert (admission.images, len(admission._waiters)) == (2, 1), "of five images; two should not be read yet"
         session.gate.set()
         sent.put(None)
         answers = list(stream)
         assert sorted((answer.id, answer.WhichOneof("result")) for answer in answers) == [
             (f"{n}", "response") for n in range(5)
         ]
-        assert server.metric("prelunet_refusals_total", model="fake", reason="views") == 1, "of the call of its own"
+        assert server.metric("prelunet_refusals_total", model="fake", reason="views") == 1, "of the separate call"
 
 
 def test_a_stream_that_its_client_leaves_while_an_image_waits_before_the_door_leaves_nothing_there() -> None:
@@ -495,7 +495,7 @@ def test_a_stream_that_a_client_leaves_or_whose_time_is_over_is_not_computed(lea
         with pytest.raises(grpc.RpcError) as caught:
             errors.extend(answer.error.code for answer in stream)
         assert caught.value.code().name == ("CANCELLED" if leaves else "DEADLINE_EXCEEDED")
-        assert set(errors) <= {4}, "an image may be told that its time is over a moment before its stream"
+        assert set(errors) <= {4}, "the deadline of an image may pass a moment before that of its stream"
         eventually(lambda: server.metric("prelunet_waiting_images", model="fake") == 1)
         session.gate.set()
         sent.put(None)
@@ -520,22 +520,22 @@ def test_a_client_that_sends_faster_than_the_server_classifies_is_held_up() -> N
         stream = stub.ClassifyStream(pulling(), timeout=120)
         eventually(lambda: server.metric("prelunet_waiting_images", model="fake") == STREAM_SLOTS)
         for _ in range(50):
-            stub.ListModels(pb.ListModelsRequest())  # time in which the server could read on
+            stub.ListModels(pb.ListModelsRequest())  # time for the server to read more
         assert server.metric("prelunet_waiting_images", model="fake") == STREAM_SLOTS
-        assert pulled < 2 * STREAM_SLOTS, "what is beyond waits in buffers of gRPC, of which there should be few"
+        assert pulled < 2 * STREAM_SLOTS, "the rest waits in gRPC's buffers, which should be few"
         session.gate.set()
         assert len(list(stream)) == pulled == 4 * STREAM_SLOTS
 
 
 def test_a_client_that_reads_no_answers_is_held_up_itself_and_nobody_else() -> None:
-    """Its answers, each of a thousand classes, fill what gRPC takes; then no further request of it is read."""
-    asked = [pb.ClassifyRequest(image=IMAGE, model="many", protocol="center", top_k=1000)] * (5 * STREAM_SLOTS)
+    """Its answers, of a thousand classes each, fill gRPC's buffers; then no further request of it is read."""
+    requests = [pb.ClassifyRequest(image=IMAGE, model="many", protocol="center", top_k=1000)] * (5 * STREAM_SLOTS)
     with (
         running_server(many=FakeSession(fake_contract(classes=1000)), other=FakeSession()) as server,
-        grpc.insecure_channel(server.address, options=[("grpc.http2.bdp_probe", 0)]) as channel,  # takes 64 kB ahead
+        grpc.insecure_channel(server.address, options=[("grpc.http2.bdp_probe", 0)]) as channel,  # window: 64 kB
         grpc.insecure_channel(server.address) as another,
     ):
-        stream = pb_grpc.PreluNetServiceStub(channel).ClassifyStream(named(asked), timeout=120)
+        stream = pb_grpc.PreluNetServiceStub(channel).ClassifyStream(named(requests), timeout=120)
         assert next(stream).ByteSize() > 30_000
         stub, before = pb_grpc.PreluNetServiceStub(another), -1.0
         while before != (answered := server.metric("prelunet_request_seconds_count", model="many")):
@@ -543,5 +543,7 @@ def test_a_client_that_reads_no_answers_is_held_up_itself_and_nobody_else() -> N
             for _ in range(20):
                 assert stub.Classify(pb.ClassifyRequest(image=IMAGE, model="other"), timeout=30).predictions
         assert answered <= 3 * STREAM_SLOTS
-        assert server.metric("prelunet_waiting_images", model="many") == 0, "what waits to be sent waits for no device"
-        assert len(list(stream)) == len(asked) - 1
+        assert server.metric("prelunet_waiting_images", model="many") == 0, (
+            "answers that wait to be sent should not count as waiting images"
+        )
+        assert len(list(stream)) == len(requests) - 1

@@ -1,6 +1,7 @@
-"""What NVIDIA's own client gets from a server, as JSON: python triton_calls.py ADDRESS IMAGE...
+"""Print the results of NVIDIA's client as JSON: python triton_calls.py ADDRESS IMAGE...
 
-A program of its own: the client registers the same message names as our inference_pb2, and a process has one register.
+It is a separate program, because the client registers the same message names as our inference_pb2 and a process has
+only one registry.
 """
 
 import asyncio
@@ -23,14 +24,14 @@ PARAMETERS = {"protocol": "ten-crop", "mirror": False}
 
 
 def images_input(images: Sequence[bytes], shape: Sequence[int] | None = None) -> list[Any]:
-    """Return the one input of a request."""
+    """Return the input of a request."""
     tensor = triton.InferInput("images", shape or [len(images)], "BYTES")
     tensor.set_data_from_numpy(np.array(images, dtype=object).reshape(shape or [len(images)]))
     return [tensor]
 
 
 def failure(call: Callable[[], Any]) -> list[str]:
-    """Return status and text of a call that fails."""
+    """Return status and text of a failing call."""
     try:
         call()
     except InferenceServerException as error:
@@ -44,7 +45,7 @@ def texts(result: Any) -> list[list[str]]:
 
 
 def server_info(client: triton.InferenceServerClient) -> dict[str, Any]:
-    """Ask for all that a server tells of itself."""
+    """Return everything that a server reports about itself."""
     return {
         "live": client.is_server_live(),
         "ready": client.is_server_ready(),
@@ -64,37 +65,37 @@ def server_info(client: triton.InferenceServerClient) -> dict[str, Any]:
 
 
 def with_sync_client(address: str, images: list[bytes]) -> dict[str, Any]:
-    """Make calls with the client of threads."""
-    told: dict[str, Any] = {}
+    """Make calls with the synchronous client."""
+    results: dict[str, Any] = {}
     classes = [triton.InferRequestedOutput("scores", class_count=3)]
     with triton.InferenceServerClient(address) as client:
         result = client.infer("six", images_input(images), request_id="photo 7", parameters=PARAMETERS)
-        told["scores"], told["id"] = result.as_numpy("scores").tolist(), result.get_response().id
-        told["type"] = str(result.as_numpy("scores").dtype)
+        results["scores"], results["id"] = result.as_numpy("scores").tolist(), result.get_response().id
+        results["type"] = str(result.as_numpy("scores").dtype)
         column = images_input(images, [len(images), 1])
-        told["column"] = client.infer("six", column, parameters=PARAMETERS).as_numpy("scores").tolist()
-        told["classes"] = texts(client.infer("six", images_input(images), outputs=classes, parameters=PARAMETERS))
+        results["column"] = client.infer("six", column, parameters=PARAMETERS).as_numpy("scores").tolist()
+        results["classes"] = texts(client.infer("six", images_input(images), outputs=classes, parameters=PARAMETERS))
         squeezed = client.infer("six", images_input(images), compression_algorithm="gzip", parameters=PARAMETERS)
-        told["compressed"] = squeezed.as_numpy("scores").tolist()
+        results["compressed"] = squeezed.as_numpy("scores").tolist()
         answers: queue.Queue[Any] = queue.Queue()
         for image in images:
             client.async_infer(
                 "six", images_input([image]), lambda result, error: answers.put((result, error)), parameters=PARAMETERS
             )
-        told["async errors"] = [str(error) for _, error in (answers.get(timeout=60) for _ in images) if error]
-        told["stream"] = streamed(client, [*images, b"no image"])
-        told["bad image"] = failure(lambda: client.infer("six", images_input([images[0], b"no image"])))
-        told["bad model"] = failure(lambda: client.infer("nine", images_input(images)))
-        told["negative timeout"] = failure(lambda: client.infer("six", images_input(images), timeout=-1))
-        told["priority"] = failure(lambda: client.infer("six", images_input(images), priority=1))
-        told["sequence"] = failure(lambda: client.infer("six", images_input(images), sequence_id=4))
-        told["no time"] = failure(lambda: client.infer("six", images_input(images), client_timeout=1e-4))
-        told["of server"] = server_info(client)
-    return told
+        results["async errors"] = [str(error) for _, error in (answers.get(timeout=60) for _ in images) if error]
+        results["stream"] = streamed(client, [*images, b"no image"])
+        results["bad image"] = failure(lambda: client.infer("six", images_input([images[0], b"no image"])))
+        results["bad model"] = failure(lambda: client.infer("nine", images_input(images)))
+        results["negative timeout"] = failure(lambda: client.infer("six", images_input(images), timeout=-1))
+        results["priority"] = failure(lambda: client.infer("six", images_input(images), priority=1))
+        results["sequence"] = failure(lambda: client.infer("six", images_input(images), sequence_id=4))
+        results["no time"] = failure(lambda: client.infer("six", images_input(images), client_timeout=1e-4))
+        results["of server"] = server_info(client)
+    return results
 
 
 def streamed(client: triton.InferenceServerClient, images: list[bytes]) -> list[list[Any]]:
-    """Send images over a stream; returns of each answer its id, scores and error."""
+    """Send images over a stream; return id, scores and error of each answer."""
     answers: queue.Queue[list[Any]] = queue.Queue()
 
     def take(result: Any, error: Any) -> None:
@@ -117,7 +118,7 @@ def streamed(client: triton.InferenceServerClient, images: list[bytes]) -> list[
 
 
 async def with_aio_client(address: str, images: list[bytes]) -> dict[str, Any]:
-    """Make calls with the client of asyncio."""
+    """Make calls with the asyncio client."""
     classes = [triton_aio.InferRequestedOutput("scores", class_count=3)]
     async with triton_aio.InferenceServerClient(address) as client:
         results = await asyncio.gather(
@@ -148,7 +149,7 @@ async def with_aio_client(address: str, images: list[bytes]) -> dict[str, Any]:
 
 
 def client_protocol() -> dict[str, Any]:
-    """Return the client's own messages and methods."""
+    """Return the messages and methods that the client defines."""
     messages: dict[str, Any] = {}
     for file in (service_pb2.DESCRIPTOR, model_config_pb2.DESCRIPTOR):
         for descriptor in file.message_types_by_name.values():
