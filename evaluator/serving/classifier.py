@@ -1,4 +1,4 @@
-"""One served model: encoded bytes in, an answer out, with no arithmetic on the event loop."""
+"""One served model: encoded image in, answer out, with no computation on the event loop."""
 
 import asyncio
 from collections.abc import Callable
@@ -31,10 +31,10 @@ Result = TypeVar("Result")
 
 
 class Classifier:
-    """A session on a device, which may have others too.
+    """A session on a device, which may have other sessions too.
 
-    name: under which it is served; file: last part of the model file's path; limits: what an image may be;
-    queue: how much may wait; metrics: told what happens.
+    name: of the model in requests; file: last part of the model file's path; metrics: of this model; limits: on images;
+    queue: limits on waiting work.
     """
 
     def __init__(
@@ -58,20 +58,20 @@ class Classifier:
         self._model = ScheduledModel(name, session, metrics, self._views_of)
 
     def admit_or_refuse(self, size: int, views: int, client: str = "", images: int = 1) -> AbstractContextManager[None]:
-        """Count images of `size` bytes and so many views, all together, among those that wait while the block runs.
+        """Admit images for as long as the block runs. size, views: totals over these images; size in bytes.
 
-        Raises Overloaded, which says when to try again, when enough views, or enough bytes, wait already.
+        Raises Overloaded, with the time after which to retry, when the limit on views or bytes is reached.
         """
         return self._admission.admit_or_refuse(size, views, client, images)
 
     def admit_or_wait(self, size: int, views: int, client: str = "") -> AbstractAsyncContextManager[None]:
-        """Do the same for one image, but wait until there is room."""
+        """Do the same for one image, but wait instead of raising."""
         return self._admission.admit_or_wait(size, views, client)
 
     async def answer(
         self, image: bytes, protocol: EvaluationProtocol, top: int, *, heatmap: bool, caller: Caller = Caller()
     ) -> Answer:
-        """Classify one encoded image and tell its best classes; see `classify` for the errors."""
+        """Classify one encoded image and return its top classes; see `classify` for the errors."""
 
         def build_result(classified: Classification) -> Answer:
             picture = self._heat_maps(image, protocol, classified, caller.deadline) if heatmap else b""
@@ -89,13 +89,13 @@ class Classifier:
         keep_windows: bool = False,
         caller: Caller = Caller(),
     ) -> Result:
-        """Classify one encoded image; `build_result` makes of the result what the caller needs, in a thread.
+        """Classify one encoded image and return what `build_result`, called in a thread, makes of the result.
 
-        keep_windows: with the window scores that heat maps need.
-        Raises ImageError for bytes that are no image, UsageError for a view that is too large, ContractError when the
-        model gives NaN, DeadlinePassed as soon as the caller's time is over or too short, OutOfMemory when the device
-        has too little memory for one of its views, DeviceLost when it gives nothing but errors, and Interrupted after
-        `close`. Cancelling drops what has not begun.
+        keep_windows: keep the window scores, which heat maps need.
+        Raises ImageError for bytes that are not an image, UsageError for too large a view, ContractError if the model
+        outputs NaN, DeadlinePassed when the caller's deadline passes or is too close, OutOfMemory if the device has too
+        little memory for a view, DeviceLost if it fails on every input, and Interrupted after `close`. Cancellation
+        drops work that has not started.
         """
         result, _ = await self._answered(image, protocol, build_result, keep_windows=keep_windows, caller=caller)
         return result
@@ -122,7 +122,7 @@ class Classifier:
             keep_windows,
         )
         self._device_queue.add(request)
-        # The clock of asyncio's own loops is that of deadlines: time.monotonic().
+        # asyncio's loops and our deadlines use the same clock, time.monotonic().
         timer = None if caller.deadline is None else loop.call_at(caller.deadline, self._device_queue.expire, request)
         try:
             return await reply
@@ -136,34 +136,34 @@ class Classifier:
             decoded = decode_image(image, self._limits, apply_exif=protocol.apply_exif, reserve=reserve)
             self._check_size(decoded.height, decoded.width, protocol)
             views = make_views(decoded, protocol)
-            del decoded  # before its room is given back
+            del decoded  # before its memory is given back
         return views
 
     def _check_size(self, height: int, width: int, protocol: EvaluationProtocol) -> None:
-        """Refuse views that would take gigabytes: more pixels than a batch may have, or than `multi-scale` needs.
+        """Refuse views that would take gigabytes: more pixels than a batch may have and `multi-scale` needs.
 
-        All scales of an image wait together, so that they are bounded too: by twice that, enough for SPP-net's six.
+        All scales of an image wait together, so their total is limited too: to twice that, enough for SPP-net's six.
         """
         limit = max(MAX_PIXELS, protocol.long_side_cap * max(self.session.contract.default_scales) ** 2)
         sizes = [resized_size(height, width, scale, protocol.long_side_cap) for scale in protocol.scales]
         rows, columns = max(sizes, key=lambda size: size[0] * size[1])
         if rows * columns > limit:
             raise UsageError(
-                f"protocol {protocol.name}: this image would be seen as {rows}x{columns} pixels, more than the "
-                f"{limit} that this server takes in one view. Use a smaller scale, or `prelunet classify --model`"
+                f"protocol {protocol.name}: a view of this image would have {rows}x{columns} pixels, more than this "
+                f"server's limit of {limit}. Use a smaller scale, or `prelunet classify --model`"
             )
         if (total := sum(rows * columns for rows, columns in sizes)) > 2 * limit:
             raise UsageError(
-                f"protocol {protocol.name}: all scales of this image together have {total} pixels, more than the "
-                f"{2 * limit} that this server takes. Use fewer or smaller scales, or `prelunet classify --model`"
+                f"protocol {protocol.name}: all scales of this image together have {total} pixels, more than this "
+                f"server's limit of {2 * limit}. Use fewer or smaller scales, or `prelunet classify --model`"
             )
 
     def _heat_maps(
         self, image: bytes, protocol: EvaluationProtocol, classified: Classification, deadline: float | None
     ) -> bytes:
-        """Draw an image beside the heat maps of its best classes, as a PNG file.
+        """Draw an image beside the heat maps of its top classes, as a PNG file.
 
-        It is decoded again: kept from the first time, the pixels of every image that waits would fill the memory.
+        The image is decoded again: keeping the pixels of all waiting images would take too much memory.
         """
         with self._decode_semaphore.reservation(deadline) as reserve:
             decoded = decode_image(image, self._limits, apply_exif=protocol.apply_exif, reserve=reserve)
@@ -172,5 +172,5 @@ class Classifier:
         return png_bytes(draw_heat_maps(pixels, classified, self.session.contract, protocol))
 
     def close(self) -> None:
-        """Let nothing more in, and finish what waits; the device lives on for its other models."""
+        """Refuse new requests and finish those that wait; the device keeps running for its other models."""
         self._device_queue.close_model(self._model)

@@ -1,4 +1,4 @@
-"""One server from start to end: take the ports, load the models, answer, stop."""
+"""The life of a server: open the ports, load the models, serve, shut down."""
 
 import asyncio
 import logging
@@ -27,26 +27,25 @@ from prelunet.evaluator.serving.observability.metrics_http import MetricsServer
 from prelunet.evaluator.serving.options import RESERVED_FILES, ModelFile, ServeOptions, ServerLimits
 from prelunet.evaluator.serving.server import Server
 
-Event: TypeAlias = signal.Signals | DeviceLost
+ShutdownEvent: TypeAlias = signal.Signals | DeviceLost
 
-CLOSE_TIMEOUT = (
-    10.0  # seconds for threads to end once no call is left; a batch takes less, a device that hangs for ever
-)
-SIGNAL_DEBOUNCE = 0.5  # seconds: `timeout` and some init programs send a signal twice, to the process and to its group
-LOST_GRACE = 5.0  # seconds for answers to be sent when the device is gone: no other will come
+# Seconds for threads to end after the last call. A batch takes less; on a device that hangs they never end.
+CLOSE_TIMEOUT = 10.0
+SIGNAL_DEBOUNCE = 0.5  # seconds: `timeout` and some init programs signal both the process and its group
+LOST_GRACE = 5.0  # seconds to send answers when the device is lost: there will be no others
 
 
 class ShutdownEvents:
-    """What should end a server, in the order in which it came. To be made in the event loop."""
+    """A queue of the events that shut down a server. Created in the event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[Event] = asyncio.Queue()
+        self._queue: asyncio.Queue[ShutdownEvent] = asyncio.Queue()
         self._last_signal = -SIGNAL_DEBOUNCE
-        self.lost: DeviceLost | None = None  # the first that came
+        self.lost: DeviceLost | None = None  # the first one
 
     def install_signal_handlers(self) -> None:
-        """Take SIGTERM and SIGINT of this process from now on; those that come together are one."""
+        """Handle SIGTERM and SIGINT from now on; signals within SIGNAL_DEBOUNCE count as one."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal, number)
 
@@ -55,24 +54,24 @@ class ShutdownEvents:
             self._last_signal = self._loop.time()
             self._queue.put_nowait(number)
 
-    def post(self, event: Event) -> None:
-        """Add one, from any thread."""
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+    def post(self, event: ShutdownEvent) -> None:
+        """Add an event, from any thread."""
+        with suppress(RuntimeError):  # the loop is closed, so nobody waits
             self._loop.call_soon_threadsafe(self._add, event)
 
-    def _add(self, event: Event) -> None:
+    def _add(self, event: ShutdownEvent) -> None:
         if isinstance(event, DeviceLost):
             self.lost = self.lost or event
-            log.critical("a device is lost, so that this process has to end: %s", event)
+            log.critical("a device is lost, so this process must exit: %s", event)
         self._queue.put_nowait(event)
 
     @property
     def pending(self) -> bool:
-        """Return whether there is one that nobody has taken."""
+        """Return whether an event is waiting."""
         return not self._queue.empty()
 
-    async def next(self, seconds: float | None = None) -> Event | None:
-        """Wait for the next one; None when the seconds are over."""
+    async def next(self, seconds: float | None = None) -> ShutdownEvent | None:
+        """Wait for the next event, at most `seconds`; None after that."""
         try:
             async with asyncio.timeout(seconds):
                 return await self._queue.get()
@@ -84,8 +83,8 @@ class ShutdownEvents:
 class ServeResult:
     """How a server ended.
 
-    unfinished: calls that were cut off; lost: the error of a device that was lost; stuck: a thread of a model did not
-    end, so that the process would wait for it for ever.
+    unfinished: number of calls that were cut off; lost: the error of a lost device; stuck: a model's thread did not
+    end, so a normal process exit would wait for it forever.
     """
 
     unfinished: int = 0
@@ -96,23 +95,26 @@ class ServeResult:
 async def wait_and_shut_down(
     server: Server, models: Models, events: ShutdownEvents, *, lame_duck: float, grace: float
 ) -> ServeResult:
-    """Wait for a signal, or for the loss of a device, and stop the server.
+    """Wait for a signal or a lost device, then shut down the server.
 
-    lame_duck: seconds after a signal in which new calls still work while health says NOT_SERVING, so that balancers
-    have time to look elsewhere; grace: seconds after that for calls in flight, in the first of which new ones are
-    refused before the port closes, so that none is cancelled that gRPC has accepted. A further signal ends either.
+    lame_duck: seconds after a signal during which new calls still work and health reports NOT_SERVING, so that load
+    balancers can switch to other servers; grace: seconds after that for calls in flight. At the start of the grace
+    period new calls are refused before the port closes, so that no call accepted by gRPC is cancelled. Another signal
+    ends either period.
     """
     event = await events.next()
     server.set_not_serving()
     if isinstance(event, signal.Signals):
         log.info(
-            "%s: stopping; health says NOT_SERVING, calls are taken for %g s more; another signal ends that",
+            "%s: shutting down; health reports NOT_SERVING, new calls are accepted for %g s or until another signal",
             event.name, lame_duck,
         )  # fmt: skip
         await events.next(lame_duck)
     if events.lost is not None:
         grace = min(grace, LOST_GRACE)
-    log.info("new calls are refused; %d in flight have %g s; another signal cuts them off", server.calls, grace)
+    log.info(
+        "new calls are refused; %d in flight have %g s to finish; another signal cuts them off", server.calls, grace
+    )
     end = time.monotonic() + grace
     cutoff = asyncio.create_task(_wait_for_cutoff(events))
     await server.refuse(cutoff)
@@ -123,21 +125,21 @@ async def wait_and_shut_down(
 
 
 async def _wait_for_cutoff(events: ShutdownEvents) -> None:
-    """Return when calls in flight are to be cut off: at a signal, or when a lost device's errors have been sent."""
+    """Return when calls in flight should be cut off: at a signal, or LOST_GRACE after the loss of a device."""
     if isinstance(await events.next(), DeviceLost):
         await events.next(LOST_GRACE)
 
 
 async def _close_in_time(models: Models) -> bool:
-    """Close the models; False when that takes too long, as when a device hangs."""
+    """Close the models; False if that takes longer than CLOSE_TIMEOUT, for example because a device hangs."""
     done, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def close() -> None:
         models.close()
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed, so nobody waits
             loop.call_soon_threadsafe(done.set)
 
-    # Not one of asyncio's own threads: its end would be waited for.
+    # Not in a thread of asyncio's pool: the process would wait for it at exit.
     threading.Thread(target=close, name="closing", daemon=True).start()
     try:
         async with asyncio.timeout(CLOSE_TIMEOUT):
@@ -151,16 +153,16 @@ log = logging.getLogger(__name__)
 
 
 async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeResult:
-    """Serve until SIGTERM or SIGINT, or until a device is lost, then finish what is in flight.
+    """Serve until SIGTERM, SIGINT or the loss of a device, then finish the calls in flight.
 
-    announce: told once, when every model is loaded and calls are answered, what is served where.
-    Raises EnvironmentFault when the port, the device or open files cannot be had, ContractError for a file that is no
-    model, UsageError when what is asked for takes more memory than it may.
+    report: called once with the start line, when all models are loaded and calls are answered.
+    Raises EnvironmentFault if the port, the device or enough open files are unavailable, ContractError for a file that
+    is not a model, UsageError if serving needs more memory than the limit.
     """
     limits = _cap_connections(options.limits)
     events, metrics = ShutdownEvents(), Metrics()
     events.install_signal_handlers()
-    ProcessCollector(registry=metrics.registry)  # memory, processor time and open files of this process
+    ProcessCollector(registry=metrics.registry)  # memory, CPU time and open files of this process
     server, metrics_server = Server(options.host, options.port, limits, metrics), MetricsServer(metrics.text)
     _warn_if_exposed(options)
     try:
@@ -185,81 +187,81 @@ async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeRe
 
 
 async def _load(options: ServeOptions, events: ShutdownEvents) -> list[tuple[ModelFile, Session]] | None:
-    """Load the models one by one; None when the server was asked to stop meanwhile.
+    """Load the models one by one; None if a shutdown event came meanwhile.
 
-    On a GPU every canvas of the ladder runs once here, before anybody is told that the server is ready.
+    On a GPU this runs every batch shape once, before the server reports that it is ready.
     """
     loaded: list[tuple[ModelFile, Session]] = []
     for number, file in enumerate(options.models, 1):
         if events.pending:
             break
         log.info("loading model %s, %d of %d", file.name, number, len(options.models))
-        with suppress(Interrupted):  # told below
+        with suppress(Interrupted):  # logged below
             loaded += await asyncio.to_thread(load_models, [file], options.placement, lambda: bool(events.pending))
     if events.pending:
-        log.info("stopped while models were loaded")
+        log.info("stopped while loading models")
         return None
     return loaded
 
 
 def _warn_if_exposed(options: ServeOptions) -> None:
-    """Say what an engineer would want to know before others find out."""
+    """Warn if other machines can reach the server."""
     if not is_loopback(options.host):
         log.warning(
-            "listening on %s without TLS and without asking who calls: whoever reaches this port can use it and read "
-            "along. Keep it behind something that asks",
+            "listening on %s without TLS and authentication: anyone who can reach this port can use the server, and "
+            "traffic can be read on the way. Put it behind a proxy that provides both",
             options.host,
         )
 
 
 def _cap_connections(limits: ServerLimits) -> ServerLimits:
-    """Return limits with no more connections than there are open files for; beyond, good calls would hang.
+    """Return the limits, with no more connections than the open-file limit allows; beyond it, calls would hang.
 
-    Raises EnvironmentFault when there is no room for any.
+    Raises EnvironmentFault if it allows none.
     """
-    wanted = limits.max_connections
-    room = raise_open_file_limit(wanted)
-    if room <= 0:
+    requested = limits.max_connections
+    available = raise_open_file_limit(requested)
+    if available <= 0:
         raise EnvironmentFault(
-            f"this process may open {RESERVED_FILES + room} files only, and a server takes {RESERVED_FILES} beside one for "
-            "each connection: raise the limit (ulimit -n, ulimit -Hn)"
+            f"this process may open only {RESERVED_FILES + available} files, but a server needs {RESERVED_FILES} and "
+            "one for each connection: raise the limit (ulimit -n, ulimit -Hn)"
         )
-    if room < wanted:
+    if available < requested:
         log.warning(
-            "this process may open files for %d connections only, so it takes %d instead of %d: raise the limit "
+            "the open-file limit allows %d connections, so the server accepts %d instead of %d: raise the limit "
             "(ulimit -Hn) or give --max-connections",
-            room, room, wanted,
+            available, available, requested,
         )  # fmt: skip
-    return replace(limits, max_connections=room)
+    return replace(limits, max_connections=available)
 
 
 def _estimate_memory(sessions: list[Session], options: ServeOptions) -> int:
-    """Tell how many bytes of main memory serving takes at most; UsageError when that is more than it may."""
+    """Log and return the bytes of main memory that serving takes at most; UsageError if over the limit."""
     need = serving_memory(sessions, options)
     log.info("memory: at most %s", need)
-    room = decode_semaphore(gpu=any(session.circumstances.on_gpu for session in sessions)).size
-    if (largest := max_decode_memory(options.limits.image)) > room:
+    capacity = decode_semaphore(gpu=any(session.circumstances.on_gpu for session in sessions)).size
+    if (largest := max_decode_memory(options.limits.image)) > capacity:
         log.info(
-            "memory: an image that alone takes more than %s to decode is decoded by itself and takes up to %s more; "
-            "a smaller --max-image-pixels refuses it",
-            format_bytes(room), format_bytes(largest - room),
+            "memory: an image that needs more than %s to decode is decoded alone and takes up to %s more; "
+            "a smaller --max-image-pixels refuses such images",
+            format_bytes(capacity), format_bytes(largest - capacity),
         )  # fmt: skip
     if need.total > (machine_bytes := machine_memory()):
         log.warning(
-            "this machine has %s. If the queues are full of the largest images that is too little: give "
-            "--memory-limit, or a smaller --queue-bytes",
+            "this machine has %s of memory, too little if the queues are full of the largest images: give "
+            "--memory-limit or a smaller --queue-bytes",
             format_bytes(machine_bytes),
         )
     return need.total
 
 
 def _log(message: str, fields: Mapping[str, object]) -> None:
-    """Write a log line whose fields a program can read."""
+    """Write a log line with machine-readable fields."""
     log.info(message, extra={"fields": fields})
 
 
 def _log_start(address: str, metrics: str, models: Models, memory: int) -> None:
-    """Log what the start line says: a line for each model, and one for the server."""
+    """Log the contents of the start line: one line for each model, one for the server."""
     for model in models.all():
         circumstances = model.session.circumstances
         fields = {
@@ -276,7 +278,7 @@ def _log_start(address: str, metrics: str, models: Models, memory: int) -> None:
 
 
 def _start_line(address: str, metrics: str, models: Models, memory: int) -> str:
-    """Say where, what, on which provider, in which precision and with which versions."""
+    """Return the start line: address, models, provider, precision, versions and memory."""
     served = models.all()
     names = ", ".join(
         f"{model.name} ({model.session.contract.name}, {len(model.session.contract.classes)} classes, "
@@ -289,10 +291,10 @@ def _start_line(address: str, metrics: str, models: Models, memory: int) -> str:
 
 
 def _circumstances(served: Sequence[Classifier]) -> str:
-    """Say what runs the models; where that differs, which ones each runs."""
-    of_models: dict[str, list[str]] = {}
+    """Return the circumstances of the models; if they differ, with the models' names."""
+    by_circumstances: dict[str, list[str]] = {}
     for model in served:
-        of_models.setdefault(str(model.session.circumstances), []).append(model.name)
-    if len(of_models) == 1:
-        return next(iter(of_models))
-    return "; ".join(f"{', '.join(names)}: {circumstances}" for circumstances, names in of_models.items())
+        by_circumstances.setdefault(str(model.session.circumstances), []).append(model.name)
+    if len(by_circumstances) == 1:
+        return next(iter(by_circumstances))
+    return "; ".join(f"{', '.join(names)}: {circumstances}" for circumstances, names in by_circumstances.items())

@@ -1,4 +1,4 @@
-"""How much main memory a server takes at most, told before it answers."""
+"""An upper estimate of a server's main memory, computed before it answers calls."""
 
 from collections.abc import Sequence
 
@@ -19,27 +19,26 @@ from prelunet.evaluator.protocols import build_protocol, default_protocol_name
 from prelunet.evaluator.serving.options import ServeOptions
 from prelunet.evaluator.serving.scheduling.admission import with_reserve
 
-# Times that an encoded image lies in memory while it waits: by itself, and for a moment in the message that it came in.
-# Measured with 150 images of 1.3 MB: 1.3.
+# Copies of an encoded image in memory while it waits: the image and, briefly, its message. Measured with 150 images of
+# 1.3 MB: 1.3.
 _COPIES = 2
 
 
 def serving_memory(sessions: Sequence[Session], options: ServeOptions) -> MemoryEstimate:
-    """Return what a server of these models takes of the main memory at most, at each model's default protocol.
+    """Return the main memory that a server of these models takes at most, at each model's default protocol.
 
-    Beside what validation takes (`evaluator.engine.memory`): a full queue of encoded images for each model, the views
-    that are decoded ahead, and those that are being made. Not counted: of each call the message that has come and is
-    not let in yet; heat maps, of which an unread call holds one (0.8 MB) and an unread stream four at most, and the
-    window scores that they are drawn from; answers with thousands of classes, a few MB for a stream; the predictions
-    of evaluations that go on; and what an image takes that is too large for the room for decoding
-    (`max_decode_memory`).
-    Raises UsageError when that is more than `--memory-limit`.
+    In addition to what validation takes (`evaluator.engine.memory`): a full queue of encoded images for each model, the
+    ready views, and the views being created. Not counted: messages received and not yet admitted; heat maps (0.8 MB
+    each; at most one for an unread call and four for an unread stream) and the window scores that they are drawn from;
+    answers with thousands of classes (a few MB for a stream); predictions of unfinished evaluations; and an image too
+    large for the decoding memory (`max_decode_memory`).
+    Raises UsageError if the total is more than `--memory-limit`.
     """
     needs = [_model_memory(session) for session in sessions]
     protocols = [build_protocol(default_protocol_name(session.contract), session.contract) for session in sessions]
     queue = options.queue
     before, loading = 0, 0
-    for need in needs:  # one after the other
+    for need in needs:  # models are loaded one after the other
         loading = max(loading, before + need.loading)
         before += need.weights
     total = MemoryEstimate(
@@ -58,14 +57,14 @@ def serving_memory(sessions: Sequence[Session], options: ServeOptions) -> Memory
     limit = options.placement.memory
     if limit is not None and total.total > limit:
         raise UsageError(
-            f"--memory-limit {format_bytes(limit)}: serving takes up to {total}. Give {format_bytes(total.total)} or more, or "
-            "a smaller --queue-bytes, or fewer models"
+            f"--memory-limit {format_bytes(limit)}: serving takes up to {total}. Give {format_bytes(total.total)} or "
+            "more, or a smaller --queue-bytes, or fewer models"
         )
     return total
 
 
 def max_decode_memory(limits: DecodeLimits) -> int:
-    """Return the bytes of main memory that decoding the largest image of these limits takes."""
+    """Return the bytes of main memory that decoding the largest image within these limits takes."""
     return MAX_DECODE_BYTES * limits.max_pixels // DecodeLimits.max_pixels
 
 

@@ -1,4 +1,4 @@
-"""The models of a server: names, sessions, and that each has run once before anybody is told that it is ready."""
+"""The models of a server: loaded, run once, and looked up by name."""
 
 import logging
 import time
@@ -18,15 +18,15 @@ log = logging.getLogger(__name__)
 
 
 def _ignore(_: DeviceLost) -> None:
-    """Do nothing; a server stops instead."""
+    """Do nothing. A server stops instead."""
 
 
 def load_models(
     files: Iterable[ModelFile], placement: Placement, stopped: Callable[[], bool] = lambda: False
 ) -> list[tuple[ModelFile, Session]]:
-    """Load each model and run it once, on a GPU with every batch of its ladder, where it has one; all or none.
+    """Load all models and run each once, on a GPU with every batch shape of its shape buckets.
 
-    stopped: asked between batches whether nobody wants it any more. Raises what `open_with_placement` raises, and Interrupted.
+    stopped: called between batches; True cancels. Raises Interrupted then, and the errors of `open_with_placement`.
     """
     return [(file, _loaded(file, placement, stopped)) for file in files]
 
@@ -35,25 +35,25 @@ def _loaded(file: ModelFile, placement: Placement, stopped: Callable[[], bool]) 
     session = open_with_placement(file.path, placement)
     if (shape_buckets := shape_buckets_of(session)) is None:
         self_check(session, file.path.name)
-    else:  # it has run; the largest batch is the ladder's, and smaller than that of a validation
+    else:  # on a GPU, where opening has run the self-check; batches are smaller than in validation
         session.rules = serving_rules(session)
-        begun = time.monotonic()
+        start = time.monotonic()
 
-        def told(done: int, of: int) -> None:
+        def on_progress(done: int, total: int) -> None:
             if stopped():
-                raise Interrupted(f"model '{file.name}' was not needed any more while it was warmed up")
-            if 10 * done // of > 10 * (done - 1) // of:
-                seconds = time.monotonic() - begun
-                log.info("model %s: %d of %d batches ran once, %.0f s", file.name, done, of, seconds)
+                raise Interrupted(f"loading of model '{file.name}' was cancelled during its warm-up")
+            if 10 * done // total > 10 * (done - 1) // total:
+                seconds = time.monotonic() - start
+                log.info("model %s: warm-up, %d of %d batch shapes in %.0f s", file.name, done, total, seconds)
 
-        warm_up(session, shape_buckets, told)
+        warm_up(session, shape_buckets, on_progress)
     return session
 
 
 class Models:
-    """What is served, by name, in the order given. Owns the threads that decode and compute for all of it.
+    """The served models by name, in the given order. Owns their devices and threads.
 
-    on_lost: called once, in any thread, when a device gives nothing but errors from now on; calls fail until then.
+    on_lost: called once for each device, in any thread, when it is lost; its calls fail from then on.
     """
 
     def __init__(
@@ -71,30 +71,30 @@ class Models:
             name = device_name(session.placement)
             device = self._devices.get(name) or ServedDevice(name, queue, on_lost)
             self._devices[name] = device
-            told = self.metrics.of_model(file.name, session)
+            model_metrics = self.metrics.of_model(file.name, session)
             self._by_name[file.name] = Classifier(
-                file.name, file.path.name, session, device, metrics=told, limits=limits, queue=queue
+                file.name, file.path.name, session, device, metrics=model_metrics, limits=limits, queue=queue
             )
 
     def get(self, name: str) -> Classifier:
-        """Return the model of that name; of no name the only one. Raises ModelNotFound that lists what there is."""
+        """Return the model of this name; without a name, the only one. Raises ModelNotFound, which lists all names."""
         if not name and len(self._by_name) == 1:
             return next(iter(self._by_name.values()))
         if name not in self._by_name:
-            what = (
+            problem = (
                 f"no model '{name}' is served"
                 if name
                 else "several models are served, so a name is needed (`model`, or `--name` of prelunet classify)"
             )
-            raise ModelNotFound(f"{what}. There are: {', '.join(self._by_name)}")
+            raise ModelNotFound(f"{problem}. There are: {', '.join(self._by_name)}")
         return self._by_name[name]
 
     def all(self) -> list[Classifier]:
-        """Return every model, in the order given."""
+        """Return all models, in the given order."""
         return list(self._by_name.values())
 
     def close(self) -> None:
-        """Finish what waits and end all threads."""
+        """Finish waiting requests and end all threads."""
         for classifier in self._by_name.values():
             classifier.close()
         for device in self._devices.values():

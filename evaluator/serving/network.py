@@ -1,4 +1,4 @@
-"""What a server allows its clients before any of our code sees a call: connections, messages, pings."""
+"""Network settings: the limits that gRPC enforces on connections, messages and pings; addresses and open files."""
 
 import errno
 import ipaddress
@@ -10,29 +10,29 @@ from prelunet.evaluator.serving.options import RESERVED_FILES, ServerLimits
 
 
 def channel_options(limits: ServerLimits) -> list[tuple[str, int]]:
-    """Return the options of the gRPC server. docs/serving.md says what a client sees of each."""
+    """Return the options of the gRPC server; docs/serving.md describes what clients see of each."""
     options = [
-        ("grpc.so_reuseport", 0),  # else a second server started by mistake would share the calls silently
-        # Twice the largest image, so that one slightly too large is refused in our words.
+        ("grpc.so_reuseport", 0),  # otherwise a second server started by mistake would silently share the calls
+        # Twice the largest image, so that a slightly larger one gets our error message.
         ("grpc.max_receive_message_length", max(MAX_MESSAGE_BYTES, 2 * limits.image.max_bytes)),
-        # gRPC unpacks before it looks at the size: 400 kB on the wire would be 400 MB here. Photos are packed already.
+        # gRPC decompresses before it checks the size: 400 kB on the wire become 400 MB. Photos are compressed already.
         ("grpc.per_message_decompression", 0),
         ("grpc.max_concurrent_streams", limits.max_streams),
-        # gRPC counts a call until it is freed, which is after its client has had the answer and may have begun another.
-        # This is how many may wait to be freed; without it gRPC refuses (UNAVAILABLE) calls of a client that makes more
-        # than max_concurrent_streams at once. With no bound at all (grpc.http.overload_protection 0) one connection
-        # that begins calls and resets them (CVE-2023-44487) takes 1 GB in 5 s.
+        # gRPC counts a call until it is freed. By then its client has the answer and may have started another call.
+        # This is the number of calls that may wait to be freed. With gRPC's default, calls of a client that makes more
+        # than max_concurrent_streams at once fail (UNAVAILABLE). With no limit (grpc.http.overload_protection 0) a
+        # connection that starts and resets calls (CVE-2023-44487) takes 1 GB in 5 s.
         ("grpc.http2.max_deallocating_streams", limits.max_streams),
         ("grpc.max_allowed_incoming_connections", limits.max_connections),
-        # One bound, not a lower one from which on calls fail by chance and a higher one.
+        # Equal: between a soft and a hard limit gRPC rejects calls at random.
         ("grpc.max_metadata_size", limits.max_metadata),
         ("grpc.absolute_max_metadata_size", limits.max_metadata),
         ("grpc.server_handshake_timeout_ms", _ms(limits.handshake_timeout)),
-        # A client whose machine is gone without a word is noticed, whether it has calls or not.
+        # Detect clients whose machine disappeared, whether or not they have calls.
         ("grpc.keepalive_time_ms", _ms(limits.keepalive)),
         ("grpc.keepalive_timeout_ms", _ms(limits.keepalive_timeout)),
-        ("grpc.http2.ping_timeout_ms", _ms(limits.keepalive_timeout)),  # 60 s where a connection still takes bytes
-        # gRPC's own bound, a ping in five minutes and in two hours without calls, cuts off clients with usual settings.
+        ("grpc.http2.ping_timeout_ms", _ms(limits.keepalive_timeout)),  # default 60 s while data can still be sent
+        # gRPC's default (a ping in 5 minutes, without calls in 2 hours) disconnects clients with common settings.
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", _ms(limits.min_ping_interval)),
     ]
@@ -49,34 +49,34 @@ def _ms(seconds: float) -> int:
 
 
 def host_port(host: str, port: int) -> str:
-    """Return host:port; an IPv6 address needs brackets."""
+    """Return host:port, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def explain_bind_error(host: str, port: int, option: str = "--port") -> str:
-    """Return why a port cannot be had, in words, and how to mend it; gRPC says only that it cannot.
+    """Return why a port is unavailable and how to fix it; gRPC reports only that it is.
 
-    option: that chooses the port.
+    option: the option that sets the port.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.bind(address)
     except socket.gaierror:
-        return f"{host} is no address. Give --host one of this machine's, as 127.0.0.1"
+        return f"{host} is not an address. Give --host an address of this machine, such as 127.0.0.1"
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            return f"port {port} is in use. Choose another {option} (0 takes a free one), or stop the other program"
+            return f"port {port} is in use. Choose another {option} (0 selects a free one), or stop the other program"
         if error.errno == errno.EACCES:
-            return f"this user may not take port {port}. Choose a {option} from 1024 on"
+            return f"this user may not use port {port}. Choose a {option} of 1024 or higher"
         if error.errno == errno.EADDRNOTAVAIL:
-            return f"{host} is no address of this machine. Choose another --host"
+            return f"{host} is not an address of this machine. Choose another --host"
         return f"{error.strerror}. Choose another --host or {option}"
-    return f"port {port} was in use. Try again, or choose another {option} (0 takes a free one)"
+    return f"port {port} was in use. Try again, or choose another {option} (0 selects a free one)"
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether only this machine reaches an address."""
+    """Return whether only this machine can reach an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name
@@ -84,7 +84,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_wildcard(host: str) -> bool:
-    """Say whether an address stands for all of this machine's, those of IPv4 and of IPv6."""
+    """Return whether an address means all of this machine's addresses, IPv4 and IPv6."""
     try:
         return ipaddress.IPv6Address(host).is_unspecified
     except ValueError:
@@ -92,9 +92,9 @@ def is_wildcard(host: str) -> bool:
 
 
 def raise_open_file_limit(connections: int) -> int:
-    """Let this process open as many files as so many connections take, as far as its hard limit lets it.
+    """Raise this process's open-file limit for this many connections, at most to its hard limit.
 
-    Returns how many connections it has room for: fewer where the limit is too low, 0 or less where there is none.
+    Returns the number of connections that the limit then allows, at most `connections`; 0 or less if it allows none.
     """
     needed = connections + RESERVED_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""What can be set for a server; `prelunet serve --help` and docs/serving.md tell it to people."""
+"""The options of a server; `prelunet serve --help` and docs/serving.md document them for users."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -14,33 +14,33 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 @dataclass(frozen=True)
 class ModelFile:
-    """One model to serve: the name by which callers ask for it, and its file."""
+    """One model to serve: its name in requests, and its file."""
 
     name: str
     path: Path
 
 
 def parse_models(options: Sequence[str]) -> tuple[ModelFile, ...]:
-    """Read `NAME=MODEL.onnx` options; raises UsageError for one that is none, and for a name given twice."""
+    """Parse `NAME=MODEL.onnx` options. Raises UsageError for an invalid option or a repeated name."""
     files = []
     for option in options:
         name, separator, path = option.partition("=")
         if not separator or not path or not _NAME.fullmatch(name):
             raise UsageError(
                 f"--model {option}: give a name and a file, as in --model flowers=flowers.onnx. "
-                "A name has up to 100 letters, digits, '.', '_' or '-' and begins with a letter or digit"
+                "A name has up to 100 letters, digits, '.', '_' or '-' and starts with a letter or digit"
             )
         files.append(ModelFile(name, Path(path)))
     names = [file.name for file in files]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UsageError(f"--model {twice}=…: the name is given twice; each model needs its own")
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"--model {repeated}=…: the name is given twice; give each model its own name")
     if not files:
-        raise UsageError("no model to serve; name at least one: --model NAME=MODEL.onnx")
+        raise UsageError("no model to serve; give at least one: --model NAME=MODEL.onnx")
     return tuple(files)
 
 
 def require_files(files: Iterable[ModelFile]) -> None:
-    """Refuse files that cannot be read, all before the first is loaded; raises UsageError."""
+    """Raise UsageError for a file that cannot be read; called for all files before the first is loaded."""
     for file in files:
         try:
             with file.path.open("rb"):
@@ -51,17 +51,16 @@ def require_files(files: Iterable[ModelFile]) -> None:
             ) from error
 
 
-RESERVED_FILES = 256  # open in a server beside connections: libraries, model files, sockets of its own
+RESERVED_FILES = 256  # open files of a server besides connections: libraries, model files, its own sockets
 
 
 @dataclass(frozen=True)
 class QueueOptions:
-    """How much may wait, and how long the device waits for company.
+    """Limits on waiting work, and how long a batch waits to fill.
 
-    max_views, max_bytes: of all images of one model that have no answer yet, and of their encoded files; more are
-    refused, but one image is always let in where nothing waits; ready_views, ready_bytes: decoded ahead of the device,
-    all models together; batch_wait: seconds at most for which a view that could be computed waits for others that are
-    being decoded.
+    max_views, max_bytes: views and encoded bytes of all unanswered images of one model; more are refused, but an empty
+    queue admits any image; ready_views, ready_bytes: decoded ahead of the device, over all models; batch_wait: seconds
+    that a ready view waits at most for others that are being decoded.
     """
 
     max_views: int = 1024
@@ -73,17 +72,16 @@ class QueueOptions:
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """What clients may do; times in seconds.
+    """Limits on clients; times in seconds.
 
-    image: of each encoded image; max_calls: in flight, of all clients, health and reflection apart; arrival: until the
-    message of a call, or the first of a stream, has come; stream_idle_timeout: until the next message of a stream has
-    come, while none is in progress; max_connections: open; max_streams: calls in flight on one connection;
-    max_metadata: bytes of a call's headers;
-    handshake_timeout: until a new connection has said that it speaks HTTP/2; keepalive: without a word from a client
-    until it is asked whether it is there; keepalive_timeout: for its answer, else it is cut off; min_ping_interval:
-    between a client's own pings, more often is cut off; max_connection_age: until a client has to connect anew, with
-    connection_age_grace more for its calls in flight, None for never; max_evaluation_images: of one evaluation, whose
-    predictions lie in memory until its report.
+    image: of each encoded image; max_calls: calls in flight, over all clients, without health and reflection;
+    message_timeout: to receive the message of a call, or the first of a stream; stream_idle_timeout: to receive the
+    next message of a stream, while none is in progress; max_connections: open connections; max_streams: calls in flight
+    on one connection; max_metadata: bytes of a call's headers; handshake_timeout: for a new connection to start HTTP/2;
+    keepalive: without data from a client before it is pinged; keepalive_timeout: to answer that ping, or the connection
+    is closed; min_ping_interval: between a client's own pings, or the connection is closed; max_connection_age: before
+    a client must reconnect, with connection_age_grace more for its calls in flight, None for never;
+    max_evaluation_images: of one evaluation, whose predictions stay in memory until its report.
     """
 
     image: DecodeLimits = field(default_factory=DecodeLimits)
@@ -104,11 +102,11 @@ class ServerLimits:
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """How to serve.
+    """All options of a server.
 
-    port: 0 takes a free one; lame_duck: seconds after a signal in which new calls still work while health says
-    NOT_SERVING; grace: seconds after that for calls in flight; metrics_port: of Prometheus' metrics over HTTP, None for
-    none, 0 takes a free one.
+    port: 0 selects a free one; lame_duck: seconds after a signal during which new calls still work and health reports
+    NOT_SERVING; grace: seconds after that for calls in flight; metrics_port: of the Prometheus metrics over HTTP, None
+    for none, 0 selects a free one.
     """
 
     models: tuple[ModelFile, ...]

@@ -1,7 +1,7 @@
 """The gRPC server: our services, grpc.health.v1 and reflection on one port.
 
-The servicers only translate: no arithmetic, no numpy, no error handling (one interceptor does that), and nothing long
-on the event loop's own thread.
+The servicers only translate messages: no arithmetic, no numpy, no error handling (an interceptor does that), and
+nothing slow on the event loop's thread.
 """
 
 import asyncio
@@ -27,26 +27,26 @@ from prelunet.evaluator.serving.options import ServerLimits
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
-SERVICES = (SERVICE, inference.SERVICE)  # whose health is told by name
-_FOR_EVER = 1e6  # seconds: somebody else looks at the clock
-_POLL_INTERVAL = 0.02  # seconds between two looks at the calls in flight
-# Seconds for connections to end once no call is left. Clients that are there take as long as a packet; gRPC would wait
-# 20 s for one that is gone, and for as long as it likes for one that keeps a stream of reflection open.
+SERVICES = (SERVICE, inference.SERVICE)  # health reports each by name
+_FOREVER = 1e6  # seconds; `Server.stop` has its own timeout
+_POLL_INTERVAL = 0.02  # seconds between checks of the calls in flight
+# Seconds for connections to close after the last call. Clients that respond need one round trip. gRPC would wait 20 s
+# for a client that has disappeared, and without limit for one with an open reflection stream.
 CONNECTION_LINGER = 2.0
-# Seconds in which calls are refused before the port closes, and as many in which refusals are held back if some came.
-# gRPC cancels what its core has accepted and the event loop has not begun, so no call should be on its way then.
+# Seconds during which calls are refused before the port closes. If calls come, their refusals are held back for as long
+# again. gRPC cancels calls that its core has accepted and the event loop has not started, so none should arrive then.
 REFUSAL_PERIOD = 0.25
 
 
 class Server:
-    """A server on its port; made and used inside one running event loop."""
+    """A server on its port; created and used inside one running event loop."""
 
     def __init__(
         self, host: str, port: int, limits: ServerLimits = ServerLimits(), metrics: Metrics | None = None
     ) -> None:
-        """Take the port, so that a port in use is told before models are loaded for minutes.
+        """Bind the port, so that a port in use is reported before models load for minutes.
 
-        limits: of what clients may do; metrics: of the server. Raises EnvironmentFault when the port cannot be had.
+        limits: on clients; metrics: of the server. Raises EnvironmentFault if the port is unavailable.
         """
         self._metrics = metrics or Metrics()
         self._calls = CallsInFlight(limits.max_calls, self._metrics)
@@ -64,31 +64,31 @@ class Server:
 
     @property
     def address(self) -> str:
-        """Return host:port as clients write it."""
+        """Return host:port, as clients use it."""
         return host_port(self._host, self._port)
 
     @property
     def serving(self) -> bool:
-        """Return whether new work is taken, as health says."""
+        """Return whether new calls are answered, as health reports it."""
         return self._health.serving
 
     @property
     def calls(self) -> int:
-        """Return how many calls are in flight."""
+        """Return the number of calls in flight."""
         return self._calls.count
 
     def _bind(self, port: int) -> int:
-        wanted = host_port(self._host, port)
+        address = host_port(self._host, port)
         try:
-            bound = self._server.add_insecure_port(wanted)
-        except RuntimeError as error:  # all that gRPC says; the reason goes to its own log
-            raise EnvironmentFault(f"cannot listen on {wanted}: {explain_bind_error(self._host, port)}") from error
+            bound = self._server.add_insecure_port(address)
+        except RuntimeError as error:  # without the reason, which gRPC only logs
+            raise EnvironmentFault(f"cannot listen on {address}: {explain_bind_error(self._host, port)}") from error
         return bound
 
     async def open(self) -> None:
-        """Answer on the port while models are loaded: health says NOT_SERVING, calls of ours get UNAVAILABLE.
+        """Answer on the port during loading: health reports NOT_SERVING, calls to our services get UNAVAILABLE.
 
-        Who asks whether the server lives is told that it does.
+        Liveness probes succeed.
         """
         inference.add_to_server(cast(grpc.aio.Server, self._services), Models((), DecodeLimits()), lambda: False)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -97,7 +97,7 @@ class Server:
         await self._server.start()
 
     async def start(self, models: Models) -> None:
-        """Answer calls; health says SERVING for the whole server and for each of our services."""
+        """Answer calls; health reports SERVING for the whole server and for each of our services."""
         if not self._opened:
             await self.open()
         self._services.clear()
@@ -108,14 +108,14 @@ class Server:
         self._health.set_serving(serving=True)
 
     def set_not_serving(self) -> None:
-        """Let health say NOT_SERVING; calls still work."""
+        """Make health report NOT_SERVING; calls still work."""
         self._health.set_serving(serving=False)
 
     async def refuse(self, cutoff: "asyncio.Future[Any]") -> None:
-        """Refuse new calls with UNAVAILABLE from now on; those that have begun go on, probes and health are answered.
+        """Refuse new calls with UNAVAILABLE from now on; calls in flight continue, probes and health are answered.
 
-        Returns after a moment, or when `cutoff` is done. If calls came even so, their callers try again without a
-        pause: those of a second moment are told when the port is closed, so that they have nothing on its way to it.
+        Returns after REFUSAL_PERIOD, or when `cutoff` is done. If calls came, their callers may retry at once; then
+        refusals are held back for a second period, until the port is closed, so that no retry is on its way to it.
         """
         self.set_not_serving()
         self._services.refusal_message = "this server is stopping; try another, or again later"
@@ -125,17 +125,17 @@ class Server:
             await asyncio.wait({cutoff}, timeout=REFUSAL_PERIOD)
 
     async def stop(self, grace: float, cutoff: Awaitable[object] | None = None) -> int:
-        """Close the port, let calls in flight finish within `grace` seconds; returns how many of ours did not.
+        """Close the port and let calls in flight finish within `grace` seconds; return how many of ours did not.
 
-        hurry: when it is done they are cut off at once.
+        cutoff: when it is done, calls in flight are cut off at once.
         """
         self.set_not_serving()
         self._health.close()
-        stopping = asyncio.ensure_future(self._server.stop(_FOR_EVER))
+        stopping = asyncio.ensure_future(self._server.stop(_FOREVER))
         if not self._services.refusals_released.is_set():
-            await asyncio.sleep(_POLL_INTERVAL)  # the port closes, and who is connected is told
+            await asyncio.sleep(_POLL_INTERVAL)  # the port closes, and connected clients are notified
             self._services.refusals_released.set()
-            await asyncio.sleep(_POLL_INTERVAL)  # they are told
+            await asyncio.sleep(_POLL_INTERVAL)  # the refusals are sent
         idle = asyncio.ensure_future(self._idle())
         waited: set[asyncio.Future[Any]] = {stopping, idle}
         if cutoff is not None:
@@ -149,17 +149,17 @@ class Server:
         return unfinished
 
     async def _idle(self) -> None:
-        """Return when no call of ours is in flight, and clients have had time to read the last answers."""
+        """Return when none of our calls is in flight and clients have had time to read the last answers."""
         while self.calls:
             await asyncio.sleep(_POLL_INTERVAL)
         await asyncio.sleep(CONNECTION_LINGER)
 
 
 class _Services(grpc.GenericRpcHandler):
-    """Our services: not before models are loaded, and no more once the server stops.
+    """Our services, from the end of loading until shutdown; calls before and after are refused, except probes.
 
-    refusing: what calls are told instead, empty while they are answered; told: until it is set they wait for that;
-    refused: how many came while the server stopped. Probes are always answered.
+    refusal_message: the error of refused calls, empty while calls are answered; refusals_released: refused calls wait
+    until it is set; refused_count: number of calls refused during shutdown.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -172,33 +172,33 @@ class _Services(grpc.GenericRpcHandler):
         self._handlers: list[grpc.GenericRpcHandler] = []
 
     def clear(self) -> None:
-        """Forget what answers while models are loaded."""
+        """Remove the handlers used during loading."""
         self._handlers.clear()
         self._ready = True
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        """Take a service, as the server itself would; gRPC's generated code calls this."""
+        """Add a service; called by gRPC's generated code in place of the server's method."""
         self._handlers.extend(handlers)
 
     def add_registered_method_handlers(self, _service: str, _handlers: Any) -> None:
-        """Do nothing, as grpc.aio's own server."""
+        """Do nothing, like grpc.aio's server."""
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any] | None":
-        """Return what answers a method, None for one that is not ours."""
+        """Return the handler of a method, None if it is not ours."""
         method = handler_call_details.method
         if self.refusal_message and method.startswith(OUR_METHODS) and method not in PROBES:
             if self._ready:
                 self.refused_count += 1
                 self._refusals.labels("", "stopping").inc()
             return _refusal_handler(self.refusal_message, self.refusals_released)
-        found = (handler.service(handler_call_details) for handler in self._handlers)
-        return next((method for method in found if method is not None), None)
+        candidates = (handler.service(handler_call_details) for handler in self._handlers)
+        return next((candidate for candidate in candidates if candidate is not None), None)
 
 
 def _refusal_handler(text: str, refusals_released: asyncio.Event) -> "grpc.RpcMethodHandler[Any, Any]":
     async def refuse(_requests: AsyncIterator[Any], _context: Context) -> AsyncIterator[Any]:
         await refusals_released.wait()
         raise NotReady(text)
-        yield  # type: ignore[unreachable]  # it makes this a stream, which can answer any kind of call
+        yield  # type: ignore[unreachable]  # makes this a stream handler, which can answer any kind of call
 
     return grpc.stream_stream_rpc_method_handler(refuse)

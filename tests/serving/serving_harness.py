@@ -76,7 +76,7 @@ def running_servicer(
     calls: CallsInFlight,
     message_timeout: float = ServerLimits.message_timeout,
 ) -> Iterator[str]:
-    """Serve a servicer of a test behind our interceptor; gives the address. arrival: as in Limits."""
+    """Serve a servicer of a test behind our interceptor; gives the address. message_timeout: as in ServerLimits."""
 
     @asynccontextmanager
     async def served() -> AsyncIterator[str]:

@@ -266,7 +266,7 @@ async def test_no_more_connections_are_taken_than_there_are_open_files_for_and_t
         await check(second)
         assert (await rpc_error(check(third))).code() == grpc.StatusCode.UNAVAILABLE
         assert await check(first)
-    assert "for 2 connections only, so it takes 2 instead of 4096: raise the limit" in caplog.text
+    assert "allows 2 connections, so the server accepts 2 instead of 4096: raise the limit" in caplog.text
     os.kill(os.getpid(), signal.SIGTERM)
     await serving
 
@@ -276,7 +276,7 @@ def test_a_process_without_open_files_for_any_connection_is_refused_with_a_mend(
     monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     options = serving_with_files(monkeypatch, most)
-    with pytest.raises(EnvironmentFault, match=rf"may open {most} files only, .* 256 beside .*: raise the limit"):
+    with pytest.raises(EnvironmentFault, match=rf"may open only {most} files, but .* 256 .*: raise the limit"):
         asyncio.run(serve(options, pytest.fail))
 
 
@@ -300,6 +300,7 @@ def test_why_a_port_cannot_be_had_is_told() -> None:
         port = other.getsockname()[1]
         assert explain_bind_error("127.0.0.1", port).startswith(f"port {port} is in use. Choose another --port")
     assert (
-        explain_bind_error("203.0.113.7", 50051) == "203.0.113.7 is no address of this machine. Choose another --host"
+        explain_bind_error("203.0.113.7", 50051)
+        == "203.0.113.7 is not an address of this machine. Choose another --host"
     )
-    assert explain_bind_error("no such host", 50051).startswith("no such host is no address")
+    assert explain_bind_error("no such host", 50051).startswith("no such host is not an address")

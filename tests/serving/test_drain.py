@@ -503,7 +503,7 @@ async def test_a_signal_while_models_are_loaded_ends_the_server_before_it_answer
     def report(line: str) -> None:
         raise AssertionError(f"this should not have been said: {line}")
 
-    monkeypatch.setattr("prelunet.evaluator.serving.lifecycle.Events", listening)
+    monkeypatch.setattr("prelunet.evaluator.serving.lifecycle.ShutdownEvents", listening)
     monkeypatch.setattr(models, "open_with_placement", and_then_a_signal)
     files = (ModelFile("a", Path("a.onnx")), ModelFile("b", Path("b.onnx")))
     assert await serve(ServeOptions(files, port=0), report) == ServeResult()

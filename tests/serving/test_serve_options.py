@@ -190,7 +190,7 @@ def test_what_kubernetes_sets_for_a_service_of_our_name_is_no_mistake(
 
 def test_a_wrong_flag_is_told_as_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Invalid value for '--port': " in refused(capsys, *MODEL, "--port", "x")
-    assert "no model to serve; name at least one: --model NAME=MODEL.onnx" in refused(capsys)
+    assert "no model to serve; give at least one: --model NAME=MODEL.onnx" in refused(capsys)
 
 
 def test_the_configuration_is_shown_as_a_file_that_gives_the_same_and_says_where_each_value_is_from(

@@ -47,7 +47,8 @@ HANGING = LOSING.replace('raise DeviceLost("the GPU of /secret/place is gone")',
     "main()\n",
     "from prelunet.evaluator.serving import lifecycle\nfrom prelunet.evaluator.serving.scheduling import watchdog\n"
     "import threading\n"
-    "watchdog.FIRST_BATCH_TIMEOUT = watchdog.MIN_TIMEOUT = 1.0; watchdog.CHECK_INTERVAL = 0.1; lifecycle.CLOSE_TIMEOUT = 0.2\n"
+    "watchdog.FIRST_BATCH_TIMEOUT = watchdog.MIN_TIMEOUT = 1.0\n"
+    "watchdog.CHECK_INTERVAL = 0.1; lifecycle.CLOSE_TIMEOUT = 0.2\n"
     "main()\n",
 )  # and one that hangs there instead
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

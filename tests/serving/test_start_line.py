@@ -44,7 +44,7 @@ def test_what_a_very_large_image_takes_beside_all_else_is_said(
     session: Any = FakeSession()
     with caplog.at_level(logging.INFO, lifecycle.__name__):
         lifecycle._estimate_memory([session], options)
-    lines = [record.message for record in caplog.records if "decoded by itself" in record.message]
+    lines = [record.message for record in caplog.records if "decoded alone" in record.message]
     assert bool(lines) is told
     if told:  # 32 bytes a pixel, without the 320 MiB of the room for decoding
-        assert "more than 320M to decode is decoded by itself and takes up to 1.60G more" in lines[0]
+        assert "more than 320M to decode is decoded alone and takes up to 1.60G more" in lines[0]

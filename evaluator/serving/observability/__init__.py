@@ -1,1 +1,1 @@
-"""Metrics, logs and the context of a call."""
+"""Metrics, logs and call context."""

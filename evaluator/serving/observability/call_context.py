@@ -1,4 +1,4 @@
-"""The call that runs: what is noted of it for its log line, and the id under which callers and log lines know it."""
+"""The current call: what its log line reports, its request id, and its caller."""
 
 import re
 import secrets
@@ -13,19 +13,19 @@ import grpc.aio
 from prelunet.evaluator.errors import DeadlinePassed
 from prelunet.evaluator.serving.observability import call_context
 
-REQUEST_ID = "x-request-id"  # metadata key, there and back
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # nothing that could mean something to a log or a terminal
+REQUEST_ID = "x-request-id"  # metadata key, of requests and responses
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # no characters with a meaning in logs or terminals
 
 
 @dataclass
 class Call:
-    """One call of a method, filled while it runs.
+    """One RPC, filled in while it runs.
 
-    method: as "prelunet.v1.PreluNetService/Classify"; begun: on the clock of time.monotonic(); peer: gRPC's name of the
-    connection; status: name of its gRPC status, empty until it has one; reason, error: what the caller was told of an
-    error; id: that its message bears, of the Open Inference Protocol; models: that were asked; images, failed: of a
-    stream, how many were asked and how many of them got an error; views: of its images; bytes: of its messages;
-    message_done: to be called when a message of a stream has been answered, None of a call of one message.
+    method: as in "prelunet.v1.PreluNetService/Classify"; begun: time.monotonic() at its start; peer: gRPC's name of the
+    connection; status: name of its gRPC status, empty until it ends; reason, error: of the error as sent to the caller;
+    id: of its message in the Open Inference Protocol; models: names of the requested models; images, failed: number of
+    images of a stream, and of those that got an error; views: of all its images; bytes: of all its messages;
+    message_done: to be called after each answered message of a stream, None for a call with one message.
     """
 
     method: str
@@ -48,17 +48,17 @@ _current: ContextVar[Call | None] = ContextVar("call", default=None)
 
 
 def set_current(call: Call) -> None:
-    """Make `call` the one that runs in this task, in the tasks that it starts and in their threads."""
+    """Make `call` the current one in this task, in the tasks that it starts and in their threads."""
     _current.set(call)
 
 
 def current() -> Call | None:
-    """Return the call that runs, None outside of any."""
+    """Return the current call, None outside of calls."""
     return _current.get()
 
 
 def record_views(model: str, views: int) -> None:
-    """Note for the log line of the call that runs, if one does, that so many views of a model are asked."""
+    """Add a model and its number of views to the log line of the current call, if there is one."""
     call = current()
     if call is not None:
         call.models.add(model)
@@ -66,7 +66,7 @@ def record_views(model: str, views: int) -> None:
 
 
 def record_answer(*, failed: bool) -> None:
-    """Note that an image of a stream has its answer, or its error."""
+    """Count an image of a stream that got its answer, or its error."""
     call = current()
     if call is not None:
         call.images += 1
@@ -74,36 +74,36 @@ def record_answer(*, failed: bool) -> None:
 
 
 def note_done() -> None:
-    """Note that a message of a stream is no longer in progress: its answer has been sent, or it needs none."""
+    """Report that a message of a stream is done: its answer has been sent, or it needs none."""
     call = current()
     if call is not None and call.message_done is not None:
         call.message_done()
 
 
 def record_message_id(id_: str) -> None:
-    """Note the id that a message bears."""
+    """Record the id in a message."""
     call = current()
     if call is not None:
         call.id = id_
 
 
 def request_id_from(metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    """Return the id that a caller gave in the metadata, or a new one where that is none that we take."""
-    given = next((value for key, value in metadata if key == REQUEST_ID), "")
-    if isinstance(given, str) and _REQUEST_ID.fullmatch(given):
-        return given
+    """Return the request id in the caller's metadata, or a new one if there is none or it is invalid."""
+    requested = next((value for key, value in metadata if key == REQUEST_ID), "")
+    if isinstance(requested, str) and _REQUEST_ID.fullmatch(requested):
+        return requested
     return secrets.token_hex(8)
 
 
-# Who waits for an answer, and until when.
+# The caller and its deadline
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks.
+    """The caller of a request.
 
-    client: whose calls take turns with those of others; today the connection, later whom a token names;
-    deadline: on the clock of time.monotonic(), None where the caller waits for ever; request_id: in log lines.
+    client: fair queueing alternates between clients; today the connection, later the subject of a token;
+    deadline: of time.monotonic(), None for no deadline; request_id: for log lines.
     """
 
     client: str = ""
@@ -111,26 +111,26 @@ class Caller:
     request_id: str = ""
 
     def remaining(self) -> float | None:
-        """Return the seconds that are left, below 0 when they are over; None where there is no end."""
+        """Return the seconds until the deadline, negative after it; None without a deadline."""
         return None if self.deadline is None else self.deadline - time.monotonic()
 
     def with_timeout(self, seconds: float) -> "Caller":
-        """Return the same caller with no more than so many seconds left."""
+        """Return the same caller with a deadline at most `seconds` from now."""
         deadline = time.monotonic() + seconds
         return replace(self, deadline=deadline if self.deadline is None else min(self.deadline, deadline))
 
     def require_time_left(self) -> None:
-        """Raise DeadlinePassed once the time is over."""
+        """Raise DeadlinePassed after the deadline."""
         remaining = self.remaining()
         if remaining is not None and remaining <= 0:
-            raise DeadlinePassed("the time that this call was given is over, so it was not computed. Give it more time")
+            raise DeadlinePassed("the call's deadline has passed, so the image was not computed. Use a longer deadline")
 
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 def caller_of(context: Context) -> Caller:
-    """Return who calls, until when, and under which request id."""
+    """Return the caller of the current call, with its deadline and request id."""
     remaining = context.time_remaining()
     call = call_context.current()
     return Caller(

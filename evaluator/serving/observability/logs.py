@@ -1,7 +1,8 @@
-"""Structured logs on stderr: a JSON object per line for programs, or a line of text for people.
+"""Structured logs on stderr: one JSON object per line for programs, or one line of text for people.
 
-Texts of callers get into log lines, so neither form lets a text forge a line or a field: whatever could end a line or
-steer a terminal is escaped, values in text are quoted, lengths are limited. Nothing of an image is ever logged.
+Log lines contain text from callers. Neither form lets such text forge a line or a field: characters that could end a
+line or control a terminal are escaped, values in text lines are quoted, and lengths are limited. Image data is never
+logged.
 """
 
 import json
@@ -20,8 +21,8 @@ from prelunet.evaluator.rpc.status import is_client_visible
 from prelunet.evaluator.serving.observability import call_context
 
 MAX_LOG_MESSAGE = 2000  # characters
-MAX_FIELD = 600  # as much as a caller is told of an error
-MAX_TRACEBACK = 20_000
+MAX_FIELD = 600  # characters, as in error messages to callers
+MAX_TRACEBACK = 20_000  # characters
 MAX_QUEUED_LINES = 4096  # lines; some 2 MB
 ACCEPT_ERROR_INTERVAL = 60.0  # seconds
 _PLAIN = re.compile(r"[A-Za-z0-9._:/@%+,\[\]-]+")  # a value that needs no quotes
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def log_incident(error: BaseException) -> str:
-    """Log an error whose text is not for callers, with its traceback; returns the id under which the log has it."""
+    """Log an error whose text must not reach callers, with its traceback; return its incident id."""
     incident = secrets.token_hex(6)
     if not is_client_visible(error):
         log.error("incident %s: %s", incident, type(error).__name__, exc_info=error)
@@ -38,7 +39,7 @@ def log_incident(error: BaseException) -> str:
 
 
 def log_call(call: call_context.Call, seconds: float) -> None:
-    """Log a call that has ended after so many seconds."""
+    """Log a call that has ended. seconds: its duration."""
     fields: dict[str, Any] = {"peer": call.peer, "status": call.status, "seconds": round(seconds, 6)}
     fields |= {"id": call.id, "model": ",".join(sorted(call.models)), "images": call.images, "failed": call.failed}
     fields |= {"views": call.views, "bytes": call.bytes}
@@ -47,7 +48,7 @@ def log_call(call: call_context.Call, seconds: float) -> None:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line, in ASCII: `time` (UTC), `level`, `logger`, `message`, and what else there is."""
+    """One JSON object per line, in ASCII: `time` (UTC), `level`, `logger`, `message` and further fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return a record as JSON."""
@@ -58,9 +59,9 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """`TIME LEVEL LOGGER field=value … | message`, then the lines of a traceback, each behind a bar.
+    """`TIME LEVEL LOGGER field=value … | message`, then the lines of a traceback, each after a bar.
 
-    The message comes last, so that nothing in it can pass for a field.
+    The message comes last, so that none of its text can be mistaken for a field.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -73,9 +74,9 @@ class TextFormatter(logging.Formatter):
 
 
 class StderrHandler(logging.Handler):
-    """Writes lines in a thread of its own: whoever reads them slowly, or not at all, should not hold up a call.
+    """Writes log lines in its own thread, so that a slow or stopped reader of stderr does not block calls.
 
-    So many lines wait at most; what comes while they do is dropped, and the next line tells how much it was.
+    At most MAX_QUEUED_LINES wait. Further lines are dropped; the next line written reports their number.
     """
 
     def __init__(self, descriptor: int = 2) -> None:
@@ -86,12 +87,12 @@ class StderrHandler(logging.Handler):
         threading.Thread(target=self._write, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Take a record; logging calls this in one thread at a time."""
+        """Queue a record; `logging` calls this in one thread at a time."""
         try:
             if self._dropped and not self._lines.full():
                 dropped, self._dropped = self._dropped, 0
                 notice = logging.LogRecord(
-                    log.name, logging.WARNING, "", 0, "%s lines dropped, stderr is read too slowly", (dropped,), None
+                    log.name, logging.WARNING, "", 0, "%s lines dropped: stderr is read too slowly", (dropped,), None
                 )
                 self._lines.put_nowait(self.format(notice))
             self._lines.put_nowait(self.format(record))
@@ -101,18 +102,18 @@ class StderrHandler(logging.Handler):
             self.handleError(record)
 
     def flush(self) -> None:
-        """Wait until all is written, a second at most; logging calls this when the process ends."""
+        """Wait until all lines are written, at most a second; `logging` calls this when the process exits."""
         with self._lines.all_tasks_done:
             self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, timeout=1)
 
     def _write(self) -> None:
-        # Not by way of sys.stderr: a thread that waits there holds a lock that Python wants when it ends.
+        # Not through sys.stderr: a thread that blocks there holds a lock that Python needs at exit.
         while True:
             data = f"{self._lines.get()}\n".encode("utf-8", "backslashreplace")
             try:
                 while data:
                     data = data[os.write(self._descriptor, data) :]
-            except OSError:  # nobody is there to read it
+            except OSError:  # no reader
                 pass
             self._lines.task_done()
 
@@ -121,32 +122,32 @@ FORMATTERS = {"text": TextFormatter, "json": JsonFormatter}
 
 
 def configure_logging(form: str = "text", level: str = "INFO") -> None:
-    """Send the logs of this process to stderr. form: "text" or "json"; level: of our own log lines, as in `logging`.
+    """Send the logs of this process to stderr. form: "text" or "json"; level: of our own loggers, as in `logging`.
 
-    Libraries are heard from WARNING on: below that, Pillow quotes the images that it decodes.
+    Other libraries log from WARNING: at lower levels Pillow quotes the images that it decodes.
     """
     handler = StderrHandler()
     handler.setFormatter(FORMATTERS[form]())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("prelunet").setLevel(level)
     logging.captureWarnings(capture=True)
-    # What it says of a broken image is in the error that its caller gets.
+    # Its messages about broken images are in the errors sent to callers.
     logging.getLogger("PIL").setLevel(logging.CRITICAL)
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_not_caused_by_client)
     logging.getLogger("asyncio").addFilter(AcceptErrorFilter())
 
 
 def flush() -> None:
-    """Wait until what has been logged is written, a second at most.
+    """Wait until all log lines are written, at most a second.
 
-    Not logging.shutdown: it closes the handlers of every library, and one of them may hold a stream of somebody else.
+    Not logging.shutdown: it closes the handlers of every library, which may use streams that they do not own.
     """
     for handler in logging.getLogger().handlers:
         handler.flush()
 
 
-# What gRPC logs, most with a traceback, of a caller who sends a path or a header that is no text, or who goes away in
-# the middle of an answer.
+# gRPC's log messages, most with a traceback, about callers that send a path or header that is not text, or that
+# disconnect during an answer.
 _CAUSED_BY_CLIENT = (
     "Invalid encoding on",
     "Unexpected [UnicodeDecodeError]",
@@ -160,7 +161,7 @@ def _is_not_caused_by_client(record: logging.LogRecord) -> bool:
 
 
 class AcceptErrorFilter:
-    """Lets through one line a minute of a port that has no open file for a connection.
+    """Passes one line a minute about connections that fail because no file descriptor is left.
 
     asyncio logs a hundred a second for each port, each with a traceback.
     """
@@ -169,7 +170,7 @@ class AcceptErrorFilter:
         self._next = -math.inf
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Say whether a record is to be logged."""
+        """Return whether to log a record."""
         if not str(record.msg).startswith("socket.accept() out of system resource"):
             return True
         now = time.monotonic()
@@ -180,12 +181,12 @@ class AcceptErrorFilter:
 
 
 def truncate(text: str, limit: int) -> str:
-    """Return a text of at most so many characters, with a mark where it was cut."""
+    """Return a text of at most `limit` characters, with an ellipsis where it was cut."""
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
 def escaped(text: str) -> str:
-    """Return a text without anything that could end a line, reorder it or steer a terminal."""
+    """Escape all characters that could end a line, reorder it or control a terminal."""
     if text.isprintable() and "\\" not in text:
         return text
     return "".join(each if each.isprintable() and each != "\\" else _escape(each) for each in text)
@@ -202,7 +203,7 @@ def _head(record: logging.LogRecord) -> dict[str, str]:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """Return what is known beside the message: the call that runs, and the record's own `fields`."""
+    """Return the fields of a log line: those of the current call, and the record's own `fields`."""
     call = call_context.current()
     of_call = {"request_id": call.request_id, "method": truncate(call.method, MAX_FIELD)} if call else {}
     own = getattr(record, "fields", {})
@@ -212,11 +213,11 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _traceback(record: logging.LogRecord) -> str:
-    """Return the end of a record's traceback, which says where it happened and what."""
+    """Return the end of a record's traceback, which has the location and the error."""
     return logging.Formatter().formatException(record.exc_info)[-MAX_TRACEBACK:] if record.exc_info else ""
 
 
 def _value(value: Any) -> str:
-    """Return a value as text that ends where it should: plain, or in quotes."""
+    """Return a value as text: plain if it is unambiguous, otherwise in quotes."""
     text = str(value)
     return text if _PLAIN.fullmatch(text) else '"{}"'.format(escaped(text).replace('"', '\\"'))

@@ -1,7 +1,7 @@
-"""What the server counts, in Prometheus' form; docs/serving.md lists every name.
+"""The server's Prometheus metrics; docs/serving.md lists all names.
 
-One registry a server. Everything that happens to a request is told to the `ModelMetrics` of its model; nothing here
-knows what a request is.
+Each server has one registry. Events of a request are recorded in the `ModelMetrics` of its model; this module does not
+know what a request is.
 """
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary, generate_latest
@@ -13,7 +13,7 @@ _VIEWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 class Metrics:
-    """All instruments of a server."""
+    """All metrics of a server."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -22,68 +22,70 @@ class Metrics:
             "prelunet_calls", "Calls that ended, by method and status.", ("method", "status"), registry=registry
         )
         self.call_seconds = Histogram(
-            "prelunet_call_seconds", "From a call's arrival to its end.", ("method",), buckets=_SECONDS,
+            "prelunet_call_seconds", "Time from a call's arrival to its end.", ("method",), buckets=_SECONDS,
             registry=registry,
         )  # fmt: skip
         self.calls_now = Gauge("prelunet_calls_now", "Calls in flight.", registry=registry)
         self.request_seconds = Histogram(
-            "prelunet_request_seconds", "From an image's arrival to its answer.", by_model, buckets=_SECONDS,
+            "prelunet_request_seconds", "Time from an image's arrival to its answer.", by_model, buckets=_SECONDS,
             registry=registry,
         )  # fmt: skip
         self.failed_seconds = Summary(
-            "prelunet_failed_seconds", "From an image's arrival to its error, or to its caller's leaving.", by_model,
+            "prelunet_failed_seconds", "Time from an image's arrival to its error or cancellation.", by_model,
             registry=registry,
         )  # fmt: skip
         self.last_answer = Gauge(
-            "prelunet_last_answer_timestamp_seconds", "When an image was last answered, since 1970; 0: not yet.",
+            "prelunet_last_answer_timestamp_seconds", "Unix time of the last answered image; 0 before the first.",
             by_model, registry=registry,
         )  # fmt: skip
         self.stage_seconds = Histogram(
-            "prelunet_stage_seconds", "Of one image at a stage: queue, decode, compute, average.",
+            "prelunet_stage_seconds", "Time of an image in a stage: queue, decode, compute, average.",
             ("model", "stage"), buckets=_SECONDS, registry=registry,
         )  # fmt: skip
-        self.waiting_images = Gauge("prelunet_waiting_images", "Images without an answer.", by_model, registry=registry)
-        self.waiting_views = Gauge("prelunet_waiting_views", "Their views.", by_model, registry=registry)
-        self.waiting_bytes = Gauge("prelunet_waiting_bytes", "Bytes of the encoded ones.", by_model, registry=registry)
+        self.waiting_images = Gauge("prelunet_waiting_images", "Unanswered images.", by_model, registry=registry)
+        self.waiting_views = Gauge("prelunet_waiting_views", "Views of unanswered images.", by_model, registry=registry)
+        self.waiting_bytes = Gauge(
+            "prelunet_waiting_bytes", "Encoded bytes of unanswered images.", by_model, registry=registry
+        )
         self.refusals = Counter(
-            "prelunet_refusals", "Requests that were not let in: views, bytes, calls, stopping.", ("model", "reason"),
+            "prelunet_refusals", "Refused requests, by reason: views, bytes, calls, stopping.", ("model", "reason"),
             registry=registry,
         )  # fmt: skip
         for reason in ("calls", "stopping"):
             self.refusals.labels("", reason)  # see ModelMetrics
         self.dropped_views = Counter(
-            "prelunet_dropped_views", "Views that were never computed: expired, cancelled, failed.",
+            "prelunet_dropped_views", "Views that were never computed, by reason: expired, cancelled, failed.",
             ("model", "reason"), registry=registry,
         )  # fmt: skip
         self.late_views = Counter(
-            "prelunet_late_views", "Views whose caller was gone before their batch began, and that were computed all "
-            "the same: 0, or there is a mistake.", by_model, registry=registry,
+            "prelunet_late_views", "Views computed although their caller had left before the batch began; always 0 "
+            "unless there is a bug.", by_model, registry=registry,
         )  # fmt: skip
         self.batch_views = Histogram(
             "prelunet_batch_views", "Views in a batch.", by_model, buckets=_VIEWS, registry=registry
         )
         self.batch_seconds = Histogram(
-            "prelunet_batch_seconds", "Of a batch on the device.", by_model, buckets=_SECONDS, registry=registry
+            "prelunet_batch_seconds", "Time of a batch on the device.", by_model, buckets=_SECONDS, registry=registry
         )
-        self.view_pixels = Counter("prelunet_view_pixels", "Of the views in batches.", by_model, registry=registry)
+        self.view_pixels = Counter("prelunet_view_pixels", "Pixels of views in batches.", by_model, registry=registry)
         self.canvas_pixels = Counter(
-            "prelunet_canvas_pixels", "Of the canvases they lay on; the rest is padding.", by_model, registry=registry
+            "prelunet_canvas_pixels", "Pixels of the canvases of batches, with padding.", by_model, registry=registry
         )
         self.canvas_changes = Counter(
-            "prelunet_canvas_changes", "Batches of another shape than the one before: new plans on a GPU.", by_model,
+            "prelunet_canvas_changes", "Batches whose shape differs from the one before: new plans on a GPU.", by_model,
             registry=registry,
         )  # fmt: skip
         self.batch_failures = Counter(
-            "prelunet_batch_failures", "Batches that failed and were split, or failed with a single view.",
+            "prelunet_batch_failures", "Failed batches, of a single view or split and retried.",
             ("model", "reason"), registry=registry,
         )  # fmt: skip
         self.model_info = Gauge(
-            "prelunet_model_info", "1 for each model that is served.",
+            "prelunet_model_info", "1 for each served model.",
             ("model", "sha256", "architecture", "provider", "precision"), registry=registry,
         )  # fmt: skip
 
     def of_model(self, name: str, session: Session) -> "ModelMetrics":
-        """Return the instruments of one model, after its first scrape all at 0."""
+        """Return the metrics of one model; its series exist from the first scrape, at 0."""
         circumstances = session.circumstances
         self.model_info.labels(
             name, session.model_sha256, session.contract.name, circumstances.provider, circumstances.precision
@@ -91,12 +93,12 @@ class Metrics:
         return ModelMetrics(self, name)
 
     def text(self) -> bytes:
-        """Return everything as Prometheus reads it."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
 class ModelMetrics:
-    """What is counted for one model. Safe in any thread."""
+    """The metrics of one model. Thread-safe."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._metrics = metrics
@@ -108,7 +110,7 @@ class ModelMetrics:
         self.waiting_views = metrics.waiting_views.labels(model)
         self.waiting_bytes = metrics.waiting_bytes.labels(model)
         self.late_views = metrics.late_views.labels(model)
-        # A series that begins with its first event hides it: the rate of one point is unknown.
+        # A series that starts with its first event hides that event: a single point has no rate.
         for counter, reasons in (
             (metrics.refusals, ("views", "bytes")),
             (metrics.dropped_views, ("expired", "cancelled", "failed")),
@@ -118,28 +120,28 @@ class ModelMetrics:
                 counter.labels(model, reason)
 
     def stage(self, stage: str, seconds: float) -> None:
-        """Count the time of one image at a stage: queue, decode, compute or average."""
+        """Record the time of one image in a stage: queue, decode, compute or average."""
         self._metrics.stage_seconds.labels(self._model, stage).observe(seconds)
 
     def refused(self, reason: str) -> None:
-        """Count a request that was not let in: views, bytes."""
+        """Count a request refused by admission. reason: views or bytes."""
         self._metrics.refusals.labels(self._model, reason).inc()
 
     def dropped(self, reason: str, views: int) -> None:
-        """Count views that are never computed: expired, cancelled, failed."""
+        """Count views that will never be computed. reason: expired, cancelled or failed."""
         self._metrics.dropped_views.labels(self._model, reason).inc(views)
 
     def batch(self, views: int, view_pixels: int, canvas_pixels: int, *, changed: bool) -> None:
-        """Count a batch that is given to the device; changed: its canvas is another one than the last batch's."""
+        """Count a batch sent to the device. changed: its canvas differs from that of the previous batch."""
         self._metrics.batch_views.labels(self._model).observe(views)
         self._metrics.view_pixels.labels(self._model).inc(view_pixels)
         self._metrics.canvas_pixels.labels(self._model).inc(canvas_pixels)
         self._metrics.canvas_changes.labels(self._model).inc(changed)
 
     def batch_done(self, seconds: float) -> None:
-        """Count the time of a batch on the device."""
+        """Record the time of a batch on the device."""
         self._metrics.batch_seconds.labels(self._model).observe(seconds)
 
     def batch_failed(self, reason: str) -> None:
-        """Count a batch that failed: memory, lost, error."""
+        """Count a failed batch. reason: memory, lost or error."""
         self._metrics.batch_failures.labels(self._model, reason).inc()

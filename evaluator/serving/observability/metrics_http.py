@@ -1,7 +1,7 @@
-"""Prometheus' metrics over HTTP: `GET /metrics` and nothing else.
+"""An HTTP server for Prometheus metrics: `GET /metrics` and nothing else.
 
-Answered by the event loop, with one bound on everything a client may send and on how long it may take: the servers of
-the standard library and of prometheus-client wait for a slow client line by line, and for any number of them.
+It runs on the event loop and limits the size of a request, its total time and the number of connections. The servers of
+the standard library and of prometheus-client wait for slow clients line by line, and for any number of them.
 """
 
 import asyncio
@@ -15,42 +15,41 @@ from prelunet.evaluator.serving.network import explain_bind_error, host_port, is
 MAX_REQUEST = 8192  # bytes of request line and headers
 MAX_CONNECTIONS = 16  # at once; Prometheus needs one
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-REQUEST_TIMEOUT = 10.0  # seconds for a request to come and its answer to be taken
-CLOSE_TIMEOUT = 1.0  # seconds for answers that are being made when the port closes; they take some milliseconds
-_POLL_INTERVAL = 0.01  # seconds between two looks whether any are left
+REQUEST_TIMEOUT = 10.0  # seconds to receive a request and send its response
+CLOSE_TIMEOUT = 1.0  # seconds to finish responses when the port closes; they take some milliseconds
+_POLL_INTERVAL = 0.01  # seconds between checks for open connections
 
 
 class MetricsServer:
-    """The HTTP port of the metrics.
+    """The HTTP server of the metrics.
 
-    text: what they are at the moment, called in a thread; patience: seconds for one client.
+    text: returns the current metrics, called in a thread; request_timeout: in seconds.
     """
 
     def __init__(self, text: Callable[[], bytes], *, request_timeout: float = REQUEST_TIMEOUT) -> None:
         self._text = text
         self._request_timeout = request_timeout
         self._server: asyncio.Server | None = None
-        self._clients: dict[asyncio.StreamWriter, bool] = {}  # whether it is they who are waited for; the oldest first
+        self._clients: dict[asyncio.StreamWriter, bool] = {}  # whether the server waits for the client; oldest first
         self._answering = 0
         self.address = ""
 
     async def open(self, host: str, port: int) -> None:
-        """Take the port; 0 is a free one. Raises EnvironmentFault when it cannot be had."""
+        """Listen on the port; 0 selects a free one. Raises EnvironmentFault if that fails."""
         try:
             if is_wildcard(host) and socket.has_dualstack_ipv6():
-                # asyncio itself would leave out IPv4, which gRPC answers there.
+                # asyncio itself would listen on IPv6 only, where gRPC listens on both.
                 listener = socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=True)
                 self._server = await asyncio.start_server(self._serve, sock=listener, limit=MAX_REQUEST)
             else:
                 self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_REQUEST)
         except OSError as error:
-            raise EnvironmentFault(
-                f"cannot listen on {host_port(host, port)} for metrics: {explain_bind_error(host, port, '--metrics-port')}"
-            ) from error
+            reason = explain_bind_error(host, port, "--metrics-port")
+            raise EnvironmentFault(f"cannot listen on {host_port(host, port)} for metrics: {reason}") from error
         self.address = host_port(host, self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
-        """Give the port back, let answers end that are being made, and cut off who is still there."""
+        """Close the port, finish responses in progress, and abort all other connections."""
         if self._server is None:
             return
         self._server.close()
@@ -64,11 +63,11 @@ class MetricsServer:
 
     @property
     def connections(self) -> int:
-        """Return how many are open."""
+        """Return the number of open connections."""
         return len(self._clients)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one request and close the connection, whatever comes."""
+        """Answer one request and close the connection."""
         if not self._make_room():
             writer.transport.abort()
             return
@@ -83,23 +82,23 @@ class MetricsServer:
                     self._clients[writer] = True
                     writer.write(answer)
                     writer.close()
-                    await writer.wait_closed()  # else the rest of an answer that nobody takes would stay for ever
+                    await writer.wait_closed()  # otherwise an unread response would stay in memory forever
                 finally:
                     self._answering -= 1
         except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
-            writer.transport.abort()  # no request in time, or none at all: nobody there to be told
+            writer.transport.abort()  # no valid request in time
         finally:
             self._clients.pop(writer, None)
             writer.close()
 
     def _make_room(self) -> bool:
-        """Say whether one more may come; where no place is left, the oldest client that is waited for gives up its own.
+        """Return whether one more connection fits, after aborting the oldest that the server waits for if necessary.
 
-        Else so many that say nothing would keep everybody out, for as long as they like.
+        Otherwise idle connections could lock out everybody else.
         """
         if self.connections < MAX_CONNECTIONS:
             return True
-        oldest = next((client for client, awaited in self._clients.items() if awaited), None)
+        oldest = next((client for client, waiting in self._clients.items() if waiting), None)
         if oldest is None:
             return False
         del self._clients[oldest]
@@ -110,9 +109,9 @@ class MetricsServer:
         method, _, rest = request.partition(b"\r\n")[0].partition(b" ")
         path = rest.partition(b" ")[0].partition(b"?")[0]
         if path != b"/metrics":
-            return _response("404 Not Found", b"there is only /metrics\n")
+            return _response("404 Not Found", b"not found; the metrics are at /metrics\n")
         if method != b"GET":
-            return _response("405 Method Not Allowed", b"only GET\n", "Allow: GET")
+            return _response("405 Method Not Allowed", b"method not allowed; use GET\n", "Allow: GET")
         return _response("200 OK", await asyncio.to_thread(self._text), f"Content-Type: {CONTENT_TYPE}")
 
 

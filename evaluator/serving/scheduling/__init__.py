@@ -1,1 +1,1 @@
-"""Admission, queues, batches and the thread of each device."""
+"""Admission, queues, batching and the threads of each device."""

@@ -1,4 +1,4 @@
-"""The door of one model: how much may wait, and when to come back. On the event loop's own thread only."""
+"""Admission control for one model: limits on waiting work, and when to retry. Only for the event loop's thread."""
 
 import asyncio
 import random
@@ -11,17 +11,17 @@ from prelunet.evaluator.errors import Overloaded
 from prelunet.evaluator.serving.observability.metrics import ModelMetrics
 from prelunet.evaluator.serving.options import QueueOptions
 
-MIN_RETRY_AFTER, MAX_RETRY_AFTER = 0.05, 30.0  # seconds after which a caller may be told to come back
-DEFAULT_RETRY_AFTER = 1.0  # where nothing was answered yet
-_RESERVE = 4  # one part in so many, on top of what may wait, for clients that have little or nothing inside
-_DECAY_VIEWS = 256  # views over which the pace is taken, older ones fade
+MIN_RETRY_AFTER, MAX_RETRY_AFTER = 0.05, 30.0  # seconds, the range of the retry delay
+DEFAULT_RETRY_AFTER = 1.0  # seconds, before the first answer
+_RESERVE = 4  # clients below their share may use 1/4 of the limit on top of it
+_DECAY_VIEWS = 256  # views over which the average decays
 
 
 class ThroughputEstimate:
-    """How long a view takes from one answer to the next, measured while anything waits.
+    """Average time per answered view, measured while anything waits.
 
-    So it tells of everything that slows answers down: decoding, the device, and other models that share it.
-    clock: in seconds.
+    It covers everything that delays answers: decoding, the device, and other models on the same device.
+    clock: returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -31,11 +31,11 @@ class ThroughputEstimate:
         self._views = 0.0
 
     def begin(self) -> None:
-        """Begin to measure: something waits from now on."""
+        """Start measuring: the queue is no longer empty."""
         self._since = self._clock()
 
     def record_departure(self, answered: int) -> None:
-        """Count an image that has left; answered: how many views, 0 where it left without an answer."""
+        """Count an image that has left. answered: its number of views, 0 if it left without an answer."""
         now = self._clock()
         kept = 1 - answered / _DECAY_VIEWS if answered < _DECAY_VIEWS else 0.0
         self._seconds = kept * self._seconds + now - self._since
@@ -43,24 +43,24 @@ class ThroughputEstimate:
         self._since = now
 
     def seconds(self, views: int) -> float | None:
-        """Return how long so many views take, None where nothing was answered yet."""
+        """Return the expected time for `views` views, None before the first answer."""
         return views * self._seconds / self._views if self._views else None
 
 
 @dataclass(eq=False)
 class _Ticket:
-    """What wants to be let in. inside: where it waits for that, done once it is counted."""
+    """A request for admission. admission: the future that it waits on, done once it is admitted."""
 
     client: str
     size: int
     views: int
     images: int = 1
-    inside: "asyncio.Future[None] | None" = None
+    admission: "asyncio.Future[None] | None" = None
 
 
 @dataclass
 class _Usage:
-    """What waits, of all or of one client."""
+    """Images, views and bytes admitted and not yet answered, in total or of one client."""
 
     images: int = 0
     views: int = 0
@@ -73,17 +73,17 @@ class _Usage:
 
 
 def with_reserve(limit: int) -> int:
-    """Return how much may be inside when so much may wait: more for clients that have little or nothing there."""
+    """Return the limit plus the reserve for clients below their share."""
     return limit + limit // _RESERVE
 
 
 class AdmissionController:
-    """Counts what waits for one model, and lets no more in than may wait.
+    """Counts the images that wait for one model, and admits no more than the limits allow.
 
-    Where as much waits as may, a client that has nothing inside, or less than its share (the bound by the number of
-    clients), is let in all the same, until a quarter more than may wait does: else whoever came first with a thousand
-    images would keep all others out, before anybody asks whose turn it is. Those who wait outside stand in line:
-    nobody takes the room that the first of them waits for, unless by that rule.
+    When a limit is reached, a client with nothing waiting, or with less than its share (the limit divided by the number
+    of clients), is still admitted, up to 1.25 times the limit. Otherwise the first client to send a thousand images
+    would lock all others out, before fair queueing has any effect. Streams wait for admission in order: nobody takes
+    the room that the first of them waits for, except by this rule.
     """
 
     def __init__(self, model: str, queue: QueueOptions, metrics: ModelMetrics) -> None:
@@ -93,29 +93,29 @@ class AdmissionController:
         self._throughput = ThroughputEstimate()
         self._all = _Usage()
         self._clients: dict[str, _Usage] = {}
-        self._waiters: dict[_Ticket, None] = {}  # in the order in which they came
+        self._waiters: dict[_Ticket, None] = {}  # in order of arrival
 
     @property
     def images(self) -> int:
-        """Return how many images are inside."""
+        """Return the number of admitted images."""
         return self._all.images
 
     @property
     def views(self) -> int:
-        """Return how many views are inside."""
+        """Return the number of admitted views."""
         return self._all.views
 
     @property
     def bytes(self) -> int:
-        """Return how many bytes of encoded images are inside."""
+        """Return the total size of the admitted encoded images, in bytes."""
         return self._all.bytes
 
     @contextmanager
     def admit_or_refuse(self, size: int, views: int, client: str = "", images: int = 1) -> Iterator[None]:
-        """Count images of `size` bytes and so many views, all together, among those that wait while the block runs.
+        """Admit images for as long as the block runs. size, views: totals over these images; size in bytes.
 
-        Raises Overloaded, which says when to try again, where as much waits already as may; whatever comes is let in
-        where nothing waits.
+        Raises Overloaded, with the time after which to retry, when a limit is reached. An empty queue admits a request
+        of any size.
         """
         ticket = _Ticket(client, size, views, images)
         if (reason := self._refusal_reason(ticket, first_in_line=not self._waiters)) is not None:
@@ -126,55 +126,56 @@ class AdmissionController:
 
     @asynccontextmanager
     async def admit_or_wait(self, size: int, views: int, client: str = "") -> AsyncIterator[None]:
-        """Do the same for one image, but wait where `admit_or_refuse` refuses: for streams, which flow control holds
-        up.
-        """
-        inside = asyncio.get_running_loop().create_future()
-        ticket = _Ticket(client, size, views, inside=inside)
+        """Do the same for one image, but wait instead of raising: for streams, which flow control slows down."""
+        admission = asyncio.get_running_loop().create_future()
+        ticket = _Ticket(client, size, views, admission=admission)
         self._waiters[ticket] = None
         self._admit_waiters()
         try:
-            await inside
+            await admission
         except BaseException:
             if ticket in self._waiters:
                 del self._waiters[ticket]
-                self._admit_waiters()  # who stood behind it
-            else:  # let in and cancelled at the same moment
+                self._admit_waiters()  # those behind it
+            else:  # admitted and cancelled at the same moment
                 self._leave(ticket, answered=0)
             raise
         with self._leaving(ticket):
             yield
 
     def _admit_waiters(self) -> None:
-        """Let in who waits outside, as far as there is room; a client's own in the order in which they came."""
+        """Admit waiting tickets while there is room; those of one client in order of arrival."""
         blocked_clients: set[str] = set()
         for ticket in list(self._waiters):
-            assert ticket.inside is not None, "who is refused does not wait"
-            if ticket.client in blocked_clients or ticket.inside.done():  # cancelled, and about to go away
+            assert ticket.admission is not None, "a ticket that may be refused does not wait"
+            if ticket.client in blocked_clients or ticket.admission.done():  # done: cancelled, about to be removed
                 continue
             if self._refusal_reason(ticket, first_in_line=not blocked_clients) is None:
                 del self._waiters[ticket]
                 self._enter(ticket)
-                ticket.inside.set_result(None)
+                ticket.admission.set_result(None)
             else:
                 blocked_clients.add(ticket.client)
 
     def _refusal_reason(self, ticket: _Ticket, *, first_in_line: bool) -> str | None:
-        """Return what there is too much of, `views` or `bytes`; None where there is room.
+        """Return the limit that the ticket would exceed, `views` or `bytes`; None if it can be admitted.
 
-        first_in_line: nobody waits who came before.
+        first_in_line: no ticket that came earlier is waiting.
         """
         if not self._all.images:
             return None
         own = self._clients.get(ticket.client, _Usage())
         clients = len(self._clients) + (ticket.client not in self._clients)
-        for reason, inside, its, more, limit in (
-            ("views", self._all.views, own.views, ticket.views, self._queue.max_views),
-            ("bytes", self._all.bytes, own.bytes, ticket.size, self._queue.max_bytes),
-        ):
-            little = not own.images or its + more <= limit // clients
-            if inside + more > (with_reserve(limit) if little else limit if first_in_line else 0):
-                return reason
+
+        def exceeds(used: int, own_used: int, requested: int, limit: int) -> bool:
+            if not own.images or own_used + requested <= limit // clients:  # below its share
+                return used + requested > with_reserve(limit)
+            return not first_in_line or used + requested > limit
+
+        if exceeds(self._all.views, own.views, ticket.views, self._queue.max_views):
+            return "views"
+        if exceeds(self._all.bytes, own.bytes, ticket.size, self._queue.max_bytes):
+            return "bytes"
         return None
 
     def _enter(self, ticket: _Ticket) -> None:
@@ -206,11 +207,11 @@ class AdmissionController:
         expected = self._throughput.seconds(self._all.views)
         wait = DEFAULT_RETRY_AFTER if expected is None else expected
         limit = self._queue.max_views if reason == "views" else self._queue.max_bytes
-        # Spread, or all that are refused now would come back together.
+        # Jitter: otherwise all callers refused now would retry at the same time.
         wait = min(max(wait * random.uniform(0.5, 1.5), MIN_RETRY_AFTER), MAX_RETRY_AFTER)  # noqa: S311 - no secret
         return Overloaded(
-            f"{self._all.views} views of {self._all.bytes} bytes wait for model '{self._model}' already, and at most "
-            f"{limit} {reason} may. Try again in {wait:.2g} s",
+            f"{self._all.views} views ({self._all.bytes} bytes) are already waiting for model '{self._model}'; the "
+            f"limit is {limit} {reason}. Try again in {wait:.2g} s",
             retry_after=wait,
         )
 

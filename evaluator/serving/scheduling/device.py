@@ -1,4 +1,4 @@
-"""One device and everything that works for it: what waits, and the threads that decode, compute and answer."""
+"""One device with its queue and its threads, which decode, compute and build answers."""
 
 import threading
 import time
@@ -12,24 +12,24 @@ from prelunet.evaluator.machine import cores
 from prelunet.evaluator.serving.observability.metrics import ModelMetrics
 from prelunet.evaluator.serving.options import QueueOptions
 from prelunet.evaluator.serving.scheduling.executor import ComputeThread
-from prelunet.evaluator.serving.scheduling.queue import DeviceQueue, ready_views
+from prelunet.evaluator.serving.scheduling.queue import DeviceQueue, build_ready_views
 from prelunet.evaluator.serving.scheduling.request import Outcome, Request, as_reported, deliver
 
 
 def device_name(placement: Placement) -> str:
-    """Return the name of the device that a placement computes on; on a CPU all runtimes share the same cores."""
+    """Return the name of a placement's device. All runtimes on a CPU share one, because they share its cores."""
     return f"cuda-{placement.gpu}" if placement.device == "cuda" else "cpu"
 
 
 class ServedDevice:
-    """A device that any number of models share, and take turns on.
+    """A device shared by any number of models.
 
-    name: of `device_name`; on_lost: called once, in any thread, when it gives nothing but errors from now on.
+    name: from `device_name`; on_lost: called once, in any thread, when the device is lost.
     """
 
     def __init__(self, name: str, queue: QueueOptions, on_lost: Callable[[DeviceLost], object]) -> None:
         self.device_queue = DeviceQueue(queue)
-        # Not the threads that decode: an image that is done should not wait behind others that have just come; nor
+        # Separate from the decoding threads: a computed image should not wait behind images that have just arrived, nor
         # behind heat maps, which take a hundred times as long.
         self._answer_pool = ThreadPoolExecutor(cores(), thread_name_prefix=f"answer-{name}")
         self._heatmap_pool = ThreadPoolExecutor(cores(), thread_name_prefix=f"draw-{name}")
@@ -39,18 +39,18 @@ class ServedDevice:
         )
 
     def _answer(self, requests: Sequence[Request]) -> None:
-        """Have answers made: those with heat maps each by itself, all others together."""
+        """Build answers in the pools: one task for each request with a heat map, one for all others."""
         if plain := [request for request in requests if not request.keep_windows]:
-            self._answer_pool.submit(self._make_answers, plain)
+            self._answer_pool.submit(self._build_answers, plain)
         for request in requests:
             if request.keep_windows:
-                self._heatmap_pool.submit(self._make_answers, [request])
+                self._heatmap_pool.submit(self._build_answers, [request])
 
-    def _make_answers(self, requests: Sequence[Request]) -> None:
+    def _build_answers(self, requests: Sequence[Request]) -> None:
         deliver([_outcome(request) for request in self.device_queue.finish(requests)])
 
     def close(self) -> None:
-        """Finish what waits, let nothing more in, and end all threads."""
+        """Refuse new requests, finish those that wait, and end all threads."""
         self.device_queue.close()
         self._decode_pool.join()
         self._compute.join()
@@ -59,13 +59,13 @@ class ServedDevice:
 
 
 def _outcome(request: Request) -> Outcome:
-    """Average the views of a request and make its answer; whatever is raised goes to who waits for it."""
+    """Average the views of a request and build its answer; an exception becomes the outcome's error."""
     try:
-        begun = time.monotonic()
+        start = time.monotonic()
         answer = request.build_result([result for result in request.results if result is not None])
         now = time.monotonic()
         timings = request.timings(now)
-        _count(request.model.metrics, timings, now - begun)
+        _count(request.model.metrics, timings, now - start)
     except BaseException as error:
         return Outcome(request, error=as_reported(request.model, error))
     return Outcome(request, (answer, timings))
@@ -80,11 +80,11 @@ def _count(metrics: ModelMetrics, timings: Timings, average: float) -> None:
     metrics.last_answer.set_to_current_time()
 
 
-# Encoded images to views: the threads that decode and resize, in fair order.
+# Decoding
 
 
 class DecodePool:
-    """Threads that decode what waits for a device, one per core."""
+    """Threads that decode and resize the images queued for a device, in fair order; one per core."""
 
     def __init__(self, device_queue: DeviceQueue, device: str) -> None:
         self._device_queue = device_queue
@@ -99,16 +99,18 @@ class DecodePool:
         while (request := self._device_queue.next_image()) is not None:
             try:
                 views = request.model.decode_views(request.image, request.protocol, request.caller.deadline)
-                ready = ready_views(request, views)
+                ready = build_ready_views(request, views)
                 del views
-            except BaseException as error:  # the caller's to handle; without this thread others would wait for ever
+            except (
+                BaseException
+            ) as error:  # reported to the caller; this thread must survive, or others would wait forever
                 self._device_queue.decode_failed(request, as_reported(request.model, error))
             else:
                 self._device_queue.decoded(request, ready)
-                del ready  # before this thread waits for the next
+                del ready  # free the pixels before waiting for the next image
             del request
 
     def join(self) -> None:
-        """Wait until all have ended, after `Waiting.close`."""
+        """Wait for all threads to end, after `DeviceQueue.close`."""
         for thread in self._threads:
             thread.join()

@@ -1,12 +1,11 @@
-"""The one thread that computes for all models of a device, batch by batch.
+"""The compute thread of a device, which runs batches of all its models.
 
-It takes the model whose turn it is, plans batches of that model's views as `engine.batching` does everywhere, runs the
-one that holds the first view in fair order and looks again, so that what came meanwhile can share the next. Beside a
-GPU a second thread packs and uploads a batch while another is computed, if it is full: nothing that comes later could
-have joined it.
+It takes the next model in fair order, plans batches of that model's views with `engine.batching`, runs the batch that
+holds the first view, and starts over, so that views that have arrived meanwhile can join the next batch. On a GPU a
+second thread packs and uploads the next batch during a computation, but only a full one: no later view could join it.
 
-A batch that fails is run again in halves, down to single views: one bad image, or too little memory for all of them
-together, fails nobody else. A device that fails whatever it is given is lost, and so is one that hangs
+A failed batch is run again in halves, down to single views, so that one bad image, or too little memory for the whole
+batch, does not fail the others. A device that fails on every input is lost, and so is one that hangs
 (`evaluator.serving.scheduling.watchdog`).
 """
 
@@ -27,14 +26,14 @@ from prelunet.evaluator.serving.scheduling.queue import DeviceQueue
 from prelunet.evaluator.serving.scheduling.request import ReadyView, Request, ScheduledModel, as_reported
 from prelunet.evaluator.serving.scheduling.watchdog import Watchdog
 
-_HOPELESS_FACTOR = 2  # times less time than its batch is expected to take: such a view is not run
+_HOPELESS_FACTOR = 2  # a view is not run if its remaining time is less than 1/2 of its batch's expected time
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class _FormedBatch:
-    """A batch whose views wait no more. packed, staged: None where that is still to be done, or done with."""
+    """A batch whose views have left the queue. packed, staged: None before, and again once they are used up."""
 
     model: ScheduledModel
     views: Sequence[ReadyView]
@@ -44,10 +43,10 @@ class _FormedBatch:
 
 
 class ComputeThread:
-    """Runs what waits for a device, on sessions that nobody else may run.
+    """Runs the views queued for a device, on sessions that no other thread may run.
 
-    answer: told the requests of which all views are computed; on_lost: told once, when the device is lost;
-    ahead: pack and stage full batches while others are computed.
+    on_complete: called with the requests whose views are all computed; on_lost: called once, when the device is lost;
+    stage_ahead: pack and stage full batches during the computation of others.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class ComputeThread:
         self._device_queue = device_queue
         self._on_complete = on_complete
         self._on_lost = on_lost
-        self._forming = threading.Lock()  # of batches: in one thread at a time
+        self._forming = threading.Lock()  # only one thread at a time forms batches
         self._staged: _FormedBatch | None = None
         work = [(f"compute-{device}", self._compute), (f"stage-{device}", self._stage)]
         self._threads = [
@@ -76,7 +75,7 @@ class ComputeThread:
             thread.start()
 
     def join(self) -> None:
-        """Wait until the threads have ended, after `Waiting.close`."""
+        """Wait for the threads to end, after `DeviceQueue.close`."""
         for thread in self._threads:
             thread.join()
         self._ended.set()
@@ -85,7 +84,7 @@ class ComputeThread:
     # Forming batches
 
     def _next_batch(self) -> _FormedBatch | None:
-        """Take the batch that was staged, or wait for views and form one; None when there will be no more."""
+        """Return the staged batch, or wait for views and form one; None when the queue is closed and empty."""
         with self._forming:
             formed, self._staged = self._staged, None
             while formed is None:
@@ -96,13 +95,13 @@ class ComputeThread:
             return formed
 
     def _try_form(self, views: Sequence[ReadyView], *, full: bool = False) -> _FormedBatch | None:
-        """Plan views and take those that share a batch with the first; full: only where no more could share it.
+        """Plan batches and take the views of the first one. full: only if no other view could join it.
 
-        None where there is no such batch, or one of the views waits no more.
+        Returns None if there is no such batch, or if one of its views has left the queue.
         """
         try:
             return self._form(views, full=full)
-        except Exception as error:  # a thread that died here would leave every later call waiting for ever
+        except Exception as error:  # this thread must survive, or every later call would wait forever
             self._device_queue.fail(views[0].request, as_reported(views[0].request.model, error))
             return None
 
@@ -124,37 +123,39 @@ class ComputeThread:
             with self._forming:
                 if self._staged is None and (formed := self._try_form(views, full=True)) is not None:
                     self._staged = self._pack_and_stage(formed)
-                    del formed  # its pixels, before this thread waits for the next
+                    del formed  # free its pixels before waiting for the next batch
             del views
 
     def _pack_and_stage(self, formed: _FormedBatch) -> _FormedBatch:
-        """Pack and stage a batch; where that fails it is left to the thread that computes, which handles failures."""
+        """Pack and stage a batch; on failure return it unstaged: the compute thread handles failures."""
         try:
             packed = pack_batch(formed.batch, [view.view for view in formed.views])
             with self._watchdog.watch_batch(formed.model, formed.views, packed.images[..., 0].size):
                 return replace(formed, packed=packed, staged=formed.model.session.stage(packed.images, packed.sizes))
         except Exception as error:
-            log.warning("a batch could not be staged ahead: %s", error)
+            log.warning("could not stage a batch ahead: %s", error)
             return formed
 
-    # Computing them
+    # Computing batches
 
     def _compute(self) -> None:
         while (formed := self._next_batch()) is not None:
             try:
                 self._run(formed)
-            except Exception as error:  # as above; the session's own are handled where it is called
+            except Exception as error:  # as above; `_run` handles the session's errors
                 for view in formed.views:
                     self._device_queue.fail(view.request, error)
-            del formed  # its pixels, before this thread waits for the next
+            del formed  # free its pixels before waiting for the next batch
 
     def _run(self, formed: _FormedBatch) -> None:
-        """Run a batch without the views that nobody waits for any more, and hand over what is complete with it."""
+        """Run a batch, without the views of requests that have ended, and pass on the requests that it completes."""
         model, views, packed, staged = formed.model, formed.views, formed.packed, formed.staged
-        formed.packed = formed.staged = None  # they are held here alone, and gone before anything else is packed
+        formed.packed = formed.staged = (
+            None  # only the locals hold them, so they are freed before anything else is packed
+        )
         try:
             while True:
-                wanted, begun = self._device_queue.begin(views)
+                wanted, start = self._device_queue.begin(views)
                 if not wanted:
                     return
                 if packed is not None and len(wanted) == len(views):
@@ -166,11 +167,11 @@ class ComputeThread:
             with self._watchdog.watch_batch(model, views, packed.images[..., 0].size):
                 results = _results(model, packed, staged, keep_windows=keep_windows)
         except Exception as error:
-            packed = staged = None  # the memory, before less is tried
+            packed = staged = None  # free the memory before a smaller batch is tried
             _forget_frames(error)
             self._failed(model, views, error)
         else:
-            self._computed(model, views, packed, results, begun)
+            self._computed(model, views, packed, results, start)
 
     def _count(self, model: ScheduledModel, views: Sequence[ReadyView], packed: PackedBatch) -> None:
         rows, height, width, _ = packed.images.shape
@@ -185,24 +186,24 @@ class ComputeThread:
         views: Sequence[ReadyView],
         packed: PackedBatch,
         results: Mapping[int, ViewResult],
-        begun: float,
+        start: float,
     ) -> None:
-        """Keep the results of a batch."""
+        """Store the results of a batch in its requests."""
         now = time.monotonic()
-        model.batch_times.measured(packed.images[..., 0].size, now - begun)
-        model.metrics.batch_done(now - begun)
-        if late := sum(view.request.ended_before(begun) for view in views):
+        model.batch_times.record(packed.images[..., 0].size, now - start)
+        model.metrics.batch_done(now - start)
+        if late := sum(view.request.ended_before(start) for view in views):
             model.metrics.late_views.inc(late)
         for place, view in enumerate(views):
             result = results[place]
-            if not view.request.keep_windows:  # but a neighbour's are
+            if not view.request.keep_windows:  # kept for another view of the batch
                 result = replace(result, window_scores=None)
             view.request.results[view.index] = result
             view.request.missing -= 1
         complete = []
-        for request in {view.request: None for view in views}:  # each once, in their order
+        for request in {view.request: None for view in views}:  # unique, in order
             request.computed = now
-            request.compute_seconds += now - begun
+            request.compute_seconds += now - start
             request.batches += 1
             if not request.missing:
                 complete.append(request)
@@ -212,7 +213,7 @@ class ComputeThread:
     # Failures
 
     def _failed(self, model: ScheduledModel, views: Sequence[ReadyView], error: Exception) -> None:
-        """Run a failed batch again in halves; of a single view, fail its request."""
+        """Run a failed batch again in halves; if it has a single view, fail its request."""
         memory = isinstance(error, OutOfMemory | MemoryError)
         lost = isinstance(error, DeviceLost)
         model.metrics.batch_failed("lost" if lost else "memory" if memory else "error")
@@ -220,7 +221,9 @@ class ComputeThread:
         if isinstance(error, DeviceLost):
             self._mark_lost(error, views)
         elif len(views) > 1:
-            log.warning("a batch of %d views of model '%s' failed and is split: %s", len(views), model.name, error)
+            log.warning(
+                "a batch of %d views of model '%s' failed, retrying in halves: %s", len(views), model.name, error
+            )
             for half in (views[: len(views) // 2], views[len(views) // 2 :]):
                 for batch in _plan(model, half).batches:
                     self._run(_FormedBatch(model, [half[index] for index in batch.indices], _renumbered(batch)))
@@ -232,19 +235,19 @@ class ComputeThread:
             self._mark_lost(_lost(model, error), views)
 
     def _runs_at_all(self, model: ScheduledModel, views: Sequence[ReadyView]) -> bool:
-        """Say whether the model still runs, on the smallest black canvas."""
+        """Return whether the model still runs, on the smallest black canvas."""
         side = model.session.contract.min_side
         try:
             with self._watchdog.watch_batch(model, views, side * side):
                 model.session.run(np.zeros((1, side, side, 3), np.uint8), np.array([[side, side]], np.int64))
         except Exception as error:
-            log.error("model '%s' does not even run on a black canvas: %s", model.name, error)
+            log.error("model '%s' fails even on a black canvas: %s", model.name, error)
             return False
         return True
 
     def _on_hang(self, error: DeviceLost, views: Sequence[ReadyView]) -> None:
-        """Count a batch that does not end as a lost device; what was staged behind it never runs."""
-        staged = self._staged  # without the lock, which a thread may hold that hangs
+        """Mark the device as lost, because a batch hangs; a batch staged behind it never runs."""
+        staged = self._staged  # without the lock: a hanging thread may hold it
         views = [*views, *(staged.views if staged is not None else ())]
         views[0].request.model.metrics.batch_failed("lost")
         self._mark_lost(error, views)
@@ -259,26 +262,26 @@ def _plan(model: ScheduledModel, views: Sequence[ReadyView]) -> BatchPlan:
 
 
 def _is_full(plan: BatchPlan, model: ScheduledModel) -> bool:
-    """Say whether no other view could join the first batch of a plan."""
+    """Return whether no other view could join the first batch of a plan."""
     first, *others = plan.batches
     another = bool(others) and (others[0].height, others[0].width) == (first.height, first.width)
-    return another or len(first.indices) >= model.rows(first.height, first.width)
+    return another or len(first.indices) >= model.max_rows(first.height, first.width)
 
 
 def _hopeless(model: ScheduledModel, batch: Batch, views: Sequence[ReadyView]) -> list[Request]:
-    """Return the requests that have far less time than their batch will take."""
-    least = model.batch_times.expected(batch.rows * batch.height * batch.width) / _HOPELESS_FACTOR
-    remaining = {view.request: view.request.caller.remaining() for view in views} if least else {}
-    return [request for request, seconds in remaining.items() if seconds is not None and seconds < least]
+    """Return the requests whose remaining time is far less than the batch is expected to take."""
+    minimum = model.batch_times.expected(batch.rows * batch.height * batch.width) / _HOPELESS_FACTOR
+    remaining = {view.request: view.request.caller.remaining() for view in views} if minimum else {}
+    return [request for request, seconds in remaining.items() if seconds is not None and seconds < minimum]
 
 
 def _renumbered(batch: Batch) -> Batch:
-    """Return a batch whose views are numbered by themselves."""
+    """Return the batch with its views numbered from 0."""
     return replace(batch, indices=tuple(range(len(batch.indices))))
 
 
 def _truncated(batch: Batch, views: int, model: ScheduledModel) -> Batch:
-    """Return a batch with the first so many views; where a change of shape costs something it keeps its rows."""
+    """Return the batch with its first `views` views only. It keeps its rows if changing the shape has a cost."""
     rows = batch.rows if model.session.rules.switch_pixels else views
     return replace(batch, indices=tuple(range(views)), rows=rows)
 
@@ -288,11 +291,11 @@ def _results(
 ) -> Mapping[int, ViewResult]:
     session = model.session
     outputs = session.run(packed.images, packed.sizes) if staged is None else session.compute(staged)
-    return unpack_results(packed.packed_views, outputs, keep_windows=keep_windows)  # may bring more from the device
+    return unpack_results(packed.packed_views, outputs, keep_windows=keep_windows)  # may copy more from the device
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Drop what the functions held from which an error came, such as canvases; its lines in a log stay the same."""
+    """Release the locals in the tracebacks of an error, such as canvases; the printed traceback stays the same."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -300,8 +303,8 @@ def _forget_frames(error: BaseException | None) -> None:
 
 def _lost(model: ScheduledModel, error: Exception) -> DeviceLost:
     lost = DeviceLost(
-        f"{model.session.circumstances.provider} fails whatever it is given ({type(error).__name__}: {error}). "
-        "Start the program again; if it comes back, look at the device"
+        f"{model.session.circumstances.provider} fails on every input ({type(error).__name__}: {error}). "
+        "Restart the program; if the error returns, check the device"
     )
     lost.__cause__ = error
     return lost

@@ -1,12 +1,13 @@
-"""Whose turn it is: start-time fair queueing, first between models, then between the clients of a model.
+"""Start-time fair queueing, first between models, then between the clients of a model.
 
-After Goyal, Vin and Cheng, "Start-time Fair Queueing" (SIGCOMM 1996). Everybody who waits has a *start*: how much has
-been done for them, on a clock that all share. The lowest start is next, and what is done for somebody moves their
-start on by its cost. Who comes begins at the clock's present time: nobody saves up turns by staying away, and nobody
-who has just been served comes before a newcomer.
+After Goyal, Vin and Cheng, "Start-time Fair Queueing" (SIGCOMM 1996). Every waiting flow has a *start tag*: the service
+that it has received, on a virtual clock shared by all flows. The flow with the lowest start tag is next, and service
+raises its tag by the cost. A flow that joins starts at the present virtual time: nobody saves up turns by staying away,
+and nobody who has just been served comes before a newcomer.
 
-In the paper the clock shows the start of what was served last. Here it also moves by a share of every cost, because
-clients are not a fixed set: new ones without end would all begin at a clock that stands still, ahead of who waits.
+In the paper the virtual time is the start tag of the flow served last. Here every cost also advances it by a share,
+because the set of clients is not fixed: with a clock that stands still, an endless series of new clients would all join
+ahead of those that wait.
 """
 
 import heapq
@@ -17,17 +18,19 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 class FlowScheduler:
-    """Whose turn it is among those who wait, each known by a name.
+    """Chooses the next of the waiting flows, each known by a name.
 
-    Who leaves is forgotten as soon as the clock has caught up with what was done for them, all at the latest when
-    nobody waits: what is kept does not grow with the number of names that ever were.
+    A flow that has left is forgotten as soon as the virtual time reaches its start tag, and all are when no flow waits.
+    So memory does not grow with the number of names ever seen.
     """
 
     def __init__(self) -> None:
         self._virtual_time = 0.0
-        self._start_tags: dict[str, float] = {}  # of who waits, in the order in which they came
-        self._ahead: dict[str, float] = {}  # of who has left and has had more than the clock shows
-        self._catching_up: list[tuple[float, str]] = []  # the same as a heap, with some that are back
+        self._start_tags: dict[str, float] = {}  # of waiting flows, in order of arrival
+        self._ahead: dict[str, float] = {}  # start tags of flows that have left, later than the virtual time
+        self._catching_up: list[
+            tuple[float, str]
+        ] = []  # the same as a heap, which may still hold flows that have rejoined
 
     def __len__(self) -> int:
         return len(self._start_tags)
@@ -36,11 +39,11 @@ class FlowScheduler:
         return name in self._start_tags
 
     def join(self, name: str) -> None:
-        """Begin to wait."""
+        """Add a flow."""
         self._start_tags[name] = max(self._virtual_time, self._ahead.pop(name, 0.0))
 
     def leave(self, name: str) -> None:
-        """Cease to wait."""
+        """Remove a flow."""
         start = self._start_tags.pop(name)
         if not self._start_tags:
             self._virtual_time = 0.0
@@ -51,35 +54,34 @@ class FlowScheduler:
             heapq.heappush(self._catching_up, (start, name))
 
     def next(self) -> str:
-        """Return who is next; of equal starts who came first.
+        """Return the flow with the lowest start tag; among equals, the one that joined first.
 
-        Looks at all who wait: 0.05 ms for a thousand, of which there are no more while a door lets in 1024 views.
+        A linear search: 0.05 ms for a thousand flows; there are no more with the default limit of 1024 views.
         """
         return min(self._start_tags, key=self._start_tags.__getitem__)
 
     def charge(self, name: str, cost: float) -> None:
-        """Count what was done for somebody who waits, whether it was their turn or not."""
+        """Charge a waiting flow for service, whether or not it was next."""
         start = self._start_tags[name]
         self._start_tags[name] = start + cost
-        self._virtual_time = max(
-            start, self._virtual_time + cost / (len(self._start_tags) + 1)
-        )  # one more: who may come now
+        flows = len(self._start_tags) + 1  # one more, for a flow that may join now
+        self._virtual_time = max(start, self._virtual_time + cost / flows)
         while self._catching_up and self._catching_up[0][0] <= self._virtual_time:
             _, caught_up = heapq.heappop(self._catching_up)
             if self._ahead.get(caught_up, self._virtual_time + 1) <= self._virtual_time:
                 del self._ahead[caught_up]
 
     def start_tags(self) -> Iterator[tuple[str, float]]:
-        """Give who waits and their starts, in the order in which they came."""
+        """Iterate over the waiting flows and their start tags, in order of arrival."""
         return iter(self._start_tags.items())
 
     def entry_count(self) -> int:
-        """Return of how many something is kept."""
+        """Return the number of entries kept in memory."""
         return len(self._start_tags) + len(self._ahead) + len(self._catching_up)
 
 
 class _ModelQueue(Generic[Item]):
-    """What waits for one model, by client; each item with its cost."""
+    """The items waiting for one model, by client, each with its cost."""
 
     def __init__(self) -> None:
         self.flows = FlowScheduler()
@@ -87,9 +89,9 @@ class _ModelQueue(Generic[Item]):
 
 
 class FairQueue(Generic[Item]):
-    """Items that wait for models, each of a client, in fair order; a client's own in the order in which they came.
+    """Items waiting for models, in fair order; those of one client in order of arrival.
 
-    Not safe in several threads at once: whoever holds it has a lock.
+    Not thread-safe: the owner holds a lock.
     """
 
     def __init__(self) -> None:
@@ -107,16 +109,16 @@ class FairQueue(Generic[Item]):
         return iter(self._owners)
 
     def model_count(self) -> int:
-        """Return for how many models something waits."""
+        """Return the number of models with waiting items."""
         return len(self._flows)
 
     def has(self, model: str, client: str) -> bool:
-        """Say whether anything of this client waits for this model."""
+        """Return whether an item of this client waits for this model."""
         return model in self._models and client in self._models[model].flows
 
     def put(self, item: Item, model: str, client: str, cost: float) -> None:
-        """Let an item wait; cost: above 0, of the same unit for all models."""
-        assert cost > 0, f"an item of cost {cost} would be served without end"
+        """Add an item. cost: above 0, in the same unit for all models."""
+        assert cost > 0, f"items of cost {cost} would be served forever"
         model_queue = self._models.setdefault(model, _ModelQueue())
         if not model_queue.flows:
             self._flows.join(model)
@@ -127,14 +129,14 @@ class FairQueue(Generic[Item]):
         self._owners[item] = model, client
 
     def first(self) -> Item | None:
-        """Return what is next, None where nothing waits."""
+        """Return the next item, None if nothing waits."""
         if not self._owners:
             return None
         model_queue = self._models[self._flows.next()]
         return next(iter(model_queue.items[model_queue.flows.next()]))
 
     def in_order(self, model: str) -> Iterator[Item]:
-        """Give the items of a model in the order in which they would be served; nothing may change meanwhile."""
+        """Iterate over the items of a model in the order of service; the queue must not change meanwhile."""
         model_queue = self._models[model]
         heap = [
             (start, place, client, iter(model_queue.items[client].items()))
@@ -151,7 +153,7 @@ class FairQueue(Generic[Item]):
             heapq.heapreplace(heap, (start + cost, place, client, items))
 
     def take(self, item: Item) -> None:
-        """Take an item to serve it, also before its turn: it is charged to its client and its model."""
+        """Remove an item to serve it, next or not, and charge its client and its model."""
         model, client = self._owners[item]
         cost = self._models[model].items[client][item]
         self._flows.charge(model, cost)
@@ -159,7 +161,7 @@ class FairQueue(Generic[Item]):
         self.withdraw(item)
 
     def withdraw(self, item: Item) -> None:
-        """Take an item out that is not served."""
+        """Remove an item without serving it."""
         model, client = self._owners.pop(item)
         model_queue = self._models[model]
         items = model_queue.items[client]
@@ -173,5 +175,5 @@ class FairQueue(Generic[Item]):
             self._flows.leave(model)
 
     def entry_count(self) -> int:
-        """Return of how many models and clients something is kept."""
+        """Return the number of entries kept for models and clients."""
         return self._flows.entry_count() + sum(model_queue.flows.entry_count() for model_queue in self._models.values())

@@ -1,12 +1,12 @@
-"""All that waits for one device, encoded and decoded; the threads that work on it meet only here.
+"""The queues of one device, and the only state that its threads share.
 
-    encoded     images whose turn to be decoded has not come           as many as the doors of the models let in
-    decoding    in the hands of a thread                               one a thread
-    ready       views that the device could compute                    within ready_views and ready_bytes
-    taken       views in a batch                                       one batch, on a GPU two
+    encoded     images waiting to be decoded                limited by the admission of each model
+    decoding    images being decoded                        one per thread
+    ready       decoded views waiting for the device        limited by ready_views and ready_bytes
+    taken       views in a batch                            one batch, on a GPU two
 
-Encoded images and ready views each wait in fair order. A request is over once, for one reason: from then on none of
-its views is decoded or given to the device, and those that wait are dropped.
+Encoded images and ready views wait in fair order. A request ends once, for one reason. From then on none of its views
+is decoded or computed, and those that wait are dropped.
 """
 
 import threading
@@ -19,15 +19,15 @@ from prelunet.evaluator.serving.options import QueueOptions
 from prelunet.evaluator.serving.scheduling.fair_queue import FairQueue
 from prelunet.evaluator.serving.scheduling.request import Outcome, ReadyView, Request, ScheduledModel, deliver
 
-# Of the room for ready views, as much is for clients who have some there already. The rest is for the others, so that
-# their images are decoded while a batch of a busy client runs, and not after it.
+# Clients that already have ready views may use this share of the limits on ready views. The rest is for other clients,
+# so that their images are decoded during a busy client's batch and not after it.
 _READY_SHARE = 0.75
-_PLANNED_BATCHES = 3  # batches' worth of views that are planned at a time: to plan hundreds takes tens of milliseconds
-_TOO_LATE = "the time that this call was given {}, so it was not computed. Give it more time, or try again later"
+_PLANNED_BATCHES = 3  # plan no more views at a time than these batches hold: hundreds take tens of milliseconds
+_TOO_LATE = "the call's deadline {}, so the image was not computed. Use a longer deadline, or try again later"
 
 
 class DeviceQueue:
-    """What waits for a device. All methods are safe in any thread, and none keeps the lock for long."""
+    """The requests and views waiting for a device. Thread-safe; no method holds the lock for long."""
 
     def __init__(self, options: QueueOptions) -> None:
         self._options = options
@@ -40,49 +40,49 @@ class DeviceQueue:
         self._ready: FairQueue[ReadyView] = FairQueue()
         self._decoding = 0  # requests
         self._decoding_views = 0
-        self._decoded_bytes = 0.0  # of ready views, and expected of those that are being decoded
+        self._decoded_bytes = 0.0  # of ready views, plus the estimate for images being decoded
         self._computing = False
-        self._staging_tried = False  # while this batch is computed
+        self._staging_tried = False  # during the current batch
         self._closed = False
-        self._lost: str | None = None  # what is said of the device
+        self._lost: str | None = None  # error message of the lost device
 
-    # The event loop
+    # Called by the event loop
 
     def add(self, request: Request) -> None:
-        """Let a request wait to be decoded. Raises DeviceLost, or Interrupted when nothing is let in any more."""
+        """Queue a request for decoding. Raises DeviceLost, or Interrupted if the model or the queue is closed."""
         with self._lock:
             if self._lost is not None:
                 raise DeviceLost(self._lost)
             if self._closed or request.model.closed:
-                raise Interrupted(f"model '{request.model.name}' is served no more")
-            self._encoded.put(request, request.model.name, request.caller.client, request.decoding)
+                raise Interrupted(f"model '{request.model.name}' is no longer served")
+            self._encoded.put(request, request.model.name, request.caller.client, request.decode_cost)
             request.model.unanswered += 1
             self._decodable.notify()
 
     def abandon(self, request: Request) -> None:
-        """Count the caller as gone, unless the request is over; what of it has not begun is dropped."""
+        """End a request whose caller has left, unless it has ended; work that has not started is dropped."""
         if request.ended is None:
             with self._lock:
                 self._end(request, "expired" if request.expired(time.monotonic()) else "cancelled")
 
     def expire(self, request: Request) -> None:
-        """Tell the caller that the time is over."""
-        self.fail(request, DeadlinePassed(_TOO_LATE.format("is over")), "expired")
+        """End a request with DeadlinePassed, unless it has ended."""
+        self.fail(request, DeadlinePassed(_TOO_LATE.format("has passed")), "expired")
 
     def fail(self, request: Request, error: BaseException, end_reason: str = "failed") -> None:
-        """End a request with an error, unless it is over."""
+        """End a request with an error, unless it has ended."""
         with self._lock:
             self._fail(request, error, end_reason)
 
-    # Threads that decode
+    # Called by the decoding threads
 
     def next_image(self) -> Request | None:
-        """Wait for the image whose turn it is, and for room for its views; None when there will be no more."""
+        """Wait for the next image and for room for its views; None when the queue is closed and empty."""
         with self._lock:
             while True:
                 request = self._encoded.first()
                 if request is not None and request.expired(time.monotonic()):
-                    self._fail(request, DeadlinePassed(_TOO_LATE.format("is over")), "expired")
+                    self._fail(request, DeadlinePassed(_TOO_LATE.format("has passed")), "expired")
                 elif request is not None and self._has_room(request):
                     break
                 elif request is None and self._closed:
@@ -92,7 +92,7 @@ class DeviceQueue:
             self._encoded.take(request)
             self._count_decoding(request, 1)
             if self._encoded:
-                self._decodable.notify()  # there may be room for that too
+                self._decodable.notify()  # there may be room for the next image too
             request.begun = time.monotonic()
             return request
 
@@ -111,7 +111,7 @@ class DeviceQueue:
         self._decoded_bytes += sign * request.decoded_bytes
 
     def decoded(self, request: Request, ready: Sequence[ReadyView]) -> None:
-        """Let the views of an image wait for the device; they are dropped if the request is over."""
+        """Queue the views of an image for the device; they are dropped if the request has ended."""
         model = request.model
         with self._lock:
             self._count_decoding(request, -1)
@@ -150,13 +150,13 @@ class DeviceQueue:
         model.ready_windows += sign * view.windows
         self._decoded_bytes += sign * view.bytes
 
-    # The threads of the device
+    # Called by the compute and staging threads
 
     def next_views(self) -> list[ReadyView] | None:
-        """Wait for views, and give those of the model whose turn it is, in fair order; None when there will be none.
+        """Wait for views and return those of the next model, in fair order; None when the queue is closed and empty.
 
-        No more than a few batches hold. Where they are less than one batch and nothing else could be computed, others
-        of this model that are being decoded are waited for, as long as the options say.
+        Returns at most as many as a few batches hold. If they do not fill a batch and no other model has ready views,
+        waits up to `batch_wait` for images of this model that are being decoded.
         """
         with self._lock:
             self._computing = False
@@ -176,9 +176,9 @@ class DeviceQueue:
                     self._computable.wait()
 
     def next_full_batch(self) -> list[ReadyView] | None:
-        """Wait until, beside the batch that is computed, there is enough for a full one; then as `next_views`.
+        """Wait until enough views for a full batch are ready during a computation; then the same as `next_views`.
 
-        Once a batch at most.
+        Returns views at most once per computed batch.
         """
         with self._lock:
             while not self._finished():
@@ -202,7 +202,7 @@ class DeviceQueue:
         return views
 
     def take(self, views: Sequence[ReadyView]) -> bool:
-        """Take views for a batch; False, and nothing is taken, where one of them waits no more."""
+        """Take views for a batch; False, and takes none, if one of them has left the queue."""
         with self._lock:
             if not all(view in self._ready for view in views):
                 return False
@@ -214,7 +214,7 @@ class DeviceQueue:
             return True
 
     def begin(self, views: Sequence[ReadyView]) -> tuple[list[ReadyView], float]:
-        """Return which views of a batch that is to run now somebody waits for, and the time of which this is true."""
+        """Start a batch: return its views whose requests have not ended, and the time of this check."""
         wanted = []
         with self._lock:
             now = time.monotonic()
@@ -224,40 +224,43 @@ class DeviceQueue:
                     wanted.append(view)
                 else:
                     request.model.metrics.dropped(request.end_reason or "expired", 1)
-                    self._fail(request, DeadlinePassed(_TOO_LATE.format("is over")), "expired")
+                    self._fail(request, DeadlinePassed(_TOO_LATE.format("has passed")), "expired")
             self._computing, self._staging_tried = True, False
             self._stageable.notify()
         return wanted, now
 
     def give_up(self, requests: Iterable[Request]) -> None:
-        """End requests that have less time than their batch will take."""
+        """End requests whose deadline leaves less time than their batch takes."""
         with self._lock:
             for request in requests:
-                self._fail(request, DeadlinePassed(_TOO_LATE.format("is shorter than a batch takes")), "expired")
+                self._fail(request, DeadlinePassed(_TOO_LATE.format("leaves less time than a batch takes")), "expired")
 
     def finish(self, requests: Iterable[Request]) -> list[Request]:
-        """Return those of the requests that are not over; from now on they are, because they are answered."""
+        """End requests as answered; return those that had not ended before."""
         with self._lock:
             return [request for request in requests if self._end(request, "answered")]
 
     def mark_lost(self, error: DeviceLost, views: Sequence[ReadyView]) -> bool:
-        """Fail all that waits, these views' requests too, and all that will come; False if that was known."""
-        with self._lock:
-            news = self._lost is None
-            self._lost = self._lost or str(error)
-            queued_views = [view.request for view in (*views, *self._ready)]
-            for request in {*queued_views, *self._encoded}:
-                self._fail(request, DeviceLost(self._lost))
-        return news
+        """Mark the device as lost: fail all waiting requests, those of `views` and all later ones.
 
-    # All of them
+        Returns False if it was lost already.
+        """
+        with self._lock:
+            first = self._lost is None
+            self._lost = self._lost or str(error)
+            affected = [view.request for view in (*views, *self._ready)]
+            for request in {*affected, *self._encoded}:
+                self._fail(request, DeviceLost(self._lost))
+        return first
+
+    # Called with the lock held
 
     def _fail(self, request: Request, error: BaseException, end_reason: str = "failed") -> None:
         if self._end(request, end_reason):
             deliver([Outcome(request, error=error)])
 
     def _end(self, request: Request, end_reason: str) -> bool:
-        """Mark a request as over, and drop what of it waits; False if it was over."""
+        """End a request and drop its waiting views; False if it had ended."""
         if request.ended is not None:
             return False
         request.ended, request.end_reason, request.image = time.monotonic(), end_reason, b""
@@ -285,25 +288,25 @@ class DeviceQueue:
         return self._closed and not (self._encoded or self._decoding or self._ready)
 
     def close_model(self, model: ScheduledModel) -> None:
-        """Let nothing more in for a model, and wait until all is answered."""
+        """Refuse new requests for a model, and wait until all others are answered."""
         with self._lock:
             model.closed = True
             self._answered.wait_for(lambda: not model.unanswered)
 
     def close(self) -> None:
-        """Let nothing more in; the threads end when nothing waits."""
+        """Refuse new requests; the threads end when the queue is empty."""
         with self._lock:
             self._closed = True
             for condition in (self._decodable, self._computable, self._stageable):
                 condition.notify_all()
 
 
-def ready_views(request: Request, views: Sequence[ViewImage]) -> list[ReadyView]:
-    """Return the views of an image as they wait for the device."""
-    return [_ready_view(request, index, view) for index, view in enumerate(views)]
+def build_ready_views(request: Request, views: Sequence[ViewImage]) -> list[ReadyView]:
+    """Return the views of an image as queue entries."""
+    return [_build_ready_view(request, index, view) for index, view in enumerate(views)]
 
 
-def _ready_view(request: Request, index: int, view: ViewImage) -> ReadyView:
+def _build_ready_view(request: Request, index: int, view: ViewImage) -> ReadyView:
     height, width = view.image.shape[:2]
     canvas = request.model.canvas_of(height, width)
     rows, columns = request.model.grid(*canvas)

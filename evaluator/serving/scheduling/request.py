@@ -1,4 +1,4 @@
-"""One image on its way through the server, and what is known of the model that it is for."""
+"""One image on its way through the server, and the scheduling state of its model."""
 
 import asyncio
 import contextlib
@@ -20,45 +20,46 @@ from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.observability.metrics import ModelMetrics
 from prelunet.evaluator.serving.scheduling.warm_up import shape_buckets_of
 
-_RECENT_BATCHES = 8  # by which a model's speed is told
-# Pixels of a view that take as long to make as one byte of an image to decode and resize: 17 ns, a pixel 3 ns. A JPEG
-# of 12 Mpixel takes thirty times as long as one of 500x375, however few views are asked of both.
+_RECENT_BATCHES = 8  # used to estimate the time of a model's next batch
+# View pixels that take as long to create as one encoded byte takes to decode and resize: 17 ns a byte, 3 ns a pixel.
+# A JPEG of 12 Mpixel takes thirty times as long as one of 500x375 for the same views.
 _PIXELS_PER_BYTE = 6
 
 
 class BatchTimes:
-    """How long a model's batches take, told from the last ones. Safe in the threads that compute and stage."""
+    """Estimates the time of a model's batches from recent ones. Safe in the compute and staging threads."""
 
     def __init__(self) -> None:
         self._batches: deque[tuple[int, float]] = deque(maxlen=_RECENT_BATCHES)
 
-    def measured(self, pixels: int, seconds: float) -> None:
-        """Count a batch. pixels: of its canvases."""
+    def record(self, pixels: int, seconds: float) -> None:
+        """Record a batch. pixels: of its canvases."""
         self._batches.append((pixels, seconds))
 
     def expected(self, pixels: int) -> float:
-        """Return the seconds that a batch takes at least, 0 where nothing is known.
+        """Return a lower estimate of a batch's time in seconds, 0 before the first batch.
 
-        A smaller batch than a measured one takes its share, a larger one no less; the median, because single ones are
-        slow for reasons of their own.
+        A batch smaller than a measured one takes its share of that time, a larger one at least as long. The median,
+        because single batches can be slow for unrelated reasons.
         """
         shares = [seconds * min(1.0, pixels / measured) for measured, seconds in tuple(self._batches)]
         return median(shares) if shares else 0.0
 
     def forget_oldest(self) -> None:
-        """Forget the oldest batch: where no batch runs because all are expected to be slow, one has to try again."""
+        """Forget the oldest batch. Otherwise, if all batches were expected to be too slow, none would run again."""
         if self._batches:
             self._batches.popleft()
 
 
 @dataclass(eq=False)
 class ScheduledModel:
-    """A model on its device.
+    """A model and its scheduling state on its device.
 
-    prepare: gives the views of an encoded image, until a deadline, in any thread; unanswered: requests; decoding: of
-    them those that a thread decodes now; ready_pixels, ready_windows: of the canvases of views that could be computed;
-    ready_since: when the first of them came; closed: nothing more is let in. What changes does so under the lock of
-    `DeviceQueue`, apart from speed and from canvas, the last batch's, which belongs to the compute thread.
+    decode_views: returns the views of an encoded image before a deadline, in any thread; unanswered: number of
+    requests; decoding: number of them being decoded; ready_pixels, ready_windows: totals over the canvases of ready
+    views; ready_since: arrival of the first of these views; closed: new requests are refused; canvas: of the last
+    batch. The lock of `DeviceQueue` protects all fields that change, except batch_times, and canvas, which only the
+    compute thread uses.
     """
 
     name: str
@@ -79,32 +80,30 @@ class ScheduledModel:
         self.shape_buckets = shape_buckets_of(self.session)
 
     def canvas_of(self, height: int, width: int) -> tuple[int, int]:
-        """Return the canvas of a view that shares it with none of another shape."""
+        """Return the canvas of a view in a batch of equal shapes."""
         step = self.session.rules.canvas_step
         canvas = -(-height // step) * step, -(-width // step) * step
         return (self.shape_buckets.canvas(*canvas) if self.shape_buckets else None) or canvas
 
-    def rows(self, height: int, width: int) -> int:
-        """Return how many such canvases the largest batch has."""
+    def max_rows(self, height: int, width: int) -> int:
+        """Return the number of such canvases in the largest batch."""
         rows, columns = self.grid(height, width)
-        most = self.session.rules.max_rows(height * width, rows * columns)
-        return (
-            self.shape_buckets.round_down_rows(most)
-            if self.shape_buckets and self.shape_buckets.canvas(height, width)
-            else most
-        )
+        limit = self.session.rules.max_rows(height * width, rows * columns)
+        if self.shape_buckets and self.shape_buckets.canvas(height, width):
+            return self.shape_buckets.round_down_rows(limit)
+        return limit
 
     def fills(self, pixels: int, windows: int, batches: int = 1) -> bool:
-        """Say whether so much fills so many of the largest batches."""
+        """Return whether this many pixels or windows fill `batches` of the largest batches."""
         rules = self.session.rules
         return pixels >= batches * rules.max_pixels or windows >= batches * rules.max_windows
 
 
 @lru_cache(1024)
 def views_and_pixels(protocol: EvaluationProtocol) -> tuple[int, int]:
-    """Return how many views a protocol has, and their pixels, as far as they can be told before decoding.
+    """Return the number of views of a protocol and an estimate of their pixels.
 
-    Where the whole image is shown its shape is not known: a square then.
+    Before decoding the shape of a whole image is unknown; it is taken as square.
     """
     views = protocol.views
     return len(views), sum((protocol.crop or view.scale) ** 2 for view in views)
@@ -112,11 +111,11 @@ def views_and_pixels(protocol: EvaluationProtocol) -> tuple[int, int]:
 
 @dataclass(eq=False)
 class Request:
-    """An image and who waits for its answer.
+    """One image to classify, from its arrival to its answer.
 
-    tell: makes the answer of the results, in any thread; reply: gets it, or the error, on its loop;
-    image: emptied when the request is over; over: when it was answered or its caller left, and why: answered, failed,
-    expired, cancelled; decoding: what that costs, in pixels of views. Times are those of time.monotonic().
+    build_result: builds the answer from the results, in any thread; reply: gets the answer or the error, on its loop;
+    image: encoded, emptied when the request ends; ended: time of that, None before; end_reason: answered, failed,
+    expired or cancelled; decode_cost: in view pixels. Times are of time.monotonic().
     """
 
     model: ScheduledModel
@@ -127,36 +126,36 @@ class Request:
     reply: "asyncio.Future[Any]"
     keep_windows: bool = False
     arrived: float = field(default_factory=time.monotonic)
-    begun: float = 0.0  # to be decoded
-    ready: float = 0.0  # for the device
-    computed: float = 0.0  # the last of its batches, until now
+    begun: float = 0.0  # decoding starts
+    ready: float = 0.0  # decoded, waiting for the device
+    computed: float = 0.0  # its latest batch has ended
     compute_seconds: float = 0.0
     batches: int = 0
     ended: float | None = None
     end_reason: str = ""
-    queued_views: set["ReadyView"] = field(default_factory=set)  # views that are ready and in no batch
+    queued_views: set["ReadyView"] = field(default_factory=set)  # ready, in no batch yet
     results: list[ViewResult | None] = field(default_factory=list)
-    missing: int = 0  # results
+    missing: int = 0  # number of views without a result
 
     def __post_init__(self) -> None:
         self.views, self.pixels = views_and_pixels(self.protocol)
-        self.decoding = self.pixels + _PIXELS_PER_BYTE * len(self.image)
+        self.decode_cost = self.pixels + _PIXELS_PER_BYTE * len(self.image)
 
     @property
     def decoded_bytes(self) -> float:
-        """Return about how many bytes its views will take; a mirrored one lies in the memory of its plain one."""
+        """Return the estimated size of its views in bytes; a mirrored view shares the memory of the other."""
         return 3 * self.pixels / (2 if self.protocol.mirror else 1)
 
     def expired(self, now: float) -> bool:
-        """Say whether its time is over."""
+        """Return whether its deadline has passed."""
         return self.caller.deadline is not None and self.caller.deadline <= now
 
     def ended_before(self, moment: float) -> bool:
-        """Say whether nobody waited for it any more at a moment."""
+        """Return whether it had ended or expired before a moment."""
         return self.expired(moment) or (self.ended is not None and self.ended < moment)
 
     def timings(self, now: float) -> Timings:
-        """Return where the time went until now, when it is answered."""
+        """Return its timings, if it is answered now."""
         waited = self.begun - self.arrived + self.computed - self.ready - self.compute_seconds
         decode = self.ready - self.begun
         return Timings(max(0.0, waited), decode, self.compute_seconds, now - self.arrived, self.batches)
@@ -164,10 +163,10 @@ class Request:
 
 @dataclass(eq=False, slots=True)
 class ReadyView:
-    """One view that could be computed, and its place in its request.
+    """One view that is ready to be computed.
 
-    pixels: its own; canvas_pixels, windows: of a canvas that is rounded up for it; bytes: its share of what its image
-    takes.
+    index: in its request; pixels: of the view; canvas_pixels, windows: of its rounded-up canvas; bytes: its share of
+    its image's memory.
     """
 
     request: Request
@@ -181,7 +180,7 @@ class ReadyView:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a request gets: an answer, or an error."""
+    """The outcome of a request: an answer or an error."""
 
     request: Request
     answer: Any = None
@@ -189,21 +188,21 @@ class Outcome:
 
 
 def as_reported(model: ScheduledModel, error: BaseException) -> BaseException:
-    """Return an error as callers should hear of it: that memory lacks is no mistake of ours."""
+    """Return an error as reported to callers: a MemoryError becomes OutOfMemory, because it is not a bug."""
     if not isinstance(error, MemoryError):
         return error
-    out_of_memory = OutOfMemory(f"too little main memory for an image of model '{model.name}'. Take smaller scales")
+    out_of_memory = OutOfMemory(f"too little main memory for an image of model '{model.name}'. Use smaller scales")
     out_of_memory.__cause__ = error
     return out_of_memory
 
 
 def deliver(outcomes: Iterable[Outcome]) -> None:
-    """Hand outcomes to who waits, in any thread: each event loop is woken once for all that are its own."""
+    """Deliver outcomes to their callers, from any thread; each event loop is woken once for all of its outcomes."""
     by_loop: dict[asyncio.AbstractEventLoop, list[Outcome]] = {}
     for outcome in outcomes:
         by_loop.setdefault(outcome.request.reply.get_loop(), []).append(outcome)
     for loop, own_outcomes in by_loop.items():
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits
             loop.call_soon_threadsafe(_reply, own_outcomes)
 
 

@@ -1,4 +1,4 @@
-"""What a server does on a GPU before it says that it is ready: every batch that can come has run once."""
+"""Warm-up on a GPU: a server runs every batch shape once before it reports that it is ready."""
 
 import logging
 import math
@@ -11,17 +11,17 @@ from prelunet.evaluator.engine.batching import BatchRules
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.engine.shape_buckets import ShapeBuckets, build_shape_buckets
 
-# Of a batch of a server, in pixels: four times what a plan costs to change (model C in fp16), and some 50 ms that
-# whoever comes next has to wait. Assumed, not measured here.
+# Pixels of a server's largest batch: four times the cost of switching plans (model C in fp16), and a wait of some 50 ms
+# for the next caller. Assumed, not measured here.
 MAX_BATCH_PIXELS = 2**23
 
 log = logging.getLogger(__name__)
 
 
 def shape_buckets_of(session: Session) -> ShapeBuckets | None:
-    """Return the ladder to which batches of a server keep; None where shapes cost nothing, as on a CPU.
+    """Return the shape buckets of a server's batches; None where a new shape costs nothing, as on a CPU.
 
-    In a file for exact canvases images fill their canvas, whatever its size; so the crop alone is on its ladder.
+    With a file for exact canvases an image fills its canvas, whatever its size, so only the crop has a bucket.
     """
     contract = session.contract
     if not session.circumstances.on_gpu:
@@ -31,7 +31,7 @@ def shape_buckets_of(session: Session) -> ShapeBuckets | None:
 
 
 def serving_rules(session: Session) -> BatchRules:
-    """Return the rules of a server's batches: smaller ones on a GPU, for the sake of who waits behind them."""
+    """Return the rules of a server's batches: smaller batches on a GPU, to shorten the wait behind them."""
     rules = session.rules
     if not session.circumstances.on_gpu or rules.max_pixels <= MAX_BATCH_PIXELS:
         return rules
@@ -40,9 +40,10 @@ def serving_rules(session: Session) -> BatchRules:
 
 
 def warm_up(session: Session, shape_buckets: ShapeBuckets, on_progress: Callable[[int, int], None]) -> int:
-    """Run every rung once, those of most pixels first, so that memory is taken in regions into which the others fit.
+    """Run every batch shape once, the largest first, so that the others fit into the memory regions that it allocates.
 
-    told: called with how many have run, and of how many. Returns how many they are. Raises what `Session.run` does.
+    on_progress: called with the number of shapes run so far and their total. Returns the total. Raises the errors of
+    `Session.run`.
     """
     rules, contract = session.rules, session.contract
 

@@ -1,7 +1,7 @@
-"""A watchdog beside a device: a batch that never ends makes the device lost.
+"""The watchdog of a device: a batch that never ends marks the device as lost.
 
-Devices and their drivers do not only fail, they can hang. The thread that computes waits for ever then, everybody's
-images behind it, and the server would look alive while it answers nobody.
+Devices and drivers can hang instead of failing. The compute thread then waits forever with all images behind it, and
+the server looks alive but answers nobody.
 """
 
 import threading
@@ -13,22 +13,20 @@ from dataclasses import dataclass
 from prelunet.evaluator.errors import DeviceLost
 from prelunet.evaluator.serving.scheduling.request import ReadyView, ScheduledModel
 
-# A batch hangs when it takes so many times as long as the longest of its model did, in proportion where it is larger.
-# On a machine full of other work they differ by ten; a false alarm ends a server that works, a late one only prolongs
-# an outage.
+# A batch hangs if it takes this many times as long as the longest batch of its model so far, in proportion to its
+# pixels if it is larger. On a busy machine batch times differ by a factor of ten. A false alarm stops a working server,
+# a late one only prolongs an outage.
 HANG_FACTOR = 20
-MIN_TIMEOUT = 60.0  # seconds that every batch has: a machine that swaps, a GPU that somebody else uses too
-FIRST_BATCH_TIMEOUT = (
-    600.0  # seconds of a model's first batch, of whose pace nothing is known: a large net on a slow core
-)
-CHECK_INTERVAL = 1.0  # seconds between two looks
+MIN_TIMEOUT = 60.0  # seconds: the machine may swap, or another process may use the GPU
+FIRST_BATCH_TIMEOUT = 600.0  # seconds, while the model's speed is unknown: it may be a large net on a slow core
+CHECK_INTERVAL = 1.0  # seconds
 
 OnHang = Callable[[DeviceLost, Sequence[ReadyView]], object]
 
 
 @dataclass(eq=False)
 class _Batch:
-    """A batch on the device. watched: seconds, of which those in which the whole process stood still are none."""
+    """A batch on the device. elapsed: seconds, without those in which the whole process was suspended."""
 
     model: ScheduledModel
     views: Sequence[ReadyView]
@@ -37,9 +35,9 @@ class _Batch:
 
 
 class Watchdog:
-    """Watches the batches of one device, which any thread may begin.
+    """Watches the batches of one device, started in any thread.
 
-    hangs: told the error and the views of a batch that does not end, in the watchdog's own thread.
+    on_hang: called with the error and the views of a batch that hangs, in the watchdog's own thread.
     """
 
     def __init__(self, on_hang: OnHang) -> None:
@@ -50,30 +48,30 @@ class Watchdog:
 
     @contextmanager
     def watch_batch(self, model: ScheduledModel, views: Sequence[ReadyView], pixels: int) -> Iterator[None]:
-        """Watch a batch while the block runs. pixels: of its canvases."""
-        batch, begun = _Batch(model, views, pixels), time.monotonic()
+        """Watch a batch for as long as the block runs. pixels: of its canvases."""
+        batch, start = _Batch(model, views, pixels), time.monotonic()
         with self._lock:
             self._batches.append(batch)
         try:
             yield
         finally:
             with self._lock:
-                # The clock goes on while the process stands still; the looks do not, and are CHECK_INTERVAL apart.
-                seconds = min(time.monotonic() - begun, batch.elapsed + 2 * CHECK_INTERVAL)
-                if batch in self._batches:  # else it was told to hang
+                # A suspended process stops the checks, CHECK_INTERVAL apart, but not the clock.
+                seconds = min(time.monotonic() - start, batch.elapsed + 2 * CHECK_INTERVAL)
+                if batch in self._batches:  # otherwise it was reported as hanging
                     self._batches.remove(batch)
                     self._longest[model] = max(self._longest.get(model, (0.0, 1)), (seconds, pixels))
 
     def watch(self, ended: threading.Event) -> None:
-        """Look at the batches until it has ended.
+        """Check the batches at intervals until `ended` is set.
 
-        Looks are counted, not the clock: a process that was stopped for an hour, or its container, has not waited.
+        Counts checks instead of reading the clock: a process or container suspended for an hour has not waited.
         """
         while not ended.wait(CHECK_INTERVAL):
             self.check(CHECK_INTERVAL)
 
     def check(self, seconds: float) -> None:
-        """Count so many seconds more for each batch, and tell those that hang."""
+        """Add the seconds to each batch's elapsed time, and report those that hang."""
         hanging = []
         with self._lock:
             for batch in self._batches:
@@ -86,7 +84,7 @@ class Watchdog:
             self._on_hang(self._lost(batch), batch.views)
 
     def _timeout(self, batch: _Batch) -> float:
-        """Return the seconds that a batch may take."""
+        """Return the time limit of a batch in seconds."""
         if batch.model not in self._longest:
             return FIRST_BATCH_TIMEOUT
         seconds, pixels = self._longest[batch.model]
@@ -94,6 +92,6 @@ class Watchdog:
 
     def _lost(self, batch: _Batch) -> DeviceLost:
         return DeviceLost(
-            f"{batch.model.session.circumstances.provider} has been computing one batch for {batch.elapsed:.0f} s, so "
-            "that it will hardly end. Start the program again; if it comes back, look at the device and its driver"
+            f"{batch.model.session.circumstances.provider} has been computing one batch for {batch.elapsed:.0f} s and "
+            "appears to hang. Restart the program; if the error returns, check the device and its driver"
         )

@@ -305,7 +305,7 @@ def test_whoever_does_not_read_the_log_holds_up_nobody_and_is_told_how_many_line
     os.close(writing)
     reader.join(30)
     numbers = [int(message.split()[1]) for message in received if message.startswith("line ")]
-    dropped = [int(message.split()[0]) for message in received if "lines dropped, stderr is read too slowly" in message]
+    dropped = [int(message.split()[0]) for message in received if "lines dropped: stderr is read too slowly" in message]
     assert MAX_QUEUED_LINES <= len(numbers) < total
     assert numbers == sorted(set(numbers))
     assert sum(dropped) == total - len(numbers)
@@ -326,7 +326,8 @@ def test_a_log_that_nobody_can_read_any_more_stops_nothing() -> None:
 
 def test_a_process_whose_log_is_not_read_ends_all_the_same() -> None:
     program = (
-        "import logging; from prelunet.evaluator.serving.observability.logs import configure_logging; configure_logging()\n"
+        "import logging; from prelunet.evaluator.serving.observability.logs import configure_logging\n"
+        "configure_logging()\n"
         "for _ in range(5000): logging.getLogger('prelunet').info('x' * 200)\n"
         "print('done')"
     )

@@ -42,7 +42,7 @@ def test_of_q_and_k_calls_exactly_k_are_refused_at_once_and_the_others_are_answe
             async def ask(number: int) -> str:
                 image = png(40, 41 + number, number)
                 try:
-                    with classifier.admitted(len(image), 1):
+                    with classifier.admit_or_refuse(len(image), 1):
                         answer = await classifier.answer(image, CENTER, 1, heatmap=False)
                         return answer.predictions[0].name
                 except Overloaded as error:
@@ -73,7 +73,7 @@ def test_a_refusal_reaches_the_client_as_resource_exhausted() -> None:
         first = pool.submit(stub.Classify, call, timeout=30)
         asyncio.run(until(lambda: session.entered))
         with pytest.raises(
-            grpc.RpcError, match=r"1 views of .* wait for model 'fake' already, and at most 1 views"
+            grpc.RpcError, match=r"1 views .* already waiting for model 'fake'; the limit is 1 views"
         ) as no:
             stub.Classify(call, timeout=30)
         session.release_all()
@@ -91,9 +91,11 @@ def test_a_view_that_would_take_gigabytes_is_refused_by_its_size_before_it_is_ma
                 protocol = build_protocol(name, contract)
                 return await models.get("fake").answer(png(20, 200), protocol, 1, heatmap=False)
 
-            with pytest.raises(UsageError, match="seen as 1600x6400 pixels, more than the 2097152"):
+            with pytest.raises(UsageError, match="1600x6400 pixels, more than this server's limit of 2097152"):
                 await ask("dense-1600")
-            with pytest.raises(UsageError, match="together have 4334420 pixels, more than the 4194304"):  # each fits
+            with pytest.raises(
+                UsageError, match="together have 4334420 pixels, more than this server's limit of 4194304"
+            ):  # each fits
                 await ask("dense-600-601-602")
             assert await ask("dense-40")
 
@@ -164,7 +166,7 @@ def test_whoever_leaves_whenever_nothing_of_them_is_left_and_every_view_is_compu
             assert task is not None
             asyncio.get_running_loop().call_at(in_a_moment, task.cancel)
         try:
-            with models.get(name).admitted(len(image), views):
+            with models.get(name).admit_or_refuse(len(image), views):
                 admitted[name] += views
                 await models.get(name).answer(image, protocol, 1, heatmap=chance.random() < 0.1, caller=who)
             became["answered"] += 1

@@ -26,13 +26,16 @@ def test_images_beyond_the_bytes_that_may_wait_are_refused_but_one_alone_never()
     admission, metrics = build_admission(max_bytes=1000)
     with admission.admit_or_refuse(5000, 2):
         assert metrics.registry.get_sample_value("prelunet_waiting_bytes", {"model": "fake"}) == 5000
-        with pytest.raises(Overloaded, match="2 views of 5000 bytes wait"), admission.admit_or_refuse(1, 1):
+        with (
+            pytest.raises(Overloaded, match=r"2 views \(5000 bytes\) are already waiting"),
+            admission.admit_or_refuse(1, 1),
+        ):
             pass
     with admission.admit_or_refuse(600, 1), admission.admit_or_refuse(400, 1):
         pass
     with (
         admission.admit_or_refuse(600, 1),
-        pytest.raises(Overloaded, match="1 views of 600 bytes"),
+        pytest.raises(Overloaded, match=r"1 views \(600 bytes\)"),
         admission.admit_or_refuse(401, 1),
     ):
         pass
@@ -45,7 +48,7 @@ def test_an_image_of_more_views_than_may_wait_is_let_in_where_nothing_waits() ->
     admission, _ = build_admission(max_views=3)
     with (
         admission.admit_or_refuse(1, 60),
-        pytest.raises(Overloaded, match="60 views of 1 bytes"),
+        pytest.raises(Overloaded, match=r"60 views \(1 bytes\)"),
         admission.admit_or_refuse(1, 1),
     ):
         pass
@@ -91,21 +94,21 @@ def test_who_waits_at_the_door_is_let_in_one_by_one_as_others_leave_and_no_refus
         inside: list[int] = []
         leave = [asyncio.Event() for _ in range(8)]
 
-        async def visit(number: int) -> None:
+        async def hold(number: int) -> None:
             async with admission.admit_or_wait(10, 2, "one"):
                 inside.append(number)
                 await leave[number].wait()
 
-        visits = [asyncio.create_task(visit(number)) for number in range(8)]
+        tasks = [asyncio.create_task(hold(number)) for number in range(8)]
         await until(lambda: len(inside) == 2)
-        visits[2].cancel()
+        tasks[2].cancel()
         await asyncio.sleep(0)
         leave[1].set()
         await until(lambda: len(inside) == 3)
         assert inside == [0, 1, 3], "in the order in which they came"
         for event in leave:
             event.set()
-        await asyncio.gather(*visits, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         assert inside == [0, 1, 3, 4, 5, 6, 7]
         assert (admission.images, admission.views, admission.bytes) == (0, 0, 0)
         assert metrics.registry.get_sample_value("prelunet_refusals_total", {"model": "fake", "reason": "views"}) in {
@@ -129,10 +132,10 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-class Visits:
-    """Visitors of a door, each in a task of its own, known by names of which the first letter is the client.
+class AdmissionDriver:
+    """Requests for admission, each in its own task; the first letter of a name is the client.
 
-    inside: who got in, in that order.
+    inside: names in the order of admission.
     """
 
     def __init__(self, admission: AdmissionController) -> None:
@@ -144,10 +147,10 @@ class Visits:
     async def come(self, *names: str, views: int = 1, size: int = 10) -> None:
         for name in names:
             self._leave[name] = asyncio.Event()
-            self._tasks[name] = asyncio.create_task(self._visit(name, size, views))
+            self._tasks[name] = asyncio.create_task(self._hold(name, size, views))
             await settled()
 
-    async def _visit(self, name: str, size: int, views: int) -> None:
+    async def _hold(self, name: str, size: int, views: int) -> None:
         async with self.admission.admit_or_wait(size, views, name[0]):
             self.inside.append(name)
             await self._leave[name].wait()
@@ -168,14 +171,14 @@ class Visits:
         assert (self.admission._waiters, self.admission._clients) == ({}, {})
 
 
-def visiting(scenario: Callable[[Visits], Awaitable[None]], **queue: int) -> None:
-    """Run a scenario; afterwards nothing is left of its visitors, who all got in unless they were cancelled."""
+def with_driver(scenario: Callable[[AdmissionDriver], Awaitable[None]], **queue: int) -> None:
+    """Run a scenario; afterwards nothing is held, and all requests were admitted unless cancelled."""
 
     async def run() -> None:
         admission, metrics = build_admission(**queue)
-        visits = Visits(admission)
-        await scenario(visits)
-        await visits.all_leave()
+        driver = AdmissionDriver(admission)
+        await scenario(driver)
+        await driver.all_leave()
         for gauge in ("images", "views", "bytes"):
             assert metrics.registry.get_sample_value(f"prelunet_waiting_{gauge}", {"model": "fake"}) == 0
 
@@ -183,106 +186,106 @@ def visiting(scenario: Callable[[Visits], Awaitable[None]], **queue: int) -> Non
 
 
 def test_one_client_that_waits_outside_does_not_hold_up_another() -> None:
-    async def scenario(visits: Visits) -> None:
-        await visits.come("a0", "a1", "a2", "a3", "a4", "b0", "b1")
-        assert visits.inside == ["a0", "a1", "a2", "a3", "b0"], "b has the quarter that is there for others"
-        await visits.leave("a0")
-        assert visits.inside[5:] == ["b1"], "it has one of five inside, less than half of four; a has three"
+    async def scenario(driver: AdmissionDriver) -> None:
+        await driver.come("a0", "a1", "a2", "a3", "a4", "b0", "b1")
+        assert driver.inside == ["a0", "a1", "a2", "a3", "b0"], "b has the quarter that is there for others"
+        await driver.leave("a0")
+        assert driver.inside[5:] == ["b1"], "it has one of five inside, less than half of four; a has three"
 
-    visiting(scenario, max_views=4)
+    with_driver(scenario, max_views=4)
 
 
 def test_of_one_client_nobody_overtakes_who_came_first_even_where_only_the_later_one_has_room() -> None:
-    async def scenario(visits: Visits) -> None:
-        await visits.come("a0", views=8)
-        await visits.come("a1", views=5)
-        await visits.come("a2", views=1)
-        assert visits.inside == ["a0"]
-        await visits.leave("a0")
-        assert visits.inside == ["a0", "a1", "a2"]
+    async def scenario(driver: AdmissionDriver) -> None:
+        await driver.come("a0", views=8)
+        await driver.come("a1", views=5)
+        await driver.come("a2", views=1)
+        assert driver.inside == ["a0"]
+        await driver.leave("a0")
+        assert driver.inside == ["a0", "a1", "a2"]
 
-    visiting(scenario, max_views=10)
+    with_driver(scenario, max_views=10)
 
 
 def test_a_call_that_does_not_wait_takes_no_room_for_which_somebody_stands_in_line() -> None:
-    async def scenario(visits: Visits) -> None:
-        await visits.come("a0", views=9)
-        await visits.come("b0", views=5)
-        await visits.come("a1", views=9)
-        with pytest.raises(Overloaded), visits.admission.admit_or_refuse(10, 3, "a"):  # which 20 would bear
+    async def scenario(driver: AdmissionDriver) -> None:
+        await driver.come("a0", views=9)
+        await driver.come("b0", views=5)
+        await driver.come("a1", views=9)
+        with pytest.raises(Overloaded), driver.admission.admit_or_refuse(10, 3, "a"):  # which 20 would bear
             pass
-        with visits.admission.admit_or_refuse(10, 3, "b"):  # it has less than its share
+        with driver.admission.admit_or_refuse(10, 3, "b"):  # it has less than its share
             pass
-        assert visits.inside == ["a0", "b0"]
-        await visits.leave("b0")
-        assert visits.inside == ["a0", "b0", "a1"]
+        assert driver.inside == ["a0", "b0"]
+        await driver.leave("b0")
+        assert driver.inside == ["a0", "b0", "a1"]
 
-    visiting(scenario, max_views=20)
+    with_driver(scenario, max_views=20)
 
 
 def test_who_has_its_share_takes_no_room_for_which_somebody_else_stands_in_line() -> None:
-    async def scenario(visits: Visits) -> None:
-        await visits.come("a0", "b0", "a1", views=9)
-        await visits.come("b1", views=2)
-        assert visits.inside == ["a0", "b0"], "b1 would fit, beside b0 it is more than half of 20"
-        await visits.leave("a0")
-        assert visits.inside == ["a0", "b0", "a1", "b1"]
+    async def scenario(driver: AdmissionDriver) -> None:
+        await driver.come("a0", "b0", "a1", views=9)
+        await driver.come("b1", views=2)
+        assert driver.inside == ["a0", "b0"], "b1 would fit, beside b0 it is more than half of 20"
+        await driver.leave("a0")
+        assert driver.inside == ["a0", "b0", "a1", "b1"]
 
-    visiting(scenario, max_views=20)
+    with_driver(scenario, max_views=20)
 
 
 def test_large_images_get_in_one_after_the_other_though_small_ones_of_many_others_come_without_end() -> None:
     """In a line alone a1 would wait for ever: each of the others has less than its share again and again."""
 
-    async def scenario(visits: Visits) -> None:
+    async def scenario(driver: AdmissionDriver) -> None:
         others = "bcdef"
-        await visits.come(*(f"{client}{number}" for number in range(21) for client in others))
-        assert (visits.admission.images, len(visits.admission._waiters)) == (100, 5)
-        await visits.come("a0", "a1", views=20)
-        assert visits.inside[100:] == ["a0"]
+        await driver.come(*(f"{client}{number}" for number in range(21) for client in others))
+        assert (driver.admission.images, len(driver.admission._waiters)) == (100, 5)
+        await driver.come("a0", "a1", views=20)
+        assert driver.inside[100:] == ["a0"]
         for number in range(21, 30):
             for client in others:  # each a stream, of which one waits outside
-                await visits.leave(f"{client}{number - 21}")
-                await visits.come(f"{client}{number}")
-        assert "f24" in visits.inside
-        assert "a1" not in visits.inside
-        await visits.leave("a0")
-        assert visits.inside[-1] == "a1"
+                await driver.leave(f"{client}{number - 21}")
+                await driver.come(f"{client}{number}")
+        assert "f24" in driver.inside
+        assert "a1" not in driver.inside
+        await driver.leave("a0")
+        assert driver.inside[-1] == "a1"
 
-    visiting(scenario, max_views=100)
+    with_driver(scenario, max_views=100)
 
 
 def test_who_stood_behind_one_that_went_away_is_let_in() -> None:
-    async def scenario(visits: Visits) -> None:
-        await visits.come("a0", views=6)
-        await visits.come("a1", views=9)
-        await visits.come("a2", views=4)
-        assert visits.inside == ["a0"]
-        visits.cancel("a1")
+    async def scenario(driver: AdmissionDriver) -> None:
+        await driver.come("a0", views=6)
+        await driver.come("a1", views=9)
+        await driver.come("a2", views=4)
+        assert driver.inside == ["a0"]
+        driver.cancel("a1")
         await settled()
-        assert visits.inside == ["a0", "a2"]
+        assert driver.inside == ["a0", "a2"]
 
-    visiting(scenario, max_views=10)
+    with_driver(scenario, max_views=10)
 
 
 @pytest.mark.parametrize("first", ["let in", "cancelled"])
 def test_one_that_is_let_in_and_cancelled_at_the_same_moment_leaves_its_place_to_the_next(first: str) -> None:
-    async def scenario(visits: Visits) -> None:
-        inside = visits.admission.admit_or_refuse(10, 1, "a")
+    async def scenario(driver: AdmissionDriver) -> None:
+        inside = driver.admission.admit_or_refuse(10, 1, "a")
         inside.__enter__()
-        await visits.come("a1", "a2")
+        await driver.come("a1", "a2")
         if first == "let in":
             inside.__exit__(None, None, None)
-            assert len(visits.admission._waiters) == 1, "a1 is let in, and does not know it yet"
-            visits.cancel("a1")
+            assert len(driver.admission._waiters) == 1, "a1 is let in, and does not know it yet"
+            driver.cancel("a1")
         else:
-            visits.cancel("a1")
+            driver.cancel("a1")
             inside.__exit__(None, None, None)
         await settled()
-        assert visits.inside == ["a2"]
-        assert (visits.admission.images, visits.admission._waiters) == (1, {})
+        assert driver.inside == ["a2"]
+        assert (driver.admission.images, driver.admission._waiters) == (1, {})
 
-    visiting(scenario, max_views=1)
+    with_driver(scenario, max_views=1)
 
 
 def test_images_that_come_together_are_counted_one_by_one() -> None:
@@ -293,8 +296,8 @@ def test_images_that_come_together_are_counted_one_by_one() -> None:
 
 
 @dataclass(frozen=True)
-class Visitor:
-    """One visitor of the plain door below."""
+class PlainTicket:
+    """One request for admission in the reference below."""
 
     name: str
     size: int
@@ -311,10 +314,10 @@ class ReferenceAdmission:
 
     max_views: int
     max_bytes: int
-    inside: list[Visitor] = field(default_factory=list)
-    line: list[Visitor] = field(default_factory=list)
+    inside: list[PlainTicket] = field(default_factory=list)
+    line: list[PlainTicket] = field(default_factory=list)
 
-    def has_room(self, who: Visitor, *, first: bool) -> bool:
+    def has_room(self, who: PlainTicket, *, first: bool) -> bool:
         own = [other for other in self.inside if other.client == who.client]
         clients = {other.client for other in (*self.inside, who)}
         for unit, most in (("views", self.max_views), ("size", self.max_bytes)):
@@ -354,10 +357,10 @@ STEPS = st.lists(
 def test_who_is_let_in_refused_or_waits_is_what_plain_lists_say(
     steps: list[tuple[str, str, int, int, int]], max_views: int
 ) -> None:
-    async def scenario(visits: Visits) -> None:
-        admission, plain, calls = visits.admission, ReferenceAdmission(max_views, 200), dict[str, ExitStack]()
+    async def scenario(driver: AdmissionDriver) -> None:
+        admission, plain, calls = driver.admission, ReferenceAdmission(max_views, 200), dict[str, ExitStack]()
         for number, (step, client, views, size, chosen) in enumerate(steps):
-            who = Visitor(f"{client}{number}", size, views)
+            who = PlainTicket(f"{client}{number}", size, views)
             if step == "call":
                 calls[who.name], refused = ExitStack(), not plain.has_room(who, first=not plain.line)
                 try:
@@ -368,23 +371,23 @@ def test_who_is_let_in_refused_or_waits_is_what_plain_lists_say(
                     assert refused
             elif step == "stream":
                 plain.line.append(who)
-                await visits.come(who.name, views=views, size=size)
+                await driver.come(who.name, views=views, size=size)
             elif step == "leave" and plain.inside:
                 leaver = plain.inside.pop(chosen % len(plain.inside))
-                calls[leaver.name].close() if leaver.name in calls else await visits.leave(leaver.name)
+                calls[leaver.name].close() if leaver.name in calls else await driver.leave(leaver.name)
             elif step == "cancel" and plain.line:
-                visits.cancel(plain.line.pop(chosen % len(plain.line)).name)
+                driver.cancel(plain.line.pop(chosen % len(plain.line)).name)
             plain.let_in()
             await settled()
-            assert sorted(visit.views for visit in admission._waiters) == sorted(who.views for who in plain.line)
+            assert sorted(ticket.views for ticket in admission._waiters) == sorted(who.views for who in plain.line)
             assert (admission.images, admission.views, admission.bytes) == (
                 len(plain.inside),
                 sum(who.views for who in plain.inside),
                 sum(who.size for who in plain.inside),
             )
-            assert {who.name for who in plain.inside} <= {*visits.inside, *calls}
-            assert not {who.name for who in plain.line} & {*visits.inside}
+            assert {who.name for who in plain.inside} <= {*driver.inside, *calls}
+            assert not {who.name for who in plain.line} & {*driver.inside}
         for stack in calls.values():
             stack.close()
 
-    visiting(scenario, max_views=max_views, max_bytes=200)
+    with_driver(scenario, max_views=max_views, max_bytes=200)

@@ -20,7 +20,7 @@ from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import QueueOptions
 from prelunet.evaluator.serving.scheduling import executor
-from prelunet.evaluator.serving.scheduling.queue import DeviceQueue, ready_views
+from prelunet.evaluator.serving.scheduling.queue import DeviceQueue, build_ready_views
 from prelunet.evaluator.serving.scheduling.request import BatchTimes, Request, ScheduledModel
 from tests.helpers.fakes import FakeSession
 from tests.serving.scheduling.scheduler_harness import (
@@ -115,9 +115,9 @@ def test_a_caller_whose_time_is_over_is_told_at_once_and_nothing_of_it_is_comput
     async def scenario() -> None:
         with serve_models(fake=session) as models:
             first = await occupy_device(models, session)
-            with pytest.raises(DeadlinePassed, match="is over"):  # while the device is held
+            with pytest.raises(DeadlinePassed, match="has passed"):  # while the device is held
                 await start_classify(models, png(40, 57), dense_protocol(40, 44), deadline=deadline_in(0.05))
-            with pytest.raises(DeadlinePassed, match="is over"):
+            with pytest.raises(DeadlinePassed, match="has passed"):
                 await start_classify(models, png(40, 57), dense_protocol(40), deadline=deadline_in(-0.01))
             session.release_all()
             await first
@@ -133,10 +133,10 @@ def test_a_view_with_far_less_time_than_its_batch_takes_is_not_run_and_later_one
     async def scenario() -> None:
         with serve_models(fake=session) as models:
             model = models.get("")._model
-            model.batch_times.measured(28 * 28, 3600.0)
-            model.batch_times.measured(28 * 28, 3600.0)
+            model.batch_times.record(28 * 28, 3600.0)
+            model.batch_times.record(28 * 28, 3600.0)
             for _ in range(2):
-                with pytest.raises(DeadlinePassed, match="is shorter than a batch takes"):
+                with pytest.raises(DeadlinePassed, match="leaves less time than a batch takes"):
                     await start_classify(models, png(32, 41), dense_protocol(32), deadline=deadline_in(30))
             assert session.calls == []
             await start_classify(models, png(32, 41), dense_protocol(32), deadline=deadline_in(30))
@@ -161,7 +161,7 @@ def test_a_batch_is_expected_to_take_its_share_of_a_larger_one_and_no_less_than_
 ) -> None:
     batch_times = BatchTimes()
     for measured in batches:
-        batch_times.measured(*measured)
+        batch_times.record(*measured)
     assert batch_times.expected(pixels) == expected
 
 
@@ -177,7 +177,7 @@ def test_the_speed_is_told_in_one_thread_while_another_measures_and_a_third_doub
 
     told: list[float] = []
     works = (
-        lambda: batch_times.measured(100, 2.0),
+        lambda: batch_times.record(100, 2.0),
         lambda: told.append(batch_times.expected(50)),
         batch_times.forget_oldest,
     )
@@ -195,7 +195,7 @@ def test_the_speed_is_told_in_one_thread_while_another_measures_and_a_third_doub
 def test_who_runs_out_of_time_while_it_waits_for_memory_to_be_decoded_in_holds_no_thread_any_more() -> None:
     async def scenario() -> None:
         with serve_models(fake=FakeSession()) as models:
-            classifier, waiting = models.get(""), models.get("")._device_queue
+            classifier, device_queue = models.get(""), models.get("")._device_queue
             semaphore = classifier._decode_semaphore = ByteSemaphore(100)
             with semaphore.reservation() as reserve:
                 reserve(100)
@@ -206,7 +206,7 @@ def test_who_runs_out_of_time_while_it_waits_for_memory_to_be_decoded_in_holds_n
                 for task in tasks:
                     with pytest.raises(DeadlinePassed):
                         await task
-                await until(lambda: not waiting._decoding)
+                await until(lambda: not device_queue._decoding)
                 assert metric_value(models, "dropped_views_total", "fake", reason="expired") == 3
             await start_classify(models, png(32, 41), dense_protocol(32))
 
@@ -240,7 +240,7 @@ def test_a_view_that_is_computed_though_its_caller_has_left_is_counted(monkeypat
     """The counter that stays at 0 everywhere else: here whoever has left is run all the same."""
     session = SteppedSession(provider="CUDAExecutionProvider", rules=replace(GPU_RULES, max_pixels=3 * 32 * 44))
     begin = DeviceQueue.begin
-    monkeypatch.setattr(DeviceQueue, "begin", lambda waiting, views: (list(views), begin(waiting, views)[1]))
+    monkeypatch.setattr(DeviceQueue, "begin", lambda device_queue, views: (list(views), begin(device_queue, views)[1]))
 
     async def scenario() -> None:
         with serve_models(late=1, fake=session) as models:
@@ -270,9 +270,9 @@ def test_who_leaves_while_a_batch_is_planned_is_not_in_it(monkeypatch: pytest.Mo
 
             def planned(*arguments: object) -> BatchPlan:
                 plan = plan_views(*arguments)
-                if waiting := list(models.get("")._device_queue._ready):
+                if queued := list(models.get("")._device_queue._ready):
                     monkeypatch.undo()
-                    models.get("")._device_queue.fail(waiting[1].request, RuntimeError("planted"))
+                    models.get("")._device_queue.fail(queued[1].request, RuntimeError("planted"))
                 return plan
 
             monkeypatch.setattr(executor, "plan_views", planned)
@@ -294,21 +294,19 @@ def test_who_ran_out_of_time_is_left_out_also_where_no_timer_has_said_so() -> No
             reply = asyncio.get_running_loop().create_future()
             return Request(model, b"", dense_protocol(32), Caller(deadline=deadline_in(seconds)), lambda _: None, reply)
 
-        waiting, views = (
-            DeviceQueue(QueueOptions()),
-            [ViewImage(View(32, mirrored=False), np.zeros((32, 41, 3)), False)],
-        )
+        device_queue = DeviceQueue(QueueOptions())
+        views = [ViewImage(View(32, mirrored=False), np.zeros((32, 41, 3)), False)]
         late, fine, later = requests = [waiting_request(seconds) for seconds in (0.0, 30.0, 30.0)]
         for request in requests:
-            waiting.add(request)
-        assert [waiting.next_image(), waiting.next_image()] == [fine, later]
+            device_queue.add(request)
+        assert [device_queue.next_image(), device_queue.next_image()] == [fine, later]
         for request in (fine, later):
-            waiting.decoded(request, ready_views(request, views))
-        planned = waiting.next_views()
+            device_queue.decoded(request, build_ready_views(request, views))
+        planned = device_queue.next_views()
         assert planned is not None
-        assert waiting.take(planned)
+        assert device_queue.take(planned)
         later.caller = Caller(deadline=deadline_in(0.0))
-        wanted, _ = waiting.begin(planned)
+        wanted, _ = device_queue.begin(planned)
         assert [view.request for view in wanted] == [fine]
         for request in (late, later):
             with pytest.raises(DeadlinePassed):
@@ -327,7 +325,7 @@ def test_closing_a_model_finishes_what_waits_and_lets_nothing_more_in() -> None:
             await until(lambda: ready_view_count(models) == 1)
             closing = asyncio.create_task(asyncio.to_thread(models.get("fake").close))
             await until(lambda: models.get("fake")._model.closed)
-            with pytest.raises(Interrupted, match="'fake' is served no more"):
+            with pytest.raises(Interrupted, match="'fake' is no longer served"):
                 await start_classify(models, png(32, 41), dense_protocol(32))
             await start_classify(
                 models, png(32, 41), dense_protocol(32), model="other"
