@@ -140,7 +140,7 @@ class Classifier:
         return views
 
     def _check_size(self, height: int, width: int, protocol: EvaluationProtocol) -> None:
-        """Refuse views that would take gigabytes: more pixels than a batch may have and `multi-scale` needs.
+        """Refuse views that would take gigabytes: larger than the limit of a batch and than `multi-scale` needs.
 
         All scales of an image wait together, so their total is limited too: to twice that, enough for SPP-net's six.
         """

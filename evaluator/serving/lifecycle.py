@@ -208,7 +208,7 @@ def _warn_if_exposed(options: ServeOptions) -> None:
     """Warn if other machines can reach the server."""
     if not is_loopback(options.host):
         log.warning(
-            "listening on %s without TLS and authentication: anyone who can reach this port can use the server, and "
+            "listening on %s without TLS or authentication: anyone who can reach this port can use the server, and "
             "traffic can be read on the way. Put it behind a proxy that provides both",
             options.host,
         )

@@ -69,7 +69,7 @@ def max_decode_memory(limits: DecodeLimits) -> int:
 
 
 def _model_memory(session: Session) -> MemoryEstimate:
-    """Return what one model takes; of its parts those of weights, batches and decoding are used."""
+    """Return the memory estimate of one model; `serving_memory` does not use its images, results and listed."""
     contract, placement = session.contract, session.placement
     on_gpu = placement.device == "cuda"
     runtime: Runtime = "cuda" if on_gpu else "openvino" if placement.device == "openvino" else "cpu"

@@ -1,4 +1,4 @@
-"""A server in a thread of the test's process, on a free port, for the tests of serving and of the client."""
+"""A server in a thread of the test process, on a free port, for tests of the server and the client."""
 
 import asyncio
 import io
@@ -29,14 +29,14 @@ from tests.helpers.fakes import FakeSession
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A server that answers. address: host:port; models: what it serves; loop_thread: on which its event loop runs."""
+    """A running server. address: host:port; models: the served models; loop_thread: id of its event loop's thread."""
 
     address: str
     models: Models
     loop_thread: int
 
     def metric(self, name: str, **labels: str) -> float:
-        """Return the value of a metric, as a scrape gives it; 0 where it has never been counted."""
+        """Return the value of a metric as in a scrape; 0 if it does not exist yet."""
         return self.models.metrics.registry.get_sample_value(name, labels) or 0
 
 
@@ -51,7 +51,7 @@ def running_server(
 ) -> Iterator[RunningServer]:
     """Serve sessions (real or fake) under their keywords; the files are called NAME.onnx in a folder /secret.
 
-    limits: of images; server_limits: all others; metrics: of the server, which tests read.
+    limits: on images; server_limits: all other limits; metrics: of the server, for tests to read.
     """
     metrics = metrics or Metrics()
     loaded = [(ModelFile(name, Path(f"/secret/{name}.onnx")), session) for name, session in sessions.items()]
@@ -76,7 +76,7 @@ def running_servicer(
     calls: CallsInFlight,
     message_timeout: float = ServerLimits.message_timeout,
 ) -> Iterator[str]:
-    """Serve a servicer of a test behind our interceptor; gives the address. message_timeout: as in ServerLimits."""
+    """Serve a test's servicer behind our interceptor; yields the address. message_timeout: as in ServerLimits."""
 
     @asynccontextmanager
     async def served() -> AsyncIterator[str]:
@@ -96,12 +96,12 @@ def running_servicer(
 
 @contextmanager
 def run_in_thread(served: Callable[[], AbstractAsyncContextManager[Any]]) -> Iterator[tuple[Any, int]]:
-    """Run an asynchronous block in an event loop of its own, in a thread; gives what it gives, and the thread."""
+    """Run an async context manager on its own event loop in a thread; yields its value and the thread's id."""
     ready, state = threading.Event(), {}
 
     async def live() -> None:
-        async with served() as given:
-            state.update(given=given, stop=asyncio.Event(), loop=asyncio.get_running_loop())
+        async with served() as value:
+            state.update(value=value, stop=asyncio.Event(), loop=asyncio.get_running_loop())
             ready.set()
             await state["stop"].wait()
 
@@ -110,14 +110,14 @@ def run_in_thread(served: Callable[[], AbstractAsyncContextManager[Any]]) -> Ite
     assert ready.wait(30), "the server did not start"
     try:
         assert thread.ident is not None
-        yield state["given"], thread.ident
+        yield state["value"], thread.ident
     finally:
         state["loop"].call_soon_threadsafe(state["stop"].set)
         thread.join()
 
 
 class GatedSession(FakeSession):
-    """A fake whose runs wait until the gate is open; `entered` says that one waits."""
+    """A fake whose runs wait until the gate is open; `entered` is set when one waits."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -131,7 +131,7 @@ class GatedSession(FakeSession):
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    """Return once a condition holds that another thread will bring about; the test fails where none does."""
+    """Wait until another thread makes a condition true; the test fails after 30 s."""
     end = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < end, "it did not happen"

@@ -1,4 +1,4 @@
-"""What a server lets its clients do before a call of theirs is looked at: each limit by its effect."""
+"""The server's limits on connections and messages, each tested by its effect on clients."""
 
 import asyncio
 import os
@@ -49,12 +49,12 @@ from tests.serving.api.raw_http2 import (
 )
 from tests.serving.scheduling.event_loop import async_test, new_channel, rpc_error
 
-SHORT = 0.2  # seconds; slower machines only make it longer, which no test minds
+SHORT = 0.2  # seconds; no test fails if a slow machine takes longer
 
 
 @asynccontextmanager
 async def listening(**changes: object) -> AsyncIterator[str]:
-    """Give the address of a server with other limits; it has health and no models."""
+    """Run a server with health, without models and with changed limits; yields its address."""
     server = Server("127.0.0.1", 0, replace(ServerLimits(), **changes))  # type: ignore[arg-type]
     await server.open()
     try:
@@ -64,13 +64,13 @@ async def listening(**changes: object) -> AsyncIterator[str]:
 
 
 async def check(channel: grpc.aio.Channel, **options: object) -> int:
-    """Ask for the health once."""
+    """Check the health once."""
     stub = health_pb2_grpc.HealthStub(channel)
     return (await stub.Check(health_pb2.HealthCheckRequest(), timeout=20, **options)).status
 
 
 async def succeeds(channel: grpc.aio.Channel) -> bool:
-    """Say whether asking for the health works; what fails should be a connection."""
+    """Return whether a health check works; only UNAVAILABLE is accepted as failure."""
     try:
         return bool(await check(channel))
     except grpc.aio.AioRpcError as error:
@@ -87,7 +87,7 @@ async def test_one_connection_too_many_is_closed_and_has_its_turn_when_another_h
         async with new_channel(address) as third:
             error = await rpc_error(check(third))
             assert error.code() == grpc.StatusCode.UNAVAILABLE
-        assert await check(first), "those that are open should not mind"
+        assert await check(first), "open connections should not be affected"
         await second.close()
         async with new_channel(address) as fourth:
             while not await succeeds(fourth):  # until the server has noticed
@@ -118,7 +118,7 @@ async def test_a_client_that_answers_pings_stays_for_as_long_as_it_likes() -> No
 
 
 async def answered(client: Connection) -> None:
-    """Make a call and wait for its answer."""
+    """Make a call and wait for its response."""
     begin = frame(HEADERS, call_headers("/grpc.health.v1.Health/Check"), flags=END_HEADERS, stream=1)
     client.send(begin, frame(DATA, b"\0\0\0\0\0", flags=END_STREAM, stream=1))
     await client.until(DATA)
@@ -146,7 +146,7 @@ async def test_a_flood_of_pings_is_cut_off_and_others_are_served() -> None:
 
 
 def test_clients_may_ping_every_ten_seconds() -> None:
-    assert ServerLimits.min_ping_interval <= 10 / 2, "a ping may come early, when the one before was late"
+    assert ServerLimits.min_ping_interval <= 10 / 2, "a ping may come early if the one before was late"
 
 
 @async_test
@@ -158,7 +158,7 @@ async def test_calls_beyond_the_streams_of_a_connection_wait_for_their_turn() ->
             await call.read()
         waiting = asyncio.ensure_future(check(channel))
         done, _ = await asyncio.wait({waiting}, timeout=SHORT)
-        assert not done, "a third call should not have begun"
+        assert not done, "a third call should not have started"
         open_[0].cancel()
         assert await waiting
 
@@ -166,7 +166,7 @@ async def test_calls_beyond_the_streams_of_a_connection_wait_for_their_turn() ->
 @pytest.mark.parametrize("max_streams", [8, ServerLimits.max_streams])
 @async_test
 async def test_every_call_of_a_burst_on_one_connection_is_answered(max_streams: int) -> None:
-    """A client begins a call as soon as another has its answer, which is before gRPC has freed that on the server."""
+    """A client starts a call as soon as another is answered, before gRPC frees that call on the server."""
     async with listening(max_streams=max_streams) as address, new_channel(address) as channel:
         answers = await asyncio.gather(*(check(channel) for _ in range(600)))
         assert answers == [health_pb2.HealthCheckResponse.NOT_SERVING] * 600
@@ -174,7 +174,7 @@ async def test_every_call_of_a_burst_on_one_connection_is_answered(max_streams: 
 
 @async_test
 async def test_calls_that_are_reset_at_once_are_refused_beyond_a_bound_and_others_are_served() -> None:
-    """Else the server's memory would hold as many of them as a client cares to send (CVE-2023-44487)."""
+    """Otherwise a client could fill the server's memory with them (CVE-2023-44487)."""
     async with listening(max_streams=4) as address, connection(address) as hasty, new_channel(address) as other:
         await hasty.until(SETTINGS)
         hasty.send(frame(SETTINGS, flags=ACK))
@@ -187,7 +187,7 @@ async def test_calls_that_are_reset_at_once_are_refused_beyond_a_bound_and_other
 
 @async_test
 async def test_headers_up_to_the_limit_always_pass_and_beyond_it_never() -> None:
-    """Of its own gRPC refuses some by chance between two limits, of which one is 5/4 of the other."""
+    """By default gRPC rejects at random between a soft and a hard limit, which is 5/4 of the soft one."""
     async with listening(max_metadata=2**15) as address, new_channel(address) as channel:
         for _ in range(20):
             assert await check(channel, metadata=(("x-long", "v" * 30_000),))
@@ -203,7 +203,7 @@ async def test_an_old_connection_is_ended_and_its_client_goes_on_with_a_new_one(
         new_channel(address) as channel,
     ):
         await old.until(GOAWAY)
-        assert old.error == 0, "it should be asked to go, not accused"
+        assert old.error == 0, "GOAWAY should carry NO_ERROR"
         for _ in range(5):
             assert await check(channel)
             await asyncio.sleep(SHORT)
@@ -226,7 +226,7 @@ def test_addresses_that_only_this_machine_reaches_are_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("soft", "hard", "asked", "expected_soft", "room"),
+    ("soft", "hard", "requested", "expected_soft", "expected"),
     [
         (1024, 20_000, 4096, 4096 + 256, 4096),
         (1024, 2048, 4096, 2048, 2048 - 256),
@@ -237,18 +237,18 @@ def test_addresses_that_only_this_machine_reaches_are_known() -> None:
     ],
 )
 def test_the_limit_of_open_files_is_raised_as_far_as_it_goes(
-    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, asked: int, expected_soft: int, room: int
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, requested: int, expected_soft: int, expected: int
 ) -> None:
-    there = [(soft, hard)]
-    monkeypatch.setattr(resource, "getrlimit", lambda _kind: there[-1])
-    monkeypatch.setattr(resource, "setrlimit", lambda _kind, limits: there.append(limits))
-    assert raise_open_file_limit(asked) == room
-    assert there[-1] == (expected_soft, hard)
+    rlimits = [(soft, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: rlimits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _kind, limits: rlimits.append(limits))
+    assert raise_open_file_limit(requested) == expected
+    assert rlimits[-1] == (expected_soft, hard)
 
 
-def serving_with_files(monkeypatch: pytest.MonkeyPatch, most: int) -> ServeOptions:
-    """Let this process have so few open files, as far as it looks; returns options to serve a model."""
-    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (most, most))
+def serving_with_files(monkeypatch: pytest.MonkeyPatch, open_files: int) -> ServeOptions:
+    """Fake an open-file limit of `open_files`; return options to serve a model."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (open_files, open_files))
     monkeypatch.setattr(resource, "setrlimit", lambda _kind, _limits: None)
     monkeypatch.setattr(models, "open_with_placement", lambda *_: FakeSession())
     return ServeOptions((ModelFile("model", Path("model.onnx")),), port=0, lame_duck=0, grace=0)
@@ -271,18 +271,18 @@ async def test_no_more_connections_are_taken_than_there_are_open_files_for_and_t
     await serving
 
 
-@pytest.mark.parametrize("most", [256, 20])
+@pytest.mark.parametrize("open_files", [256, 20])
 def test_a_process_without_open_files_for_any_connection_is_refused_with_a_mend(
-    monkeypatch: pytest.MonkeyPatch, most: int
+    monkeypatch: pytest.MonkeyPatch, open_files: int
 ) -> None:
-    options = serving_with_files(monkeypatch, most)
-    with pytest.raises(EnvironmentFault, match=rf"may open only {most} files, but .* 256 .*: raise the limit"):
+    options = serving_with_files(monkeypatch, open_files)
+    with pytest.raises(EnvironmentFault, match=rf"may open only {open_files} files, but .* 256 .*: raise the limit"):
         asyncio.run(serve(options, pytest.fail))
 
 
 @async_test
 async def test_a_compressed_message_is_refused_instead_of_unpacked() -> None:
-    """GRPC unpacks whatever size before it looks at the limit of a message."""
+    """GRPC decompresses a message of any size before it checks the limit."""
     async with listening() as address, new_channel(address) as channel:
         request = health_pb2.HealthCheckRequest(service="x" * 2_000_000)  # 2 kB on the wire
         error = await rpc_error(

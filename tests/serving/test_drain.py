@@ -1,4 +1,4 @@
-"""How a server stops: nobody who has called is left without an answer."""
+"""Graceful shutdown: every call gets an answer."""
 
 import asyncio
 import os
@@ -49,13 +49,13 @@ from tests.serving.scheduling.event_loop import async_test, new_channel, rpc_err
 from tests.serving.serving_harness import GatedSession, png
 
 SERVING, NOT_SERVING = (getattr(health_pb2.HealthCheckResponse, name) for name in ("SERVING", "NOT_SERVING"))
-LONG = 60.0  # seconds: longer than any test; what ends sooner was ended by something else
+LONG = 60.0  # seconds, longer than any test: whatever ends sooner was not ended by this timeout
 IMAGE = png(40, 57)
 
 
 @dataclass
 class DrainingServer:
-    """A server that waits for its end. ended: how it came."""
+    """A server waiting for shutdown. ended: its result."""
 
     address: str
     server: Server
@@ -75,7 +75,7 @@ async def draining_server(
     limits: ServerLimits = ServerLimits(),
     metrics: Metrics | None = None,
 ) -> AsyncIterator[DrainingServer]:
-    """Serve a session as `model` until the end is asked for."""
+    """Serve a session as `model` until shutdown is requested."""
     events, server = ShutdownEvents(), Server("127.0.0.1", 0, limits, metrics)
     served = Models([(ModelFile("model", Path("model.onnx")), session)], DecodeLimits(), on_lost=events.post)
     await server.start(served)
@@ -100,9 +100,9 @@ async def health_of(channel: grpc.aio.Channel, service: str = "") -> int:
 
 
 async def until_closed(channel: grpc.aio.Channel) -> None:
-    """Ask for the health until nobody answers at the port.
+    """Check the health until the port is closed.
 
-    Health is answered to the end, so the question that the closing finds on its way is cancelled by gRPC's core.
+    Health is answered to the end, so gRPC's core cancels a check that is on its way when the port closes.
     """
     code = grpc.StatusCode.CANCELLED
     while code is grpc.StatusCode.CANCELLED:
@@ -145,7 +145,7 @@ async def test_a_second_signal_closes_the_port_and_calls_in_flight_get_their_ans
         stop.signal()
         async with new_channel(stop.address) as fresh:
             await until_closed(fresh)
-        await asyncio.sleep(0.8)  # longer than clients without a call have
+        await asyncio.sleep(0.8)  # longer than the linger of clients without a call
         assert not any(call.done() for call in calls)
         session.gate.set()
         assert all(answer.predictions for answer in await asyncio.gather(*calls))
@@ -181,7 +181,7 @@ async def test_calls_that_do_not_end_within_the_grace_period_are_cut_off_and_cou
         stop.signal()
         failures = [await rpc_error(call) for call in calls]
         assert {error.code() for error in failures} <= {grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE}
-        session.gate.set()  # else its thread would be left behind
+        session.gate.set()  # otherwise its thread would not end
         assert await stop.ended == ServeResult(unfinished=3)
 
 
@@ -202,7 +202,7 @@ STOPPING = "this server is stopping; try another, or again later"
 
 
 async def call_until(channel: grpc.aio.Channel, ends: Callable[[grpc.aio.AioRpcError], bool]) -> list[Any]:
-    """Make quick calls without a pause until one ends so; return the errors of all that failed."""
+    """Make short calls without a pause until one ends so; return the errors of all failed calls."""
     failures = []
     stub = pb_grpc.PreluNetServiceStub(channel)
     while True:
@@ -234,7 +234,7 @@ async def test_of_callers_that_call_without_a_pause_nobody_is_cancelled(stubborn
             assert {error.code() for error in failures} == {grpc.StatusCode.UNAVAILABLE}
             assert {reason_of(error) for error in refusals} <= {NotReady}
             if stubborn:
-                assert refusals, "the port closes after a moment in which calls are refused"
+                assert refusals, "calls are refused for a moment before the port closes"
             else:
                 assert (reason_of(last), last.details()) == (NotReady, STOPPING)
         assert await stop.ended == ServeResult()
@@ -316,7 +316,7 @@ async def test_everybody_who_watches_health_is_told_also_after_another_has_left(
         stop.signal()
         assert [(await call.read()).status for call in (second, named)] == [NOT_SERVING] * 2
         stop.signal()
-        assert [await call.read() for call in (second, named)] == [grpc.aio.EOF] * 2  # they do not hold up the end
+        assert [await call.read() for call in (second, named)] == [grpc.aio.EOF] * 2  # they do not delay the shutdown
         assert await stop.ended == ServeResult()
 
 
@@ -338,10 +338,10 @@ async def test_who_watches_health_and_reads_nothing_holds_up_nobody() -> None:
         connection(stop.address, no_room) as deaf,
         new_channel(stop.address) as channel,
     ):
-        asked = frame(DATA, b"\0\0\0\0\0", flags=END_STREAM, stream=1)
+        message = frame(DATA, b"\0\0\0\0\0", flags=END_STREAM, stream=1)
         begin = frame(HEADERS, call_headers("/grpc.health.v1.Health/Watch"), flags=END_HEADERS, stream=1)
-        deaf.send(begin, asked)
-        await deaf.until(HEADERS)  # the answer has begun, and its message has no room
+        deaf.send(begin, message)
+        await deaf.until(HEADERS)  # the answer has started, but its message does not fit the window
         other = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         assert (await other.read()).status == SERVING
         stop.signal()
@@ -470,7 +470,7 @@ async def test_while_models_are_loaded_health_says_no_and_calls_are_told_to_come
         stub = pb_grpc.PreluNetServiceStub(channel)
         assert reason_of(await rpc_error(stub.Evaluate(iter([])).read())) is NotReady
         probes = inference_grpc.GRPCInferenceServiceStub(channel)
-        assert (await probes.ServerLive(inference_pb.ServerLiveRequest())).live, "who is loading should not be killed"
+        assert (await probes.ServerLive(inference_pb.ServerLiveRequest())).live, "a loading server should not be killed"
         assert not (await probes.ServerReady(inference_pb.ServerReadyRequest())).ready
         assert not (await probes.ModelReady(inference_pb.ModelReadyRequest(name="model"))).ready
         loading.gate.set()
@@ -507,4 +507,4 @@ async def test_a_signal_while_models_are_loaded_ends_the_server_before_it_answer
     monkeypatch.setattr(models, "open_with_placement", and_then_a_signal)
     files = (ModelFile("a", Path("a.onnx")), ModelFile("b", Path("b.onnx")))
     assert await serve(ServeOptions(files, port=0), report) == ServeResult()
-    assert opened == ["a.onnx"], "the second should not be loaded any more"
+    assert opened == ["a.onnx"], "the second model should not be loaded"

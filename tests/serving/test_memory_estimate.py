@@ -1,4 +1,4 @@
-"""What a server says of its memory before it answers."""
+"""The memory estimate of a server before it answers calls."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ OPTIONS = ServeOptions((ModelFile("a", Path("a.onnx")),))
 
 
 def fakes() -> list[FakeSession]:
-    """Return two models, of which the second takes more to load and less to keep."""
+    """Return two models; the second takes more memory to load and less afterwards."""
     sessions = [FakeSession(), FakeSession(fake_contract(classes=3, default_scales=(40, 90)))]
     sessions[0].model_bytes, sessions[1].model_bytes = 500 * 2**20, 300 * 2**20
     return sessions

@@ -23,7 +23,7 @@ Served = Callable[..., ServeOptions]
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Served:
-    """Give what calls the verb and returns the options with which it would serve."""
+    """Return a function that runs the verb and returns its options, without serving."""
     seen: list[ServeOptions] = []
 
     async def serve(options: ServeOptions, _report: Any) -> ServeResult:
@@ -64,10 +64,10 @@ def test_without_options_everything_is_as_the_code_has_it(served: Served) -> Non
 def test_a_file_that_is_not_there_is_told_before_any_other_is_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    there = tmp_path / "a.onnx"
-    there.write_bytes(b"no model, but that would be found out later")
-    said = refused(capsys, "--model", f"a={there}", "--model", f"b={tmp_path}/typo.onnx")
-    assert f"--model b={tmp_path}/typo.onnx: cannot be read" in said
+    existing = tmp_path / "a.onnx"
+    existing.write_bytes(b"no model, but that would be found out later")
+    errors = refused(capsys, "--model", f"a={existing}", "--model", f"b={tmp_path}/typo.onnx")
+    assert f"--model b={tmp_path}/typo.onnx: cannot be read" in errors
 
 
 def test_every_option_reaches_the_server_in_its_unit(served: Served) -> None:
@@ -89,11 +89,11 @@ def test_every_option_reaches_the_server_in_its_unit(served: Served) -> None:
 
 
 def test_the_log_is_set_up_as_asked(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, str]] = []
-    monkeypatch.setattr(serve_verb, "configure_logging", lambda *arguments: asked.append(arguments))
+    configured: list[tuple[str, str]] = []
+    monkeypatch.setattr(serve_verb, "configure_logging", lambda *arguments: configured.append(arguments))
     served(*MODEL)
     served(*MODEL, "--log-format", "json", "--log-level", "debug")
-    assert asked == [("text", "INFO"), ("json", "DEBUG")]
+    assert configured == [("text", "INFO"), ("json", "DEBUG")]
 
 
 def test_a_flag_wins_over_the_environment_which_wins_over_the_file_which_wins_over_the_default(
@@ -125,8 +125,8 @@ def test_models_may_stand_in_the_file_and_in_the_environment(
 
 def test_the_variable_of_an_option_is_its_flag_in_capitals(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["serve", "--help"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    pairs = re.findall(r"--([a-z-]+) (?:(?!--[a-z]).)*?\[env var: (PRELUNET_SERVE_\w+)", told)
+    help_text = " ".join(capsys.readouterr().out.split())
+    pairs = re.findall(r"--([a-z-]+) (?:(?!--[a-z]).)*?\[env var: (PRELUNET_SERVE_\w+)", help_text)
     assert len(pairs) > 20
     assert [variable for _, variable in pairs] == [
         f"PRELUNET_SERVE_{flag.replace('-', '_').upper()}" for flag, _ in pairs
@@ -134,7 +134,7 @@ def test_the_variable_of_an_option_is_its_flag_in_capitals(capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("max-cals = 1", r"no option is called 'max-cals'\. There are: model, host, port, .*max-calls"),
         ("max_calls = 1", r"no option is called 'max_calls'"),
@@ -153,9 +153,9 @@ def test_the_variable_of_an_option_is_its_flag_in_capitals(capsys: pytest.Captur
     ],
 )
 def test_a_file_that_says_something_else_is_refused_with_its_place(
-    config: Callable[[str], str], capsys: pytest.CaptureFixture[str], text: str, told: str
+    config: Callable[[str], str], capsys: pytest.CaptureFixture[str], text: str, message: str
 ) -> None:
-    assert re.search(told, refused(capsys, *MODEL, "--config", config(text)))
+    assert re.search(message, refused(capsys, *MODEL, "--config", config(text)))
 
 
 def test_a_file_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,7 +163,7 @@ def test_a_file_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "told"),
+    ("variable", "value", "message"),
     [
         ("PORT", "x", r"environment variable PRELUNET_SERVE_PORT is 'x': .*integer"),
         ("GRACE", "-1", r"environment variable PRELUNET_SERVE_GRACE is '-1': .*0"),
@@ -172,10 +172,10 @@ def test_a_file_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str])
     ],
 )
 def test_a_wrong_variable_is_refused_by_its_name(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str, value: str, told: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str, value: str, message: str
 ) -> None:
     monkeypatch.setenv(f"PRELUNET_SERVE_{variable}", value)
-    assert re.search(told, refused(capsys, *MODEL))
+    assert re.search(message, refused(capsys, *MODEL))
 
 
 def test_what_kubernetes_sets_for_a_service_of_our_name_is_no_mistake(
@@ -202,15 +202,15 @@ def test_the_configuration_is_shown_as_a_file_that_gives_the_same_and_says_where
 ) -> None:
     path = config('host = "10.0.0.1"\nlame-duck = 1.5\n')
     monkeypatch.setenv("PRELUNET_SERVE_MAX_CALLS", "7")
-    asked = ["--model", 'a=strange "name"\\.onnx', "--grace", "3", "--config", path, "--memory-limit", "2G"]
-    assert run(["serve", *asked, "--show-config"]) == 0
+    arguments = ["--model", 'a=strange "name"\\.onnx', "--grace", "3", "--config", path, "--memory-limit", "2G"]
+    assert run(["serve", *arguments, "--show-config"]) == 0
     shown = capsys.readouterr().out
     for line in (
         'host = "10.0.0.1"  # ' + re.escape(path), "grace = 3.0  # command line", "port = 50051  # default",
         "max-calls = 7  # PRELUNET_SERVE_MAX_CALLS", "# precision is not set",
     ):  # fmt: skip
         assert re.search(f"^{line}$", shown, re.MULTILINE), shown
-    expected = served(*asked)
+    expected = served(*arguments)
     monkeypatch.delenv("PRELUNET_SERVE_MAX_CALLS")
     again = tmp_path / "again.toml"
     again.write_text(shown)
@@ -227,13 +227,13 @@ def test_nothing_is_loaded_when_the_configuration_is_shown(capsys: pytest.Captur
 
 def test_the_help_tells_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["serve", "--help"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
+    help_text = " ".join(capsys.readouterr().out.split())
     for part in (
         "Exits 0 when a signal stopped it, 2 for an option",
         "3 for a file that is no model",
         "5 where the port",
     ):
-        assert part in told
+        assert part in help_text
 
 
 def test_how_a_server_ended_is_the_exit_code(
@@ -269,7 +269,7 @@ def test_how_a_server_ended_is_the_exit_code(
 def test_the_end_of_a_server_closes_no_handler_of_another_library(served: Served) -> None:
     closed: list[bool] = []
 
-    class OfALibrary(logging.Handler):  # absl's closes the stream to which it writes, whosever that is
+    class OfALibrary(logging.Handler):  # absl's handler closes its stream, even one that it does not own
         def close(self) -> None:
             closed.append(True)
             super().close()

@@ -1,4 +1,4 @@
-"""`prelunet serve` as a process: what it says, what ends it, and with which exit code."""
+"""`prelunet serve` as a process: its output, how it ends, and its exit codes."""
 
 import json
 import os
@@ -50,7 +50,7 @@ HANGING = LOSING.replace('raise DeviceLost("the GPU of /secret/place is gone")',
     "watchdog.FIRST_BATCH_TIMEOUT = watchdog.MIN_TIMEOUT = 1.0\n"
     "watchdog.CHECK_INTERVAL = 0.1; lifecycle.CLOSE_TIMEOUT = 0.2\n"
     "main()\n",
-)  # and one that hangs there instead
+)  # a program whose device hangs there instead
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
@@ -63,7 +63,7 @@ def model(exported) -> Path:
 def serving(
     model: Path, *options: str, program: list[str] = PRELUNET
 ) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
-    """Run `prelunet serve` on a free port; gives the process, the start line and the address."""
+    """Run `prelunet serve` on a free port; yields the process, the start line and the address."""
     command = [*program, "serve", "--model", f"telling={model}", "--device", "cpu", "--port", "0", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -95,10 +95,10 @@ class Sender:
 
 
 def begin_evaluation(channel: grpc.Channel, sender: Sender) -> grpc.Call:
-    """Begin an evaluation and return when it has reached the server."""
+    """Start an evaluation and return when it has reached the server."""
     stub = pb_grpc.PreluNetServiceStub(channel)
     call = stub.Evaluate(iter(sender), timeout=60)
-    stub.Classify(pb.ClassifyRequest(image=png(40, 57)))  # on the same connection, so that it comes after
+    stub.Classify(pb.ClassifyRequest(image=png(40, 57)))  # on the same connection, so it arrives later
     return call
 
 
@@ -114,7 +114,7 @@ def test_the_start_line_says_address_models_provider_precision_and_versions(mode
 
 
 class Load:
-    """Threads that call a server one call after the other. answers: that came; failures: of those that did not."""
+    """Threads that make one call after another. answers: one entry per answer; failures: errors of failed calls."""
 
     def __init__(self, address: str, threads: int) -> None:
         self.answers: list[int] = []
@@ -135,13 +135,13 @@ class Load:
                     return
 
     def go_on(self, calls: int) -> None:
-        """Return when so many more answers have come, or a failure."""
-        wanted = len(self.answers) + calls
-        while len(self.answers) < wanted and not self.failures:
+        """Wait for this many more answers, or for a failure."""
+        target = len(self.answers) + calls
+        while len(self.answers) < target and not self.failures:
             threading.Event().wait(0.01)
 
     def until_it_fails(self) -> None:
-        """Raise what fails first."""
+        """Raise the first failure."""
         for thread in self._threads:
             thread.join()
         raise self.failures[0]
@@ -172,7 +172,7 @@ def test_sigterm_under_load_loses_no_call_neither_before_nor_in_the_window_nor_i
         sender.image("b")
         sender.end()
         assert [*in_flight][-1].report.evaluated == 2
-        output, log = process.communicate(timeout=20)  # the health stream, still open, does not hold it up
+        output, log = process.communicate(timeout=20)  # the open health stream does not delay it
         assert process.returncode == 0, log
         assert "no call was lost" in output
         assert "Traceback" not in log
@@ -190,16 +190,16 @@ def test_a_server_whose_words_nobody_reads_serves_and_keeps_its_exit_codes(model
             with pytest.raises(DeviceLost):
                 client.classify(png(40, 99), protocol="dense-40")
         assert process.wait(30) == 5
-        process.stdout = process.stderr = None  # which the end of the block would read
+        process.stdout = process.stderr = None  # the end of the block would read them
     command = [*PRELUNET, "serve", "--model", f"telling={model}", "--device", "cpu", "--port", "0", "--lame-duck", "0"]
     reading, writing = os.pipe()
     os.close(reading)
     deaf = subprocess.Popen(command, stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
     assert deaf.stderr is not None
-    said = next(line for line in deaf.stderr if "could not be written" in line)
-    address = re.search(r"serving on (\S+):\d+:", said)
-    assert address is not None, said
+    line = next(line for line in deaf.stderr if "could not be written" in line)
+    address = re.search(r"serving on (\S+):\d+:", line)
+    assert address is not None, line
     deaf.send_signal(signal.SIGTERM)
     deaf.communicate(timeout=30)
     assert deaf.returncode == 0
@@ -209,9 +209,9 @@ def test_a_lost_device_exits_5_after_the_calls_were_told(model: Path) -> None:
     losing = [sys.executable, "-c", LOSING]
     with serving(model, program=losing) as (process, _, address), Client(address, retries=RetryPolicy.none()) as client:
         assert client.classify(png(40, 57)).predictions
-        with pytest.raises(DeviceLost) as told:
+        with pytest.raises(DeviceLost) as caught:
             client.classify(png(40, 99), protocol="dense-40")
-        assert "secret" not in str(told.value)
+        assert "secret" not in str(caught.value)
         output, log = process.communicate(timeout=30)
         assert process.returncode == 5, log
         assert "prelunet: the GPU of /secret/place is gone" in log.splitlines()[-1]
@@ -252,9 +252,9 @@ def test_log_lines_are_json_where_that_is_asked_for(model: Path) -> None:
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=20)
     lines = [json.loads(line) for line in log.splitlines()]
-    told = " ".join(line["message"] for line in lines)
+    messages = " ".join(line["message"] for line in lines)
     for part in ("listening on 0.0.0.0 without TLS", "loading model telling, 1 of 1", "memory: at most", "SIGTERM"):
-        assert part in told
+        assert part in messages
     by_message = {line["message"]: line for line in lines}
     ready = by_message["ready"]
     assert (ready["model"], ready["architecture"], ready["provider"]) == ("telling", "demo", "CPUExecutionProvider")

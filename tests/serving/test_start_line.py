@@ -1,4 +1,4 @@
-"""The line that says what is served."""
+"""The start line of a server."""
 
 import logging
 from dataclasses import replace
@@ -36,15 +36,15 @@ def test_what_runs_the_models_is_said_of_each_where_it_differs() -> None:
     assert "| a, c: CPUExecutionProvider, fp32 (fake 1); b: OpenVINO, bf16 (fake 1) grpcio " in line
 
 
-@pytest.mark.parametrize(("pixels", "told"), [(64_000_000, True), (1_000_000, False)])
+@pytest.mark.parametrize(("pixels", "logged"), [(64_000_000, True), (1_000_000, False)])
 def test_what_a_very_large_image_takes_beside_all_else_is_said(
-    caplog: pytest.LogCaptureFixture, pixels: int, told: bool
+    caplog: pytest.LogCaptureFixture, pixels: int, logged: bool
 ) -> None:
     options = ServeOptions((), limits=ServerLimits(image=DecodeLimits(max_pixels=pixels)))
     session: Any = FakeSession()
     with caplog.at_level(logging.INFO, lifecycle.__name__):
         lifecycle._estimate_memory([session], options)
     lines = [record.message for record in caplog.records if "decoded alone" in record.message]
-    assert bool(lines) is told
-    if told:  # 32 bytes a pixel, without the 320 MiB of the room for decoding
+    assert bool(lines) is logged
+    if logged:  # 32 bytes a pixel, minus the 320 MiB of the decoding memory
         assert "more than 320M to decode is decoded alone and takes up to 1.60G more" in lines[0]

@@ -150,9 +150,7 @@ class ComputeThread:
     def _run(self, formed: _FormedBatch) -> None:
         """Run a batch, without the views of requests that have ended, and pass on the requests that it completes."""
         model, views, packed, staged = formed.model, formed.views, formed.packed, formed.staged
-        formed.packed = formed.staged = (
-            None  # only the locals hold them, so they are freed before anything else is packed
-        )
+        formed.packed = formed.staged = None  # only the locals hold them, to free them before anything else is packed
         try:
             while True:
                 wanted, start = self._device_queue.begin(views)

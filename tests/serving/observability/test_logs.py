@@ -1,4 +1,4 @@
-"""Log lines that programs and people can trust: whatever a caller sends, a line is a line and a field a field."""
+"""Log lines that programs and people can trust: text from callers cannot forge lines or fields."""
 
 import io
 import json
@@ -51,7 +51,7 @@ NASTY = [
 
 @contextmanager
 def written(form: str) -> Iterator[io.StringIO]:
-    """Give what a logger of this name writes in a form, and nothing else."""
+    """Yield a stream that receives only this module's log lines, in a form."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(FORMATTERS[form]())
@@ -66,12 +66,12 @@ def written(form: str) -> Iterator[io.StringIO]:
 
 
 def lines(text: str) -> list[str]:
-    """Return the lines of a text as the strictest reader counts them."""
+    """Return the lines of a text, split at every Unicode line end."""
     return text.splitlines()
 
 
 def pairs(line: str) -> dict[str, str]:
-    """Return the fields of a line of text, read by the letter."""
+    """Return the fields of a text line, parsed strictly."""
     head = re.match(r"\S+ [A-Z]+ \S+", line)
     assert head is not None
     fields, rest = {}, line[head.end() :]
@@ -94,7 +94,7 @@ def test_a_callers_text_forges_neither_a_line_nor_a_field_of_text(nasty: str) ->
     assert second.isprintable()
     assert set(pairs(first)) == {"peer", "status", "seconds", "error"}
     assert pairs(first)["status"] == "INTERNAL"
-    assert pairs(second) == {}, "a message comes behind the bar"
+    assert pairs(second) == {}, "a message comes after the bar"
 
 
 @pytest.mark.parametrize("nasty", NASTY, ids=ascii)
@@ -105,8 +105,13 @@ def test_a_callers_text_forges_neither_a_line_nor_a_field_of_json_and_arrives_wh
         logs.log.info("%s", nasty)
     first, second = lines(stream.getvalue())
     assert first.isascii()
-    told = json.loads(first)
-    assert (told["peer"], told["error"], told["status"], told["message"]) == (nasty, nasty, "INTERNAL", "call ended")
+    fields = json.loads(first)
+    assert (fields["peer"], fields["error"], fields["status"], fields["message"]) == (
+        nasty,
+        nasty,
+        "INTERNAL",
+        "call ended",
+    )
     assert json.loads(second)["message"] == nasty
     assert set(json.loads(second)) == {"time", "level", "logger", "message"}
 
@@ -123,13 +128,15 @@ def test_a_method_that_a_caller_thought_of_is_one_field_of_bounded_length(nasty:
         return stream.getvalue()
 
     (line,) = lines(copy_context().run(during_the_call))
-    told = json.loads(line) if form == "json" else pairs(line)
-    assert set(told) - {"time", "level", "logger", "message"} == {"request_id", "method", "peer", "status", "seconds"}
-    assert (told["status"], told["request_id"]) == ("UNIMPLEMENTED", "id-1")
+    fields = json.loads(line) if form == "json" else pairs(line)
+    assert set(fields) - {"time", "level", "logger", "message"} == {"request_id", "method", "peer", "status", "seconds"}
+    assert (fields["status"], fields["request_id"]) == ("UNIMPLEMENTED", "id-1")
     assert line.isprintable()
-    assert len(told["method"].strip('"')) <= MAX_FIELD
+    assert len(fields["method"].strip('"')) <= MAX_FIELD
     if form == "json":
-        assert told["method"] == (call.method if len(call.method) <= MAX_FIELD else call.method[: MAX_FIELD - 1] + "…")
+        assert fields["method"] == (
+            call.method if len(call.method) <= MAX_FIELD else call.method[: MAX_FIELD - 1] + "…"
+        )
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
@@ -139,17 +146,17 @@ def test_the_traceback_of_an_incident_has_its_id_and_stays_within_its_record(for
             raise RuntimeError(f"broken\n{FORGERY}\x1b[2J")
         except RuntimeError as error:
             incident = log_incident(error)
-    found = lines(stream.getvalue())
+    output = lines(stream.getvalue())
     assert re.fullmatch("[0-9a-f]{12}", incident)
-    assert f"incident {incident}: RuntimeError" in found[0]
+    assert f"incident {incident}: RuntimeError" in output[0]
     if form == "json":
-        (line,) = found
+        (line,) = output
         assert "test_logs.py" in json.loads(line)["traceback"]
         assert json.loads(line)["traceback"].endswith(f"RuntimeError: broken\n{FORGERY}\x1b[2J")
     else:
-        assert all(line.startswith("    | ") and line.isprintable() for line in found[1:])
-        assert f"    | {FORGERY}\\x1b[2J" in found
-        assert any("test_logs.py" in line for line in found)
+        assert all(line.startswith("    | ") and line.isprintable() for line in output[1:])
+        assert f"    | {FORGERY}\\x1b[2J" in output
+        assert any("test_logs.py" in line for line in output)
 
 
 def test_a_mistake_of_the_caller_is_no_incident() -> None:
@@ -245,12 +252,12 @@ from prelunet.evaluator.serving.observability.logs import configure_logging
 async def main():
     failed, loop = asyncio.Event(), asyncio.get_running_loop()
 
-    def told(loop, context):
-        for _ in range(3):  # some versions of Python say it once a second, some a hundred times
+    def handler(loop, context):
+        for _ in range(3):  # some versions of Python log it once a second, some a hundred times
             loop.default_exception_handler(context)
         failed.set()
 
-    loop.set_exception_handler(told)
+    loop.set_exception_handler(handler)
     server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     client = socket.create_connection(server.sockets[0].getsockname())
     free = os.dup(0)
@@ -334,7 +341,7 @@ def test_a_process_whose_log_is_not_read_ends_all_the_same() -> None:
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         assert process.stdout is not None
-        assert process.stdout.read() == b"done\n"  # its end, while nobody reads stderr
+        assert process.stdout.read() == b"done\n"  # the process has ended, though nobody reads stderr
         assert process.wait(30) == 0
     finally:
         process.kill()

@@ -1,4 +1,4 @@
-"""Prometheus' metrics over HTTP, and what a stranger gets there."""
+"""Prometheus metrics over HTTP, and the responses to other requests."""
 
 import asyncio
 import re
@@ -30,7 +30,7 @@ async def running_metrics_server(metrics: Metrics, request_timeout: float = 30.0
 
 
 async def answer_to(request: bytes, port: MetricsServer, host: str = "127.0.0.1") -> tuple[int, str]:
-    """Return status and body of an answer."""
+    """Return status and body of a response."""
     reader, writer = await asyncio.open_connection(host, int(port.address.rpartition(":")[2]))
     writer.write(request)
     answer = (await asyncio.wait_for(reader.read(), 20)).decode()
@@ -48,14 +48,14 @@ async def test_a_scrape_gives_what_is_counted() -> None:
     metrics.of_model("flowers", FakeSession()).refused("views")  # type: ignore[arg-type]
     async with running_metrics_server(metrics) as port:
         status, body = await answer_to(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", port)
-        found = {
+        samples = {
             (sample.name, sample.labels.get("model"), sample.labels.get("reason")): sample.value
             for family in text_string_to_metric_families(body)
             for sample in family.samples
         }
         assert status == 200
-        assert found["prelunet_refusals_total", "flowers", "views"] == 1
-        assert found["prelunet_model_info", "flowers", None] == 1
+        assert samples["prelunet_refusals_total", "flowers", "views"] == 1
+        assert samples["prelunet_model_info", "flowers", None] == 1
         again = await answer_to(b"GET /metrics?x=1 HTTP/1.0\r\n\r\n", port)
         assert again[0] == 200
 
@@ -137,7 +137,7 @@ async def test_nothing_is_kept_of_an_answer_that_is_not_taken_in_time() -> None:
 
     def much() -> bytes:
         transports.append(next(iter(port._clients)).transport)
-        transports[0].set_write_buffer_limits(2**30)  # as with a rest that is below the usual ones
+        transports[0].set_write_buffer_limits(2**30)  # as with a remainder below the usual limits
         return b"x" * 2**24
 
     port = MetricsServer(much, request_timeout=0.3)
@@ -184,17 +184,17 @@ async def test_all_addresses_are_those_of_ipv4_as_well() -> None:
 
 @async_test
 async def test_a_scrape_that_is_being_answered_when_the_port_closes_gets_its_answer() -> None:
-    asked, go_on = threading.Event(), threading.Event()
+    entered, go_on = threading.Event(), threading.Event()
 
     def slowly() -> bytes:
-        asked.set()
+        entered.set()
         assert go_on.wait(30)
         return b"all of it"
 
     port = MetricsServer(slowly)
     await port.open("127.0.0.1", 0)
     scrape = asyncio.create_task(answer_to(b"GET /metrics HTTP/1.1\r\n\r\n", port))
-    assert await asyncio.to_thread(asked.wait, 30)
+    assert await asyncio.to_thread(entered.wait, 30)
     closing = asyncio.create_task(port.close())
     await asyncio.sleep(0)  # it has begun
     go_on.set()
@@ -205,17 +205,17 @@ async def test_a_scrape_that_is_being_answered_when_the_port_closes_gets_its_ans
 @async_test
 async def test_a_scrape_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_http, "CLOSE_TIMEOUT", 0.05)
-    asked, go_on = threading.Event(), threading.Event()
+    entered, go_on = threading.Event(), threading.Event()
 
     def hanging() -> bytes:
-        asked.set()
+        entered.set()
         assert go_on.wait(30)
         return b""
 
     port = MetricsServer(hanging, request_timeout=60)
     await port.open("127.0.0.1", 0)
     scrape = asyncio.create_task(answer_to(b"GET /metrics HTTP/1.1\r\n\r\n", port))
-    assert await asyncio.to_thread(asked.wait, 30)
+    assert await asyncio.to_thread(entered.wait, 30)
     closing = asyncio.create_task(port.close())
     with pytest.raises((ConnectionError, AssertionError)):  # no answer
         await scrape

@@ -1,4 +1,4 @@
-"""Models on their devices without gRPC, and sessions that a test can hold, for the tests of what waits and runs."""
+"""Models on devices without gRPC, and sessions that a test can block, for tests of the scheduler."""
 
 import asyncio
 import threading
@@ -25,13 +25,13 @@ from tests.serving.serving_harness import png
 
 CONTRACT = fake_contract()
 GPU_RULES = BatchRules(canvas_step=4, max_windows=1000, max_pixels=8 * 48 * 64, switch_pixels=10**6)
-TIMEOUT = 10.0  # seconds until a test that waits has failed
+TIMEOUT = 10.0  # seconds before a waiting test fails
 
 
 class SteppedSession(FakeSession):
-    """A fake whose batches each wait until they are let go.
+    """A fake whose batches each wait until they are released.
 
-    entered: how many were begun; fail: called with the canvases before they are computed.
+    entered: number of batches started; fail: called with the canvases of each batch before it is computed.
     """
 
     def __init__(self, *arguments: Any, fail: Callable[[np.ndarray], None] = lambda _: None, **options: Any) -> None:
@@ -45,12 +45,12 @@ class SteppedSession(FakeSession):
     def compute(self, staged: Any) -> Outputs:
         self.entered += 1
         self.computing.append(threading.current_thread())
-        assert self._free or self._allowed.acquire(timeout=TIMEOUT), "the test did not let go of a batch"
+        assert self._free or self._allowed.acquire(timeout=TIMEOUT), "the test did not release a batch"
         self._fail(staged[0])
         return super().compute(staged)
 
     def release_batches(self, batches: int = 1) -> None:
-        """Let so many batches run."""
+        """Let this many batches run."""
         self._allowed.release(batches)
 
     def release_all(self) -> None:
@@ -66,9 +66,9 @@ def serve_models(
     late: int = 0,
     **sessions: Any,
 ) -> Iterator[Models]:
-    """Serve sessions under their keywords; afterwards nothing of it is left.
+    """Serve sessions under their keywords; checks afterwards that nothing is left.
 
-    late: how many views were computed though nobody waited for them.
+    late: expected number of views computed after their caller had left.
     """
     loaded = [(ModelFile(name, Path(f"{name}.onnx")), session) for name, session in sessions.items()]
     before = set(threading.enumerate())
@@ -95,43 +95,43 @@ def serve_models(
 
 
 def metric_value(models: Models, what: str, model: str, **labels: str) -> float:
-    """Return what a metric says, 0 where nothing was counted yet."""
+    """Return the value of a metric; 0 if it does not exist yet."""
     return models.metrics.registry.get_sample_value(f"prelunet_{what}", {"model": model, **labels}) or 0.0
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Wait until something is true, which other threads make so."""
+    """Wait until other threads make a condition true."""
     deadline = time.monotonic() + TIMEOUT
     while not condition():
-        assert time.monotonic() < deadline, "this should have happened"
+        assert time.monotonic() < deadline, "the condition did not become true"
         await asyncio.sleep(0.001)
 
 
 def dense_protocol(*scales: int, mirror: bool = False) -> EvaluationProtocol:
-    """Return a protocol that shows an image of such a shorter side as it is."""
+    """Return a protocol with these scales; an image with that shorter side is not resized."""
     return replace(build_protocol(f"dense-{'-'.join(map(str, scales))}", CONTRACT), mirror=mirror)
 
 
 def start_classify(
     models: Models, image: bytes, protocol: EvaluationProtocol, *, model: str = "fake", **caller: object
 ) -> "asyncio.Task[Classification]":
-    """Ask for an image and go on."""
+    """Start classifying an image, without waiting for the answer."""
     classifier = models.get(model)
 
-    async def asked() -> Classification:
+    async def classify() -> Classification:
         with classifier.admit_or_refuse(len(image), len(protocol.views)):
             return await classifier.classify(image, protocol, lambda classified: classified, caller=Caller(**caller))
 
-    return asyncio.create_task(asked())
+    return asyncio.create_task(classify())
 
 
 def ready_view_count(models: Models) -> int:
-    """Return how many views wait for the device."""
+    """Return the number of views waiting for the device."""
     return len(models.all()[0]._device_queue._ready)
 
 
 def all_decoded(models: Models, requests: int) -> bool:
-    """Say whether so many requests are without an answer, and none has still to be decoded."""
+    """Return whether this many requests are unanswered and all of them are decoded."""
     device_queue, served_models = models.all()[0]._device_queue, [classifier._model for classifier in models.all()]
     return sum(model.unanswered for model in served_models) == requests and not (
         len(device_queue._encoded) or device_queue._decoding
@@ -139,12 +139,11 @@ def all_decoded(models: Models, requests: int) -> bool:
 
 
 def deadline_in(seconds: float) -> float:
-    """Return a deadline."""
     return asyncio.get_running_loop().time() + seconds
 
 
 async def occupy_device(models: Models, session: SteppedSession, model: str = "fake") -> "asyncio.Task[Classification]":
-    """Ask for one image and return when the device is busy with it, so that what follows has to wait."""
+    """Start classifying an image and return when it occupies the device, so that later images wait."""
     entered = session.entered
     task = start_classify(models, png(28, 28, seed=9), dense_protocol(28), model=model)
     await until(lambda: session.entered > entered)
@@ -156,7 +155,7 @@ def run_scenario(scenario: Callable[[], Awaitable[None]]) -> None:
 
 
 class DecodeGate:
-    """Holds the threads that decode images of a given number of bytes."""
+    """Blocks the threads that decode images of given sizes in bytes."""
 
     def __init__(self, models: Models, held: set[int]) -> None:
         self.entered, self.open = threading.Event(), threading.Event()

@@ -1,6 +1,6 @@
-"""What a server does not take on, where the time of an image goes, and that nothing is left of those who leave.
+"""Refused images, timings, and that callers who leave leave nothing behind.
 
-The door by itself: test_door.py.
+Admission control alone: test_admission_queue.py.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ def test_of_q_and_k_calls_exactly_k_are_refused_at_once_and_the_others_are_answe
             session.release_all()
             answers = await asyncio.gather(*tasks)
             assert answers.count("refused") == surplus
-            assert await ask(99) != "refused", "the places should be free again"
+            assert await ask(99) != "refused", "the queue should have room again"
 
     asyncio.run(scenario())
 
@@ -115,8 +115,8 @@ def test_an_answer_says_where_its_time_went(heatmap: bool) -> None:
 
     async def scenario() -> None:
         with serve_models(fake=session) as models:
-            asked = models.get("fake").answer(png(40, 57), protocol, 2, heatmap=heatmap)
-            task = asyncio.create_task(asked)
+            answer = models.get("fake").answer(png(40, 57), protocol, 2, heatmap=heatmap)
+            task = asyncio.create_task(answer)
             await until(lambda: session.entered)
             await asyncio.sleep(0.05)
             session.release_all()
@@ -143,7 +143,7 @@ def test_an_answer_says_where_its_time_went(heatmap: bool) -> None:
 
 @pytest.mark.parametrize("provider", ["CPUExecutionProvider", "CUDAExecutionProvider"])
 def test_whoever_leaves_whenever_nothing_of_them_is_left_and_every_view_is_computed_or_dropped(provider: str) -> None:
-    """Callers come, leave and run out of time at random, some with images that are none."""
+    """Callers arrive, cancel and pass their deadline at random, some with invalid images."""
     rules = BatchRules(canvas_step=4, max_pixels=9 * 40 * 60, switch_pixels=10**4)
     sessions = {
         name: SteppedSession(provider=provider, rules=rules if provider.startswith("CUDA") else None, seed=seed)
@@ -215,7 +215,7 @@ def test_a_mirrored_protocol_costs_a_client_twice_the_turns_of_a_plain_one() -> 
 
 
 def test_clients_take_turns_at_decoding_by_what_their_files_cost_and_not_by_their_number() -> None:
-    """A file of 30 kB is told to cost fourteen times as much as one of 2 kB, by its bytes and its view's pixels."""
+    """By its bytes and its view's pixels, a file of 30 kB costs fourteen times as much as one of 2 kB."""
     session = FakeSession()
     model = ScheduledModel("fake", session, Metrics().of_model("fake", session), lambda *_: [])
 

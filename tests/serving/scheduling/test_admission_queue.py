@@ -1,4 +1,4 @@
-"""The door of a model: who is let in, who is refused or waits, and that nothing is left of anybody."""
+"""Admission control of a model: who is admitted, refused or waits, and that nothing is left afterwards."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -57,7 +57,7 @@ def test_an_image_of_more_views_than_may_wait_is_let_in_where_nothing_waits() ->
 
 
 def enter(admission: AdmissionController, stack: ExitStack, client: str, images: int, views: int = 1) -> int:
-    """Try to let so many images of a client in; returns how many were."""
+    """Try to admit this many images of a client; return how many were admitted."""
     for number in range(images):
         try:
             stack.enter_context(admission.admit_or_refuse(10, views, client))
@@ -72,11 +72,11 @@ def test_a_client_that_fills_the_door_keeps_no_other_out() -> None:
         assert enter(admission, stack, "greedy", 100) == 40
         assert enter(admission, stack, "small", 3) == 3
         assert enter(admission, stack, "greedy", 1) == 0, "it has more than its share"
-        assert enter(admission, stack, "small", 100) == 10 - 3, "a quarter more than may wait, and no more"
+        assert enter(admission, stack, "small", 100) == 10 - 3, "1.25 times the limit, and no more"
         assert enter(admission, stack, "another", 1) == 0
     assert (admission.images, admission.views, admission.bytes) == (0, 0, 0)
     with ExitStack() as stack:
-        assert enter(admission, stack, "small", 100) == 40, "nothing is remembered of who has left"
+        assert enter(admission, stack, "small", 100) == 40, "clients that have left are forgotten"
 
 
 def test_among_many_clients_the_share_that_still_gets_in_is_that_of_each() -> None:
@@ -105,7 +105,7 @@ def test_who_waits_at_the_door_is_let_in_one_by_one_as_others_leave_and_no_refus
         await asyncio.sleep(0)
         leave[1].set()
         await until(lambda: len(inside) == 3)
-        assert inside == [0, 1, 3], "in the order in which they came"
+        assert inside == [0, 1, 3], "in order of arrival"
         for event in leave:
             event.set()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -188,7 +188,7 @@ def with_driver(scenario: Callable[[AdmissionDriver], Awaitable[None]], **queue:
 def test_one_client_that_waits_outside_does_not_hold_up_another() -> None:
     async def scenario(driver: AdmissionDriver) -> None:
         await driver.come("a0", "a1", "a2", "a3", "a4", "b0", "b1")
-        assert driver.inside == ["a0", "a1", "a2", "a3", "b0"], "b has the quarter that is there for others"
+        assert driver.inside == ["a0", "a1", "a2", "a3", "b0"], "b uses the reserve"
         await driver.leave("a0")
         assert driver.inside[5:] == ["b1"], "it has one of five inside, less than half of four; a has three"
 
@@ -212,7 +212,7 @@ def test_a_call_that_does_not_wait_takes_no_room_for_which_somebody_stands_in_li
         await driver.come("a0", views=9)
         await driver.come("b0", views=5)
         await driver.come("a1", views=9)
-        with pytest.raises(Overloaded), driver.admission.admit_or_refuse(10, 3, "a"):  # which 20 would bear
+        with pytest.raises(Overloaded), driver.admission.admit_or_refuse(10, 3, "a"):  # it would fit into 20
             pass
         with driver.admission.admit_or_refuse(10, 3, "b"):  # it has less than its share
             pass
@@ -235,7 +235,7 @@ def test_who_has_its_share_takes_no_room_for_which_somebody_else_stands_in_line(
 
 
 def test_large_images_get_in_one_after_the_other_though_small_ones_of_many_others_come_without_end() -> None:
-    """In a line alone a1 would wait for ever: each of the others has less than its share again and again."""
+    """In a plain queue a1 would wait forever: each of the others repeatedly has less than its share."""
 
     async def scenario(driver: AdmissionDriver) -> None:
         others = "bcdef"
@@ -244,7 +244,7 @@ def test_large_images_get_in_one_after_the_other_though_small_ones_of_many_other
         await driver.come("a0", "a1", views=20)
         assert driver.inside[100:] == ["a0"]
         for number in range(21, 30):
-            for client in others:  # each a stream, of which one waits outside
+            for client in others:  # each a stream, one of which waits for admission
                 await driver.leave(f"{client}{number - 21}")
                 await driver.come(f"{client}{number}")
         assert "f24" in driver.inside
@@ -276,7 +276,7 @@ def test_one_that_is_let_in_and_cancelled_at_the_same_moment_leaves_its_place_to
         await driver.come("a1", "a2")
         if first == "let in":
             inside.__exit__(None, None, None)
-            assert len(driver.admission._waiters) == 1, "a1 is let in, and does not know it yet"
+            assert len(driver.admission._waiters) == 1, "a1 is admitted, but its task has not resumed yet"
             driver.cancel("a1")
         else:
             driver.cancel("a1")
@@ -310,7 +310,7 @@ class PlainTicket:
 
 @dataclass
 class ReferenceAdmission:
-    """The same rules over lists, of which everything is counted anew each time."""
+    """The same rules over plain lists; all totals are recomputed each time."""
 
     max_views: int
     max_bytes: int
@@ -320,12 +320,12 @@ class ReferenceAdmission:
     def has_room(self, who: PlainTicket, *, first: bool) -> bool:
         own = [other for other in self.inside if other.client == who.client]
         clients = {other.client for other in (*self.inside, who)}
-        for unit, most in (("views", self.max_views), ("size", self.max_bytes)):
+        for unit, limit in (("views", self.max_views), ("size", self.max_bytes)):
             total = sum(getattr(other, unit) for other in (*self.inside, who))
-            its = sum(getattr(other, unit) for other in (*own, who))
-            little = not own or its * len(clients) <= most
-            enough = 4 * total <= 5 * most if little else first and total <= most
-            if not enough:
+            own_total = sum(getattr(other, unit) for other in (*own, who))
+            below_share = not own or own_total * len(clients) <= limit
+            fits = 4 * total <= 5 * limit if below_share else first and total <= limit
+            if not fits:
                 return not self.inside
         return True
 

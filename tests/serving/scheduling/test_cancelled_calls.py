@@ -1,4 +1,4 @@
-"""Callers who leave or run out of time, of whom nothing is computed any more, and models that are closed."""
+"""Calls that are cancelled or past their deadline, which are not computed, and models that are closed."""
 
 import asyncio
 import threading
@@ -104,7 +104,9 @@ def test_cancelling_what_is_being_computed_disturbs_nobody() -> None:
             session.release_all()
             await other
             assert metric_value(models, "dropped_views_total", "fake", reason="cancelled") == 0
-            assert metric_value(models, "request_seconds_count", "fake") == 1, "no answer is made for who has left"
+            assert metric_value(models, "request_seconds_count", "fake") == 1, (
+                "no answer is built for a caller that has left"
+            )
 
     run_scenario(scenario)
 
@@ -175,21 +177,21 @@ def test_the_speed_is_told_in_one_thread_while_another_measures_and_a_third_doub
         except Exception as error:
             failed.append(error)
 
-    told: list[float] = []
+    estimates: list[float] = []
     works = (
         lambda: batch_times.record(100, 2.0),
-        lambda: told.append(batch_times.expected(50)),
+        lambda: estimates.append(batch_times.expected(50)),
         batch_times.forget_oldest,
     )
     threads = [threading.Thread(target=again, args=(work,)) for work in works for _ in range(2)]
     for thread in threads:
         thread.start()
-    eventually(lambda: bool(failed) or len(told) > 20_000)
+    eventually(lambda: bool(failed) or len(estimates) > 20_000)
     ended.set()
     for thread in threads:
         thread.join()
     assert failed == []
-    assert {*told} <= {0.0, 1.0}
+    assert {*estimates} <= {0.0, 1.0}
 
 
 def test_who_runs_out_of_time_while_it_waits_for_memory_to_be_decoded_in_holds_no_thread_any_more() -> None:
@@ -233,11 +235,11 @@ def test_a_staged_batch_runs_without_those_who_left_meanwhile() -> None:
             assert metric_value(models, "batch_views_sum", "fake") == 3
 
     run_scenario(scenario)
-    assert session.calls[1][0] == 3, "the shape stays that of the plan, because a new one costs a GPU time"
+    assert session.calls[1][0] == 3, "the planned shape stays, because a new one costs time on a GPU"
 
 
 def test_a_view_that_is_computed_though_its_caller_has_left_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The counter that stays at 0 everywhere else: here whoever has left is run all the same."""
+    """This counter is 0 in all other tests; here the views of a cancelled call are computed deliberately."""
     session = SteppedSession(provider="CUDAExecutionProvider", rules=replace(GPU_RULES, max_pixels=3 * 32 * 44))
     begin = DeviceQueue.begin
     monkeypatch.setattr(DeviceQueue, "begin", lambda device_queue, views: (list(views), begin(device_queue, views)[1]))
@@ -286,7 +288,7 @@ def test_who_leaves_while_a_batch_is_planned_is_not_in_it(monkeypatch: pytest.Mo
 
 
 def test_who_ran_out_of_time_is_left_out_also_where_no_timer_has_said_so() -> None:
-    """As when the event loop has been held up."""
+    """As when the event loop is blocked."""
     model = ScheduledModel("fake", FakeSession(), Metrics().of_model("fake", FakeSession()), lambda *_: [])
 
     async def scenario() -> None:

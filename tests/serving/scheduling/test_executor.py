@@ -1,4 +1,4 @@
-"""Batches of what waits: who shares one, in which order, and what is made ready meanwhile."""
+"""How waiting views are batched: which share a batch, in which order, and what is decoded meanwhile."""
 
 import asyncio
 import threading
@@ -44,9 +44,9 @@ def test_requests_share_batches_and_get_the_answers_they_get_alone(provider: str
             session.release_all()
             for image, task in zip(images, tasks, strict=True):
                 (alone,) = classify_images(FakeSession(), [decode_rgb(image)], protocol)
-                found = await task
-                np.testing.assert_array_equal(found.scores, alone.scores)
-                assert [view.windows for view in found.views] == [view.windows for view in alone.views]
+                result = await task
+                np.testing.assert_array_equal(result.scores, alone.scores)
+                assert [view.windows for view in result.views] == [view.windows for view in alone.views]
             await first
             assert metric_value(models, "batch_views_sum", "fake") == 37
 
@@ -110,7 +110,7 @@ def test_a_large_client_delays_another_ones_small_image_by_one_batch_at_most(lar
                     for seed in range(3)
                 ]
             await until(lambda: ready_view_count(models) >= 36)
-            session.release_batches()  # one batch of the large client runs now
+            session.release_batches()  # one batch of the large client starts
             await until(lambda: session.entered == 2)
             small = start_classify(models, png(33, 35, 1), dense_protocol(33), client="small")
             await until(lambda: ready_view_count(models) and models.get("")._device_queue._ready.has("fake", "small"))
@@ -210,7 +210,7 @@ def test_a_batch_does_not_wait_while_another_model_could_compute() -> None:
             ]
             await until(lambda: ready_view_count(models) == 2)
             session.release_all()
-            # Whose turn comes first does not wait for the late image; who is then alone does.
+            # The first model does not wait for the late image; the second, then alone, does.
             await asyncio.wait([busy])
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             assert not second.done()
@@ -269,7 +269,7 @@ def test_no_more_bytes_are_decoded_than_there_is_room_for_but_one_image_always()
 @pytest.mark.parametrize(
     ("protocol", "size"),
     [
-        (dense_protocol(40, mirror=True), 3 * 40 * 40),  # a mirrored view lies in the memory of its plain one
+        (dense_protocol(40, mirror=True), 3 * 40 * 40),  # a mirrored view shares the memory of the other
         (dense_protocol(40, 50), 3 * (40 * 40 + 50 * 50)),
         (build_protocol("ten-crop", fake_contract()), 3 * 5 * 28 * 28),
     ],

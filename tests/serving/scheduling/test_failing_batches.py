@@ -1,4 +1,4 @@
-"""What fails with a batch: no more than has to, and everything when the device is lost."""
+"""A failed batch fails as few requests as possible, a lost device all of them."""
 
 import asyncio
 import threading
@@ -31,11 +31,11 @@ from tests.serving.scheduling.scheduler_harness import (
 )
 from tests.serving.serving_harness import png
 
-MAGIC = 7  # seed of an image that some sessions do not bear
+MAGIC = 7  # seed of an image on which some sessions fail
 
 
 def magic(images: np.ndarray) -> bool:
-    """Say whether the image that is not borne is in a batch."""
+    """Return whether the failing image is in a batch."""
     with_it = decode_rgb(png(32, 41, seed=MAGIC))
     return any((image[:32, :41] == with_it).all() for image in images if image.shape[0] >= 32 and image.shape[1] >= 41)
 
@@ -62,7 +62,7 @@ def test_one_bad_image_fails_alone_and_its_neighbours_are_answered() -> None:
                 else:
                     (alone,) = classify_images(FakeSession(), [decode_rgb(image)], dense_protocol(32))
                     np.testing.assert_array_equal((await task).scores, alone.scores)
-            assert await start_classify(models, png(32, 41, 9), dense_protocol(32)), "the device lives on"
+            assert await start_classify(models, png(32, 41, 9), dense_protocol(32)), "the device keeps working"
             failures = metric_value(models, "batch_failures_total", "fake", reason="error")
             assert failures == 4, "of 8, 4, 2 and 1 views"
 
@@ -129,11 +129,11 @@ def test_a_lost_device_fails_all_that_waits_and_comes_and_is_told_once(error: Ex
         if lost.is_set():
             raise error
 
-    lost, told = threading.Event(), []
+    lost, reported = threading.Event(), []
     session = SteppedSession(fail=broken)
 
     async def scenario() -> None:
-        with serve_models(QueueOptions(ready_views=5), told.append, fake=session, other=FakeSession()) as models:
+        with serve_models(QueueOptions(ready_views=5), reported.append, fake=session, other=FakeSession()) as models:
             first = await occupy_device(models, session)
             gate = DecodeGate(models, set())
             tasks = [
@@ -142,19 +142,21 @@ def test_a_lost_device_fails_all_that_waits_and_comes_and_is_told_once(error: Ex
             ]
             tasks.append(
                 start_classify(models, png(32, 41, 5), dense_protocol(32, 33, 34, 35))
-            )  # for whose views there is no room
+            )  # no room for their views
             await until(lambda: ready_view_count(models) == 4 and len(models.get("fake")._device_queue._encoded) == 1)
             lost.set()
             session.release_all()
             for task in (first, *tasks, start_classify(models, png(32, 41), dense_protocol(32), model="other")):
                 with pytest.raises(DeviceLost, match="planted"):
                     await task
-            assert not models.get("fake")._device_queue.mark_lost(DeviceLost("again"), []), "that is no news"
-            assert gate.prepared == 4, "what still waits to be decoded need not be any more"
+            assert not models.get("fake")._device_queue.mark_lost(DeviceLost("again"), []), (
+                "the device was lost already"
+            )
+            assert gate.prepared == 4, "waiting images are not decoded any more"
 
     run_scenario(scenario)
-    assert len(told) == 1
-    assert "planted" in str(told[0])
+    assert len(reported) == 1
+    assert "planted" in str(reported[0])
     assert session.calls == []
 
 
@@ -162,22 +164,22 @@ def test_an_image_that_is_decoded_while_the_device_is_lost_fails_too() -> None:
     late = png(32, 41, 2) + b"end"
 
     def lost_at_first(_images: np.ndarray) -> None:
-        if not told:
+        if not reported:
             raise DeviceLost("planted")
 
-    told: list[DeviceLost] = []
+    reported: list[DeviceLost] = []
 
     async def scenario() -> None:
         session = SteppedSession(fail=lost_at_first)
         session.release_all()
-        with serve_models(QueueOptions(batch_wait=0), on_lost=told.append, fake=session) as models:
+        with serve_models(QueueOptions(batch_wait=0), on_lost=reported.append, fake=session) as models:
             gate = DecodeGate(models, {len(late)})
             decoding = start_classify(models, late, dense_protocol(32))
             await until(gate.entered.is_set)
             for task in (start_classify(models, png(32, 41), dense_protocol(32)), decoding):
                 with pytest.raises(DeviceLost, match="planted"):
                     await task
-                await until(lambda: told)
+                await until(lambda: reported)
                 gate.open.set()
         assert session.entered == 1
 
@@ -249,7 +251,7 @@ def test_window_scores_that_cannot_be_fetched_fail_the_request_that_wants_them_a
             with pytest.raises(type(error), match="planted"):
                 await mapped
             assert (await plain).views[0].window_scores is None
-            assert await start_classify(models, png(32, 41, 9), dense_protocol(32)), "the device lives on"
+            assert await start_classify(models, png(32, 41, 9), dense_protocol(32)), "the device keeps working"
             for reason, number in failures.items():
                 assert metric_value(models, "batch_failures_total", "fake", reason=reason) == number, (
                     "of two views, and one"
@@ -260,7 +262,7 @@ def test_window_scores_that_cannot_be_fetched_fail_the_request_that_wants_them_a
 
 @pytest.mark.parametrize("staged", [False, True])
 def test_the_canvases_of_a_batch_that_failed_are_gone_before_less_is_tried(staged: bool) -> None:
-    """Also those that were staged, and those in the frames of the error."""
+    """Including staged ones and those in the frames of the error."""
     canvases: list[weakref.ref[np.ndarray]] = []
     alive: list[int] = []
 
@@ -269,7 +271,7 @@ def test_the_canvases_of_a_batch_that_failed_are_gone_before_less_is_tried(stage
             raise RuntimeError("the runtime's own")
 
     def fail(images: np.ndarray) -> None:
-        alive.append(sum(found() is not None for found in canvases))
+        alive.append(sum(reference() is not None for reference in canvases))
         canvases.append(weakref.ref(images))
         try:
             runtime(images)

@@ -10,7 +10,7 @@ from prelunet.evaluator.serving.scheduling.fair_queue import FairQueue
 
 
 class Oracle:
-    """The same rule over plain lists: forgets nobody while anything waits, and looks at everything each time."""
+    """The same rule over plain lists: forgets no flow while anything waits, and recomputes everything each time."""
 
     def __init__(self) -> None:
         self.items: list[tuple[str, str, str, int]] = []  # name, model, client, cost
@@ -49,7 +49,7 @@ class Oracle:
         (item,) = (item for item in self.items if item[0] == name)
         self.items.remove(item)
         for group in ((), (item[1],)):
-            if not self._members(group):  # where nobody waits everybody is equal again
+            if not self._members(group):  # when nothing waits, all start equal again
                 self.clocks.pop(group, None)
                 for member in [member for member in self.starts if member[: len(group)] == group and member != group]:
                     del self.starts[member]
@@ -69,7 +69,7 @@ def test_the_order_is_that_of_a_plain_list_that_forgets_nobody(steps: list[tuple
             queue.put(f"{number}", model, client, cost)
             oracle.put(f"{number}", model, client, cost)
         elif oracle.items:
-            # Some steps take or withdraw something whose turn it is not: views join batches.
+            # Some steps take or withdraw an item that is not next: views join batches.
             name = oracle.first() if cost < 7 else oracle.items[number % len(oracle.items)][0]
             (queue.take if step == "t" else queue.withdraw)(name)
             (oracle.take if step == "t" else oracle.withdraw)(name)
@@ -165,7 +165,7 @@ def test_new_clients_without_end_do_not_starve_who_waits() -> None:
         taken.append(item)
         if item == "second of old":
             break
-    # While the clients become more, the clock moves by 1/(clients + 1) for each item: slowly, but it moves.
+    # With more and more clients, the clock advances by 1/(clients + 1) for each item: slowly, but it advances.
     assert "first of old" in taken[:2]
     for number, item in enumerate(drained(queue)):
         if item == "second of old":
@@ -193,15 +193,15 @@ def test_a_client_that_asks_again_as_soon_as_it_is_answered_gets_its_share_and_n
 
 def test_nothing_is_kept_of_clients_who_have_nothing_waiting() -> None:
     queue = FairQueue[str]()
-    most = 0
+    largest = 0
     for number in range(20_000):  # one always waits, so that the queue is never empty
         queue.put(f"{number}", "A", f"client {number}", 1 + number % 7)
         if number:
             item = queue.first()
             assert item is not None
             queue.take(item)
-        most = max(most, queue.entry_count())
-    assert most < 50
+        largest = max(largest, queue.entry_count())
+    assert largest < 50
     for _ in drained(queue):
         pass
     assert queue.entry_count() == 0

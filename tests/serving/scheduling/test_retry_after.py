@@ -1,4 +1,4 @@
-"""When those who are refused are told to come back: by the pace of answers."""
+"""The retry delay of refused callers, which depends on the throughput of answers."""
 
 import random
 
@@ -12,23 +12,23 @@ from tests.serving.scheduling.test_admission_queue import build_admission
 
 def test_of_those_who_are_refused_together_not_all_are_told_the_same_time() -> None:
     admission, _ = build_admission(max_views=1)
-    told = set()
+    delays = set()
     with admission.admit_or_refuse(1, 1):
         for _ in range(20):
             with pytest.raises(Overloaded) as refusal, admission.admit_or_refuse(1, 1):
                 pass
-            told.add(refusal.value.retry_after)
-    assert len(told) > 10
+            delays.add(refusal.value.retry_after)
+    assert len(delays) > 10
     assert (
         0.5 * admission_module.DEFAULT_RETRY_AFTER
-        <= min(told)
-        <= max(told)
+        <= min(delays)
+        <= max(delays)
         <= 1.5 * admission_module.DEFAULT_RETRY_AFTER
     )
 
 
 class Clock:
-    """Stands still until a test moves it."""
+    """A clock that only the test advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -51,7 +51,7 @@ def test_the_pace_is_that_of_answers_while_something_waits() -> None:
     throughput.record_departure(2)
     assert throughput.seconds(4) == pytest.approx(4 * (1.5 * 2 * 254 / 256 + 1) / (2 * 254 / 256 + 2))
     clock.now += 5
-    throughput.record_departure(0)  # one that was not answered: its time counts, its views do not
+    throughput.record_departure(0)  # not answered: its time counts, its views do not
     assert throughput.seconds(4) == pytest.approx(4 * (1.5 * 2 * 254 / 256 + 6) / (2 * 254 / 256 + 2))
 
 
@@ -67,7 +67,7 @@ def test_the_pace_of_long_ago_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "told"),
+    ("seconds", "expected"),
     [
         (None, admission_module.DEFAULT_RETRY_AFTER),
         (0.0001, admission_module.MIN_RETRY_AFTER),
@@ -76,7 +76,7 @@ def test_the_pace_of_long_ago_is_forgotten() -> None:
     ],
 )
 def test_who_is_refused_is_told_when_those_who_wait_will_be_through(
-    seconds: float | None, told: float, monkeypatch: pytest.MonkeyPatch
+    seconds: float | None, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(random, "uniform", lambda low, high: (low + high) / 2)
     admission, _ = build_admission(max_views=3)
@@ -86,4 +86,4 @@ def test_who_is_refused_is_told_when_those_who_wait_will_be_through(
             clock.now += seconds
     with admission.admit_or_refuse(1, 3), pytest.raises(Overloaded) as refusal, admission.admit_or_refuse(1, 1):
         pass
-    assert refusal.value.retry_after == pytest.approx(told)
+    assert refusal.value.retry_after == pytest.approx(expected)

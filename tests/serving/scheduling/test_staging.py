@@ -1,4 +1,4 @@
-"""Beside a GPU: batches that are made ready while another is computed, and canvases that have run before."""
+"""On a GPU: batches staged during the computation of another, and shape buckets that have run before."""
 
 import asyncio
 import threading
@@ -65,7 +65,7 @@ def test_beside_a_gpu_a_full_batch_is_staged_while_another_is_computed_and_no_ot
 def test_enough_views_for_a_batch_of_which_no_batch_is_full_are_not_staged_ahead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    threads, found, is_full = [], [], executor._is_full
+    threads, full_checks, is_full = [], [], executor._is_full
 
     class Staging(SteppedSession):
         def stage(self, images, sizes):
@@ -73,8 +73,8 @@ def test_enough_views_for_a_batch_of_which_no_batch_is_full_are_not_staged_ahead
             return super().stage(images, sizes)
 
     def watched(*arguments: object) -> bool:
-        found.append(is_full(*arguments))
-        return found[-1]
+        full_checks.append(is_full(*arguments))
+        return full_checks[-1]
 
     monkeypatch.setattr(executor, "_is_full", watched)
     session = Staging(
@@ -86,12 +86,12 @@ def test_enough_views_for_a_batch_of_which_no_batch_is_full_are_not_staged_ahead
             await occupy_device(models, session)
             sides = ((32, 41), (48, 61), (41, 32), (61, 48))  # four canvases
             tasks = [start_classify(models, png(*size), dense_protocol(min(size))) for size in (*sides, *sides)]
-            await until(lambda: found)
+            await until(lambda: full_checks)
             session.release_all()
             await asyncio.gather(*tasks)
 
     run_scenario(scenario)
-    assert not any(found)
+    assert not any(full_checks)
     assert set(threads) == {"compute-cuda-0"}
 
 
@@ -100,7 +100,7 @@ def test_enough_views_for_a_batch_of_which_no_batch_is_full_are_not_staged_ahead
     [
         ([Batch((0, 1), 32, 44, 2)], False),
         ([Batch((0, 1, 2), 32, 44, 3)], False),
-        ([Batch((0, 1, 2, 3), 32, 44, 4)], True),  # five would fit, but no rung has five
+        ([Batch((0, 1, 2, 3), 32, 44, 4)], True),  # five would fit, but no bucket has five rows
         ([Batch((0, 1), 32, 44, 2), Batch((2,), 48, 64, 1)], False),
         ([Batch((0, 1), 32, 44, 2), Batch((2, 3), 32, 44, 2)], True),  # cut into two of the same size
     ],
@@ -124,7 +124,7 @@ def test_batches_of_a_gpu_keep_to_what_has_run_before_the_server_was_ready(monke
 
     rules = BatchRules(canvas_step=8, max_pixels=2**24, switch_pixels=10**6)
     session = Quick(provider="CUDAExecutionProvider", rules=rules)
-    # Not `preallocate`, with which the largest batch of a validation would run, which a server never has.
+    # Not `preallocate`, which would run validation's largest batch; a server never has one that large.
     monkeypatch.setattr(models_module, "open_with_placement", lambda _path, _placement: session)
     ((_, loaded),) = load_models([ModelFile("fake", Path("fake.onnx"))], Placement("cuda"))
     warm = set(session.calls)
@@ -148,12 +148,12 @@ def test_a_device_that_is_lost_is_told_once_also_where_the_next_batch_is_staged_
     def lost(_images: np.ndarray) -> None:
         raise DeviceLost("planted")
 
-    told: list[DeviceLost] = []
+    reported: list[DeviceLost] = []
     rules = replace(GPU_RULES, max_pixels=3 * 32 * 44)
     session = SteppedSession(provider="CUDAExecutionProvider", rules=rules, fail=lost)
 
     async def scenario() -> None:
-        with serve_models(on_lost=told.append, fake=session) as models:
+        with serve_models(on_lost=reported.append, fake=session) as models:
             tasks = [await occupy_device(models, session)]
             tasks += [start_classify(models, png(32, 41, seed), dense_protocol(32)) for seed in range(3)]
             await until(lambda: all_decoded(models, 4) and not ready_view_count(models))
@@ -164,4 +164,4 @@ def test_a_device_that_is_lost_is_told_once_also_where_the_next_batch_is_staged_
 
     run_scenario(scenario)
     assert session.entered == 2
-    assert len(told) == 1
+    assert len(reported) == 1

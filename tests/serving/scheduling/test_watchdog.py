@@ -1,4 +1,4 @@
-"""A device that hangs: noticed neither too early nor never, and nobody is left waiting for it."""
+"""A hanging device is detected, not too early, and no caller keeps waiting for it."""
 
 import asyncio
 import threading
@@ -39,7 +39,7 @@ from tests.serving.serving_harness import png
 
 @dataclass
 class Clock:
-    """A clock that a test moves on."""
+    """A clock that the test advances."""
 
     now: float = 1000.0
 
@@ -59,20 +59,20 @@ def served_model(name: str = "model") -> ScheduledModel:
     return ScheduledModel(name, session, Metrics().of_model(name, session), lambda *_: [])
 
 
-def hang_timeout(watching: Watchdog, told: list[DeviceLost], of: ScheduledModel, pixels: int) -> int:
-    """Return after how many seconds a batch is said to hang."""
+def hang_timeout(watching: Watchdog, reported: list[DeviceLost], of: ScheduledModel, pixels: int) -> int:
+    """Return the number of seconds after which a batch is reported as hanging."""
     with watching.watch_batch(of, [], pixels):
         for seconds in range(100_000):
-            if told:
-                told.clear()
-                return seconds - 1  # it may take so long
+            if reported:
+                reported.clear()
+                return seconds - 1  # the longest time allowed
             watching.check(1)
-    raise AssertionError("it is waited for for ever")
+    raise AssertionError("the batch is never reported")
 
 
 def test_a_batch_may_take_twenty_times_the_longest_of_its_model_in_proportion_where_it_is_larger(clock: Clock) -> None:
-    told: list[DeviceLost] = []
-    watching, model, other = Watchdog(lambda error, _: told.append(error)), served_model(), served_model("other")
+    reported: list[DeviceLost] = []
+    watching, model, other = Watchdog(lambda error, _: reported.append(error)), served_model(), served_model("other")
 
     def measured(of: ScheduledModel, seconds: int, pixels: int) -> None:
         with watching.watch_batch(of, [], pixels):
@@ -80,41 +80,43 @@ def test_a_batch_may_take_twenty_times_the_longest_of_its_model_in_proportion_wh
                 clock.now += 1
                 watching.check(1)
 
-    assert hang_timeout(watching, told, model, 100) == FIRST_BATCH_TIMEOUT, "one that hung is no measure for the next"
+    assert hang_timeout(watching, reported, model, 100) == FIRST_BATCH_TIMEOUT, (
+        "a hanging batch does not count as the longest"
+    )
     measured(model, 1, 100)
-    assert hang_timeout(watching, told, model, 100) == MIN_TIMEOUT
-    assert hang_timeout(watching, told, model, 1000) == HANG_FACTOR * 10
+    assert hang_timeout(watching, reported, model, 100) == MIN_TIMEOUT
+    assert hang_timeout(watching, reported, model, 1000) == HANG_FACTOR * 10
     measured(model, 10, 100)
     measured(model, 1, 500)
-    assert [hang_timeout(watching, told, model, pixels) for pixels in (50, 100, 300)] == [200, 200, 600]
-    assert hang_timeout(watching, told, other, 100) == FIRST_BATCH_TIMEOUT
+    assert [hang_timeout(watching, reported, model, pixels) for pixels in (50, 100, 300)] == [200, 200, 600]
+    assert hang_timeout(watching, reported, other, 100) == FIRST_BATCH_TIMEOUT
 
 
 def test_an_hour_in_which_the_process_stood_still_makes_nobody_more_patient(clock: Clock) -> None:
-    told: list[DeviceLost] = []
-    watching, model = Watchdog(lambda error, _: told.append(error)), served_model()
+    reported: list[DeviceLost] = []
+    watching, model = Watchdog(lambda error, _: reported.append(error)), served_model()
     with watching.watch_batch(model, [], 100):
-        clock.now += 3600  # without a look
-    assert hang_timeout(watching, told, model, 100) == MIN_TIMEOUT
+        clock.now += 3600  # without a check
+    assert hang_timeout(watching, reported, model, 100) == MIN_TIMEOUT
 
 
 def test_a_batch_that_hangs_is_told_once_with_its_views_and_others_are_left_alone(clock: Clock) -> None:
-    told: list[tuple[DeviceLost, Any]] = []
-    watching, model = Watchdog(lambda *arguments: told.append(arguments)), served_model()
+    reported: list[tuple[DeviceLost, Any]] = []
+    watching, model = Watchdog(lambda *arguments: reported.append(arguments)), served_model()
     hung, late = [object()], [object()]
     with watching.watch_batch(model, hung, 9):  # type: ignore[arg-type]
         watching.check(FIRST_BATCH_TIMEOUT)
         with watching.watch_batch(model, late, 9):  # type: ignore[arg-type]
             watching.check(1)
             watching.check(1)
-    [(error, views)] = told
+    [(error, views)] = reported
     assert views is hung
     assert "CPUExecutionProvider has been computing one batch for 601 s" in str(error)
 
 
 def test_a_process_that_stood_still_has_not_waited(clock: Clock) -> None:
-    told: list[DeviceLost] = []
-    watching, looks = Watchdog(lambda error, _: told.append(error)), 0
+    reported: list[DeviceLost] = []
+    watching, looks = Watchdog(lambda error, _: reported.append(error)), 0
 
     def wait(seconds: float) -> bool:
         nonlocal looks
@@ -125,15 +127,15 @@ def test_a_process_that_stood_still_has_not_waited(clock: Clock) -> None:
 
     with watching.watch_batch(served_model(), [], 9):
         watching.watch(SimpleNamespace(wait=wait))  # type: ignore[arg-type]
-        assert told == []
+        assert reported == []
         looks = 0
         watching.watch(SimpleNamespace(wait=wait))  # type: ignore[arg-type]
-        assert len(told) == 1
+        assert len(reported) == 1
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every batch hang that takes longer than a moment."""
+    """Report every batch that takes longer than a moment as hanging."""
     monkeypatch.setattr(watchdog, "FIRST_BATCH_TIMEOUT", 0.05)
     monkeypatch.setattr(watchdog, "MIN_TIMEOUT", 0.05)
     monkeypatch.setattr(watchdog, "CHECK_INTERVAL", 0.01)
@@ -142,11 +144,11 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("impatient")
 def test_a_device_that_hangs_fails_all_that_waits_and_comes_and_is_told_once() -> None:
-    told: list[DeviceLost] = []
+    reported: list[DeviceLost] = []
     session = SteppedSession()
 
     async def scenario() -> None:
-        with serve_models(QueueOptions(ready_views=2), told.append, fake=session) as models:
+        with serve_models(QueueOptions(ready_views=2), reported.append, fake=session) as models:
             tasks = [await occupy_device(models, session)]
             tasks += [
                 start_classify(models, png(32, 41 + seed, seed), dense_protocol(32), client=f"{seed}")
@@ -158,10 +160,10 @@ def test_a_device_that_hangs_fails_all_that_waits_and_comes_and_is_told_once() -
             with pytest.raises(DeviceLost, match="computing one batch"):
                 await start_classify(models, png(32, 41), dense_protocol(32))
             assert metric_value(models, "batch_failures_total", "fake", reason="lost") == 1
-            session.release_all()  # it ends after all, which changes nothing
+            session.release_all()  # the batch ends after all, without effect
 
     run_scenario(scenario)
-    assert len(told) == 1
+    assert len(reported) == 1
     assert session.entered == 1
 
 
