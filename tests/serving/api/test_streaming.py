@@ -440,7 +440,7 @@ def test_an_image_too_many_waits_before_the_door_and_all_are_answered_in_their_t
         stream = stub.ClassifyStream(iter(sent.get, None), timeout=60)
         eventually(lambda: len(admission._waiters) == 1)
         assert server.metric("prelunet_waiting_images", model="fake") == 2
-        with pytest.raises(grpc.RpcError, match="at most 2 views"):
+        with pytest.raises(grpc.RpcError, match="the limit is 2 views"):
             stub.Classify(requests[0])
         stub.ListModels(pb.ListModelsRequest())  # time for the server to read more
         assert (admission.images, len(admission._waiters)) == (2, 1), "of five images; two should not be read yet"
