@@ -101,9 +101,7 @@ class DecodePool:
                 views = request.model.decode_views(request.image, request.protocol, request.caller.deadline)
                 ready = build_ready_views(request, views)
                 del views
-            except (
-                BaseException
-            ) as error:  # reported to the caller; this thread must survive, or others would wait forever
+            except BaseException as error:  # this thread must survive, or callers would wait forever
                 self._device_queue.decode_failed(request, as_reported(request.model, error))
             else:
                 self._device_queue.decoded(request, ready)

@@ -28,9 +28,7 @@ class FlowScheduler:
         self._virtual_time = 0.0
         self._start_tags: dict[str, float] = {}  # of waiting flows, in order of arrival
         self._ahead: dict[str, float] = {}  # start tags of flows that have left, later than the virtual time
-        self._catching_up: list[
-            tuple[float, str]
-        ] = []  # the same as a heap, which may still hold flows that have rejoined
+        self._catching_up: list[tuple[float, str]] = []  # the same as a heap, may include flows that have rejoined
 
     def __len__(self) -> int:
         return len(self._start_tags)

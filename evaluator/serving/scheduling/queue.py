@@ -253,7 +253,7 @@ class DeviceQueue:
                 self._fail(request, DeviceLost(self._lost))
         return first
 
-    # Called with the lock held
+    # Shared
 
     def _fail(self, request: Request, error: BaseException, end_reason: str = "failed") -> None:
         if self._end(request, end_reason):
