@@ -1,4 +1,4 @@
-"""What a labelled dataset is to everybody above: an ordered list of samples whose bytes can be read."""
+"""A labeled dataset: an ordered list of samples whose bytes can be read."""
 
 import hashlib
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ from typing import Protocol
 from prelunet.evaluator.errors import DatasetError, ImageError
 from prelunet.evaluator.imaging.limits import DecodeLimits
 
-UNLABELLED = -1  # the label of an image whose class nobody has told, as those of ImageNet's test set
+UNLABELLED = -1  # the label of an image of unknown class, as in ImageNet's test set
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One image of a dataset. file: relative name with '/'; label: class index or UNLABELLED; size: bytes."""
+    """One image of a dataset. file: relative name with '/'; label: class index or UNLABELLED; size: in bytes."""
 
     file: str
     label: int
@@ -23,20 +23,20 @@ class Sample:
 
 
 class Reader(Protocol):
-    """Gives the bytes of a sample; safe to call from several threads."""
+    """Reads samples. Thread-safe."""
 
     def read(self, file: str) -> bytes:
-        """Return the bytes of the file of that name."""
+        """Return the bytes of a file."""
         ...
 
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """All that it takes to open the same dataset again.
+    """Everything needed to open the same dataset again.
 
-    path: folder or archive; labels: file or folder that gives the labels, None where the dataset itself does;
-    no_labels: whether the images are taken without labels; limit: how many images, spread evenly, None for all;
-    classes: wnids of the classes whose images are taken, () for all.
+    path: folder or archive; labels: file or folder with the labels, None if the dataset itself contains them;
+    no_labels: whether labels are ignored; limit: number of images, spread evenly, None for all;
+    classes: wnids of the selected classes, () for all.
     """
 
     path: Path
@@ -51,10 +51,10 @@ class Dataset:
     """An ordered, labelled list of images.
 
     location: the folder or archive; classes: the wnids (class folder names) in label order;
-    samples: sorted by file name, which is the order of every run.
-    layout: how images and labels were found, in words; remarks: what a person should know of it, a sentence each;
-    selection: which part of the dataset was asked for, in words; None for all of it;
-    place: from which it can be opened again, None for images that lie nowhere.
+    samples: sorted by file name, which is the order of every run;
+    layout: how images and labels were found, as text; remarks: notes for the user, one sentence each;
+    selection: the selected part of the dataset, as text, None for all of it;
+    spec: how to open the dataset again, None for images that exist only in memory.
     """
 
     location: Path
@@ -69,8 +69,8 @@ class Dataset:
     def read(self, sample: Sample) -> bytes:
         """Return the encoded bytes of one sample.
 
-        Raises ImageError, before it is read, when no image may be so large; DatasetError when it has another length
-        than when the dataset was opened: the run's fingerprint would tell of images that it has not seen.
+        Raises ImageError, before reading, when the file exceeds the size limit. Raises DatasetError when its length
+        has changed since the dataset was opened: the run's fingerprint would describe other images.
         """
         if sample.size > DecodeLimits.max_bytes:
             raise ImageError(f"{sample.size} bytes are more than the limit of {DecodeLimits.max_bytes}")
@@ -78,7 +78,7 @@ class Dataset:
         if len(data) != sample.size:
             raise DatasetError(
                 f"{self.location}: {sample.file} has {len(data):,} bytes, but had {sample.size:,} when the dataset was "
-                "opened. Leave the images alone while they are in use, and run the command again"
+                "opened. Do not change the images while they are in use, and run the command again"
             )
         return data
 

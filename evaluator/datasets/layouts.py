@@ -1,6 +1,6 @@
-"""What layout a folder or an archive has, and the label of each image in it. docs/datasets.md lists them.
+"""Detect the layout of a folder or an archive and label its images. docs/datasets.md lists the layouts.
 
-Nothing is guessed: where two readings are possible, the error names both and the option that decides.
+Nothing is guessed: where a dataset can be read in two ways, the error names both and the option that decides.
 """
 
 import os.path
@@ -25,12 +25,12 @@ from prelunet.evaluator.datasets.webdataset import (
 )
 from prelunet.evaluator.errors import DatasetError, UsageError
 
-SHARDS = "webdataset shards"  # as a layout is called
+SHARDS = "webdataset shards"  # the name of the layout
 
 
 @dataclass(frozen=True)
 class ImageListing:
-    """The images in one folder of a source. names: sorted, relative to it; sizes: bytes; place: of it, for people."""
+    """The images in one folder of a source. names: sorted, relative to the folder; sizes: in bytes."""
 
     source: Source
     path: Path
@@ -40,7 +40,7 @@ class ImageListing:
 
     @property
     def place(self) -> str:
-        """Return where they lie, for people."""
+        """Return the path of the folder for messages."""
         return describe_place(self.path, self.subfolder)
 
 
@@ -58,7 +58,7 @@ class LabelledListing:
 
 
 def list_images(source: Source, path: Path, subfolder: str) -> ImageListing:
-    """List the images in a folder; DatasetError for a name that could not be written to a run, nor printed."""
+    """List the images in a folder. Raises DatasetError for a name that can be neither printed nor written to a run."""
     found = sorted(source.images(subfolder))
     names = [name for name, _ in found]
     images = ImageListing(source, path, subfolder, names, array("q", (size for _, size in found)))
@@ -67,9 +67,10 @@ def list_images(source: Source, path: Path, subfolder: str) -> ImageListing:
 
 
 def label_training_images(images: ImageListing, split: str) -> tuple[LabelledListing, tuple[str, ...]]:
-    """Label images by their class folders in sorted order, or as shards do; also return the classes.
+    """Label training images by their class folders in sorted order, or from shards; also return the classes.
 
-    Raises DatasetError where there are neither, a class folder is empty, or labels do not fit (`open_training_shards`).
+    Raises DatasetError when there are neither class folders nor shards, when a class folder is empty, or when the
+    labels of the shards are inconsistent (`open_training_shards`).
     """
     if tars := _tars(images):
         paths = shards_of_split(tars, split)
@@ -78,8 +79,8 @@ def label_training_images(images: ImageListing, split: str) -> tuple[LabelledLis
     folders = tuple(images.source.folders(images.subfolder))
     if not folders:
         raise DatasetError(
-            f"{images.place}: no class folders here ({len(images.names)} images lie loose). "
-            "Put the images of each class into a folder named as the class, or give webdataset shards"
+            f"{images.place}: no class folders found ({len(images.names)} images outside any folder). "
+            "Put the images of each class into a folder named after the class, or use webdataset shards"
         )
     return _by_folder(images, folders, {folder: index for index, folder in enumerate(folders)}, []), folders
 
@@ -87,7 +88,7 @@ def label_training_images(images: ImageListing, split: str) -> tuple[LabelledLis
 def label_images(
     images: ImageListing, split: str, classes: ClassList, labels: Path | None, *, no_labels: bool
 ) -> LabelledListing:
-    """Find out how a model's images are labelled, and label them; errors as of `open_dataset`."""
+    """Detect how images are labeled, and return their labels as a model's class indices. Raises as `open_dataset`."""
     if (shards := _shards(images, split, classes, labels, no_labels=no_labels)) is not None:
         return shards
     if no_labels:
@@ -102,9 +103,9 @@ def label_images(
         return _flat(images, classes)
     if not any(map(classes.contains, folders)) and classes.folder_numbers(folders, images.place) is None:
         raise DatasetError(
-            f"{images.place}: {loose:,} images lie loose and {len(images.names) - loose:,} in folders that are no "
-            f"classes of the model ({format_names(folders)}). Give the labels of all with --labels FILE, or the folder that "
-            "is meant as --data"
+            f"{images.place}: {loose:,} images are outside any folder, and {len(images.names) - loose:,} are in "
+            f"folders that are not classes of the model ({format_names(folders)}). Pass labels for all images with "
+            "--labels FILE, or pass the intended folder as --data"
         )
     return _by_class_folder(images, folders, classes)
 
@@ -128,83 +129,79 @@ def _by_class_folder(images: ImageListing, folders: Sequence[str], classes: Clas
 def _by_folder(
     images: ImageListing, folders: Sequence[str], index: Mapping[str, int], remarks: Sequence[str]
 ) -> LabelledListing:
-    """Label images by their folders; images that lie loose beside the folders are left out."""
+    """Label images by their folders, skipping images outside the folders."""
     check_not_empty(folders, {name.partition("/")[0] for name in images.names if "/" in name}, images.place)
-    subfolder = [place for place, name in enumerate(images.names) if "/" in name]
-    loose = len(images.names) - len(subfolder)
+    in_folders = [position for position, name in enumerate(images.names) if "/" in name]
+    loose = len(images.names) - len(in_folders)
     if loose:
-        left_out = f"{images.place}: {loose:,} images lie loose beside the class folders and are left out"
-        remarks = [*remarks, left_out]
-        sizes = array("q", (images.sizes[place] for place in subfolder))
-        images = replace(images, names=[images.names[place] for place in subfolder], sizes=sizes)
+        remarks = [*remarks, f"{images.place}: skipped {loose:,} images that are outside the class folders"]
+        sizes = array("q", (images.sizes[position] for position in in_folders))
+        images = replace(images, names=[images.names[position] for position in in_folders], sizes=sizes)
     return _found(images, [index[name.partition("/")[0]] for name in images.names], "class folders", remarks)
 
 
 def _flat(images: ImageListing, classes: ClassList) -> LabelledListing:
-    """Label images that lie loose: by the wnids in their names, or by the one file that gives their labels."""
+    """Label images outside any folder: by the wnids in their names, or by the only label file found."""
     if not images.names:
-        raise DatasetError(f"{images.place}: no images here. Give a folder or an archive that holds some")
+        raise DatasetError(f"{images.place}: no images found. Pass a folder or an archive that contains images")
     if (labels := wnids_in_names(images.names, classes)) is not None:
         return _found(images, labels, "flat, wnids in the names")
     file = find_label_file(images.source, images.path, images.subfolder)
     if file is None:
         raise DatasetError(
-            f"{images.place}: {len(images.names):,} images lie loose, without class folders, and no labels were found "
-            "in or beside it. Give them with --labels FILE (a list of names and labels) or --labels DIR (the devkit); "
-            "for a test set, whose labels nobody has, say --no-labels"
+            f"{images.place}: {len(images.names):,} images without class folders, and no label file in or next to the "
+            "dataset. Pass labels with --labels FILE (a list of names and labels) or --labels DIR (the devkit). "
+            "For a test set without labels, use --no-labels"
         )
     try:
         return _by_file(images, file, classes)
     except DatasetError as error:
         raise DatasetError(
-            f"{error}. These labels were found by their name: give others with --labels, or for a test set, whose "
-            "labels nobody has, say --no-labels"
+            f"{error}. This label file was found by its name. Pass another one with --labels. "
+            "For a test set without labels, use --no-labels"
         ) from error
 
 
 def _by_file(images: ImageListing, file: LabelFile, classes: ClassList) -> LabelledListing:
-    """Label images by a list or by the devkit."""
+    """Label images from a list or from the devkit."""
     if not images.names:
-        raise DatasetError(f"{images.place}: no images here. Give a folder or an archive that holds some")
-    remarks, how = [], "flat" if not any("/" in name for name in images.names) else "folders"
+        raise DatasetError(f"{images.place}: no images found. Pass a folder or an archive that contains images")
+    remarks, layout = [], "flat" if not any("/" in name for name in images.names) else "folders"
     if any(map(classes.contains, images.source.folders(images.subfolder))):
-        remarks = [
-            f"{images.place}: some folders are named as classes; the labels are those of {file.path} all the same"
-        ]
+        remarks = [f"{images.place}: some folders are named after classes, but the labels come from {file.path}"]
     if file.name == GROUND_TRUTH:
-        labels, more = labels_of_devkit(file, images.names, classes)
-        how += ", devkit labels"
+        labels, label_remarks = labels_of_devkit(file, images.names, classes)
+        layout += ", devkit labels"
     else:
-        labels, more = labels_of_list(file, images.names, classes, images.subfolder)
-        how += f", labels from {file.path.name}"
-    return _found(images, labels, how, [*more, *remarks], file.path if isinstance(file.source, FolderSource) else None)
+        labels, label_remarks = labels_of_list(file, images.names, classes, images.subfolder)
+        layout += f", labels from {file.path.name}"
+    labels_from = file.path if isinstance(file.source, FolderSource) else None
+    return _found(images, labels, layout, [*label_remarks, *remarks], labels_from)
 
 
 def _shards(
     images: ImageListing, split: str, classes: ClassList, labels: Path | None, *, no_labels: bool
 ) -> LabelledListing | None:
-    """Label the images of webdataset shards, of one or of a folder of them; None where there are none."""
+    """Label the images of a webdataset shard or of a folder of shards. Return None for other datasets."""
     source, subfolder = images.source, images.subfolder
     tars = _tars(images)
-    sidecars = any(
-        map(classes.contains, source.folders(subfolder))
-    )  # beside images in class folders: these tell the labels
-    if not tars and (sidecars or not isinstance(source, ArchiveSource) or not is_shard(source, subfolder)):
+    in_class_folders = any(map(classes.contains, source.folders(subfolder)))  # then the folders are the labels
+    if not tars and (in_class_folders or not isinstance(source, ArchiveSource) or not is_shard(source, subfolder)):
         return None
     if labels is not None:
-        raise DatasetError(f"{images.place}: webdataset shards hold their own labels. Leave --labels out")
+        raise DatasetError(f"{images.place}: webdataset shards contain their own labels. Remove --labels")
     layout = "unlabelled" if no_labels else SHARDS
     if tars:
         paths = shards_of_split(tars, split)
         table, indices, reader = open_shards(paths, classes, no_labels=no_labels)
         return LabelledListing(table.names, table.sizes, indices, reader, layout, [_span(images, paths)])
-    assert isinstance(source, ArchiveSource), "or there would be tars"
+    assert isinstance(source, ArchiveSource), "checked above"
     indices = [UNLABELLED] * len(images.names) if no_labels else labels_in_shard(source, subfolder, classes)
     return _found(images, indices, layout)
 
 
 def _tars(images: ImageListing) -> list[Path]:
-    """Return the tars in a folder that has no images beside them."""
+    """Return the tars in a folder, unless the folder also contains images."""
     source = images.source
     if not isinstance(source, FolderSource) or images.names:
         return []
@@ -218,22 +215,22 @@ def _span(images: ImageListing, paths: Sequence[Path]) -> str:
 
 
 def _check_names(names: Iterable[str], place: str) -> None:
-    """Refuse names that are no text; they could not be written to a run, nor printed."""
+    """Refuse names that are not valid Unicode: they can be neither printed nor written to a run."""
     for name in names:
         try:
             name.encode()
         except UnicodeEncodeError as error:
-            raise DatasetError(f"{place}: the name {name!a} is not UTF-8. Rename it") from error
+            raise DatasetError(f"{place}: the name {name!a} is not valid UTF-8. Rename it") from error
 
 
-# Labels from the folders that images lie in: named by wnid, by number, or by the name of the class.
+# Labels from class folders, which are named by wnid, class index or class name.
 
 
 def labels_of_folders(folders: Sequence[str], classes: ClassList, place: str) -> tuple[dict[str, int], list[str]]:
-    """Return the class index of each class folder, and what a person should know of it.
+    """Return the class index of each class folder, and remarks for the user.
 
-    folders: sorted; place: where they lie, for people. Raises DatasetError when a folder is no class of the model, or
-    may be several.
+    folders: sorted; place: the folder that contains them, for messages. Raises DatasetError when a folder is not a
+    class of the model, or could be several.
     """
     index, remarks = _match_folders(folders, classes, place)
     _check_distinct(index, classes, place)
@@ -242,7 +239,7 @@ def labels_of_folders(folders: Sequence[str], classes: ClassList, place: str) ->
     if missing:
         remarks.append(
             f"{place}: no folders for {len(missing):,} of the model's {len(classes.wnids):,} classes "
-            f"({format_names(missing)}); labels stay those of the whole model"
+            f"({format_names(missing)}); class indices are still those of the full model"
         )
     return index, remarks
 
@@ -253,85 +250,84 @@ def _match_folders(folders: Sequence[str], classes: ClassList, place: str) -> tu
     numbers = classes.folder_numbers(folders, place)
     if numbers is not None:
         return numbers, [
-            f"{place}: the folders are the numbers 0 to {len(folders) - 1}, taken as class indices in the order of the "
-            "numbers (as text, 10 would come before 2)"
+            f"{place}: the folders are named 0 to {len(folders) - 1}; the names are read as class indices, "
+            "in numeric order (in text order, 10 would come before 2)"
         ]
     unknown = [folder for folder in folders if not classes.contains(folder)]
     if unknown:
         raise DatasetError(
             f"{place}: {len(unknown)} of {len(folders)} class folders are not among the model's {len(classes.wnids)} "
-            f"classes: {format_names(unknown)}. The model's begin with {format_names(classes.wnids)}. "
-            "Rename the folders to the model's wnids, take them away, or give the labels with --labels FILE"
+            f"classes: {format_names(unknown)}. The model's classes start with {format_names(classes.wnids)}. "
+            "Rename the folders to the model's wnids, remove them, or pass labels with --labels FILE"
         )
     resolved = classes.resolve_labels({folder: f"{place}/{folder}" for folder in folders})
-    return dict(resolved.index), [f"{place}: the folders are matched to the model's classes by {resolved.kind}"]
+    return dict(resolved.index), [f"{place}: folders matched to the model's classes by {resolved.kind}"]
 
 
 def _check_distinct(index: Mapping[str, int], classes: ClassList, place: str) -> None:
-    """Refuse two folders that mean one class: they may be two classes of another list."""
+    """Refuse two folders that stand for the same class: in another class list they may be two classes."""
     first: dict[int, str] = {}
     for folder, number in index.items():
         if number in first:
             raise DatasetError(
-                f"{place}: the folders {format_names([first[number]])} and {format_names([folder])} both mean the class "
-                f"{classes.wnids[number]}. Put their images into one folder, or rename the wrong one"
+                f"{place}: the folders {format_names([first[number]])} and {format_names([folder])} both stand for the "
+                f"class {classes.wnids[number]}. Merge them, or rename the wrong one"
             )
         first[number] = folder
 
 
 def check_not_empty(folders: Sequence[str], filled: set[str], place: str) -> None:
-    """Refuse class folders without images: rather a mistake in copying than a class that nobody needs."""
+    """Refuse class folders without images: an incomplete copy is likelier than an unused class."""
     if empty := [name for name in folders if name not in filled]:
         raise DatasetError(
             f"{place}: no images in {len(empty)} of {len(folders)} class folders: {format_names(empty)}. "
-            "Put images there, or remove the folders"
+            "Add images, or remove the folders"
         )
 
 
-# Which file gives the labels of images that do not lie in class folders: the one that was named, or the only one.
+# The label file of images without class folders: the one that --labels names, or the only candidate.
 #
-# Looked for are names that are in use for this, in the folder of the images and in the one around it. Two such files
-# are one too many: which is right cannot be told from outside, and the wrong one gives errors that look like a bad
-# model.
+# Candidates are files with the usual names, in the folder of the images and in the folder around it. Two candidates
+# are an error: the program cannot know which one is right, and wrong labels look like a bad model.
 
 
 _LABEL_FILE_NAMES = ("val.txt", "val.csv", "labels.txt", "labels.csv", "LOC_val_solution.csv")
 
 
 def resolve_labels_option(path: Path) -> LabelFile:
-    """Return the file that `--labels` names: a list, a ground truth, or the folder of a devkit.
+    """Return the label file for `--labels`: a list, a ground truth, or the ground truth in a devkit's folder.
 
-    Raises UsageError when nothing is there, DatasetError when a folder is no devkit.
+    Raises UsageError when the path does not exist, DatasetError when a folder is not a devkit.
     """
     if os.path.isdir(path):  # noqa: PTH112 - see _is_file
         found = [label_file(folder / GROUND_TRUTH) for folder in _devkit_folders(path)]
         if len(found) != 1:
             raise DatasetError(
-                f"{path}: {'no' if not found else 'more than one'} {GROUND_TRUTH} here, nor in a folder `data` here. "
-                "Give the devkit's folder, or the file that holds the labels"
+                f"{path}: {'no' if not found else 'more than one'} {GROUND_TRUTH} in this folder, its `data` folder or "
+                "its devkit folders. Pass the devkit's folder, or the label file itself"
             )
         return found[0]
     if not _is_file(path):
-        raise UsageError(f"{path}: no such file or folder. Give a list of labels, or the devkit's folder")
+        raise UsageError(f"{path}: no such file or folder. Pass a list of labels, or the devkit's folder")
     return label_file(path)
 
 
 def find_label_file(source: Source, path: Path, subfolder: str) -> LabelFile | None:
-    """Return the one file in or beside a dataset that may give its labels, None when there is none.
+    """Return the only label file in or next to a dataset, or None.
 
-    path: of the dataset; inside: the folder in it that holds the images. Raises DatasetError when there are several.
+    path: of the dataset; subfolder: the folder in it that holds the images. Raises DatasetError for several candidates.
     """
     candidates = {file.path: file for file in _candidates(source, path, subfolder)}
     if len(candidates) > 1:
         raise DatasetError(
-            f"{path}: more than one file may give the labels: {', '.join(map(str, candidates))}. "
-            "Say which with --labels FILE"
+            f"{path}: several files may contain the labels: {', '.join(map(str, candidates))}. "
+            "Choose one with --labels FILE"
         )
     return next(iter(candidates.values()), None)
 
 
 def has_label_file(source: Source, path: Path, subfolder: str) -> bool:
-    """Say whether a folder in a dataset has a file in it, by its name, that may give labels."""
+    """Return whether a folder of a dataset contains a file that is named like a label file."""
     return not source.other_files(subfolder).keys().isdisjoint((*_label_file_names(path), GROUND_TRUTH))
 
 
@@ -361,15 +357,15 @@ def _candidates(source: Source, path: Path, subfolder: str) -> Iterator[LabelFil
 
 
 def _devkit_folders(folder: Path) -> list[Path]:
-    """Return the folders with a ground truth: this one, `data` in it, and the same in folders named as a devkit."""
+    """Return the folders with a ground truth: this folder, its `data`, and both in subfolders named like a devkit."""
     try:
         devkits = sorted(entry for entry in folder.iterdir() if "devkit" in entry.name.lower() and entry.is_dir())
-    except OSError:  # a folder beside the dataset may be closed to this user, who did not ask for it
+    except OSError:  # a folder next to the dataset may be unreadable; the user did not name it
         devkits = []
-    places = [place for base in (folder, *devkits) for place in (base, base / "data")]
-    return [place for place in places if _is_file(place / GROUND_TRUTH)]
+    candidates = [candidate for base in (folder, *devkits) for candidate in (base, base / "data")]
+    return [candidate for candidate in candidates if _is_file(candidate / GROUND_TRUTH)]
 
 
 def _is_file(path: Path) -> bool:
-    """Say whether a file is there; not where its folder is closed, nor where its name is too long to be one."""
+    """Return whether a file exists; False where its folder is unreadable or its name is too long."""
     return os.path.isfile(path)  # noqa: PTH113 - Path.is_file raises in both cases

@@ -1,4 +1,4 @@
-"""The one door to datasets: open a folder or an archive, find the right folder in it, label every image."""
+"""Open a dataset: open the folder or archive, find the folder of the split in it, and label every image."""
 
 import stat
 from collections.abc import Sequence
@@ -15,26 +15,26 @@ from prelunet.evaluator.datasets.sources.folder import FolderSource, reading_err
 from prelunet.evaluator.errors import DatasetError, UsageError
 
 SPLITS = ("train", "val")
-_SETS = (*SPLITS, "test")  # of ImageNet; the last one without labels
+_SETS = (*SPLITS, "test")  # of ImageNet; the test set has no labels
 
 
-def open_from_spec(place: DatasetSpec, classes: Sequence[ClassEntry]) -> Dataset:
-    """Open what a place names, labelled as the classes of a model; errors as of `open_dataset` and `select`."""
-    if place.no_labels and place.classes:
-        raise UsageError("--classes with --no-labels: without labels no image has a class. Leave one of them out")
+def open_from_spec(spec: DatasetSpec, classes: Sequence[ClassEntry]) -> Dataset:
+    """Open the dataset of a spec, labeled with a model's classes. Raises as `open_dataset` and `select` do."""
+    if spec.no_labels and spec.classes:
+        raise UsageError("--classes with --no-labels: without labels no image has a class. Remove one of them")
     dataset = open_dataset(
-        place.path,
+        spec.path,
         split="val",
         class_names=[entry.wnid for entry in classes],
         names=[entry.name for entry in classes],
-        labels=place.labels,
-        no_labels=place.no_labels,
+        labels=spec.labels,
+        no_labels=spec.no_labels,
     )
-    return select(dataset, limit=place.limit, classes=place.classes)
+    return select(dataset, limit=spec.limit, classes=spec.classes)
 
 
 def open_images(path: Path, classes: Sequence[ClassEntry]) -> Dataset:
-    """Open images whose labels do not matter; of several sets `val`, as with labels. Raises as `open_dataset` does."""
+    """Open images without labels. Where there are several sets, open `val`. Raises as `open_dataset` does."""
     wnids, names = [entry.wnid for entry in classes], [entry.name for entry in classes]
     return open_dataset(path, split="val", class_names=wnids, names=names, no_labels=True, any_split=False)
 
@@ -49,20 +49,20 @@ def open_dataset(
     no_labels: bool = False,
     any_split: bool = True,
 ) -> Dataset:
-    """Open a folder, a .tar, .tar.gz or .zip of images, in any of the layouts of docs/datasets.md.
+    """Open a folder, .tar, .tar.gz or .zip of images in any layout of docs/datasets.md.
 
-    split: `train` or `val`; where the top, or a single folder at the top, has a folder of that name, it is entered.
-    class_names: the model's wnids, whose places are the labels; None (for a training set) takes class folders in
-    sorted order, or webdataset shards, and no other layout. names: of the model's classes, for people, in that order.
-    labels: list of labels or devkit, None to look in and beside the dataset where they are needed; no_labels: take the
-    images without labels, as a test set; any_split: which set those are has to be clear, else it is the split.
-    Samples are all files with an image's suffix, at any depth, sorted by name. Hidden files, `__MACOSX` and other
-    files are left out.
-    Raises UsageError when there is nothing at `path` or `labels`; DatasetError when something cannot be read, the
-    layout is not clear, labels and images do not fit one to one, or a label is no class of the model.
+    split: `train` or `val`; a folder of that name at the top, or inside a single top folder, is entered.
+    class_names: the model's wnids, in label order. None (a training set) accepts only class folders, in sorted order,
+    and webdataset shards. names: the model's class names, in the same order. labels: a label list or devkit; None
+    searches in and next to the dataset where labels are needed. no_labels: ignore labels, as for a test set;
+    any_split: with no_labels, require that only one set exists, instead of choosing `split`.
+    The samples are all files with an image suffix, at any depth, sorted by name. Hidden files, `__MACOSX` and other
+    files are skipped.
+    Raises UsageError when `path` or `labels` does not exist. Raises DatasetError when something cannot be read, the
+    layout is ambiguous, labels and images do not match one to one, or a label is not a class of the model.
     """
     if labels is not None and no_labels:
-        raise UsageError("--labels and --no-labels contradict each other. Give one of them")
+        raise UsageError("--labels and --no-labels cannot be combined. Remove one of them")
     source = _open_source(path)
     if class_names is None:
         found, classes = label_training_images(
@@ -89,7 +89,7 @@ def _open_source(path: Path) -> Source:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UsageError(
-            f"{path}: no such file or folder. Give a folder of images, or a .tar, .tar.gz or .zip of one"
+            f"{path}: no such file or folder. Pass a folder of images, or a .tar, .tar.gz or .zip of one"
         ) from error
     except OSError as error:
         raise reading_error(error, path) from error
@@ -98,46 +98,46 @@ def _open_source(path: Path) -> Source:
     if stat.S_ISREG(mode):
         return open_archive(path)
     raise DatasetError(
-        f"{path}: neither a folder nor a file. Give a folder of images, or a .tar, .tar.gz or .zip of one"
+        f"{path}: neither a folder nor a regular file. Pass a folder of images, or a .tar, .tar.gz or .zip of one"
     )
 
 
 def _unpacked_remark(source: Source, path: Path) -> list[str]:
-    """Return the remark on an archive that was unpacked."""
+    """Return a remark if the archive was unpacked."""
     if not isinstance(source, ArchiveSource) or source.path == path:
         return []
     return [
-        f"{path}: compressed, so it was unpacked to {source.path} ({source.path.stat().st_size:,} bytes), from which "
-        "images are read; delete that file when the run and its reports are done"
+        f"{path}: compressed, so it was unpacked to {source.path} ({source.path.stat().st_size:,} bytes). Images are "
+        "read from that file; delete it when the run and its reports are done"
     ]
 
 
 def _find_image_folder(source: Source, path: Path, split: str, classes: ClassList, *, any_split: bool) -> str:
-    """Return the folder that holds the images of the split, to be labelled as the classes of a model.
+    """Return the folder with the images of the split, which will be labeled with a model's classes.
 
-    any_split: of whichever set there is, if it is the only one.
+    any_split: return the only set, whatever its name.
     """
     subfolder = _single_root(source, path, classes)
     subfolders = source.folders(subfolder)
-    sets = [
-        name for name in subfolders if name in _SETS and not classes.contains(name)
-    ]  # CIFAR-100 has a class of trains
+    # CIFAR-100 has a class "train".
+    sets = [name for name in subfolders if name in _SETS and not classes.contains(name)]
     if any_split and len(sets) > 1:
-        first = "" if isinstance(source, FolderSource) else "Unpack it, and give"
+        is_folder = isinstance(source, FolderSource)
         raise DatasetError(
-            f"{describe_place(path, subfolder)}: which images should be taken without labels, those in {' or '.join(sets)}? "
-            f"{first or 'Give'} the folder itself, as --data {(path if not first else path.parent) / subfolder / sets[-1]}"
+            f"{describe_place(path, subfolder)}: contains the sets {' and '.join(sets)}; it is not clear which one "
+            f"to use without labels. {'Pass' if is_folder else 'Unpack it, and pass'} the folder of one set: "
+            f"--data {(path if is_folder else path.parent) / subfolder / sets[-1]}"
         )
-    asked = sets[0] if any_split and sets else split
-    if asked in sets:
-        return join(subfolder, asked)
+    chosen = sets[0] if any_split and sets else split
+    if chosen in sets:
+        return join(subfolder, chosen)
     if sets:
         raise _missing_split_error(describe_place(path, subfolder), sets[0], split)
     return subfolder
 
 
 def _single_root(source: Source, path: Path, classes: ClassList) -> str:
-    """Return the one folder that most archives begin with, or that lies beside its labels; '' where there is none."""
+    """Return the single top folder that most archives have, or the folder next to a label file; '' if none."""
     subfolders = source.folders("")
     if any(name in _SETS or classes.contains(name) for name in subfolders):
         return ""
@@ -147,19 +147,19 @@ def _single_root(source: Source, path: Path, classes: ClassList) -> str:
         return ""
     filled = {name.partition("/")[0] if "/" in name else "" for name, _ in source.images("")}
     if not filled and len(subfolders) == 1:
-        return subfolders[0]  # it may hold shards
+        return subfolders[0]  # may contain shards
     return filled.pop() if len(filled) == 1 else ""
 
 
 def _find_class_folders(source: Source, path: Path, split: str) -> str:
-    """Return the folder that holds the class folders of the split, where the classes are not known beforehand."""
+    """Return the folder with the class folders of the split, when the classes are not known in advance."""
     subfolder = ""
     top = source.folders("")
     if split not in top and len(top) == 1 and top[0] not in SPLITS and source.folders(top[0]):
         subfolder = top[0]
     subfolders = source.folders(subfolder)
     splits = [name for name in {*SPLITS, split} if name in subfolders and _is_set(source, join(subfolder, name))]
-    # A folder of that name without folders or shards inside is a class.
+    # A folder named `train` or `val` without folders or shards inside is a class.
     if split in splits:
         return join(subfolder, split)
     if splits:
@@ -168,12 +168,12 @@ def _find_class_folders(source: Source, path: Path, split: str) -> str:
 
 
 def _is_set(source: Source, subfolder: str) -> bool:
-    """Say whether there are class folders or shards in a folder."""
+    """Return whether a folder contains class folders or shards."""
     return bool(source.folders(subfolder)) or any(name.endswith(".tar") for name in source.other_files(subfolder))
 
 
 def _missing_split_error(place: str, other: str, split: str) -> DatasetError:
     return DatasetError(
         f"{place}: class folders in '{other}' but none in '{split}'. "
-        f"Put the {split} images into a folder '{split}' of class folders beside '{other}'"
+        f"Put the {split} images into class folders in '{split}', next to '{other}'"
     )

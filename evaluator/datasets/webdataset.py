@@ -1,7 +1,7 @@
-"""Webdataset shards: tars in which `key.jpg` and its label, `key.cls` or `key.json`, lie side by side.
+"""Read webdataset shards: tars that contain `key.jpg` together with its label, `key.cls` or `key.json`.
 
-The key is the name up to the first dot of its last part, as the webdataset library reads it. `.cls` holds a class
-index; `.json` an object whose `label` is one, which counts where there is no `.cls`.
+The key is the name up to the first dot of its last part, as in the webdataset library. `.cls` contains a class index.
+`.json` contains an object with a `label`, which is used if there is no `.cls`.
 """
 
 import re
@@ -18,11 +18,11 @@ from prelunet.evaluator.errors import DatasetError
 from prelunet.evaluator.json_checks import parse_json, require_object
 from prelunet.evaluator.terminal import progress
 
-_SUFFIXES = {".cls": 64 * 1024, ".json": 1024**2}  # and the most bytes that one may have
+_SUFFIXES = {".cls": 64 * 1024, ".json": 1024**2}  # suffix → maximum size in bytes
 
 
 def is_shard(source: ArchiveSource, subfolder: str = "") -> bool:
-    """Say whether an archive is a shard: whether it has a .cls, or a .json of the same key as its first image."""
+    """Return whether an archive is a shard: it contains a .cls, or a .json with the key of its first image."""
     images, labels = source.members.subtree(subfolder).names, source.labels.subtree(subfolder)
     if not images:
         return False
@@ -30,29 +30,29 @@ def is_shard(source: ArchiveSource, subfolder: str = "") -> bool:
 
 
 def shards_of_split(paths: Sequence[Path], split: str) -> list[Path]:
-    """Choose the shards of a split among a folder's tars, in the order of their names.
+    """Return the shards of a split among a folder's tars, sorted by name.
 
-    Tars whose names differ in their numbers alone belong together. Raises DatasetError where there are several such
-    kinds and not just one of them has the split in its name.
+    Tars whose names differ only in numbers belong together. Raises DatasetError when there are several such groups and
+    the split's name does not occur in exactly one of them.
     """
     kinds: dict[str, list[Path]] = {}
-    for path in sorted(paths, key=lambda path: f"{path.name}/"):  # as the names of the samples will sort
+    for path in sorted(paths, key=lambda path: f"{path.name}/"):  # the sort order of the samples' names
         kinds.setdefault(re.sub(r"\d+", "*", path.name), []).append(path)
-    asked = [kind for kind in kinds if split in kind.lower()]
-    if len(kinds) > 1 and len(asked) != 1:
+    named = [kind for kind in kinds if split in kind.lower()]
+    if len(kinds) > 1 and len(named) != 1:
         raise DatasetError(
-            f"{paths[0].parent}: tars of {len(kinds)} kinds ({format_names(list(kinds))}), and it is not clear which are the "
-            f"{split} images. Put those into a folder of their own, or give one of them as --data"
+            f"{paths[0].parent}: tars of {len(kinds)} kinds ({format_names(list(kinds))}), and it is not clear which "
+            f"contain the {split} images. Move those into a separate folder, or pass one of them as --data"
         )
-    return kinds[asked[0] if len(kinds) > 1 else next(iter(kinds))]
+    return kinds[named[0] if len(kinds) > 1 else next(iter(kinds))]
 
 
 def open_shards(
     paths: Sequence[Path], classes: ClassList, *, no_labels: bool
 ) -> tuple[ArchiveIndex, list[int], ArchiveReader]:
-    """Read the lists of a folder's shards: their images as `shard.tar/key.jpg`, their labels, and a reader.
+    """Open the shards of a folder. Return their images as `shard.tar/key.jpg`, their labels, and a reader.
 
-    Raises DatasetError where one is no shard, an image has no label or the reverse, or a label is none of the classes.
+    Raises DatasetError when a tar is not a shard, an image has no label or a label no image, or a label is not a class.
     """
     table, words, found_at = _read_shards(paths, no_labels=no_labels)
     return table, _labels(words, found_at, classes, len(table.names)), ArchiveReader(tuple(paths), table)
@@ -61,46 +61,46 @@ def open_shards(
 def open_training_shards(
     paths: Sequence[Path], *, complete: bool
 ) -> tuple[ArchiveIndex, list[int], ArchiveReader, tuple[str, ...]]:
-    """Read shards as `open_shards` does, where the classes are not known beforehand; return them, too.
+    """Open shards as `open_shards` does, but with classes that are not known in advance; also return the classes.
 
-    Words are classes in sorted order. Class indices are classes named by their numbers, "0", "1", …; complete: whether
-    each from 0 to the highest must have an image, since a net's classes are counted without gaps. Raises DatasetError.
+    Words become classes in sorted order. Class indices become classes named "0", "1", …. complete: whether every
+    index from 0 to the highest needs an image, because a net's classes have no gaps. Raises DatasetError.
     """
     table, words, found_at = _read_shards(paths, no_labels=False)
     classes = _classes_of(found_at, complete=complete)
-    index = {word: place for place, word in enumerate(classes)}
+    index = {word: number for number, word in enumerate(classes)}
     return table, [index[word] for word in words], ArchiveReader(tuple(paths), table), classes
 
 
 def _classes_of(found_at: Mapping[str, str], *, complete: bool) -> tuple[str, ...]:
-    """Return the classes that words name, in the order of their labels. found_at: each word and where it stands."""
-    strange = {
+    """Return the classes that words name, in label order. found_at: word → where it first occurs."""
+    invalid = {
         word: place for word, place in found_at.items() if not word or (NUMBER.fullmatch(word) and int(word) < 0)
     }
-    if strange:
-        word, place = next(iter(strange.items()))
-        raise DatasetError(f"{place}: the label {word!a} is no class. Pack the shard anew, without such images")
+    if invalid:
+        word, place = next(iter(invalid.items()))
+        raise DatasetError(f"{place}: the label {word!a} is not a class. Repack the shard without such images")
     numbers = {word: int(word) for word in found_at if NUMBER.fullmatch(word)}
     if not numbers:
         return tuple(sorted(found_at))
     if len(numbers) < len(found_at) or any(str(number) != word for word, number in numbers.items()):
         word = next(word for word in found_at if str(numbers.get(word)) != word)
         raise DatasetError(
-            f"{found_at[word]}: the label {word!a:.80} is no class index as the others are, 0, 1, …. "
-            "Pack the shards anew, with labels of one kind"
+            f"{found_at[word]}: the label {word!a:.80} is not a class index, but other labels are (0, 1, …). "
+            "Repack the shards with labels of one kind"
         )
     missing = sorted(set(range(max(numbers.values()) + 1)) - set(numbers.values()))
     if complete and missing:
         raise DatasetError(
             f"{next(iter(found_at.values()))}: labels from {min(numbers.values())} to {max(numbers.values())} in these "
-            f"shards, but no image of class {missing[0]} ({len(missing):,} such classes). Class indices are counted "
-            "from 0: pack the shards anew, or give all of them"
+            f"shards, but no image of class {missing[0]} ({len(missing):,} such classes). Class indices count from 0 "
+            "without gaps: repack the shards, or add the missing ones"
         )
     return tuple(sorted(numbers, key=numbers.__getitem__))
 
 
 def _read_shards(paths: Sequence[Path], *, no_labels: bool) -> tuple[ArchiveIndex, list[str], dict[str, str]]:
-    """Return the images, the word for the class of each, and each word with the place where it stands first."""
+    """Return the images, the label of each, and where each label first occurs."""
     table, words, found_at = ArchiveIndex(), list[str](), dict[str, str]()
     with progress("read shards", len(paths), "shards") as advance:
         for volume, path in enumerate(paths):
@@ -108,8 +108,8 @@ def _read_shards(paths: Sequence[Path], *, no_labels: bool) -> tuple[ArchiveInde
             if not no_labels:
                 if not is_shard(source):
                     raise DatasetError(
-                        f"{path}: no webdataset shard: it has no .cls, nor a .json beside its first image. Give an "
-                        "archive of images itself as --data, or take it out of the folder of shards"
+                        f"{path}: not a webdataset shard: it has no .cls, and no .json for its first image. Pass an "
+                        "archive of images itself as --data, or move it out of the folder of shards"
                     )
                 _read_words(source, "", words, found_at)
             table.extend(f"{path.name}/", volume, source.members)
@@ -118,7 +118,7 @@ def _read_shards(paths: Sequence[Path], *, no_labels: bool) -> tuple[ArchiveInde
 
 
 def labels_in_shard(source: ArchiveSource, subfolder: str, classes: ClassList) -> list[int]:
-    """Return the labels of a single shard's images in the order of their names; errors as of `open_shards`."""
+    """Return the labels of a single shard's images, in the order of their names. Raises as `open_shards` does."""
     words, found_at = list[str](), dict[str, str]()
     _read_words(source, subfolder, words, found_at)
     return _labels(words, found_at, classes, len(words))
@@ -132,22 +132,22 @@ def _labels(words: list[str], found_at: dict[str, str], classes: ClassList, imag
 
 
 def _read_words(source: ArchiveSource, subfolder: str, words: list[str], found_at: dict[str, str]) -> None:
-    """Append the word for the class of each image of a shard. found_at: each word and where it stands first."""
+    """Append the label of each image of a shard to `words`. found_at: label → where it first occurs."""
     images, labels = source.members.subtree(subfolder).names, source.labels.subtree(subfolder)
     suffix = next(suffix for suffix in _SUFFIXES if any(name.endswith(suffix) for name in labels.names))
     for name, following in pairwise(images):
         if _key(name) == _key(following):
-            raise DatasetError(f"{source.path}: {name} and {following} are two images of one key. Pack the shard anew")
+            raise DatasetError(f"{source.path}: {name} and {following} have the same key. Repack the shard")
     missing = [name for name in images if labels.find(_key(name) + suffix) is None]
     if missing:
         raise DatasetError(
-            f"{source.path}: no {suffix} beside {len(missing):,} of {len(images):,} images: {format_names(missing)}. "
-            "Pack the shard anew, with a label for each image"
+            f"{source.path}: no {suffix} for {len(missing):,} of {len(images):,} images: {format_names(missing)}. "
+            "Repack the shard with a label for each image"
         )
-    lonely = _without_image(labels.names, images, suffix)
-    if lonely:
+    orphans = _without_image(labels.names, images, suffix)
+    if orphans:
         raise DatasetError(
-            f"{source.path}: {len(lonely):,} labels of images that do not exist: {format_names(lonely)}. Pack the shard anew"
+            f"{source.path}: {len(orphans):,} labels without an image: {format_names(orphans)}. Repack the shard"
         )
     for name in images:
         file = _key(name) + suffix
@@ -158,16 +158,16 @@ def _read_words(source: ArchiveSource, subfolder: str, words: list[str], found_a
 
 
 def _without_image(labels: Sequence[str], images: Sequence[str], suffix: str) -> list[str]:
-    """Return the labels whose image is missing; both are sorted, so that two counts tell most often."""
+    """Return the labels whose image is missing. Every image is known to have a label."""
     of_kind = [name for name in labels if name.endswith(suffix)]
-    if len(of_kind) == len(images):  # and each image has its own
+    if len(of_kind) == len(images):
         return []
     keys = set(map(_key, images))
     return [name for name in of_kind if _key(name) not in keys]
 
 
 def _word(data: bytes, suffix: str, place: str) -> str:
-    """Return the word for a class in a .cls or .json."""
+    """Return the label in a .cls or .json."""
     try:
         if suffix == ".cls":
             return data.decode().strip()
@@ -176,7 +176,7 @@ def _word(data: bytes, suffix: str, place: str) -> str:
             raise ValueError("its 'label' should be a class index or a wnid")
         return str(label)
     except ValueError as error:
-        raise DatasetError(f"{place}: no label can be read here ({error}). Pack the shard anew") from error
+        raise DatasetError(f"{place}: cannot read a label ({error}). Repack the shard") from error
 
 
 def _key(name: str) -> str:

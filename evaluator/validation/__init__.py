@@ -1,1 +1,1 @@
-"""One model on one dataset with one protocol: the run folder."""
+"""Evaluation of a model on a dataset with a protocol, stored in a run folder."""

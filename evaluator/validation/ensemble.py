@@ -1,7 +1,7 @@
 """Average the stored scores of several models on the same images: the paper's multi-model results (Table 7).
 
-The score of a class is the sum over the members, in the order given, of weight x score, in float64 and rounded to
-float32 once; the weights are positive and their sum is 1. The paper does not say how its six models were combined.
+The score of a class is the sum of weight x score over the members, in the given order, computed in float64 and rounded
+once to float32. The weights are positive and sum to 1. The paper does not say how its six models were combined.
 """
 
 import hashlib
@@ -35,12 +35,12 @@ from prelunet.evaluator.validation.run_schema import sanitize_name
 from prelunet.evaluator.validation.stored_runs import BLOCK, check_scores, log_start, read_rows, refuse_source_as_target
 from prelunet.evaluator.validation.writer import RunWriter, open_run
 
-_NAME = "ensemble of {}"  # in place of a model file's
+_NAME = "ensemble of {}"  # used instead of a model file name
 
 
 @dataclass(frozen=True)
 class ErrorCount:
-    """Errors among labelled images that every member evaluated. top1_wrong, top5_wrong: images of these."""
+    """Errors among the labeled images that every member evaluated. top1_wrong, top5_wrong: numbers of images."""
 
     images: int
     top1_wrong: int
@@ -49,10 +49,10 @@ class ErrorCount:
 
 @dataclass(frozen=True)
 class Ensemble:
-    """A written ensemble and what its parts give on the same images.
+    """A written ensemble, and the errors of its members on the same images.
 
-    alone: each member by itself; first: the first one, the first two, ... members with their weights; the last is the
-    ensemble. Both are empty where the images have no labels.
+    member_errors: of each member alone; cumulative_errors: of the first one, the first two, ... members with their
+    weights; the last is the ensemble. Both are empty if the images have no labels.
     """
 
     run: Run
@@ -68,15 +68,15 @@ def ensemble(
     fresh: bool = False,
     report: Callable[[str], None] = lambda _text: None,
 ) -> Ensemble:
-    """Average finished runs of different models into a run folder; an earlier call that was killed is gone on with.
+    """Average finished runs of different models into a run folder, or resume an earlier call that was killed.
 
-    folder: of the ensemble's run, made if missing; weights: positive, one per run, of any sum; None: all alike;
-    fresh: start it anew; announce: told in one sentence where it starts.
-    An image that one member refused is refused. In memory are the lines of all members, and of the scores a block.
-    Raises UsageError for weights that cannot be, RunFolderError when the runs do not belong together, are unfinished
-    or damaged, or when the folder holds anything but this very ensemble; EnvironmentFault when it cannot be written.
+    folder: of the ensemble's run, created if missing; weights: positive, one per run, with any sum, None for equal
+    weights; fresh: start over; report: receives one sentence on where the ensemble starts.
+    An image that one member refused is refused. The lines of all members and one block of the scores are in memory.
+    Raises UsageError for invalid weights. Raises RunFolderError when the runs do not belong together, are unfinished
+    or damaged, or when the folder contains anything but this ensemble. Raises EnvironmentFault when it is not writable.
     """
-    given = _checked_weights(len(folders), weights)
+    checked = _checked_weights(len(folders), weights)
     refuse_source_as_target(folders, folder)
     infos = [read_run_info(path) for path in folders]
     _require_compatible(folders, infos)
@@ -86,14 +86,14 @@ def ensemble(
     for run in runs:
         check_scores(run)
     samples = [Sample(line.file, line.label, 0) for line in runs[0].predictions]
-    with open_run(folder, ensemble_info(infos, _normalised(given)), samples, fresh=fresh) as writer:
+    with open_run(folder, ensemble_info(infos, _normalised(checked)), samples, fresh=fresh) as writer:
         log_start(writer, infos[0].images, folders, report)
-        member_errors, cumulative_errors = _average(runs, given, writer)
+        member_errors, cumulative_errors = _average(runs, checked, writer)
     return Ensemble(read_run(folder), member_errors, cumulative_errors)
 
 
 def ensemble_info(infos: Sequence[RunInfo], shares: Sequence[float]) -> RunInfo:
-    """Describe the ensemble of these runs. shares: weight of each, of sum 1."""
+    """Describe the ensemble of these runs. shares: weights that sum to 1."""
     models = [info.model for info in infos]
     return RunInfo(
         model={
@@ -112,24 +112,24 @@ def ensemble_info(infos: Sequence[RunInfo], shares: Sequence[float]) -> RunInfo:
 
 
 def ensemble_sha256(digests: Sequence[str], shares: Sequence[float]) -> str:
-    """Return what identifies an ensemble: the sha256 of a line `SHA256 WEIGHT` for each member, in order.
+    """Return the identity of an ensemble: the sha256 of a line `SHA256 WEIGHT` for each member, in order.
 
-    A weight is written with the fewest decimals that give the same float64, as in run.json: `0.5`.
+    A weight is written with the fewest decimals that parse to the same float64, as in run.json: `0.5`.
     """
     lines = (f"{digest} {share!r}\n" for digest, share in zip(digests, shares, strict=True))
     return hashlib.sha256("".join(lines).encode("ascii")).hexdigest()
 
 
 def _checked_weights(members: int, weights: Sequence[float] | None) -> list[float]:
-    """Return a weight for each member, of any sum; UsageError for what cannot be one."""
+    """Return a weight for each member, with any sum. Raises UsageError for invalid weights."""
     if members < 2:
-        raise UsageError("an ensemble needs at least two runs. Give several: prelunet ensemble RUN RUN --run DIR")
-    given = [1.0] * members if weights is None else [float(weight) for weight in weights]
-    if len(given) != members:
-        raise UsageError(f"--weights: {len(given)} weights for {members} runs. Give one for each, in their order")
-    if not all(0 < weight < float("inf") for weight in given) or min(given) / max(given) < 1e-6:
-        raise UsageError(f"--weights: {given} should be positive and within a factor of a million of each other")
-    return given
+        raise UsageError("an ensemble needs at least two runs. Pass several: prelunet ensemble RUN RUN --run DIR")
+    checked = [1.0] * members if weights is None else [float(weight) for weight in weights]
+    if len(checked) != members:
+        raise UsageError(f"--weights: {len(checked)} weights for {members} runs. Pass one per run, in their order")
+    if not all(0 < weight < float("inf") for weight in checked) or min(checked) / max(checked) < 1e-6:
+        raise UsageError(f"--weights: {checked} should be positive and within a factor of a million of each other")
+    return checked
 
 
 def _normalised(weights: Sequence[float]) -> list[float]:
@@ -138,15 +138,15 @@ def _normalised(weights: Sequence[float]) -> list[float]:
 
 
 def _require_compatible(folders: Sequence[Path], infos: Sequence[RunInfo]) -> None:
-    """Refuse runs whose scores mean different things, with the difference and the mend."""
+    """Refuse runs whose scores are not comparable; the error shows the difference and the fix."""
     for path, info in zip(folders, infos, strict=True):
         require_unsharded(info, path)
-    for (path, info), (again, other) in combinations(zip(folders, infos, strict=True), 2):
-        known = _models(path, info)
-        if twice := known.keys() & _models(again, other).keys():
+    for (path, info), (other_path, other) in combinations(zip(folders, infos, strict=True), 2):
+        models = _models(path, info)
+        if twice := models.keys() & _models(other_path, other).keys():
             raise RunFolderError(
-                f"{again}: the same model as {path} ({known[min(twice)]}), so that it would count twice. Leave it "
-                "out; where it should weigh more, say so with --weights"
+                f"{other_path}: the same model as {path} ({models[min(twice)]}), so it would count twice. "
+                "Remove one of them; to give a model more weight, use --weights"
             )
     for path, info in zip(folders[1:], infos[1:], strict=True):
         places = (f"in {folders[0]}", f"in {path}")
@@ -156,34 +156,34 @@ def _require_compatible(folders: Sequence[Path], infos: Sequence[RunInfo]) -> No
 
 
 def _models(path: Path, info: RunInfo) -> dict[str, str]:
-    """Return sha256 and file of every model that a run is of: its own and, of an ensemble, those of its members."""
+    """Return sha256 → file of every model in a run: its own and, for an ensemble, those of its members."""
     for member in info.members:
         if re.fullmatch(_NAME.format(r"\d+"), member["model"]["file"]):
             raise RunFolderError(
-                f"{path}: an ensemble of ensembles, which does not say of which models those are; one could count "
-                "twice. Give the runs of the single models, with --weights"
+                f"{path}: an ensemble of ensembles, which does not record the models of its members; one could count "
+                "twice. Pass the runs of the single models, with --weights"
             )
     return {model["sha256"]: model["file"] for model in (info.model, *(member["model"] for member in info.members))}
 
 
 def _comparisons(one: RunInfo, other: RunInfo) -> Iterable[tuple[str, tuple[dict[str, Any], dict[str, Any]], str]]:
-    """Yield what must be the same in two members: what is wrong otherwise, the two sides, and the mend.
+    """Yield what must be equal in two members: the fault, the two sides, and the fix.
 
-    Names of datasets, protocols and classes may differ; what they stand for may not.
+    Names of datasets, protocols and classes may differ, but not their contents.
     """
-    looks = join(command_line_options(one.protocol, by_scales=True))
-    again = f"Validate {other.model['file']} again, with the options that it had and: {looks}"
+    protocol_options = join(command_line_options(one.protocol, by_scales=True))
+    fix = f"Validate {other.model['file']} again, with its own options and: {protocol_options}"
     images = [{key: info.dataset[key] for key in ("images", "fingerprint")} for info in (one, other)]
-    yield "other images", (images[0], images[1]), "All members must see the same images with the same labels"
+    yield "other images", (images[0], images[1]), "All members need the same images with the same labels"
     classes = [{"classes": [{"wnid": entry.wnid} for entry in info.classes]} for info in (one, other)]
-    fix = "Scores can be averaged only where all models know the same classes in the same order"
-    yield "another class list", (classes[0], classes[1]), fix
+    classes_fix = "Scores can be averaged only if all models have the same classes in the same order"
+    yield "another class list", (classes[0], classes[1]), classes_fix
     protocols = [{**info.protocol.to_json(), "name": ""} for info in (one, other)]
-    yield "another protocol", (protocols[0], protocols[1]), f"All members must look at the images alike. {again}"
+    yield "another protocol", (protocols[0], protocols[1]), f"All members need the same protocol. {fix}"
 
 
 def _circumstances(members: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return provider, precision and versions: those that all share, or all of them with + between."""
+    """Return provider, precision and versions: the common value, or all values joined by +."""
     names = _distinct(name for member in members for name in member["versions"])
     return {
         "provider": _joined(_distinct(member["provider"] for member in members)),
@@ -199,14 +199,14 @@ def _joined(names: Iterable[str]) -> str:
 
 
 def _distinct(values: Iterable[str]) -> list[str]:
-    """Return the values without repetitions, in the order of their first appearance."""
+    """Return the distinct values, in order of first occurrence."""
     return list(dict.fromkeys(values))
 
 
 def _average(
     runs: Sequence[Run], weights: Sequence[float], writer: RunWriter
 ) -> tuple[tuple[ErrorCount, ...], tuple[ErrorCount, ...]]:
-    """Write what the ensemble's run lacks; count the errors of each member and of the first 1, 2, ... of them."""
+    """Write the missing part of the ensemble's run. Count the errors of each member and of the first 1, 2, ... ones."""
     images = runs[0].info.images
     labels = np.array([line.label for line in runs[0].predictions], np.int64)
     evaluated = np.ones(images, np.bool_)
@@ -219,23 +219,24 @@ def _average(
             block = slice(start, min(start + BLOCK, images))
             rows = [read_rows(run, block.start, block.stop) for run in runs]
             for number in range(1, len(runs) + 1):
-                scores = weighted_mean(rows[:number], _normalised(weights[:number]))  # NaN where one is, so refused
+                # NaN rows of refused images stay NaN.
+                scores = weighted_mean(rows[:number], _normalised(weights[:number]))
                 ranks[number - 1, block] = ranks_of(scores, np.maximum(labels[block], 0))
             if start >= writer.done:
                 writer.append(_lines(runs, block, scores, ranks[-1, block]), scores)
             advance(block.stop - block.start)
     if not (labels != UNLABELLED).any():
         return (), ()
-    member_errors = [np.array([line.rank for line in run.predictions], np.int64) for run in runs]
-    return tuple(_count_errors(rank, counted) for rank in member_errors), tuple(
+    member_ranks = [np.array([line.rank for line in run.predictions], np.int64) for run in runs]
+    return tuple(_count_errors(rank, counted) for rank in member_ranks), tuple(
         _count_errors(rank, counted) for rank in ranks
     )
 
 
 def weighted_mean(rows: Sequence[Float32Array], shares: Sequence[float]) -> Float32Array:
-    """Average scores, float32 (images, classes) of each member, adding in their order; float64 inside, float32 out.
+    """Average the members' scores, float32 (images, classes), adding in order in float64; returns float32.
 
-    shares: weights of sum 1.
+    shares: weights that sum to 1.
     """
     total = np.zeros(rows[0].shape, np.float64)
     for share, of_member in zip(shares, rows, strict=True):
@@ -244,19 +245,19 @@ def weighted_mean(rows: Sequence[Float32Array], shares: Sequence[float]) -> Floa
 
 
 def _count_errors(ranks: Int64Array, counted: BoolArray) -> ErrorCount:
-    own = ranks[counted]
-    return ErrorCount(len(own), int((own > 1).sum()), int((own > 5).sum()))
+    counted_ranks = ranks[counted]
+    return ErrorCount(len(counted_ranks), int((counted_ranks > 1).sum()), int((counted_ranks > 5).sum()))
 
 
 def _lines(runs: Sequence[Run], block: slice, scores: Float32Array, ranks: Int64Array) -> list[Prediction]:
-    """Return the lines of some images. scores, ranks: of the ensemble, a row and the rank of the truth for each."""
+    """Return the lines of some images. scores, ranks: of the ensemble, one row and one rank of the true class each."""
     names = [f"member {number} ({run.info.model['file']})" for number, run in enumerate(runs, start=1)]
     members = zip(*(run.predictions[block] for run in runs), strict=True)
     return [_line(lines, names, row, int(rank)) for lines, row, rank in zip(members, scores, ranks, strict=True)]
 
 
 def _line(lines: Sequence[Prediction], names: Sequence[str], scores: Float32Array, rank: int) -> Prediction:
-    """Return the line of one image. lines: of the members; refused where one of them refused, by the first's name."""
+    """Return the line of one image, refused if a member refused it. lines: of the members; names: of the members."""
     one = lines[0]
     for name, line in zip(names, lines, strict=True):
         if line.refused is not None:

@@ -1,18 +1,18 @@
-"""Images from a dataset through sessions to scores, every step at the same time.
+"""Evaluate images on one or several sessions, with all stages running concurrently.
 
-A chunk is cut into portions: images that are prepared, planned and computed together.
+A chunk is split into portions: images that are prepared, planned and computed together.
 
-    read, decode, resize     threads of a pool     an image at a time
-    plan, pack, upload       one thread a session  a portion at a time: its batches are planned from its images alone
-    compute                  one thread a session  a batch at a time; no other thread touches the session
-    average                  the caller            a portion at a time, in their order
+    read, decode, resize     thread pool             one image at a time
+    plan, pack, upload       one thread per session  one portion at a time; its batches depend only on its images
+    compute                  one thread per session  one batch at a time; no other thread uses the session
+    average                  the caller              one portion at a time, in order
 
-What is in memory, whatever the dataset's size. For each session: the views of two portions (one is packed and computed
-while the next is decoded), three batches (one is computed, two are ready), and the results of a third portion, which
-the caller averages and writes. A portion goes to the session that is free first.
+Memory does not depend on the size of the dataset. Each session needs the views of two portions (one is packed and
+computed while the next is decoded), three batches (one being computed, two ready), and the results of a third portion,
+which the caller averages and writes. A portion goes to the first session that is free.
 
-An error belongs to its portion: those before it are finished and handed over, the caller gets the error in its place,
-and what comes later is left. An error of a thread that has no portion in hand goes to the caller at once.
+An error belongs to its portion: earlier portions are finished and yielded, the caller then receives the error, and
+later portions are dropped. An error in a thread that has no portion is raised in the caller immediately.
 """
 
 import threading
@@ -50,12 +50,12 @@ from prelunet.evaluator.protocols import EvaluationProtocol
 from prelunet.evaluator.validation.predictions import Prediction, build_prediction
 from prelunet.evaluator.validation.timing import StageTimer
 
-MAX_THREADS = 16  # beyond, the threads wait for the interpreter more than they decode
-MAX_DECODED_PORTIONS = 2  # for each session: one is packed and computed, one is decoded
-MAX_STARTED_PORTIONS = 3  # for each session, until they are averaged and written
-MAX_READY_BATCHES = 2  # for each session, besides the one that is computed
+MAX_THREADS = 16  # more threads spend more time waiting for the interpreter lock than decoding
+MAX_DECODED_PORTIONS = 2  # per session: one is packed and computed, one is decoded
+MAX_STARTED_PORTIONS = 3  # per session, until they are averaged and written
+MAX_READY_BATCHES = 2  # per session, besides the one being computed
 
-Prepared = list[ViewImage] | ImageError  # one image, ready for the session or refused
+Prepared = list[ViewImage] | ImageError  # the views of one image, or why it is refused
 ChunkResult = tuple[list[Prediction], npt.NDArray[np.float32]]  # lines and rows of scores
 
 
@@ -69,14 +69,14 @@ def evaluate_chunks(
     *,
     timer: StageTimer | None = None,
 ) -> Generator[ChunkResult, None, None]:
-    """Evaluate chunks of a dataset, in their order.
+    """Evaluate chunks of a dataset, in order.
 
-    sessions: of one model, which share the work; size: images of a portion; threads: that decode and resize, 0 for one
-    per core; stages: told where the time goes.
+    sessions: of one model, which share the work; size: images per portion; threads: for decoding and resizing, 0 for
+    one per core; timer: records the time of each stage.
 
-    Yields the lines of each chunk and its rows of scores, float32 (images, classes), NaN where refused. Nothing of it
-    runs any more when the generator is closed or has failed.
-    Raises ContractError that names the file when the model gives NaN, and what any of the threads raises.
+    Yields the lines of each chunk and its rows of scores, float32 (images, classes), NaN where refused. All threads
+    have ended when the generator is closed or has failed.
+    Raises ContractError with the file name when the model returns NaN, and any exception of the threads.
     """
     timer = timer or StageTimer()
     portions = [chunk[start : start + size] for chunk in chunks for start in range(0, len(chunk), size)]
@@ -99,7 +99,7 @@ def evaluate_chunks(
 
 
 def decoding_threads(threads: int) -> int:
-    """Return how many threads decode and resize; threads: asked for, 0 for one per core."""
+    """Return the number of threads for decoding and resizing. threads: requested, 0 for one per core."""
     return min(threads or cores(), MAX_THREADS)
 
 
@@ -110,7 +110,7 @@ def prepare(
     timer: StageTimer,
     semaphore: ByteSemaphore | None = None,
 ) -> Prepared:
-    """Read, decode and resize one image; any thread may. room: for its decoded pixels, None for that beside a CPU."""
+    """Read, decode and resize one image. Thread-safe. semaphore: limits decoded pixels, None for the CPU's default."""
     try:
         with timer.timed("read"):
             data = dataset.read(sample)
@@ -119,7 +119,7 @@ def prepare(
                 image = decode_image(data, apply_exif=protocol.apply_exif, reserve=reserve)
             with timer.timed("resize"):
                 views = make_views(image, protocol)
-            del image  # before its room is given back
+            del image  # before its reservation is released
         return views
     except ImageError as error:
         return error
@@ -129,10 +129,10 @@ def prepare(
 
 @dataclass
 class Portion:
-    """Some images on their way.
+    """Some images in the pipeline.
 
-    prepared: emptied when they are packed, because it holds the pixels; views: of each image how many, or why it is
-    refused; results: of all views, numbered through; error: why it is not computed.
+    prepared: cleared when the images are packed, because it holds the pixels; views: for each image the number of views
+    or why it is refused; results: view number in the portion → result; error: why the portion failed.
     """
 
     number: int
@@ -145,7 +145,7 @@ class Portion:
 
 @dataclass(frozen=True)
 class _ReadyBatch:
-    """A batch that a session can compute. last: of its portion."""
+    """A batch that is ready for a session. last: whether it is the last one of its portion."""
 
     portion: Portion
     packed_views: tuple[PackedView, ...]
@@ -155,18 +155,18 @@ class _ReadyBatch:
 
 @dataclass
 class _SessionQueue:
-    """A session and what is ready for it; None behind the last batch. changed: told when that changes."""
+    """A session and its ready batches; None marks the end. changed: notified when `ready` changes."""
 
     session: EvaluationSession
     changed: threading.Condition
     ready: deque[_ReadyBatch | None] = field(default_factory=deque)
-    canvas: tuple[int, ...] = ()  # of the last batch that was packed
+    canvas: tuple[int, ...] = ()  # of the last packed batch
 
 
 class Pipeline:
-    """The threads, and what is between them. All that several of them see changes under one lock.
+    """The threads and their shared state, which is guarded by one lock.
 
-    prepare: gives the views of a sample, in any thread; else see `evaluate_chunks`.
+    prepare: returns the views of a sample, thread-safe. For the other parameters see `evaluate_chunks`.
     """
 
     def __init__(
@@ -180,12 +180,12 @@ class Pipeline:
         self._portions, self._prepare, self._timer = portions, prepare, timer
         self._closed = False
         self._started = 0  # portions
-        self._written = 0  # portions with which the caller has finished
-        self._decoded = 0  # portions of which not all views are packed
-        self._stop_at = len(portions)  # the first portion that need not be done: none, or the one that failed
-        self._thread_error: BaseException | None = None  # why one of the threads is gone
+        self._written = 0  # portions that the caller has finished with
+        self._decoded = 0  # portions whose views are not all packed
+        self._stop_at = len(portions)  # the first portion that is not needed: none, or the one that failed
+        self._thread_error: BaseException | None = None  # of a thread without a portion
         self._waiting: deque[Portion] = deque()  # for a session
-        self._in_flight: dict[int, Portion] = {}  # begun and not yet taken by the caller
+        self._in_flight: dict[int, Portion] = {}  # started and not yet taken by the caller
         self._lock = threading.Lock()
         self._portions_changed = threading.Condition(self._lock)
         self._session_queues = [_SessionQueue(session, threading.Condition(self._lock)) for session in sessions]
@@ -197,11 +197,11 @@ class Pipeline:
         ]
 
     def close(self) -> None:
-        """End all threads; an image or a batch that one of them has begun is finished first."""
+        """Stop all threads. Images and batches in progress are finished first."""
         with self._lock:
             self._closed = True
             for session_queue in self._session_queues:
-                session_queue.ready.clear()  # a session may wait in `stage` until it has room for another batch
+                session_queue.ready.clear()  # `stage` may be waiting for a free slot
             self._notify_all()
         self._pool.shutdown(cancel_futures=True)
         for thread in self._threads:
@@ -209,7 +209,7 @@ class Pipeline:
                 thread.join()
 
     def finished(self) -> Iterator[Portion]:
-        """Give each portion in its order, computed; the one before counts as written when the next is asked for."""
+        """Yield each computed portion, in order. Requesting the next one marks the previous one as written."""
         for thread in self._threads:
             thread.start()
         for number in range(len(self._portions)):
@@ -228,7 +228,7 @@ class Pipeline:
             return self._in_flight.pop(number)
 
     def _start_portions(self) -> None:
-        """Hand images to the pool as far as memory allows; called under the lock."""
+        """Submit images to the pool as far as the limits allow. The caller holds the lock."""
         while (
             not self._closed
             and self._started < self._stop_at
@@ -248,10 +248,10 @@ class Pipeline:
             self._portions_changed.notify_all()
 
     def _guarded(self, work: Callable[[_SessionQueue], None], session_queue: _SessionQueue) -> None:
-        """Run the work of a thread; when it fails the caller is told, who would wait for ever otherwise."""
+        """Run the work of a thread and pass on its exception, because the caller would wait forever otherwise."""
         try:
             work(session_queue)
-        except BaseException as error:  # the caller's to handle, whatever it is
+        except BaseException as error:  # re-raised in the caller
             with self._lock:
                 self._thread_error = error
                 self._stop_at = 0
@@ -263,23 +263,23 @@ class Pipeline:
         while (portion := self._next_portion()) is not None:
             try:
                 self._stage_portion(session_queue, portion)
-            except BaseException as error:  # the caller's to handle, whatever it is
+            except BaseException as error:  # re-raised in the caller
                 self._fail(portion, error)
             with self._lock:
                 self._decoded -= 1
                 self._start_portions()
-            del portion  # before this thread waits for the next
+            del portion  # free its memory before waiting for the next one
         self._put(session_queue, None)
 
     def _next_portion(self) -> Portion | None:
-        """Wait for a portion that needs a session; None when there will be no more."""
+        """Wait for a portion that needs a session. Return None when there are no more."""
         with self._lock:
             self._portions_changed.wait_for(lambda: self._closed or self._waiting or self._started >= self._stop_at)
             return self._waiting.popleft() if self._waiting and not self._closed else None
 
     def _stage_portion(self, session_queue: _SessionQueue, portion: Portion) -> None:
         prepared = [future.result() for future in portion.prepared]
-        portion.prepared.clear()  # the futures hold the pixels too
+        portion.prepared.clear()  # the futures also hold the pixels
         portion.views = [images if isinstance(images, ImageError) else len(images) for images in prepared]
         views = [view for images in prepared if not isinstance(images, ImageError) for view in images]
         with self._timer.timed("pack"):
@@ -297,7 +297,7 @@ class Pipeline:
             self._put(session_queue, _ReadyBatch(portion, packed.packed_views, staged, last=number == len(batches)))
 
     def _wait_for_slot(self, session_queue: _SessionQueue, portion: Portion) -> bool:
-        """Wait until a session may have one more batch; False when this portion is not wanted any more."""
+        """Wait until a session has a free slot. Return False when the portion is no longer needed."""
         with self._lock:
             session_queue.changed.wait_for(
                 lambda: len(session_queue.ready) < MAX_READY_BATCHES or not self._is_needed(portion)
@@ -315,13 +315,13 @@ class Pipeline:
             session_queue.ready.append(ready)
             session_queue.changed.notify_all()
 
-    # The thread that owns a session
+    # The thread that computes on a session
 
     def _compute_batches(self, session_queue: _SessionQueue) -> None:
         while (ready := self._next_batch(session_queue)) is not None:
             if self._is_needed(ready.portion):
                 self._compute_batch(session_queue, ready)
-            del ready  # before this thread waits for the next
+            del ready  # free its memory before waiting for the next one
 
     def _compute_batch(self, session_queue: _SessionQueue, ready: _ReadyBatch) -> None:
         try:
@@ -329,24 +329,24 @@ class Pipeline:
                 outputs = session_queue.session.compute(ready.staged)
             with self._timer.timed("average"):
                 ready.portion.results.update(unpack_results(ready.packed_views, outputs))
-        except BaseException as error:  # the caller's to handle, whatever it is
+        except BaseException as error:  # re-raised in the caller
             self._fail(ready.portion, error)
         else:
             if ready.last:
                 self._finish(ready.portion)
 
     def _next_batch(self, session_queue: _SessionQueue) -> _ReadyBatch | None:
-        """Wait for a batch; None when there will be no more."""
-        begun = time.perf_counter()
+        """Wait for a batch. Return None when there are no more."""
+        started = time.perf_counter()
         with self._lock:
             session_queue.changed.wait_for(lambda: self._closed or session_queue.ready)
             ready = None if self._closed else session_queue.ready.popleft()
             session_queue.changed.notify_all()
         if ready is not None:
-            self._timer.add("wait", time.perf_counter() - begun)
+            self._timer.add("wait", time.perf_counter() - started)
         return ready
 
-    # All of them
+    # All threads
 
     def _is_needed(self, portion: Portion) -> bool:
         return not self._closed and portion.number < self._stop_at
@@ -361,9 +361,9 @@ class Pipeline:
             self._record_failure(portion, error)
 
     def _record_failure(self, portion: Portion, error: BaseException) -> None:
-        """Keep an error for the caller, who gets it in the place of the portion; called under the lock.
+        """Store an error, which the caller receives instead of the portion. The caller of this method holds the lock.
 
-        No later portion is wanted any more.
+        Later portions are no longer needed.
         """
         portion.error = portion.error or error
         portion.done = True
@@ -371,7 +371,7 @@ class Pipeline:
         self._notify_all()
 
     def _notify_all(self) -> None:
-        """Wake whoever waits for anything; called under the lock."""
+        """Wake all waiting threads. The caller holds the lock."""
         for condition in (self._portions_changed, *(session_queue.changed for session_queue in self._session_queues)):
             condition.notify_all()
 

@@ -1,4 +1,4 @@
-"""The images of a run, a line of predictions.jsonl each: made, written, and read into columns."""
+"""The images of a run: one line of predictions.jsonl each. Build, write and read them, stored in columns."""
 
 import os
 from array import array
@@ -16,17 +16,16 @@ from prelunet.evaluator.json_checks import parse_json, require_bool, require_key
 from prelunet.evaluator.validation.run_schema import parse_file, parse_label, parse_rank, parse_top, parse_view_ranks
 
 TOP_CLASSES = 5  # classes kept per image: the paper's top-5
-_BLOCK = 1024  # images made at a time while iterating
+_BLOCK = 1024  # images built at a time while iterating
 
 
 @dataclass(frozen=True)
 class Prediction:
     """One image of a run, as one line of predictions.jsonl.
 
-    label: true class index, UNLABELLED (-1, in the file null) where nobody knows it; top: up to five (class index,
-    score), best first; rank: of the true class, from 1, or 0 where it is not known; view_ranks: its rank in each view
-    alone, in the order of `RunInfo.views`; refused: why the image could not be evaluated, and then there is no top and
-    no rank.
+    label: true class index, UNLABELLED (-1, in the file null) if unknown; top: up to five (class index, score), best
+    first; rank: of the true class, from 1, or 0 if unknown; view_ranks: its rank in each view alone, in the order of
+    `RunInfo.views`; refused: why the image could not be evaluated; such an image has neither top nor rank.
     """
 
     file: str
@@ -53,14 +52,14 @@ class Prediction:
 
 
 def build_prediction(file: str, label: int, classified: Classification) -> Prediction:
-    """Turn one classified image into its line of a run. label: true class index, or UNLABELLED."""
-    known = label != UNLABELLED
+    """Build the line of one classified image. label: true class index, or UNLABELLED."""
+    has_label = label != UNLABELLED
     return Prediction(
         file=file,
         label=label,
         top=tuple((index, shortest_decimal(score)) for index, score in classified.top(TOP_CLASSES)),
-        rank=classified.rank(label) if known else 0,
-        view_ranks=tuple(classified.view_ranks(label)) if known else (),
+        rank=classified.rank(label) if has_label else 0,
+        view_ranks=tuple(classified.view_ranks(label)) if has_label else (),
         capped=classified.capped,
     )
 
@@ -70,9 +69,9 @@ _EVALUATED_KEYS = {"file", "label", "top", "rank", "view_ranks", "capped"}
 
 
 def prediction_from_json(data: Any, classes: int, views: int) -> Prediction:
-    """Read one line of a run of a model with so many classes and of so many views.
+    """Parse one line of a run. classes, views: their numbers in the run.
 
-    Strict, because a run folder may come from anybody and nobody asks again: ValueError says what is wrong.
+    Strict, because run folders are untrusted. Raises ValueError with the fault.
     """
     if type(data) is dict and "refused" in data:
         entry = require_keys(data, "it", _REFUSED_KEYS)
@@ -84,7 +83,7 @@ def prediction_from_json(data: Any, classes: int, views: int) -> Prediction:
     entry = require_keys(data, "it", _EVALUATED_KEYS)
     label, top = parse_label(entry["label"], classes), parse_top(entry["top"], classes, min(TOP_CLASSES, classes))
     if label == UNLABELLED and (entry["rank"] is not None or entry["view_ranks"] != []):
-        raise ValueError("without a label there is no rank")
+        raise ValueError("rank and view_ranks need a label")
     rank = 0 if label == UNLABELLED else parse_rank(entry["rank"], label, top, classes)
     return Prediction(
         file=parse_file(entry["file"]),
@@ -97,16 +96,16 @@ def prediction_from_json(data: Any, classes: int, views: int) -> Prediction:
 
 
 class Predictions(Sequence[Prediction]):
-    """The lines of a run as columns; each `Prediction` is made when it is asked for, and not kept.
+    """The lines of a run, stored in columns. Each `Prediction` is built on access and not kept.
 
-    An image takes some 100 bytes, its name and 2 for each view, where an object takes a thousand: ImageNet's training
+    An image takes about 100 bytes plus its name and 2 bytes per view, where an object takes 1000: ImageNet's training
     set stays below 250 MB.
     """
 
     def __init__(self, classes: int, views: int) -> None:
         self._answers, self._views = min(TOP_CLASSES, classes), views
-        small = "H" if classes < 2**16 else "I"  # holds a class index and a rank
-        self._files = bytearray()  # every name ends with a zero byte, which none can hold
+        small = "H" if classes < 2**16 else "I"  # fits a class index and a rank
+        self._files = bytearray()  # names, each followed by a zero byte, which names cannot contain
         self._ends = array("Q", [0])  # of names in `_files`
         self._label = array("i")
         self._classes, self._scores = array(small), array("d")  # `_answers` for each image
@@ -115,12 +114,12 @@ class Predictions(Sequence[Prediction]):
         self._refused: dict[int, str] = {}
 
     def append(self, prediction: Prediction) -> None:
-        """Add a line as `prediction_from_json` gives it."""
+        """Append a line as returned by `prediction_from_json`."""
         if prediction.refused is not None:
             self._refused[len(self)] = prediction.refused
-        top = prediction.top or ((0, 0.0),) * self._answers  # not there in the line of a refused image
-        view_ranks = prediction.view_ranks or (0,) * self._views  # nor in one without a label
-        assert (len(top), len(view_ranks)) == (self._answers, self._views), "one answer and rank for each place"
+        top = prediction.top or ((0, 0.0),) * self._answers  # empty for a refused image
+        view_ranks = prediction.view_ranks or (0,) * self._views  # also empty without a label
+        assert (len(top), len(view_ranks)) == (self._answers, self._views), "columns need a fixed width"
         self._files += prediction.file.encode("utf-8", "surrogatepass") + b"\0"
         self._ends.append(len(self._files))
         self._label.append(prediction.label)
@@ -135,23 +134,23 @@ class Predictions(Sequence[Prediction]):
         return len(self._label)
 
     @overload
-    def __getitem__(self, place: int) -> Prediction: ...
+    def __getitem__(self, index: int) -> Prediction: ...
     @overload
-    def __getitem__(self, place: slice) -> list[Prediction]: ...
-    def __getitem__(self, place: int | slice) -> Prediction | list[Prediction]:
-        if isinstance(place, int):
-            number = range(len(self))[place]
-            return next(self._made(number, number + 1))
-        start, stop, step = place.indices(len(self))
+    def __getitem__(self, index: slice) -> list[Prediction]: ...
+    def __getitem__(self, index: int | slice) -> Prediction | list[Prediction]:
+        if isinstance(index, int):
+            number = range(len(self))[index]
+            return next(self._build(number, number + 1))
+        start, stop, step = index.indices(len(self))
         if step != 1:
             return [self[number] for number in range(start, stop, step)]
-        return list(self._made(start, stop))
+        return list(self._build(start, stop))
 
     def __iter__(self) -> Iterator[Prediction]:
         for first in range(0, len(self), _BLOCK):
-            yield from self._made(first, min(first + _BLOCK, len(self)))
+            yield from self._build(first, min(first + _BLOCK, len(self)))
 
-    def _made(self, first: int, stop: int) -> Iterator[Prediction]:
+    def _build(self, first: int, stop: int) -> Iterator[Prediction]:
         """Yield the lines of the images from first to stop - 1."""
         span, tops = slice(first, stop), slice(first * self._answers, stop * self._answers)
         files = self._files[self._ends[first] : self._ends[stop]].decode("utf-8", "surrogatepass").split("\0")
@@ -161,7 +160,9 @@ class Predictions(Sequence[Prediction]):
             range(first, stop),
             files[:-1],
             self._label[span],
-            zip(*[answers] * self._answers, strict=True),  # the same iterator each time, so so many in turn
+            zip(
+                *[answers] * self._answers, strict=True
+            ),  # groups of consecutive answers: all arguments are one iterator
             self._rank[span],
             zip(*[view_ranks] * self._views, strict=True) if self._views else repeat((), stop - first),
             self._capped[span],
@@ -175,9 +176,9 @@ class Predictions(Sequence[Prediction]):
 
 
 def read_predictions(path: Path, classes: int, views: int) -> Predictions:
-    """Read predictions.jsonl of a run of a model with so many classes and of so many views.
+    """Read predictions.jsonl, whose lines are in the order of the file names. A missing file has no lines.
 
-    Lines are in the order of the file names; a file that is not there has none. RunFolderError names a damaged line.
+    classes, views: their numbers in the run. Raises RunFolderError with the number of a damaged line.
     """
     predictions = Predictions(classes, views)
     if not os.path.lexists(path):
@@ -188,11 +189,11 @@ def read_predictions(path: Path, classes: int, views: int) -> Predictions:
             try:
                 prediction = prediction_from_json(parse_json(line), classes, views)
                 if prediction.file <= last:
-                    raise ValueError(f"{prediction.file[:100]!r} should not follow {last[:100]!r}: names rise")
+                    raise ValueError(f"{prediction.file[:100]!r} should not follow {last[:100]!r} (sorted names)")
             except ValueError as error:
                 raise RunFolderError(
-                    f"{path}: line {number} is damaged ({error}). Restore the file, or do the images from there on "
-                    "again: with the command that made the run"
+                    f"{path}: line {number} is damaged ({error}). Restore the file, or run the command of this run "
+                    "again to repeat the images from there"
                 ) from error
             predictions.append(prediction)
             last = prediction.file
@@ -200,12 +201,12 @@ def read_predictions(path: Path, classes: int, views: int) -> Predictions:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """Open a file of a run that is there, if only as a link."""
+    """Open an existing file of a run, which may be a broken link."""
     try:
         if path.exists() and not path.is_file():
-            raise RunFolderError(f"{path}: not a regular file. Restore it, or do the run anew in another folder")
+            raise RunFolderError(f"{path}: not a regular file. Restore it, or repeat the run in another folder")
         return path.open("rb")
     except OSError as error:
         raise RunFolderError(
-            f"{path}: cannot be read ({error.strerror}). Restore the file, or do the run anew in another folder"
+            f"{path}: cannot be read ({error.strerror}). Restore the file, or repeat the run in another folder"
         ) from error

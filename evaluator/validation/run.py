@@ -28,17 +28,17 @@ from prelunet.evaluator.validation.run_schema import (
 )
 
 RUN_VERSION = 3
-CHUNK = 64  # images: the unit of writing, resuming and sharding
-GPU_CHUNK = 1024  # enough of each canvas to make up for the changes between them
+CHUNK = 64  # images; the unit of writing, resuming and sharding
+GPU_CHUNK = 1024  # images; enough batches per canvas shape to amortize switching shapes
 RUN_FILE, PREDICTIONS_FILE, SCORES_FILE = "run.json", "predictions.jsonl", "scores.f32.npy"
 
 
 @dataclass(frozen=True)
 class Batching:
-    """Which images were computed together: in other company the last bits of a score may differ.
+    """Which images were computed together. The last bits of a score may depend on it.
 
-    images_together: of a chunk, in a portion that is prepared and computed at a time; rules: by which the batches of
-    each portion were planned.
+    images_together: images per portion of a chunk, which are prepared and computed together; rules: for planning the
+    batches of each portion.
     """
 
     images_together: int
@@ -50,7 +50,7 @@ class Batching:
 
 
 def batching_from_json(data: Any) -> Batching | None:
-    """Read what `Batching.to_json` wrote, or null of a run that computed nothing; raises ValueError."""
+    """Read the output of `Batching.to_json`, or null for a run that computed nothing. Raises ValueError."""
     if data is None:
         return None
     rules = dict(require_object(data, "batching"))
@@ -60,26 +60,26 @@ def batching_from_json(data: Any) -> Batching | None:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What run.json holds: everything that decides the results, and nothing else (no dates, no paths)."""
+    """The content of run.json: everything that determines the results and nothing else (no dates, no paths)."""
 
     model: Mapping[str, Any]  # file, sha256, architecture, activation
     classes: tuple[ClassEntry, ...]
     protocol: EvaluationProtocol
     dataset: Mapping[str, Any]  # name, fingerprint, images, layout, selection
     circumstances: Mapping[str, Any]  # provider, precision, versions
-    batching: Batching | None = None  # None where stored scores of several runs were averaged
+    batching: Batching | None = None  # None for an ensemble, which averages stored scores
     chunk: int = CHUNK
-    shard: tuple[int, int] | None = None  # which (from 1) of how many; None for the whole dataset
-    members: tuple[Mapping[str, Any], ...] = ()  # model and weight of each, where scores of several runs were averaged
+    shard: tuple[int, int] | None = None  # number (from 1) and count; None for the whole dataset
+    members: tuple[Mapping[str, Any], ...] = ()  # of an ensemble: model and weight of each
 
     @property
     def views(self) -> tuple[View, ...]:
-        """Return the views whose ranks stand in each line; none for an ensemble, which has only their average."""
+        """Return the views whose ranks are in each line; none for an ensemble, which only has their average."""
         return () if self.members else self.protocol.views
 
     @property
     def span(self) -> tuple[int, int]:
-        """Return first and last + 1 of the dataset's images that belong to this run: all, or a shard's whole chunks."""
+        """Return first and last + 1 of this run's images in the dataset: all, or the whole chunks of a shard."""
         images: int = self.dataset["images"]
         if self.shard is None:
             return 0, images
@@ -89,7 +89,7 @@ class RunInfo:
 
     @property
     def images(self) -> int:
-        """Return how many images belong to this run."""
+        """Return the number of images in this run."""
         first, end = self.span
         return end - first
 
@@ -121,8 +121,8 @@ def build_run_info(
 ) -> RunInfo:
     """Describe a run of this session.
 
-    model_file: last path component; dataset: as `describe_dataset` tells it; memory: most bytes of
-    the process (`portion_size`), None for what is usual.
+    model_file: last path component; dataset: from `describe_dataset`; memory: limit for the process in bytes
+    (`portion_size`), None for the default.
     """
     contract: ModelContract = session.contract
     model = {
@@ -139,7 +139,7 @@ def build_run_info(
 
 
 def describe_dataset(dataset: Dataset) -> dict[str, Any]:
-    """Return what run.json says of a dataset."""
+    """Return the description of a dataset for run.json."""
     return {
         "name": sanitize_name(dataset.location.name),
         "fingerprint": dataset.fingerprint,
@@ -151,7 +151,7 @@ def describe_dataset(dataset: Dataset) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that can be reported on. folder: where it lies; None for one that lives in a server's memory."""
+    """A run that can be reported on. folder: where it is stored, None for a run in a server's memory."""
 
     info: RunInfo
     predictions: Sequence[Prediction]
@@ -159,46 +159,46 @@ class Run:
 
     @property
     def labelled(self) -> bool:
-        """Say whether the true classes are known, so that there are errors to count."""
+        """Return whether any true class is known, so that errors can be counted."""
         return any(prediction.label != UNLABELLED for prediction in self.predictions)
 
     @property
     def where(self) -> str:
-        """Return what a message calls the run: its folder, or the model of one that lies nowhere."""
+        """Return the name of the run for messages: its folder, or the model file of a run in memory."""
         return str(self.folder or self.info.model["file"])
 
 
 def require_unsharded(info: RunInfo, where: str | Path) -> None:
-    """Refuse a shard: what is said of a run is said of all its dataset. Raises RunFolderError. where: for the text."""
+    """Refuse a shard with RunFolderError, where results must cover the whole dataset. where: for the message."""
     if info.shard is not None:
         raise RunFolderError(
-            f"{where}: shard {info.shard[0]} of {info.shard[1]}, not a whole run. Join its shards first: "
+            f"{where}: shard {info.shard[0]} of {info.shard[1]}, not a complete run. Merge all shards first: "
             "prelunet merge SHARD... --run DIR"
         )
 
 
 def require_labels(run: Run) -> None:
-    """Refuse a run with images whose true class is not known: there are no errors to count. Raises UsageError."""
+    """Refuse a run with images of unknown class, whose errors cannot be counted. Raises UsageError."""
     if unknown := sum(prediction.label == UNLABELLED for prediction in run.predictions):
         raise UsageError(
-            f"{run.where}: the true class of {unknown:,} of {len(run.predictions):,} images is not known, so there are "
-            f"no errors to count. Validate on labelled images; answers without labels are written by: "
+            f"{run.where}: the true class of {unknown:,} of {len(run.predictions):,} images is unknown, so errors "
+            "cannot be counted. Validate on labeled images. To write the predictions for unlabeled images, run: "
             f"prelunet submission {run.where}"
         )
 
 
 def require_same_images(one: Run, other: Run) -> None:
-    """Refuse runs whose lines are not of the same images with the same labels, line by line. Raises RunFolderError.
+    """Refuse runs whose lines differ in image or label. Raises RunFolderError.
 
-    For runs whose fingerprints agree: one of them was changed.
+    For runs with equal fingerprints: a difference means that one of them was changed.
     """
     for number, (a, b) in enumerate(zip(one.predictions, other.predictions, strict=True), start=1):
         if (a.file, a.label) != (b.file, b.label):
             here, there = (f"{escape_unprintable(line.file[:100])} (label {line.label})" for line in (a, b))
             raise RunFolderError(
-                f"line {number} of the predictions of {one.where} is of {here}, but of {there} in {other.where}, "
-                "although their fingerprints agree: one of them is damaged. Restore its predictions.jsonl, or do it "
-                "anew with its command and --fresh"
+                f"line {number} of the predictions is {here} in {one.where}, but {there} in {other.where}, although "
+                "their fingerprints are equal: one of them is damaged. Restore its predictions.jsonl, or repeat that "
+                "run with --fresh"
             )
 
 
@@ -209,7 +209,7 @@ _RUN_KEYS = {
 
 
 def run_info_from_json(data: Any) -> RunInfo:
-    """Read run.json; raises ValueError or UsageError that says what is wrong with it."""
+    """Parse run.json. Raises ValueError or UsageError with the fault."""
     run = require_keys(data, "it", _RUN_KEYS)
     info = RunInfo(
         model=parse_model(run["model"]),
@@ -224,7 +224,7 @@ def run_info_from_json(data: Any) -> RunInfo:
     )
     check_text(info.protocol.name, "name of the protocol")
     if require_list(run["views"], "views") != [view.to_json() for view in info.views]:
-        raise ValueError("views should be those of the protocol, in its order, or none for an ensemble")
+        raise ValueError("views should be those of the protocol, in its order, or empty for an ensemble")
     return info
 
 
@@ -232,7 +232,7 @@ _KEYS_OF_ANY_VERSION = {"version", "model", "protocol"}
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Say whether a folder holds a run of any version, perhaps a damaged one: whether its run.json looks like ours."""
+    """Return whether a folder contains a run, judged by its run.json. The run may be damaged or of another version."""
     try:
         data = parse_json(_bytes_of(folder / RUN_FILE))
     except (OSError, ValueError):
@@ -241,7 +241,7 @@ def is_run_folder(folder: Path) -> bool:
 
 
 def read_run_info(folder: Path) -> RunInfo:
-    """Read run.json of a folder; raises RunFolderError when there is none, or none that can be read."""
+    """Read run.json of a folder. Raises RunFolderError when it is missing or cannot be read."""
     path = folder / RUN_FILE
     try:
         data = parse_json(_bytes_of(path))
@@ -250,26 +250,26 @@ def read_run_info(folder: Path) -> RunInfo:
             return run_info_from_json(data)
     except OSError as error:
         raise RunFolderError(
-            f"{folder}: no {RUN_FILE} here ({error.strerror}). Make a run with: "
+            f"{folder}: no {RUN_FILE} in this folder ({error.strerror}). Create a run with: "
             f"prelunet validate --model MODEL.onnx --data DIR --protocol P --run {folder}"
         ) from error
     except (ValueError, UsageError) as error:
-        anew = "start anew with --fresh" if is_run_folder(folder) else "do the run anew in another folder"
-        raise RunFolderError(f"{path}: damaged ({error}). Restore the file, or {anew}") from error
-    fix = "Install a newer prelunet" if version > RUN_VERSION else "Do the run anew with --fresh"
+        restart = "start over with --fresh" if is_run_folder(folder) else "repeat the run in another folder"
+        raise RunFolderError(f"{path}: damaged ({error}). Restore the file, or {restart}") from error
+    fix = "Install a newer prelunet" if version > RUN_VERSION else "Repeat the run with --fresh"
     raise RunFolderError(f"{path}: version {version}, but this prelunet reads version {RUN_VERSION}. {fix}")
 
 
 def _bytes_of(path: Path) -> bytes:
     if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "not a regular file", str(path))  # a pipe would keep us waiting
+        raise OSError(errno.EINVAL, "not a regular file", str(path))  # reading a pipe would block
     return path.read_bytes()
 
 
 def read_run(folder: Path) -> Run:
     """Read a finished run.
 
-    Raises RunFolderError when there is none, when it is not finished, or when a line is damaged (it is named).
+    Raises RunFolderError when there is no run, when it is not finished, or when a line is damaged (with its number).
     """
     info = read_run_info(folder)
     predictions = read_predictions(folder / PREDICTIONS_FILE, len(info.classes), len(info.views))
@@ -277,11 +277,11 @@ def read_run(folder: Path) -> Run:
     if len(predictions) < images:
         raise RunFolderError(
             f"{folder}: {len(predictions)} of {images} images are done. "
-            "Finish the run first: the same command goes on where it stopped"
+            "Finish the run first: run the same command to resume"
         )
     if len(predictions) > images:
         raise RunFolderError(
             f"{folder / PREDICTIONS_FILE}: {len(predictions)} lines, but the run has {images} images. "
-            "Restore the file, or cut it back with the command that made it"
+            "Restore the file, or run the command of this run again to truncate it"
         )
     return Run(info, predictions, folder)

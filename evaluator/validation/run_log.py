@@ -1,6 +1,6 @@
-"""The log of a run folder, log.jsonl: where its dataset lay, so that its images can be found again.
+"""The log of a run folder, log.jsonl. It records where the dataset was, so that its images can be found again.
 
-It is told to the reader and never decides a result: what is damaged in it is as if it were not there.
+The log is only for information and never affects a result. Damaged lines are ignored.
 """
 
 import os
@@ -23,7 +23,7 @@ START_EVENTS = STARTED, RESUMED = "start", "resume"  # events that name the data
 
 
 def find_dataset(folder: Path) -> DatasetSpec | None:
-    """Return where the dataset of a run lay when it was last worked on, as log.jsonl tells; None if it does not."""
+    """Return where the dataset was when the run was last started or resumed, None if log.jsonl does not say."""
     entry = last_start_event(folder)
     try:
         return None if entry is None else spec_from_log(entry)
@@ -32,7 +32,7 @@ def find_dataset(folder: Path) -> DatasetSpec | None:
 
 
 def spec_to_log(spec: DatasetSpec) -> dict[str, Any]:
-    """Return what log.jsonl says of where a dataset lies, so that it can be opened again from anywhere."""
+    """Return a dataset's location for log.jsonl, with absolute paths so that it can be opened from anywhere."""
     return {
         "dataset": str(spec.path.resolve()),
         "labels": spec.labels and str(spec.labels.resolve()),
@@ -43,7 +43,7 @@ def spec_to_log(spec: DatasetSpec) -> dict[str, Any]:
 
 
 def spec_from_log(entry: Mapping[str, Any]) -> DatasetSpec:
-    """Read what `spec_to_log` wrote; ValueError when it is not that. What is not told is as `DatasetSpec` has it."""
+    """Parse the output of `spec_to_log`; missing fields default as in `DatasetSpec`. Raises ValueError."""
     labels, limit = entry.get("labels"), entry.get("limit")
     return DatasetSpec(
         path=_path(entry.get("dataset"), "dataset"),
@@ -55,13 +55,13 @@ def spec_from_log(entry: Mapping[str, Any]) -> DatasetSpec:
 
 
 def _path(value: Any, what: str) -> Path:
-    if b"\0" in os.fsencode(require_str(value, what)):  # a ValueError too where it is no text of this system
+    if b"\0" in os.fsencode(require_str(value, what)):  # also raises ValueError if it cannot be encoded
         raise ValueError(f"{what} should be a path")
     return Path(value)
 
 
 def last_start_event(folder: Path) -> dict[str, Any] | None:
-    """Return the last line of log.jsonl that tells of a start and where the dataset lay; None if there is none."""
+    """Return the last start or resume event in log.jsonl that names a dataset, or None."""
     try:
         log = folder / LOG_FILE
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []

@@ -1,6 +1,6 @@
-"""The parts of run.json and of a line of predictions.jsonl, checked: of the right kind, and agreeing with each other.
+"""Parse the parts of run.json and of a line of predictions.jsonl, and check their types, ranges and consistency.
 
-Everything raises ValueError that says what is wrong; the caller says in which file.
+All functions raise ValueError with the fault; the caller adds the file.
 """
 
 import re
@@ -20,18 +20,18 @@ from prelunet.evaluator.json_checks import (
 from prelunet.evaluator.terminal import escape_unprintable
 
 MAX_SHARDS = 999_999
-_NOWHERE = {"", ".", ".."}  # parts of a path that lead out of a folder, or to itself
-_LARGEST_SCORE = 1.001  # a probability, and what half precision may add to it
+_NOWHERE = {"", ".", ".."}  # path parts that point outside a folder, or to itself
+_LARGEST_SCORE = 1.001  # a probability plus the rounding error of half precision
 
 
 def sanitize_name(name: str) -> str:
-    """Return a name as run.json takes it: what `check_text` would refuse is written out, and what is too long is cut."""
+    """Make a name acceptable to `check_text`: escape unprintable characters, and truncate it if it is too long."""
     shown = escape_unprintable(name)
     return shown if len(shown) <= MAX_NAME_LENGTH else f"{shown[: MAX_NAME_LENGTH - 3]}..."
 
 
 def check_text(value: Any, what: str) -> str:
-    """Return the value, a text of no more than MAX_NAME_LENGTH characters, none of which steers a terminal."""
+    """Return the value if it is text of up to MAX_NAME_LENGTH characters without control characters."""
     check_plain(require_str(value, what))
     if len(value) > MAX_NAME_LENGTH or CONTROL_CHARACTERS.search(value):
         raise ValueError(f"{what} should be text of up to {MAX_NAME_LENGTH} characters without control characters")
@@ -39,7 +39,7 @@ def check_text(value: Any, what: str) -> str:
 
 
 def parse_classes(data: Any) -> tuple[ClassEntry, ...]:
-    """Return the classes of a run, at least one."""
+    """Parse the classes of a run, at least one."""
     classes = [require_keys(entry, "a class", {"wnid", "name"}) for entry in require_list(data, "classes")]
     if not classes:
         raise ValueError("classes should not be empty")
@@ -47,7 +47,7 @@ def parse_classes(data: Any) -> tuple[ClassEntry, ...]:
 
 
 def parse_model(data: Any) -> dict[str, Any]:
-    """Return what is said of the model."""
+    """Check the description of the model."""
     model = require_keys(data, "model", {"file", "sha256", "architecture", "activation"})
     for key, value in model.items():
         check_text(value, key)
@@ -57,7 +57,7 @@ def parse_model(data: Any) -> dict[str, Any]:
 
 
 def parse_dataset(data: Any) -> dict[str, Any]:
-    """Return what is said of the dataset."""
+    """Check the description of the dataset."""
     dataset = require_keys(data, "dataset", {"name", "fingerprint", "images", "layout", "selection"})
     _check_file_name(check_text(dataset["name"], "name of the dataset"), "name of the dataset")
     check_text(dataset["layout"], "layout")
@@ -69,7 +69,7 @@ def parse_dataset(data: Any) -> dict[str, Any]:
 
 
 def parse_circumstances(data: Any) -> dict[str, Any]:
-    """Return what is said of the machine."""
+    """Check the description of the machine."""
     circumstances = require_keys(data, "circumstances", {"provider", "precision", "versions"})
     versions = require_object(circumstances["versions"], "versions")
     for key, value in (*versions.items(), *((key, circumstances[key]) for key in ("provider", "precision"))):
@@ -78,7 +78,7 @@ def parse_circumstances(data: Any) -> dict[str, Any]:
 
 
 def parse_shard(data: Any) -> tuple[int, int] | None:
-    """Return which of how many shards it is, or None."""
+    """Return the number of the shard and the number of shards, or None."""
     if data is None:
         return None
     shard = require_keys(data, "shard", {"number", "of"})
@@ -87,7 +87,7 @@ def parse_shard(data: Any) -> tuple[int, int] | None:
 
 
 def parse_member(data: Any) -> Mapping[str, Any]:
-    """Return what is said of one member of an ensemble."""
+    """Check the description of one member of an ensemble."""
     member = require_keys(data, "a member", {"model", "weight"})
     parse_model(member["model"])
     if type(member["weight"]) not in {int, float} or not 0 < member["weight"] <= 1:
@@ -106,19 +106,19 @@ def _check_digest(digest: Any, key: str) -> None:
 
 
 def parse_label(data: Any, classes: int) -> int:
-    """Return the class index of the truth, or UNLABELLED."""
+    """Return the index of the true class, or UNLABELLED."""
     return UNLABELLED if data is None else require_int(data, "label", 0, classes - 1)
 
 
 def parse_file(file: Any) -> str:
-    """Return the name of a file inside its dataset; whoever joins it to a folder stays in that folder."""
+    """Return a file name inside a dataset. Joined to a folder, it cannot point outside the folder."""
     if not _NOWHERE.isdisjoint(require_str(file, "file").split("/")) or "\0" in file:
         raise ValueError(f"file should be a relative name inside the dataset, not {file[:100]!r}")
     return str(file)
 
 
 def parse_top(data: Any, classes: int, number: int) -> tuple[tuple[int, float], ...]:
-    """Return the best answers: so many different classes with their scores, in the order in which `top_k` has them."""
+    """Return the best answers: `number` distinct classes with their scores, in the order of `top_k`."""
     answers: list[tuple[int, float]] = []
     before, last = _LARGEST_SCORE, -1
     for answer in require_list(data, "top"):
@@ -135,25 +135,25 @@ def parse_top(data: Any, classes: int, number: int) -> tuple[tuple[int, float], 
     if len(answers) != number:
         raise ValueError(f"top should have {number} answers, not {len(answers)}")
     if len({index for index, _ in answers}) != number:
-        raise ValueError("top should have no class twice")
+        raise ValueError("top should not contain a class twice")
     return tuple(answers)
 
 
 def parse_rank(data: Any, label: int, top: tuple[tuple[int, float], ...], classes: int) -> int:
-    """Return the rank of the truth, which must be its place in `top`, or beyond it."""
+    """Return the rank of the true class, which must be its position in `top`, or beyond `top`."""
     rank = require_int(data, "rank", 1, classes)
-    for place, (index, _) in enumerate(top, start=1):
-        if (place == rank) != (index == label):
-            raise ValueError(f"rank {rank} of class {label} is not its place in top")
+    for position, (index, _) in enumerate(top, start=1):
+        if (position == rank) != (index == label):
+            raise ValueError(f"rank {rank} of class {label} is not its position in top")
     return rank
 
 
 def parse_view_ranks(data: Any, rank: int, classes: int, views: int) -> tuple[int, ...]:
-    """Return the rank of the truth in each view; that of an only view is `rank`."""
+    """Return the rank of the true class in each view; with a single view, it must be `rank`."""
     ranks = require_list(data, "view_ranks")
     if len(ranks) != views:
         raise ValueError(f"view_ranks should be those of the run's {views} views, not {len(ranks)}")
-    found = tuple(require_int(each, "rank of a view", 1, classes) for each in ranks)
-    if views == 1 and found != (rank,):
-        raise ValueError(f"view_ranks of the only view should be [{rank}], not [{found[0]}]")
-    return found
+    checked = tuple(require_int(each, "rank of a view", 1, classes) for each in ranks)
+    if views == 1 and checked != (rank,):
+        raise ValueError(f"view_ranks of the only view should be [{rank}], not [{checked[0]}]")
+    return checked

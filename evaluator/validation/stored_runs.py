@@ -1,4 +1,4 @@
-"""The stored scores of finished runs: read in pieces, and believed only where they agree with the run's lines."""
+"""Read the stored scores of finished runs block by block, and check that they agree with the run's lines."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,16 +16,16 @@ from prelunet.evaluator.validation.run_log import RESUMED, STARTED, last_start_e
 from prelunet.evaluator.validation.writer import RunWriter, scores_header
 
 BLOCK = 1024  # images read at a time: 4 MB at 1000 classes
-SUM_TOLERANCE = 1e-3  # of a row: half precision may add or lose as much; float32 alone stays below 1e-6
+SUM_TOLERANCE = 1e-3  # of a row: half precision may deviate this much; float32 stays below 1e-6
 
 
 def check_scores(run: Run) -> None:
-    """Check that the stored scores of a finished run are whole and are those its lines tell of; in pieces.
+    """Check that the stored scores of a finished run are complete and agree with its lines, block by block.
 
-    A refused image has a row of NaN, any other a row of finite numbers from 0 to 1 whose sum is 1 within
-    SUM_TOLERANCE, whose best classes are those of its line, and in which the truth has the rank of its line. What
-    cannot be seen is a change that is smaller than that, and among classes behind the best ones.
-    Raises RunFolderError naming the file, the row and the image.
+    A refused image has a row of NaN. Any other image has a row of finite numbers from 0 to 1 whose sum is 1 within
+    SUM_TOLERANCE, whose best classes are those of its line, and in which the true class has the rank of its line.
+    Smaller changes, among classes below the best ones, are not detected.
+    Raises RunFolderError with the file, the row and the image.
     """
     path, images = _path(run), run.info.images
     _check_header(path, run.info)
@@ -36,14 +36,14 @@ def check_scores(run: Run) -> None:
             if fault := _fault_in(read_rows(run, first, end), lines):
                 row, what = fault
                 raise RunFolderError(
-                    f"{path}: row {first + row} ({escape_unprintable(lines[row].file)}) {what}. The scores are damaged or "
-                    "another run's: restore the file, or do the run anew with the same command and --fresh"
+                    f"{path}: row {first + row} ({escape_unprintable(lines[row].file)}) {what}. The scores are damaged "
+                    "or from another run: restore the file, or repeat the run with --fresh"
                 )
             advance(end - first)
 
 
 def read_rows(run: Run, first: int, end: int) -> Float32Array:
-    """Return the stored scores of some images, float32 (end - first, classes); not checked."""
+    """Return the stored scores of some images, float32 (end - first, classes), without checking them."""
     classes = len(run.info.classes)
     offset = len(scores_header(run.info.images, classes)) + 4 * classes * first
     rows = np.fromfile(_path(run), "<f4", (end - first) * classes, offset=offset)
@@ -56,9 +56,9 @@ def _path(run: Run) -> Path:
 
 
 def _check_header(path: Path, info: RunInfo) -> None:
-    """Check the header and the length of the file."""
+    """Check the header and the size of the file."""
     header = scores_header(info.images, len(info.classes))
-    fix = "Restore the file, or do the run anew with the same command and --fresh"
+    fix = "Restore the file, or repeat the run with --fresh"
     try:
         with path.open("rb") as file:
             found = file.read(len(header))
@@ -67,19 +67,19 @@ def _check_header(path: Path, info: RunInfo) -> None:
         raise RunFolderError(f"{path}: cannot be read ({error.strerror}). {fix}") from error
     if found != header:
         raise RunFolderError(
-            f"{path}: its header is not that of float32 scores of {info.images} images x {len(info.classes)} classes. "
-            + fix
+            f"{path}: the header should be that of float32 scores of {info.images} images x {len(info.classes)} "
+            f"classes. {fix}"
         )
     expected = len(header) + 4 * info.images * len(info.classes)
     if size != expected:
-        raise RunFolderError(f"{path}: {size} bytes long, but its scores take {expected}. {fix}")
+        raise RunFolderError(f"{path}: {size} bytes, but the scores take {expected}. {fix}")
 
 
 def _fault_in(rows: Float32Array, lines: Sequence[Prediction]) -> tuple[int, str] | None:
-    """Return the first row that is not what its line tells, and what is wrong with it."""
+    """Return the first row that disagrees with its line, and the fault; None if there is none."""
     refused = np.array([line.refused is not None for line in lines])
-    if (spoilt := refused & ~np.isnan(rows).all(axis=1)).any():
-        return int(np.argmax(spoilt)), "has scores, but its line says that it was refused"
+    if (wrong := refused & ~np.isnan(rows).all(axis=1)).any():
+        return int(np.argmax(wrong)), "has scores, but its line says that it was refused"
     evaluated = np.flatnonzero(~refused).tolist()
     if not evaluated:
         return None
@@ -90,25 +90,25 @@ def _fault_in(rows: Float32Array, lines: Sequence[Prediction]) -> tuple[int, str
 
 
 def _faults(rows: Float32Array, lines: Sequence[Prediction]) -> Iterator[tuple[BoolArray, str]]:
-    """Yield (which rows it concerns, what is wrong) of images that were evaluated; each relies on those before it."""
+    """Yield (faulty rows, fault) for evaluated images. Each check relies on the ones before it."""
     labels = np.array([line.label for line in lines], np.int64)
     stated = np.array([line.rank for line in lines], np.int64)
-    yield np.asarray(~np.isfinite(rows).all(axis=1)), "has a score that is no number (NaN or infinite)"
+    yield np.asarray(~np.isfinite(rows).all(axis=1)), "has a score that is not a finite number"
     sums = rows.sum(axis=1, dtype=np.float64)
     yield (
         np.asarray((rows < 0).any(axis=1) | (np.abs(sums - 1) > SUM_TOLERANCE)),
-        "has scores that are no probabilities of sum 1",
+        "has scores that are not probabilities with sum 1",
     )
-    yield ~_same_best(rows, lines), "has other best classes or scores than its line"
+    yield ~_same_best(rows, lines), "has different best classes or scores than its line"
     ranks = ranks_of(rows, np.maximum(labels, 0))
-    yield (labels != UNLABELLED) & (ranks != stated), "gives the true class another rank than its line"
+    yield (labels != UNLABELLED) & (ranks != stated), "gives the true class a different rank than its line"
 
 
 def _same_best(rows: Float32Array, lines: Sequence[Prediction]) -> BoolArray:
-    """Say of each row whether its best classes, their order and their scores are those of its line.
+    """Return for each row whether its best classes, their order and their scores are those of its line.
 
-    Scores may differ in the last bit of float32: a line's decimal is read as float64 first, and rounded twice, which
-    gives 7.038531e-26 a neighbour.
+    Scores may differ in the last bit of float32: a line's decimal is rounded twice, first to float64, which changes
+    7.038531e-26 to a neighboring float32.
     """
     classes = np.array([[index for index, _ in line.top] for line in lines], np.int64)
     stated = np.array([[score for _, score in line.top] for line in lines]).astype(np.float32)
@@ -119,31 +119,31 @@ def _same_best(rows: Float32Array, lines: Sequence[Prediction]) -> BoolArray:
     return same
 
 
-# What merged runs and ensembles share: they are made from the folders of other runs.
+# Shared by merged runs and ensembles, which are derived from the folders of other runs.
 
 
-_SOURCE_ONLY_KEYS = {"event", "date", "done"}  # of a beginning in its log, not what a derived run takes over
+_SOURCE_ONLY_KEYS = {"event", "date", "done"}  # fields of a source's start event that a derived run does not copy
 
 
 def refuse_source_as_target(sources: Sequence[Path], folder: Path) -> None:
-    """Refuse to write into a folder that is read: with --fresh it would be deleted first."""
+    """Refuse to write into a folder that is also read: --fresh would delete it first."""
     for source in sources:
         if source.exists() and folder.exists() and source.samefile(folder):
-            raise UsageError(f"{folder}: is one of the runs that are read. Choose a new folder with --run")
+            raise UsageError(f"{folder}: is one of the input runs. Choose a new folder with --run")
 
 
 def log_start(writer: RunWriter, images: int, sources: Sequence[Path], report: Callable[[str], None]) -> None:
-    """Say and log where the writing of a derived run starts.
+    """Report and log where the writing of a derived run starts.
 
-    The log tells where the dataset lay, as the log of the first source does that knows it: a report looks there.
+    The log also records where the dataset was, from the first source whose log has it: reports look there.
     """
     if writer.done == images:
-        report(f"{writer.folder}: finished already; comparing it with the runs it is made of")
+        report(f"{writer.folder}: already finished; comparing it with its input runs")
         return
-    new, place = writer.done == 0, f"{writer.done} of {images} images"
-    report(f"{writer.folder}: {'new' if new else f'going on after {place}'}")
-    known = next((entry for source in sources if (entry := last_start_event(source)) is not None), {})
-    fields = {key: value for key, value in known.items() if key not in _SOURCE_ONLY_KEYS}
+    new = writer.done == 0
+    report(f"{writer.folder}: {'new' if new else f'resuming after {writer.done} of {images} images'}")
+    start = next((entry for source in sources if (entry := last_start_event(source)) is not None), {})
+    fields = {key: value for key, value in start.items() if key not in _SOURCE_ONLY_KEYS}
     writer.log(
         STARTED if new else RESUMED,
         **{**fields, "done": writer.done, "sources": [str(source.resolve()) for source in sources]},

@@ -1,7 +1,7 @@
-"""Evaluate a model on a labelled dataset, chunk by chunk, into a run folder that can be resumed.
+"""Evaluate a model on a labeled dataset, chunk by chunk, into a run folder that can be resumed.
 
-A chunk is evaluated in portions, so small that their views fit into memory whatever the images are. While one portion
-is written, `pipeline` computes the next and decodes the one after it.
+A chunk is evaluated in portions that are small enough for their views to fit into memory, whatever the images. While
+one portion is written, `pipeline` computes the next and decodes the one after it.
 """
 
 import time
@@ -20,12 +20,12 @@ from prelunet.evaluator.validation.run_log import RESUMED, STARTED, spec_to_log
 from prelunet.evaluator.validation.timing import StageTimer
 from prelunet.evaluator.validation.writer import RunWriter, open_run
 
-# Who evaluates: gives the result of each chunk of samples that it is handed, in their order.
+# Yields the result of each chunk of samples, in order.
 ChunkEvaluator = Callable[[Sequence[Sequence[Sample]]], Generator[ChunkResult, None, None]]
 
 
-class WorkersLost(Exception):  # noqa: N818 - becomes an EnvironmentFault that says how much is done
-    """The machines that evaluate are gone, with the reason."""
+class WorkersLost(Exception):  # noqa: N818 - converted to an EnvironmentFault that includes the progress
+    """The machines that evaluate were lost. The message is the reason."""
 
 
 def validate(
@@ -39,19 +39,19 @@ def validate(
     chunk_evaluator: ChunkEvaluator | None = None,
     report: Callable[[str], None] = lambda _message: None,
 ) -> Run:
-    """Evaluate every image of a run, or those that an earlier call with the same arguments left undone.
+    """Evaluate every image of a run, or resume an earlier call with the same arguments.
 
-    sessions: of one model, which share the work; info: `build_run_info` of one of them and the dataset; folder: of the
-    run, made if missing; fresh: start anew; threads: that decode and resize, 0 for one per core; elsewhere: evaluates
-    the chunks instead of these sessions, as `cluster.evaluate_on_ray` does; announce: told in one sentence where the
-    run starts. An image that cannot be decoded is recorded as refused, with the reason. Raises DatasetError when a
-    label is not a class of the model, RunFolderError when the folder holds anything else, Interrupted on Ctrl-C or
-    SIGTERM, EnvironmentFault when the disk is full or the machines elsewhere are lost, ContractError when the model
-    gives NaN.
+    sessions: of one model, which share the work; info: from `build_run_info` for one of them and the dataset; folder:
+    of the run, created if missing; fresh: start over; threads: for decoding and resizing, 0 for one per core;
+    chunk_evaluator: evaluates the chunks instead of these sessions, see `ray_cluster.evaluate_on_ray`; report: receives
+    one sentence on where the run starts. An image that cannot be decoded is recorded as refused, with the reason.
+    Raises DatasetError when a label is not a class of the model, RunFolderError when the folder contains anything else,
+    Interrupted on Ctrl-C or SIGTERM, EnvironmentFault when the disk is full or the machines of `chunk_evaluator` are
+    lost, and ContractError when the model returns NaN.
     """
 
     def evaluate_locally(chunks: Sequence[Sequence[Sample]]) -> Generator[ChunkResult, None, None]:
-        assert info.batching is not None, "a run that computes says how"
+        assert info.batching is not None, "None only for ensembles"
         size = info.batching.images_together
         return evaluate_chunks(sessions, dataset, info.protocol, chunks, size, threads, timer=timer)
 
@@ -60,9 +60,9 @@ def validate(
     samples, total = _run_samples(dataset, info), info.images
     with open_run(folder, info, samples, fresh=fresh) as writer, _resumable(writer, total):
         if writer.done == total:
-            report(f"{folder}: finished already; nothing to do")
+            report(f"{folder}: already finished; nothing to do")
         else:
-            report(f"{folder}: going on after {writer.done} of {total} images" if writer.done else f"{folder}: new")
+            report(f"{folder}: resuming after {writer.done} of {total} images" if writer.done else f"{folder}: new")
             writer.log(
                 RESUMED if writer.done else STARTED,
                 done=writer.done,
@@ -70,63 +70,61 @@ def validate(
                 device=sessions[0].circumstances.provider,
             )
             chunks = [samples[start : start + info.chunk] for start in range(writer.done, total, info.chunk)]
-            with closing(
-                (chunk_evaluator or evaluate_locally)(chunks)
-            ) as results:  # stopped at once, not when nobody refers to it
+            # closing() stops the evaluation at once, not when the generator is garbage-collected.
+            with closing((chunk_evaluator or evaluate_locally)(chunks)) as results:
                 _write(results, writer, total, timer)
     return read_run(folder)
 
 
 def _run_samples(dataset: Dataset, info: RunInfo) -> Sequence[Sample]:
-    """Return the samples that belong to a run: all, or those of its shard."""
+    """Return the samples of a run: all, or those of its shard."""
     first, end = info.span
     if first == end:
         raise UsageError(
             f"shard {info.shard and '/'.join(map(str, info.shard))} is empty: {info.dataset['images']} images are "
-            f"{-(-info.dataset['images'] // info.chunk)} chunks of {info.chunk}. Take fewer shards"
+            f"{-(-info.dataset['images'] // info.chunk)} chunks of {info.chunk}. Use fewer shards"
         )
     return dataset.samples[first:end]
 
 
 def _check_labels(dataset: Dataset, contract: ModelContract) -> None:
-    """Refuse samples whose true class the model does not have: no error could be counted for them."""
+    """Refuse samples whose true class is not a class of the model: their errors could not be counted."""
     if not dataset.samples:
-        raise DatasetError(f"{dataset.location}: holds no images, so there is nothing to evaluate")
+        raise DatasetError(f"{dataset.location}: contains no images, so there is nothing to evaluate")
     for sample in dataset.samples:
         if sample.label != UNLABELLED and not 0 <= sample.label < len(contract.classes):
             raise DatasetError(
-                f"{dataset.location}: the label of {sample.file} ({sample.label}) is none of the model's "
-                f"{len(contract.classes)} classes. Give a dataset whose class folders are the model's classes"
+                f"{dataset.location}: the label of {sample.file} ({sample.label}) is not one of the model's "
+                f"{len(contract.classes)} classes. Use a dataset with the model's classes"
             )
 
 
 @contextmanager
 def _resumable(writer: RunWriter, total: int) -> Iterator[None]:
-    """Turn Ctrl-C and lost machines into errors that say how much is done."""
+    """Convert Ctrl-C and lost machines into errors that include the progress."""
     try:
         yield
     except KeyboardInterrupt as error:
         raise Interrupted(
-            f"{writer.folder}: interrupted; {writer.done} of {total} images are done. "
-            "The same command goes on from there"
+            f"{writer.folder}: interrupted; {writer.done} of {total} images are done. Run the same command to resume"
         ) from error
     except WorkersLost as error:
         raise EnvironmentFault(
-            f"{writer.folder}: {error}. {writer.done} of {total} images are done and safe. Mend that, and the same "
-            "command goes on from there"
+            f"{writer.folder}: {error}. {writer.done} of {total} images are done and saved. Fix the cause, then run "
+            "the same command to resume"
         ) from error
 
 
 def _write(results: Iterator[ChunkResult], writer: RunWriter, total: int, timer: StageTimer) -> None:
-    """Write each chunk as it comes; total: images of the run; stages: told to the log, what was since its last line."""
+    """Write each chunk and log its times by stage. total: images of the run; timer: of all stages so far."""
     with progress("validate", total, "images", done=writer.done) as advance:
-        begun, before = time.monotonic(), timer.totals()
+        started, before = time.monotonic(), timer.totals()
         for predictions, scores in results:
             index = writer.done // writer.chunk
             with timer.timed("write"):
                 writer.append(predictions, scores)
             now, totals = time.monotonic(), timer.totals()
             fields = totals.since(before).to_json()
-            writer.log("chunk", index=index, images=len(predictions), seconds=round(now - begun, 3), **fields)
-            begun, before = now, totals
+            writer.log("chunk", index=index, images=len(predictions), seconds=round(now - started, 3), **fields)
+            started, before = now, totals
             advance(len(predictions))

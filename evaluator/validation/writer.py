@@ -1,8 +1,9 @@
-"""Writing a run folder so that it can be killed at any moment and goes on where it stopped.
+"""Write a run folder so that the process can be killed at any moment and the run can be resumed.
 
-The rules: run.json comes first, whole or not at all. A chunk is done when its lines are on the disk; its scores are
-there before. Whatever lies beyond the last whole chunk is cut off when the run is opened again. Nobody else's file is
-ever touched. One process at a time: it holds a lock on the folder, which the system gives back when the process dies.
+run.json is written first, atomically. A chunk is done when its lines are on disk; its scores are written before them.
+When the run is opened again, everything after the last complete chunk is truncated. Files that are not the run's are
+never touched. Only one process writes at a time: it holds a lock on the folder, which the system releases when the
+process dies.
 """
 
 import io
@@ -33,27 +34,27 @@ from prelunet.evaluator.validation.run import (
 )
 from prelunet.evaluator.validation.run_log import LOG_FILE
 
-# What is said of a run that is started anew, and no longer true of it.
+# Reports of a run, deleted when it is started over.
 _REPORTS = ("report.json", "classes.csv", "report.html", "compared-with-*/compare.*")
-_ATOMIC_FILES = (RUN_FILE, PREDICTIONS_FILE, SCORES_FILE)  # whole, by `write_atomically`
-# In run.json for the reader's eye: a renamed file is the same file, and the fingerprint tells images and labels.
+_ATOMIC_FILES = (RUN_FILE, PREDICTIONS_FILE, SCORES_FILE)  # written by `write_atomically`
+# Keys of run.json that are only descriptive: a renamed file is the same file, and the fingerprint covers the data.
 DESCRIPTIVE_KEYS = {("model", "file"), ("dataset", "name"), ("dataset", "layout")}
 
 
 class RunWriter:
-    """A run folder that is open for writing. done: images that are safely written; chunk: images written at a time."""
+    """A run folder that is open for writing. done: number of images on disk; chunk: number of images per write."""
 
     def __init__(self, folder: Path, info: RunInfo, done: int) -> None:
         self.folder = folder
         self.done = done
         self.chunk = info.chunk
         self._info = info
-        self._files: dict[str, io.FileIO] = {}  # opened when written to: a finished run may lie on a read-only disk
+        self._files: dict[str, io.FileIO] = {}  # opened on first write: a finished run may be on a read-only disk
 
     def append(self, predictions: Sequence[Prediction], scores: npt.NDArray[np.float32]) -> None:
         """Write one chunk: its lines and its rows of scores, float32 (images, classes), NaN where refused.
 
-        Raises EnvironmentFault when the disk is full or fails; what was done before stays and can be resumed.
+        Raises EnvironmentFault when the disk is full or fails; earlier chunks stay and the run can be resumed.
         """
         assert scores.shape == (len(predictions), len(self._info.classes)), "one row of scores for each line"
         lines = "".join(json.dumps(prediction.to_json(), allow_nan=False) + "\n" for prediction in predictions)
@@ -62,12 +63,12 @@ class RunWriter:
         self.done += len(predictions)
 
     def log(self, event: str, **fields: Any) -> None:
-        """Add a line to log.jsonl, with the date."""
+        """Append a line with the date to log.jsonl."""
         date = datetime.now().astimezone().isoformat(timespec="seconds")
         self._write(LOG_FILE, (json.dumps({"event": event, "date": date, **fields}) + "\n").encode())
 
     def close(self) -> None:
-        """Close the files; nothing is left to write."""
+        """Close the files. Writes are not buffered."""
         for file in self._files.values():
             file.close()
 
@@ -84,31 +85,31 @@ class RunWriter:
         except OSError as error:
             raise EnvironmentFault(
                 f"{file.name!s}: cannot be written ({error.strerror}). {self.done} of {self._info.images} "
-                "images are done and safe; make room, and the same command goes on from there"
+                "images are done and saved. Free some disk space, then run the same command to resume"
             ) from error
 
 
 @contextmanager
 def open_run(folder: Path, info: RunInfo, samples: Sequence[Sample], *, fresh: bool) -> Iterator[RunWriter]:
-    """Open a run folder for writing: a new one, or one of the same run, cut back to its last whole chunk.
+    """Open a run folder for writing: a new one, or one of the same run, truncated to its last complete chunk.
 
-    fresh: start anew; the files of the run that lies there are deleted, others never.
-    Raises RunFolderError when the folder holds something else, another run (the difference is shown), or is being
-    written by another process; EnvironmentFault when it cannot be written.
+    fresh: start over; deletes the files of the existing run, and no others.
+    Raises RunFolderError when the folder contains something else or another run (the error shows the difference), or
+    another process is writing it. Raises EnvironmentFault when it is not writable.
     """
-    assert all(one.file < next_.file for one, next_ in pairwise(samples)), "samples are sorted by file name"
+    assert all(one.file < following.file for one, following in pairwise(samples)), "samples are sorted by file name"
     _require_run_or_empty(folder)
     create_folder(folder, "--run")
     with locked_folder(folder, "--run"):
         remove_leftovers(folder, _ATOMIC_FILES)
         if fresh:
-            _delete(folder, LOG_FILE, *_reports(folder), SCORES_FILE)  # without scores no line counts, whosever it is
+            _delete(folder, LOG_FILE, *_reports(folder), SCORES_FILE)  # first: lines without scores do not count
         if not fresh and (folder / RUN_FILE).exists():
             _check_same(read_run_info(folder), info, folder)
         else:
             write_atomically(folder / RUN_FILE, (json.dumps(info.to_json(), indent=1) + "\n").encode())
         if fresh:
-            _delete(folder, PREDICTIONS_FILE)  # last: killed before, the folder is still known as a run
+            _delete(folder, PREDICTIONS_FILE)  # last: if killed before this, the folder is still a run
         _end_torn_line(folder / LOG_FILE)
         writer = RunWriter(folder, info, _truncate_to_chunk(folder, info, samples))
         try:
@@ -118,7 +119,7 @@ def open_run(folder: Path, info: RunInfo, samples: Sequence[Sample], *, fresh: b
 
 
 def scores_header(images: int, classes: int) -> bytes:
-    """Return the .npy header of all scores, float32 (images, classes); rows follow as they come."""
+    """Return the .npy header for all scores, float32 (images, classes); rows are appended to it."""
     header = io.BytesIO()
     description = {"descr": "<f4", "fortran_order": False, "shape": (images, classes)}
     np.lib.format.write_array_header_1_0(header, description)
@@ -126,7 +127,7 @@ def scores_header(images: int, classes: int) -> bytes:
 
 
 def _require_run_or_empty(folder: Path) -> None:
-    """Leave alone what is neither empty nor a run."""
+    """Refuse a folder that is neither empty nor a run."""
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -134,10 +135,10 @@ def _require_run_or_empty(folder: Path) -> None:
     if is_run_folder(folder):
         return
     log = folder / LOG_FILE
-    begun = set(leftovers(folder, _ATOMIC_FILES))  # by one killed before run.json was there
+    own_files = set(leftovers(folder, _ATOMIC_FILES))  # of a process killed before it wrote run.json
     if log.is_file() and log.stat().st_size == 0:
-        begun.add(log)
-    if others := sorted(path.name for path in folder.iterdir() if path not in begun):
+        own_files.add(log)
+    if others := sorted(path.name for path in folder.iterdir() if path not in own_files):
         raise RunFolderError(
             f"{folder}: not empty ({', '.join(others[:3])}{', ...' if len(others) > 3 else ''}) and not a run. "
             "Choose an empty or new folder with --run"
@@ -154,7 +155,7 @@ def _reports(folder: Path) -> list[str]:
 
 
 def _end_torn_line(path: Path) -> None:
-    """End a line that was torn by a crash, so that the next one can be read."""
+    """Terminate a line that a crash cut off, so that the next one can be read."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -169,13 +170,13 @@ def _check_same(there: RunInfo, here: RunInfo, folder: Path) -> None:
     if not found:
         return
     raise RunFolderError(
-        f"{folder}: holds another run:\n{format_differences(found)}\n"
-        "Choose another folder with --run, or start this one anew with --fresh"
+        f"{folder}: contains another run:\n{format_differences(found)}\n"
+        "Choose another folder with --run, or overwrite this one with --fresh"
     )
 
 
 def _truncate_to_chunk(folder: Path, info: RunInfo, samples: Sequence[Sample]) -> int:
-    """Cut both files back to the last whole chunk; returns the images that are done."""
+    """Truncate both files to the last complete chunk. Return the number of images that are done."""
     scores, lines = folder / SCORES_FILE, folder / PREDICTIONS_FILE
     header = scores_header(len(samples), len(info.classes))
     row = 4 * len(info.classes)
@@ -198,7 +199,7 @@ def _truncate(path: Path, size: int) -> None:
 
 
 def _whole_rows(path: Path, header: bytes, row: int) -> int:
-    """Return how many whole rows of scores lie behind the right header."""
+    """Return the number of complete rows of scores after a correct header; 0 without one."""
     if not path.exists():
         return 0
     with path.open("rb") as file:
@@ -208,7 +209,7 @@ def _whole_rows(path: Path, header: bytes, row: int) -> int:
 
 
 def _line_ends(path: Path, info: RunInfo, samples: Sequence[Sample]) -> list[int]:
-    """Return where each line ends, in bytes, up to the first that is torn or not its sample's."""
+    """Return the end of each line in bytes, up to the first that is cut off or does not match its sample."""
     ends: list[int] = []
     if not os.path.lexists(path):
         return ends

@@ -219,12 +219,15 @@ def test_what_was_found_is_said(tmp_path: Path) -> None:
         return "\n".join(opened(layout(tmp_path / layout.__name__)).remarks)
 
     lacking = said(class_folders)
-    assert f"no folders for 2 of the model's 12 classes ({WNIDS[4]}, {WNIDS[11]}); labels stay those" in lacking
-    assert "matched to the model's classes by names of classes" in said(folders_named_by_class)
+    assert (
+        f"no folders for 2 of the model's 12 classes ({WNIDS[4]}, {WNIDS[11]}); class indices are still those"
+        in lacking
+    )
+    assert "matched to the model's classes by class names" in said(folders_named_by_class)
     beside = said(flat_with_a_devkit_beside)
-    assert "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt, its ids as in" in beside
+    assert "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt, ids mapped by" in beside
     assert "meta.mat" in beside
-    assert "val.txt, read as class indices, counted from 0 (there are 0 to 10)" in said(tar_gz_with_a_list_beside)
+    assert "val.txt, read as class indices, counted from 0 (found 0 to 10)" in said(tar_gz_with_a_list_beside)
     assert "labels.csv, read as wnids" in said(zip_with_a_list_inside)
     assert "line i is the label of the i-th name in sorted order" in said(flat_with_positions)
     assert "3 shards, imagenet-val-000.tar to imagenet-val-002.tar" in said(shards)
@@ -238,7 +241,7 @@ def test_images_are_taken_without_labels_only_when_asked(layout: Callable[[Path]
     assert {sample.label for sample in dataset.samples} == {-1}
     run = validated(FakeSession(CONTRACT), dataset, CENTER, tmp_path / "run")
     assert not run.labelled
-    assert find_dataset(tmp_path / "run") == dataset.place
+    assert find_dataset(tmp_path / "run") == dataset.spec
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_a_temporary_folder_that_another_prepared_is_refused(
     else:
         private.mkdir()
         private.chmod(0o777 if trap == "writable" else 0o700)
-    with pytest.raises(EnvironmentFault, match=rf"{private}: should be a folder that only this user may write"):
+    with pytest.raises(EnvironmentFault, match=rf"{private}: should be a folder that only this user may write to"):
         open_from_spec(DatasetSpec(write_tar(closed / "val.tar.gz", FOLDERS, "w:gz")), CLASSES)
 
 
@@ -110,7 +110,9 @@ def test_files_and_links_that_are_not_ours_are_neither_overwritten_nor_followed(
     for elsewhere in (write_tar(tmp_path / "other.tar", {f"{WNIDS[3]}/a.png": b"a"}), tmp_path / "nowhere"):
         copy.unlink()
         copy.symlink_to(elsewhere)
-        with pytest.raises(DatasetError, match=rf"{copy.name}: should be val\.tar\.gz unpacked, but is no plain file"):
+        with pytest.raises(
+            DatasetError, match=rf"{copy.name}: should be the unpacked val\.tar\.gz, but is not a regular file"
+        ):
             open_from_spec(DatasetSpec(path), CLASSES)
         assert not (tmp_path / "nowhere").exists()
 
@@ -123,7 +125,7 @@ def test_a_bomb_is_not_unpacked_to_its_end(tmp_path: Path, monkeypatch: pytest.M
     unpacked_path(path).unlink()
     monkeypatch.setattr("prelunet.evaluator.datasets.sources.decompress._ALWAYS_ALLOWED", 1024**2)
     monkeypatch.setattr("prelunet.evaluator.datasets.sources.decompress._read", _counting(written))
-    with pytest.raises(DatasetError, match=r"bytes that unpack to more than .* unpack it by hand"):
+    with pytest.raises(DatasetError, match=r"bytes that unpack to more than .* unpack the archive manually"):
         open_from_spec(DatasetSpec(path), CLASSES)
     assert sum(written) < 1024**2 + 20 * path.stat().st_size + 2 * 1024**2
     assert list(tmp_path.iterdir()) == [path]
@@ -154,7 +156,9 @@ def test_a_copy_that_was_damaged_says_to_delete_it(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "val.tar.gz", FOLDERS, "w:gz")
     open_from_spec(DatasetSpec(path), CLASSES)
     os.truncate(unpacked_path(path), 5000)
-    with pytest.raises(DatasetError, match=r"unpacked\.tar: damaged or cut at byte 5000\. Delete this copy to unpack"):
+    with pytest.raises(
+        DatasetError, match=r"unpacked\.tar: damaged or truncated at byte 5000\. Delete this copy to unpack"
+    ):
         open_from_spec(DatasetSpec(path), CLASSES)
 
 
@@ -170,12 +174,12 @@ def test_damaged_and_foreign_compressed_files_are_refused_and_leave_nothing(tmp_
     for name, data in damaged.items():
         path = tmp_path / name
         path.write_bytes(data)
-        with pytest.raises(DatasetError, match=r"damaged or cut|compressed, but no tar") as refused:
+        with pytest.raises(DatasetError, match=r"damaged or truncated|compressed, but not a tar") as refused:
             open_from_spec(DatasetSpec(path), CLASSES)
         assert str(refused.value).startswith(f"{path}: ")
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*damaged, "val.tar.gz"])
     (tmp_path / "cut").write_bytes(b"\x28\xb5\x2f\xfd" + whole)
-    with pytest.raises(DatasetError, match="compressed with zstd, which cannot be unpacked here"):
+    with pytest.raises(DatasetError, match="compressed with zstd, which is not supported"):
         open_from_spec(DatasetSpec(tmp_path / "cut"), CLASSES)
 
 

@@ -67,13 +67,13 @@ GOOD = [f"{name} {label}" for name, label in LABELS.items()]
 def test_labels_of_images_that_do_not_exist_are_named_with_their_line(flat: Path, tmp_path: Path) -> None:
     bad = listed(tmp_path, [*GOOD[:4], "gone.JPEG 3", *GOOD[4:], "lost.JPEG 3"])
     said = refusal(flat, bad)
-    assert f"{bad}: line 5 is the first of 2 that name images which do not exist: gone.JPEG, lost.JPEG" in said
-    assert "Restore the images, or take the lines away" in said
+    assert f"{bad}: line 5 is the first of 2 lines that name missing images: gone.JPEG, lost.JPEG" in said
+    assert "Restore the images, or remove the lines" in said
 
 
 def test_images_without_a_label_are_named(flat: Path, tmp_path: Path) -> None:
     said = refusal(flat, listed(tmp_path, GOOD[2:]))
-    assert f"no label for 2 of 30 images: {name_of(1)}, {name_of(2)}. Add their lines" in said
+    assert f"no label for 2 of 30 images: {name_of(1)}, {name_of(2)}. Add lines for them" in said
 
 
 @pytest.mark.parametrize(("number", "label"), [(3, LABELS[name_of(3)]), (3, 1), (1, 1), (30, 0)])
@@ -87,11 +87,11 @@ def test_a_name_that_is_listed_twice_is_refused_with_both_lines(
 @pytest.mark.parametrize(
     ("label", "expected"),
     [
-        ("13", "the label 13 is none of the model's 12 classes, 0 to 11"),
-        ("-2", "the label -2 is none of the model's 12 classes"),
-        ("-1", "the label -1 says that nobody knows the class.*--no-labels"),
-        ("n09999999", "the label 'n09999999' is none of the model's 12 classes, which begin with n00000005"),
-        ("1.5", "the label '1.5' is none"),
+        ("13", "the label 13 is not one of the model's 12 classes, 0 to 11"),
+        ("-2", "the label -2 is not one of the model's 12 classes"),
+        ("-1", "the label -1 means that the class is unknown.*--no-labels"),
+        ("n09999999", "the label 'n09999999' is not one of the model's 12 classes, which start with n00000005"),
+        ("1.5", "the label '1.5' is not"),
     ],
 )
 def test_a_label_that_is_no_class_is_refused_with_its_line(
@@ -112,7 +112,7 @@ def test_labels_counted_from_one_are_a_question_not_a_guess(flat: Path, tmp_path
     ):
         assert {line.split()[-1] for line in lines} >= {"1", "12"}
         said = refusal(flat, listed(tmp_path, lines))
-        assert "the labels are numbers 1 to 12, and none of them is 0: are they the devkit's ids" in said
+        assert "the labels are numbers 1 to 12, and none of them is 0: are they devkit ids" in said
         assert "--labels DIR" in said
         assert "subtract 1 from each" in said
 
@@ -120,7 +120,7 @@ def test_labels_counted_from_one_are_a_question_not_a_guess(flat: Path, tmp_path
 def test_devkit_ids_of_another_file_name_are_not_taken_for_indices(flat: Path, tmp_path: Path) -> None:
     devkit = write_devkit(tmp_path / "kit") / "data"
     renamed = (devkit / GROUND_TRUTH).rename(devkit / "gt.txt")
-    assert "are they the devkit's ids" in refusal(flat, renamed)
+    assert "are they devkit ids" in refusal(flat, renamed)
     # Of a part of the classes neither 0 nor 12 need be there; labels by position without a 0 are strange all the same.
     few = write_folder(tmp_path / "few", {name: data for name, data in DATA.items() if DEVKIT[LABELS[name]] < 9})
     renamed.write_text("".join(f"{DEVKIT[LABELS[path.name]]}\n" for path in sorted(few.iterdir())))
@@ -135,15 +135,15 @@ def test_devkit_ids_of_another_file_name_are_not_taken_for_indices(flat: Path, t
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
-        ([], "empty. Give a list with a line `name label`"),
-        (["name,label"], "a header and no more"),
+        ([], "empty. Use a list with a line `name label`"),
+        (["name,label"], "contains only a header"),
         ([name_of(1)], r"line 1 should be `name label` or `name,label`, not 'ILSVRC2012_val_00000001.JPEG'"),
-        ([f"{name_of(1)},3,4"], "line 1 should be `name label`.*name the columns in a first line"),
+        ([f"{name_of(1)},3,4"], "line 1 should be `name label`.*name the columns in the first line"),
         (["name,label", f"{name_of(1)},"], "line 2 has no label"),
         (["name,label", name_of(1)], "line 2 should be"),
         ([f"{name_of(1)},3", f"{name_of(2)},3,4"], "line 2 should be"),
-        (["3", "4", "five"], "line 3 should be one number like the first, not 'five'"),
-        (["x.png 3", "y.png 4"], r"names none of the 30 images \(x\.png, y\.png against ILSVRC"),
+        (["3", "4", "five"], "line 3 should be one number, like the first line, not 'five'"),
+        (["x.png 3", "y.png 4"], r"names none of the 30 images \(it lists x\.png, y\.png; the images are ILSVRC"),
         (['"a,3'], "line 1"),
         (["ImageId,PredictionString", f"{name_of(1)},{WNIDS[0]} 1 2 3 4 {WNIDS[1]} 1 2 3 4"], "boxes of 2 classes"),
     ],
@@ -156,24 +156,24 @@ def test_a_list_that_cannot_be_read_is_refused_with_its_line(
 
 def test_a_list_that_is_no_text_is_refused(flat: Path, tmp_path: Path) -> None:
     (tmp_path / "l.txt").write_bytes(DATA[name_of(1)])
-    assert "not a text in UTF-8" in refusal(flat, tmp_path / "l.txt")
-    with pytest.raises(UsageError, match=r"no such file or folder\. Give a list of labels"):
+    assert "not UTF-8 text" in refusal(flat, tmp_path / "l.txt")
+    with pytest.raises(UsageError, match=r"no such file or folder\. Pass a list of labels"):
         opened(flat, tmp_path / "nowhere.txt")
-    with pytest.raises(UsageError, match="--labels and --no-labels contradict each other"):
+    with pytest.raises(UsageError, match="--labels and --no-labels cannot be combined"):
         opened(flat, tmp_path / "l.txt", no_labels=True)
 
 
 @pytest.mark.parametrize("count", [IMAGES - 1, IMAGES + 1])
 def test_labels_by_position_must_be_as_many_as_the_images(flat: Path, tmp_path: Path, count: int) -> None:
     lines = [*map(str, LABELS.values()), "1"][:count]
-    assert f"{count} labels for 30 images, so it is not known which label is whose" in refusal(
+    assert f"{count} labels for 30 images, so labels cannot be matched to images by position" in refusal(
         flat, listed(tmp_path, lines)
     )
 
 
 def test_a_list_without_folders_is_refused_where_two_images_share_a_name(tmp_path: Path) -> None:
     data = write_folder(tmp_path / "data", {"x/a.png": b"1", "y/a.png": b"2", "y/b.png": b"3"})
-    assert "several images are named a.png. Name them with folders" in refusal(
+    assert "several images match the name a.png. Name them with folders" in refusal(
         data, listed(tmp_path, ["a.png 1", "b.png 2"])
     )
     dataset = opened(data, listed(tmp_path, ["./y/a.png 1", "x/a.png 2", "y\\b.png 3"]))
@@ -189,7 +189,7 @@ def test_folders_of_classes_give_way_to_a_list_that_was_named_and_this_is_said(t
     data = write_folder(tmp_path / "data", {f"{WNIDS[0]}/a.png": b"1", f"{WNIDS[1]}/b.png": b"2"})
     dataset = opened(data, listed(tmp_path, ["a.png 5", "b.png 6"]))
     assert [sample.label for sample in dataset.samples] == [5, 6]
-    assert any("some folders are named as classes; the labels are those of" in remark for remark in dataset.remarks)
+    assert any("some folders are named after classes, but the labels come from" in remark for remark in dataset.remarks)
 
 
 @settings(max_examples=200, deadline=None)
@@ -221,7 +221,7 @@ def test_an_image_that_is_missing_in_the_middle_is_noticed_by_the_numbers_of_the
         tmp_path / "images", {name: d for name, d in DATA.items() if name != name_of(9)} | {"z.png": b""}
     )
     said = refusal(data, write_devkit(tmp_path / "kit"))
-    assert f"{name_of(10)} is image 9 in the order of the names" in said
+    assert f"{name_of(10)} is image 9 in sorted order" in said
 
 
 def test_devkit_ids_go_through_the_devkits_own_order(flat: Path, tmp_path: Path) -> None:
@@ -235,15 +235,13 @@ def test_devkit_without_a_mapping_is_refused_and_sorted_wnids_are_none(flat: Pat
     devkit = write_devkit(tmp_path / "kit")
     (devkit / "data" / "meta.mat").unlink()
     said = refusal(flat, devkit)
-    assert (
-        "no meta.mat here to tell the wnids of devkit ids, nor a text (synsets.txt, map_clsloc.txt, wnids.txt)" in said
-    )
+    assert "no meta.mat to map devkit ids to wnids, and no text file (synsets.txt, map_clsloc.txt, wnids.txt)" in said
     listed(devkit / "data", WNIDS, "synsets.txt")  # as Caffe's synsets.txt, which is in the order of class indices
     assert "lists wnids in sorted order, which is the order of class indices, not of devkit ids" in refusal(
         flat, devkit
     )
     listed(devkit / "data", [f"{wnid} {DEVKIT[i]} {NAMES[i]}" for i, wnid in enumerate(WNIDS)], "map_clsloc.txt")
-    assert "map_clsloc.txt may both tell the wnids of devkit ids" in refusal(flat, devkit)
+    assert "map_clsloc.txt could both map devkit ids to wnids" in refusal(flat, devkit)
     (devkit / "data" / "synsets.txt").unlink()
     assert [sample.label for sample in opened(flat, devkit).samples] == list(LABELS.values())
     listed(devkit / "data", sorted(WNIDS, key=lambda wnid: DEVKIT[WNIDS.index(wnid)]), "map_clsloc.txt")
@@ -253,13 +251,13 @@ def test_devkit_without_a_mapping_is_refused_and_sorted_wnids_are_none(flat: Pat
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
-        ([f"1 {WNIDS[0]}", f"2 {WNIDS[0]}"], "an id or a wnid is there twice"),
-        ([f"1 {WNIDS[0]}", f"1 {WNIDS[1]}"], "an id or a wnid is there twice"),
+        ([f"1 {WNIDS[0]}", f"2 {WNIDS[0]}"], "contains an id or a wnid twice"),
+        ([f"1 {WNIDS[0]}", f"1 {WNIDS[1]}"], "contains an id or a wnid twice"),
         ([f"1 {WNIDS[0]}", WNIDS[1]], "line 2 should be `id wnid`"),
         (["1 tench"], "line 1 should be `id wnid`, as `1 n02119789`, not '1 tench'"),
         ([], "empty"),
-        ([f"{index + 1} {wnid}" for index, wnid in enumerate(WNIDS[:10])], "has the id 1[12], which .* does not have"),
-        ([f"{index + 1} n1{wnid[2:]}" for index, wnid in enumerate(WNIDS)], "which is n1.*, none of the model's 12"),
+        ([f"{index + 1} {wnid}" for index, wnid in enumerate(WNIDS[:10])], "has the id 1[12], which is not in "),
+        ([f"{index + 1} n1{wnid[2:]}" for index, wnid in enumerate(WNIDS)], "which is n1.*, not one of the model's 12"),
     ],
 )
 def test_a_mapping_that_tells_no_wnids_is_refused(flat: Path, tmp_path: Path, lines: list[str], expected: str) -> None:
@@ -272,17 +270,17 @@ def test_a_mapping_that_tells_no_wnids_is_refused(flat: Path, tmp_path: Path, li
 def test_damaged_devkit_files_are_named(flat: Path, tmp_path: Path) -> None:
     devkit = write_devkit(tmp_path / "kit")
     (devkit / "data" / GROUND_TRUTH).write_text("3\nfox\n")
-    assert f"{GROUND_TRUTH}: line 2 should be a devkit id, a number from 1 on, not 'fox'" in refusal(flat, devkit)
+    assert f"{GROUND_TRUTH}: line 2 should be a devkit id, a positive integer, not 'fox'" in refusal(flat, devkit)
     (devkit / "data" / GROUND_TRUTH).write_text("0\n" * IMAGES)
     assert "line 1 should be a devkit id" in refusal(flat, devkit)
     write_devkit(tmp_path / "other")
     whole = (tmp_path / "other" / "data" / "meta.mat").read_bytes()
     for damaged in (b"", b"text", whole[:200], whole[:-40]):
         (tmp_path / "other" / "data" / "meta.mat").write_bytes(damaged)
-        assert "meta.mat: no `synsets` of ILSVRC can be read here" in refusal(flat, tmp_path / "other")
-    assert f"no {GROUND_TRUTH} here, nor in a folder `data` here" in refusal(flat, tmp_path / "other" / "data" / "..")[
-        0:0
-    ] + refusal(flat, flat)
+        assert "meta.mat: cannot read ILSVRC's `synsets`" in refusal(flat, tmp_path / "other")
+    assert f"no {GROUND_TRUTH} in this folder" in refusal(flat, tmp_path / "other" / "data" / "..")[0:0] + refusal(
+        flat, flat
+    )
 
 
 def test_devkit_ids_are_told_for_a_submission(tmp_path: Path) -> None:
@@ -292,7 +290,7 @@ def test_devkit_ids_are_told_for_a_submission(tmp_path: Path) -> None:
         assert read_devkit_ids(path) == expected
     text = listed(tmp_path, [f"{devkit_id} {wnid}" for wnid, devkit_id in expected.items()], "my ids.txt")
     assert read_devkit_ids(text) == expected
-    with pytest.raises(UsageError, match=r"no such file or folder. Give the devkit's folder, its meta\.mat"):
+    with pytest.raises(UsageError, match=r"no such file or folder. Pass the devkit's folder, its meta\.mat"):
         read_devkit_ids(tmp_path / "nowhere")
 
 
@@ -301,7 +299,7 @@ def test_devkit_ids_are_told_for_a_submission(tmp_path: Path) -> None:
 
 def test_flat_images_without_labels_are_refused_with_both_ways_out(flat: Path) -> None:
     said = refusal(flat)
-    assert "30 images lie loose, without class folders, and no labels were found" in said
+    assert "30 images without class folders, and no label file in or next to the dataset" in said
     assert "--labels FILE" in said
     assert "--no-labels" in said
     dataset = opened(flat, no_labels=True)
@@ -313,36 +311,36 @@ def test_two_files_that_may_give_the_labels_are_both_named(tmp_path: Path) -> No
     first = write_list(tmp_path / "val.txt", lambda name, label: f"{name} {label}")
     devkit = write_devkit(tmp_path / "ILSVRC2012_devkit_t12")
     said = refusal(data)
-    assert f"more than one file may give the labels: {first}, {devkit}/data/{GROUND_TRUTH}" in said
-    assert "Say which with --labels FILE" in said
+    assert f"several files may contain the labels: {first}, {devkit}/data/{GROUND_TRUTH}" in said
+    assert "Choose one with --labels FILE" in said
     assert opened(data, first).layout == "flat, labels from val.txt"
-    assert opened(data, first).place.labels == first
+    assert opened(data, first).spec.labels == first
 
 
 def test_loose_images_beside_class_folders_are_left_out_and_said(tmp_path: Path) -> None:
     data = write_folder(tmp_path / "val", FOLDERS | {"loose.png": b"a", "other.png": b"b"})
     dataset = opened(data)
     assert len(dataset.samples) == IMAGES
-    assert f"{data}: 2 images lie loose beside the class folders and are left out" in dataset.remarks
+    assert f"{data}: skipped 2 images that are outside the class folders" in dataset.remarks
 
 
 def test_loose_images_beside_folders_that_are_no_classes_are_a_question(tmp_path: Path) -> None:
     data = write_folder(tmp_path / "data", {"a.png": b"a", "more/b.png": b"b", "more/c.png": b"c"})
     said = refusal(data)
-    assert "1 images lie loose and 2 in folders that are no classes of the model (more)" in said
+    assert "1 images are outside any folder, and 2 are in folders that are not classes of the model (more)" in said
     assert "--labels FILE" in said
 
 
 def test_a_folder_without_images_and_unlabelled_sets_side_by_side_are_refused(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
-    assert "no images here" in refusal(tmp_path / "data")
+    assert "no images found" in refusal(tmp_path / "data")
     write_folder(tmp_path / "data" / "val", {"a.png": b"a"})
     write_folder(tmp_path / "data" / "test", {"b.png": b"b"})
-    with pytest.raises(DatasetError, match="which images should be taken without labels, those in test or val"):
+    with pytest.raises(DatasetError, match="contains the sets test and val; it is not clear which"):
         opened(tmp_path / "data", no_labels=True)
     assert [s.file for s in opened(tmp_path / "data" / "test", no_labels=True).samples] == ["b.png"]
     archive = write_zip(tmp_path / "both.zip", {"val/a.png": b"a", "test/b.png": b"b"})
-    with pytest.raises(DatasetError, match=rf"Unpack it, and give the folder itself, as --data {tmp_path / 'val'}$"):
+    with pytest.raises(DatasetError, match=rf"Unpack it, and pass the folder of one set: --data {tmp_path / 'val'}$"):
         opened(archive, no_labels=True)
 
 
@@ -354,7 +352,7 @@ def test_numbered_folders_are_numbers_and_not_text(tmp_path: Path) -> None:
     dataset = opened(write_folder(tmp_path / "val", files))
     assert all(sample.label == int(sample.file.split("/")[0]) for sample in dataset.samples)
     assert len(dataset.samples) == IMAGES + 2
-    assert any("the numbers 0 to 11, taken as class indices in the order of the numbers" in r for r in dataset.remarks)
+    assert any("named 0 to 11; the names are read as class indices, in numeric order" in r for r in dataset.remarks)
     # A training set is its own class list, in the order of the text; a model of it has these wnids.
     trained = open_dataset(tmp_path / "val", split="val")
     assert trained.classes[:4] == ("0", "1", "10", "11")
@@ -364,7 +362,7 @@ def test_numbered_folders_are_numbers_and_not_text(tmp_path: Path) -> None:
 
 def test_numbered_folders_from_one_or_with_gaps_are_refused(tmp_path: Path) -> None:
     files = {f"{number}/a.png": b"a" for number in range(1, 13)}
-    assert "the folders are numbers 1 to 12, and none of them is 0: are they the devkit's ids" in refusal(
+    assert "the folders are numbers 1 to 12, and none of them is 0: are they devkit ids" in refusal(
         write_folder(tmp_path / "one", files)
     )
     files = {f"{number}/a.png": b"a" for number in range(11)}
@@ -376,7 +374,7 @@ def test_numbered_folders_from_one_or_with_gaps_are_refused(tmp_path: Path) -> N
 def test_a_name_of_two_classes_is_refused_with_the_pair(tmp_path: Path) -> None:
     for name in ("crane", "CRANE"):
         said = refusal(write_folder(tmp_path / name, {f"{name}/a.png": b"a", "tench/b.png": b"b"}))
-        assert f"{name!r} may be {WNIDS[1]} (crane) and {WNIDS[3]} (crane), class indices 1 and 3. Use wnids" in said
+        assert f"{name!r} could be {WNIDS[1]} (crane) and {WNIDS[3]} (crane), class indices 1 and 3. Use wnids" in said
 
 
 def test_folders_are_matched_by_any_way_to_write_a_name(tmp_path: Path) -> None:
@@ -394,7 +392,7 @@ def test_two_folders_that_mean_one_class_are_refused_with_the_pair(tmp_path: Pat
     files = {f"{folder}/a.png": folder.encode() for folder in (*pair, "ox")}
     said = refusal(write_folder(tmp_path / "val", files))
     first, second = sorted(pair)
-    assert f"the folders {first} and {second} both mean the class {WNIDS[7 if 'maillot' in pair else 0]}" in said
+    assert f"the folders {first} and {second} both stand for the class {WNIDS[7 if 'maillot' in pair else 0]}" in said
 
 
 def test_names_that_are_numbers_are_names(tmp_path: Path) -> None:
@@ -407,7 +405,7 @@ def test_numbers_beside_wnids_that_are_numbers_are_damaged_wnids_and_no_indices(
     trained = [ClassEntry(wnid, f"digit {wnid}") for wnid in sorted(map(str, range(12)))]  # 0, 1, 10, 11, 2, ...
     data = write_folder(tmp_path / "data", {"a.png": b"a", "b.png": b"b"})
     assert [s.label for s in opened(data, listed(tmp_path, ["a.png 2", "b.png 10"]), trained).samples] == [4, 2]
-    assert "the label '002' is none" in refusal(data, listed(tmp_path, ["a.png 002", "b.png 10"]), trained)
+    assert "the label '002' is not" in refusal(data, listed(tmp_path, ["a.png 002", "b.png 10"]), trained)
 
 
 # Shards
@@ -420,28 +418,28 @@ def test_shards_whose_labels_and_images_do_not_fit_are_refused(tmp_path: Path) -
         kept = {name: data for name, data in (files | changed).items() if data is not None}
         return refusal(write_tar(tmp_path / "s.tar", kept))
 
-    assert "no .cls beside 1 of 4 images: 000003.jpg" in said({"000003.cls": None})
-    assert "1 labels of images that do not exist: 000009.cls" in said({"000009.cls": b"3"})
-    assert "000002.jpg and 000002.png are two images of one key" in said({"000002.png": b""})
-    assert "s.tar: 000002.cls: the label 12 is none of the model's 12 classes" in said(
+    assert "no .cls for 1 of 4 images: 000003.jpg" in said({"000003.cls": None})
+    assert "1 labels without an image: 000009.cls" in said({"000009.cls": b"3"})
+    assert "000002.jpg and 000002.png have the same key" in said({"000002.png": b""})
+    assert "s.tar: 000002.cls: the label 12 is not one of the model's 12 classes" in said(
         {"000002.cls": b"12", "000001.cls": b"0"}
     )
-    assert "s.tar: 000002.cls: no label can be read here" in said({"000002.cls": b"\xff\xfe"})
+    assert "s.tar: 000002.cls: cannot read a label" in said({"000002.cls": b"\xff\xfe"})
     jsons = {f"{key:06}.cls": None for key in range(1, 5)} | {f"{key:06}.json": b'{"label": 1}' for key in range(1, 5)}
-    assert "000004.json: no label can be read here (its 'label' should be" in said(jsons | {"000004.json": b"{}"})
-    assert "000004.json: no label can be read here" in said(jsons | {"000004.json": b"{"})
+    assert "000004.json: cannot read a label (its 'label' should be" in said(jsons | {"000004.json": b"{}"})
+    assert "000004.json: cannot read a label" in said(jsons | {"000004.json": b"{"})
 
 
 def test_folder_of_tars_that_are_no_shards_or_of_several_kinds_is_a_question(tmp_path: Path) -> None:
     write_tar(tmp_path / "a" / "ILSVRC2012_img_val.tar", DATA)
-    assert "no webdataset shard" in refusal(tmp_path / "a")
-    assert "Give an archive of images itself as --data" in refusal(tmp_path / "a")
+    assert "not a webdataset shard" in refusal(tmp_path / "a")
+    assert "Pass an archive of images itself as --data" in refusal(tmp_path / "a")
     for name in ("dogs-1.tar", "dogs-2.tar", "cats-1.tar"):
         write_tar(tmp_path / "b" / name, shard_files(range(1, 5), as_cls))
-    assert "tars of 2 kinds (cats-*.tar, dogs-*.tar), and it is not clear which are the val images" in refusal(
+    assert "tars of 2 kinds (cats-*.tar, dogs-*.tar), and it is not clear which contain the val images" in refusal(
         tmp_path / "b"
     )
-    with pytest.raises(DatasetError, match=r"webdataset shards hold their own labels\. Leave --labels out"):
+    with pytest.raises(DatasetError, match=r"webdataset shards contain their own labels\. Remove --labels"):
         opened(tmp_path / "b", write_devkit(tmp_path / "kit"))
 
 

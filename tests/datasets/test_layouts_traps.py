@@ -82,9 +82,9 @@ def test_a_lone_index_is_the_label(few: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "said"),
     [
-        ("filename,class,label", "line 1: the columns 'class' and 'label' may both hold the labels. Take away all"),
-        ("filename,Wnid,class_id", "the columns 'Wnid' and 'class_id' may both hold the labels"),
-        ("id,filename,label", "the columns 'id' and 'filename' may both hold the names"),
+        ("filename,class,label", "line 1: the columns 'class' and 'label' could both hold the labels. Remove all"),
+        ("filename,Wnid,class_id", "the columns 'Wnid' and 'class_id' could both hold the labels"),
+        ("id,filename,label", "the columns 'id' and 'filename' could both hold the names"),
         (
             "path,category,split",
             r"line 1 looks like a header \(path, category, split\), but does not say which .*names",
@@ -111,10 +111,10 @@ def test_a_header_of_unknown_words_is_told_by_the_names_below_it(few: Path, tmp_
 def test_the_odd_label_among_many_is_the_one_that_is_named(few: Path, tmp_path: Path) -> None:
     rows = [f"{name} {row}" for row, name in enumerate(FEW)]
     said = refusal(few, table(tmp_path, *rows[:6], "g.png dragon", *rows[7:], name="t.txt"))
-    assert "t.txt: line 7: 'dragon' is no whole number, but the 8 others are class indices" in said
+    assert "t.txt: line 7: 'dragon' is not an integer, but the 8 others are class indices" in said
     rows = [f"{name} {WNIDS[row]}" for row, name in enumerate(FEW)]
     said = refusal(few, table(tmp_path, *rows[:6], "g.png 4", *rows[7:], name="t.txt"))
-    assert "t.txt: line 7: the label '4' is none" in said
+    assert "t.txt: line 7: the label '4' is not" in said
 
 
 def test_numbers_without_the_first_and_the_last_class_are_a_question(few: Path, tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_list_of_any_suffix_that_is_far_too_large_is_not_read(
     rows = table(tmp_path, *(f"{name}\t3" for name in FEW), name=name)
     assert len(opened(few, rows).samples) == 9
     os.truncate(rows, 4097)
-    assert f"{rows}: more than 4,096 bytes, too large to tell labels" in refusal(few, rows)
+    assert f"{rows}: more than 4,096 bytes, too large for labels" in refusal(few, rows)
     with pytest.raises(DatasetError, match=rf"{name}: more than 4,096 bytes"):
         parse_class_selection(str(rows), CLASSES)
 
@@ -207,15 +207,15 @@ def test_a_damaged_bit_in_meta_mat_never_stops_the_process(tmp_path: Path) -> No
         try:
             assert len(read_devkit_ids(path)) == 12
         except DatasetError as error:
-            assert f"{path}: no `synsets` of ILSVRC can be read here" in str(error)  # noqa: PT017 - either is right
+            assert f"{path}: cannot read ILSVRC's `synsets`" in str(error)  # noqa: PT017 - either is right
 
 
 @pytest.mark.parametrize(
     ("program", "said"),
     [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "damaged so that its reader crashed"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "the reader crashed; the file is damaged"),
         ("raise OverflowError('far too long')", "OverflowError: far too long"),
-        ("import time; time.sleep(60)", "still not read after 0 seconds"),
+        ("import time; time.sleep(60)", "not read within 0 seconds"),
     ],
 )
 def test_a_reader_of_meta_mat_that_fails_is_told_as_a_damaged_file(
@@ -225,17 +225,17 @@ def test_a_reader_of_meta_mat_that_fails_is_told_as_a_damaged_file(
     (tmp_path / "reader.py").write_text(program)
     monkeypatch.setattr("prelunet.evaluator.datasets.labels.read_meta_mat.__file__", str(tmp_path / "reader.py"))
     if "sleep" in program:
-        monkeypatch.setattr("prelunet.evaluator.datasets.labels.read_meta_mat._PATIENCE", 0.3)
-    with pytest.raises(DatasetError, match=rf"{path}: .* \({said}\)\. Take the file from the devkit anew"):
+        monkeypatch.setattr("prelunet.evaluator.datasets.labels.read_meta_mat._TIMEOUT", 0.3)
+    with pytest.raises(DatasetError, match=rf"{path}: .* \({said}\)\. Copy the file from the devkit again"):
         read_devkit_ids(path)
 
 
 @pytest.mark.parametrize(
     ("number", "children", "said"),
     [
-        (1.4, 0, "row 1, 'n00000005', has the id 1.4, no number from 1 on"),
-        (-3, 0, "has the id -3, no number"),
-        (0, 0, "has the id 0, no number"),
+        (1.4, 0, "row 1, 'n00000005', has the id 1.4, not a positive integer"),
+        (-3, 0, "has the id -3, not a positive"),
+        (0, 0, "has the id 0, not a positive"),
         (float("nan"), 0, "has the id nan"),
         (1e12, 0, r"has the id 1e\+12"),
         (1, 0.5, "has 0.5 children"),
@@ -274,9 +274,11 @@ def test_a_test_set_beside_the_devkit_is_not_paired_with_its_ground_truth(tmp_pa
     write_devkit(tmp_path / "ILSVRC2012_devkit_t12")
     test = write_folder(tmp_path / "test", {name.replace("_val_", "_test_"): data for name, data in DATA.items()})
     said = refusal(test)
-    assert f"{GROUND_TRUTH}: the ground truth of validation images, but ILSVRC2012_test_00000001.JPEG is named" in said
+    assert (
+        f"{GROUND_TRUTH}: the ground truth of validation images, but ILSVRC2012_test_00000001.JPEG is named as" in said
+    )
     assert "--no-labels" in said
-    assert "of a test set" in refusal(test, tmp_path / "ILSVRC2012_devkit_t12")
+    assert "is named as a test image" in refusal(test, tmp_path / "ILSVRC2012_devkit_t12")
 
 
 def test_labels_that_were_found_by_name_and_do_not_fit_point_to_no_labels(tmp_path: Path) -> None:
@@ -284,8 +286,8 @@ def test_labels_that_were_found_by_name_and_do_not_fit_point_to_no_labels(tmp_pa
     labels = table(tmp_path, *map(str, range(8)), name="labels.txt")
     found = refusal(images)
     assert "labels.txt: 8 labels for 9 images" in found
-    assert "These labels were found by their name" in found
-    assert "say --no-labels" in found
+    assert "This label file was found by its name" in found
+    assert "use --no-labels" in found
     assert "--no-labels" not in refusal(images, labels)
 
 
@@ -337,8 +339,8 @@ def test_a_dataset_whose_labels_were_found_is_the_same_when_it_is_opened_again(t
     inner = {f"images/{name}": data for name, data in DATA.items()}
     listed = write_list(tmp_path / "l.csv", lambda name, label: f"{name},{label}", "name,label\n").read_bytes()
     dataset = opened(write_folder(tmp_path / "data", inner | {"labels.csv": listed}))
-    assert dataset.place is not None
-    assert open_from_spec(dataset.place, CLASSES).samples == dataset.samples
+    assert dataset.spec is not None
+    assert open_from_spec(dataset.spec, CLASSES).samples == dataset.samples
 
 
 def test_a_note_beside_the_one_folder_of_class_folders_hides_nothing(tmp_path: Path) -> None:
@@ -349,7 +351,7 @@ def test_a_note_beside_the_one_folder_of_class_folders_hides_nothing(tmp_path: P
 def test_a_link_that_leads_to_itself_is_named(tmp_path: Path) -> None:
     data = write_folder(tmp_path / "val", FOLDERS)
     (data / "around").symlink_to("around")
-    assert f"{data}/around: a link that leads to itself; remove it" in refusal(data)
+    assert f"{data}/around: a link that points to itself; remove it" in refusal(data)
 
 
 def test_names_with_accents_written_another_way_are_matched_and_this_is_said(tmp_path: Path) -> None:
@@ -357,7 +359,7 @@ def test_names_with_accents_written_another_way_are_matched_and_this_is_said(tmp
     data = write_folder(tmp_path / "lone" / "images", {plain: b"a", decomposed: b"b"})
     dataset = opened(data, table(tmp_path, f"{plain},3", f"{composed},5"))
     assert {sample.file: sample.label for sample in dataset.samples} == {plain: 3, decomposed: 5}
-    assert any("compared in Unicode's form NFC" in remark for remark in dataset.remarks)
+    assert any("compared in Unicode form NFC" in remark for remark in dataset.remarks)
     said = opened(data, table(tmp_path, f"{plain},3", f"{decomposed},5"))
     assert not any("NFC" in remark for remark in said.remarks)
     (data / composed).write_bytes(b"c")
@@ -365,7 +367,7 @@ def test_names_with_accents_written_another_way_are_matched_and_this_is_said(tmp
     assert {sample.file: sample.label for sample in opened(data, twice).samples}[composed] == 5
     (data / plain).unlink()
     other = unicodedata.normalize("NFD", "é") + unicodedata.normalize("NFC", "té.png")
-    assert "several images are named été.png. Rename one" in refusal(data, table(tmp_path, f"{other},3"))
+    assert "several images match the name été.png. Rename one" in refusal(data, table(tmp_path, f"{other},3"))
 
 
 def test_folders_whose_accents_are_written_another_way_are_the_classes(tmp_path: Path) -> None:
@@ -375,16 +377,16 @@ def test_folders_whose_accents_are_written_another_way_are_the_classes(tmp_path:
     assert {sample.file.partition("/")[0]: sample.label for sample in dataset.samples} == {
         name: label for label, name in enumerate(names)
     }
-    assert any("matched to the model's classes by names" in remark for remark in dataset.remarks)
+    assert any("matched to the model's classes by class names" in remark for remark in dataset.remarks)
 
 
 def test_names_that_are_too_long_and_folders_that_are_closed_are_no_labels(tmp_path: Path) -> None:
     (tmp_path / "devkit_of_another").symlink_to("devkit_of_another")
     images = write_folder(tmp_path / ("x" * 253), FEW)
-    assert "no labels were found in or beside it" in refusal(images)
-    with pytest.raises(UsageError, match=r"no such file or folder\. Give a list of labels"):
+    assert "no label file in or next to the dataset" in refusal(images)
+    with pytest.raises(UsageError, match=r"no such file or folder\. Pass a list of labels"):
         opened(images, tmp_path / ("y" * 300))
-    with pytest.raises(UsageError, match=r"no such file or folder\. Give the devkit's folder"):
+    with pytest.raises(UsageError, match=r"no such file or folder\. Pass the devkit's folder"):
         read_devkit_ids(tmp_path / ("y" * 300))
 
 
@@ -397,8 +399,8 @@ def test_a_shard_cut_anywhere_says_where(tmp_path: Path) -> None:
     for cut in (300, 512, 700, 1100, 2048, end - 600, end):
         (tmp_path / "s" / "a-000.tar").write_bytes(data[:cut])
         said = refusal(tmp_path / "s")
-        place = re.search(r"a-000\.tar: damaged or cut at byte (\d+)\. Get the archive again from its source", said)
+        place = re.search(r"a-000\.tar: damaged or truncated at byte (\d+)\. Get a fresh copy of the archive", said)
         assert place is not None, said
         assert int(place[1]) <= cut
     (tmp_path / "s" / "a-000.tar").write_bytes(b"text" * 300)
-    assert "Get it again from its source, or give a folder or an archive of images" in refusal(tmp_path / "s")
+    assert "Get a fresh copy, or pass a folder or an archive of images" in refusal(tmp_path / "s")

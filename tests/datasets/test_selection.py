@@ -54,15 +54,15 @@ def test_all_of_a_dataset_is_no_selection_and_a_limit_beyond_it_is_said() -> Non
     assert select(whole, limit=None, classes=()) == whole
     part = select(whole, limit=101, classes=())
     assert (part.selection, numbers(part)) == (None, list(range(100)))
-    assert part.remarks == ("found", "--limit 101: there are only 100 images; all of them are taken")
+    assert part.remarks == ("found", "--limit 101: there are only 100 images; all of them are used")
 
 
 def test_classes_without_images_are_said_and_refused_where_no_image_is_left() -> None:
     part = select(dataset(), limit=None, classes=(WNIDS[0], WNIDS[11]))
-    assert part.remarks[-1] == f"no images of 1 of the 2 classes asked for: {WNIDS[11]}"
-    with pytest.raises(DatasetError, match=rf"no images of the classes asked for \({WNIDS[10]}, {WNIDS[11]}\)"):
+    assert part.remarks[-1] == f"no images of 1 of the 2 selected classes: {WNIDS[11]}"
+    with pytest.raises(DatasetError, match=rf"no images of the selected classes \({WNIDS[10]}, {WNIDS[11]}\)"):
         select(dataset(), limit=None, classes=WNIDS[10:])
-    with pytest.raises(DatasetError, match="no images of the classes asked for"):
+    with pytest.raises(DatasetError, match="no images of the selected classes"):
         select(dataset(), limit=None, classes=(WNIDS[0], "n99999999"))
 
 
@@ -111,17 +111,17 @@ def test_a_file_of_classes_may_say_more_on_each_line(tmp_path: Path) -> None:
 
 
 def test_what_is_no_class_is_refused_with_its_place(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match="--classes: the label 'n99' is none of the model's 12 classes"):
+    with pytest.raises(DatasetError, match="--classes: the label 'n99' is not one of the model's 12 classes"):
         parse_class_selection(f"{WNIDS[0]},n99", CLASSES)
-    with pytest.raises(DatasetError, match=f"'crane' may be {WNIDS[1]} .crane. and {WNIDS[3]}"):
+    with pytest.raises(DatasetError, match=f"'crane' could be {WNIDS[1]} .crane. and {WNIDS[3]}"):
         parse_class_selection("crane", CLASSES)
-    with pytest.raises(DatasetError, match="--classes: the label 12 is none of the model's 12 classes, 0 to 11"):
+    with pytest.raises(DatasetError, match="--classes: the label 12 is not one of the model's 12 classes, 0 to 11"):
         parse_class_selection("0,12", CLASSES)
     (tmp_path / "c.txt").write_text(f"{WNIDS[0]}\ndragon\n")
     with pytest.raises(DatasetError, match=r"c\.txt: line 2: the label 'dragon'"):
         parse_class_selection(str(tmp_path / "c.txt"), CLASSES)
     (tmp_path / "c.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UsageError, match="not a text in UTF-8"):
+    with pytest.raises(UsageError, match="not UTF-8 text"):
         parse_class_selection(str(tmp_path / "c.txt"), CLASSES)
     for nothing in ("", ","):
         with pytest.raises(UsageError, match="names no class"):

@@ -318,9 +318,9 @@ def test_shards_runs_without_labels_and_unfinished_runs_are_refused(
         tmp_path / "nameless", [{**A_LINES[0], "label": None, "rank": None, "view_ranks": []}, *A_LINES[1:]]
     )
     for folder, part in (
-        (shard, "shard 1 of 1, not a whole run. Join its shards first: prelunet merge"),
+        (shard, "shard 1 of 1, not a complete run. Merge all shards first: prelunet merge"),
         (unfinished, "9 of 12 images are done"),
-        (nameless, "the true class of 1 of 9 images is not known"),
+        (nameless, "the true class of 1 of 9 images is unknown"),
     ):
         for pair in ((whole, folder), (folder, whole)):
             assert cli.run(["compare", *map(str, pair)]) == 2
@@ -334,7 +334,7 @@ def test_a_run_whose_images_are_not_those_of_its_fingerprint_is_called_damaged(t
     for change in ({"file": "n01/zz.jpg"}, {"label": 4}):
         swapped = replace(b, predictions=[b.predictions[0], replace(b.predictions[1], **change), *b.predictions[2:]])
         with pytest.raises(
-            RunFolderError, match=r"line 2 of the predictions of .*n01/b.jpg \(label 0\).*one of them is damaged"
+            RunFolderError, match=r"line 2 of the predictions is n01/b.jpg \(label 0\).*one of them is damaged"
         ):
             compare_runs(a, swapped)
 

@@ -169,9 +169,9 @@ def test_the_dataset_of_the_flipped_images_is_opened_once(tmp_path: Path, monkey
     fingerprint = make_images(tmp_path / "data", files)
     opened = []
 
-    def open_from_spec_once(place: DatasetSpec, classes: Any) -> Dataset:
-        opened.append(place.path)
-        return open_from_spec(place, classes)
+    def open_from_spec_once(spec: DatasetSpec, classes: Any) -> Dataset:
+        opened.append(spec.path)
+        return open_from_spec(spec, classes)
 
     monkeypatch.setattr("prelunet.evaluator.reporting.gallery.open_from_spec", open_from_spec_once)
     a = [right(files[0], 0), wrong(files[1], 1, 0)]

@@ -389,7 +389,7 @@ def test_a_run_without_labels_has_no_report_but_a_submission(tmp_path: Path) -> 
     lines = [{**LINES[0], "label": None, "rank": None, "view_ranks": []}, {**LINES[3], "label": None}]
     run = read_run(write_run(tmp_path / "test", lines))
     with pytest.raises(
-        UsageError, match=r"class of 2 of 2 images is not known, so there are no errors.*prelunet submission"
+        UsageError, match=r"class of 2 of 2 images is unknown, so errors cannot be counted.*prelunet submission"
     ):
         build_report(run)
 
@@ -397,14 +397,14 @@ def test_a_run_without_labels_has_no_report_but_a_submission(tmp_path: Path) -> 
 def test_an_image_without_a_label_among_others_is_refused(tmp_path: Path) -> None:
     lines = [LINES[0], {**LINES[1], "label": None, "rank": None, "view_ranks": []}]
     run = read_run(write_run(tmp_path, lines))
-    with pytest.raises(UsageError, match="class of 1 of 2 images is not known"):
+    with pytest.raises(UsageError, match="class of 1 of 2 images is unknown"):
         build_report(run)
 
 
 def test_a_shard_has_no_report_of_its_own(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path, LINES))
     shard = replace(run, info=replace(run.info, shard=(2, 4)))
-    with pytest.raises(RunFolderError, match=r"shard 2 of 4, not a whole run.*: prelunet merge"):
+    with pytest.raises(RunFolderError, match=r"shard 2 of 4, not a complete run.*: prelunet merge"):
         build_report(shard)
 
 
@@ -530,7 +530,7 @@ def test_missing_unfinished_and_damaged_runs_are_told_apart_and_nothing_is_writt
     text = (damaged / "predictions.jsonl").read_text().splitlines()
     (damaged / "predictions.jsonl").write_text("\n".join([*text[:2], text[2][:30], *text[3:]]) + "\n")
     for folder, message in (
-        (tmp_path / "missing", "no run.json here"),
+        (tmp_path / "missing", "no run.json in this folder"),
         (unfinished, "8 of 9 images are done"),
         (damaged, "line 3 is damaged"),
     ):

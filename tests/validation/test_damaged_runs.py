@@ -109,10 +109,10 @@ BAD_LINES: list[tuple[dict[str, Any], str]] = [
     ({"top": [[2, 0.6], [0, 0.2], [1, 0.1], [3, 0.05], [4, 0.06]]}, "top should have the best answer first"),
     ({"top": [[0, 0.2], [2, 0.6], [1, 0.1], [3, 0.05], [4, 0.01]], "rank": 1}, "top should have the best answer first"),
     ({"top": [[2, 0.6], [0, 0.2], [4, 0.1], [3, 0.1], [1, 0.01]]}, "of equal scores the lower class index"),
-    ({"top": [[2, 0.6], [0, 0.2], [1, 0.1], [2, 0.05], [4, 0.01]]}, "top should have no class twice"),
-    *(({"rank": rank}, f"rank {rank} of class 0 is not its place in top") for rank in (1, 3, 5, 6, 7)),
-    ({"top": [[2, 0.6], [1, 0.2], [3, 0.1], [4, 0.05], [5, 0.01]]}, "rank 2 of class 0 is not its place in top"),
-    ({"label": None}, "without a label there is no rank"),
+    ({"top": [[2, 0.6], [0, 0.2], [1, 0.1], [2, 0.05], [4, 0.01]]}, "top should not contain a class twice"),
+    *(({"rank": rank}, f"rank {rank} of class 0 is not its position in top") for rank in (1, 3, 5, 6, 7)),
+    ({"top": [[2, 0.6], [1, 0.2], [3, 0.1], [4, 0.05], [5, 0.01]]}, "rank 2 of class 0 is not its position in top"),
+    ({"label": None}, "rank and view_ranks need a label"),
     ({"refused": "and yet it has a rank"}, "unknown key"),
     ({"certainty": 1}, "unknown key 'certainty'"),
 ]
@@ -127,7 +127,7 @@ def test_nonsense_in_a_line_is_refused_with_its_number(tmp_path: Path, change: d
     write_run(tmp_path, LINES)
     write_lines(tmp_path, [json.dumps(line) for line in (LINES[0], {**LINES[1], **change}, *LINES[2:])])
     with pytest.raises(
-        RunFolderError, match=rf"predictions\.jsonl: line 2 is damaged \((.*({fault}).*)\).*command that made the run"
+        RunFolderError, match=rf"predictions\.jsonl: line 2 is damaged \((.*({fault}).*)\).*command of this run"
     ):
         read_run(tmp_path)
 
@@ -195,7 +195,7 @@ def test_a_line_that_is_no_prediction_at_all_is_refused_with_its_number(tmp_path
     write_run(tmp_path, LINES)
     text = "\n".join([json.dumps(LINES[0]), line, json.dumps(LINES[2])])
     (tmp_path / "predictions.jsonl").write_bytes(text.encode("utf-8", errors="surrogateescape"))
-    with pytest.raises(RunFolderError, match=r"predictions\.jsonl: line 2 is damaged .*command that made the run"):
+    with pytest.raises(RunFolderError, match=r"predictions\.jsonl: line 2 is damaged .*command of this run"):
         read_run(tmp_path)
 
 

@@ -182,7 +182,7 @@ def test_runs_with_other_scales_have_another_protocol(small: list[Path], tmp_pat
 
 def test_a_shard_is_to_be_merged_first(small: list[Path], tmp_path: Path) -> None:
     changed_info(small[1], "shard", value={"number": 1, "of": 2})
-    with pytest.raises(RunFolderError, match=r"m1: shard 1 of 2, not a whole run.*prelunet merge"):
+    with pytest.raises(RunFolderError, match=r"m1: shard 1 of 2, not a complete run.*prelunet merge"):
         ensemble(small, tmp_path / "e")
 
 
@@ -194,10 +194,12 @@ def test_the_same_run_twice_is_refused(small: list[Path], tmp_path: Path) -> Non
 def test_lines_of_other_images_are_refused_whatever_the_fingerprints_say(tmp_path: Path) -> None:
     files = [f"val/{index:05}.png" for index in range(20)]
     folders = [member(tmp_path, 0, images=20), member(tmp_path, 1, images=20, files=[*files[:19], "val/other.png"])]
-    with pytest.raises(RunFolderError, match=r"line 20 .*m0 is of val/00019\.png .*other\.png \(label 4\) in .*m1"):
+    with pytest.raises(
+        RunFolderError, match=r"line 20 .*is val/00019\.png \(label 4\) in .*m0, but .*other\.png \(label 4\) in .*m1"
+    ):
         ensemble(folders, tmp_path / "e")
     folders[1] = member(tmp_path / "again", 1, images=20, labels=[*LABELS[:19], 6])
-    with pytest.raises(RunFolderError, match=r"line 20 .*\(label 4\), but .*\(label 6\)"):
+    with pytest.raises(RunFolderError, match=r"line 20 .*\(label 4\) in .*, but .*\(label 6\)"):
         ensemble(folders, tmp_path / "e")
 
 
@@ -206,7 +208,7 @@ def test_nan_scores_an_unfinished_run_and_a_damaged_line_are_refused_by_name(sma
     spoilt = scores.copy()
     spoilt[7, 3] = np.nan
     np.save(small[1] / "scores.f32.npy", spoilt)
-    with pytest.raises(RunFolderError, match=r"m1/scores\.f32\.npy: row 7 \(val/00007\.png\) .* no number"):
+    with pytest.raises(RunFolderError, match=r"m1/scores\.f32\.npy: row 7 \(val/00007\.png\) .* not a finite number"):
         ensemble(small, tmp_path / "e")
     np.save(small[1] / "scores.f32.npy", scores)
     path = small[2] / "predictions.jsonl"
@@ -254,10 +256,10 @@ def test_weights_that_mean_the_same_make_the_same_ensemble(small: list[Path], tm
     before = contents(tmp_path / "e")
     said: list[str] = []
     ensemble(small, tmp_path / "e", weights=[3, 3, 3], report=said.append)
-    assert "finished already" in said[0]
+    assert "already finished" in said[0]
     assert contents(tmp_path / "e") == before
     with pytest.raises(
-        RunFolderError, match=r"(?s)holds another run:.*members\.0\.weight: 0\.33.* in the folder, 0\.6"
+        RunFolderError, match=r"(?s)contains another run:.*members\.0\.weight: 0\.33.* in the folder, 0\.6"
     ):
         ensemble(small, tmp_path / "e", weights=[3, 1, 1])
 
@@ -289,9 +291,9 @@ def test_an_ensemble_that_was_killed_is_finished_by_the_same_command(
 
 def test_a_member_is_never_the_target_and_another_run_never_overwritten(small: list[Path], tmp_path: Path) -> None:
     before = contents(small[0])
-    with pytest.raises(UsageError, match="is one of the runs that are read"):
+    with pytest.raises(UsageError, match="is one of the input runs"):
         ensemble(small, small[0], fresh=True)
-    with pytest.raises(RunFolderError, match=r"(?s)holds another run.*--fresh"):
+    with pytest.raises(RunFolderError, match=r"(?s)contains another run.*--fresh"):
         ensemble(small[1:], small[0])
     assert contents(small[0]) == before
     ensemble(small[1:], small[0], fresh=True)

@@ -134,7 +134,7 @@ def test_a_merge_that_was_killed_is_no_run_until_the_same_command_has_finished_i
     said: list[str] = []
     merge(three, tmp_path / "merged", report=said.append)
     assert contents(tmp_path / "merged") == whole
-    assert (f"going on after {appended * CHUNK} of 61" if appended else ": new") in said[0]
+    assert (f"resuming after {appended * CHUNK} of 61" if appended else ": new") in said[0]
 
 
 def test_merging_again_changes_nothing_and_says_so(three: list[Path], tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_merging_again_changes_nothing_and_says_so(three: list[Path], tmp_path: 
     said: list[str] = []
     merge(three, tmp_path / "merged", report=said.append)
     assert {name: (tmp_path / "merged" / name).stat().st_mtime_ns for name in before} == before
-    assert "finished already" in said[0]
+    assert "already finished" in said[0]
 
 
 def test_a_finished_merge_that_was_changed_since_is_not_taken_for_the_shards(three: list[Path], tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_finished_merge_that_was_changed_since_is_not_taken_for_the_shards(thr
     scores = np.load(tmp_path / "merged" / "scores.f32.npy")
     scores[40, 2] = np.nextafter(scores[40, 2], np.float32(1))  # one bit
     np.save(tmp_path / "merged" / "scores.f32.npy", scores)
-    with pytest.raises(RunFolderError, match=r"merged: images 40 to 60 are not those of .*3.*--fresh"):
+    with pytest.raises(RunFolderError, match=r"merged: images 40 to 60 differ from those of .*3.*--fresh"):
         merge(three, tmp_path / "merged")
 
 
@@ -208,7 +208,7 @@ def test_a_dataset_of_a_size_that_no_machine_holds_takes_no_time_to_refuse(shard
 def test_a_shard_given_twice_is_named(shards: list[Path], tmp_path: Path) -> None:
     again = Path(shutil.copytree(shards[1], tmp_path / "again"))
     for doubled in (again, shards[1]):
-        with pytest.raises(RunFolderError, match=rf"{doubled}: is shard 2/3, and so is {shards[1]}.*count twice"):
+        with pytest.raises(RunFolderError, match=rf"{doubled}: is shard 2/3, as is {shards[1]}.*count twice"):
             merge([*shards, doubled], tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
@@ -245,7 +245,7 @@ def test_shards_may_differ_in_the_names_of_the_same_model_and_data(
 
 
 def test_a_whole_run_is_no_shard(dataset: Dataset, shards: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match=r"whole: a whole run, not a shard.*--shard NUMBER/OF"):
+    with pytest.raises(RunFolderError, match=r"whole: a complete run, not a shard.*--shard NUMBER/OF"):
         merge([*shards, make(dataset, tmp_path / "whole", None)], tmp_path / "merged")
 
 
@@ -283,13 +283,13 @@ def rename_image(folder: Path) -> None:
     [
         (cut_lines, r"shard-2: 23 of 24 images are done\. Finish the run"),
         (spoil_line, r"shard-2/predictions\.jsonl: line 5 is damaged"),
-        (cut_scores, r"shard-2/scores\.f32\.npy: \d+ bytes long, but"),
-        (spoil_scores, r"shard-2/scores\.f32\.npy: row 3 \(n\d+/\d\d\.png\) has a score that is no number"),
+        (cut_scores, r"shard-2/scores\.f32\.npy: \d+ bytes, but"),
+        (spoil_scores, r"shard-2/scores\.f32\.npy: row 3 \(n\d+/\d\d\.png\) has a score that is not a finite number"),
         (
             rename_image,
-            r"shard-2: its first image \(n00000000/00\.png\) should come after the last of the shard before",
+            r"shard-2: its first image \(n00000000/00\.png\) should come after the last image of the previous shard",
         ),
-        (shutil.rmtree, r"shard-2: no run\.json here"),
+        (shutil.rmtree, r"shard-2: no run\.json in this folder"),
     ],
 )
 def test_an_unfinished_or_damaged_shard_is_refused_before_anything_is_written(
@@ -306,7 +306,7 @@ def test_another_run_is_not_overwritten_unless_asked_for(
 ) -> None:
     other = make(dataset, tmp_path / "other", None, seed=1)
     before = contents(other)
-    with pytest.raises(RunFolderError, match=r"(?s)holds another run:.*model\.sha256.*--fresh"):
+    with pytest.raises(RunFolderError, match=r"(?s)contains another run:.*model\.sha256.*--fresh"):
         merge(shards, other)
     assert contents(other) == before
     merge(shards, other, fresh=True)
@@ -315,7 +315,7 @@ def test_another_run_is_not_overwritten_unless_asked_for(
 
 def test_a_shard_is_never_the_target(shards: list[Path]) -> None:
     before = contents(shards[0])
-    with pytest.raises(UsageError, match="is one of the runs that are read"):
+    with pytest.raises(UsageError, match="is one of the input runs"):
         merge(shards, shards[0].parent / "." / shards[0].name, fresh=True)
     assert contents(shards[0]) == before
 

@@ -323,12 +323,12 @@ def test_a_full_disk_at_the_start_leaves_nothing_that_prevents_the_next_start(fo
 
 def test_an_unfinished_run_is_not_read_and_the_mend_is_told(folder: Path) -> None:
     write(folder, images=CHUNK)
-    with pytest.raises(RunFolderError, match=r"4 of 10 images are done.*the same command goes on"):
+    with pytest.raises(RunFolderError, match=r"4 of 10 images are done.*run the same command to resume"):
         read_run(folder)
 
 
 def test_a_folder_without_a_run_is_refused_with_the_command_that_makes_one(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match=r"no run\.json here.*prelunet validate"):
+    with pytest.raises(RunFolderError, match=r"no run\.json in this folder.*prelunet validate"):
         read_run(tmp_path)
 
 
@@ -351,7 +351,7 @@ def test_a_run_of_the_version_before_is_refused_as_such_and_not_as_damaged(folde
     for old in (before, first):
         (folder / "run.json").write_text(json.dumps(old))
         for attempt in (read_run, write):
-            with pytest.raises(RunFolderError, match=r"version 2, but .* reads version 3\. Do the run anew") as caught:
+            with pytest.raises(RunFolderError, match=r"version 2, but .* reads version 3\. Repeat the run") as caught:
                 attempt(folder)
             assert "damaged" not in str(caught.value)
     assert write(folder, fresh=True) == 0

@@ -66,7 +66,9 @@ def test_a_row_that_does_not_add_up_to_1_is_refused_even_where_its_line_agrees(t
     scores[6] *= 1.0009  # as half precision may: no damage
     assert (scores >= 0).all()
     folder = write_scored_run(tmp_path / "run", scores, [2] * 10)
-    with pytest.raises(RunFolderError, match=r"row 4 \(val/00004\.png\) has scores that are no probabilities of sum 1"):
+    with pytest.raises(
+        RunFolderError, match=r"row 4 \(val/00004\.png\) has scores that are not probabilities with sum 1"
+    ):
         check_scores(read_run(folder))
 
 
@@ -107,16 +109,19 @@ def overtake(scores: np.ndarray) -> None:
 
 
 DAMAGES: list[tuple[Callable[[np.ndarray], None], str]] = [
-    (change(8, 2, np.nan), r"row 8 \(val/00008\.png\) has a score that is no number"),
-    (change(BLOCK + 5, 6, np.inf), rf"row {BLOCK + 5} \(val/0{BLOCK + 5}\.png\) has a score that is no number"),
+    (change(8, 2, np.nan), r"row 8 \(val/00008\.png\) has a score that is not a finite number"),
+    (
+        change(BLOCK + 5, 6, np.inf),
+        rf"row {BLOCK + 5} \(val/0{BLOCK + 5}\.png\) has a score that is not a finite number",
+    ),
     (change(BLOCK + 2, 0, 0.5), rf"row {BLOCK + 2} .* has scores, but its line says that it was refused"),
-    (change(8, 3, 0.9), "row 8 .* no probabilities"),
-    (change(8, 3, -0.1), "row 8 .* no probabilities"),
-    (negate, "row 8 .* no probabilities"),
-    (overtake, "row 18 .* has other best classes or scores than its line"),
-    (swap, "row 8 .* has other best classes or scores than its line"),
-    (move, "row 8 .* has other best classes or scores than its line"),
-    (exchange_last, "row 8 .* has other best classes or scores than its line"),
+    (change(8, 3, 0.9), "row 8 .* not probabilities"),
+    (change(8, 3, -0.1), "row 8 .* not probabilities"),
+    (negate, "row 8 .* not probabilities"),
+    (overtake, "row 18 .* has different best classes or scores than its line"),
+    (swap, "row 8 .* has different best classes or scores than its line"),
+    (move, "row 8 .* has different best classes or scores than its line"),
+    (exchange_last, "row 8 .* has different best classes or scores than its line"),
 ]
 
 
@@ -134,7 +139,7 @@ def test_a_damaged_score_is_named_with_its_row_and_image(
 @pytest.mark.parametrize(
     ("there", "instead", "fault"),
     [
-        ('"rank": 6', '"rank": 7', "gives the true class another rank"),
+        ('"rank": 6', '"rank": 7', "gives the true class a different rank"),
         (', "refused": "truncated"}', ', "refused": ""}', None),
     ],
 )
@@ -155,12 +160,12 @@ def test_a_line_that_tells_another_rank_than_the_scores_is_seen(
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
-        (lambda data: data[:-1], "bytes long, but its scores take"),
-        (lambda data: data + b"\0" * 28, "bytes long, but its scores take"),
-        (lambda data: b"", "its header is not that of float32 scores of 1064 images x 7 classes"),
-        (lambda data: b"\0" * HEADER + data[HEADER:], "its header is not"),
-        (lambda data: data.replace(b"<f4", b"<i4", 1), "its header is not"),
-        (lambda data: data.replace(b"7)", b"8)", 1), "its header is not"),
+        (lambda data: data[:-1], "bytes, but the scores take"),
+        (lambda data: data + b"\0" * 28, "bytes, but the scores take"),
+        (lambda data: b"", "the header should be that of float32 scores of 1064 images x 7 classes"),
+        (lambda data: b"\0" * HEADER + data[HEADER:], "the header should be"),
+        (lambda data: data.replace(b"<f4", b"<i4", 1), "the header should be"),
+        (lambda data: data.replace(b"7)", b"8)", 1), "the header should be"),
     ],
 )
 def test_a_scores_file_of_another_shape_type_or_length_is_refused(

@@ -96,7 +96,7 @@ def test_a_class_without_a_devkit_id_is_refused_by_its_wnid(tmp_path: Path, out:
 
 def test_a_model_of_four_classes_has_no_five_guesses(tmp_path: Path, out: Path) -> None:
     folder = write_scored_run(tmp_path / "run", np.full((3, 4), 0.25, np.float32), [None] * 3, classes=CLASSES[:4])
-    with pytest.raises(UsageError, match="knows 4 classes, but a line has 5"):
+    with pytest.raises(UsageError, match="has 4 classes, but a line needs 5"):
         write_submission(read_run(folder), IDS, out)
 
 
@@ -107,7 +107,7 @@ def test_a_part_of_the_dataset_is_no_submission(tmp_path: Path, out: Path) -> No
         write_submission(read_run(folder), IDS, out)
     changed_info(folder, "dataset", "selection", value=None)
     changed_info(folder, "shard", value={"number": 1, "of": 1})
-    with pytest.raises(RunFolderError, match=r"run: shard 1 of 1, not a whole run.*prelunet merge"):
+    with pytest.raises(RunFolderError, match=r"run: shard 1 of 1, not a complete run.*prelunet merge"):
         write_submission(read_run(folder), IDS, out)
 
 
@@ -149,7 +149,7 @@ def test_nothing_is_written_into_a_run(
         path = (place if link else target) / name
         kit = mapping(tmp_path / "kit")
         assert prelunet(["submission", str(folder), "-o", str(path), "--devkit", str(kit)]) == 2
-        assert f"{path}: lies in" in capsys.readouterr().err
+        assert f"{path}: is inside the run folder" in capsys.readouterr().err
     assert before.items() <= {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}.items()
     assert not list(tmp_path.rglob("submission.txt"))
 
@@ -174,7 +174,9 @@ def test_only_a_regular_file_is_checked(tmp_path: Path, kind: str) -> None:
 
 def test_a_line_without_end_is_not_read_to_its_end(out: Path) -> None:
     out.write_bytes(GOOD + b"1" * 200_000 + b"\n" + GOOD * 3)
-    with pytest.raises(CheckFailed, match=r"(?s)line 2: has no end.*not read: line 2 has more than 65,536") as caught:
+    with pytest.raises(
+        CheckFailed, match=r"(?s)line 2: has no newline.*not read: line 2 has more than 65,536"
+    ) as caught:
         check_submission(out, 5)
     assert "lines for 5 images" not in str(caught.value)
 
@@ -183,25 +185,25 @@ GOOD = b"1 2 3 4 5\n"
 FAULTS: list[tuple[bytes, str]] = [
     (b"1 2 3 4\n", "line 2: has 4 ids"),
     (b"1 2 3 4 5 6\n", "line 2: has 6 ids"),
-    (b"0 2 3 4 5\n", "line 2: has '0', which is no devkit id; ids are 1 to 1000"),
-    (b"1 2 3 4 1001\n", "line 2: has '1001', which is no"),
-    (b"1 2 3 4 12345678901234567890\n", "line 2: has '12345678901234567890', which is no"),
-    (b"01 2 3 4 5\n", "line 2: has '01', which is no"),
-    (b"1 2 3 4 -5\n", "line 2: has '-5', which is no"),
-    (b"1 2 3 4 5.0\n", "line 2: has '5.0', which is no"),
-    (b"n01440764 2 3 4 5\n", "line 2: has 'n01440764', which is no"),
-    ("1 2 3 4 ٥\n".encode(), "line 2: has .*, which is no"),
-    (b"1,2,3,4,5\n", "line 2: has '1,2,3,4,5', which is no"),
+    (b"0 2 3 4 5\n", "line 2: has '0', which is not a devkit id; ids are 1 to 1000"),
+    (b"1 2 3 4 1001\n", "line 2: has '1001', which is not"),
+    (b"1 2 3 4 12345678901234567890\n", "line 2: has '12345678901234567890', which is not"),
+    (b"01 2 3 4 5\n", "line 2: has '01', which is not"),
+    (b"1 2 3 4 -5\n", "line 2: has '-5', which is not"),
+    (b"1 2 3 4 5.0\n", "line 2: has '5.0', which is not"),
+    (b"n01440764 2 3 4 5\n", "line 2: has 'n01440764', which is not"),
+    ("1 2 3 4 ٥\n".encode(), "line 2: has .*, which is not"),
+    (b"1,2,3,4,5\n", "line 2: has '1,2,3,4,5', which is not"),
     (b"1 2 3 4 3\n", "line 2: has an id twice"),
-    (b"1 2 3 4 5 \n", "line 2: has tabs or blanks that are too many"),
-    (b" 1 2 3 4 5\n", "line 2: has tabs or blanks that are too many"),
-    (b"1  2 3 4 5\n", "line 2: has tabs or blanks that are too many"),
-    (b"1\t2 3 4 5\n", "line 2: has tabs or blanks that are too many"),
-    (b"1 2 3 4 5\r\n", "line 2: ends as on Windows"),
+    (b"1 2 3 4 5 \n", "line 2: has tabs or extra spaces"),
+    (b" 1 2 3 4 5\n", "line 2: has tabs or extra spaces"),
+    (b"1  2 3 4 5\n", "line 2: has tabs or extra spaces"),
+    (b"1\t2 3 4 5\n", "line 2: has tabs or extra spaces"),
+    (b"1 2 3 4 5\r\n", "line 2: has a Windows line ending"),
     (b"\n", "line 2: is blank"),
     (b"  \n", "line 2: is blank"),
-    (b"\xff\xfe\n", r"line 2: has '.*xff.*', which is no"),
-    (b"1 " * 10_000 + b"\n", "line 2: has no end, or is too long"),
+    (b"\xff\xfe\n", r"line 2: has '.*xff.*', which is not"),
+    (b"1 " * 10_000 + b"\n", "line 2: has no newline, or is too long"),
 ]
 
 
@@ -215,7 +217,7 @@ def test_a_faulty_line_is_named_with_its_number_and_the_mend(out: Path, line: by
 
 def test_a_last_line_that_was_cut_off_is_named(out: Path) -> None:
     for cut in (GOOD[:-1], GOOD[:-2], b"1"):
-        with pytest.raises(CheckFailed, match="line 3: has no end"):
+        with pytest.raises(CheckFailed, match="line 3: has no newline"):
             check_submission_of(out, GOOD + GOOD + cut)
 
 

@@ -123,7 +123,7 @@ def test_a_finished_run_is_said_to_be_finished_and_nothing_is_done(dataset: Data
     before, log, said, session = contents(tmp_path), log_of(tmp_path), [], FakeSession()
     validated(session, dataset, CENTER, tmp_path, report=said.append)
     assert (contents(tmp_path), log_of(tmp_path), session.calls) == (before, log, [])
-    assert "finished already" in said[0]
+    assert "already finished" in said[0]
 
 
 class FailingSession(FakeSession):
@@ -145,11 +145,11 @@ def test_ctrl_c_keeps_whole_chunks_and_the_same_command_goes_on(
     dataset: Dataset, tmp_path: Path, undisturbed: dict[str, bytes]
 ) -> None:
     session = FailingSession(1, KeyboardInterrupt())  # in the second of three chunks: crops of one size are one call
-    with pytest.raises(Interrupted, match=r"64 of 150 images are done\. The same command goes on"):
+    with pytest.raises(Interrupted, match=r"64 of 150 images are done\. Run the same command to resume"):
         validated(session, dataset, CENTER, tmp_path / "run")
     said: list[str] = []
     validated(FakeSession(), dataset, CENTER, tmp_path / "run", report=said.append)
-    assert "going on after 64 of 150" in said[0]
+    assert "resuming after 64 of 150" in said[0]
     assert contents(tmp_path / "run") == undisturbed
     assert executed(tmp_path / "run") == [0, 1, 2]
     assert [line["event"] for line in log_of(tmp_path / "run")] == ["start", "chunk", "resume", "chunk", "chunk"]
@@ -212,7 +212,7 @@ def test_a_sample_whose_class_the_model_does_not_have_is_refused_before_anything
 ) -> None:
     samples = [*dataset.samples]
     samples[3] = replace(samples[3], label=label)
-    with pytest.raises(DatasetError, match=rf"label of {samples[3].file} \({label}\) is none of the model's 6"):
+    with pytest.raises(DatasetError, match=rf"label of {samples[3].file} \({label}\) is not one of the model's 6"):
         validated(FakeSession(), replace(dataset, samples=samples), CENTER, tmp_path / "run")
     with pytest.raises(DatasetError, match="no images"):
         validated(FakeSession(), replace(dataset, samples=[]), CENTER, tmp_path / "run")

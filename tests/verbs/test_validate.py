@@ -50,7 +50,7 @@ def test_layout_labels_and_selection_are_said_before_the_work(
     told = capsys.readouterr()
     assert f"{data}: 5 images of " in told.err
     assert "of the model's 12 classes (flat, devkit labels)" in told.err
-    assert "its ids as in" in told.err
+    assert "ids mapped by" in told.err
     assert f"selection: classes {', '.join(WNIDS[:4])}, of these 5 images spread evenly" in told.err
     assert re.search(r"top-1 \d+\.\d\d \[.*\] top-5 .* %, \d of 5 images \(only classes n0.* evenly\)\n$", told.out)
     assert json.loads((tmp_path / "run" / "run.json").read_text())["dataset"]["selection"].startswith("classes n0")

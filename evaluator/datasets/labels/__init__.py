@@ -1,1 +1,1 @@
-"""Where an image's class comes from: lists, devkits, class files, names of folders."""
+"""Sources of image labels: lists, devkits, class files and folder names."""

@@ -1,7 +1,7 @@
-"""ImageNet's devkit: its ground truth counts classes by ILSVRC2012_ID, 1 to 1000, which is not the order of wnids.
+"""Read labels from ImageNet's devkit. Its ground truth uses ILSVRC2012_ID, 1 to 1000, which is not the order of wnids.
 
-The devkit's readme: line i of `ILSVRC2012_validation_ground_truth.txt` is the ILSVRC2012_ID of the i-th image in the
-order of the names; `synsets` in `meta.mat` has a row for each id, 1000 classes (num_children is 0) and their ancestors.
+From the devkit's readme: line i of `ILSVRC2012_validation_ground_truth.txt` is the ILSVRC2012_ID of the i-th image by
+name. `synsets` in `meta.mat` has a row for each id: 1000 classes (num_children is 0) and their ancestors.
 """
 
 import os
@@ -18,16 +18,17 @@ from prelunet.evaluator.errors import DatasetError, UsageError
 
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 META_MAT = "meta.mat"
-MAPPING_FILES = ("synsets.txt", "map_clsloc.txt", "wnids.txt")  # texts that may tell the wnid of each devkit id
+MAPPING_FILES = ("synsets.txt", "map_clsloc.txt", "wnids.txt")  # text files that may map devkit ids to wnids
 _VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})(?:_n\d{8})?\.\w+", re.ASCII)
-_LARGEST_ID = 999_999_999  # of nine digits, as in a text
+_LARGEST_ID = 999_999_999  # nine digits, as in text mappings
 
 
 def labels_of_devkit(file: LabelFile, images: Sequence[str], classes: ClassList) -> tuple[list[int], list[str]]:
-    """Return the label of each image by the devkit's ground truth, and what a person should know of it.
+    """Return the label of each image from the devkit's ground truth, and remarks for the user.
 
-    file: the ground truth, with `meta.mat` or a text mapping beside it; images: names in sorted order.
-    Raises DatasetError where the two are not of the same number, an id has no wnid, or a wnid is no class of the model.
+    file: the ground truth, with `meta.mat` or a text mapping in the same folder; images: names in sorted order.
+    Raises DatasetError when the numbers of labels and images differ, an id has no wnid, or a wnid is not a class of
+    the model.
     """
     ids = _read_ids(file)
     _check_numbering(images, file.path)
@@ -40,16 +41,16 @@ def labels_of_devkit(file: LabelFile, images: Sequence[str], classes: ClassList)
             continue
         if (wnid := wnid_of.get(devkit_id)) is None:
             raise DatasetError(
-                f"{file.path}: line {line} has the id {devkit_id}, which {mapping.path} does not have. Take both files "
-                "from the same devkit"
+                f"{file.path}: line {line} has the id {devkit_id}, which is not in {mapping.path}. Use both files from "
+                "the same devkit"
             )
         if wnid not in classes.by_wnid:
             raise DatasetError(
-                f"{file.path}: line {line} has the id {devkit_id}, which is {wnid}, none of the model's "
-                f"{len(classes.wnids)} classes ({format_names(classes.wnids)}). Give a dataset of the model's classes"
+                f"{file.path}: line {line} has the id {devkit_id}, which is {wnid}, not one of the model's "
+                f"{len(classes.wnids)} classes ({format_names(classes.wnids)}). Use a dataset with the model's classes"
             )
         index_of[devkit_id] = classes.by_wnid[wnid]
-    return [index_of[devkit_id] for devkit_id in ids], [f"labels from {file.path}, its ids as in {mapping.path}"]
+    return [index_of[devkit_id] for devkit_id in ids], [f"labels from {file.path}, ids mapped by {mapping.path}"]
 
 
 def _read_ids(file: LabelFile) -> list[int]:
@@ -57,34 +58,34 @@ def _read_ids(file: LabelFile) -> list[int]:
     for line, text in enumerate(file.text.splitlines(), start=1):
         if not re.fullmatch(r"\s*[1-9]\d{0,8}\s*", text, re.ASCII):
             raise DatasetError(
-                f"{file.path}: line {line} should be a devkit id, a number from 1 on, not {text!a:.80}. "
-                "Take the file from the devkit anew"
+                f"{file.path}: line {line} should be a devkit id, a positive integer, not {text!a:.80}. "
+                "Copy the file from the devkit again"
             )
         ids.append(int(text))
     return ids
 
 
 def _check_numbering(images: Sequence[str], path: Path) -> None:
-    """Where names carry ILSVRC's numbers, make sure that the i-th has the number i: the lines go by it."""
+    """Check that ILSVRC's numbers in the names, if any, match the positions: labels are assigned by position."""
     if test := [name for name in images if "_test_" in name.rpartition("/")[2].lower()]:
         raise DatasetError(
-            f"{path}: the ground truth of validation images, but {format_names(test[:1])} is named as one of a test set. "
-            "Take it without labels: --no-labels"
+            f"{path}: the ground truth of validation images, but {format_names(test[:1])} is named as a test image. "
+            "Use the test set without labels: --no-labels"
         )
     for number, name in enumerate(images, start=1):
         found = _VAL_NAME.fullmatch(name.rpartition("/")[2])
         if found and int(found[1]) != number:
             raise DatasetError(
-                f"{path}: {name} is image {number} in the order of the names, so the lines would give it another's "
-                "label. Restore the images that are missing, or give a list of names and labels"
+                f"{path}: {name} is image {number} in sorted order, so it would get another image's label. "
+                "Restore the missing images, or pass a list of names and labels"
             )
 
 
 def read_devkit_ids(path: Path, wnids: Collection[str] = ()) -> dict[str, int]:
     """Return the devkit id of each wnid. path: the devkit's folder, its meta.mat, or a text mapping.
 
-    wnids: of the model, which a text may have beside those that look like ImageNet's.
-    Raises UsageError when nothing is there, DatasetError when it tells no ids.
+    wnids: of the model; a text mapping may contain them besides ImageNet's.
+    Raises UsageError when the path does not exist, DatasetError when it contains no ids.
     """
     if os.path.isdir(path):  # noqa: PTH112 - Path.is_dir raises for a name that is too long
         folder = path / "data" if (path / "data").is_dir() else path
@@ -92,36 +93,37 @@ def read_devkit_ids(path: Path, wnids: Collection[str] = ()) -> dict[str, int]:
     elif os.path.isfile(path):  # noqa: PTH113
         file = label_file(path)
     else:
-        raise UsageError(f"{path}: no such file or folder. Give the devkit's folder, its {META_MAT}, or a text mapping")
+        raise UsageError(f"{path}: no such file or folder. Pass the devkit's folder, its {META_MAT}, or a text mapping")
     return {wnid: devkit_id for devkit_id, wnid in _read_mapping(file, wnids).items()}
 
 
 def _read_mapping(file: LabelFile, wnids: Collection[str]) -> dict[int, str]:
-    """Return the wnid of each devkit id. wnids: those that a text may have beside ImageNet's."""
+    """Return the wnid of each devkit id. wnids: accepted in a text mapping besides ImageNet's."""
     found = _read_matlab(file) if file.name.endswith(".mat") else _read_text(file, wnids)
     wnid_of = dict(found)
     if not 0 < len(wnid_of) == len(set(wnid_of.values())) == len(found):
         raise DatasetError(
-            f"{file.path}: {'an id or a wnid is there twice' if found else 'empty'}. Take the file from the devkit anew"
+            f"{file.path}: {'contains an id or a wnid twice' if found else 'empty'}. "
+            "Copy the file from the devkit again"
         )
     return wnid_of
 
 
 def _mapping_beside(ground_truth: LabelFile) -> LabelFile:
-    """Return the file beside the ground truth that tells the wnid of each devkit id."""
+    """Return the file next to the ground truth that maps devkit ids to wnids."""
     if (matlab := ground_truth.beside(META_MAT)) is not None:
         return matlab
     texts = [file for name in MAPPING_FILES if (file := ground_truth.beside(name)) is not None]
     folder = ground_truth.path.parent
     if len(texts) > 1:
         raise DatasetError(
-            f"{folder}: {' and '.join(file.name for file in texts)} may both tell the wnids of devkit ids. "
-            f"Keep the right one there, or the devkit's {META_MAT}"
+            f"{folder}: {' and '.join(file.name for file in texts)} could both map devkit ids to wnids. "
+            f"Keep only the right one, or add the devkit's {META_MAT}"
         )
     if not texts:
         raise DatasetError(
-            f"{folder}: no {META_MAT} here to tell the wnids of devkit ids, nor a text ({', '.join(MAPPING_FILES)}) with "
-            f"lines `id wnid`. Put the devkit's {META_MAT} there: the ids are not in the order of the model's classes"
+            f"{folder}: no {META_MAT} to map devkit ids to wnids, and no text file ({', '.join(MAPPING_FILES)}) with "
+            f"lines `id wnid`. Add the devkit's {META_MAT}: the ids are not in the order of the model's classes"
         )
     return texts[0]
 
@@ -132,20 +134,20 @@ def _read_matlab(file: LabelFile) -> list[tuple[int, str]]:
         rows = read_synsets(file.data(MAX_META_MAT_BYTES))
         for row, (devkit_id, wnid, children) in enumerate(rows, start=1):
             if not (devkit_id.is_integer() and 1 <= devkit_id <= _LARGEST_ID):
-                raise ValueError(f"row {row}, {wnid!a:.40}, has the id {devkit_id:g}, no number from 1 on")
+                raise ValueError(f"row {row}, {wnid!a:.40}, has the id {devkit_id:g}, not a positive integer")
             if not (children.is_integer() and children >= 0):
                 raise ValueError(f"row {row}, {wnid!a:.40}, has {children:g} children")
     except ValueError as error:
         raise DatasetError(
-            f"{file.path}: no `synsets` of ILSVRC can be read here ({error!s:.200}). Take the file from the devkit anew"
+            f"{file.path}: cannot read ILSVRC's `synsets` ({error!s:.200}). Copy the file from the devkit again"
         ) from error
     return [(int(devkit_id), wnid) for devkit_id, wnid, children in rows if children == 0]
 
 
 def _read_text(file: LabelFile, wnids: Collection[str]) -> list[tuple[int, str]]:
-    """Read lines `id wnid`, `wnid id`, or wnids alone, of which the i-th has the id i; more words may follow.
+    """Read lines `id wnid`, `wnid id`, or only wnids, where the i-th has the id i. More words may follow.
 
-    All lines are of one kind; which word is the wnid could not be told otherwise where wnids are numbers.
+    All lines must be of one kind: if wnids are numbers, a single line does not show which word is the wnid.
     """
     found: list[tuple[int, str]] = []
     kind = None
@@ -158,7 +160,7 @@ def _read_text(file: LabelFile, wnids: Collection[str]) -> list[tuple[int, str]]
         numbers = [int(word) for word in beside if re.fullmatch(r"[1-9]\d{0,8}", word, re.ASCII)]
         if len(columns) != 1 or (kind is not None and kind != (columns, bool(numbers))):
             raise DatasetError(
-                f"{file.path}: line {line} should be `id wnid`, as `1 n02119789`, not {text!a:.80}. Mend the file"
+                f"{file.path}: line {line} should be `id wnid`, as `1 n02119789`, not {text!a:.80}. Fix the file"
             )
         kind = columns, bool(numbers)
         found.append((numbers[0] if numbers else len(found) + 1, words[columns[0]]))
@@ -166,13 +168,13 @@ def _read_text(file: LabelFile, wnids: Collection[str]) -> list[tuple[int, str]]
     if kind is not None and not kind[1] and in_order == sorted(in_order):
         raise DatasetError(
             f"{file.path}: lists wnids in sorted order, which is the order of class indices, not of devkit ids. "
-            f"Put the devkit's {META_MAT} beside the ground truth, or write lines `id wnid`"
+            f"Put the devkit's {META_MAT} next to the ground truth, or write lines `id wnid`"
         )
     return found
 
 
 def wnids_in_names(images: Sequence[str], classes: ClassList) -> list[int] | None:
-    """Return the labels where every name ends in a wnid of the model (`ILSVRC2012_val_00000293_n01440764.JPEG`)."""
+    """Return the labels if every name ends in a wnid of the model (`ILSVRC2012_val_00000293_n01440764.JPEG`)."""
     labels = []
     for name in images:
         stem = name.rpartition("/")[2].partition(".")[0]

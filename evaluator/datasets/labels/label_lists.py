@@ -1,4 +1,4 @@
-"""Lists of labels: `name label` or `name,label` line by line, as Caffe's val.txt and Kaggle's LOC_val_solution.csv."""
+"""Read lists of labels with lines `name label` or `name,label`: Caffe's val.txt, Kaggle's LOC_val_solution.csv."""
 
 import csv
 import re
@@ -16,14 +16,14 @@ from prelunet.evaluator.imaging.decode import SUFFIXES
 
 _NAME_HEADERS = {"name", "file", "filename", "file_name", "image", "imageid", "image_id", "path", "id"}
 _LABEL_HEADERS = {"label", "wnid", "class", "predictionstring", "synset", "class_id", "index", "target"}
-_ROW_NUMBER = "index"  # pandas writes the number of the row under this name, others the class
-_BOX = 5  # words for a box in Kaggle's list: wnid and four sides
+_ROW_NUMBER = "index"  # pandas writes the row number under this name; others write the class
+_BOX = 5  # words per box in Kaggle's list: wnid and four coordinates
 _LONE_NUMBER = re.compile(r"\s*-?\d+\s*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class LabelEntry:
-    """One line of a list. name: of the image, None in a list of labels alone; label: a word for its class."""
+    """One line of a list. name: of the image, None in a list of labels only; label: as written in the list."""
 
     line: int
     name: str | None
@@ -33,11 +33,11 @@ class LabelEntry:
 def labels_of_list(
     file: LabelFile, images: Sequence[str], classes: ClassList, subfolder: str
 ) -> tuple[list[int], list[str]]:
-    """Return the label of each image as a list gives it, and what a person should know of it.
+    """Return the label of each image from a list, and remarks for the user.
 
-    images: names in sorted order; inside: the folder of the dataset in which they lie.
-    Raises DatasetError naming file, line and mend when the list cannot be read, gives labels to images that do not
-    exist or twice, gives some images none, or has labels that are no class of the model.
+    images: names in sorted order; subfolder: the folder of the dataset that contains them.
+    Raises DatasetError, with file, line and fix, when the list cannot be read, labels an image that does not exist or
+    labels one twice, leaves images without a label, or contains labels that are not classes of the model.
     """
     entries, columns = read_label_list(file)
     words: dict[str, str] = {}
@@ -47,36 +47,36 @@ def labels_of_list(
     remarks = [f"labels from {file.path}, read as {resolved.kind}{columns}"]
     if entries[0].name is None:
         check_count(len(entries), images, file.path)
-        remarks.append(f"{file.path} names no images: its line i is the label of the i-th name in sorted order")
+        remarks.append(f"{file.path} contains no image names: line i is the label of the i-th name in sorted order")
         return [resolved.index[entry.label] for entry in entries], remarks
     key = _key_of_names(entries, images, subfolder, file.path)
     if key.composed:
-        remarks.append(f"{file.path}: names are compared in Unicode's form NFC, since accents are written another way")
-    places = _match(entries, images, key, file.path)
-    return [resolved.index[entries[place].label] for place in places], remarks
+        remarks.append(f"{file.path}: names are compared in Unicode form NFC, because accents are encoded differently")
+    positions = _match(entries, images, key, file.path)
+    return [resolved.index[entries[position].label] for position in positions], remarks
 
 
 def check_count(labels: int, images: Sequence[str], path: Path) -> None:
-    """Refuse a list of labels by position with another number of lines than there are images."""
+    """Refuse a list of labels by position whose number of lines differs from the number of images."""
     if labels != len(images):
         raise DatasetError(
-            f"{path}: {labels:,} labels for {len(images):,} images, so it is not known which label is whose. Give all "
-            "images of the list (and --limit or --classes for some of them), or a list of names and labels"
+            f"{path}: {labels:,} labels for {len(images):,} images, so labels cannot be matched to images by position. "
+            "Use all images of the list (with --limit or --classes to select some), or a list of names and labels"
         )
 
 
 def read_label_list(file: LabelFile) -> tuple[list[LabelEntry], str]:
-    """Read a list of labels; also return words for the columns that its header names, '' where it has none.
+    """Read a list of labels. Also return a note on the columns named by its header, '' without a header.
 
-    Raises DatasetError naming the line when it is no such list, or empty.
+    Raises DatasetError, naming the line, when the list is malformed or empty.
     """
     lines = file.text.splitlines()
     filled = next((line for line in lines if line.strip()), None)
     if filled is None:
-        raise DatasetError(f"{file.path}: empty. Give a list with a line `name label` for each image")
+        raise DatasetError(f"{file.path}: empty. Use a list with a line `name label` for each image")
     if _LONE_NUMBER.fullmatch(filled):
         return [_number(line, number, file.path) for number, line in enumerate(lines, 1) if line.strip()], ""
-    words: dict[str, str] = {}  # one copy of each
+    words: dict[str, str] = {}  # keeps one copy of each label in memory
     entries, columns, width, columns_note = list[LabelEntry](), None, 2, ""
     for line, row in _rows(lines, filled, file.path):
         if columns is None:
@@ -85,7 +85,7 @@ def read_label_list(file: LabelFile) -> tuple[list[LabelEntry], str]:
                 width, columns_note = len(row), _columns_in_words(row, columns)
                 continue
             columns = 0, 1
-        name, label = (row[place].strip() for place in columns) if len(row) == width else ("", "")
+        name, label = (row[column].strip() for column in columns) if len(row) == width else ("", "")
         if not name:
             raise _bad_line(file.path, line, row)
         word = _word(label, file.path, line)
@@ -94,18 +94,20 @@ def read_label_list(file: LabelFile) -> tuple[list[LabelEntry], str]:
     if len(entries) > 1 and not columns_note and not with_suffix[0] and all(with_suffix[1:]):
         raise _unknown_header(f"{file.path}: line {entries[0].line}", [str(entries[0].name), entries[0].label])
     if not entries:
-        raise DatasetError(f"{file.path}: a header and no more. Give a list with a line `name,label` for each image")
+        raise DatasetError(f"{file.path}: contains only a header. Use a list with a line `name,label` for each image")
     return entries, columns_note
 
 
 def _number(text: str, line: int, path: Path) -> LabelEntry:
     if not _LONE_NUMBER.fullmatch(text):
-        raise DatasetError(f"{path}: line {line} should be one number like the first, not {text!a:.80}. Mend the file")
+        raise DatasetError(
+            f"{path}: line {line} should be one number, like the first line, not {text!a:.80}. Fix the file"
+        )
     return LabelEntry(line, None, text.strip())
 
 
 def _rows(lines: list[str], filled: str, path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield number and fields of each line: CSV where the first line has a comma or a tab, else `name label`."""
+    """Yield number and fields of each line: CSV if the first line has a comma or a tab, otherwise `name label`."""
     separator = next((mark for mark in ",\t" if mark in filled), None)
     if separator is None:
         for number, line in enumerate(lines, 1):
@@ -118,13 +120,13 @@ def _rows(lines: list[str], filled: str, path: Path) -> Iterator[tuple[int, list
             if any(field.strip() for field in row):
                 yield reader.line_num, row
     except csv.Error as error:
-        raise DatasetError(f"{path}: line {reader.line_num} is no CSV ({error}). Mend the file") from error
+        raise DatasetError(f"{path}: line {reader.line_num} is not valid CSV ({error}). Fix the file") from error
 
 
 def _header(row: list[str], place: str) -> tuple[int, int] | None:
-    """Return the columns of names and labels where the first row is a header, None where it is not.
+    """Return the columns of names and labels if the first row is a header, otherwise None.
 
-    Raises DatasetError where several columns may hold the one or the other, or a word of the header is not known.
+    Raises DatasetError if several columns could hold names or labels, or if the header does not name both.
     """
     words = [field.strip().casefold() for field in row]
     names = [column for column, word in enumerate(words) if word in _NAME_HEADERS]
@@ -136,7 +138,7 @@ def _header(row: list[str], place: str) -> tuple[int, int] | None:
             if len(columns) > 1:
                 both = " and ".join(repr(row[column].strip()) for column in columns)
                 raise DatasetError(
-                    f"{place}: the columns {both} may both hold the {what}. Take away all but the right one"
+                    f"{place}: the columns {both} could both hold the {what}. Remove all but the right one"
                 )
         return names[0], labels[0]
     if (names or labels) and not any(word.endswith(SUFFIXES) for word in words):
@@ -146,9 +148,9 @@ def _header(row: list[str], place: str) -> tuple[int, int] | None:
 
 def _unknown_header(place: str, row: list[str]) -> DatasetError:
     return DatasetError(
-        f"{place} looks like a header ({format_names(row)}), but does not say which columns hold names and labels. Known words "
-        f"are {', '.join(sorted(_NAME_HEADERS))} for names, and {', '.join(sorted(_LABEL_HEADERS))} for labels. Begin "
-        "the file with such a line"
+        f"{place} looks like a header ({format_names(row)}), but does not say which columns hold names and labels. "
+        f"Start the file with a header that uses one of {', '.join(sorted(_NAME_HEADERS))} for names, and one of "
+        f"{', '.join(sorted(_LABEL_HEADERS))} for labels"
     )
 
 
@@ -160,17 +162,17 @@ def _columns_in_words(row: list[str], columns: tuple[int, int]) -> str:
 
 
 def _word(label: str, path: Path, line: int) -> str:
-    """Return the word for the class in a field; of Kaggle's boxes the wnid that they share."""
+    """Return the label in a field; for Kaggle's boxes, the wnid that they share."""
     if not label:
-        raise DatasetError(f"{path}: line {line} has no label. Give each image its label")
+        raise DatasetError(f"{path}: line {line} has no label. Add a label for each image")
     words = label.split()
-    if len(words) % _BOX or not all(words[place].isdigit() for place in range(1, _BOX)):
+    if len(words) % _BOX or not all(words[number].isdigit() for number in range(1, _BOX)):
         return label
     different = sorted(set(words[::_BOX]))
     if len(different) > 1:
         raise DatasetError(
-            f"{path}: line {line} has boxes of {len(different)} classes ({format_names(different)}), but an image has one "
-            "label. Keep the one that is meant"
+            f"{path}: line {line} has boxes of {len(different)} classes ({format_names(different)}), but an image has "
+            "one label. Keep the right one"
         )
     return words[0]
 
@@ -178,46 +180,46 @@ def _word(label: str, path: Path, line: int) -> str:
 def _bad_line(path: Path, line: int, row: list[str]) -> DatasetError:
     return DatasetError(
         f"{path}: line {line} should be `name label` or `name,label`, not {','.join(row)!a:.80}. "
-        "Mend it, or name the columns in a first line: name,label"
+        "Fix the line, or name the columns in the first line: name,label"
     )
 
 
 def _match(entries: list[LabelEntry], images: Sequence[str], key: "_Key", path: Path) -> list[int]:
-    """Return for each image the place of its entry; DatasetError where the two do not fit one to one."""
-    place_of = {key(name): place for place, name in enumerate(images)}
-    if len(place_of) < len(images):
+    """Return the position of each image's entry. Raises DatasetError unless entries and images match one to one."""
+    position_of = {key(name): position for position, name in enumerate(images)}
+    if len(position_of) < len(images):
         twice = next(name for name, count in Counter(map(key, images)).items() if count > 1)
-        fix = "Rename one: only its accents are written another way" if key.composed else "Name them with folders"
-        raise DatasetError(f"{path}: as it names images, several images are named {format_names([twice])}. {fix}")
+        fix = "Rename one: they differ only in how accents are encoded" if key.composed else "Name them with folders"
+        raise DatasetError(f"{path}: several images match the name {format_names([twice])}. {fix}")
     entry_of = [-1] * len(images)
     for number, entry in enumerate(entries):
-        place = place_of.get(key(entry.name or ""))
-        if place is None:
-            strange = [e.name or "" for e in entries if key(e.name or "") not in place_of]
+        position = position_of.get(key(entry.name or ""))
+        if position is None:
+            unknown = [e.name or "" for e in entries if key(e.name or "") not in position_of]
             raise DatasetError(
-                f"{path}: line {entry.line} is the first of {len(strange):,} that name images which do not exist: "
-                f"{format_names(strange)}. Restore the images, or take the lines away"
+                f"{path}: line {entry.line} is the first of {len(unknown):,} lines that name missing images: "
+                f"{format_names(unknown)}. Restore the images, or remove the lines"
             )
-        if entry_of[place] >= 0:
+        if entry_of[position] >= 0:
             raise DatasetError(
                 f"{path}: line {entry.line} names {entry.name} a second time, after line "
-                f"{entries[entry_of[place]].line}. Keep the right one"
+                f"{entries[entry_of[position]].line}. Keep only the right one"
             )
-        entry_of[place] = number
+        entry_of[position] = number
     if missing := [name for name, number in zip(images, entry_of, strict=True) if number < 0]:
         raise DatasetError(
-            f"{path}: no label for {len(missing):,} of {len(images):,} images: {format_names(missing)}. Add their lines, or "
-            "take the images away"
+            f"{path}: no label for {len(missing):,} of {len(images):,} images: {format_names(missing)}. Add lines for "
+            "them, or remove the images"
         )
     return entry_of
 
 
 @dataclass(frozen=True)
 class _Key:
-    """How names are compared: whole, or without something.
+    """How names are compared.
 
-    under: a folder with which they may begin; base: without folders; stem: without suffix; composed: with accents in
-    one form, whichever they have.
+    under: folder to remove from the start; base: ignore folders; stem: ignore the image suffix; composed: normalize
+    accents to NFC.
     """
 
     under: str = ""
@@ -232,27 +234,28 @@ class _Key:
         if self.base:
             name = name.rpartition("/")[2]
         if self.stem:
-            beginning, _, suffix = name.rpartition(".")
-            if beginning and f".{suffix.lower()}" in SUFFIXES:
-                name = beginning
+            stem, _, suffix = name.rpartition(".")
+            if stem and f".{suffix.lower()}" in SUFFIXES:
+                name = stem
         return name
 
 
 def _key_of_names(entries: list[LabelEntry], images: Sequence[str], subfolder: str, path: Path) -> _Key:
-    """Choose the strictest way to compare names in which the list knows an image.
+    """Choose the strictest comparison under which at least one entry matches an image.
 
-    Names with accents come decomposed from some file systems; where that alone keeps names apart, they are composed.
+    Some file systems return decomposed accents. If only that keeps names apart, names are compared in form NFC.
     """
-    whole = [("", False), (f"{subfolder}/", False)] if subfolder else [("", False)]
+    with_folders = [("", False), (f"{subfolder}/", False)] if subfolder else [("", False)]
     for composed in (False, True):
-        for (under, base), stem in product([*whole, ("", True)], (False, True)):
+        for (under, base), stem in product([*with_folders, ("", True)], (False, True)):
             key = _Key(under, base, stem, composed)
-            known = {key(name) for name in images}
-            if any(key(entry.name or "") in known for entry in entries):
-                strange = [entry.name or "" for entry in entries if key(entry.name or "") not in known]
-                alike = replace(key, composed=True)
-                return alike if strange and {alike(name) for name in images} & set(map(alike, strange)) else key
+            image_keys = {key(name) for name in images}
+            if any(key(entry.name or "") in image_keys for entry in entries):
+                unmatched = [entry.name or "" for entry in entries if key(entry.name or "") not in image_keys]
+                nfc_key = replace(key, composed=True)
+                composing_helps = unmatched and {nfc_key(name) for name in images} & set(map(nfc_key, unmatched))
+                return nfc_key if composing_helps else key
     raise DatasetError(
-        f"{path}: names none of the {len(images):,} images ({format_names([entry.name or '' for entry in entries])} against "
-        f"{format_names(images)}). Give the list of these images with --labels FILE"
+        f"{path}: names none of the {len(images):,} images (it lists {format_names([e.name or '' for e in entries])}; "
+        f"the images are {format_names(images)}). Pass the list for these images with --labels FILE"
     )

@@ -1,1 +1,1 @@
-"""Where images are read from: a folder or an archive, compressed or not."""
+"""Sources of images: folders and archives, compressed or not."""

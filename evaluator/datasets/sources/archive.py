@@ -1,9 +1,9 @@
 """A .tar or .zip as a source of samples, read in place.
 
-Opening reads the list of members once. Afterwards each read opens the file, reads by offset and closes it: no handle
-is shared, so readers may be used from threads, forked and pickled. Refused are names that leave the archive ('..',
-absolute), two images of one name, and whatever has an image's name but is no plain file (links, devices, sparse
-files), because leaving it out would silently make the dataset another one.
+Opening an archive reads its list of members once. Each later read opens the file, reads at an offset and closes it. No
+handle is shared, so readers can be used from threads, forked and pickled. Names that leave the archive ('..',
+absolute) and duplicate names are refused. So are entries with an image's name that are not regular files (links,
+devices, sparse files), because skipping them would silently change the dataset.
 """
 
 import os
@@ -23,7 +23,7 @@ from prelunet.evaluator.datasets.sources.decompress import compression_of, ensur
 from prelunet.evaluator.datasets.sources.folder import is_image_name, is_visible, reading_error
 from prelunet.evaluator.errors import DatasetError, PreluNetError
 
-_ZIP_MAGICS = (b"PK\x03\x04", b"PK\x05\x06")  # the second begins a zip without members
+_ZIP_MAGICS = (b"PK\x03\x04", b"PK\x05\x06")  # the second is of a zip without members
 _ZIP_LOCAL_HEADER = struct.Struct("<26xHH")  # name and extra field lengths; APPNOTE.TXT, section 4.3.7
 _ENCRYPTED = 0x1  # general purpose bit 0; APPNOTE.TXT, section 4.4.4
 _MAX_DEFLATE_RATIO = 1032  # 258 bytes from two bits; zlib's technical notes
@@ -33,34 +33,34 @@ _END_BLOCK = bytes(tarfile.BLOCKSIZE)
 
 @dataclass
 class ArchiveSource:
-    """The tree in an archive: folder → names of the folders directly inside ('' is the top), images, other files."""
+    """The tree in an archive. tree: folder → names of the folders directly in it; '' is the top."""
 
     path: Path
     tree: dict[str, set[str]] = field(default_factory=dict)
     members: ArchiveIndex = field(default_factory=ArchiveIndex)  # the images
-    labels: ArchiveIndex = field(default_factory=ArchiveIndex)  # files that may hold labels
+    labels: ArchiveIndex = field(default_factory=ArchiveIndex)  # possible label files
     _tables: dict[str, ArchiveIndex] = field(default_factory=dict, repr=False)
 
     def folders(self, subfolder: str) -> list[str]:
-        """Return the names of the visible folders directly inside, sorted."""
+        """Return the names of the visible folders directly in a folder, sorted."""
         return sorted(self.tree.get(subfolder, ()))
 
     def images(self, subfolder: str) -> Iterator[tuple[str, int]]:
-        """Yield name (relative to `subfolder`, with '/') and byte length of all images at any depth inside."""
+        """Yield name (relative to `subfolder`, with '/') and size in bytes of all images in a folder, at any depth."""
         table = self._subtree(subfolder)
         yield from zip(table.names, table.sizes, strict=True)
 
     def reader(self, subfolder: str) -> "ArchiveReader":
-        """Return a reader of the names that `images` yields; it shares them."""
+        """Return a reader for the names that `images` yields; it shares the names."""
         return ArchiveReader((self.path,), self._subtree(subfolder))
 
     def other_files(self, subfolder: str) -> dict[str, int]:
-        """Return name and byte length of the files directly inside that may hold labels."""
+        """Return name → size in bytes of the possible label files directly in a folder."""
         table = self.labels.subtree(subfolder)
         return {name: size for name, size in zip(table.names, table.sizes, strict=True) if "/" not in name}
 
     def read(self, name: str, limit: int) -> bytes:
-        """Return the bytes of one of those, by its name from the top; DatasetError when it has more than `limit`."""
+        """Return the bytes of one of these files, by its path from the top. Raises DatasetError above `limit` bytes."""
         member = self.labels.find(name)
         if member is not None and member.size > limit:
             raise too_large(f"{self.path}: {name}", limit)
@@ -68,35 +68,35 @@ class ArchiveSource:
 
     def _subtree(self, subfolder: str) -> ArchiveIndex:
         if subfolder not in self._tables:
-            self._tables = {subfolder: self.members.subtree(subfolder)}  # one is kept: the names are many
+            self._tables = {subfolder: self.members.subtree(subfolder)}  # only the last one is kept, to limit memory
         return self._tables[subfolder]
 
     def add_folder(self, parts: tuple[str, ...]) -> None:
-        """Enter a folder and all above it."""
+        """Add a folder and its parents."""
         for depth in range(len(parts)):
             self.tree.setdefault("/".join(parts[:depth]), set()).add(parts[depth])
 
     def add_image(self, parts: tuple[str, ...], member: ArchiveMember) -> None:
-        """Enter an image and the folders above it."""
+        """Add an image and its parent folders."""
         self.members.add("/".join(parts), member)
         self.add_folder(parts[:-1])
 
     def finish(self) -> "ArchiveSource":
-        """Sort the members; DatasetError when two have the same name. Nothing can be looked up before."""
+        """Sort the members, which lookups require. Raises DatasetError when two have the same name."""
         if twice := self.members.sort() or self.labels.sort():
-            raise DatasetError(f"{self.path}: two members are named {twice}. Pack the folder anew")
+            raise DatasetError(f"{self.path}: two members are named {twice}. Repack the folder")
         return self
 
 
 @dataclass(frozen=True)
 class ArchiveReader:
-    """Reads images out of archives by offset. paths: of the volumes."""
+    """Reads images from archives by offset. paths: of the volumes."""
 
     paths: tuple[Path, ...]
     members: ArchiveIndex
 
     def read(self, file: str) -> bytes:
-        """Return the bytes of the image of that name; DatasetError when the archive is gone or damaged there."""
+        """Return the bytes of an image. Raises DatasetError when the archive is missing or damaged there."""
         member = self.members.find(file)
         if member is None:
             raise DatasetError(f"{self.paths[0]}: no member named {file}")
@@ -107,12 +107,12 @@ class ArchiveReader:
         except OSError as error:
             raise reading_error(error, path) from error
         if data is None:
-            raise DatasetError(f"{path}: the member {file} is damaged. Get the archive again from its source")
+            raise DatasetError(f"{path}: the member {file} is damaged. Get a fresh copy of the archive")
         return data
 
 
 def _read_member(archive: int, member: ArchiveMember) -> bytes | None:
-    """Read one member; None when the bytes there are not the ones that the archive's list promised."""
+    """Read one member. Return None when its bytes do not match the archive's list of members."""
     start = member.start
     if member.zipped:
         header = os.pread(archive, _ZIP_LOCAL_HEADER.size, start)
@@ -121,7 +121,7 @@ def _read_member(archive: int, member: ArchiveMember) -> bytes | None:
         start += len(header) + sum(_ZIP_LOCAL_HEADER.unpack(header))
     data = os.pread(archive, member.stored_size, start)
     if member.deflated:
-        try:  # one byte more than promised is enough to see a lie; a bomb is not unpacked any further
+        try:  # one extra byte reveals a wrong size; a decompression bomb is unpacked no further
             data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, member.size + 1)
         except zlib.error:
             return None
@@ -131,10 +131,10 @@ def _read_member(archive: int, member: ArchiveMember) -> bytes | None:
 
 
 def open_archive(path: Path) -> ArchiveSource:
-    """Read the list of members of a .tar or .zip, told apart by their first bytes; of a .tar.gz, unpacked before.
+    """Read the list of members of a .tar or .zip, detected by its first bytes. A compressed tar is unpacked first.
 
-    The source's path is that of the archive that is read: of a compressed tar, of the plain one beside it.
-    Raises DatasetError when the file is no archive, damaged, cut, or holds what is refused.
+    The source's path is that of the archive that is read: for a compressed tar, that of the unpacked copy.
+    Raises DatasetError when the file is not an archive, is damaged or truncated, or contains a refused entry.
     """
     try:
         with path.open("rb") as file:
@@ -147,10 +147,10 @@ def open_archive(path: Path) -> ArchiveSource:
         raise
     except OSError as error:
         raise reading_error(error, path) from error
-    except Exception as error:  # on damaged bytes the archive modules raise far more than their own classes
+    except Exception as error:  # for damaged files the archive modules raise many other exceptions
         raise DatasetError(
             f"{path}: not a .tar or .zip, or a damaged one ({str(error) or type(error).__name__}). "
-            "Get it again from its source, or give a folder or an archive of images"
+            "Get a fresh copy, or pass a folder or an archive of images"
         ) from error
 
 
@@ -159,10 +159,10 @@ def _list_tar(path: Path, file: BinaryIO) -> ArchiveSource:
     with _open_tar(path, file, size) as archive:
         end = 0
         while (member := _next_member(path, archive, size)) is not None:
-            if archive.offset <= end:  # a negative size: read in circles by many a tarfile (CVE-2025-8194)
+            if archive.offset <= end:  # a negative size, on which many versions of tarfile loop (CVE-2025-8194)
                 raise _damaged(path, end)
             end = archive.offset
-            archive.members.clear()  # type: ignore[attr-defined]  # or it would keep about 1 KB for each of them
+            archive.members.clear()  # type: ignore[attr-defined]  # saves about 1 KB per member
             parts = _parts(path, member.name)
             if member.isdir():
                 _add_visible_folder(source, parts)
@@ -172,7 +172,7 @@ def _list_tar(path: Path, file: BinaryIO) -> ArchiveSource:
                 source.add_image(parts, ArchiveMember(member.offset_data, member.size, member.size))
             elif _is_label_file(parts) and member.isreg() and not member.issparse():
                 source.labels.add("/".join(parts), ArchiveMember(member.offset_data, member.size, member.size))
-        # tarfile takes a damaged or cut header for the end; the true end is marked by a block of zeros.
+        # tarfile treats a damaged or truncated header as the end; a block of zeros marks the real end.
         file.seek(archive.offset)
         if file.read(tarfile.BLOCKSIZE) != _END_BLOCK:
             raise _damaged(path, min(archive.offset, size))
@@ -192,7 +192,7 @@ def _open_tar(path: Path, file: BinaryIO, size: int) -> tarfile.TarFile:
 def _next_member(path: Path, archive: tarfile.TarFile, size: int) -> tarfile.TarInfo | None:
     try:
         return archive.next()
-    except tarfile.ReadError as error:  # where the file ends within a member
+    except tarfile.ReadError as error:  # the file ends inside a member
         raise _damaged(path, min(archive.offset, size)) from error
 
 
@@ -212,13 +212,13 @@ def _list_zip(path: Path, file: BinaryIO) -> ArchiveSource:
 
 
 def _zip_member(path: Path, info: zipfile.ZipInfo, archive_size: int) -> ArchiveMember:
-    """Return where a zip's file lies; DatasetError when it cannot be read in place or its numbers cannot be true."""
+    """Return the location of a file in a zip. Raises DatasetError if it is not readable in place or has wrong sizes."""
     if not _is_plain(info):
         raise _not_regular_file(path, info.filename, "zip -r (without --symlinks)")
     if not _is_readable(info):
         raise DatasetError(
-            f"{path}: {info.filename} is encrypted, or packed by another method than deflate. "
-            "Pack the folder anew with: zip -r"
+            f"{path}: {info.filename} is encrypted, or compressed with a method other than deflate. "
+            "Repack the folder with: zip -r"
         )
     deflated = info.compress_type == zipfile.ZIP_DEFLATED
     largest = info.compress_size * (_MAX_DEFLATE_RATIO if deflated else 1)
@@ -236,10 +236,10 @@ def _is_readable(info: zipfile.ZipInfo) -> bool:
 
 
 def _parts(path: Path, name: str) -> tuple[str, ...]:
-    """Split a member's name; DatasetError when it leads out of the archive."""
+    """Split a member's name. Raises DatasetError when it points outside the archive."""
     parts = tuple(part for part in name.split("/") if part not in {"", "."})
     if name.startswith("/") or ".." in parts:
-        raise DatasetError(f"{path}: the member {name!r} leads out of the archive. Pack the folder with relative names")
+        raise DatasetError(f"{path}: the member {name!r} points outside the archive. Repack with relative names")
     return parts
 
 
@@ -258,10 +258,10 @@ def _add_visible_folder(source: ArchiveSource, parts: tuple[str, ...]) -> None:
 
 def _not_regular_file(path: Path, name: str, command: str) -> DatasetError:
     return DatasetError(
-        f"{path}: {name} has an image's name but is no plain file. Pack the folder anew with: {command}"
+        f"{path}: {name} has an image's name but is not a regular file. Repack the folder with: {command}"
     )
 
 
 def _damaged(path: Path, position: int) -> DatasetError:
-    again = "Delete this copy to unpack it anew, or get" if is_unpacked_copy(path) else "Get"
-    return DatasetError(f"{path}: damaged or cut at byte {position}. {again} the archive again from its source")
+    fix = "Delete this copy to unpack it again, or get" if is_unpacked_copy(path) else "Get"
+    return DatasetError(f"{path}: damaged or truncated at byte {position}. {fix} a fresh copy of the archive")

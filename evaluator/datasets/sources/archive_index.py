@@ -1,6 +1,6 @@
-"""Where the images of archives lie, in few bytes: ImageNet has 1.3 million of them.
+"""A compact index of the images in archives, because ImageNet has 1.3 million of them.
 
-A dictionary of objects would take some 300 bytes an image; the table takes about 50 beside the names, which it shares
+A dictionary of objects would take about 300 bytes per image. This table takes about 50, plus the names, which it shares
 with the samples of the dataset.
 """
 
@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 
 class ArchiveMember(NamedTuple):
-    """Where a file lies in its archive, in bytes.
+    """The location of a file in its archive, in bytes.
 
-    start: of its data in a tar, of its local header in a zip; stored: length of the data there; size: of the file;
-    zipped: behind a local header of its own; deflated: packed; crc: of the file, in a zip; volume: which archive, where
-    a dataset is spread over several.
+    start: offset of the data in a tar, of the local header in a zip; stored_size: length of the stored data; size: of
+    the file; zipped: whether a local header precedes the data; deflated: whether the data is compressed; crc: of the
+    file, in a zip; volume: number of the archive, for a dataset of several archives.
     """
 
     start: int
@@ -30,34 +30,34 @@ class ArchiveMember(NamedTuple):
 
 
 def _columns() -> "list[array[int]]":
-    """Return a column of 1, 4 or 8 bytes a member for each of its numbers."""
+    """Return an empty column for each field of a member, of 1, 4 or 8 bytes per member."""
     return [array(code) for code in "qqqbbII"]
 
 
 @dataclass
 class ArchiveIndex:
-    """Names, and beside them one column for each number of a member. `sort` it before anything is looked up."""
+    """Names, and one column per field of a member. Call `sort` before any lookup."""
 
     names: list[str] = field(default_factory=list)
     columns: "list[array[int]]" = field(default_factory=_columns)
 
     def add(self, name: str, member: ArchiveMember) -> None:
-        """Enter a member at the end."""
+        """Append a member."""
         self.names.append(name)
         for column, number in zip(self.columns, member, strict=True):
             column.append(number)
 
     def extend(self, prefix: str, volume: int, table: "ArchiveIndex") -> None:
-        """Enter all members of one archive of several, with a beginning of their own for their names."""
+        """Append all members of one of several archives, with a prefix for their names."""
         self.names.extend(prefix + name for name in table.names)
-        for mine, theirs in zip(self.columns[:-1], table.columns[:-1], strict=True):
-            mine.extend(theirs)
+        for column, added in zip(self.columns[:-1], table.columns[:-1], strict=True):
+            column.extend(added)
         self.columns[-1].extend([volume] * len(table.names))
 
     def sort(self) -> str | None:
-        """Sort by name; return a name that is there twice, None when there is none."""
+        """Sort by name. Return a name that occurs twice, or None."""
         order = sorted(range(len(self.names)), key=self.names.__getitem__)
-        self.names = [self.names[place] for place in order]
+        self.names = [self.names[position] for position in order]
         self.columns = [_picked(column, order) for column in self.columns]
         return next((name for name, following in pairwise(self.names) if name == following), None)
 
@@ -67,7 +67,7 @@ class ArchiveIndex:
         return self.columns[ArchiveMember._fields.index("size")]
 
     def subtree(self, subfolder: str) -> "ArchiveIndex":
-        """Return the members at any depth in a folder, their names beginning there; '' is the top."""
+        """Return the members in a folder, at any depth, with names relative to the folder; '' is the top."""
         if not subfolder:
             return self
         first, end = (bisect_left(self.names, subfolder + edge) for edge in ("/", "0"))  # '0' comes right after '/'
@@ -75,12 +75,12 @@ class ArchiveIndex:
         return ArchiveIndex(names, [column[first:end] for column in self.columns])
 
     def find(self, name: str) -> ArchiveMember | None:
-        """Return the member of that name, None when there is none."""
-        place = bisect_left(self.names, name)
-        if place == len(self.names) or self.names[place] != name:
+        """Return the member with this name, or None."""
+        position = bisect_left(self.names, name)
+        if position == len(self.names) or self.names[position] != name:
             return None
-        return ArchiveMember(*(column[place] for column in self.columns))
+        return ArchiveMember(*(column[position] for column in self.columns))
 
 
-def _picked(column: "array[int]", places: Iterable[int]) -> "array[int]":
-    return array(column.typecode, (column[place] for place in places))
+def _picked(column: "array[int]", positions: Iterable[int]) -> "array[int]":
+    return array(column.typecode, (column[position] for position in positions))

@@ -1,12 +1,12 @@
-"""A compressed tar is unpacked once into a plain tar beside it, since nothing can be read from its middle.
+"""Unpack a compressed tar once into a plain tar next to it, because compressed data has no random access.
 
-Reading it in the order of a run would unpack it again for every image; keeping states of the unpacking in memory would
-be lost with the process, so that every resumed run paid for it again. Photographs hardly compress, so the plain tar
-takes about as much disk as the archive. It stays there: resumed runs and reports use it, and it may be deleted when
-they are done.
+Reading images in a run's order would unpack the archive again for each of them. Decompressor states in memory would be
+lost with the process, so every resumed run would rebuild them. Photographs hardly compress, so the plain tar takes
+about as much disk space as the archive. It is kept: resumed runs and reports use it. The user may delete it when they
+are done.
 
-Its name carries the archive's sha256, so that it is never taken for the images of another archive: not of one with the
-same name elsewhere, nor of one that has come in its place, whatever its date.
+The copy's name contains the archive's sha256, so it is never used for another archive: neither for one with the same
+name elsewhere, nor for one that replaced the archive, whatever its date.
 """
 
 import bz2
@@ -32,48 +32,48 @@ _MAGICS = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x
 _OPENERS: dict[str, Callable[[IO[bytes]], IO[bytes]]] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}  # type: ignore[dict-item]
 _DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError)
 _PIECE = 1024**2  # bytes
-_DIGITS = 12  # of the sha256: 48 bits, for the few archives of one name that a person has
+_DIGITS = 12  # of the sha256: 48 bits are enough for the few archives that share a name
 _SUFFIX = ".unpacked.tar"
-_LARGEST_RATIO = 20  # photographs have about 1, bitmaps of drawings perhaps 10
-_ALWAYS_ALLOWED = 1024**3  # bytes; a small archive of headers and zeros may well be packed better
-_STALE_SECONDS = 3600.0  # seconds since a temporary file was written to; a living process writes all the time
+_LARGEST_RATIO = 20  # photographs reach about 1, bitmaps of drawings perhaps 10
+_ALWAYS_ALLOWED = 1024**3  # bytes; small archives, mostly headers and zeros, may compress better
+_STALE_SECONDS = 3600.0  # since the last write to a temporary file; a live process writes continuously
 
 
 def compression_of(magic: bytes) -> str | None:
-    """Return how a file with these first bytes is compressed as a whole; None when it is not."""
+    """Return the compression method of a file with these first bytes, None if it is not compressed."""
     return next((method for prefix, method in _MAGICS.items() if magic.startswith(prefix)), None)
 
 
 def is_unpacked_copy(path: Path) -> bool:
-    """Whether a file is named as a tar that was unpacked here."""
+    """Return whether a file is named like a copy that this module unpacked."""
     return path.name.endswith(_SUFFIX)
 
 
 def unpacked_path(path: Path) -> Path:
-    """Return where a compressed tar is unpacked to: beside it, or in this user's temporary folder.
+    """Return the path of the unpacked copy: next to the archive if that folder is writable, else a temporary folder.
 
-    The latter where nothing may be written beside it. Raises EnvironmentFault when another has made that folder.
+    Raises EnvironmentFault when another user owns the temporary folder or can write to it.
     """
     folder = path.parent if os.access(path.parent, os.W_OK) else _private_folder()
     return folder / f"{path.name}.{_sha256(path)[:_DIGITS]}{_SUFFIX}"
 
 
 def ensure_unpacked(path: Path, method: str) -> Path:
-    """Return the plain tar of a compressed one, unpacking it where that has not been done.
+    """Return the unpacked copy of a compressed tar, unpacking it if needed.
 
-    Raises DatasetError when the archive is damaged, holds no tar, is far larger unpacked than any photographs would
-    be, or when something else has the copy's name; EnvironmentFault when the disk is full.
+    Raises DatasetError when the archive is damaged, does not contain a tar, unpacks to far more than photographs would,
+    or when something else has the copy's name. Raises EnvironmentFault when the disk is full.
     """
     if method not in _OPENERS:
-        raise DatasetError(
-            f"{path}: compressed with {method}, which cannot be unpacked here. Unpack it to a plain .tar"
-        )
+        raise DatasetError(f"{path}: compressed with {method}, which is not supported. Unpack it to a plain .tar")
     target = unpacked_path(path)
     _remove_stale(path, target.parent)
     if not os.path.lexists(target):
         _unpack(path, method, target)
     elif not stat.S_ISREG(target.lstat().st_mode):
-        raise DatasetError(f"{target}: should be {path.name} unpacked, but is no plain file. Remove or rename it")
+        raise DatasetError(
+            f"{target}: should be the unpacked {path.name}, but is not a regular file. Remove or rename it"
+        )
     return target
 
 
@@ -89,8 +89,8 @@ def _unpack(path: Path, method: str, target: Path) -> None:
                 copy.write(piece)
                 if copy.tell() > limit:
                     raise DatasetError(
-                        f"{path}: {size:,} bytes that unpack to more than {limit:,}, which no photographs would do. If "
-                        "it is what you expect, unpack it by hand and give the folder or the plain .tar"
+                        f"{path}: {size:,} bytes that unpack to more than {limit:,}, which photographs never do. If "
+                        "this is expected, unpack the archive manually and pass the folder or the plain .tar"
                     )
                 piece = _read(plain, path)
                 now = min(packed.tell() // _PIECE, total)
@@ -100,26 +100,26 @@ def _unpack(path: Path, method: str, target: Path) -> None:
 
 
 def _private_folder() -> Path:
-    """Return a folder that only this user may write, below the temporary folder, which all may write."""
+    """Return a folder that only this user may write to, inside the shared temporary folder."""
     folder = Path(tempfile.gettempdir()) / f"prelunet-{os.geteuid()}"
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError as error:
-        found = folder.lstat()  # not what a link leads to: anybody may have put it there
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
+        status = folder.lstat()  # not stat: another user may have placed a link there
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
             raise EnvironmentFault(
-                f"{folder}: should be a folder that only this user may write. Remove it, set TMPDIR to another "
-                "folder, or unpack the archive by hand"
+                f"{folder}: should be a folder that only this user may write to. Remove it, set TMPDIR to another "
+                "folder, or unpack the archive manually"
             ) from error
     return folder
 
 
 def _remove_stale(path: Path, folder: Path) -> None:
-    """Remove what killed unpackings of this archive, or of another that had its name, have left."""
-    for rest in leftovers(folder, [f"{path.name}.{'?' * _DIGITS}{_SUFFIX}"]):
+    """Remove temporary files left by killed processes that were unpacking this archive or one of the same name."""
+    for leftover in leftovers(folder, [f"{path.name}.{'?' * _DIGITS}{_SUFFIX}"]):
         with suppress(FileNotFoundError):  # another process removed it first
-            if time.time() - rest.lstat().st_mtime > _STALE_SECONDS:
-                rest.unlink()
+            if time.time() - leftover.lstat().st_mtime > _STALE_SECONDS:
+                leftover.unlink()
 
 
 def _sha256(path: Path) -> str:
@@ -136,14 +136,14 @@ def _read(plain: IO[bytes], path: Path) -> bytes:
     try:
         return plain.read(_PIECE)
     except _DAMAGED as error:
-        raise DatasetError(f"{path}: damaged or cut ({error}). Get the archive again from its source") from error
+        raise DatasetError(f"{path}: damaged or truncated ({error}). Get a fresh copy of the archive") from error
 
 
-def _check_tar(beginning: bytes, path: Path) -> None:
-    """Refuse anything but a tar before it fills the disk."""
+def _check_tar(piece: bytes, path: Path) -> None:
+    """Refuse anything but a tar before it fills the disk. piece: the first one."""
     try:
-        tarfile.TarInfo.frombuf(beginning[: tarfile.BLOCKSIZE], "utf-8", "surrogateescape")
+        tarfile.TarInfo.frombuf(piece[: tarfile.BLOCKSIZE], "utf-8", "surrogateescape")
     except tarfile.HeaderError as error:
         raise DatasetError(
-            f"{path}: compressed, but no tar. Give a folder, or a .tar, .tar.gz or .zip of one"
+            f"{path}: compressed, but not a tar. Pass a folder, or a .tar, .tar.gz or .zip of one"
         ) from error

@@ -13,22 +13,22 @@ from prelunet.evaluator.imaging.decode import SUFFIXES
 
 
 def is_image_name(name: str) -> bool:
-    """Whether a file of this name counts as an image, by its suffix in any case."""
+    """Return whether a file name has an image suffix, in any case."""
     return name.lower().endswith(SUFFIXES)
 
 
 def is_visible(name: str) -> bool:
-    """Whether a file or folder of this name counts at all: not hidden, not the rubbish of a Mac's archiver."""
+    """Return whether a file or folder is considered: it is neither hidden nor metadata of the macOS archiver."""
     return not name.startswith(".") and name != "__MACOSX"
 
 
 def reading_error(error: OSError, path: Path | str) -> PreluNetError:
-    """Turn a failure to read part of a dataset into one of our errors, naming the file or folder."""
+    """Convert a failure to read part of a dataset into a PreluNetError that names the file or folder."""
     fixes = {
-        errno.ENOENT: "it is gone; restore it, or start anew without it",
-        errno.EACCES: "permission denied; let this user read it",
-        errno.EPERM: "not permitted; let this user read it",
-        errno.ELOOP: "a link that leads to itself; remove it",
+        errno.ENOENT: "no longer exists; restore it, or start again without it",
+        errno.EACCES: "permission denied; make it readable for this user",
+        errno.EPERM: "not permitted; make it readable for this user",
+        errno.ELOOP: "a link that points to itself; remove it",
     }
     if error.errno in fixes:
         return DatasetError(f"{path}: {fixes[error.errno]}")
@@ -37,12 +37,12 @@ def reading_error(error: OSError, path: Path | str) -> PreluNetError:
 
 @dataclass(frozen=True)
 class FolderSource:
-    """The tree below a folder. Links to files, and the class folders themselves as links, are followed."""
+    """The tree below a folder. Follows links to files and links to class folders."""
 
     root: Path
 
     def folders(self, subfolder: str) -> list[str]:
-        """Return the names of the visible folders directly inside, sorted."""
+        """Return the names of the visible folders directly in a folder, sorted."""
         folder = self.root / subfolder
         try:
             with os.scandir(folder) as entries:
@@ -51,18 +51,18 @@ class FolderSource:
             raise reading_error(error, error.filename or folder) from error
 
     def images(self, subfolder: str) -> Iterator[tuple[str, int]]:
-        """Yield name (relative to `subfolder`, with '/') and byte length of all images at any depth inside.
+        """Yield name (relative to `subfolder`, with '/') and size in bytes of all images in a folder, at any depth.
 
-        Links to folders are followed at the first level only, where they are classes: deeper ones could be loops.
+        Links to folders are followed only at the first level, where they are classes: deeper links could form loops.
         """
         yield from _images(self.root / subfolder, "", follow=True)
 
     def reader(self, subfolder: str) -> "FolderReader":
-        """Return a reader of the names that `images` yields."""
+        """Return a reader for the names that `images` yields."""
         return FolderReader(self.root / subfolder)
 
     def other_files(self, subfolder: str) -> dict[str, int]:
-        """Return name and byte length of the files directly inside that may hold labels, or are tars."""
+        """Return name → size in bytes of the tars and possible label files directly in a folder."""
         folder = self.root / subfolder
         try:
             with os.scandir(folder) as entries:
@@ -75,7 +75,7 @@ class FolderSource:
             raise reading_error(error, error.filename or folder) from error
 
     def read(self, name: str, limit: int) -> bytes:
-        """Return the bytes of one of those, by its name from the top; DatasetError when it has more than `limit`."""
+        """Return the bytes of one of these files, by its path from the top. Raises DatasetError above `limit` bytes."""
         path = self.root / name
         try:
             with path.open("rb") as file:
@@ -97,7 +97,7 @@ def _images(folder: Path, prefix: str, *, follow: bool) -> Iterator[tuple[str, i
             elif is_image_name(entry.name):
                 status = entry.stat()
                 if not stat.S_ISREG(status.st_mode):
-                    raise DatasetError(f"{entry.path}: named as an image, but no plain file. Remove or rename it")
+                    raise DatasetError(f"{entry.path}: named like an image, but not a regular file. Remove it")
                 yield prefix + entry.name, status.st_size
     except OSError as error:
         raise reading_error(error, error.filename or folder) from error
@@ -105,12 +105,12 @@ def _images(folder: Path, prefix: str, *, follow: bool) -> Iterator[tuple[str, i
 
 @dataclass(frozen=True)
 class FolderReader:
-    """Reads files below a folder."""
+    """Reads files in a folder."""
 
     root: Path
 
     def read(self, file: str) -> bytes:
-        """Return the bytes of the file of that name; DatasetError when it is gone or cannot be read."""
+        """Return the bytes of a file. Raises DatasetError when it is missing or cannot be read."""
         path = self.root / file
         try:
             return path.read_bytes()
@@ -119,5 +119,5 @@ class FolderReader:
 
 
 def label_file(path: Path) -> LabelFile:
-    """Return a file on disk that may give labels."""
+    """Return a file on disk as a label file."""
     return LabelFile(FolderSource(path.parent), "", path.name, path)

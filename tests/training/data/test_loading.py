@@ -149,7 +149,7 @@ def broken(tmp_path: Path) -> tuple[ImageCache, ImageCache]:
     return sound, ImageCache(spoiled, {}, memory=0)
 
 
-BROKEN = {"dog/001.png": "it is gone", "ox/002.png": "when the dataset was opened", "big-cat/003.png": "damaged"}
+BROKEN = {"dog/001.png": "no longer exists", "ox/002.png": "when the dataset was opened", "big-cat/003.png": "damaged"}
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -186,7 +186,7 @@ def test_a_dataset_that_is_gone_ends_the_training_with_what_to_do(tmp_path: Path
     image_cache = ImageCache(open_splits(root).train, {}, memory=0)
     shutil.rmtree(root / "train")
     with pytest.raises(
-        DatasetError, match=rf"and {MAX_SUBSTITUTES} other images, too, but none of them now \(.*it is gone"
+        DatasetError, match=rf"and {MAX_SUBSTITUTES} other images, too, but none of them now \(.*no longer exists"
     ):
         next(training_batches(image_cache, RECIPE, 0, workers=workers))
 

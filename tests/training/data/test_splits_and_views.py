@@ -169,7 +169,7 @@ def test_an_image_that_breaks_after_the_survey_is_an_error(tmp_path: Path) -> No
     with pytest.raises(ImageError, match="no image that can be read"):
         image_cache.image(0)
     broken.unlink()
-    with pytest.raises(DatasetError, match=r"big-cat/000\.png: it is gone"):
+    with pytest.raises(DatasetError, match=r"big-cat/000\.png: no longer exists"):
         image_cache.image(0)
 
 
@@ -295,8 +295,8 @@ def test_numbers_are_classes_in_the_order_of_numbers_and_val_may_lack_some(tmp_p
         (lambda name: (".cls", b"%d" % (3 * CLASS_NUMBERS[name])), r"no image of class 1 \(4 such classes\)"),
         (lambda name: (".cls", b"-1"), "the label '-1' is no class"),
         (lambda name: (".cls", b""), "the label '' is no class"),
-        (lambda name: (".cls", b"7" if name == "ox" else name.encode()), "no class index as the others are"),
-        (lambda name: (".cls", b"0%d" % CLASS_NUMBERS[name]), "the label '00' is no class index"),
+        (lambda name: (".cls", b"7" if name == "ox" else name.encode()), "is not a class index, but other labels are"),
+        (lambda name: (".cls", b"0%d" % CLASS_NUMBERS[name]), "the label '00' is not a class index"),
         (lambda name: (".cls", b"0"), r"one class only \(0\)"),
     ],
 )

@@ -221,11 +221,11 @@ def test_images_that_no_worker_survives_end_the_run_which_the_same_command_goes_
         on_cluster()
     done = lines_in(tmp_path / "run")
     assert done % CHUNK == 0
-    assert f"{MAX_ATTEMPTS} workers were lost with the images " in str(caught.value)
-    assert f"{done} of {TOTAL} images are done and safe" in str(caught.value)
+    assert f"{MAX_ATTEMPTS} workers were lost while evaluating images " in str(caught.value)
+    assert f"{done} of {TOTAL} images are done and saved" in str(caught.value)
     monkeypatch.undo()
     said = on_cluster()
-    assert done == 0 or f"{tmp_path / 'run'}: going on after {done} of {TOTAL} images" in said
+    assert done == 0 or f"{tmp_path / 'run'}: resuming after {done} of {TOTAL} images" in said
     assert contents(tmp_path / "run") == local
 
 
@@ -234,7 +234,7 @@ def test_workers_that_cannot_be_started_are_not_started_for_ever(
 ) -> None:
     monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.Worker", WorkerCrashingAtStart)
     with pytest.raises(
-        EnvironmentFault, match=f"{MAX_ATTEMPTS * CPUS} workers in a row were lost at their start .* 0 of"
+        EnvironmentFault, match=f"{MAX_ATTEMPTS * CPUS} workers in a row were lost while starting .* 0 of"
     ):
         on_cluster()
 
@@ -264,7 +264,7 @@ def test_ctrl_c_and_sigterm_end_the_workers_and_keep_what_is_done(
         if chunk == CHUNKS - 2:
             sender.join()  # if this machine was so slow: never after the run
 
-    with pytest.raises(Interrupted, match=rf"of {TOTAL} images are done\. The same command goes on"):
+    with pytest.raises(Interrupted, match=rf"of {TOTAL} images are done\. Run the same command to resume"):
         on_cluster(after=send)
     assert lines_in(tmp_path / "run") >= 2 * CHUNK
     assert signal.getsignal(signal.SIGTERM) is on_sigterm
@@ -295,7 +295,7 @@ def test_an_image_that_is_gone_stops_the_run_with_its_name_and_the_machine(
     listed = opened(session, folder)
     gone = folder / listed.samples[5].file.partition("/")[2]
     gone.unlink()
-    with pytest.raises(DatasetError, match=rf"^worker on {socket.gethostname()}: {gone}: it is gone"):
+    with pytest.raises(DatasetError, match=rf"^worker on {socket.gethostname()}: {gone}: no longer exists"):
         on_cluster(dataset=listed)
 
 

@@ -125,7 +125,7 @@ def test_a_chunk_is_given_up_with_the_third_worker_that_it_takes(losses: int) ->
     if losses < MAX_ATTEMPTS:
         assert ray.pool(1, 1, said) == [0]
     else:
-        with pytest.raises(WorkersLost, match="3 workers were lost with the images 0-first to 0-last in hand"):
+        with pytest.raises(WorkersLost, match="3 workers were lost while evaluating images 0-first to 0-last"):
             ray.pool(1, 1, said)
     assert ray.begun == [0] * MAX_ATTEMPTS
     assert len(said) == MAX_ATTEMPTS - 1
@@ -137,7 +137,7 @@ def test_starts_are_given_up_with_the_third_loss_for_each_worker(losses: int) ->
     if losses < 2 * MAX_ATTEMPTS:
         assert ray.pool(2, 9, []) == list(range(9))
     else:
-        with pytest.raises(WorkersLost, match="6 workers in a row were lost at their start"):
+        with pytest.raises(WorkersLost, match="6 workers in a row were lost while starting"):
             ray.pool(2, 9, [])
         assert len(ray.actors) == 2 + losses - 1
 
@@ -173,7 +173,7 @@ def test_after_a_silence_it_is_said_which_images_and_which_worker_are_waited_for
     assert said[0] == "Ray: the cluster has no room for a worker yet; waiting"
     expected = [(30, 0), (60, 0), (120, 0), (30, 1)]  # after 1, 2, 4 times STALL_SECONDS, and anew after an answer
     for text, (seconds, chunk) in zip(said[1:], expected, strict=True):
-        images = f"the images {chunk}-first to {chunk}-last from place 0."
+        images = f"images {chunk}-first to {chunk}-last from place 0."
         assert text.startswith(f"Ray: no answer for {seconds} s; waiting for {images}")
 
 
@@ -219,7 +219,9 @@ def test_without_ray_it_is_said_how_to_bring_it(
 def test_an_address_where_nobody_listens_is_told_with_what_to_give(
     session: Session, model: Path, dataset: Dataset, address: str
 ) -> None:
-    with pytest.raises(EnvironmentFault, match=rf"--ray {re.escape(address)}: no cluster could be joined .*HOST:PORT"):
+    with pytest.raises(
+        EnvironmentFault, match=rf"--ray {re.escape(address)}: cannot join or start a cluster .*HOST:PORT"
+    ):
         evaluated_on(address, session, model, dataset)
 
 
@@ -248,7 +250,7 @@ NO_ADDRESSES = [
 
 @pytest.mark.parametrize("address", NO_ADDRESSES)
 def test_what_is_no_address_is_refused_with_what_to_give(address: str) -> None:
-    with pytest.raises(UsageError, match=r"--ray '.*': no address .* HOST:PORT .* auto .* local"):
+    with pytest.raises(UsageError, match=r"--ray '.*': not the address .* HOST:PORT .* auto .* local"):
         Cluster(address)
 
 

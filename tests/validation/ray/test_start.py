@@ -76,7 +76,7 @@ def test_sigterm_while_ray_starts_keeps_what_is_done_and_says_how_to_go_on(
         starting(lambda: os.kill(os.getpid(), signal.SIGTERM))
         yield from ()
 
-    with pytest.raises(Interrupted, match=rf"0 of {TOTAL} images are done\. The same command goes on"):
+    with pytest.raises(Interrupted, match=rf"0 of {TOTAL} images are done\. Run the same command to resume"):
         validated(session, dataset, cluster_protocol(session), tmp_path / "run", chunk_evaluator=chunk_evaluator)
 
 
@@ -89,7 +89,7 @@ def try_for_ever() -> None:
 
 def test_a_start_that_hangs_is_given_up(starting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.JOIN_TIMEOUT", 1)
-    with pytest.raises(EnvironmentFault, match=r"--ray local: no cluster could be joined \(no answer for 1 s\)"):
+    with pytest.raises(EnvironmentFault, match=r"--ray local: cannot join or start a cluster \(no answer for 1 s\)"):
         starting(try_for_ever)
 
 

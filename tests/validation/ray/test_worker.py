@@ -87,8 +87,8 @@ def test_a_worker_without_the_model_file_says_so(job: Job) -> None:
 def test_a_worker_with_another_model_or_version_is_refused_with_the_difference(job: Job) -> None:
     versions = {**job.facts["versions"], "pillow": "1.0"}
     for facts, difference in [
-        ({**job.facts, "versions": versions}, r"versions\.pillow: 1\.0 where the run was started, \d.* here"),
-        ({**job.facts, "model": {"sha256": "ab" * 32}}, rf"model\.sha256: {'ab' * 32} where the run was started"),
+        ({**job.facts, "versions": versions}, r"versions\.pillow: 1\.0 on the driver, \d.* on this worker"),
+        ({**job.facts, "model": {"sha256": "ab" * 32}}, rf"model\.sha256: {'ab' * 32} on the driver"),
         ({**job.facts, "provider": "CUDAExecutionProvider"}, "provider: CUDA.*, CPU.* here"),
     ]:
         error = Worker(replace(job, facts=facts)).start()
@@ -100,7 +100,7 @@ def test_a_worker_with_other_images_is_refused(job: Job) -> None:
     other = replace(job.dataset, reader=DivergentReader(job.dataset.reader, os.getpid() + 1))
     error = Worker(replace(job, dataset=other)).start()
     assert isinstance(error, DatasetError)
-    assert re.search(r"worker on .* cannot start: .*\.png is another image here", str(error))
+    assert re.search(r"worker on .* cannot start: .*\.png differs from the driver's image", str(error))
 
 
 def test_scores_that_are_no_numbers_arrive_as_the_model_files_fault(
