@@ -337,22 +337,22 @@ def _label_file_names(path: Path) -> tuple[str, ...]:
 
 
 def _candidates(source: Source, path: Path, subfolder: str) -> Iterator[LabelFile]:
-    own = _label_file_names(path)
-    around = subfolder.split("/") if subfolder else []
-    for folder in ("/".join(around[:depth]) for depth in range(len(around), -1, -1)):
+    label_file_names = _label_file_names(path)
+    parts = subfolder.split("/") if subfolder else []
+    for folder in ("/".join(parts[:depth]) for depth in range(len(parts), -1, -1)):
         names = source.other_files(folder)
-        for name in (*own, GROUND_TRUTH):
+        for name in (*label_file_names, GROUND_TRUTH):
             if name in names:
                 yield LabelFile(source, folder, name, path / folder / name)
         if isinstance(source, FolderSource):
             for devkit in _devkit_folders(path / folder):
                 yield label_file(devkit / GROUND_TRUTH)
     if not subfolder or not isinstance(source, FolderSource):
-        beside = path.absolute().parent
-        for name in own:
-            if _is_file(beside / name) and beside / name != path.absolute():
-                yield label_file(beside / name)
-        for devkit in _devkit_folders(beside):
+        parent = path.absolute().parent
+        for name in label_file_names:
+            if _is_file(parent / name) and parent / name != path.absolute():
+                yield label_file(parent / name)
+        for devkit in _devkit_folders(parent):
             yield label_file(devkit / GROUND_TRUTH)
 
 

@@ -1,4 +1,4 @@
-"""The class list of a net that is made or adopted, in the forms in which people have them."""
+"""Class lists of new and imported nets, in the usual formats."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A folder, a tar and a zip of the same images are the same dataset; what is no clear dataset is refused by name."""
+"""A folder, a tar and a zip of the same images are the same dataset. Ambiguous or damaged datasets are refused."""
 
 import io
 import os
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from prelunet.evaluator.datasets import Dataset, Sample, open_dataset
 from prelunet.evaluator.errors import DatasetError, EnvironmentFault, PreluNetError, UsageError
 
-# Contents need not be images: a dataset hands out bytes. Not in sorted order, of different lengths.
+# Contents need not be images, because a dataset returns bytes. Unsorted, of different lengths.
 VAL = {
     "owl/b.JPG": b"owl b" * 300,
     "owl/a.png": b"owl a",
@@ -201,7 +201,7 @@ def test_links_to_files_and_to_class_folders_are_followed(tmp_path: Path) -> Non
     (elsewhere / "bee.png").write_bytes(b"bee")
     (root / "bee").symlink_to(elsewhere)
     (root / "cat" / "link.png").symlink_to(elsewhere / "bee.png")
-    (root / "cat" / "loop").symlink_to(root)  # deeper links to folders are not, or this would not end
+    (root / "cat" / "loop").symlink_to(root)  # deeper links to folders are not followed, or this would not terminate
     assert contents(open_dataset(root, split="val")) == VAL | {"bee/bee.png": b"bee", "cat/link.png": b"bee"}
 
 

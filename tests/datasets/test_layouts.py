@@ -1,4 +1,4 @@
-"""The same images in every layout give the same report, and what was found is said."""
+"""The same images in every layout give the same report, and remarks describe how labels were found."""
 
 import io
 import json
@@ -52,7 +52,7 @@ def class_folders_in_a_zip(place: Path) -> DatasetSpec:
 
 
 def folders_named_by_class(place: Path) -> DatasetSpec:
-    # Cranes and maillots have no folder here that could be mistaken: they are named by wnid.
+    # The folders of cranes and maillots are named by wnid, because those class names are ambiguous.
     names = {WNIDS[index]: name.replace(" ", "_").upper() for index, name in enumerate(NAMES) if name != "crane"}
     files = {f"{names.get(name[:9], name[:9])}/{name[10:]}": data for name, data in FOLDERS.items()}
     return DatasetSpec(write_folder(place / "val", files))
@@ -157,7 +157,7 @@ def opened(place: DatasetSpec) -> Dataset:
 
 
 def figures(dataset: Dataset, folder: Path) -> dict[str, Any]:
-    """Return what a report says of the model: all but the names of the files."""
+    """Return the parts of a report that depend on the model: everything but the file names."""
     report = build_report(validated(FakeSession(CONTRACT), dataset, CENTER, folder))
     kept = ("images", "evaluated", "refused", "top1_error", "top5_error", "top1_interval", "classes", "confusions")
     return {key: report[key] for key in kept}
@@ -189,7 +189,7 @@ def test_images_of_a_run_are_found_again_for_its_report(
     layout: Callable[[Path], DatasetSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = replace(layout(tmp_path), limit=11, classes=(WNIDS[1], WNIDS[3], WNIDS[6], WNIDS[9], WNIDS[10]))
-    monkeypatch.chdir(tmp_path)  # a path that was relative then is found from elsewhere
+    monkeypatch.chdir(tmp_path)  # a path that was relative is still found from another folder
     labels = given.labels and given.labels.relative_to(tmp_path)
     dataset = opened(replace(given, path=given.path.relative_to(tmp_path), labels=labels))
     assert len(dataset.samples) == 11

@@ -1,4 +1,4 @@
-"""Compressed tars are unpacked once, beside themselves; lists of members stay small."""
+"""Compressed tars are unpacked once, next to the archive. Lists of members stay small."""
 
 import gzip
 import hashlib
@@ -54,7 +54,7 @@ def test_a_compressed_tar_is_unpacked_once_and_anew_when_it_changes(tmp_path: Pa
 
 @pytest.fixture
 def closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give a folder in which nothing may be written beside archives; the temporary folder is `tmp` beside it."""
+    """Return a read-only folder for archives; the temporary folder is its sibling `tmp`."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(
         "prelunet.evaluator.datasets.sources.decompress.tempfile.gettempdir", lambda: os.fspath(tmp_path / "tmp")

@@ -1,4 +1,4 @@
-"""Labels that do not fit their images, and the traps of label orders: refused by file and line, with the mend."""
+"""Labels that do not match their images, and confusions of label orders, are refused with file, line and fix."""
 
 import re
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ from tests.helpers.tiny_datasets import (
 
 @pytest.fixture(scope="module")
 def flat(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Give the images in a folder of its own, without labels."""
+    """Return a folder with only the images, without labels."""
     return write_folder(tmp_path_factory.mktemp("flat") / "lone" / "images", DATA)
 
 
@@ -99,7 +99,7 @@ def test_a_label_that_is_no_class_is_refused_with_its_line(
 ) -> None:
     bad = listed(tmp_path, [*GOOD[:6], f"{name_of(7)} {label}", *GOOD[7:]])
     said = refusal(flat, bad)
-    if label[0] == "n" or "." in label:  # among numbers it is the numbers that are no names
+    if label[0] == "n" or "." in label:  # among class indices, another kind of label is refused differently
         bad = write_list(tmp_path / "w.txt", lambda n, k: f"{n} {label if n == name_of(7) else WNIDS[k]}")
         said = refusal(flat, bad)
     assert re.search(rf"{bad}: line \d+: {expected}", said)
@@ -121,7 +121,7 @@ def test_devkit_ids_of_another_file_name_are_not_taken_for_indices(flat: Path, t
     devkit = write_devkit(tmp_path / "kit") / "data"
     renamed = (devkit / GROUND_TRUTH).rename(devkit / "gt.txt")
     assert "are they devkit ids" in refusal(flat, renamed)
-    # Of a part of the classes neither 0 nor 12 need be there; labels by position without a 0 are strange all the same.
+    # A subset of the classes need contain neither 0 nor 12, but labels by position without a 0 are still suspicious.
     few = write_folder(tmp_path / "few", {name: data for name, data in DATA.items() if DEVKIT[LABELS[name]] < 9})
     renamed.write_text("".join(f"{DEVKIT[LABELS[path.name]]}\n" for path in sorted(few.iterdir())))
     assert "the labels are numbers 1 to 8, and none of them is 0" in refusal(few, renamed)
@@ -236,7 +236,7 @@ def test_devkit_without_a_mapping_is_refused_and_sorted_wnids_are_none(flat: Pat
     (devkit / "data" / "meta.mat").unlink()
     said = refusal(flat, devkit)
     assert "no meta.mat to map devkit ids to wnids, and no text file (synsets.txt, map_clsloc.txt, wnids.txt)" in said
-    listed(devkit / "data", WNIDS, "synsets.txt")  # as Caffe's synsets.txt, which is in the order of class indices
+    listed(devkit / "data", WNIDS, "synsets.txt")  # like Caffe's synsets.txt, which is in the order of class indices
     assert "lists wnids in sorted order, which is the order of class indices, not of devkit ids" in refusal(
         flat, devkit
     )
@@ -294,7 +294,7 @@ def test_devkit_ids_are_told_for_a_submission(tmp_path: Path) -> None:
         read_devkit_ids(tmp_path / "nowhere")
 
 
-# Which file gives the labels
+# Choosing the label file
 
 
 def test_flat_images_without_labels_are_refused_with_both_ways_out(flat: Path) -> None:
@@ -353,7 +353,7 @@ def test_numbered_folders_are_numbers_and_not_text(tmp_path: Path) -> None:
     assert all(sample.label == int(sample.file.split("/")[0]) for sample in dataset.samples)
     assert len(dataset.samples) == IMAGES + 2
     assert any("named 0 to 11; the names are read as class indices, in numeric order" in r for r in dataset.remarks)
-    # A training set is its own class list, in the order of the text; a model of it has these wnids.
+    # A training set defines its own classes, in text order; a model trained on it has these wnids.
     trained = open_dataset(tmp_path / "val", split="val")
     assert trained.classes[:4] == ("0", "1", "10", "11")
     again = opened(tmp_path / "val", classes=[ClassEntry(wnid, wnid) for wnid in trained.classes])

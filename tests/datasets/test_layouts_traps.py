@@ -1,4 +1,4 @@
-"""Odd and hostile datasets: read as they were meant, or refused with what is wrong and how to mend it."""
+"""Odd and hostile datasets are read as intended, or refused with the fault and the fix."""
 
 import os
 import re
@@ -38,7 +38,7 @@ TEN = [ClassEntry(f"class{index:04}", f"thing {index}") for index in range(10)]
 
 @pytest.fixture
 def few(tmp_path: Path) -> Path:
-    """Give nine images in a folder of their own."""
+    """Return a folder with nine images."""
     return write_folder(tmp_path / "lone" / "images", FEW)
 
 
@@ -105,7 +105,7 @@ def test_a_header_of_unknown_words_is_told_by_the_names_below_it(few: Path, tmp_
     assert len(opened(few, table(tmp_path, *(f"{name[0]},3" for name in FEW))).samples) == 9
 
 
-# Words for classes
+# Class labels
 
 
 def test_the_odd_label_among_many_is_the_one_that_is_named(few: Path, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_the_odd_label_among_many_is_the_one_that_is_named(few: Path, tmp_path: 
 def test_numbers_without_the_first_and_the_last_class_are_a_question(few: Path, tmp_path: Path) -> None:
     rows = [f"{name} {row + 1}" for row, name in enumerate(FEW)]
     assert "the labels are numbers 1 to 9, and none of them is 0" in refusal(few, table(tmp_path, *rows), TEN)
-    assert labels_of(opened(few, table(tmp_path, *rows[:-1], "i.png 2"), TEN))[-1] == 2  # where two are lacking
+    assert labels_of(opened(few, table(tmp_path, *rows[:-1], "i.png 2"), TEN))[-1] == 2  # two classes have no images
     assert parse_class_selection("1,2,3,4,5,6,7,8,9", TEN) == tuple(entry.wnid for entry in TEN[1:])
     said = refusal(write_tar(tmp_path / "s.tar", shard_of([1, 2, 3])), classes=TEN[:4])
     assert "the labels are numbers 1 to 3, and none of them is 0" in said
@@ -202,7 +202,7 @@ def test_an_image_that_changed_since_the_dataset_was_opened_is_named(tmp_path: P
 def test_a_damaged_bit_in_meta_mat_never_stops_the_process(tmp_path: Path) -> None:
     path = write_devkit(tmp_path / "kit") / "data" / "meta.mat"
     whole = path.read_bytes()
-    for place, bit in ((1353, 0), (2932, 4), (3952, 0), (2608, 6)):  # with scipy 1.17 each of them is a crash
+    for place, bit in ((1353, 0), (2932, 4), (3952, 0), (2608, 6)):  # each of them crashes scipy 1.17
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
         try:
             assert len(read_devkit_ids(path)) == 12
@@ -390,7 +390,7 @@ def test_names_that_are_too_long_and_folders_that_are_closed_are_no_labels(tmp_p
         read_devkit_ids(tmp_path / ("y" * 300))
 
 
-# Cut shards
+# Truncated shards
 
 
 def test_a_shard_cut_anywhere_says_where(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Parts of a dataset: evenly spread images, some classes; two different parts never have the same words."""
+"""Parts of a dataset: evenly spread images, some classes. Different parts never have the same description."""
 
 import itertools
 from pathlib import Path

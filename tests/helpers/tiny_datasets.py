@@ -13,7 +13,7 @@ from PIL import Image
 
 from prelunet.evaluator.contract import ClassEntry
 
-# Twelve classes, so that "10" sorts before "2" and devkit ids can be told from indices. Two are cranes, as in ImageNet.
+# Twelve classes, so that "10" sorts before "2" and devkit ids differ from indices. Two are cranes, as in ImageNet.
 NAMES = (
     "tench",
     "crane",
@@ -33,7 +33,7 @@ WNIDS = tuple(entry.wnid for entry in CLASSES)
 DEVKIT = [(5 * index + 7) % 12 + 1 for index in range(12)]  # the devkit id of each class index, in another order
 IMAGES = 30
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
-BAD = 7  # the number of an image that is none
+BAD = 7  # the number of the damaged image
 
 
 def name_of(number: int) -> str:
@@ -47,7 +47,7 @@ def label_of(number: int) -> int:
 
 
 def encoded(number: int) -> bytes:
-    """Return an image: JPEG, grey, CMYK, a PNG that is named as a JPEG; one is damaged."""
+    """Return an image: JPEG, gray, CMYK, or a PNG named like a JPEG; one is damaged."""
     rng = np.random.default_rng(number)
     size = (30 + number % 5 * 7, 33 + number % 3 * 9)
     pixels = Image.fromarray(rng.integers(0, 256, (*size, 3), np.uint8))
@@ -73,7 +73,7 @@ def write_folder(folder: Path, files: Mapping[str, bytes]) -> Path:
 
 
 def write_tar(path: Path, files: Mapping[str, bytes], mode: str = "w") -> Path:
-    """Write a tar with the files in the opposite of their order; mode as `tarfile` has it."""
+    """Write a tar with the files in reverse order; mode: of `tarfile.open`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
         for name, data in reversed(files.items()):
@@ -104,14 +104,14 @@ def write_devkit(folder: Path) -> Path:
 
 
 def write_list(path: Path, line: Callable[[str, int], str], header: str = "") -> Path:
-    """Write a list of labels, a line for each image in an order of its own."""
+    """Write a list of labels, one line per image, shuffled."""
     names = sorted(LABELS, key=lambda name: (LABELS[name], name))
     path.write_text(header + "".join(f"{line(name, LABELS[name])}\n" for name in names))
     return path
 
 
 def shard_files(numbers: range, label: Callable[[int], Mapping[str, bytes]]) -> dict[str, bytes]:
-    """Return what a webdataset shard holds; label: files beside an image, suffix → data."""
+    """Return the files of a webdataset shard. label: returns the label files of an image, suffix → data."""
     files = {}
     for number in numbers:
         key = f"{number:06}"
@@ -121,15 +121,15 @@ def shard_files(numbers: range, label: Callable[[int], Mapping[str, bytes]]) -> 
 
 
 def as_cls(label: int) -> dict[str, bytes]:
-    """Return a label as webdataset has it."""
+    """Return a label in webdataset's format."""
     return {".cls": str(label).encode()}
 
 
 def as_json(label: int) -> dict[str, bytes]:
-    """Return a label as it may stand beside other facts."""
+    """Return a label among other fields."""
     return {".json": json.dumps({"filename": "x.JPEG", "label": label, "width": 500}).encode()}
 
 
 def as_both(label: int) -> dict[str, bytes]:
-    """Return a label as timm's copies of ImageNet have it."""
+    """Return a label in the format of timm's copies of ImageNet."""
     return as_cls(label) | as_json(label)

@@ -1,4 +1,4 @@
-"""A dataset and the helpers of the tests of the pipeline."""
+"""A dataset and helpers for the pipeline tests."""
 
 import threading
 import time
@@ -23,11 +23,11 @@ CENTER = build_protocol("center", fake_contract())
 TWO_SCALES = build_protocol("dense-29-36", fake_contract())
 IMAGES, BAD = 53, (7, 30, 31, 32, 52)  # damaged: in portions of one to three images whole portions are
 SHARED_CANVASES = BatchRules(canvas_step=16, max_windows=5000, max_pixels=15_000, switch_pixels=20_000)
-WAIT = 20.0  # seconds, after which a test that waits for another thread has failed
+WAIT = 20.0  # seconds; timeout for waiting for another thread
 
 
 def write_dataset(folder: Path) -> Dataset:
-    """Lay out 53 images of 12 sizes; five are damaged."""
+    """Write 53 images of 12 sizes; five are damaged."""
     rng = np.random.default_rng(5)
     for index in range(IMAGES):
         path = folder / CLASSES[(0, 2, 3, 5)[index * 4 // IMAGES]] / f"{index:03}.png"
@@ -40,14 +40,14 @@ def write_dataset(folder: Path) -> Dataset:
 
 
 def no_thread_is_left() -> Iterator[None]:
-    """Make sure that a test ends all threads that it has begun; an autouse fixture of each file."""
+    """Check that a test ends all threads it started; an autouse fixture in each file."""
     before = set(threading.enumerate())
     yield
-    assert set(threading.enumerate()) - before == set()  # one of an earlier test may end meanwhile
+    assert set(threading.enumerate()) - before == set()  # a thread of an earlier test may end meanwhile
 
 
 class RecordingReader:
-    """Reads for a dataset; `seen` gets the name of each file, and `before` is called with it."""
+    """A reader that appends each file name to `seen` and calls `before` with it."""
 
     def __init__(self, dataset: Dataset, before: Callable[[str], None] = lambda _file: None) -> None:
         self.seen: list[str] = []
@@ -64,7 +64,7 @@ def chunks_of(samples: Sequence[Sample], size: int) -> list[Sequence[Sample]]:
 
 
 def count_until_error(results: Iterator[ChunkResult], error: type[BaseException], match: str) -> int:
-    """Return how many chunks were given before the error."""
+    """Return the number of chunks before the error."""
     given: list[ChunkResult] = []
     with pytest.raises(error, match=match):
         given.extend(results)
@@ -72,7 +72,7 @@ def count_until_error(results: Iterator[ChunkResult], error: type[BaseException]
 
 
 class IrregularSession(FakeSession):
-    """Takes a while, never the same."""
+    """Sleep for a random short time."""
 
     def compute(self, staged: Any) -> Outputs:
         time.sleep(0.004 * (hash((len(self.calls), id(self))) % 3))

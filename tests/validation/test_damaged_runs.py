@@ -1,4 +1,4 @@
-"""Run folders that are damaged, or made by somebody who means ill: refused with place and mend, never believed."""
+"""Damaged and malicious run folders are refused with the place of the fault and the fix."""
 
 import json
 import os
@@ -28,7 +28,7 @@ DEEP = "[" * 100_000
 
 
 def changed_run(*path: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    """Return what sets one value of run.json, given by its keys."""
+    """Return a function that sets one value of run.json, at a path of keys."""
 
     def change(run: dict[str, Any]) -> None:
         for key in path[:-1]:
@@ -252,7 +252,7 @@ def test_a_damaged_log_says_nothing_of_the_dataset_and_stops_no_report(tmp_path:
 def test_no_file_but_an_image_of_the_dataset_gets_onto_the_page(tmp_path: Path, given: bool) -> None:
     data = tmp_path / "data"
     pixels = np.random.default_rng(0).integers(0, 256, (20, 31, 3), dtype=np.uint8)
-    for path in (data / "n01" / "a.png", data / ".n01" / "private.png"):  # hidden, so no image of the dataset
+    for path in (data / "n01" / "a.png", data / ".n01" / "private.png"):  # hidden, so not an image of the dataset
         path.parent.mkdir(parents=True)
         Image.fromarray(pixels).save(path)
     fingerprint = open_dataset(data, split="val", class_names=[entry["wnid"] for entry in CLASSES]).fingerprint

@@ -1,4 +1,4 @@
-"""Ensembles: the plain average of what was stored, or refused with what the runs do not share."""
+"""Ensembles are the plain average of stored scores. Incompatible runs are refused with the difference."""
 
 import hashlib
 import json
@@ -42,14 +42,14 @@ def member(folder: Path, number: int, *, images: int = IMAGES, **rest: Any) -> P
 
 @pytest.fixture(scope="module")
 def members(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Write three runs that many tests read and none may change."""
+    """Write three runs, shared by many tests, which must not change them."""
     folder = tmp_path_factory.mktemp("members")
     return [member(folder, number) for number in range(3)]
 
 
 @pytest.fixture
 def small(tmp_path: Path) -> list[Path]:
-    """Write three runs of 20 images, to be spoilt."""
+    """Write three runs of 20 images, for tests that damage them."""
     return [member(tmp_path, number, images=20) for number in range(3)]
 
 
@@ -80,7 +80,7 @@ def errors(scores: np.ndarray) -> ErrorCount:
     return ErrorCount(len(counted), sum(place >= 1 for place in places), sum(place >= 5 for place in places))
 
 
-# 0.3, 0.7, 0.1: weights whose shares do not add up to 1 exactly, so that they must not be divided once more
+# 0.3, 0.7, 0.1: the normalized weights do not sum to exactly 1, so they must not be normalized twice
 @pytest.mark.parametrize("weights", [None, WEIGHTS, [0.3, 0.7, 0.1]])
 def test_an_ensemble_is_the_weighted_average_of_what_was_stored(
     members: list[Path], tmp_path: Path, weights: list[float] | None
@@ -109,7 +109,7 @@ def test_the_result_for_every_number_of_models_is_that_of_the_first_ones(members
     assert found.cumulative_errors[0] == found.member_errors[0]
     assert (
         len({error_count.top1_wrong for error_count in found.cumulative_errors}) == 3
-    )  # else the order could not be told
+    )  # otherwise the order would not matter
 
 
 def test_an_ensemble_is_a_run_that_says_of_what_it_was_made(members: list[Path], tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_an_ensemble_of_ensembles_is_one_too(small: list[Path], tmp_path: Path) 
     ensemble(small[:2], tmp_path / "two")
     found = ensemble([tmp_path / "two", small[2]], tmp_path / "e", weights=[2, 1])
     assert found.run.info.model["architecture"] == "A+B+C"
-    # 1e-7: the inner ensemble is rounded to float32 once more
+    # 1e-7: the inner ensemble is rounded to float32
     np.testing.assert_allclose(read_rows(found.run, 0, found.run.info.images), plain_average([1, 1, 1], 20), atol=1e-7)
 
 

@@ -1,4 +1,4 @@
-"""kill -9 at any moment: the same command goes on, and the run ends in the same bytes."""
+"""After kill -9 at any moment, the same command resumes the run, which ends in the same bytes."""
 
 import json
 import random
@@ -19,7 +19,7 @@ from tests.helpers.child_processes import ForkServer, fork_server
 from tests.helpers.fakes import fake_contract
 
 RESULT = ("run.json", "predictions.jsonl", "scores.f32.npy")
-IMAGES = 150  # two whole chunks and a part
+IMAGES = 150  # two chunks and part of a third
 COPIES = 9  # of the images in a long run, which has 22 chunks
 KILLS = 20
 KILLS_OF_THE_PROGRAM = 5
@@ -33,7 +33,7 @@ def children() -> Iterator[ForkServer]:
 
 
 def lay_out(folder: Path, wnids: list[str]) -> Path:
-    """Lay out 150 small images of 12 sizes in the folders of five classes; one is damaged."""
+    """Write 150 small images of 12 sizes into the folders of five classes; one is damaged."""
     rng = np.random.default_rng(5)
     for index in range(IMAGES):
         path = folder / wnids[(0, 1, 2, 3, 5)[index * 5 // IMAGES]] / f"{index:03}.png"
@@ -51,7 +51,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(children: ForkServer, data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, bytes]]:
-    """Give the bytes of runs that nobody disturbed, by the copies of the images."""
+    """Return the bytes of uninterrupted runs, by the number of copies of the images."""
     folder, runs = tmp_path_factory.mktemp("whole"), {}
     for copies in (1, COPIES):
         children.begin(data=data, folder=folder / str(copies), copies=copies)

@@ -1,4 +1,4 @@
-"""Merged shards: byte for byte the run of one machine, or refused with the shard that is missing or doubled."""
+"""Merged shards equal the run of one machine, byte for byte. Missing and duplicate shards are refused."""
 
 import json
 import re
@@ -28,13 +28,13 @@ from tests.reporting.scored_runs import changed_info
 RESULT = ("run.json", "predictions.jsonl", "scores.f32.npy")
 CLASSES = [entry.wnid for entry in fake_contract().classes]
 PROTOCOL = build_protocol("center", fake_contract())
-IMAGES, CHUNK = 61, 8  # seven whole chunks and one of five
+IMAGES, CHUNK = 61, 8  # seven full chunks and one of five
 BAD = 29
 
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """Lay out 61 images of five sizes, of four of the six classes; one is damaged."""
+    """Write 61 images of five sizes, of four of the six classes; one is damaged."""
     folder = tmp_path_factory.mktemp("data") / "val"
     rng = np.random.default_rng(3)
     for index in range(IMAGES):
@@ -61,14 +61,14 @@ def whole(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 @pytest.fixture(scope="module")
 def three(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Make the three shards that many tests read and none may change."""
+    """Create three shards, shared by many tests, which must not change them."""
     folder = tmp_path_factory.mktemp("three")
     return [make(dataset, folder / str(number), (number, 3)) for number in (1, 2, 3)]
 
 
 @pytest.fixture
 def shards(three: list[Path], tmp_path: Path) -> list[Path]:
-    """Give copies of the three shards, to be spoilt."""
+    """Return copies of the three shards, for tests that damage them."""
     return [Path(shutil.copytree(path, tmp_path / f"shard-{path.name}")) for path in three]
 
 
@@ -90,13 +90,13 @@ def test_merged_shards_are_byte_for_byte_the_run_of_one_machine(
 def test_shards_of_more_images_than_are_copied_at_a_time_are_merged(
     dataset: Dataset, whole: dict[str, bytes], three: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prelunet.evaluator.validation.merge.BLOCK", 20)  # two chunks and a part
+    monkeypatch.setattr("prelunet.evaluator.validation.merge.BLOCK", 20)  # two chunks and part of a third
     merge(three, tmp_path / "merged")
     assert contents(tmp_path / "merged") == whole
 
 
 def test_shards_that_hold_nothing_are_not_missed(dataset: Dataset, tmp_path: Path) -> None:
-    # 61 images are 2 chunks of 40: of 5 shards only 3 and 5 have any, and validate refuses to make the others.
+    # 61 images are 2 chunks of 40: of 5 shards only 3 and 5 have images, and validate refuses to create the others.
     folders = [make(dataset, tmp_path / str(number), (number, 5), chunk=40) for number in (5, 3)]
     merge(folders, tmp_path / "merged")
     assert contents(tmp_path / "merged") == contents(make(dataset, tmp_path / "whole", None, chunk=40))
@@ -119,7 +119,7 @@ def test_a_merge_that_was_killed_is_no_run_until_the_same_command_has_finished_i
         nonlocal calls
         if calls == appended:
             with (tmp_path / "merged" / "scores.f32.npy").open("ab") as file:
-                file.write(b"\xff" * 100)  # the scores of the next chunk, on the disk before its lines
+                file.write(b"\xff" * 100)  # the scores of the next chunk, written before its lines
             raise KeyboardInterrupt
         calls += 1
         append(self, *args)
@@ -182,7 +182,7 @@ def test_the_command_for_a_missing_shard_has_the_options_that_were_logged(
 def test_the_shards_that_are_missing_are_counted_however_many_there_are(
     shards: list[Path], tmp_path: Path, of: int, missing: str
 ) -> None:
-    # Of a million shards of 8 chunks the last of each eighth has a chunk.
+    # With a million shards of 8 chunks, only the last shard of each eighth has a chunk.
     changed_info(shards[0], "shard", value={"number": -(-of // 8), "of": of})
     with pytest.raises(RunFolderError, match=rf"missing: .*{re.escape(missing.replace('...', ''))}") as caught:
         merge(shards[:1], tmp_path / "merged")

@@ -1,4 +1,4 @@
-"""Everything at the same time, and yet: the same scores in the same order, and bounded memory."""
+"""The concurrent pipeline gives the same scores in the same order as a sequential one, with bounded memory."""
 
 import threading
 import time
@@ -50,7 +50,7 @@ _no_thread_is_left = pytest.fixture(autouse=True)(no_thread_is_left)
 
 
 def seen_alone(session: FakeSession, image: np.ndarray, protocol: EvaluationProtocol) -> Classification:
-    """Classify an image view by view: nothing shares a batch, nothing is packed."""
+    """Classify an image view by view, without shared batches or packing."""
     results = []
     for view in make_views(image, protocol):
         height, width = view.image.shape[:2]
@@ -66,7 +66,7 @@ def seen_alone(session: FakeSession, image: np.ndarray, protocol: EvaluationProt
 def one_after_the_other(
     session: FakeSession, dataset: Dataset, protocol: EvaluationProtocol, chunk: Sequence[Sample]
 ) -> tuple[list[Prediction], np.ndarray]:
-    """Evaluate a chunk without any thread or batch."""
+    """Evaluate a chunk without threads or batches."""
     lines, rows = [], []
     for sample in chunk:
         try:
@@ -115,7 +115,7 @@ def test_scores_are_those_of_classify_images(dataset: Dataset) -> None:
 
 
 def test_blank_rows_are_computed_and_belong_to_no_image(dataset: Dataset) -> None:
-    """The test above would say little of shared canvases if there were no blank rows."""
+    """Without blank rows, the test above would not cover shared canvases."""
     timer, fake = StageTimer(), FakeSession(rules=SHARED_CANVASES)
     ((lines, _),) = evaluate_chunks([fake], dataset, TWO_SCALES, [dataset.samples], 20, 2, timer=timer)
     rows = sum(shape[0] for shape in fake.calls)
@@ -134,7 +134,7 @@ def test_no_image_is_read_twice_for_several_scales(dataset: Dataset) -> None:
 
 
 def test_no_image_is_copied_whole_into_an_array(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pillow resizes its own image: the way through an array takes half of the memory of a large photo once more."""
+    """Pillow resizes its own image: a copy as an array would take half the memory of a large photo again."""
     given: list[bool] = []
     made = make_views
 
@@ -156,7 +156,7 @@ def test_two_portions_of_pixels_for_each_session_are_in_memory_and_no_more(
 
     class Slow(FakeSession):
         def compute(self, staged: Any) -> Outputs:
-            time.sleep(0.02)  # room for the threads to prepare all that they may
+            time.sleep(0.02)  # time for the threads to prepare as much as they may
             return super().compute(staged)
 
     def making(image: np.ndarray, protocol: EvaluationProtocol) -> list[ViewImage]:
@@ -184,7 +184,7 @@ def test_three_portions_for_each_session_are_begun_before_the_first_of_them_is_w
     for number, _ in enumerate(
         evaluate_chunks([FakeSession() for _ in range(sessions)], read_ahead, CENTER, chunks, 4, 2)
     ):
-        time.sleep(0.03)  # as if it was written: room for the threads to run ahead, if they did
+        time.sleep(0.03)  # simulates writing, and gives the threads time to run ahead
         ahead.append(len(reading.seen) - 4 * number)
     assert max(ahead) == 3 * sessions * 4
 
@@ -210,7 +210,7 @@ def test_two_batches_are_ready_while_one_is_computed_and_no_more(dataset: Datase
     assert session.most == 2 + 1
 
 
-# At the same time
+# Concurrency
 
 
 def test_a_portion_is_decoded_while_the_one_before_is_computed_and_the_one_before_that_is_written(

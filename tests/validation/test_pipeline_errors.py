@@ -1,4 +1,4 @@
-"""What goes wrong in the pipeline, wherever it does: the caller gets the error in its place, and nothing is left."""
+"""Errors anywhere in the pipeline reach the caller in order, and no threads remain."""
 
 import os
 import signal
@@ -126,7 +126,7 @@ def test_scores_that_are_no_numbers_name_the_file(dataset: Dataset) -> None:
 
 
 def test_a_session_with_little_room_ends_too_when_all_of_it_is_taken(dataset: Dataset) -> None:
-    """As a GPU, whose `stage` waits until a batch is computed or dropped; here there is room for two."""
+    """Like a GPU session, whose `stage` waits until a batch is computed or dropped; this one has two slots."""
     slots, stuck = threading.Semaphore(2), threading.Event()
 
     class Staged:
@@ -143,7 +143,7 @@ def test_a_session_with_little_room_ends_too_when_all_of_it_is_taken(dataset: Da
         def compute(self, staged: Any) -> Outputs:
             outputs = super().compute(staged.arrays)
             staged.free()
-            time.sleep(0.005)  # in which the other thread fills all room
+            time.sleep(0.005)  # time for the other thread to fill all slots
             return outputs
 
     for taken in range(4):
@@ -205,7 +205,7 @@ def test_no_chunks_are_no_work(dataset: Dataset) -> None:
 def test_a_machine_without_another_thread_is_told_and_not_waited_for(
     dataset: Dataset, sessions: int, image: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Images of the first portions are handed to the pool by the caller, later ones by the threads that pack."""
+    """The caller submits images of the first portions to the pool; the packing threads submit later ones."""
     submit, handed = ThreadPoolExecutor.submit, count()
 
     def failing(pool: ThreadPoolExecutor, *arguments: Any) -> Any:

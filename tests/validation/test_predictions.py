@@ -1,4 +1,4 @@
-"""The lines of a run in columns: to whoever asks they are the objects that were read, in a tenth of their memory."""
+"""The columns of a run return the same objects that were read, in a tenth of their memory."""
 
 import json
 import tracemalloc
@@ -11,11 +11,11 @@ import pytest
 from prelunet.evaluator.validation import predictions
 from prelunet.evaluator.validation.predictions import prediction_from_json, read_predictions
 
-IMAGES = 2500  # not a multiple of what is made at a time
+IMAGES = 2500  # not a multiple of the block size
 
 
 def random_lines(classes: int, views: int, images: int = IMAGES, *, plain: bool = False) -> list[dict[str, Any]]:
-    """Lines as any run may have them: odd names, refused first and last, some without a label; `plain`: none of it."""
+    """Return lines with odd names, the first and last refused, some without a label; plain: none of these."""
     random = np.random.default_rng(7)
     lines: list[dict[str, Any]] = []
     for number in range(images):
@@ -90,5 +90,5 @@ def test_an_image_takes_little_more_memory_than_its_numbers(tmp_path: Path) -> N
         tracemalloc.stop()
     name = len("train/000000.png")
     numbers = 5 * (8 + 2) + 6 * 2 + 4 + 2 + 1 + 8  # answers, views, label, rank, capped, where the name ends
-    assert numbers + name < held / len(found) < 1.3 * (numbers + name)  # columns grow by an eighth beyond their need
+    assert numbers + name < held / len(found) < 1.3 * (numbers + name)  # columns overallocate by an eighth
     assert most < 1.5 * held + 2**18  # nor while reading: a column is copied when it grows; the file is read in pieces

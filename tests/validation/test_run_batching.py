@@ -1,4 +1,4 @@
-"""Which images are computed together stands in run.json, and is another thing on a GPU."""
+"""run.json records which images are computed together, which differs on a GPU."""
 
 from typing import Any
 

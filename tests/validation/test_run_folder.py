@@ -1,4 +1,4 @@
-"""The run folder: what is written survives, what is torn is cut off, and nobody else's file is touched."""
+"""The run folder: complete chunks survive, incomplete ones are truncated, and other files are never touched."""
 
 import errno
 import json
@@ -53,7 +53,7 @@ def prediction(index: int) -> Prediction:
 
 
 def write(folder: Path, *, images: int = IMAGES, info: RunInfo = INFO, fresh: bool = False) -> int:
-    """Write the run up to so many images; returns how many were there already."""
+    """Write the run up to a number of images. Return how many were already written."""
     with open_run(folder, info, SAMPLES, fresh=fresh) as writer:
         before = writer.done
         while writer.done < images:
@@ -269,12 +269,12 @@ def test_a_second_process_on_the_same_folder_is_refused(folder: Path) -> None:
         open_run(folder, INFO, SAMPLES, fresh=True),
     ):
         pass
-    assert write(folder) == 0  # the lock is given back
+    assert write(folder) == 0  # the lock is released
 
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """Let no file grow beyond so many bytes, as a full disk would."""
+    """Limit the size of files, to simulate a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -286,7 +286,7 @@ def largest_file(size: int) -> Iterator[None]:
 def test_the_scores_of_a_chunk_are_on_the_disk_before_its_lines_are_written(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    synced: list[tuple[str, int]] = []  # which file, and how many lines there were at that moment
+    synced: list[tuple[str, int]] = []  # file, and the number of lines at that moment
     fsync = os.fsync
 
     def watch(descriptor: int) -> None:
@@ -342,7 +342,7 @@ def test_a_damaged_line_is_named(folder: Path) -> None:
 
 
 def test_a_run_of_the_version_before_is_refused_as_such_and_not_as_damaged(folder: Path) -> None:
-    """Version 2 had another key for the images that were computed together, and before that none at all."""
+    """Version 2 had another key for the images that were computed together; version 1 had none."""
     write(folder)
     data = json.loads((folder / "run.json").read_text())
     rules = {key: value for key, value in data["batching"].items() if key != "images_together"}

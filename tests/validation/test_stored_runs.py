@@ -1,4 +1,4 @@
-"""Stored scores: what agrees with its lines is believed, any damage that can be seen is named."""
+"""Stored scores are accepted if they agree with their lines. Detectable damage is reported."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,7 @@ from prelunet.evaluator.validation.run import read_run
 from prelunet.evaluator.validation.stored_runs import BLOCK, SUM_TOLERANCE, check_scores, read_rows
 from tests.reporting.scored_runs import random_scores, write_scored_run
 
-IMAGES = BLOCK + 40  # a whole block and a part
+IMAGES = BLOCK + 40  # a full block and part of one
 LABELS = [None if index % 13 == 5 else index % 7 for index in range(IMAGES)]
 REFUSED = {3: "truncated", BLOCK + 2: "no image"}
 HEADER = 128  # bytes
@@ -45,8 +45,8 @@ def test_runs_of_any_number_of_classes_are_read(tmp_path: Path, classes: int) ->
 
 def test_half_precision_and_the_smallest_scores_are_no_damage(tmp_path: Path) -> None:
     scores = np.zeros((3, 7), np.float32)
-    scores[:, 2] = 1.0004883  # the number above 1 that half precision has
-    scores[:, 5] = 1e-45  # the smallest that float32 has
+    scores[:, 2] = 1.0004883  # half precision can exceed 1 by this much
+    scores[:, 5] = 1e-45  # the smallest positive float32
     check_scores(read_run(write_scored_run(tmp_path / "run", scores, [2, 5, 0])))
 
 
@@ -63,7 +63,7 @@ def test_a_score_whose_shortest_decimal_gives_its_neighbour_by_way_of_float64_is
 def test_a_row_that_does_not_add_up_to_1_is_refused_even_where_its_line_agrees(tmp_path: Path, total: float) -> None:
     scores = random_scores(3, 10)
     scores[4, 6] += total - 1
-    scores[6] *= 1.0009  # as half precision may: no damage
+    scores[6] *= 1.0009  # within the error of half precision, so not damage
     assert (scores >= 0).all()
     folder = write_scored_run(tmp_path / "run", scores, [2] * 10)
     with pytest.raises(
@@ -84,7 +84,7 @@ def swap(scores: np.ndarray) -> None:
 
 
 def move(scores: np.ndarray) -> None:
-    row = scores[8]  # from the second to the third place, so that the sum stays
+    row = scores[8]  # swaps the second and third, so the sum does not change
     order = np.argsort(-row)
     row[order[1]] -= 2e-6
     row[order[2]] += 2e-6

@@ -1,4 +1,4 @@
-"""The file for the ILSVRC server, line by line against a plain reading of the format, and its checker."""
+"""The file for the ILSVRC server, compared with a plain implementation of the format, and its checker."""
 
 import os
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ FILES = [f"{'ba'[index % 2]}{index % 3}/ILSVRC2012_test_{index * 37 % IMAGES + 1
 
 
 def scored_run(folder: Path, *, refused: Sequence[int] = (), labelled: bool = False, seed: int = 0) -> Path:
-    """Write a run of images whose names have not the order of their paths."""
+    """Write a run of images whose base names sort differently from their paths."""
     order = sorted(range(IMAGES), key=lambda index: FILES[index])
     labels = [index % 7 if labelled else None for index in range(IMAGES)]
     return write_scored_run(
@@ -37,7 +37,7 @@ def scored_run(folder: Path, *, refused: Sequence[int] = (), labelled: bool = Fa
 
 
 def expected_lines(scores: np.ndarray, refused: Sequence[int] = ()) -> list[str]:
-    """Say in the plainest way what the file should be. scores: in the order of the paths."""
+    """Return the expected lines, computed in the plainest way. scores: in the order of the paths."""
     lines = {}
     for place, file in enumerate(sorted(FILES)):
         best = [IDS[CLASSES[index]["wnid"]] for index in best_first(scores[place])[:5]]
@@ -212,7 +212,7 @@ def test_a_faulty_line_is_named_with_its_number_and_the_mend(out: Path, line: by
     out.write_bytes(GOOD + line + GOOD)
     with pytest.raises(CheckFailed, match=fault) as caught:
         check_submission(out)
-    assert str(caught.value).count("\n") == 1  # the lines around it are right
+    assert str(caught.value).count("\n") == 1  # the other lines are valid
 
 
 def test_a_last_line_that_was_cut_off_is_named(out: Path) -> None:
@@ -257,7 +257,7 @@ def test_a_file_that_is_not_there_cannot_be_checked(tmp_path: Path) -> None:
 
 
 def mapping(folder: Path) -> Path:
-    """Write a text mapping, each line an id and its wnid."""
+    """Write a text mapping with lines `id wnid`."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "synsets.txt"
     path.write_text("".join(f"{number} {wnid}\n" for wnid, number in IDS.items()))

@@ -1,4 +1,4 @@
-"""Where the time goes: the stopwatch of the pipeline, and what it counts."""
+"""The stage timer of the pipeline and its counters."""
 
 import threading
 import time

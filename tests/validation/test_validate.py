@@ -1,4 +1,4 @@
-"""Validation of a whole dataset: the same numbers as image by image, killed or not, and `prelunet validate`."""
+"""Validation of a dataset gives the same numbers as image by image, interrupted or not; `prelunet validate`."""
 
 import json
 import shutil
@@ -33,13 +33,13 @@ RESULT = ("run.json", "predictions.jsonl", "scores.f32.npy")
 CLASSES = [entry.wnid for entry in fake_contract().classes]
 CENTER = build_protocol("center", fake_contract())
 MULTI_SCALE = build_protocol("multi-scale", fake_contract())
-IMAGES = 150  # two whole chunks and a part
+IMAGES = 150  # two chunks and part of a third
 BAD = {f"{CLASSES[0]}/007.png": b"no image", f"{CLASSES[3]}/100.png": b"\x89PNG\r\n\x1a\n" + b"\0" * 9}
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Lay out 150 images of 12 sizes in the folders of five of the model's six classes; two are damaged."""
+    """Write 150 images of 12 sizes into the folders of five of the model's six classes; two are damaged."""
     folder = tmp_path_factory.mktemp("data") / "val"
     rng = np.random.default_rng(5)
     for index in range(IMAGES):
@@ -127,7 +127,7 @@ def test_a_finished_run_is_said_to_be_finished_and_nothing_is_done(dataset: Data
 
 
 class FailingSession(FakeSession):
-    """A session that fails after so many calls."""
+    """A session that fails after a number of calls."""
 
     def __init__(self, calls: int, error: BaseException):
         super().__init__()
@@ -144,7 +144,9 @@ class FailingSession(FakeSession):
 def test_ctrl_c_keeps_whole_chunks_and_the_same_command_goes_on(
     dataset: Dataset, tmp_path: Path, undisturbed: dict[str, bytes]
 ) -> None:
-    session = FailingSession(1, KeyboardInterrupt())  # in the second of three chunks: crops of one size are one call
+    session = FailingSession(
+        1, KeyboardInterrupt()
+    )  # in the second of three chunks: crops of one size take one call per chunk
     with pytest.raises(Interrupted, match=r"64 of 150 images are done\. Run the same command to resume"):
         validated(session, dataset, CENTER, tmp_path / "run")
     said: list[str] = []
@@ -232,7 +234,7 @@ def test_another_model_in_the_folder_is_refused_and_fresh_replaces_it(
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.floats(0, 1), st.floats(0, 1))
-@example(1.0, 1.0)  # whole already: nothing is done, so nothing is logged
+@example(1.0, 1.0)  # already complete: nothing is done, so nothing is logged
 def test_cut_anywhere_a_run_ends_in_the_same_bytes_and_whole_chunks_are_not_done_again(
     dataset: Dataset, tmp_path: Path, undisturbed: dict[str, bytes], lines_kept: float, scores_kept: float
 ) -> None:
@@ -258,7 +260,7 @@ def test_cut_anywhere_a_run_ends_in_the_same_bytes_and_whole_chunks_are_not_done
 
 @pytest.fixture
 def command(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Give the command line with a model behind `open_sessions`."""
+    """Run the command line with a fake model behind `open_sessions`."""
     monkeypatch.setattr("prelunet.evaluator.verbs.validate.open_sessions", lambda *_: [FakeSession()])
 
     def call(*more: str, protocol: str = "center", images: Path = data) -> int:

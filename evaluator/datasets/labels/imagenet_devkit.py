@@ -156,8 +156,8 @@ def _read_text(file: LabelFile, wnids: Collection[str]) -> list[tuple[int, str]]
         if not words:
             continue
         columns = [column for column, word in enumerate(words[:2]) if WNID.fullmatch(word) or word in wnids]
-        beside = [word for column, word in enumerate(words[:2]) if column not in columns]
-        numbers = [int(word) for word in beside if re.fullmatch(r"[1-9]\d{0,8}", word, re.ASCII)]
+        others = [word for column, word in enumerate(words[:2]) if column not in columns]
+        numbers = [int(word) for word in others if re.fullmatch(r"[1-9]\d{0,8}", word, re.ASCII)]
         if len(columns) != 1 or (kind is not None and kind != (columns, bool(numbers))):
             raise DatasetError(
                 f"{file.path}: line {line} should be `id wnid`, as `1 n02119789`, not {text!a:.80}. Fix the file"

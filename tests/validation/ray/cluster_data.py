@@ -1,4 +1,4 @@
-"""What the tests of clusters evaluate, and how."""
+"""The images and the protocol of the cluster tests."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A model and images of the tests of clusters, and a handler of SIGTERM."""
+"""Fixtures of the cluster tests: a model, images and a SIGTERM handler."""
 
 import signal
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def session(model: Path) -> Session:
 
 @pytest.fixture(scope="module")
 def data(session: Session, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Lay out images of 12 sizes in the folders of four classes; one is damaged."""
+    """Write images of 12 sizes into the folders of four classes; one is damaged."""
     folder = tmp_path_factory.mktemp("data") / "val"
     rng = np.random.default_rng(8)
     wnids = [session.contract.classes[index].wnid for index in (1, 4, 5, 20)]
@@ -47,7 +47,7 @@ def dataset(session: Session, data: Path) -> Dataset:
 
 @pytest.fixture
 def on_sigterm() -> Iterator[Any]:
-    """Treat SIGTERM as the program does."""
+    """Handle SIGTERM as the program does."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     yield signal.default_int_handler
     signal.signal(signal.SIGTERM, before)

@@ -1,4 +1,4 @@
-"""What Ray's workers import from the tests: workers and readers that fail in their own ways."""
+"""Workers and readers that fail in various ways. Ray's workers import this module."""
 
 import os
 import signal
@@ -10,11 +10,11 @@ from prelunet.evaluator.errors import PreluNetError
 from prelunet.evaluator.validation.ray_cluster import Worker
 from prelunet.evaluator.validation.validate import ChunkResult
 
-FATAL = "8/"  # beginning of the names of images that no worker survives
+FATAL = "8/"  # prefix of the names of images that kill a worker
 
 
 class CrashingWorker(Worker):
-    """A worker that dies of some images, as of a decoder that crashes."""
+    """A worker that dies on some images, as if its decoder crashed."""
 
     def evaluate(self, chunk: Sequence[Sample]) -> ChunkResult | PreluNetError:
         if any(sample.file.startswith(FATAL) for sample in chunk):
@@ -23,7 +23,7 @@ class CrashingWorker(Worker):
 
 
 class WorkerCrashingAtStart(Worker):
-    """A worker that dies at its start."""
+    """A worker that dies when it starts."""
 
     def start(self) -> str | PreluNetError:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -31,7 +31,7 @@ class WorkerCrashingAtStart(Worker):
 
 
 class BuggyWorker(Worker):
-    """A worker with a mistake of ours."""
+    """A worker with a bug."""
 
     def evaluate(self, chunk: Sequence[Sample]) -> ChunkResult | PreluNetError:
         raise ZeroDivisionError("on purpose")
@@ -39,7 +39,7 @@ class BuggyWorker(Worker):
 
 @dataclass(frozen=True)
 class DivergentReader:
-    """A reader that finds other bytes in every process but one."""
+    """A reader that returns different bytes in every process but one."""
 
     reader: Reader
     process: int

@@ -1,4 +1,4 @@
-"""Validation on a Ray cluster: the bytes of a run on one machine, whatever happens to the workers and to the driver."""
+"""Validation on a Ray cluster writes the same bytes as one machine, even if workers or the driver are lost."""
 
 import json
 import os
@@ -55,12 +55,12 @@ class RayHead:
     address: str
 
     def workers(self) -> list[int]:
-        """Return the process ids of our workers on this cluster."""
+        """Return the process ids of the workers on this cluster."""
         return [pid for pid, title in descendants(self.process.pid) if title.startswith("ray::Worker")]
 
 
 def descendants(pid: int) -> list[tuple[int, str]]:
-    """Return the processes below a process, with their titles."""
+    """Return the descendants of a process, with their titles."""
     found = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in task.read_text().split():
@@ -74,7 +74,7 @@ def descendants(pid: int) -> list[tuple[int, str]]:
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[RayHead]:
-    """Start a cluster that asks for a token of its own, as those of newer Rays do."""
+    """Start a cluster that requires its own token, as newer versions of Ray do."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RAY_AUTH_MODE", "token")
         environment.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -119,9 +119,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def on_cluster(head: RayHead, session: Session, model: Path, dataset: Dataset, tmp_path: Path) -> Validate:
-    """Validate on the cluster into tmp_path/run; give what was announced.
+    """Validate on the cluster into tmp_path/run; return the reported messages.
 
-    hear: is told it too; after: is told the number of each chunk before the next is asked for.
+    on_report: also receives each message; after: called with the number of each chunk before the next is requested.
     """
 
     def call(
@@ -164,7 +164,7 @@ def events(folder: Path) -> list[str]:
 
 
 def waited_for(condition: Callable[[], object], seconds: float = 30) -> bool:
-    """Say whether it came true in time."""
+    """Return whether a condition became true before the timeout."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -193,7 +193,7 @@ def test_a_run_on_a_cluster_is_byte_for_byte_that_of_one_machine(
 def test_killed_workers_are_replaced_and_each_image_is_counted_once(
     on_cluster: Validate, tmp_path: Path, local: dict[str, bytes], head: RayHead, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The first dies when a chunk is written and six are not begun yet, the second as soon as that is noticed."""
+    """The first dies when one chunk is written and six have not started, the second when that loss is reported."""
     choices = random.Random(3)
 
     def kill_one() -> None:
@@ -262,7 +262,7 @@ def test_ctrl_c_and_sigterm_end_the_workers_and_keep_what_is_done(
         if chunk == 1:
             sender.start()
         if chunk == CHUNKS - 2:
-            sender.join()  # if this machine was so slow: never after the run
+            sender.join()  # on a slow machine; the signal must never arrive after the run
 
     with pytest.raises(Interrupted, match=rf"of {TOTAL} images are done\. Run the same command to resume"):
         on_cluster(after=send)

@@ -1,4 +1,4 @@
-"""The driver of a cluster alone, with a Ray whose answers come in the order that a test wants, and what it asks for."""
+"""The driver of a cluster alone, with a fake Ray whose answers come in an order that the test chooses."""
 
 import re
 import sys
@@ -31,7 +31,7 @@ from tests.validation.ray.cluster_data import info_of
 
 @dataclass
 class ScriptedRay:
-    """Stands for Ray's module: a test says which answers come next, and which of them tell that a worker is lost.
+    """A fake of Ray's module: the test chooses which answers come next, and which report a lost worker.
 
     order: of answers, the smallest comes first; lost: whether an answer is none; silences: how often none comes before
     each one.
@@ -41,7 +41,7 @@ class ScriptedRay:
     lost: Callable[["PendingAnswer"], bool] = lambda _: False
     silences: list[int] = field(default_factory=list)
     actors: list["ScriptedWorker"] = field(default_factory=list)
-    begun: list[int] = field(default_factory=list)  # chunks, each time that one is handed out
+    begun: list[int] = field(default_factory=list)  # chunks, in the order of distribution
     serials: Iterator[int] = field(default_factory=count)
 
     class exceptions:  # noqa: N801 - as Ray names it
@@ -80,7 +80,7 @@ class ScriptedRay:
 
 
 class ScriptedWorker:
-    """Stands for an actor's handle."""
+    """A fake of an actor's handle."""
 
     def __init__(self, ray: ScriptedRay, number: int):
         self.ray, self.number, self.alive = ray, number, True
@@ -99,7 +99,7 @@ class ScriptedWorker:
 
 @dataclass(frozen=True)
 class PendingAnswer:
-    """An answer of the so-manieth call; chunk: None of a start."""
+    """The answer to a numbered call; chunk: None for a start."""
 
     serial: int
     worker: ScriptedWorker
@@ -107,7 +107,7 @@ class PendingAnswer:
 
 
 def test_chunks_come_in_their_order_and_no_worker_runs_far_ahead_of_a_slow_one() -> None:
-    # The first chunk is answered when nothing else is left to wait for.
+    # The first chunk is answered when no other answers are pending.
     ray = ScriptedRay(order=lambda pending: (pending.chunk is not None, -(pending.chunk or 0)))
     listed: Any = [[Sample(f"{number}-first", 0, 1)] for number in range(40)]
     numbers: list[int] = []
@@ -143,7 +143,7 @@ def test_starts_are_given_up_with_the_third_loss_for_each_worker(losses: int) ->
 
 
 def test_starts_that_fail_now_and_then_do_not_add_up_to_an_end() -> None:
-    """Of every three workers one starts, does a chunk and is lost with the next: a long run on a shaky cluster."""
+    """One of three workers starts, finishes a chunk and is lost with the next: a long run on an unreliable cluster."""
 
     def lost(pending: PendingAnswer) -> bool:
         return pending.worker.number % 3 < 2 if pending.chunk is None else ray.begun.count(pending.chunk) < 2
@@ -154,7 +154,7 @@ def test_starts_that_fail_now_and_then_do_not_add_up_to_an_end() -> None:
 
 
 def test_a_worker_that_is_lost_while_it_could_take_more_is_given_nothing() -> None:
-    """The first chunk is lost when it is all that is left to wait for: beyond MAX_CHUNKS_AHEAD nothing was begun."""
+    """The first chunk is lost when only it is pending, because no chunk beyond MAX_CHUNKS_AHEAD was started."""
     ray = ScriptedRay(
         order=lambda pending: (pending.chunk == 0, pending.serial),
         lost=lambda pending: pending.chunk == 0 and ray.begun.count(0) == 1,
@@ -171,13 +171,13 @@ def test_after_a_silence_it_is_said_which_images_and_which_worker_are_waited_for
     said: list[str] = []
     assert ray.pool(2, 9, said) == list(range(9))
     assert said[0] == "Ray: the cluster has no room for a worker yet; waiting"
-    expected = [(30, 0), (60, 0), (120, 0), (30, 1)]  # after 1, 2, 4 times STALL_SECONDS, and anew after an answer
+    expected = [(30, 0), (60, 0), (120, 0), (30, 1)]  # after 1, 2, 4 times STALL_SECONDS, reset by an answer
     for text, (seconds, chunk) in zip(said[1:], expected, strict=True):
         images = f"images {chunk}-first to {chunk}-last from place 0."
         assert text.startswith(f"Ray: no answer for {seconds} s; waiting for {images}")
 
 
-# What is asked of the cluster.
+# Requests to the cluster
 
 
 @pytest.mark.parametrize(

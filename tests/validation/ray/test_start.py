@@ -1,4 +1,4 @@
-"""The start of Ray, with one whose `init` does what a test wants: as Ray, after setting its own handler of SIGTERM."""
+"""The start of Ray, with a fake `init` that, like Ray's, first installs its own SIGTERM handler."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ from tests.validation.ray.cluster_data import TOTAL, cluster_protocol
 
 @pytest.fixture
 def starting(monkeypatch: pytest.MonkeyPatch, on_sigterm: Any) -> Iterator[Callable[[Callable[[], object]], list[str]]]:
-    """Start Ray whose `init` does something; give what was announced before. Afterwards the handlers are ours."""
+    """Start Ray with a given `init`; return the messages reported before it. Checks that the handlers are restored."""
     before = signal.getsignal(signal.SIGALRM)
     ends: list[str] = []
 
@@ -81,7 +81,7 @@ def test_sigterm_while_ray_starts_keeps_what_is_done_and_says_how_to_go_on(
 
 
 def try_for_ever() -> None:
-    """Hang as Ray does, for which each Exception is a reason to try again."""
+    """Hang like Ray, which retries after each Exception."""
     while True:
         with suppress(Exception):
             time.sleep(60)

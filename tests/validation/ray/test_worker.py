@@ -1,4 +1,4 @@
-"""A worker of a cluster alone, without Ray around it."""
+"""A worker of a cluster alone, without Ray."""
 
 import hashlib
 import os
@@ -57,7 +57,7 @@ def test_a_worker_gives_of_a_chunk_what_the_driver_would_and_is_told_only_its_sa
 def test_two_threads_of_a_worker_run_the_session_one_after_the_other(
     job: Job, session: Session, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each run waits for a second one to come in, in vain."""
+    """Each run waits in vain for a second concurrent one."""
     meeting = threading.Barrier(2, timeout=0.3)
     met = []
     compute = session.compute
