@@ -90,7 +90,7 @@ def test_a_lone_index_is_the_label(few: Path, tmp_path: Path) -> None:
             r"line 1 looks like a header \(path, category, split\), but does not say which .*names",
         ),
         ("img,klass,x", "line 1 should be `name label`"),
-        ("picture,label,x", r"line 1 looks like a header.* Known words are file, .*path for names, and class, .*label"),
+        ("picture,label,x", r"line 1 looks like a header.* one of file, .*path for names, and one of class, .*label"),
     ],
 )
 def test_a_header_that_does_not_say_which_columns_are_meant_is_refused(

@@ -342,7 +342,7 @@ def test_a_damaged_line_is_named(folder: Path) -> None:
 
 
 def test_a_run_of_the_version_before_is_refused_as_such_and_not_as_damaged(folder: Path) -> None:
-    """Version 2 had another key for the images that were computed together; version 1 had none."""
+    """Version 2 had another key for the images that were computed together, and at first none."""
     write(folder)
     data = json.loads((folder / "run.json").read_text())
     rules = {key: value for key, value in data["batching"].items() if key != "images_together"}
@@ -361,7 +361,7 @@ def test_a_run_of_the_version_before_is_refused_as_such_and_not_as_damaged(folde
     ("change", "reason"),
     [
         (lambda data: {**data, "version": 4}, "version 4.*Install a newer prelunet"),
-        (lambda data: {**data, "version": 2}, "version 2.*anew with --fresh"),
+        (lambda data: {**data, "version": 2}, "version 2.*Repeat the run with --fresh"),
         (lambda data: {key: data[key] for key in data if key != "dataset"}, "damaged.*dataset"),
         (lambda data: {**data, "protocol": {**data["protocol"], "unknown": 1}}, "damaged.*unknown"),
     ],

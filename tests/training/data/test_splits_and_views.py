@@ -293,8 +293,8 @@ def test_numbers_are_classes_in_the_order_of_numbers_and_val_may_lack_some(tmp_p
     [
         (lambda name: (".cls", b"%d" % (CLASS_NUMBERS[name] + 1)), r"no image of class 0 \(1 such classes\).*from 0"),
         (lambda name: (".cls", b"%d" % (3 * CLASS_NUMBERS[name])), r"no image of class 1 \(4 such classes\)"),
-        (lambda name: (".cls", b"-1"), "the label '-1' is no class"),
-        (lambda name: (".cls", b""), "the label '' is no class"),
+        (lambda name: (".cls", b"-1"), "the label '-1' is not a class"),
+        (lambda name: (".cls", b""), "the label '' is not a class"),
         (lambda name: (".cls", b"7" if name == "ox" else name.encode()), "is not a class index, but other labels are"),
         (lambda name: (".cls", b"0%d" % CLASS_NUMBERS[name]), "the label '00' is not a class index"),
         (lambda name: (".cls", b"0"), r"one class only \(0\)"),
