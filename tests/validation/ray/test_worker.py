@@ -89,7 +89,7 @@ def test_a_worker_with_another_model_or_version_is_refused_with_the_difference(j
     for facts, difference in [
         ({**job.facts, "versions": versions}, r"versions\.pillow: 1\.0 on the driver, \d.* on this worker"),
         ({**job.facts, "model": {"sha256": "ab" * 32}}, rf"model\.sha256: {'ab' * 32} on the driver"),
-        ({**job.facts, "provider": "CUDAExecutionProvider"}, "provider: CUDA.*, CPU.* here"),
+        ({**job.facts, "provider": "CUDAExecutionProvider"}, "provider: CUDA.*, CPU.* on this worker"),
     ]:
         error = Worker(replace(job, facts=facts)).start()
         assert isinstance(error, EnvironmentFault)
