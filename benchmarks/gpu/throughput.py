@@ -92,7 +92,7 @@ def _planned(rig: Rig, net: str) -> Iterator[str]:
                 shapes = view_shapes(sizes[start : start + together], protocol)
                 plans.append(plan_batches(shapes, contract.window_grid, rules, max_side=contract.max_side))
             padding = 1 - sum(plan.images_pixels for plan in plans) / sum(plan.canvas_pixels for plan in plans)
-            changes = sum(plan.changes for plan in plans)
+            changes = sum(plan.canvas_changes for plan in plans)
             yield (
                 f"{net} {name}, {IMAGES} images, {together} together: {padding:.1%} padding, "
                 f"{changes} changes of shape, {sum(len(plan.batches) for plan in plans)} batches"
@@ -163,7 +163,7 @@ class Work:
             "computed_share_of_peak": self.rig.share_of_peak(computed, precision),
             "padding": totals.padding,
             "batches": totals.batches,
-            "changes_of_shape": totals.changes,
+            "changes_of_shape": totals.canvas_changes,
             "different_canvases": len(timer.canvases()),
             "rows_per_batch": len(canvases) / totals.batches,
             "compute_share": totals.seconds["compute"] / seconds,

@@ -99,7 +99,7 @@ class BatchPlan:
         return 1 - self.images_pixels / self.canvas_pixels if self.batches else 0.0
 
     @property
-    def changes(self) -> int:
+    def canvas_changes(self) -> int:
         """Return how often the shape of the session's input changes, the first batch included."""
         shapes = [(batch.rows, batch.height, batch.width) for batch in self.batches]
         return bool(shapes) + sum(before != after for before, after in pairwise(shapes))

@@ -250,8 +250,8 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """Return the most that is taken at any time."""
-        workload = self.weights + self.batch + self.packed + self.images + self.decoding + self.results + self.listed
-        return self.base + max(self.loading, workload)
+        steady = self.weights + self.batch + self.packed + self.images + self.decoding + self.results + self.listed
+        return self.base + max(self.loading, steady)
 
     def __str__(self) -> str:
         parts = {
@@ -288,7 +288,7 @@ class Workload:
 def fit_rules(
     contract: ModelContract,
     budget: int,
-    most: BatchRules,
+    unlimited: BatchRules,
     value_bytes: int = 4,
     runtime: Runtime = "cpu",
     *,
@@ -300,12 +300,12 @@ def fit_rules(
     on top, besides what is being computed. An image that alone exceeds them is a batch all the same, see
     `require_fits`.
     """
-    needed = batch_bytes_bound(contract, most.max_pixels, most.max_windows, value_bytes, runtime)
-    share = (budget - WORKSPACE_BYTES) / (needed - WORKSPACE_BYTES + packed * 3 * most.max_pixels)
+    needed = batch_bytes_bound(contract, unlimited.max_pixels, unlimited.max_windows, value_bytes, runtime)
+    share = (budget - WORKSPACE_BYTES) / (needed - WORKSPACE_BYTES + packed * 3 * unlimited.max_pixels)
     if share >= 1:
-        return most
-    windows, pixels = (max(1, int(share * limit)) for limit in (most.max_windows, most.max_pixels))
-    return replace(most, max_windows=windows, max_pixels=pixels)
+        return unlimited
+    windows, pixels = (max(1, int(share * limit)) for limit in (unlimited.max_windows, unlimited.max_pixels))
+    return replace(unlimited, max_windows=windows, max_pixels=pixels)
 
 
 def cpu_rules(
@@ -343,8 +343,8 @@ def gpu_rules(
     budget = GPU_BATCH_BYTES
     if memory is not None:
         budget = min(budget, memory - math.ceil(GPU_RESIDENT_FACTOR * (file_bytes or weights_bytes(contract))))
-    most = BatchRules(step, 16 * MAX_WINDOWS, 16 * MAX_PIXELS, min(switch, MAX_RULE_VALUE))
-    return fit_rules(contract, budget, most, _VALUE_BYTES[precision], "cuda")
+    unlimited = BatchRules(step, 16 * MAX_WINDOWS, 16 * MAX_PIXELS, min(switch, MAX_RULE_VALUE))
+    return fit_rules(contract, budget, unlimited, _VALUE_BYTES[precision], "cuda")
 
 
 def portion_size(protocol: EvaluationProtocol, chunk: int, memory: int | None, *, gpu: bool = False) -> int:
@@ -355,10 +355,10 @@ def portion_size(protocol: EvaluationProtocol, chunk: int, memory: int | None, *
     A function of what is named here and of nothing else: in which company an image is computed can move the
     last bit of its scores, so that a chunk must be cut alike wherever and whenever it is evaluated.
     """
-    most = GPU_PORTION_BYTES if gpu else PORTION_BYTES
+    limit = GPU_PORTION_BYTES if gpu else PORTION_BYTES
     if memory is not None:
-        most = min(most, memory // PORTION_SHARE)
-    portions = -(-chunk // max(1, most // image_bytes(protocol)))
+        limit = min(limit, memory // PORTION_SHARE)
+    portions = -(-chunk // max(1, limit // image_bytes(protocol)))
     return -(-chunk // portions)
 
 
@@ -438,7 +438,8 @@ def require_loadable(file_bytes: int, precision: str, memory: int, runtime: Runt
     need = base + math.ceil(LOADING_FACTOR[precision] * _expanded_bytes(file_bytes, precision, runtime))
     if need > memory:
         raise UsageError(
-            f"--memory-limit {format_bytes(memory)}: loading the model alone takes up to {format_bytes(need)}. Give more"
+            f"--memory-limit {format_bytes(memory)}: loading the model alone takes up to {format_bytes(need)}. "
+            "Give more"
         )
 
 

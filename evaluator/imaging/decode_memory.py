@@ -22,8 +22,8 @@ GPU_DECODE_BYTES = 2**30  # beside a GPU, which may wait for sixteen threads tha
 class ByteSemaphore:
     """Room that threads share, first come, first served. size: bytes."""
 
-    def __init__(self, size: int):
-        self.size = size
+    def __init__(self, capacity: int):
+        self.capacity = capacity
         self._used = 0
         self._waiters: deque[object] = deque()  # who waits, in the order in which they came
         self._changed = threading.Condition()
@@ -52,7 +52,7 @@ class ByteSemaphore:
 
     def _acquire(self, size: int, deadline: float | None) -> None:
         def my_turn() -> bool:
-            return self._waiters[0] is me and (not self._used or self._used + size <= self.size)
+            return self._waiters[0] is me and (not self._used or self._used + size <= self.capacity)
 
         me = object()
         with self._changed:

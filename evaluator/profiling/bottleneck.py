@@ -168,7 +168,7 @@ def _less_to_compute(measured: Measurement, settings: ExecutionSettings) -> list
             f"{measured.totals.padding:.0%} of the pixels are padding: a larger {option} puts more images of like "
             "shapes together"
         )
-    changing = measured.totals.changes * GPU_SWITCH_SECONDS / (measured.sessions * measured.seconds)
+    changing = measured.totals.canvas_changes * GPU_SWITCH_SECONDS / (measured.sessions * measured.seconds)
     if settings.device == "cuda" and changing > MUCH_CHANGING and settings.limited:
         found.append(f"changes of canvas take about {changing:.0%} of the time: a larger {option} makes fewer")
     return found

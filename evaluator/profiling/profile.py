@@ -135,7 +135,7 @@ class Measurement:
             "views": self.totals.views,
             "batches": self.totals.batches,
             "canvases": self.canvases,
-            "canvas_changes": self.totals.changes,
+            "canvas_changes": self.totals.canvas_changes,
             "padding": round(self.totals.padding, 4),
             "memory_peak": self.memory,
         }
@@ -182,8 +182,8 @@ def benchmark(
     if images is None:
         limit = max(1, min(limit, round(seconds * count / took)))
     report(
-        f"measuring {limit:,} of {len(dataset.samples):,} images, about {limit * took / count:.0f} s; then computing the "
-        f"same batches alone, up to about {ISOLATED_SECONDS:.0f} s of them"
+        f"measuring {limit:,} of {len(dataset.samples):,} images, about {limit * took / count:.0f} s; then computing "
+        f"the same batches alone, up to about {ISOLATED_SECONDS:.0f} s of them"
     )
     timer, portions = StageTimer(), portions_of(limit)
     took, refused = one_pass("measure", portions, timer)

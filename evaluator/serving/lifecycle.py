@@ -239,7 +239,7 @@ def _estimate_memory(sessions: list[Session], options: ServeOptions) -> int:
     """Log and return the bytes of main memory that serving takes at most; UsageError if over the limit."""
     need = serving_memory(sessions, options)
     log.info("memory: at most %s", need)
-    capacity = decode_semaphore(gpu=any(session.circumstances.on_gpu for session in sessions)).size
+    capacity = decode_semaphore(gpu=any(session.circumstances.on_gpu for session in sessions)).capacity
     if (largest := max_decode_memory(options.limits.image)) > capacity:
         log.info(
             "memory: an image that needs more than %s to decode is decoded alone and takes up to %s more; "

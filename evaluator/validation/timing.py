@@ -22,7 +22,7 @@ class StageTotals:
 
     seconds: in each stage, summed over all threads, including time waiting for a core, without unfinished work;
     images: prepared, including refused ones; views, batches: packed;
-    changes: of the shape of a session's input, including the first; each may make a GPU plan again;
+    canvas_changes: of the shape of a session's input, including the first; each may make a GPU plan again;
     view_pixels, canvas_pixels: of the packed views, and of their canvases, including blank ones.
     """
 
@@ -30,7 +30,7 @@ class StageTotals:
     images: int = 0
     views: int = 0
     batches: int = 0
-    changes: int = 0
+    canvas_changes: int = 0
     view_pixels: int = 0
     canvas_pixels: int = 0
 
@@ -46,7 +46,7 @@ class StageTotals:
             self.images - before.images,
             self.views - before.views,
             self.batches - before.batches,
-            self.changes - before.changes,
+            self.canvas_changes - before.canvas_changes,
             self.view_pixels - before.view_pixels,
             self.canvas_pixels - before.canvas_pixels,
         )
@@ -58,7 +58,7 @@ class StageTotals:
             "prepared": self.images,
             "views": self.views,
             "batches": self.batches,
-            "canvas_changes": self.changes,
+            "canvas_changes": self.canvas_changes,
             "padding": round(self.padding, 4),
         }
 
@@ -104,7 +104,7 @@ class StageTimer:
             self._canvases[canvas] += 1
             self._counts["views"] += len(views)
             self._counts["batches"] += 1
-            self._counts["changes"] += changed
+            self._counts["canvas_changes"] += changed
             self._counts["view_pixels"] += sum(high * wide for high, wide in views)
             self._counts["canvas_pixels"] += rows * height * width
 

@@ -132,7 +132,7 @@ def _lines(measured: Measurement, need: MemoryEstimate, told: dict[str, Any]) ->
         f"{totals.batches:,} batches again); with all else at the same time computing takes {measured.slowed:.2f} times "
         "as long",
         f"padding {totals.padding:.1%}; {totals.batches:,} batches of {measured.canvases:,} canvases, changed "
-        f"{totals.changes:,} times",
+        f"{totals.canvas_changes:,} times",
         f"memory of this process {format_bytes(measured.memory)} at its peak, foretold at most {format_bytes(need.total)}",
         "",
         told["bound"],

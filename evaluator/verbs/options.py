@@ -164,7 +164,7 @@ def estimate_run_memory(
 
 def report_memory(need: MemoryEstimate, *, gpu: bool = False) -> None:
     """Say what is needed at most, with a warning where the machine has less."""
-    decode_capacity = decode_semaphore(gpu=gpu).size
+    decode_capacity = decode_semaphore(gpu=gpu).capacity
     echo(f"memory: at most {need}", err=True)
     echo(
         f"memory: an image that alone takes more than {format_bytes(decode_capacity)} to decode (docs/performance.md) is decoded by "

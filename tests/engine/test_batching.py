@@ -35,7 +35,7 @@ def rounded(shape: Shape, step: int) -> Shape:
 
 
 def cost(planned: BatchPlan, switch: int) -> int:
-    return planned.canvas_pixels + switch * planned.changes
+    return planned.canvas_pixels + switch * planned.canvas_changes
 
 
 # Every plan, whatever the rules.
@@ -108,7 +108,7 @@ def test_a_plan_counts_its_pixels_and_its_changes_of_shape(shapes: list[Shape], 
     calls = [(batch.rows, batch.height, batch.width) for batch in planned.batches]
     assert planned.images_pixels == sum(height * width for height, width in shapes)
     assert planned.canvas_pixels == sum(rows * height * width for rows, height, width in calls)
-    assert planned.changes == sum(call != before for before, call in zip([None, *calls], calls, strict=False))
+    assert planned.canvas_changes == sum(call != before for before, call in zip([None, *calls], calls, strict=False))
     assert 0 <= planned.padding < 1
     if shapes:
         assert planned.padding == pytest.approx(1 - planned.images_pixels / planned.canvas_pixels)
@@ -116,7 +116,7 @@ def test_a_plan_counts_its_pixels_and_its_changes_of_shape(shapes: list[Shape], 
 
 def test_no_images_make_an_empty_plan() -> None:
     planned = plan([], 32, 5_000)
-    assert (planned.batches, planned.canvas_pixels, planned.padding, planned.changes) == ((), 0, 0.0, 0)
+    assert (planned.batches, planned.canvas_pixels, planned.padding, planned.canvas_changes) == ((), 0, 0.0, 0)
 
 
 # A CPU: exact shapes, and a change of shape costs nothing.
@@ -200,7 +200,7 @@ def test_the_last_batch_has_blank_canvases_where_these_cost_less_than_a_change()
     assert [(len(batch.indices), batch.rows) for batch in dear.batches] == [(3, 3), (3, 3), (1, 3)]
     cheap = plan(shapes, 32, 2 * 32 * 32, max_pixels=three)
     assert [(len(batch.indices), batch.rows) for batch in cheap.batches] == [(3, 3), (3, 3), (1, 1)]
-    assert (dear.changes, cheap.changes) == (1, 2)
+    assert (dear.canvas_changes, cheap.canvas_changes) == (1, 2)
 
 
 def test_batches_of_equal_rows_are_evened_out() -> None:
@@ -216,10 +216,10 @@ def test_images_that_keep_the_bounds_alone_share_no_canvas_beyond_them() -> None
 def test_images_share_a_canvas_that_reaches_a_bound_and_does_not_pass_it() -> None:
     shapes, together = [(32, 96), (64, 32)], 13 * 9  # windows of 64x96
     assert len(plan(shapes, 32, 10**9, max_pixels=64 * 96).batches) == 2, "on one canvas, one after the other"
-    assert plan(shapes, 32, 10**9, max_pixels=64 * 96).changes == 1
-    assert plan(shapes, 32, 10**9, max_pixels=64 * 96 - 1).changes == 2
-    assert plan(shapes, 32, 10**9, max_windows=together).changes == 1
-    assert plan(shapes, 32, 10**9, max_windows=together - 1).changes == 2
+    assert plan(shapes, 32, 10**9, max_pixels=64 * 96).canvas_changes == 1
+    assert plan(shapes, 32, 10**9, max_pixels=64 * 96 - 1).canvas_changes == 2
+    assert plan(shapes, 32, 10**9, max_windows=together).canvas_changes == 1
+    assert plan(shapes, 32, 10**9, max_windows=together - 1).canvas_changes == 2
 
 
 def test_canvas_never_grows_beyond_the_largest_side_of_the_model() -> None:

@@ -108,8 +108,8 @@ def test_afterwards_the_same_batches_are_computed_alone_and_nothing_else_at_the_
     session = Watching()
     measured = benchmark([session], dataset, TWO_SCALES, 64, threads=2, images=IMAGES, seconds=1e-9)
     batches = measured.totals.batches
-    assert measured.alone.batches == batches
-    assert measured.alone.canvas_pixels == measured.totals.canvas_pixels
+    assert measured.isolated.batches == batches
+    assert measured.isolated.canvas_pixels == measured.totals.canvas_pixels
     assert sorted(session.calls[-batches:]) == sorted(session.calls[-2 * batches : -batches])
     assert set(session.threads[-batches:]) == {threading.main_thread()}
     assert all(others == [] for others in session.others[-batches:]), "the pipeline's threads still run"
@@ -187,7 +187,7 @@ def measurement(
     what is not one changes the tally.
     """
     stages = {stage: spent.pop(stage, 0.0) for stage in STAGES}
-    counts = {"images": 40, "views": 80, "batches": 20, "changes": 4, "view_pixels": 90, "canvas_pixels": 100}
+    counts = {"images": 40, "views": 80, "batches": 20, "canvas_changes": 4, "view_pixels": 90, "canvas_pixels": 100}
     totals = StageTotals(stages, **{**counts, **spent})
     # Alone a session computed half of the pixels.
     alone = IsolatedCompute((stages["compute"] if alone is None else alone) / 2, 10, totals.canvas_pixels // 2)
@@ -274,7 +274,7 @@ def test_advice_for_a_gpu_that_computes_is_half_precision_and_larger_portions_if
     assert "--precision fp16" in half
     half_already = replace(ON_A_GPU, precision="fp16", file_precision="fp16")
     assert advice(measurement(**COMPUTING), half_already) == []
-    padded = measurement(**COMPUTING, view_pixels=70, changes=40)
+    padded = measurement(**COMPUTING, view_pixels=70, canvas_changes=40)
     assert advice(padded, half_already) == [], "without a limit there is no larger portion to be had"
     padding, changes = advice(padded, replace(half_already, limited=True))
     assert padding.startswith("30% of the pixels are padding")

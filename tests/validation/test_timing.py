@@ -37,7 +37,7 @@ def test_stages_and_counts_tell_what_was_done(dataset: Dataset) -> None:
     assert (totals.images, totals.views) == (IMAGES, len(TWO_SCALES.views) * (IMAGES - len(BAD)))
     assert totals.batches == len(session.calls) == sum(timer.canvases().values())
     assert set(timer.canvases()) == {shape[:3] for shape in session.calls}
-    assert totals.changes == 1 + sum(a != b for a, b in zip(session.calls, session.calls[1:], strict=False))
+    assert totals.canvas_changes == 1 + sum(a != b for a, b in zip(session.calls, session.calls[1:], strict=False))
     assert totals.canvas_pixels == sum(rows * height * width for rows, height, width, _ in session.calls)
     pixels = 0
     for index, sample in enumerate(dataset.samples):
@@ -61,7 +61,7 @@ def test_a_tally_since_another_is_what_was_done_between_them() -> None:
     timer.batch_packed((3, 20, 10), [(20, 10), (10, 10)], changed=False)
     since = timer.totals().since(before)
     assert since.seconds["decode"] == 0.5
-    assert (since.images, since.views, since.batches, since.changes) == (1, 2, 1, 0)
+    assert (since.images, since.views, since.batches, since.canvas_changes) == (1, 2, 1, 0)
     assert since.to_json() == {
         "stages": {"decode": 0.5}, "prepared": 1, "views": 2, "batches": 1, "canvas_changes": 0, "padding": 0.5,
     }  # fmt: skip

@@ -117,8 +117,8 @@ class CudaBinding:
         size = 1 << (size - 1).bit_length()
         # First, so that the new ones may take their place.
         slot.pinned, slot.on_gpu = np.empty(0, np.uint8), GpuMemory()
-        on_gpu = self._cuda.on_gpu(size)
-        slot.pinned, slot.on_gpu = self._cuda.pinned(size), on_gpu
+        on_gpu = self._cuda.allocate(size)
+        slot.pinned, slot.on_gpu = self._cuda.allocate_pinned(size), on_gpu
 
     def compute(self, batch: UploadedBatch) -> list[Any]:
         """Run an uploaded batch; see `LoadedModel.compute`. Any thread may call, one at a time is served."""
@@ -184,7 +184,7 @@ class CudaRuntime:
         share = share // ARENA_STEP * ARENA_STEP or share
         return share if limit is None else min(limit, share)
 
-    def on_gpu(self, size: int) -> GpuMemory:
+    def allocate(self, size: int) -> GpuMemory:
         """Return so many bytes on the GPU; they are freed with the object."""
         address = ctypes.c_void_p()
         self.set_device()
@@ -193,7 +193,7 @@ class CudaRuntime:
         weakref.finalize(memory, self._library.cudaFree, address)
         return memory
 
-    def pinned(self, size: int) -> npt.NDArray[np.uint8]:
+    def allocate_pinned(self, size: int) -> npt.NDArray[np.uint8]:
         """Return so many bytes of page-locked memory; they are freed with the array and all its views."""
         address = ctypes.c_void_p()
         self.set_device()

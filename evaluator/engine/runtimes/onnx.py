@@ -72,7 +72,7 @@ def load_on_cpu(path: Path, *, threads: int = 0) -> OnnxRuntimeModel:
     options.intra_op_num_threads = threads
     # Threads that wait for work would else keep their cores busy, which decoding and gRPC need: docs/performance.md.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    return OnnxRuntimeModel(runtime, _session(runtime, path, options, CPU), CPU)
+    return OnnxRuntimeModel(runtime, _create_session(runtime, path, options, CPU), CPU)
 
 
 def load_on_cuda(
@@ -100,7 +100,7 @@ def load_on_cuda(
         # fp32, which takes most care, where a file says nothing of it
         precision: GpuPrecision = "tf32" if tf32 else "fp16" if read_precision(path) == "fp16" else "fp32"
         settings = cuda_options(gpu, precision=precision, memory=arena)
-        session = _session(runtime, path, options, CUDA, settings)
+        session = _create_session(runtime, path, options, CUDA, settings)
         return OnnxRuntimeModel(runtime, session, CUDA, cuda), arena
     except EnvironmentFault as error:
         raise EnvironmentFault(f"{error}. {missing}" if missing else str(error)) from error
@@ -122,7 +122,7 @@ def _options(runtime: ModuleType) -> Any:
     return options
 
 
-def _session(
+def _create_session(
     runtime: ModuleType, path: Path, options: Any, provider: str, settings: Mapping[str, str] | None = None
 ) -> Any:
     """Create the runtime's session on exactly this provider."""
