@@ -4,12 +4,12 @@
     2, 3  make_views            resized to each scale, plain and mirrored        any thread
     4  plan_views, pack_batch   views of all waiting images on few canvases      any thread
     5  Session.run              (N, H, W, 3), sizes → scores, logits             the one thread that owns the session
-    6  combine                  mirrored pair → scale → image                    any thread
+    6  average_image            mirrored pair → scale → image                    any thread
     7  top_k                    ties to the lower index                          any thread
 
-`run_views` is steps 4 and 5, `run_batch` those of one planned batch; `classify_images` is steps 2 to 6, for callers
-without threads; `validation.pipeline` does all steps at once, for images without end. docs/path-of-an-image.md tells
-the same with an example.
+`run_views` covers steps 4 and 5, `run_batch` the same for one planned batch. `classify_images` covers steps 2 to 6 for
+callers without threads. `validation.pipeline` overlaps all steps for an endless stream of images.
+docs/path-of-an-image.md explains the path with an example.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ from prelunet.evaluator.protocols import Averaging, EvaluationProtocol, View
 
 
 class EvaluationSession(Protocol):
-    """What is needed of a `Session`."""
+    """The part of `Session` that evaluation uses."""
 
     contract: ModelContract
     model_sha256: str
@@ -57,22 +57,22 @@ class EvaluationSession(Protocol):
         ...
 
     def stage(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> Any:
-        """Bring N canvases to the device; see `Session.stage`."""
+        """Copy N canvases to the device; see `Session.stage`."""
         ...
 
     def compute(self, staged: Any) -> Outputs:
-        """Run canvases that were staged; see `Session.compute`."""
+        """Run staged canvases; see `Session.compute`."""
         ...
 
 
 @dataclass(frozen=True)
 class ViewResult:
-    """What the model says of one view.
+    """The model's result for one view.
 
     scores, logits: float32 (classes,), means over the view's windows; windows: rows and columns of their grid;
-    height, width: of the view in pixels; capped: a long side was cut to its centre;
-    window_scores: float32 (rows, columns, classes) of the whole grid, also where only nine of its windows count, or
-    None where nobody asked for them.
+    height, width: of the view in pixels; capped: a long side was cut to its center;
+    window_scores: float32 (rows, columns, classes) of the whole grid, even if only nine of its windows count; None unless
+    requested.
     """
 
     view: View
@@ -87,7 +87,7 @@ class ViewResult:
 
 @dataclass(frozen=True)
 class Classification:
-    """One image, classified. scores: float32 (classes,), of sum 1; views: in the protocol's order."""
+    """The result for one image. scores: float32 (classes,), which sum to 1; views: in the protocol's order."""
 
     scores: Float32Array
     views: tuple[ViewResult, ...]
@@ -95,18 +95,18 @@ class Classification:
 
     @cached_property
     def view_scores(self) -> Float32Array:
-        """Return what each view alone would have said, float32 (views, classes); each row sums to 1."""
+        """Return the scores of each view alone, float32 (views, classes); each row sums to 1."""
         if self.averaging == "logit":
             return softmax([view.logits for view in self.views]).astype(np.float32)
         return np.stack([view.scores for view in self.views])
 
     @property
     def capped(self) -> bool:
-        """Say whether a view shows less than the whole image because the image is too elongated."""
+        """Return whether any view was cut because the image is too elongated."""
         return any(view.capped for view in self.views)
 
     def rank(self, label: int) -> int:
-        """Return the rank of a class among all, 1 for the best."""
+        """Return the rank of a class, 1 for the best."""
         return rank_of(self.scores, label)
 
     def view_ranks(self, label: int) -> list[int]:
@@ -126,10 +126,10 @@ def classify_images(
     *,
     keep_windows: bool = False,
 ) -> list[Classification]:
-    """Classify decoded images, uint8 (H, W, 3) or Pillow's own in RGB; their views share batches.
+    """Classify decoded images, uint8 (H, W, 3) or Pillow RGB images; their views share batches.
 
-    keep_windows: keep each view's window scores, which a heat map needs (0.5 to 2 MB a view at 1000 classes).
-    Raises ContractError when the model gives NaN.
+    keep_windows: keep each view's window scores, which a heat map needs (0.5 to 2 MB per view at 1000 classes).
+    Raises ContractError when the model returns NaN.
     """
     views = [make_views(image, protocol) for image in images]
     results = iter(run_views(session, [view for of_image in views for view in of_image], keep_windows=keep_windows))
@@ -139,10 +139,10 @@ def classify_images(
 def run_views(
     session: EvaluationSession, views: Sequence[ViewImage], *, keep_windows: bool = False
 ) -> list[ViewResult]:
-    """Run views of any images and protocols in as few batches as memory allows; results in the order of the views.
+    """Run views of any images and protocols in as few batches as memory allows; return results in the order of the views.
 
-    Only the thread that owns the session may call this. NaN is left to `average_image`: it is one image's fault at
-    most, and the others of its batch have their answer.
+    Only the thread that owns the session may call this. `average_image` checks for NaN, not this function: NaN in one image
+    must not fail the others of its batch.
     """
     results: dict[int, ViewResult] = {}
     for batch in plan_views(session, views).batches:
@@ -153,7 +153,7 @@ def run_views(
 def run_batch(
     session: EvaluationSession, batch: Batch, views: Sequence[ViewImage], *, keep_windows: bool = False
 ) -> dict[int, ViewResult]:
-    """Run one batch of the planned views; returns the result of each of its views under its index.
+    """Run one batch of the planned views; return the results by view index.
 
     Only the thread that owns the session may call this.
     """
@@ -165,7 +165,7 @@ def run_batch(
 def plan_views(
     session: EvaluationSession, views: Sequence[ViewImage], shape_buckets: ShapeBuckets | None = None
 ) -> BatchPlan:
-    """Plan the batches of views by the session's rules; ladder: the canvases and rows to keep to, if there is one."""
+    """Plan the batches of views by the session's rules; shape_buckets: allowed canvases and rows, if restricted."""
     contract = session.contract
     shapes = [(view.image.shape[0], view.image.shape[1]) for view in views]
     return plan_batches(
@@ -175,7 +175,7 @@ def plan_views(
 
 @dataclass(frozen=True)
 class PackedView:
-    """A view in a batch, without its pixels. index: its place among the views that were planned."""
+    """A view in a batch, without its pixels. index: its position among the planned views."""
 
     index: int
     view: View
@@ -186,7 +186,7 @@ class PackedView:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A batch as `Session.stage` takes it. members: the view of each row; blank rows behind them have none."""
+    """Arguments of `Session.stage` for one batch. packed_views: the view of each row; blank rows follow them."""
 
     images: UInt8Array
     sizes: npt.NDArray[np.int64]
@@ -194,7 +194,7 @@ class PackedBatch:
 
 
 def pack_batch(batch: Batch, views: Sequence[ViewImage]) -> PackedBatch:
-    """Lay a batch of the planned views on its canvases."""
+    """Copy a batch of the planned views onto its canvases."""
     chosen = [views[index] for index in batch.indices]
     images, sizes = pack([view.image for view in chosen], batch.height, batch.width, rows=batch.rows)
     packed_views = (
@@ -207,7 +207,7 @@ def pack_batch(batch: Batch, views: Sequence[ViewImage]) -> PackedBatch:
 def unpack_results(
     packed_views: Sequence[PackedView], outputs: Outputs, *, keep_windows: bool = False
 ) -> dict[int, ViewResult]:
-    """Return the result of each view of a batch under its index."""
+    """Return the results of a batch by view index."""
     return {
         packed_view.index: _view_result(packed_view, outputs, row, keep_windows=keep_windows)
         for row, packed_view in enumerate(packed_views)
@@ -215,7 +215,7 @@ def unpack_results(
 
 
 def average_image(protocol: EvaluationProtocol, views: Sequence[ViewResult]) -> Classification:
-    """Average the views of one image as the protocol says. Raises ContractError when the model gave NaN."""
+    """Average the views of one image as the protocol defines. Raises ContractError when the model returned NaN."""
     for view in views:
         check_finite(view.scores, f"the {view.height}x{view.width} view of an image")
     weights = view_weights([view.view for view in views], [view.windows for view in views], protocol.weights)
@@ -226,11 +226,11 @@ def average_image(protocol: EvaluationProtocol, views: Sequence[ViewResult]) -> 
 
 
 def _view_result(packed_view: PackedView, outputs: Outputs, row: int, *, keep_windows: bool) -> ViewResult:
-    """Take one view's part out of a batch; copies, so that the batch's memory is given back."""
+    """Copy one view's part out of a batch, so that the batch's memory can be freed."""
     scores, logits = outputs.scores[row].copy(), outputs.logits[row].copy()
     windows = rows, columns = int(outputs.windows[row, 0]), int(outputs.windows[row, 1])
     kept = None
-    if keep_windows or packed_view.view.part == "nine":  # else they are left where they are, perhaps on a GPU
+    if keep_windows or packed_view.view.part == "nine":  # otherwise they stay where they are, perhaps on a GPU
         window_scores = outputs.window_scores[row, :rows, :columns]
         if packed_view.view.part == "nine":
             windows, scores, logits = nine_windows(window_scores)
@@ -248,7 +248,7 @@ def build_answer(
     top: int,
     heatmap: bytes = b"",
 ) -> Answer:
-    """Return the answer for one image. name: of the model; top: how many classes to tell."""
+    """Return the answer for one image. name: of the model; top: number of classes to return."""
     classes = session.contract.classes
     return Answer(
         predictions=tuple(

@@ -1,4 +1,4 @@
-"""A session on each of several GPUs."""
+"""Open model files: load, check and place them, on one device or on several GPUs."""
 
 import ctypes
 import importlib.metadata
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 import numpy as np
 
@@ -36,136 +36,15 @@ from prelunet.evaluator.errors import (
 from prelunet.evaluator.files import sha256_of
 from prelunet.evaluator.json_checks import differences, format_differences
 
-_DRIVER = "libcuda.so.1"  # comes with the driver, whichever CUDA the runtime brings
-_ON_A_CPU = "There one session uses all cores: leave --gpus out, and see --threads"
-
-
-def open_sessions(path: Path, placement: Placement, gpus: int = 1) -> list[Session]:
-    """Load a model file once for each GPU, to evaluate many images; one after the other, as loading takes most memory.
-
-    gpus: how many, from the placement's on; 0 for all that are visible. 1 is any device, GPU or not.
-    Raises UsageError when several are asked for on a CPU, EnvironmentFault when there are fewer or when they are not
-    alike, else as `open_with_placement`.
-    """
-    if gpus != 1 and placement.device in {"cpu", "openvino"}:
-        raise UsageError(f"--gpus {gpus}: --device {placement.device} has no GPUs. {_ON_A_CPU}")
-    if placement.device == "cuda" and gpus:
-        _require_visible(gpus, placement.gpu)  # before anything is loaded
-    first = open_with_placement(path, placement, preallocate=True)
-    if gpus == 1:
-        return [first]
-    if first.placement.device != "cuda":
-        raise EnvironmentFault(f"--gpus {gpus}: CUDA did not come up, and this would run on the CPU. {_ON_A_CPU}")
-    _require_visible(gpus, placement.gpu)
-    last = placement.gpu + gpus if gpus else visible_gpus()
-    sessions = [first]
-    for gpu in range(placement.gpu + 1, last):
-        where = replace(first.placement, gpu=gpu)
-        sessions.append(open_with_placement(path, where, preallocate=True, digest=first.model_sha256))
-        _require_identical(first, sessions[-1])
-    return sessions
-
-
-def _require_visible(gpus: int, first: int) -> None:
-    """Refuse to use more GPUs than there are, from the first on; 1 is left to the runtime, which says what it lacks."""
-    if gpus > 1 and first + gpus > visible_gpus():
-        raise EnvironmentFault(
-            f"--gpus {gpus}: {visible_gpus()} are visible here (CUDA_VISIBLE_DEVICES can hide some). Ask for fewer, or "
-            "for all of them with --gpus 0"
-        )
-
-
-def _require_identical(first: Session, other: Session) -> None:
-    """Refuse cards of two kinds, or with different room: a run states one kind and one way of batching."""
-    places = f"GPU {first.placement.gpu}", f"GPU {other.placement.gpu}"
-    facts = [{**each.circumstances.to_json(), "batching": each.rules.to_json()} for each in (first, other)]
-    if found := differences(*facts, places=places):
-        raise EnvironmentFault(
-            f"--gpus: {' and '.join(places)} would not compute alike:\n{format_differences(found)}\n"
-            "Choose equal ones with CUDA_VISIBLE_DEVICES. Where one has less free memory, end what takes it, or give "
-            "all of them less with --gpu-memory-limit"
-        )
-
-
-def visible_gpus() -> int:
-    """Return how many GPUs CUDA shows to this process, 0 where there is no driver."""
-    try:
-        driver = ctypes.CDLL(_DRIVER)
-    except OSError:
-        return 0
-    count = ctypes.c_int(0)
-    failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
-    return 0 if failed else count.value
-
-
-if TYPE_CHECKING:  # which calls this when it opens a file
-    from prelunet.evaluator.engine.session import Session
-
 log = logging.getLogger(__name__)
 
+_DRIVER = "libcuda.so.1"  # part of the driver, whatever CUDA version the runtime brings
+_ON_A_CPU = "On a CPU one session uses all cores: omit --gpus, and see --threads"
 
-def self_check(session: "Session", name: str) -> None:
-    """Run one canvas of the smallest size; a GPU that computes in float32 must give the scores that the file states.
-
-    A provider may round products to TF32 that it was told not to. name: of the model, for errors.
-    Raises EnvironmentFault when the model does not run, or when its scores are off by more than float32 allows.
-    """
-    contract = session.contract
-    compared = session.placement.device == "cuda" and session.circumstances.precision == "fp32"
-    if not (compared and contract.golden):
-        if compared:
-            log.warning("%s carries no golden images, so float32 is not checked on this GPU", name)
-        _run_blank(session, name, 1, contract.min_side)
-        return
-    golden = contract.golden[0]
-    with _errors(session, name, 1, golden.height, golden.width):
-        outputs = session.run(
-            golden_image(golden.height, golden.width)[None], np.array([[golden.height, golden.width]])
-        )
-    found = deviation("alone", (golden.height, golden.width), outputs, 0, golden.scores, golden.logits)
-    if not found.passed:
-        allowed = tolerance_of("fp32")
-        raise EnvironmentFault(
-            f"--device cuda: in fp32 the scores of {name} for its golden image are off by {found.scores:.1e} and the "
-            f"logits by {found.logits:.1e} of the largest; {allowed.scores:g} and {allowed.logits:g} are allowed. If "
-            "`prelunet verify MODEL.onnx --device cpu` finds the file good, this GPU does not compute in float32: "
-            "--precision tf32 says so"
-        )
-
-
-def run_largest_batch(session: "Session", name: str) -> None:
-    """Run a batch of the largest canvases, so that a GPU's memory is taken in regions into which all others fit.
-
-    Raises EnvironmentFault when the model does not run; name: of the model, for errors.
-    """
-    contract, rules = session.contract, session.rules
-    side = max(contract.default_scales)
-    windows = math.prod(contract.window_grid(side, side))
-    _run_blank(session, name, rules.max_rows(side**2, windows), side)
-
-
-def _run_blank(session: "Session", name: str, rows: int, side: int) -> None:
-    with _errors(session, name, rows, side, side):
-        session.run(np.zeros((rows, side, side, 3), np.uint8), np.full((rows, 2), side, np.int64))
-
-
-@contextmanager
-def _errors(session: "Session", name: str, rows: int, height: int, width: int) -> Iterator[None]:
-    try:
-        yield
-    except PreluNetError:
-        raise
-    except Exception as error:  # the runtime's own classes
-        raise EnvironmentFault(
-            f"model {name} loads but does not run on {session.circumstances.provider} with {rows} canvases of "
-            f"{height}x{width} ({type(error).__name__}: {error_summary(error)}). Try: prelunet verify MODEL.onnx"
-        ) from error
-
-
-# What a file of a precision can be computed in on a device; the first is the default.
+# (device, precision of the file) → precisions that it can be computed in; the first is the default.
 _PRECISIONS: Mapping[tuple[str, str], tuple[Precision, ...]] = {
     ("cpu", "fp32"): ("fp32",),
-    ("cpu", "fp16"): ("fp32",),  # of rounded weights: this provider drops the casts between layers
+    ("cpu", "fp16"): ("fp32",),  # with rounded weights: this provider drops the casts between layers
     ("openvino", "fp32"): ("fp32", "bf16"),
     ("openvino", "fp16"): ("fp32", "bf16"),
     ("cuda", "fp32"): ("fp32", "tf32"),
@@ -183,20 +62,20 @@ def open_session(
 def open_with_placement(
     path: Path, placement: Placement, *, preallocate: bool = False, digest: str | None = None
 ) -> Session:
-    """Load a model file where it is asked for; its `circumstances` say what came up.
+    """Load a model file with a placement; the session's `circumstances` state what really runs it.
 
-    On a GPU it runs once before it counts as loaded, in float32 with its scores compared; where it does not run, `auto`
-    goes on to the CPU with a warning. preallocate: many images will follow, so that the largest batch is run too;
-    digest: SHA-256 of the file, where the caller knows it.
+    On a GPU the model runs once before it counts as loaded; in float32 its scores are compared too. Where it does not
+    run, `auto` falls back to the CPU with a warning.
+    preallocate: also run the largest batch, because many images will follow; digest: SHA-256 of the file, if known.
 
-    Raises ContractError when the file is not ours or too new, EnvironmentFault when the device does not come up or
-    cannot compute in that precision, UsageError when the file cannot be read or no such device or precision exists.
+    Raises ContractError when the file is not ours or too new, EnvironmentFault when the device is unavailable or cannot
+    compute in that precision, UsageError when the file cannot be read or no such device or precision exists.
     """
-    for what, value, choices in (
+    for kind, value, choices in (
         ("device", placement.device, Device), ("precision", placement.precision or "fp32", Precision)
     ):  # fmt: skip
         if value not in get_args(choices):
-            raise UsageError(f"no {what} '{value}'. There are: {', '.join(get_args(choices))}")
+            raise UsageError(f"no {kind} '{value}'. There are: {', '.join(get_args(choices))}")
     digest = digest or sha256_of(path)
     if placement.device != "auto":
         return _open(path, placement, digest, preallocate=preallocate)
@@ -204,17 +83,44 @@ def open_with_placement(
         try:
             return _open(path, replace(placement, device="cuda"), digest, preallocate=preallocate)
         except EnvironmentFault as error:
-            log.warning("device auto: running on the CPU, because CUDA did not come up: %s", error)
+            log.warning("device auto: running on the CPU, because CUDA is unavailable: %s", error)
     return _open(path, replace(placement, device="cpu"), digest, preallocate=preallocate)
 
 
+def open_sessions(path: Path, placement: Placement, gpus: int = 1) -> list[Session]:
+    """Load a model file once per GPU, to evaluate many images.
+
+    Sessions load one after another, because loading takes the most memory.
+    gpus: number of GPUs, from the placement's on; 0 is all visible ones; 1 is any device, GPU or not.
+    Raises UsageError for several GPUs on a CPU, EnvironmentFault when too few are visible or they are not alike, and
+    otherwise as `open_with_placement`.
+    """
+    if gpus != 1 and placement.device in {"cpu", "openvino"}:
+        raise UsageError(f"--gpus {gpus}: --device {placement.device} has no GPUs. {_ON_A_CPU}")
+    if placement.device == "cuda" and gpus:
+        _require_visible(gpus, placement.gpu)  # before anything is loaded
+    first = open_with_placement(path, placement, preallocate=True)
+    if gpus == 1:
+        return [first]
+    if first.placement.device != "cuda":
+        raise EnvironmentFault(f"--gpus {gpus}: CUDA is unavailable, so the model would run on the CPU. {_ON_A_CPU}")
+    _require_visible(gpus, placement.gpu)
+    last = placement.gpu + gpus if gpus else visible_gpus()
+    sessions = [first]
+    for gpu in range(placement.gpu + 1, last):
+        where = replace(first.placement, gpu=gpu)
+        sessions.append(open_with_placement(path, where, preallocate=True, digest=first.model_sha256))
+        _require_identical(first, sessions[-1])
+    return sessions
+
+
 def _open(path: Path, placement: Placement, digest: str, *, preallocate: bool) -> Session:
-    """Load a model file on this very device and see that it runs there."""
+    """Load a model file on exactly this device and check that it runs there."""
     device, file_bytes = placement.device, path.stat().st_size
     if device != "cuda" and placement.gpu_memory is not None:
         raise UsageError(f"--gpu-memory-limit: the model runs on a CPU (--device {device}). See --memory-limit")
     runtime: Runtime = "openvino" if device == "openvino" else "cuda" if device == "cuda" else "cpu"
-    if stated := read_precision(path):  # then what cannot be is told before a gigabyte is loaded
+    if stated := read_precision(path):  # refuse the impossible before a gigabyte is loaded
         _compute_precision(device, stated, placement.precision, path)
         if placement.memory is not None:
             require_loadable(file_bytes, stated, placement.memory, runtime)
@@ -229,14 +135,14 @@ def _open(path: Path, placement: Placement, digest: str, *, preallocate: bool) -
         rules = cpu_rules(contract, placement.memory, file_bytes=file_bytes, runtime=runtime, precision=precision)
     session = Session(loaded, contract, digest, circumstances, placement, rules=rules, model_bytes=file_bytes)
     if device == "cuda" or preallocate:
-        self_check(session, path.name)  # on a GPU, loading does not even tell whether cuDNN is there
+        self_check(session, path.name)  # on a GPU, a successful load does not even prove that cuDNN is installed
     if device == "cuda" and preallocate:
         run_largest_batch(session, path.name)
     return session
 
 
 def _load(path: Path, placement: Placement) -> tuple[LoadedModel, int | None]:
-    """Load the file on this very device; returns on a GPU how many bytes its arena may have."""
+    """Load the file on exactly this device; return it and, on a GPU, the bytes its arena may take."""
     precision, threads = placement.precision, placement.threads
     if placement.device == "cuda":
         tf32 = precision == "tf32"
@@ -247,7 +153,10 @@ def _load(path: Path, placement: Placement) -> tuple[LoadedModel, int | None]:
 
 
 def _compute_precision(device: Device, stored: str, requested: Precision | None, path: Path) -> Precision:
-    """Return what the model computes in; UsageError when that is not what was asked for. held: what the file holds."""
+    """Return the precision that the model computes in; UsageError when the requested one is impossible.
+
+    stored: precision of the file.
+    """
     possible = _PRECISIONS[device, stored]
     if requested is not None and requested not in possible:
         others = [f"--device {other}" for (other, file), choices in _PRECISIONS.items()
@@ -256,26 +165,26 @@ def _compute_precision(device: Device, stored: str, requested: Precision | None,
         export = "" if others else f": prelunet export --precision {'fp16' if requested == 'fp16' else 'fp32'}"
         fix = f"{requested} needs {needed}{export}"
         raise UsageError(
-            f"--precision {requested}: {path} holds {stored}, which --device {device} computes in "
+            f"--precision {requested}: {path} stores {stored}, which --device {device} computes in "
             f"{' or '.join(possible)}. {fix}"
         )
     return requested or possible[0]
 
 
 def _check_interface(loaded: LoadedModel, contract: ModelContract, path: Path) -> None:
-    """Refuse a file whose inputs or outputs are not those of the contract, or whose classes are not the graph's."""
+    """Refuse a file whose inputs, outputs, crop or number of classes do not match its contract."""
     fix = rewrite_hint(str(path))
     inputs, outputs = loaded.inputs, loaded.outputs
     if inputs != INPUTS or outputs != OUTPUTS:
         raise ContractError(
             f"{path}: inputs {inputs} and outputs {outputs}, but the contract has {INPUTS} and {OUTPUTS}. {fix}"
         )
-    # An adopted net states its crop in the graph too; one of ours leaves height and width open.
+    # The graph of an adopted net fixes the crop; ours leaves height and width open.
     sides = [side for side in loaded.image_shape[1:3] if isinstance(side, int)]
     if sides and {*sides, contract.crop, contract.max_side} != {contract.crop}:
         raise ContractError(
-            f"{path}: its graph takes images of {'x'.join(map(str, sides))} pixels and nothing else, but it states a "
-            f"crop of {contract.crop} and sides up to {contract.max_side}. {fix}"
+            f"{path}: its graph takes images of {'x'.join(map(str, sides))} pixels and nothing else, but the file "
+            f"states a crop of {contract.crop} and sides up to {contract.max_side}. {fix}"
         )
     classes = loaded.scores_shape[-1]
     if classes != len(contract.classes):
@@ -283,10 +192,10 @@ def _check_interface(loaded: LoadedModel, contract: ModelContract, path: Path) -
 
 
 def _versions(packages: Mapping[str, str]) -> dict[str, str]:
-    """Return the versions that can change a score."""
+    """Return the versions of all packages that can change a score."""
     try:
         own = importlib.metadata.version("prelunet")
-    except importlib.metadata.PackageNotFoundError:  # the benchmarks run from a checkout on borrowed machines
+    except importlib.metadata.PackageNotFoundError:  # the benchmarks run from a checkout
         own = "not installed"
     return {
         "prelunet": own,
@@ -295,3 +204,93 @@ def _versions(packages: Mapping[str, str]) -> dict[str, str]:
         "pillow": importlib.metadata.version("pillow"),
         "python": ".".join(map(str, sys.version_info[:3])),
     }
+
+
+def self_check(session: Session, name: str) -> None:
+    """Run one canvas of the smallest size, and on a GPU in float32 compare its scores with those stated in the file.
+
+    A provider may round products to TF32 although it was told not to. name: of the model, for errors.
+    Raises EnvironmentFault when the model does not run, or when its scores deviate by more than float32 allows.
+    """
+    contract = session.contract
+    compared = session.placement.device == "cuda" and session.circumstances.precision == "fp32"
+    if not (compared and contract.golden):
+        if compared:
+            log.warning("%s carries no golden images, so float32 is not checked on this GPU", name)
+        _run_blank(session, name, 1, contract.min_side)
+        return
+    golden = contract.golden[0]
+    with _errors(session, name, 1, golden.height, golden.width):
+        outputs = session.run(
+            golden_image(golden.height, golden.width)[None], np.array([[golden.height, golden.width]])
+        )
+    measured = deviation("alone", (golden.height, golden.width), outputs, 0, golden.scores, golden.logits)
+    if not measured.passed:
+        allowed = tolerance_of("fp32")
+        raise EnvironmentFault(
+            f"--device cuda: in fp32 the scores of {name} for its golden image are off by {measured.scores:.1e} and "
+            f"the logits by {measured.logits:.1e} of the largest; {allowed.scores:g} and {allowed.logits:g} are "
+            "allowed. If `prelunet verify MODEL.onnx --device cpu` passes, this GPU does not compute in float32: use "
+            "--precision tf32"
+        )
+
+
+def run_largest_batch(session: Session, name: str) -> None:
+    """Run a batch of the largest canvases, so that the GPU memory regions allocated for it fit all later batches.
+
+    name: of the model, for errors. Raises EnvironmentFault when the model does not run.
+    """
+    contract, rules = session.contract, session.rules
+    side = max(contract.default_scales)
+    windows = math.prod(contract.window_grid(side, side))
+    _run_blank(session, name, rules.max_rows(side**2, windows), side)
+
+
+def _run_blank(session: Session, name: str, rows: int, side: int) -> None:
+    with _errors(session, name, rows, side, side):
+        session.run(np.zeros((rows, side, side, 3), np.uint8), np.full((rows, 2), side, np.int64))
+
+
+@contextmanager
+def _errors(session: Session, name: str, rows: int, height: int, width: int) -> Iterator[None]:
+    try:
+        yield
+    except PreluNetError:
+        raise
+    except Exception as error:  # the runtime's own classes
+        raise EnvironmentFault(
+            f"model {name} loads but does not run on {session.circumstances.provider} with {rows} canvases of "
+            f"{height}x{width} ({type(error).__name__}: {error_summary(error)}). Try: prelunet verify MODEL.onnx"
+        ) from error
+
+
+def _require_visible(gpus: int, first: int) -> None:
+    """Refuse more GPUs than are visible, counted from `first`. A single GPU is left to the runtime's own error."""
+    if gpus > 1 and first + gpus > visible_gpus():
+        raise EnvironmentFault(
+            f"--gpus {gpus}: only {visible_gpus()} are visible (CUDA_VISIBLE_DEVICES can hide some). Request fewer, or "
+            "all of them with --gpus 0"
+        )
+
+
+def _require_identical(first: Session, other: Session) -> None:
+    """Refuse GPUs of different kinds or free memory: a run states one kind of GPU and one way of batching."""
+    places = f"GPU {first.placement.gpu}", f"GPU {other.placement.gpu}"
+    facts = [{**each.circumstances.to_json(), "batching": each.rules.to_json()} for each in (first, other)]
+    if unequal := differences(*facts, places=places):
+        raise EnvironmentFault(
+            f"--gpus: {' and '.join(places)} would not compute identically:\n{format_differences(unequal)}\n"
+            "Choose identical GPUs with CUDA_VISIBLE_DEVICES. If one has less free memory, stop the programs that use "
+            "it, or limit all GPUs with --gpu-memory-limit"
+        )
+
+
+def visible_gpus() -> int:
+    """Return the number of GPUs that CUDA shows to this process, 0 without a driver."""
+    try:
+        driver = ctypes.CDLL(_DRIVER)
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    return 0 if failed else count.value

@@ -1,4 +1,4 @@
-"""What each protocol shows of an image, and what that costs; told without running anything."""
+"""What each protocol shows of an image and what that costs, computed without running a model."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +12,7 @@ from prelunet.evaluator.imaging.resize import resized_size
 from prelunet.evaluator.json_checks import require_int
 from prelunet.evaluator.protocols import PROTOCOL_NAMES, EvaluationProtocol, ProtocolKind, View, build_protocol
 
-SOURCES: Mapping[str, str] = {  # by the names of PROTOCOL_NAMES
+SOURCES: Mapping[str, str] = {  # keys: PROTOCOL_NAMES
     "center": "PReLU-nets, Fig. 2",
     "ten-crop": "PReLU-nets, Tables 2 and 5",
     "multi-scale": "PReLU-nets, Tables 4 and 6",
@@ -27,10 +27,10 @@ SOURCES: Mapping[str, str] = {  # by the names of PROTOCOL_NAMES
 class ProtocolCost:
     """What a protocol shows of one image, and what that costs.
 
-    scales: pixels; views: how many; windows: how many are averaged, over all views;
-    multiply_adds: of trunk and head for all windows that the graph computes, averaged or not; None where the model
-    file does not tell; times_center: multiply_adds over those of `center`, None likewise;
-    source: where the protocol comes from; refusal: why this model cannot do it, and then all numbers are None.
+    scales: pixels; views: their number; windows: number of averaged windows over all views;
+    multiply_adds: of trunk and head for all windows that the graph computes, averaged or not; None if the model file does
+    not state it; times_center: multiply_adds relative to `center`, or None likewise;
+    source: origin of the protocol; refusal: why this model does not support it; then all numbers are None.
     """
 
     name: str
@@ -49,10 +49,10 @@ class ProtocolCost:
 
 
 def paper_contract() -> ModelContract:
-    """Return the sizes that models A, B and C share: what is known of them without a file. No pixel meets a class."""
+    """Return a contract with the sizes that models A, B and C share, for use without a model file."""
     halving = TrunkLayer(kernel=2, stride=2, pad=0)
     return ModelContract(
-        architecture={"name": "A, B, C", "activation": "prelu"},  # no trunk: the channels are what differs
+        architecture={"name": "A, B, C", "activation": "prelu"},  # no trunk: only the channels differ between the models
         classes=(ClassEntry("any", "any"),),
         mean_kind="image",
         trunk=(TrunkLayer(kernel=7, stride=2, pad=3), halving, halving, halving),  # 3x3 convolutions keep the size
@@ -70,7 +70,7 @@ def paper_contract() -> ModelContract:
 def protocol_costs(contract: ModelContract, height: int, width: int) -> list[ProtocolCost]:
     """Return the cost of each protocol for an image of height x width pixels, `center` first.
 
-    `dense-S` stands at each of the model's default scales. Raises ContractError for a malformed architecture.
+    `dense-S` is listed once per default scale of the model. Raises ContractError for a malformed architecture.
     """
     costs: list[ProtocolCost] = []
     for entry in PROTOCOL_NAMES:
@@ -94,13 +94,13 @@ def protocol_costs(contract: ModelContract, height: int, width: int) -> list[Pro
 def _cost_of(
     protocol: EvaluationProtocol, source: str, contract: ModelContract, image: tuple[int, int]
 ) -> ProtocolCost:
-    """Add up the views of one protocol."""
+    """Sum the costs of a protocol's views."""
     sizes = [_view_size(view, protocol, image) for view in protocol.views]
     windows = sum(
         _windows_averaged(view, contract.window_grid(*size)) for view, size in zip(protocol.views, sizes, strict=True)
     )
-    known = [count for size in sizes if (count := multiply_adds_of_view(contract, *size)) is not None]
-    total = sum(known) if known else None  # a file tells of every size or of none
+    counts = [count for size in sizes if (count := multiply_adds_of_view(contract, *size)) is not None]
+    total = sum(counts) if counts else None  # a file gives either all counts or none
     return ProtocolCost(protocol.name, source, protocol.kind, protocol.scales, len(sizes), windows, total)
 
 
@@ -117,7 +117,7 @@ def _windows_averaged(view: View, grid: tuple[int, int]) -> int:
 
 
 def multiply_adds_of_view(contract: ModelContract, height: int, width: int) -> int | None:
-    """Return the multiply-adds of one view: from the trunk's data, or as an adopted file states them for its crop."""
+    """Return the multiply-adds of one view: computed from the trunk, or the number that an adopted file states for its crop."""
     architecture = contract.architecture
     try:
         if "trunk" in architecture:

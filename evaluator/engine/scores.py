@@ -1,4 +1,4 @@
-"""From the scores of views to the scores of an image. Pure functions; float64 inside, float32 out.
+"""Average the scores of views to the scores of an image. Pure functions; float64 inside, float32 out.
 
 Sources: SPP-net, section 3.1.5 (softmax first, then the average); PReLU-nets, section 4 "Testing" (windows of several
 scales, mirrored and not).
@@ -15,11 +15,11 @@ from prelunet.evaluator.protocols import Averaging, View, Weighting
 
 
 def view_weights(views: Sequence[View], windows: Sequence[tuple[int, int]], weights: Weighting) -> Float64Array:
-    """Return the weight of each view in an image's score, float64 (views,), of sum 1.
+    """Return the weight of each view in an image's score, float64 (views,), which sum to 1.
 
     windows: rows and columns of each view's grid.
-    `scale`: a scale's views share its weight alike, and each scale weighs the same: mirrored pair → scale → image.
-    `view`: every window of every view weighs the same, so that large scales count more (SPP-net's 96 views).
+    `scale`: every scale has the same weight, shared equally by its views: mirrored pair → scale → image.
+    `view`: every window of every view has the same weight, so large scales count more (SPP-net's 96 views).
     """
     if weights == "view":
         counts = [rows * columns for rows, columns in windows]
@@ -31,21 +31,20 @@ def view_weights(views: Sequence[View], windows: Sequence[tuple[int, int]], weig
 def nine_places(side: int) -> list[int]:
     """Return which of `side` windows along one axis are among the nine: the first, the middle, the last.
 
-    Of an even number the middle is the earlier of the two. Fewer than three where they coincide.
+    For an even number the middle is the earlier of the two. Returns fewer than three where they coincide.
     """
     return sorted({0, (side - 1) // 2, side - 1})
 
 
 def nine_windows(window_scores: Float32Array) -> tuple[tuple[int, int], Float32Array, Float32Array]:
-    """Average the windows at the corners, the middles of the sides and the centre.
+    """Average the windows at the corners, the middles of the sides and the center.
 
     window_scores: float32 (rows, columns, classes). Returns rows and columns of the grid of the chosen windows, and
     the mean of their scores and of their logits, float32 (classes,). SPP-net, section 3.1.5: nine windows, but fewer
     where they coincide: three in one row ("when s = 224 there are 6 different views", with mirroring), one in a square.
 
-    A window's logits are taken as the logarithm of its scores, which differs from them by one number per window, and
-    that leaves no trace in the softmax of their average. A score that float32 holds as 0 counts as its smallest
-    normal number.
+    The logarithm of a window's scores stands in for its logits. The two differ by one constant per window, which the
+    softmax of their average cancels. A score that is 0 in float32 counts as the smallest normal number.
     """
     rows, columns = (nine_places(side) for side in window_scores.shape[:2])
     chosen = window_scores[np.ix_(rows, columns)]
@@ -59,8 +58,8 @@ def average_views(
 ) -> Float32Array:
     """Average the views of one image to its scores, float32 (classes,), which sum to 1.
 
-    scores, logits: (views, classes), each the mean over one view's windows; weights: (views,), of sum 1.
-    `softmax` averages the scores, `logit` the logits and takes the softmax of their mean.
+    scores, logits: (views, classes), each the mean over one view's windows; weights: (views,), which sum to 1.
+    `softmax` averages the scores; `logit` averages the logits and returns the softmax of their mean.
     """
     if averaging == "logit":
         return softmax(_weighted_sum(logits, weights)).astype(np.float32)
@@ -68,25 +67,25 @@ def average_views(
 
 
 def softmax(logits: npt.ArrayLike) -> Float64Array:
-    """Return the softmax over the last axis, float64."""
+    """Return the softmax over the last axis in float64."""
     values = np.asarray(logits, np.float64)
     powers = np.exp(values - values.max(axis=-1, keepdims=True))
     return np.asarray(powers / powers.sum(axis=-1, keepdims=True))
 
 
 def rank_of(scores: Float32Array, label: int) -> int:
-    """Return the rank of a class: 1 + how many classes score higher, or the same at a lower index."""
+    """Return the rank of a class: 1 + the number of classes that score higher, or equally at a lower index."""
     return int(ranks_of(scores[None], np.array([label]))[0])
 
 
 def ranks_of(scores: Float32Array, labels: Int64Array) -> Int64Array:
-    """Return the rank of one class in each row, int64 (rows,), as `rank_of`.
+    """Return the rank of one class per row, int64 (rows,), as `rank_of` defines it.
 
-    scores: float32 (rows, classes); labels: int64 (rows,), the class index that is asked for in each row.
+    scores: float32 (rows, classes); labels: int64 (rows,), the class index to rank in each row.
     """
     own = scores[np.arange(len(scores)), labels][:, None]
     ranks: Int64Array = 1 + np.count_nonzero(scores > own, axis=1)
-    tied = np.flatnonzero(np.count_nonzero(scores == own, axis=1) > 1)  # seldom, and slower
+    tied = np.flatnonzero(np.count_nonzero(scores == own, axis=1) > 1)  # rare, and slower
     lower = np.arange(scores.shape[1]) < labels[tied, None]
     ranks[tied] += np.count_nonzero((scores[tied] == own[tied]) & lower, axis=1)
     return ranks
@@ -95,31 +94,31 @@ def ranks_of(scores: Float32Array, labels: Int64Array) -> Int64Array:
 def top_k(scores: Float32Array, k: int) -> list[tuple[int, float]]:
     """Return the k best classes as (class index, score), best first; ties go to the lower index."""
     k = min(k, len(scores))
-    candidates = np.flatnonzero(scores >= np.partition(scores, -k)[-k])  # more than k where the last ones are tied
+    candidates = np.flatnonzero(scores >= np.partition(scores, -k)[-k])  # more than k if the last ones are tied
     best = candidates[np.argsort(-scores[candidates], kind="stable")][:k]
     return [(int(index), float(scores[index])) for index in best]
 
 
 def shortest_decimal(score: float) -> float:
-    """Return the number with the fewest decimals that is the same float32: 0.1 and not 0.10000000149011612."""
+    """Return the shortest decimal number that is the same float32: 0.1 and not 0.10000000149011612."""
     return float(str(np.float32(score)))
 
 
 def check_finite(scores: Float32Array, what: str) -> None:
-    """Raise ContractError when a score is NaN or infinite: no prediction can be made of it.
+    """Raise ContractError when a score is NaN or infinite.
 
-    Every pixel is a finite number and the session checks every size, so that it is the file whose weights or whose
-    half-precision arithmetic overflow.
+    The fault is always the file's: every pixel is finite and the session checks every size, so either the weights are
+    damaged or half-precision arithmetic overflows. what: the view, for the error.
     """
     if not np.isfinite(scores).all():
         raise ContractError(
-            f"the model gave scores that are no numbers (NaN) for {what}. Its weights are damaged or its arithmetic "
-            "overflows: check it with `prelunet verify MODEL`, and export the checkpoint again as fp32"
+            f"the model returned scores that are not finite (NaN) for {what}. Its weights are damaged or its "
+            "arithmetic overflows: check it with `prelunet verify MODEL`, and export the checkpoint again as fp32"
         )
 
 
 def _weighted_sum(values: npt.ArrayLike, weights: Float64Array) -> Float64Array:
-    """Return the weighted sum over views, adding in their order, so that it is the same on every machine."""
+    """Return the weighted sum over views, added in their order, so that it is the same on every machine."""
     total = np.zeros(np.shape(values)[1], np.float64)
     for weight, row in zip(weights, np.asarray(values, np.float64), strict=True):
         total += weight * row

@@ -1,7 +1,6 @@
-"""A model that can be run, on whichever device: the only way in which the rest of the program meets a runtime.
+"""A loaded model on any device: the rest of the program reaches a runtime only through this module.
 
-A session says what really runs it: asking for a device or a precision that does not come up is an error, never a
-quiet run of something else.
+A session states what really runs it. An unavailable device or precision is an error; nothing falls back silently.
 """
 
 import logging
@@ -29,10 +28,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the graph gives for N canvases (docs/contract.md).
+    """Outputs of the graph for N canvases (docs/contract.md).
 
     scores, logits: float32 (N, K); windows: int64 (N, 2), the valid grid of each image;
-    fetch_window_scores: brings the window scores from the device.
+    fetch_window_scores: copies the window scores from the device.
     """
 
     scores: Float32Array
@@ -48,7 +47,7 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Circumstances:
-    """Where a result comes from. provider: the runtime's own name of what runs; versions: package → version."""
+    """How a result was computed. provider: the runtime's name for it; versions: package → version."""
 
     provider: str
     precision: str
@@ -56,11 +55,11 @@ class Circumstances:
 
     @property
     def on_gpu(self) -> bool:
-        """Say whether a GPU computes."""
+        """Return whether a GPU computes."""
         return self.provider == onnx.CUDA
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data for run.json and the wire."""
+        """Return plain data for run.json and responses."""
         return {"provider": self.provider, "precision": self.precision, "versions": dict(sorted(self.versions.items()))}
 
     def __str__(self) -> str:
@@ -70,12 +69,12 @@ class Circumstances:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a model runs, and how.
+    """Where and how a model runs.
 
-    device: `cpu` (onnxruntime), `openvino` (the CPU too), `cuda`, or `auto` (CUDA where it comes up, else `cpu`).
-    precision: what it computes in; None is the file's own. threads: on a CPU; 0 is one per core. gpu: which, from 0.
-    memory: most bytes of main memory that the process takes, see `evaluator.engine.memory`; None is what is fastest.
-    gpu_memory: most bytes of the runtime's arena on each GPU; None is what is fastest, as far as they are free.
+    device: `cpu` (onnxruntime), `openvino` (the CPU too), `cuda`, or `auto` (CUDA if available, otherwise `cpu`);
+    precision: to compute in, None for the file's own; threads: on a CPU, 0 for one per core; gpu: index, from 0;
+    memory: limit of the process's main memory in bytes, see `evaluator.engine.memory`, None for the fastest setting;
+    gpu_memory: limit of the runtime's arena on each GPU in bytes, None for the fastest setting that free memory allows.
     """
 
     device: Device = "auto"
@@ -87,10 +86,9 @@ class Placement:
 
 
 class Session:
-    """An exported model, loaded. One thread computes on it at a time.
+    """A loaded model. Only one thread at a time computes on it.
 
-    placement: what was asked for, with the device that came up; rules: how batches are planned for it;
-    model_bytes: of the file.
+    placement: as requested, with the device that was chosen; rules: how batches are planned; model_bytes: of the file.
     """
 
     def __init__(
@@ -113,57 +111,57 @@ class Session:
         self.model_bytes = model_bytes
 
     def run(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> Outputs:
-        """Stage and compute N canvases at once; for callers that have nothing else to do meanwhile."""
+        """Stage and compute N canvases in one call, for callers that have nothing else to do meanwhile."""
         return self.compute(self.stage(images, sizes))
 
     def stage(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> Any:
-        """Bring N canvases, uint8 (N, H, W, 3) RGB, to the device, for `compute`; any thread may.
+        """Copy N canvases, uint8 (N, H, W, 3) RGB, to the device, for `compute`. Any thread may call this.
 
-        Image i fills the first sizes[i] = (height, width) pixels of its canvas. What lies outside is ignored.
-        Raises UsageError for shapes that the graph would answer with nonsense: an image below `min_side`, a canvas
-        beyond `max_side`, sizes that leave the canvas, or (in a file exported with --canvas exact) sizes that do not
-        fill it.
+        Image i fills the first sizes[i] = (height, width) pixels of its canvas. Pixels outside it are ignored.
+        Raises UsageError for shapes that would give meaningless scores: an image below `min_side`, a canvas beyond
+        `max_side`, sizes larger than the canvas, or (in a file exported with --canvas exact) sizes that do not fill it.
         """
         check_canvas(self.contract, images, sizes)
         with self._device_errors():
             return self._loaded.stage(images, sizes)
 
     def compute(self, staged: Any) -> Outputs:
-        """Run canvases that `stage` has brought; only the thread that owns the session may.
+        """Run staged canvases; only the thread that owns the session may call this.
 
-        Raises OutOfMemory when the device has too little memory, DeviceLost when it is gone for this process.
+        Raises OutOfMemory when the device has too little memory, DeviceLost when this process can no longer use it.
         """
         with self._device_errors():
-            scores, logits, windows, take = self._loaded.compute(staged)
+            scores, logits, windows, fetch = self._loaded.compute(staged)
 
-        def taken() -> Float32Array:
-            with self._device_errors():  # what is brought later can fail as well
-                found: Float32Array = take()
-            return found
+        def fetch_window_scores() -> Float32Array:
+            with self._device_errors():  # the later copy can fail too
+                window_scores: Float32Array = fetch()
+            return window_scores
 
-        return Outputs(scores, logits, windows, taken)
+        return Outputs(scores, logits, windows, fetch_window_scores)
 
     @contextmanager
     def _device_errors(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # the runtime's own classes, and ours for calls of CUDA
+        except Exception as error:  # the runtime's own classes, and ours for CUDA calls
             if is_device_lost(error):
                 raise DeviceLost(
-                    f"{self.circumstances.provider} gives nothing but errors from now on ({error_summary(error)}). "
-                    "Start the program again; if it comes back, look at the device: nvidia-smi, dmesg"
+                    f"{self.circumstances.provider} failed and returns only errors from now on "
+                    f"({error_summary(error)}). Restart the program. If this happens again, check the device with "
+                    "nvidia-smi and dmesg"
                 ) from error
             if not is_out_of_memory(error):
                 raise
             option = "--gpu-memory-limit" if self.placement.device == "cuda" else "--memory-limit"
             raise OutOfMemory(
                 f"{self.circumstances.provider} has too little memory for a batch ({error_summary(error)}). "
-                f"Take smaller scales, end other programs, or make batches smaller: {option} of validate and bench"
+                f"Use smaller scales, stop other programs, or make batches smaller with {option} of validate and bench"
             ) from error
 
 
 def check_canvas(contract: ModelContract, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> None:
-    """Check what the graph cannot: see `Session.run`."""
+    """Check the shapes that the graph cannot check itself; see `Session.stage`."""
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] != 3 or 0 in images.shape:
         raise UsageError(f"images should be uint8 (N, H, W, 3), not {images.dtype} {images.shape}")
     if sizes.dtype != np.int64 or sizes.shape != (len(images), 2):
@@ -174,9 +172,9 @@ def check_canvas(contract: ModelContract, images: npt.NDArray[np.uint8], sizes: 
     if sizes.min() < contract.min_side:
         raise UsageError(f"an image side of {sizes.min()} is below this model's crop of {contract.min_side} pixels")
     if (sizes > (height, width)).any():
-        raise UsageError(f"sizes {sizes.max(axis=0).tolist()} leave the canvas of {height}x{width}")
+        raise UsageError(f"sizes up to {sizes.max(axis=0).tolist()} exceed the canvas of {height}x{width}")
     if contract.canvas == "exact" and (sizes != (height, width)).any():
         raise UsageError(
             "this file was exported with --canvas exact: every image must fill its canvas. "
-            "For images of different sizes export with: --canvas ragged"
+            "For images of different sizes, export with: --canvas ragged"
         )

@@ -135,7 +135,7 @@ def test_computing_alone_ends_when_there_is_enough_of_it_and_is_spread_over_all(
             return super().compute(staged)
 
     monkeypatch.setattr("prelunet.evaluator.profiling.profile.time", clock)
-    monkeypatch.setattr("prelunet.evaluator.profiling.profile.ALONE", enough)
+    monkeypatch.setattr("prelunet.evaluator.profiling.profile.ISOLATED_SECONDS", enough)
     images = [[sample] for sample in dataset.samples[:8]]
     alone = measure_isolated(Clocked(), replace(dataset, reader=Noting()), TWO_SCALES, images, 2)
     assert alone.seconds == len(read) == alone.batches / 2

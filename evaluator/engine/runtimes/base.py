@@ -1,4 +1,4 @@
-"""What the runtimes have in common: the interface of a loaded file, and how their errors are told."""
+"""The interface of a model file loaded in a runtime, and the classification of runtime errors."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,19 +13,19 @@ from prelunet.evaluator.errors import ContractError, EnvironmentFault
 
 Array = npt.NDArray[Any]
 
-_MAX_SUMMARY, _SUMMARY_HEAD = 400, 120  # characters of what the runtime says; the cause stands at its end
-# How runtimes say that memory lacks: on the host, on a GPU within the arena's limit, and in CUDA and its libraries.
+_MAX_SUMMARY, _SUMMARY_HEAD = 400, 120  # characters of a runtime's error text; its end names the cause
+# Out-of-memory messages: on the host, on a GPU within the arena's limit, and in CUDA and its libraries.
 _OUT_OF_MEMORY = (
     "bad_alloc",
     "allocate memory",
     "can't alloc",
-    "Resource temporarily unavailable",  # of threads that would need a stack
+    "Resource temporarily unavailable",  # for threads that need a stack
     "smaller than requested",
     "out of memory",
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-# How CUDA says that its context is gone: every later call of this process fails with the same words.
+# Messages of a lost CUDA context: every later call of this process fails with the same message.
 _DEVICE_LOST = (
     "illegal memory access",
     "unspecified launch failure",
@@ -37,9 +37,9 @@ _DEVICE_LOST = (
     "GPU is lost",
     "CUDA failure 7",  # 700 to 799: 700 illegal address, 719 launch failure, …
 )
-_CUDA_700 = re.compile(r"\(7\d\d: ")  # the same, as `evaluator.engine.runtimes.cuda` tells it
+_CUDA_700 = re.compile(r"\(7\d\d: ")  # the same, as `evaluator.engine.runtimes.cuda` writes it
 _FAILED_TO_ALLOCATE = re.compile(r"[Ff]ailed to allocate \d+ bytes")
-# `/path/file.cc:91 type name(arguments) const`, where parentheses may stand inside of parentheses.
+# `/path/file.cc:91 type name(arguments) const`, with at most one level of nested parentheses.
 _SOURCE_PLACE = re.compile(
     r"[\w./+-]*\.(?:cc|h|cpp|hpp|cu|cuh):\d+ "
     r"(?:[\w:<>,&*~ ]*::[\w<>~]+(?:\(\))?\((?:[^()]|\([^()]*\))*\)(?: const)?(?: \[with [^\]]*\])?|\w+)"
@@ -47,11 +47,11 @@ _SOURCE_PLACE = re.compile(
 
 
 class LoadedModel(Protocol):
-    """A model file in a runtime.
+    """A model file loaded in a runtime.
 
-    provider: what runs it; metadata: of the file;
-    inputs, outputs: names; image_shape, scores_shape: of the first of each, numbers where the graph fixes a length;
-    packages: name → version of what can change a score.
+    provider: the runtime's name for what runs it; metadata: of the file; inputs, outputs: names;
+    image_shape, scores_shape: of the first input and output, numbers where the graph fixes a length;
+    packages: name → version of everything that can change a score.
     """
 
     provider: str
@@ -63,16 +63,16 @@ class LoadedModel(Protocol):
     packages: Mapping[str, str]
 
     def stage(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> Any:
-        """Bring a batch to the device; any thread may, also while another batch is computed."""
+        """Copy a batch to the device. Any thread may call this, also while another batch is computed."""
         ...
 
     def compute(self, staged: Any) -> Sequence[Any]:
-        """Run a staged batch: scores, logits, windows, and what gives the window scores when it is called."""
+        """Run a staged batch; return scores, logits, windows, and a function that fetches the window scores."""
         ...
 
 
 def error_summary(error: Exception) -> str:
-    """Return the runtime's words for a failure in one line, without the place in its own source; the end is kept."""
+    """Return a runtime's error text on one line, without source locations; a long text keeps its end."""
     text = " ".join(_SOURCE_PLACE.sub(" ", " ".join(str(error).split())).split())
     if len(text) > _MAX_SUMMARY:
         text = f"{text[:_SUMMARY_HEAD]} … {text[_SUMMARY_HEAD - _MAX_SUMMARY :]}"
@@ -80,20 +80,20 @@ def error_summary(error: Exception) -> str:
 
 
 def load_error(error: Exception, path: Path, *, faulty: bool) -> ContractError | EnvironmentFault:
-    """Say whose fault a failed load is; faulty: the runtime says that the file is no good model."""
+    """Return the error for a failed load. faulty: the runtime reports that the file is not a valid model."""
     text = error_summary(error)
     if is_out_of_memory(error):
-        return EnvironmentFault(f"{path}: this machine has too little memory left to load it ({text})")
+        return EnvironmentFault(f"{path}: too little memory left to load it ({text}). Stop other programs")
     if faulty:
         return ContractError(
             f"{path}: not an ONNX model that can be loaded ({text}). "
-            "Write one with: prelunet export CHECKPOINT -o FILE (from a classifier of another origin: prelunet adopt)"
+            "Write one with: prelunet export CHECKPOINT -o FILE (for classifiers from elsewhere: prelunet adopt)"
         )
     return ContractError(f"{path}: could not be loaded ({type(error).__name__}: {text}). {rewrite_hint(str(path))}")
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Say whether a failure is for want of memory."""
+    """Return whether a runtime failed for lack of memory."""
     text = str(error)
     return (
         isinstance(error, MemoryError)
@@ -103,6 +103,6 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def is_device_lost(error: Exception | str) -> bool:
-    """Say whether a failure, or its text, means that the device gives this process only errors from now on."""
+    """Return whether an error, or its text, means that the device only returns errors to this process from now on."""
     text = str(error)
     return any(words in text for words in _DEVICE_LOST) or _CUDA_700.search(text) is not None

@@ -1,6 +1,6 @@
-"""How models run on CUDA: the provider's options, and batches that are uploaded while others are computed.
+"""Run models on CUDA: the provider's options, and uploads that overlap with computing.
 
-The reasons of each option, with measurements of others, are in docs/gpu.md.
+docs/gpu.md gives the reason for each option, with measurements of the alternatives.
 """
 
 import ctypes
@@ -20,26 +20,26 @@ from prelunet.evaluator.errors import EnvironmentFault
 
 GpuPrecision = Literal["fp32", "tf32", "fp16"]
 
-SLOTS = 3  # batches on the GPU: one is computed, one waits for that, one is being uploaded
-ARENA_SHARE = 0.8  # of the memory that is free; the rest is for batches, what cuDNN and the driver keep, and others
-ARENA_STEP = 2**29  # bytes: a little more or less in others' hands changes no batches, and so no results
+SLOTS = 3  # batches on the GPU: one computing, one waiting, one being uploaded
+ARENA_SHARE = 0.8  # of free memory; the rest is for batches, cuDNN, the driver and other programs
+ARENA_STEP = 2**29  # bytes: small changes of free memory change no batches, and so no results
 
 _HOST_TO_DEVICE, _NON_BLOCKING = 1, 1  # cudaMemcpyHostToDevice, cudaStreamNonBlocking
-_PROPERTIES, _NAME = 4096, 256  # bytes: more than struct cudaDeviceProp has, and of the name with which it begins
+_PROPERTIES, _NAME = 4096, 256  # bytes: at least the size of struct cudaDeviceProp, and of the name at its start
 
 
 def cuda_options(gpu: int = 0, *, precision: GpuPrecision = "fp16", memory: int | None = None) -> dict[str, str]:
-    """Return the options of the CUDA provider; it takes text only.
+    """Return the options of the CUDA provider, which accepts only text.
 
-    gpu: which one, from 0; precision: what is computed in; memory: most bytes of its arena, besides what cuDNN and the
-    driver take.
+    gpu: index, from 0; precision: to compute in; memory: limit of its arena in bytes, without what cuDNN and the driver
+    take.
     """
     options = {
         "device_id": str(gpu),
         # The other searches rebuild every convolution's plan for 100-300 ms at each change of shape.
         "cudnn_conv_algo_search": "HEURISTIC",
         "prefer_nhwc": "1",  # the layout of the tensor cores
-        # In NHWC only. Where cuDNN has no fused plan the provider tries again with TF32, so not for the reference.
+        # NHWC only. Without a fused plan in cuDNN the provider retries with TF32, so fp32 must not use it.
         "fuse_conv_bias": str(int(precision != "fp32")),
         "use_tf32": str(int(precision == "tf32")),
         "arena_extend_strategy": "kNextPowerOfTwo",  # exact regions would never be merged, and shapes vary
@@ -49,14 +49,14 @@ def cuda_options(gpu: int = 0, *, precision: GpuPrecision = "fp16", memory: int 
 
 @dataclass(eq=False)
 class GpuMemory:
-    """Bytes on a GPU. address: of the first."""
+    """A block of GPU memory. address: of its first byte."""
 
-    address: int = 0  # of none
+    address: int = 0  # no memory
 
 
 @dataclass(eq=False)
 class Slot:
-    """Memory for one batch of canvases: page-locked on the host, and as much on the GPU. Grows, and is used again."""
+    """Reusable memory for one batch of canvases: page-locked on the host, and as much on the GPU. Grows on demand."""
 
     pinned: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
     on_gpu: GpuMemory = field(default_factory=GpuMemory)
@@ -64,7 +64,10 @@ class Slot:
 
 @dataclass(eq=False)
 class UploadedBatch:
-    """A batch on the GPU. shape: of its canvases; free: gives the slot back, as the end of the last reference does."""
+    """A batch on the GPU.
+
+    shape: of its canvases; free: returns the slot, as garbage collection of the batch does.
+    """
 
     slot: Slot
     shape: tuple[int, ...]
@@ -73,15 +76,14 @@ class UploadedBatch:
 
 
 class CudaBinding:
-    """Inputs and outputs of a session that live on the GPU.
+    """Binds a session's inputs and outputs to GPU memory.
 
-    A batch is uploaded by `stage` in one thread, on a stream of its own, while `compute` runs another. The small
-    outputs are written straight into numpy's memory; window scores, 2 MB a view, stay on the GPU until somebody asks
-    for them.
+    `stage` uploads a batch in one thread, on its own CUDA stream, while `compute` runs another. The small outputs go
+    straight into numpy arrays; window scores, 2 MB a view, stay on the GPU until they are fetched.
 
-    Whoever calls, one thread of the binding's own computes: run from ever new threads, a session's arena grows and
-    grows (onnxruntime issue 29351). Batches lie beside the arena: what it hands out while a run is queued may still be
-    written by that run (issue 32342).
+    A thread of the binding computes, whoever calls: if ever new threads run a session, its arena grows without limit
+    (onnxruntime issue 29351). Batches lie outside the arena: a queued run may still write to memory that the arena has
+    handed out (issue 32342).
     """
 
     def __init__(self, runtime: ModuleType, session: Any, cuda: "CudaRuntime", classes: int):
@@ -90,15 +92,14 @@ class CudaBinding:
         self._cuda = cuda
         self._classes = classes
         self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"cuda-{cuda.gpu}")
-        self._worker.submit(
-            cuda.set_device
-        ).result()  # starts the thread: Ctrl-C while the first batch does so could leave two
+        # Start the thread now: a Ctrl-C while the first batch starts it could leave two.
+        self._worker.submit(cuda.set_device).result()
         self._slots: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for _ in range(SLOTS):
             self._slots.put(Slot())
 
     def stage(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> UploadedBatch:
-        """Upload a batch; returns when it is on the GPU. Waits while SLOTS batches are there."""
+        """Upload a batch and return when it is on the GPU. Blocks while all SLOTS are taken."""
         slot = self._slots.get()
         batch = UploadedBatch(slot, images.shape, sizes)
         batch.free = weakref.finalize(batch, self._slots.put, slot)
@@ -108,27 +109,27 @@ class CudaBinding:
             np.copyto(slot.pinned[: images.nbytes].reshape(images.shape), images)
             self._cuda.upload(slot.pinned[: images.nbytes], slot.on_gpu)
         except BaseException:
-            batch.free()  # an error that somebody keeps would keep the batch too
+            batch.free()  # an exception that someone keeps would keep the batch too
             raise
         return batch
 
     def _grow(self, slot: Slot, size: int) -> None:
-        """Give a slot the next power of two of bytes, so that it seldom grows; when that fails it has none."""
+        """Grow a slot to the next power of two, so that it rarely grows. If that fails, the slot is empty."""
         size = 1 << (size - 1).bit_length()
-        # First, so that the new ones may take their place.
+        # Free the old memory first, so that the new blocks can take its place.
         slot.pinned, slot.on_gpu = np.empty(0, np.uint8), GpuMemory()
         on_gpu = self._cuda.allocate(size)
         slot.pinned, slot.on_gpu = self._cuda.allocate_pinned(size), on_gpu
 
     def compute(self, batch: UploadedBatch) -> list[Any]:
-        """Run an uploaded batch; see `LoadedModel.compute`. Any thread may call, one at a time is served."""
+        """Run an uploaded batch; see `LoadedModel.compute`. Any thread may call this; batches run one at a time."""
         return self._worker.submit(self._compute, batch).result()
 
     def _compute(self, batch: UploadedBatch) -> list[Any]:
         try:
             return self._run(batch)
         finally:
-            batch.free()  # here, because a caller who is interrupted leaves while the GPU still reads the batch
+            batch.free()  # here, because an interrupted caller leaves while the GPU still reads the batch
 
     def _run(self, batch: UploadedBatch) -> list[Any]:
         rows, value, gpu = batch.shape[0], self._runtime.OrtValue, self._cuda.gpu
@@ -137,7 +138,7 @@ class CudaBinding:
             np.empty((rows, self._classes), np.float32),
             np.empty((rows, 2), np.int64),
         ]
-        binding = self._session.io_binding()  # anew, because outputs stay bound to the run before
+        binding = self._session.io_binding()  # a new one, because outputs stay bound to the previous run
         binding.bind_input("images", "cuda", gpu, np.uint8, batch.shape, batch.slot.on_gpu.address)
         binding.bind_cpu_input("sizes", batch.sizes)
         for name, array in zip(OUTPUTS, small, strict=False):
@@ -149,16 +150,16 @@ class CudaBinding:
 
 
 class CudaRuntime:
-    """The few functions of libcudart that onnxruntime's Python interface lacks: memory, a stream, and what a GPU has.
+    """Functions of libcudart that onnxruntime's Python interface lacks: memory, a stream, GPU properties.
 
-    Its own uploads copy from pageable memory, in the default stream, and keep the interpreter meanwhile.
+    onnxruntime's own uploads copy from pageable memory, in the default stream, and hold the interpreter lock.
     Raises EnvironmentFault when the library is missing or a call fails.
     """
 
     def __init__(self, runtime: ModuleType, gpu: int):
         name = f"libcudart.so.{str(runtime.cuda_version).partition('.')[0]}"
         try:
-            self._library = ctypes.CDLL(name)  # onnxruntime takes the same
+            self._library = ctypes.CDLL(name)  # the one that onnxruntime loads
         except OSError as error:
             raise EnvironmentFault(f"--device cuda: {name} cannot be loaded ({error}). Install CUDA") from error
         self.gpu = gpu
@@ -167,15 +168,15 @@ class CudaRuntime:
         self._call("cudaStreamCreateWithFlags", ctypes.byref(self._stream), ctypes.c_uint(_NON_BLOCKING))
 
     def name(self) -> str:
-        """Return what the GPU is called."""
+        """Return the name of the GPU."""
         properties = ctypes.create_string_buffer(_PROPERTIES)
         self._call("cudaGetDeviceProperties", properties, ctypes.c_int(self.gpu))
         return properties.raw[:_NAME].split(b"\0")[0].decode("ascii", errors="replace")
 
     def arena_bytes(self, limit: int | None = None) -> int:
-        """Return how many bytes the runtime's arena may have: a share of what is free now, or `limit` if that is less.
+        """Return the size of the runtime's arena: a share of the memory that is free now, or `limit` if that is less.
 
-        The share is rounded down to whole ARENA_STEPs, unless it is less than one.
+        The share is rounded down to whole ARENA_STEPs, unless it is smaller than one.
         """
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         self.set_device()
@@ -185,7 +186,7 @@ class CudaRuntime:
         return share if limit is None else min(limit, share)
 
     def allocate(self, size: int) -> GpuMemory:
-        """Return so many bytes on the GPU; they are freed with the object."""
+        """Allocate `size` bytes on the GPU; they are freed with the object."""
         address = ctypes.c_void_p()
         self.set_device()
         self._call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(size))
@@ -194,7 +195,7 @@ class CudaRuntime:
         return memory
 
     def allocate_pinned(self, size: int) -> npt.NDArray[np.uint8]:
-        """Return so many bytes of page-locked memory; they are freed with the array and all its views."""
+        """Allocate `size` bytes of page-locked memory; they are freed with the array and all its views."""
         address = ctypes.c_void_p()
         self.set_device()
         self._call("cudaHostAlloc", ctypes.byref(address), ctypes.c_size_t(size), ctypes.c_uint(0))
@@ -203,7 +204,7 @@ class CudaRuntime:
         return np.frombuffer(memoryview(buffer), np.uint8)
 
     def upload(self, source: npt.NDArray[np.uint8], target: GpuMemory) -> None:
-        """Copy bytes to the GPU and wait for it, without keeping the interpreter."""
+        """Copy bytes to the GPU and wait for the copy, without holding the interpreter lock."""
         self.set_device()
         self._call(
             "cudaMemcpyAsync",
@@ -216,7 +217,7 @@ class CudaRuntime:
         self._call("cudaStreamSynchronize", self._stream)
 
     def set_device(self) -> None:
-        """Choose the GPU, which each calling thread has to do for itself: in others the functions would take GPU 0."""
+        """Select the GPU for the calling thread; without this, a new thread would use GPU 0."""
         self._call("cudaSetDevice", ctypes.c_int(self.gpu))
 
     def _call(self, function: str, *arguments: Any) -> None:
@@ -224,5 +225,5 @@ class CudaRuntime:
         if status:
             describe = self._library.cudaGetErrorString
             describe.restype = ctypes.c_char_p
-            words = (describe(status) or b"").decode(errors="replace")
-            raise EnvironmentFault(f"--device cuda: {function} failed on GPU {self.gpu} ({status}: {words})")
+            message = (describe(status) or b"").decode(errors="replace")
+            raise EnvironmentFault(f"--device cuda: {function} failed on GPU {self.gpu} ({status}: {message})")

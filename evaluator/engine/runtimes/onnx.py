@@ -1,4 +1,4 @@
-"""Model files in onnxruntime, on the CPU and on CUDA. Only this module imports onnxruntime."""
+"""Load and run model files with onnxruntime, on the CPU and on CUDA. Only this module imports onnxruntime."""
 
 import contextlib
 import importlib.metadata
@@ -25,11 +25,9 @@ _RUNTIMES = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino")  # three 
 
 
 class OnnxRuntimeModel:
-    """A model file, loaded on one provider and no other.
+    """A model file loaded on exactly one provider; see `LoadedModel`.
 
-    metadata: of the file; inputs, outputs: their names; image_shape, scores_shape: as the graph states them, numbers
-    where it fixes a length; packages: name → version of what can change a score, on CUDA with the GPU's name.
-    cuda: of its GPU, where the provider is CUDA.
+    On CUDA, packages also holds the name of the GPU. cuda: its GPU, if the provider is CUDA.
     """
 
     def __init__(self, runtime: ModuleType, session: Any, provider: str, cuda: CudaRuntime | None = None):
@@ -47,11 +45,11 @@ class OnnxRuntimeModel:
         self._binding = CudaBinding(runtime, session, cuda, self.scores_shape[-1]) if cuda else None
 
     def stage(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> Any:
-        """Bring a batch to the device; any thread may, also while another batch is computed."""
+        """Copy a batch to the device. Any thread may call this, also while another batch is computed."""
         return self._binding.stage(images, sizes) if self._binding else {"images": images, "sizes": sizes}
 
     def compute(self, staged: Any) -> Sequence[Array | Any]:
-        """Run a staged batch; returns what `Outputs` takes. Only the thread that owns the session calls this."""
+        """Run a staged batch; return the arguments of `Outputs`. Only the session's owner thread may call this."""
         if self._binding:
             return self._binding.compute(staged)
         *outputs, window_scores = self._session.run(OUTPUTS, staged)
@@ -59,18 +57,18 @@ class OnnxRuntimeModel:
 
 
 def has_cuda_provider() -> bool:
-    """Say whether this onnxruntime was built with CUDA; whether a GPU is there, only loading tells."""
+    """Return whether this onnxruntime supports CUDA. Only loading a model shows whether a GPU is available."""
     runtime = import_runtime()
-    _preload(runtime)  # which may bring the provider, where it comes as a plugin
+    _preload(runtime)  # which may register the provider if it comes as a plugin
     return CUDA in runtime.get_available_providers()
 
 
 def load_on_cpu(path: Path, *, threads: int = 0) -> OnnxRuntimeModel:
-    """Load a model file on the CPU provider; threads: 0 is one per core. Raises as `open_session` does."""
+    """Load a model file on the CPU provider; threads: 0 for one per core. Raises as `open_session` does."""
     runtime = import_runtime()
     options = _options(runtime)
     options.intra_op_num_threads = threads
-    # Threads that wait for work would else keep their cores busy, which decoding and gRPC need: docs/performance.md.
+    # Idle threads would otherwise spin and take cores from decoding and gRPC: docs/performance.md.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return OnnxRuntimeModel(runtime, _create_session(runtime, path, options, CPU), CPU)
 
@@ -78,17 +76,17 @@ def load_on_cpu(path: Path, *, threads: int = 0) -> OnnxRuntimeModel:
 def load_on_cuda(
     path: Path, *, gpu: int = 0, tf32: bool = False, memory: int | None = None
 ) -> tuple[OnnxRuntimeModel, int]:
-    """Load a model file on the CUDA provider of one GPU; it runs wholly there or not at all.
+    """Load a model file on the CUDA provider of one GPU; nothing of it may run on the CPU.
 
-    tf32: let float32 convolutions and products round their inputs to TF32; memory: most bytes of the provider's arena,
-    which is also bounded by what is free on the GPU. Returns the bound too.
-    Raises EnvironmentFault when CUDA does not come up, else as `open_session` does.
+    tf32: let float32 convolutions and products round their inputs to TF32; memory: limit of the provider's arena in
+    bytes, also bounded by the free memory of the GPU. Returns the model and the arena's limit.
+    Raises EnvironmentFault when CUDA is unavailable, otherwise as `open_session` does.
     """
     runtime = import_runtime()
     missing = _preload(runtime)
     if CUDA not in runtime.get_available_providers():
         raise EnvironmentFault(
-            f"--device cuda: this environment has an onnxruntime that knows no CUDA. "
+            f"--device cuda: the onnxruntime of this environment has no CUDA support. "
             f"In a fresh environment: {install_hint('gpu')}"
         )
     options = _options(runtime)
@@ -97,7 +95,7 @@ def load_on_cuda(
     try:
         cuda = CudaRuntime(runtime, gpu)
         arena = cuda.arena_bytes(memory)
-        # fp32, which takes most care, where a file says nothing of it
+        # fp32, the most careful choice, if the file does not state it
         precision: GpuPrecision = "tf32" if tf32 else "fp16" if read_precision(path) == "fp16" else "fp32"
         settings = cuda_options(gpu, precision=precision, memory=arena)
         session = _create_session(runtime, path, options, CUDA, settings)
@@ -107,18 +105,18 @@ def load_on_cuda(
 
 
 def _preload(runtime: ModuleType) -> str:
-    """Load the CUDA libraries that came with Python packages; return what the runtime says of missing ones."""
+    """Load the CUDA libraries from installed Python packages; return the runtime's messages about missing ones."""
     captured = io.StringIO()
-    with contextlib.redirect_stdout(captured):  # it prints
+    with contextlib.redirect_stdout(captured):  # it prints its messages
         runtime.preload_dlls()
     return " ".join(captured.getvalue().split())
 
 
 def _options(runtime: ModuleType) -> Any:
-    runtime.set_default_logger_severity(4)  # it warns of itself on stderr
+    runtime.set_default_logger_severity(4)  # it logs warnings to stderr on its own
     options = runtime.SessionOptions()
-    options.log_severity_level = 4  # the runtime's own lines would only repeat what our error says
-    options.enable_mem_pattern = False  # a plan for each shape would be kept for ever, beside the memory of its making
+    options.log_severity_level = 4  # our errors already contain the runtime's messages
+    options.enable_mem_pattern = False  # it would keep a plan for every shape for ever, besides the memory to create it
     return options
 
 
@@ -128,7 +126,7 @@ def _create_session(
     """Create the runtime's session on exactly this provider."""
     cuda = provider == CUDA
     try:
-        # Without enable_fallback it would print, and report another failure than the first.
+        # With fallback enabled it would print, and report a later failure instead of the first.
         session = runtime.InferenceSession(
             os.fspath(path),
             options,
@@ -139,17 +137,18 @@ def _create_session(
         raise _load_error(error, path, cuda=cuda) from error
     if session.get_providers()[0] != provider:
         raise EnvironmentFault(
-            f"--device {'cuda' if cuda else 'cpu'}: {provider} did not come up; the runtime offers "
+            f"--device {'cuda' if cuda else 'cpu'}: {provider} is unavailable; the runtime offers "
             f"{session.get_providers()[0]} instead. Check the driver and the CUDA libraries (prelunet needs CUDA 13)"
         )
     return session
 
 
 class RawOnnxModel:
-    """Any ONNX file on the CPU just as it stands, without our contract: what an adopted net is compared with.
+    """Any ONNX file on the CPU, without our contract; adopted nets are compared with it.
 
-    threads: 0 is one per core.
-    Raises ContractError with the runtime's words when it cannot be loaded or run, EnvironmentFault when memory lacks.
+    threads: 0 for one per core.
+    Raises ContractError with the runtime's message when the file cannot be loaded or run, EnvironmentFault when memory
+    is insufficient.
     """
 
     def __init__(self, path: Path, *, threads: int = 0) -> None:
@@ -161,61 +160,60 @@ class RawOnnxModel:
             self._session = runtime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
 
     def run(self, feeds: Mapping[str, npt.NDArray[Any]], output: str) -> npt.NDArray[Any]:
-        """Return one output for these inputs, by name."""
+        """Return one output, by name, for these inputs."""
         with self._errors("run"):
-            (found,) = self._session.run([output], dict(feeds))
-        result: npt.NDArray[Any] = found
+            result: npt.NDArray[Any] = self._session.run([output], dict(feeds))[0]
         return result
 
     @contextmanager
-    def _errors(self, what: str) -> Iterator[None]:
+    def _errors(self, action: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # the runtime's own classes have no common base
             text = error_summary(error)
             if is_out_of_memory(error):
-                raise EnvironmentFault(f"{self._path}: too little memory left to {what} this net ({text})") from error
-            raise ContractError(f"{self._path}: onnxruntime cannot {what} this net ({text})") from error
+                raise EnvironmentFault(f"{self._path}: too little memory left to {action} this net ({text})") from error
+            raise ContractError(f"{self._path}: onnxruntime cannot {action} this net ({text})") from error
 
 
 def _load_error(error: Exception, path: Path, *, cuda: bool) -> ContractError | EnvironmentFault:
-    """Say whose fault a failed load is. The runtime's exception classes are named after its status codes."""
+    """Return the error for a failed load. The runtime names its exception classes after its status codes."""
     kind = type(error).__name__
     faulty = kind in {"InvalidProtobuf", "InvalidGraph", "NoModel", "InvalidArgument", "NotImplemented"}
     if cuda and not faulty:
-        cause = ": too little memory is left there, or allowed" if is_out_of_memory(error) else ""
+        cause = ": too little memory is left or allowed there" if is_out_of_memory(error) else ""
         return EnvironmentFault(f"--device cuda: {path} could not be loaded on the GPU{cause} ({error_summary(error)})")
     return load_error(error, path, faulty=faulty)
 
 
 def import_runtime() -> ModuleType:
-    """Import onnxruntime, with one clear message for each way in which it can be missing or broken."""
+    """Import onnxruntime, with a clear message for each way in which it can be missing or broken."""
     installed = _installed_runtimes()
     if len(installed) > 1:
         raise EnvironmentFault(
             f"{' and '.join(installed)} are both installed and overwrite each other's files. "
-            f"Keep one: pip uninstall all of them, then {install_hint('cpu')} (or gpu)"
+            f"Uninstall all of them with pip, then install one: {install_hint('cpu')} (or gpu)"
         )
-    # Since 1.31 it keeps a device id and events in the user's home and uploads them, unless this is set before the
-    # import. Who wants that sets the variable to 0.
+    # Since 1.31 it stores a device id and events in the user's home and uploads them, unless this is set before the
+    # import. To enable telemetry, set the variable to 0.
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
         import onnxruntime
     except ImportError as error:
         raise EnvironmentFault(
-            f"onnxruntime cannot be imported ({error}). Bring it: {install_hint('cpu')} (or gpu, or openvino)"
+            f"onnxruntime cannot be imported ({error}). Install it: {install_hint('cpu')} (or gpu, or openvino)"
         ) from error
     if not hasattr(onnxruntime, "InferenceSession"):
         raise EnvironmentFault(
             "onnxruntime is damaged (two of its distributions overwrote each other). Uninstall all of "
-            f"{', '.join(_RUNTIMES)} and install one"
+            f"{', '.join(_RUNTIMES)}, then install one"
         )
     module: ModuleType = onnxruntime
     return module
 
 
 def _installed_runtimes() -> list[str]:
-    """Return which of the onnxruntime distributions are installed."""
+    """Return the onnxruntime distributions that are installed."""
     found = []
     for name in _RUNTIMES:
         try:

@@ -1,7 +1,7 @@
-"""The metadata of an ONNX file without a runtime: what has to be known before a session is made.
+"""Read the metadata of an ONNX file without a runtime, before a session is created.
 
-The file is one protobuf message, `ModelProto` of onnx.proto: fields, each a tag and a value. All but the metadata are
-passed over, the graph with its weights in one step.
+The file is one protobuf message, `ModelProto` of onnx.proto: a sequence of fields, each a tag and a value. Everything
+but the metadata is skipped, the graph with its weights in one step.
 """
 
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ from typing import BinaryIO
 
 from prelunet.evaluator.contract import PREFIX
 
-_METADATA, _KEY, _VALUE = 14, 1, 2  # ModelProto.metadata_props, and the fields of each: StringStringEntryProto
-_VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5  # how a field is written
-_MAX_VARINT_BYTES = 10  # bytes
+_METADATA, _KEY, _VALUE = 14, 1, 2  # ModelProto.metadata_props, and the fields of its entries, StringStringEntryProto
+_VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5  # wire types of protobuf
+_MAX_VARINT_BYTES = 10
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Return the metadata of a model file; what no ONNX file has is {}, because a runtime will say what is wrong."""
+    """Return the metadata of a model file; {} for anything that is not ONNX, which the runtime will report."""
     try:
         with path.open("rb") as file:
             entries = [dict(_fields(BytesIO(entry), {_KEY, _VALUE})) for _, entry in _fields(file, {_METADATA})]
@@ -27,12 +27,12 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def read_precision(path: Path) -> str | None:
-    """Return what a model file of ours says that it holds, `fp32` or `fp16`; None where it says nothing of it."""
+    """Return the precision stated in a model file, `fp32` or `fp16`; None if it states none."""
     return {'"fp32"': "fp32", '"fp16"': "fp16"}.get(read_metadata(path).get(f"{PREFIX}precision", ""))
 
 
 def _fields(file: BinaryIO, wanted: set[int]) -> Iterator[tuple[int, bytes]]:
-    """Yield number and bytes of the wanted fields of a message; raises ValueError when it is none."""
+    """Yield number and bytes of the wanted fields of a message; raises ValueError when it is malformed."""
     size = file.seek(0, 2)
     file.seek(0)
     while file.tell() < size:
@@ -53,7 +53,7 @@ def _fields(file: BinaryIO, wanted: set[int]) -> Iterator[tuple[int, bytes]]:
 
 
 def _varint(file: BinaryIO) -> int:
-    """Read a number: seven bits a byte, the lowest first, as long as the eighth is set."""
+    """Read a varint: seven bits per byte, the lowest first; the eighth bit marks that more follow."""
     value = 0
     for place in range(_MAX_VARINT_BYTES):
         byte = file.read(1)

@@ -1,10 +1,10 @@
-"""Model files in OpenVINO, on the CPU. Only this module imports openvino.
+"""Load and run model files with OpenVINO, on the CPU. Only this module imports openvino.
 
-Its convolutions take PReLU in, and on CPUs with bfloat16 instructions (AVX512_BF16, AMX) it computes about twice as
-fast in that. Whether it does is read from the compiled model: on another CPU it would quietly go on in float32.
+OpenVINO fuses PReLU into convolutions, and on CPUs with bfloat16 instructions (AVX512_BF16, AMX) bf16 is about twice as
+fast. The compiled model shows whether bf16 is in use: on other CPUs OpenVINO silently computes in float32.
 
-In bf16 it also warps a mean image so, which nothing in its interface prevents. In a thin model A scores were then no
-further off than with a channel mean: the convolution behind it rounds what it gets to as few bits.
+In bf16 it also rounds a mean image, which nothing in its interface prevents. In a thin model A the scores were then no
+further off than with a channel mean: the convolution behind it rounds its input to as few bits.
 """
 
 import os
@@ -25,15 +25,15 @@ PROVIDER = "OpenVINO"
 CpuPrecision = Literal["fp32", "bf16"]
 
 HINTS: Mapping[CpuPrecision, str] = {"fp32": "f32", "bf16": "bf16"}
-# By itself OpenVINO keeps the code that it made for up to 5,000 shapes of each kind of layer: about 1 MB a shape, in
-# all 1.8 GB for 2,000 small images. Making it anew takes 0.6 ms a batch of the demo; 1 % of model A on small views.
+# By default OpenVINO caches compiled code for up to 5,000 shapes of each kind of layer: about 1 MB per shape, 1.8 GB in
+# total for 2,000 small images. Recompiling takes 0.6 ms per batch of the demo, and 1 % of model A on small views.
 _NO_CACHE: Mapping[str, str] = {"CPU_RUNTIME_CACHE_CAPACITY": "0"}
-# The layers whose precision is the model's; a MatMul that is no FullyConnected belongs to a mean image.
+# Layers that define the model's precision; a MatMul that is not FullyConnected belongs to a mean image.
 _ARITHMETIC = ("Convolution", "FullyConnected")
 
 
 class OpenVinoModel:
-    """A model file, compiled for this CPU; see `LoadedModel`."""
+    """A model file compiled for this CPU; see `LoadedModel`."""
 
     def __init__(self, runtime: ModuleType, model: Any, compiled: Any):
         self.provider: str = PROVIDER
@@ -46,21 +46,21 @@ class OpenVinoModel:
         self._request = compiled.create_infer_request()
 
     def stage(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> dict[str, Any]:
-        """Return the batch as it is: it is on the device already."""
+        """Return the batch unchanged: it is on the device already."""
         return {"images": np.ascontiguousarray(images), "sizes": sizes}
 
     def compute(self, staged: Mapping[str, Any]) -> list[Any]:
         """Run a batch; see `LoadedModel.compute`."""
-        found = self._request.infer(staged, share_inputs=True)
-        *small, window_scores = (found[name] for name in OUTPUTS)
+        outputs = self._request.infer(staged, share_inputs=True)
+        *small, window_scores = (outputs[name] for name in OUTPUTS)
         return [*small, lambda: window_scores]
 
 
 def load(path: Path, precision: CpuPrecision = "fp32", *, threads: int = 0) -> OpenVinoModel:
-    """Compile a model file for this CPU; threads: 0 is one per core.
+    """Compile a model file for this CPU; threads: 0 for one per core.
 
-    Raises EnvironmentFault when openvino is missing or when this CPU does not compute in that precision, ContractError
-    when the file is no model.
+    Raises EnvironmentFault when openvino is missing or this CPU does not compute in that precision, ContractError when
+    the file is not a valid model.
     """
     runtime = _import()
     check_processor(precision)
@@ -86,8 +86,8 @@ def load(path: Path, precision: CpuPrecision = "fp32", *, threads: int = 0) -> O
 def _core() -> Any:
     """Return OpenVINO's core, which is never freed.
 
-    Its CPU plugin gives the thread that makes it another stack for signal handlers. Freed in a second thread, as a
-    garbage collector may, it would take that memory back, and the next Ctrl-C would end in a segmentation fault.
+    Its CPU plugin gives the thread that creates it another stack for signal handlers. If a second thread freed it, as a
+    garbage collector may, that memory would be released, and the next Ctrl-C would cause a segmentation fault.
     """
     return _import().Core()
 
@@ -97,57 +97,57 @@ def _import() -> ModuleType:
         import openvino
     except ImportError as error:
         raise EnvironmentFault(
-            f"--device openvino: openvino cannot be imported ({error}). Bring it: {install_hint('openvino')}"
+            f"--device openvino: openvino cannot be imported ({error}). Install it: {install_hint('openvino')}"
         ) from error
     module: ModuleType = openvino
     return module
 
 
 def _metadata(model: Any) -> dict[str, str]:
-    """Return the metadata of the ONNX file, which OpenVINO keeps under `framework`."""
+    """Return the metadata of the ONNX file, which OpenVINO stores under `framework`."""
     if not model.has_rt_info(["framework"]):
         return {}
-    found = model.get_rt_info(["framework"]).astype(dict)
-    return {key: value.value for key, value in found.items()}
+    metadata = model.get_rt_info(["framework"]).astype(dict)
+    return {key: value.value for key, value in metadata.items()}
 
 
 def _lengths(value: Any) -> list[Any]:
-    """Return a shape; what varies as None."""
+    """Return a shape, with None for lengths that vary."""
     return [length.get_length() if length.is_static else None for length in value.get_partial_shape()]
 
 
 def _check_names(model: Any, path: Path) -> None:
-    """Refuse a file with inputs or outputs that have no name: the caller compares names."""
+    """Refuse a file with unnamed inputs or outputs, because the caller compares names."""
     for value in (*model.inputs, *model.outputs):
         if not value.get_names():
-            raise ContractError(f"{path}: an input or output has no name, so this is no model file of prelunet")
+            raise ContractError(f"{path}: an input or output has no name, so this is not a model file of prelunet")
 
 
 def check_processor(precision: CpuPrecision) -> None:
-    """Refuse what this CPU has no instructions for, before a model of gigabytes is compiled.
+    """Refuse a precision for which this CPU has no instructions, before a model of gigabytes is compiled.
 
-    That it has them does not yet mean that a model runs in them: `check_precision`. Raises EnvironmentFault.
+    `check_precision` shows whether the model really runs in it. Raises EnvironmentFault.
     """
     if precision == "bf16" and "BF16" not in _core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         raise _unsupported_precision(precision, "f32")
 
 
 def check_precision(compiled: Any, precision: CpuPrecision) -> None:
-    """Check in the compiled model that every convolution and fully connected layer runs in the precision asked for."""
-    found = _precisions(compiled)
-    if found != {HINTS[precision]}:
-        raise _unsupported_precision(precision, ", ".join(sorted(found)))
+    """Check that every convolution and fully connected layer was compiled for the requested precision."""
+    actual = _precisions(compiled)
+    if actual != {HINTS[precision]}:
+        raise _unsupported_precision(precision, ", ".join(sorted(actual)))
 
 
-def _unsupported_precision(precision: CpuPrecision, found: str) -> EnvironmentFault:
+def _unsupported_precision(precision: CpuPrecision, actual: str) -> EnvironmentFault:
     return EnvironmentFault(
-        f"--device openvino --precision {precision}: on this CPU OpenVINO computes in {found} instead. "
-        "bf16 needs a CPU with AVX512_BF16 or AMX; leave --precision out for fp32"
+        f"--device openvino --precision {precision}: on this CPU OpenVINO computes in {actual} instead. "
+        "bf16 needs a CPU with AVX512_BF16 or AMX. For fp32, omit --precision"
     )
 
 
 def _precisions(compiled: Any) -> set[str]:
-    """Return in what the arithmetic of a compiled model runs, in OpenVINO's words."""
+    """Return the precisions of a compiled model's arithmetic layers, as OpenVINO names them."""
     layers: Sequence[Any] = compiled.get_runtime_model().get_ordered_ops()
     facts = [layer.get_rt_info() for layer in layers]
     return {_text(fact["runtimePrecision"]) for fact in facts if _text(fact["layerType"]) in _ARITHMETIC}
