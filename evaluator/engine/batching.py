@@ -1,15 +1,15 @@
-"""Which images share a call of the session. A pure function of shapes: the same shapes give the same plan.
+"""Plan which images share a call of the session. A pure function of shapes: equal shapes give equal plans.
 
-A CPU computes every pixel of a canvas, so there only equal shapes share one (`canvas_step` 1). The CUDA provider
-rebuilds each convolution's plan (15-30 ms in all) whenever the shape of its input changes, also to a shape that it has
-seen before. So there sides are rounded up, and images of different shapes share a canvas as long as the change that
-this saves costs more than the padding that it makes; the graph ignores what lies outside of each image.
+A CPU computes every pixel of a canvas, so only images of equal shape share one there (`canvas_step` 1). The CUDA
+provider rebuilds the plan of each convolution (15-30 ms in total) whenever the shape of its input changes, even to a
+shape that it has seen before. So on CUDA sides are rounded up, and images of different shapes share a canvas as long as
+the change that this saves costs more than the padding that it adds. The graph ignores pixels outside each image.
 
-How good a plan is. Its cost is its canvas pixels plus `switch_pixels` for each change of shape. It is never above that
-of one canvas for each rounded shape, and where one side is common (all images of one scale and orientation) never
-above that of any plan that puts neighbouring lengths together, which is the least of all if each canvas needs one
-batch only. For other shapes no more than the former is promised: among all partitions of seven random shapes it was
-the cheapest in 241 of 250 cases, and 6 % above that at worst.
+Quality of a plan: its cost is its canvas pixels plus `switch_pixels` for each change of shape. The cost never exceeds
+that of one canvas per rounded shape. Where one side is common (all images of one scale and orientation), it never
+exceeds that of any plan that groups neighboring lengths, and is optimal if each canvas needs only one batch. For other
+shapes only the first bound holds: among all partitions of seven random shapes the plan was the cheapest in 241 of 250
+cases, and at most 6 % above the cheapest.
 """
 
 from collections import Counter
@@ -23,24 +23,24 @@ import numpy as np
 from prelunet.evaluator.engine.shape_buckets import ShapeBuckets
 from prelunet.evaluator.json_checks import require_int, require_keys
 
-# The two large things in memory, for the largest net (C: 896 channels, 63 bins; conv1 gives 96 channels at stride 2):
-# 63·896·4 bytes of pooled features per window, and 96·4/4 bytes per pixel for each of about three maps alive at conv1.
+# The two largest uses of memory, for the largest net (C: 896 channels, 63 bins; conv1 has 96 channels at stride 2):
+# 63·896·4 bytes of pooled features per window, and 96·4/4 bytes per pixel for each of about three live maps at conv1.
 MAX_WINDOWS = 2048  # · 226 kB = 0.46 GB
 MAX_PIXELS = 2**21  # · 0.3 kB = 0.60 GB
 
-MAX_RULE_VALUE = 2**40  # of any rule: far beyond every machine, and sums of such numbers stay below 2**63
-_FORBIDDEN_COST = 2**61  # the cost of what is not allowed
-_ROUNDS, _NEW_CANVASES = 8, 2  # of `_local_search`: three rounds and one new canvas were enough wherever it was tried
+MAX_RULE_VALUE = 2**40  # of any rule: beyond every machine, while sums of such numbers stay below 2**63
+_FORBIDDEN_COST = 2**61  # the cost of a forbidden choice
+_ROUNDS, _NEW_CANVASES = 8, 2  # of `_local_search`: three rounds and one new canvas sufficed in all trials
 
 
 @dataclass(frozen=True)
 class BatchRules:
     """How batches are planned on a device.
 
-    canvas_step: sides of canvases are multiples of it; 1: exactly the images' shapes (CPUs, and files for exact
+    canvas_step: sides of canvases are multiples of it; 1 means exactly the images' shapes (CPUs, and files for exact
     canvases);
-    max_windows, max_pixels: of a whole batch, counted on its canvases;
-    switch_pixels: what a change of canvas costs, in canvas pixels that could be computed meanwhile.
+    max_windows, max_pixels: limits of a whole batch, counted on its canvases;
+    switch_pixels: cost of a change of canvas, as the canvas pixels that could be computed in that time.
     Raises ValueError for numbers below 1 (switch_pixels: 0) or beyond 2**40.
     """
 
@@ -54,7 +54,7 @@ class BatchRules:
             require_int(value, key, 0 if key == "switch_pixels" else 1, MAX_RULE_VALUE)
 
     def max_rows(self, pixels: int, windows: int) -> int:
-        """Return how many canvases of so many pixels and windows a batch may have, at least 1."""
+        """Return how many canvases of `pixels` and `windows` a batch may have, at least 1."""
         return max(1, min(self.max_pixels // pixels, self.max_windows // max(1, windows)))
 
     def to_json(self) -> dict[str, int]:
@@ -63,16 +63,16 @@ class BatchRules:
 
     @classmethod
     def from_json(cls, data: Any) -> "BatchRules":
-        """Read what `to_json` wrote; raises ValueError when it is not that."""
+        """Read the output of `to_json`; raises ValueError for anything else."""
         return cls(**require_keys(data, "the rules of batches", {field.name for field in fields(cls)}))
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Images that share one canvas size, and one call.
+    """Images that share one canvas size and one call.
 
-    indices: into the shapes given; height, width: of the canvas in pixels; rows: canvases that are computed, of which
-    those behind the images are blank.
+    indices: into the given shapes; height, width: of the canvas in pixels; rows: number of computed canvases; those
+    after the images are blank.
     """
 
     indices: tuple[int, ...]
@@ -83,24 +83,24 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Batches in the order in which they are run. images_pixels: of all images together."""
+    """Batches in the order in which they run. images_pixels: of all images together."""
 
     batches: tuple[Batch, ...]
     images_pixels: int
 
     @property
     def canvas_pixels(self) -> int:
-        """Return how many pixels are computed."""
+        """Return the number of computed pixels."""
         return sum(batch.rows * batch.height * batch.width for batch in self.batches)
 
     @property
     def padding(self) -> float:
-        """Return the share of the computed pixels that belong to no image, 0 to 1."""
+        """Return the fraction of computed pixels that belong to no image, 0 to 1."""
         return 1 - self.images_pixels / self.canvas_pixels if self.batches else 0.0
 
     @property
     def canvas_changes(self) -> int:
-        """Return how often the shape of the session's input changes, the first batch included."""
+        """Return how often the shape of the session's input changes, including the first batch."""
         shapes = [(batch.rows, batch.height, batch.width) for batch in self.batches]
         return bool(shapes) + sum(before != after for before, after in pairwise(shapes))
 
@@ -117,11 +117,11 @@ def plan_batches(
 
     shapes: (height, width) of each image in pixels, none beyond max_side;
     window_grid: (height, width) of a canvas → its grid of windows, each side by itself (`ModelContract.window_grid`);
-    max_side: the largest canvas side that the model takes; no side is rounded up beyond it;
-    ladder: the canvases and rows to keep to, for images that fit.
+    max_side: the largest canvas side that the model accepts; no side is rounded up beyond it;
+    shape_buckets: the canvases and rows to use for images that fit.
     An image that alone exceeds the rules' limits gets batches of its own shape, one image each. The first batch holds
-    the first image, batches of one canvas follow each other, and images are in their order within a canvas; which
-    images share a canvas does not depend on their order.
+    the first image, batches of one canvas are adjacent, and images keep their order within a canvas. Which images share
+    a canvas does not depend on their order.
     """
     step = rules.canvas_step
     canonical = [(_round_up(height, step, max_side), _round_up(width, step, max_side)) for height, width in shapes]
@@ -147,7 +147,7 @@ def _round_up(side: int, step: int, largest: int) -> int:
 def _batches_of(
     indices: list[int], height: int, width: int, costs: "_Costs", switch_pixels: int, shape_buckets: ShapeBuckets | None
 ) -> Iterator[Batch]:
-    """Yield the batches of one canvas; on a ladder each has the rows of a rung."""
+    """Yield the batches of one canvas; with shape buckets their rows are rounded up to a bucket."""
     max_rows = int(costs.max_rows(height, width))
     if shape_buckets is None or (height, width) != shape_buckets.canvas(height, width):
         yield from _cut(indices, height, width, max_rows, switch_pixels)
@@ -158,10 +158,10 @@ def _batches_of(
 
 
 def _cut(indices: list[int], height: int, width: int, max_rows: int, switch_pixels: int) -> Iterator[Batch]:
-    """Yield the batches of one canvas, `max_rows` rows at most: as few as possible.
+    """Yield the batches of one canvas, of at most `max_rows` rows: as few as possible.
 
-    They all get the same number of rows where the blank ones that this takes, fewer than there are batches, cost less
-    than a change of shape; else all but the last have `max_rows`.
+    All get the same number of rows if the blank rows that this takes, fewer than there are batches, cost less than a
+    change of shape; otherwise all but the last have `max_rows`.
     """
     count = -(-len(indices) // max_rows)
     even = -(-len(indices) // count)
@@ -174,7 +174,7 @@ def _cut(indices: list[int], height: int, width: int, max_rows: int, switch_pixe
 
 
 class _Costs:
-    """What canvases cost, in pixels; for numbers and for arrays of them alike."""
+    """Costs of canvases in pixels, for single numbers and for arrays alike."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class _Costs:
     ) -> None:
         self._rules = rules
         self._max_short_side = shape_buckets.max_short_side if shape_buckets is not None else MAX_RULE_VALUE
-        self._windows = np.zeros(max(sides, default=0) + 1, np.int64)  # by the canvas's side
+        self._windows = np.zeros(max(sides, default=0) + 1, np.int64)  # indexed by the side of a canvas
         for side in sides:
             self._windows[side] = max(0, window_grid(side, side)[0])
 
@@ -195,10 +195,10 @@ class _Costs:
         return np.maximum(1, np.minimum(self._rules.max_windows // windows, self._rules.max_pixels // area))
 
     def of(self, images: Any, height: Any, width: Any, shapes: Any) -> Any:
-        """Return the cost of that many images on canvases of a size, cut as `_cut` does.
+        """Return the cost of `images` images on canvases of a size, cut as `_cut` does.
 
-        shapes: how many different ones they have. A canvas beyond the limits, or off the ladder, is for images of
-        that very shape only.
+        shapes: number of different shapes. A canvas beyond the limits or outside the shape buckets may hold images of
+        exactly one shape.
         """
         area, switch = np.maximum(1, height * width), self._rules.switch_pixels
         count = -(-images // self.max_rows(height, width))
@@ -211,21 +211,21 @@ class _Costs:
         return np.where(too_large & (shapes > 1), _FORBIDDEN_COST, cost)
 
     def of_all(self, groups: Iterable[Sequence["_Shape"]]) -> int:
-        """Return the cost of groups of shapes, each on a canvas of its own."""
+        """Return the cost of groups of shapes, each on its own canvas."""
         return sum(int(self.of(*_size(group))) for group in groups)
 
 
-_Shape = tuple[int, int, int]  # height, width, how many images have it
+_Shape = tuple[int, int, int]  # height, width, number of images
 
 
 def _size(shapes: Sequence[_Shape]) -> tuple[int, int, int, int]:
-    """Return images, height, width and number of shapes of one canvas, as `_Costs.of` takes them; 0 for no shapes."""
+    """Return images, height, width and number of shapes of one canvas, for `_Costs.of`; zeros for no shapes."""
     heights, widths, images = zip(*shapes, strict=True) if shapes else ((0,), (0,), (0,))
     return sum(images), max(heights), max(widths), len(shapes)
 
 
 def _shared_canvases(images: Mapping[tuple[int, int], int], costs: _Costs) -> dict[tuple[int, int], tuple[int, int]]:
-    """Return the canvas of each shape; images: how many have it."""
+    """Return the canvas of each shape; images: number of images per shape."""
     shapes = [(*shape, images[shape]) for shape in sorted(images)]
     orders = (
         shapes,
@@ -237,9 +237,9 @@ def _shared_canvases(images: Mapping[tuple[int, int], int], costs: _Costs) -> di
 
 
 def _intervals(shapes: Sequence[_Shape], costs: _Costs) -> list[list[_Shape]]:
-    """Cut a row of shapes into groups, each an interval, at the least cost.
+    """Cut a sequence of shapes into intervals at the least cost.
 
-    least[end] of the first `end` shapes is the least of least[begin] + cost of shapes begin to end − 1, over begin.
+    least[end], for the first `end` shapes, is the minimum over begin of least[begin] + cost of shapes begin to end − 1.
     """
     backwards = np.array(shapes[::-1], np.int64).reshape(-1, 3)
     least, begins = np.zeros(len(shapes) + 1, np.int64), [0]
@@ -257,7 +257,7 @@ def _intervals(shapes: Sequence[_Shape], costs: _Costs) -> list[list[_Shape]]:
 
 
 def _local_search(groups: list[list[_Shape]], costs: _Costs) -> list[list[_Shape]]:
-    """Move each shape to the canvas where it adds least, or to one of its own, and again until nothing is gained."""
+    """Move each shape to the canvas where it adds the least cost, or to a new one, until nothing improves."""
     groups = [*groups, *([] for _ in range(_NEW_CANVASES))]
     sizes = np.array([_size(group) for group in groups])
     cost = costs.of(*sizes.T)

@@ -71,8 +71,8 @@ class ViewResult:
 
     scores, logits: float32 (classes,), means over the view's windows; windows: rows and columns of their grid;
     height, width: of the view in pixels; capped: a long side was cut to its center;
-    window_scores: float32 (rows, columns, classes) of the whole grid, even if only nine of its windows count; None unless
-    requested.
+    window_scores: float32 (rows, columns, classes) of the whole grid, even if only nine of its windows count; None
+    unless requested.
     """
 
     view: View
@@ -139,10 +139,10 @@ def classify_images(
 def run_views(
     session: EvaluationSession, views: Sequence[ViewImage], *, keep_windows: bool = False
 ) -> list[ViewResult]:
-    """Run views of any images and protocols in as few batches as memory allows; return results in the order of the views.
+    """Run views of any images and protocols in as few batches as memory allows; results keep the order of the views.
 
-    Only the thread that owns the session may call this. `average_image` checks for NaN, not this function: NaN in one image
-    must not fail the others of its batch.
+    Only the thread that owns the session may call this. `average_image` checks for NaN, not this function: NaN in one
+    image must not fail the others of its batch.
     """
     results: dict[int, ViewResult] = {}
     for batch in plan_views(session, views).batches:

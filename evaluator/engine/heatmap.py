@@ -48,13 +48,13 @@ def heat_maps(
 ) -> Float64Array:
     """Return where each of the given classes is seen, float64 (classes, rows, columns) in 0..1.
 
-    classified: made with keep_windows; image_size: height and width of the image in pixels; map_size: those of the maps,
-    which cover the whole image.
+    classified: made with keep_windows; image_size: height and width of the image in pixels; map_size: those of the
+    maps, which cover the whole image.
     Each point is interpolated between the scores of the windows around it. Beyond the outermost centers it takes the
-    nearest window's score, and a crop has only one window. Mirrored views are flipped back. At each point the views of a
-    scale that show it are averaged, then the scales, whatever the protocol's weights and averaging. For `spp-18` all
-    windows are shown, not only the nine that count. NaN where no view covers the image (outside the crops, or cut off by
-    the cap).
+    nearest window's score, and a crop has only one window. Mirrored views are flipped back. At each point the views of
+    a scale that show it are averaged, then the scales, whatever the protocol's weights and averaging. For `spp-18` all
+    windows are shown, not only the nine that count. NaN where no view covers the image (outside the crops, or cut off
+    by the cap).
     """
     by_scale: dict[int, list[Float64Array]] = {}
     for view in classified.views:
@@ -153,9 +153,9 @@ def draw_heat_maps(
     """Draw the image beside the heat maps of its five best classes, uint8 (H, W, 3).
 
     image: uint8 (h, w, 3); classified: its result, made with keep_windows.
-    Each map is colored from 0 to its own maximum, which is printed above it as its peak: the highest window score of the
-    class, averaged over scales. The range is at least a tenth of the highest peak of all maps, so that a barely visible
-    class stays dark. Where no view looked, the image is faint and gray.
+    Each map is colored from 0 to its own maximum, which is printed above it as its peak: the highest window score of
+    the class, averaged over scales. The range is at least a tenth of the highest peak of all maps, so that a barely
+    visible class stays dark. Where no view looked, the image is faint and gray.
     """
     best = classified.top(HEAT_MAP_CLASSES)
     height, width = _panel_size(*image.shape[:2])

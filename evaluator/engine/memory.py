@@ -1,19 +1,19 @@
-"""How much main memory a run takes, told from the model file's metadata alone, and batches that stay within a limit.
+"""Estimate the main memory of a run from the model file's metadata alone, and plan batches that stay within a limit.
 
-What takes memory, for model A in float32 and one view of 480x1920 pixels as an example:
+Uses of memory, with model A in float32 and one view of 480x1920 pixels as an example:
 
     base       Python and its libraries, the runtime                                                0.1 GB
-    weights    the file's, as the runtime keeps them; while it loads them, twice the file            1.0 to 1.5 GB
+    weights    the file's, as the runtime stores them; twice the file while it loads them           1.0 to 1.5 GB
     batch      maps of the trunk, or every window's pooled features (129 kB each, 1,819 windows)     0.6 GB
-    packed     the pixels of batches that are computed or wait for it                               25 MB
-    images     views of the portion of a chunk that is computed, and of the one that is prepared     0.8 GB
-    decoding   pixels as they were before they were resized (`evaluator.imaging.decode_memory`)               0.3 GB
+    packed     pixels of batches that are being computed or wait for it                             25 MB
+    images     views of the portion of a chunk being computed, and of the one being prepared         0.8 GB
+    decoding   pixels before resizing (`evaluator.imaging.decode_memory`)                            0.3 GB
     results    scores of views until they are averaged and written                                  15 MB
-    list       the images' names and labels, and in the end the lines of the run                     0.5 kB an image
+    list       names and labels of the images, and finally the lines of the run                     0.5 kB an image
 
-Only the last depends on the number of images. The estimates are upper bounds, but for one thing: an image that alone
-takes more than the room for decoding is decoded all the same, by itself (`MAX_DECODE_BYTES`). docs/performance.md
-compares them with what was measured.
+Only the last depends on the number of images. The estimates are upper bounds, with one exception: an image that alone
+exceeds the capacity for decoding is still decoded, by itself (`MAX_DECODE_BYTES`). docs/performance.md compares the
+estimates with measurements.
 """
 
 import math
@@ -35,23 +35,24 @@ from prelunet.evaluator.protocols import EvaluationProtocol
 
 Runtime = Literal["cpu", "openvino", "cuda"]  # cpu: onnxruntime's own
 
-# How much a runtime keeps, in sizes of what the graph needs at once. OpenVINO lays windows out anew for its products,
-# and on CUDA the arena grows by powers of two (not measured here).
+# Memory that a runtime holds, as a multiple of what the graph needs at once. OpenVINO reorders windows for its matrix
+# products, and on CUDA the arena grows by powers of two (not measured here).
 BUFFER_COPIES: Mapping[Runtime, int] = {"cpu": 1, "openvino": 2, "cuda": 2}
-WORKSPACE_BYTES = 2**25  # bytes, whatever the batch: buffers of the runtime's threads
-# An adopted net says nothing of its layers. VGG-16, the widest of the usual ones, has 64 channels at every pixel of its
-# first layers; of three such maps at once.
+WORKSPACE_BYTES = 2**25  # buffers of the runtime's threads, whatever the batch
+# The layers of an adopted net are unknown. VGG-16, the widest of the usual nets, has 64 channels at every pixel of its
+# first layers; assume three such maps at once.
 ADOPTED_BYTES_PER_PIXEL = 3 * 64 * 4
-INPUT_BYTES_PER_PIXEL = 2 * 3 + 4 * 3 * 4  # uint8 as it came and channels first; float32, mean, centred, masked
+INPUT_BYTES_PER_PIXEL = 2 * 3 + 4 * 3 * 4  # uint8 as received and channels first; float32, mean, centered, masked
 
 
 def batch_bytes(
     contract: ModelContract, rows: int, height: int, width: int, value_bytes: int = 4, runtime: Runtime = "cpu"
 ) -> int:
-    """Return how many bytes a batch takes at most; height, width: of its canvas; value_bytes: of a number in a map.
+    """Return the most bytes that a batch takes, without the weights.
 
-    Beyond the weights: the largest sum of maps that are alive at one layer, or the windows' features, as often as the
-    runtime keeps them. Raises ContractError for a malformed architecture.
+    height, width: of its canvas; value_bytes: of a number in a map.
+    The result is the largest sum of live maps at one layer, or the windows' features, times the copies that the runtime
+    keeps. Raises ContractError for a malformed architecture.
     """
     if _has_trunk(contract):
         maps, pools = (of(contract, height, width) * value_bytes for of in (_largest_maps, _pooled_maps))
@@ -64,10 +65,10 @@ def batch_bytes(
 
 
 def window_bytes(contract: ModelContract, value_bytes: int = 4) -> int:
-    """Return the bytes of one window of our own nets: its bins, cut out and then put together, and its scores.
+    """Return the bytes of one window of our own nets: its bins, cut out and then concatenated, and its scores.
 
     The fully connected layers come later and take less, unless they are wider than the pyramid. The scores are always
-    float32, and leave the runtime as a copy.
+    float32, and the runtime returns a copy of them.
     """
     bins = _layers(contract)[-1].channels * sum(level * level for level in contract.spp_levels)
     hidden, classes = _hidden(contract), len(contract.classes)
@@ -75,7 +76,7 @@ def window_bytes(contract: ModelContract, value_bytes: int = 4) -> int:
 
 
 def weights_bytes(contract: ModelContract) -> int:
-    """Return the bytes of a file's weights; 0 for an adopted net, whose layers are not known."""
+    """Return the bytes of a file's weights; 0 for an adopted net, whose layers are unknown."""
     if not _has_trunk(contract):
         return 0
     total, before = 0, 3
@@ -92,9 +93,9 @@ def weights_bytes(contract: ModelContract) -> int:
 def batch_bytes_bound(
     contract: ModelContract, pixels: int, windows: int, value_bytes: int = 4, runtime: Runtime = "cpu"
 ) -> int:
-    """Return what no batch of so many pixels and windows exceeds.
+    """Return an upper bound of the bytes of any batch with at most `pixels` pixels and `windows` windows.
 
-    The maps of n pixels in a row are largest in proportion just where a stride begins, or else in a row without end.
+    Maps are largest relative to their input where a stride has just begun, or for an infinitely long row.
     """
     batch = float(ADOPTED_BYTES_PER_PIXEL * pixels)
     if _has_trunk(contract):
@@ -108,7 +109,7 @@ def batch_bytes_bound(
 
 
 def flops_per_pixel(contract: ModelContract) -> float:
-    """Return multiplications and additions for each pixel of a 3:4 view at the middle scale; infinite if unknown."""
+    """Return multiplications plus additions per pixel of a 3:4 view at the middle scale; infinite if unknown."""
     height, width = resized_size(3, 4, contract.default_scales[len(contract.default_scales) // 2])
     with _architecture_errors():
         if _has_trunk(contract):
@@ -119,7 +120,7 @@ def flops_per_pixel(contract: ModelContract) -> float:
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer of a trunk with what a contract's `trunk` leaves out. channels: of its output."""
+    """A layer of a trunk, including what a contract's `trunk` omits. channels: of its output."""
 
     size: TrunkLayer
     is_convolution: bool
@@ -131,7 +132,7 @@ def _has_trunk(contract: ModelContract) -> bool:
 
 
 def _layers(contract: ModelContract) -> list[_Layer]:
-    """Return the trunk; ContractError for a malformed architecture."""
+    """Return the layers of the trunk; ContractError for a malformed architecture."""
     with _architecture_errors():
         described = [
             require_object(layer, "a layer") for layer in require_list(contract.architecture["trunk"], "trunk")
@@ -160,10 +161,10 @@ def _architecture_errors() -> Iterator[None]:
 
 
 def _largest_maps(contract: ModelContract, height: int, width: int) -> int:
-    """Return how many numbers are alive at most at one layer of the trunk.
+    """Return the largest number of values alive at one layer of the trunk.
 
-    Of a convolution its input, in a ragged file masked once more, and its output; of an activation its input and
-    output; of a pool likewise.
+    For a convolution: its input, once more masked in a ragged file, and its output. For an activation or a pool: its
+    input and output.
     """
     largest = before = 3 * height * width
     for layer in _layers(contract):
@@ -176,9 +177,9 @@ def _largest_maps(contract: ModelContract, height: int, width: int) -> int:
 
 
 def _pooled_maps(contract: ModelContract, height: int, width: int) -> int:
-    """Return how many numbers the feature map and the pools of its pyramid have, all of them channels first and last.
+    """Return the number of values in the feature map and its pyramid's pools, each stored channels first and last.
 
-    A level has bins of one length or two along each side; one more pool may come between.
+    The bins of a level have one or two lengths along each side; one intermediate pool may be needed.
     """
     sizes: set[tuple[int, int]] = {(1, 1), (0, 0)}
     for level in contract.spp_levels:
@@ -190,39 +191,40 @@ def _pooled_maps(contract: ModelContract, height: int, width: int) -> int:
 
 
 # Measured on models A and C (712 and 1,323 MB) and on A in float16, with onnxruntime 1.31.1 and OpenVINO 2026.4.1, on
-# Linux; in sizes of the weights in float32, which is what these runtimes turn those of a float16 file into.
-LOADING_FACTOR: Mapping[str, float] = {
-    "fp32": 2.2,
-    "fp16": 2.6,
-}  # peak, by the file's precision: 1.94 to 2.13, 1.96 to 2.43
-# After the first call, at which OpenVINO lays its weights out anew: 1.09 to 1.38, 2.06 to 2.27, 1.93 to 2.03.
+# Linux. Factors are relative to the weights in float32, to which these runtimes convert those of a float16 file.
+# Peak while loading, by the file's precision: 1.94 to 2.13, 1.96 to 2.43.
+LOADING_FACTOR: Mapping[str, float] = {"fp32": 2.2, "fp16": 2.6}
+# After the first call, in which OpenVINO reorders its weights: 1.09 to 1.38, 2.06 to 2.27, 1.93 to 2.03.
 RESIDENT_FACTOR: Mapping[tuple[Runtime, str], float] = {
     ("cpu", "fp32"): 1.4,
     ("openvino", "fp32"): 2.3,
     ("openvino", "bf16"): 2.2,
 }
-BASE_BYTES = 2**27  # bytes: 60 to 75 MB of Python and libraries, 46 to 57 MB more when a runtime is there
-PORTION_BYTES = 3 * 2**27  # of the views of one portion, if every image were as elongated as the protocol lets it be
-# For a GPU: the 1,024 images of a chunk in one portion change its canvases four times less often.
+BASE_BYTES = 2**27  # 60 to 75 MB of Python and libraries, 46 to 57 MB more with a runtime
+PORTION_BYTES = 3 * 2**27  # views of one portion, if every image were as elongated as the protocol allows
+# On a GPU, with the 1,024 images of a chunk in one portion, canvases change four times less often.
 GPU_PORTION_BYTES = 6 * 2**30
 PORTION_SHARE = 16  # a portion takes at most a sixteenth of a limit
-PACKED_BATCHES = 4  # batches whose pixels are kept: one is computed, two are ready, one is being packed
+PACKED_BATCHES = 4  # batches of pixels in memory: one computing, two ready, one being packed
 RESULT_PORTIONS = 3  # portions whose results are kept until they are averaged
-LISTING_BYTES_PER_IMAGE = (
-    512  # bytes an image: 280 in the dataset's list and 130 in the lines of the run, with names of 40 characters
-)
-# Images of a dataset and of a chunk, for which rules leave room before either is known.
+# 280 in the dataset's list and 130 in the lines of the run, for names of 40 characters
+LISTING_BYTES_PER_IMAGE = 512
+# Images of a dataset and of a chunk, for which rules reserve memory before either is known.
 TYPICAL_DATASET_IMAGES, TYPICAL_CHUNK_IMAGES = 50_000, 64
 
 # Assumptions about a GPU, not measured here.
-GPU_BASE_BYTES = 2**31  # bytes of main memory: the libraries of CUDA and cuDNN
-GPU_RESIDENT_FACTOR = 2.2  # what the weights take there, in sizes of the file
-GPU_HOST_RESIDENT_FACTOR = 1.1  # and in main memory once they are on the GPU
-GPU_PACKED_BATCHES = 8  # of batches in main memory: three page-locked, of up to twice the size, and two that are packed
-GPU_BATCH_BYTES = 6 * 2**30  # of a batch unless a limit is lower: some 10 Mpixel of net C, far more than fill a GPU
-GPU_SWITCH_SECONDS = 0.020  # in which the CUDA provider rebuilds the plans of about 20 convolutions
-GPU_FLOPS: Mapping[str, float] = {"fp16": 400e12, "tf32": 200e12, "fp32": 45e12}  # operations per second of a whole net
-GPU_CANVAS_CELLS = 2  # a canvas grows in cells of the feature map: 32 px for A, B, C; 256, 384 and 480 need no rounding
+GPU_BASE_BYTES = 2**31  # main memory: the libraries of CUDA and cuDNN
+GPU_RESIDENT_FACTOR = 2.2  # weights on the GPU, relative to the file
+GPU_HOST_RESIDENT_FACTOR = 1.1  # the same in main memory once they are on the GPU
+GPU_PACKED_BATCHES = 8  # batches in main memory: three page-locked, of up to twice the size, and two packed
+GPU_BATCH_BYTES = 6 * 2**30  # unless a limit is lower: about 10 Mpixel of net C, far more than fill a GPU
+GPU_SWITCH_SECONDS = 0.020  # time in which the CUDA provider rebuilds the plans of about 20 convolutions
+GPU_FLOPS: Mapping[str, float] = {
+    "fp16": 400e12,
+    "tf32": 200e12,
+    "fp32": 45e12,
+}  # operations per second over a whole net
+GPU_CANVAS_CELLS = 2  # step in cells of the feature map: 32 px for A, B, C, so 256, 384, 480 fit exactly
 
 _VALUE_BYTES: Mapping[str, int] = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # of a number in a map
 MAX_MEMORY = 2**60
@@ -232,9 +234,9 @@ _AMOUNT = re.compile(r"(?P<number>\d{1,15}(?:\.\d{1,6})?)(?P<unit>[MGTmgt])(?:iB
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of main memory that a process takes at most; what each is, see above.
+    """Upper bounds, in bytes, of the main memory of a process; the module's docstring explains each.
 
-    loading: while the file is loaded, when there are no batches and images yet.
+    loading: while the file loads, when there are no batches and images yet.
     """
 
     base: int
@@ -249,7 +251,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """Return the most that is taken at any time."""
+        """Return the peak over the whole run."""
         steady = self.weights + self.batch + self.packed + self.images + self.decoding + self.results + self.listed
         return self.base + max(self.loading, steady)
 
@@ -268,11 +270,11 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class Workload:
-    """How a model is run in one process, and on how much.
+    """How one process runs a model, and on how much data.
 
-    precision: what is computed in; file_bytes: of the model file, 0 for what its architecture tells; gpu_rules: of the
-    sessions on GPUs, which do not depend on main memory; sessions: how many; pipelines: that each of them serves;
-    images: in the dataset; encoded: bytes of all files that are read at a time.
+    precision: to compute in; file_bytes: of the model file, 0 to derive them from its architecture; gpu_rules: of the
+    sessions on GPUs, which do not depend on main memory; sessions: their number; pipelines: per session; images: in the
+    dataset; encoded: bytes of all files that are read at a time.
     """
 
     runtime: Runtime = "cpu"
@@ -294,10 +296,10 @@ def fit_rules(
     *,
     packed: int = 0,
 ) -> BatchRules:
-    """Return rules whose batches take no more than `budget` bytes.
+    """Return rules whose batches take at most `budget` bytes.
 
-    most: rules for when memory is no matter, of which both limits shrink alike; packed: how many batches of pixels come
-    on top, besides what is being computed. An image that alone exceeds them is a batch all the same, see
+    unlimited: rules for unlimited memory, whose two limits shrink by the same factor; packed: number of batches of
+    pixels in memory besides the one being computed. An image that alone exceeds the rules still forms a batch; see
     `require_fits`.
     """
     needed = batch_bytes_bound(contract, unlimited.max_pixels, unlimited.max_windows, value_bytes, runtime)
@@ -316,10 +318,11 @@ def cpu_rules(
     runtime: Runtime = "cpu",
     precision: str = "fp32",
 ) -> BatchRules:
-    """Return the rules of a CPU: those that are usual, or smaller ones.
+    """Return the rules of a CPU: the default ones, or smaller ones within a memory limit.
 
-    memory: most bytes of the process, or None; file_bytes: of the model file, 0 for what its architecture tells;
-    runtime: `cpu` (onnxruntime) or `openvino`; precision: what is computed in.
+    memory: limit of the process in bytes, or None; file_bytes: of the model file, 0 to derive them from its
+    architecture;
+    runtime: `cpu` (onnxruntime) or `openvino`; precision: to compute in.
     """
     if memory is None:
         return BatchRules()
@@ -333,9 +336,9 @@ def gpu_rules(
 ) -> BatchRules:
     """Return the rules of a GPU.
 
-    memory: most bytes of the runtime's arena there, or None; file_bytes: see `cpu_rules`; precision: what is computed
-    in, None for the file's own. Canvases of an exact file are never larger than their images, but there too blank ones
-    can save a change of shape.
+    memory: limit of the runtime's arena in bytes, or None; file_bytes: see `cpu_rules`; precision: to compute in, None
+    for the file's own. Canvases of an exact file are never larger than their images, but blank ones can still save a
+    change of shape.
     """
     precision = precision or contract.precision
     step = 1 if contract.canvas == "exact" else GPU_CANVAS_CELLS * contract.trunk_stride
@@ -348,12 +351,12 @@ def gpu_rules(
 
 
 def portion_size(protocol: EvaluationProtocol, chunk: int, memory: int | None, *, gpu: bool = False) -> int:
-    """Return how many images of a chunk are prepared and computed at a time: a portion of it.
+    """Return how many images of a chunk are prepared and computed at a time: one portion of it.
 
-    memory: most bytes of main memory of the process, or None; gpu: whether a GPU computes.
+    memory: limit of the process's main memory in bytes, or None; gpu: whether a GPU computes.
 
-    A function of what is named here and of nothing else: in which company an image is computed can move the
-    last bit of its scores, so that a chunk must be cut alike wherever and whenever it is evaluated.
+    Depends on nothing but these arguments: which images share a batch can change the last bit of a score, so a chunk
+    must be cut the same way wherever and whenever it is evaluated.
     """
     limit = GPU_PORTION_BYTES if gpu else PORTION_BYTES
     if memory is not None:
@@ -363,10 +366,12 @@ def portion_size(protocol: EvaluationProtocol, chunk: int, memory: int | None, *
 
 
 def image_bytes(protocol: EvaluationProtocol) -> int:
-    """Return the bytes of all views of one image that is as elongated as the protocol lets it be."""
+    """Return the bytes of all views of one image that is as elongated as the protocol allows."""
     if protocol.crop is not None:
         return 3 * len(protocol.views) * protocol.crop**2
-    return 3 * sum(scale * scale * protocol.long_side_cap for scale in protocol.scales)  # mirrored ones share them
+    return 3 * sum(
+        scale * scale * protocol.long_side_cap for scale in protocol.scales
+    )  # mirrored views share the memory of the plain ones
 
 
 def estimate_memory(
@@ -376,7 +381,7 @@ def estimate_memory(
     memory: int | None,
     workload: Workload = Workload(),
 ) -> MemoryEstimate:
-    """Return what evaluating chunks of images takes of the main memory at most.
+    """Return upper bounds of the main memory that evaluating chunks of images takes.
 
     memory: the limit for which batches and portions are planned, or None.
     """
@@ -405,20 +410,21 @@ def estimate_memory(
 def largest_batch_bytes(
     contract: ModelContract, protocol: EvaluationProtocol, rules: BatchRules, runtime: Runtime, precision: str = "fp32"
 ) -> int:
-    """Return what the largest batch of a protocol's views takes, up to the longest image that is not capped.
+    """Return the bytes of the largest batch of a protocol's views, up to the longest image that is not capped.
 
-    Lengths are tried in steps of a cell of the feature map.
+    Lengths are tried in steps of one cell of the feature map.
     """
-    found = 0
+    largest = 0
     for height, width in _view_sizes(contract, protocol):
         rows, columns = contract.window_grid(height, width)
         limits = rules.max_windows // max(1, rows * columns), rules.max_pixels // (height * width)
-        found = max(found, batch_bytes(contract, max(1, min(limits)), height, width, _VALUE_BYTES[precision], runtime))
-    return found
+        needed = batch_bytes(contract, max(1, min(limits)), height, width, _VALUE_BYTES[precision], runtime)
+        largest = max(largest, needed)
+    return largest
 
 
 def _view_sizes(contract: ModelContract, protocol: EvaluationProtocol) -> list[tuple[int, int]]:
-    """Return height and width of the views of square to long images, upright ones left out: they take the same."""
+    """Return height and width of the views of square to long images; upright ones take the same memory."""
     if protocol.crop is not None:
         return [(protocol.crop, protocol.crop)]
     longest = protocol.long_side_cap
@@ -430,53 +436,54 @@ def _view_sizes(contract: ModelContract, protocol: EvaluationProtocol) -> list[t
 
 
 def require_loadable(file_bytes: int, precision: str, memory: int, runtime: Runtime = "cpu") -> None:
-    """Refuse a model file of which loading alone takes more than a limit, before it is loaded.
+    """Refuse a model file whose loading alone exceeds the limit, before it is loaded.
 
-    precision: that the file holds; memory: bytes. Raises UsageError that says how much is needed.
+    precision: of the file; memory: bytes. Raises UsageError with the required memory.
     """
     base = GPU_BASE_BYTES if runtime == "cuda" else BASE_BYTES
     need = base + math.ceil(LOADING_FACTOR[precision] * _expanded_bytes(file_bytes, precision, runtime))
     if need > memory:
         raise UsageError(
             f"--memory-limit {format_bytes(memory)}: loading the model alone takes up to {format_bytes(need)}. "
-            "Give more"
+            "Raise the limit"
         )
 
 
 def require_fits(
     contract: ModelContract, protocol: EvaluationProtocol, chunk: int, memory: int, workload: Workload = Workload()
 ) -> MemoryEstimate:
-    """Return what a run takes within a limit (see `estimate_memory`), if that can be kept.
+    """Return the memory estimate of a run (see `estimate_memory`) if it stays within the limit.
 
-    Raises UsageError that says how much is needed, for what, and what to change.
+    Raises UsageError that states how much memory is needed, for what, and what to change.
     """
     need = enough = estimate_memory(contract, protocol, chunk, memory, workload)
     if need.total <= memory:
         return need
-    given = memory
-    while enough.total > given:  # a larger limit lets portions grow by an eighth of it, so this ends
-        given = enough.total
-        enough = estimate_memory(contract, protocol, chunk, given, workload)
+    sufficient = memory
+    while enough.total > sufficient:  # ends, because portions grow by only an eighth of a larger limit
+        sufficient = enough.total
+        enough = estimate_memory(contract, protocol, chunk, sufficient, workload)
     loading = need.total == need.base + need.loading
     of_views = need.batch + need.packed + need.images > need.total // 2
     if loading or not of_views or protocol.crop is not None or workload.runtime == "cuda":
-        why, fix = "Loading the model takes the most of it. " if loading else "", ""
+        why, fix = "Loading the model takes most of it. " if loading else "", ""
     else:
         scale, longest = max(protocol.scales), protocol.long_side_cap
-        why = f"A view of an image of 1:{longest} has {scale}x{scale * longest} pixels and cannot be divided. "
-        fix = ", or take smaller scales (--scales)"
+        why = f"A view of an image of 1:{longest} has {scale}x{scale * longest} pixels and cannot be split. "
+        fix = ", or use smaller scales (--scales)"
     raise UsageError(
         f"--memory-limit {format_bytes(memory)}: protocol {protocol.name} takes up to {need}. "
-        f"{why}Give {format_bytes(given)} or more{fix}"
+        f"{why}Allow {format_bytes(sufficient)} or more{fix}"
     )
 
 
 def require_view_fits(
     contract: ModelContract, protocol: EvaluationProtocol, image: tuple[int, int], available: int
 ) -> None:
-    """Refuse an image of which one view alone takes more than there is.
+    """Refuse an image if a single view of it takes more memory than is available.
 
-    image: height and width in pixels; available: bytes, see `evaluator.machine`. Raises UsageError that says how much.
+    image: height and width in pixels; available: bytes, see `evaluator.machine`. Raises UsageError with the required
+    memory.
     """
     if protocol.crop is not None:
         return
@@ -485,24 +492,23 @@ def require_view_fits(
     if need > available:
         raise UsageError(
             f"a view of {height}x{width} pixels takes up to {format_bytes(need)} of memory, and this machine has "
-            f"{format_bytes(available)}. Take a smaller scale"
+            f"{format_bytes(available)}. Use a smaller scale"
         )
 
 
 def parse_memory(text: str | None, option: str = "--memory-limit") -> int | None:
-    """Read an amount of memory as bytes: 900M, 6G or 1.5GiB in powers of 1024, 6GB in powers of 1000; None for None.
+    """Parse an amount of memory to bytes: 900M, 6G or 1.5GiB in powers of 1024, 6GB in powers of 1000; None for None.
 
-    Raises UsageError for anything else, so that 6 or 6Gb is not taken for something that was not meant.
-    option: for its text.
+    Raises UsageError for anything else, so that 6 or 6Gb is not misread. option: named in the error.
     """
     if text is None:
         return None
-    found = _AMOUNT.fullmatch(text)
+    match = _AMOUNT.fullmatch(text)
     value = 0
-    if found:
-        power = _UNITS.index(found["unit"].upper()) + 2
-        value = int(float(found["number"]) * (1000 if found["decimal"] else 1024) ** power)
-    if not found or not 1 <= value <= MAX_MEMORY:
+    if match:
+        power = _UNITS.index(match["unit"].upper()) + 2
+        value = int(float(match["number"]) * (1000 if match["decimal"] else 1024) ** power)
+    if not match or not 1 <= value <= MAX_MEMORY:
         raise UsageError(
             f"{option} {text}: not an amount of memory. Write it with its unit: 900M, 6G or 1.5GiB in powers of "
             "1024, 6GB in powers of 1000"
@@ -511,32 +517,32 @@ def parse_memory(text: str | None, option: str = "--memory-limit") -> int | None
 
 
 def format_bytes(value: int) -> str:
-    """Return an amount of memory to three digits, in the units that `parse_memory` reads: 1.17G. Rounded up."""
+    """Format an amount of memory to three digits, rounded up, in the units that `parse_memory` reads: 1.17G."""
     for power, unit in reversed(list(enumerate(_UNITS, 2))):
         if value >= 1024**power or power == 2:
             amount = value / 1024**power
             digits = 2 if amount <= 9.99 else 1 if amount <= 99.9 else 0
             return f"{math.ceil(amount * 10**digits) / 10**digits:.{digits}f}{unit}"
-    raise AssertionError("there is a unit for everything")
+    raise AssertionError("unreachable: the smallest unit always applies")
 
 
 def _weights_in_memory(contract: ModelContract, file_bytes: int, runtime: Runtime) -> int:
-    """Return what the weights would take once; file_bytes: 0 for what the architecture tells."""
+    """Return the bytes of one copy of the weights; file_bytes: 0 to derive them from the architecture."""
     return _expanded_bytes(file_bytes or weights_bytes(contract), contract.precision, runtime)
 
 
 def _expanded_bytes(file_bytes: int, precision: str, runtime: Runtime) -> int:
-    """Return what a file's weights take once: in float32 on a CPU, as the file has them on a GPU."""
+    """Return the bytes of one copy of a file's weights: float32 on a CPU, the file's own precision on a GPU."""
     return (2 if precision == "fp16" and runtime != "cuda" else 1) * file_bytes
 
 
 def _results_bytes(views: int, classes: int, portion: int, chunk: int, streams: int = 1) -> int:
-    """Return what scores take: of each view with its logits until it is averaged, then of each image until written."""
+    """Return the bytes of scores: of each view with its logits until averaged, then of each image until written."""
     return streams * 4 * classes * (2 * views * (RESULT_PORTIONS * portion + chunk) + RESULT_PORTIONS * chunk)
 
 
 def _non_batch_bytes(contract: ModelContract, memory: int) -> int:
-    """Return what everything but batches takes beside the weights within a limit, for the usual views and images."""
+    """Return the bytes of everything but batches and weights within a limit, for the usual views and images."""
     views = 2 * len(contract.default_scales)
     results = _results_bytes(views, len(contract.classes), TYPICAL_CHUNK_IMAGES, TYPICAL_CHUNK_IMAGES)
     return (

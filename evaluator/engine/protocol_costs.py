@@ -28,8 +28,8 @@ class ProtocolCost:
     """What a protocol shows of one image, and what that costs.
 
     scales: pixels; views: their number; windows: number of averaged windows over all views;
-    multiply_adds: of trunk and head for all windows that the graph computes, averaged or not; None if the model file does
-    not state it; times_center: multiply_adds relative to `center`, or None likewise;
+    multiply_adds: of trunk and head for all windows that the graph computes, averaged or not; None if the model file
+    does not state it; times_center: multiply_adds relative to `center`, or None likewise;
     source: origin of the protocol; refusal: why this model does not support it; then all numbers are None.
     """
 
@@ -52,7 +52,7 @@ def paper_contract() -> ModelContract:
     """Return a contract with the sizes that models A, B and C share, for use without a model file."""
     halving = TrunkLayer(kernel=2, stride=2, pad=0)
     return ModelContract(
-        architecture={"name": "A, B, C", "activation": "prelu"},  # no trunk: only the channels differ between the models
+        architecture={"name": "A, B, C", "activation": "prelu"},  # no trunk: the models differ in its channels
         classes=(ClassEntry("any", "any"),),
         mean_kind="image",
         trunk=(TrunkLayer(kernel=7, stride=2, pad=3), halving, halving, halving),  # 3x3 convolutions keep the size
@@ -117,7 +117,7 @@ def _windows_averaged(view: View, grid: tuple[int, int]) -> int:
 
 
 def multiply_adds_of_view(contract: ModelContract, height: int, width: int) -> int | None:
-    """Return the multiply-adds of one view: computed from the trunk, or the number that an adopted file states for its crop."""
+    """Return the multiply-adds of one view, from the trunk or as an adopted file states them for its crop."""
     architecture = contract.architecture
     try:
         if "trunk" in architecture:

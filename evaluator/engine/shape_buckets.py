@@ -18,8 +18,8 @@ MAX_ROWS = 256
 class ShapeBuckets:
     """The allowed sides of canvases in pixels and the allowed rows of a batch; both ascending, the rows from 1.
 
-    max_short_side: limit, in pixels, for the shorter side of canvases that images of several shapes share. A canvas as high
-    as a tall panorama and as wide as a wide one would be mostly padding.
+    max_short_side: limit, in pixels, for the shorter side of canvases that images of several shapes share. A canvas as
+    high as a tall panorama and as wide as a wide one would be mostly padding.
     """
 
     sides: tuple[int, ...]

@@ -19,15 +19,16 @@ FloatArray = npt.NDArray[np.floating]
 class Tolerance:
     """Allowed deviation of a result.
 
-    scores: absolute, because scores are probabilities; logits: relative to the largest, because logits have any magnitude.
+    scores: absolute, because scores are probabilities; logits: relative to the largest, because logits have any
+    magnitude.
     """
 
     scores: float
     logits: float
 
 
-# Rounding errors; a wrong mask, slope or bin changes logits by 2e-2 of the largest or more. For fp16 and bf16: the worst
-# of six nets (A, E, demo; trained, or with logits up to 20), rounded after every operation.
+# Rounding errors; a wrong mask, slope or bin changes logits by 2e-2 of the largest or more. For fp16 and bf16: the
+# worst of six nets (A, E, demo; trained, or with logits up to 20), rounded after every operation.
 TOLERANCES: Mapping[str, Tolerance] = {
     # 20 layers of sums of up to 32,256 terms leave about 3e-6.
     "fp32": Tolerance(1e-5, 1e-4),
@@ -44,8 +45,8 @@ TOLERANCES: Mapping[str, Tolerance] = {
 class Deviation:
     """Deviation of one run of one image from the oracle.
 
-    case: how it was run; scores: largest absolute difference of a score; logits: largest difference of a logit, relative
-    to the largest logit; precision: whose tolerance applies.
+    case: how it was run; scores: largest absolute difference of a score; logits: largest difference of a logit,
+    relative to the largest logit; precision: whose tolerance applies.
     """
 
     case: str
@@ -87,8 +88,9 @@ def deviation(
         precision=precision,
     )
 
-# Significant digits of golden scores and logits: enough to distinguish all float32 numbers. Rounding changes a number by
-# at most 5e-9 of its size, 2,000 times less than any tolerance. With other instruction sets (MKL_CBWR) 25 of 12,000
+
+# Significant digits of golden scores and logits: enough to distinguish all float32 numbers. Rounding changes a number
+# by at most 5e-9 of its size, 2,000 times less than any tolerance. With other instruction sets (MKL_CBWR) 25 of 12,000
 # numbers of demo and E differed in 12 digits, none in 9.
 GOLDEN_DIGITS = 9
 

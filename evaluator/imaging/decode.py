@@ -1,8 +1,8 @@
-"""Encoded bytes to RGB pixels, for bytes that nobody vouches for.
+"""Decode image files to RGB pixels. The bytes are untrusted.
 
-Rules of this module: the formats below and no others (some of Pillow's decoders start programs); a limit is checked
-before memory is taken for it; whatever goes wrong with the bytes is an ImageError that names no path; nothing global
-is changed after import, so any number of threads may decode.
+Rules of this module: only the formats below are accepted (some of Pillow's decoders start programs); limits are checked
+before memory is allocated; any fault in the bytes raises an ImageError that names no path; no global state changes
+after import, so any number of threads may decode.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from itertools import islice
 
 import numpy as np
 import PIL._imaging
-from PIL import (  # the plugins by name: Pillow would load them at the first image, in whichever threads meet there
+from PIL import (  # plugins by name: otherwise Pillow would load them at the first image, in several threads at once
     BmpImagePlugin,
     GifImagePlugin,
     Image,
@@ -35,7 +35,7 @@ from prelunet.evaluator.imaging.limits import DecodeLimits
 
 _PLUGINS = (
     JpegImagePlugin.JpegImageFile,
-    MpoImagePlugin.MpoImageFile,  # a JPEG of several pictures, as some cameras write; reached through JPEG only
+    MpoImagePlugin.MpoImageFile,  # a JPEG of several pictures, from some cameras; opened through JPEG only
     PngImagePlugin.PngImageFile,
     GifImagePlugin.GifImageFile,
     WebPImagePlugin.WebPImageFile,
@@ -47,24 +47,24 @@ FORMATS = tuple(plugin.format for plugin in _PLUGINS if plugin.format != "MPO")
 SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ppm")  # in any case
 
 
-# Pillow warns of odd metadata, which a user can do nothing about. Set once here: catch_warnings is not thread-safe.
+# Pillow warns of odd metadata, which users cannot fix. Set once here, because catch_warnings is not thread-safe.
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 def _silence_libtiff() -> None:
-    """Keep libtiff from writing to stderr, between the lines of a log: what is wrong is in the error that we raise."""
+    """Keep libtiff from writing to stderr, between log lines: our own error states the fault."""
     library = ctypes.CDLL(PIL._imaging.__file__)
     for name in ("TIFFSetErrorHandler", "TIFFSetWarningHandler"):
-        if (setter := getattr(library, name, None)) is not None:  # a Pillow without libtiff has none
+        if (setter := getattr(library, name, None)) is not None:  # missing in a Pillow without libtiff
             setter.argtypes, setter.restype = [ctypes.c_void_p], ctypes.c_void_p
             setter(None)
 
 
 _silence_libtiff()
 
-# A JPEG of 1 MB can hold 10,000 scans of 64 Mpixel, each 0.03 s to decode; encoders write about ten.
+# A JPEG of 1 MB can hold 10,000 scans of 64 Mpixel that take 0.03 s each to decode; encoders write about ten.
 _MAX_SCANS = 100
-_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd7\xff]")  # one with a segment behind it, or the end; ITU-T T.81, B.1.1
+_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd7\xff]")  # a marker with a segment, or the end marker; ITU-T T.81, B.1.1
 _START_OF_SCAN, _END_OF_IMAGE = b"\xff\xda", b"\xff\xd9"
 _SCAN = re.compile(re.escape(_START_OF_SCAN))
 
@@ -81,18 +81,18 @@ _EXIF_TRANSPOSE = {
 }
 
 
-_MAX_BYTES_PER_PIXEL = 28 + 4  # WebP with transparency, and a copy that is rotated; see `decode_bytes`
-MAX_DECODE_BYTES = _MAX_BYTES_PER_PIXEL * DecodeLimits.max_pixels  # bytes
+_MAX_BYTES_PER_PIXEL = 28 + 4  # WebP with transparency, and a rotated copy; see `decode_bytes`
+MAX_DECODE_BYTES = _MAX_BYTES_PER_PIXEL * DecodeLimits.max_pixels
 
 
 def decode_rgb(data: bytes, limits: DecodeLimits = DecodeLimits(), *, apply_exif: bool = False) -> UInt8Array:
     """Decode an image file to uint8 (H, W, 3), RGB, 0-255.
 
-    Grey is repeated in the three channels; of 16 bits the upper 8 are kept; CMYK is (255-C)(255-K)/255 and so on,
-    without its colour profile; what is transparent is laid on white, round(alpha·value + (1-alpha)·255); of an
-    animation the first frame is taken. The EXIF rotation is ignored unless `apply_exif` (TIFF's own orientation is
-    part of that format and always applied).
-    Raises ImageError for bytes that are no image of `FORMATS`, are truncated or damaged, or exceed the limits.
+    Gray is repeated in the three channels. 16-bit images keep the upper 8 bits. CMYK becomes (255-C)(255-K)/255 and so
+    on, without its color profile. Transparency is blended with white, round(alpha·value + (1-alpha)·255). Of an
+    animation the first frame is used. EXIF orientation is ignored unless `apply_exif` (TIFF's own orientation is part
+    of that format and always applied).
+    Raises ImageError for bytes that are not an image of `FORMATS`, are truncated or damaged, or exceed the limits.
     """
     with _image_errors(limits):
         return np.array(_decoded(_open(data, limits), apply_exif=apply_exif))
@@ -105,13 +105,13 @@ def decode_image(
     apply_exif: bool = False,
     reserve: Callable[[int], None] = lambda _bytes: None,
 ) -> Image.Image:
-    """Decode as `decode_rgb` does, to Pillow's own RGB image.
+    """Decode as `decode_rgb` does, but to a Pillow RGB image.
 
-    admit: told after the header, before any pixel, how many bytes decoding and resizing will take at most; it may wait
-    (`evaluator.imaging.decode_memory`).
+    reserve: called after the header and before any pixel with the most bytes that decoding and resizing will take; it
+    may block (`evaluator.imaging.decode_memory`).
 
-    For callers who resize next: the way through an array copies all pixels twice, which takes two fifths of the time
-    of a 12-Mpixel photo at one scale (benchmarks/engine/decoding.py) and half of its memory.
+    Use this before resizing: conversion to an array copies all pixels twice, which takes two fifths of the time of a
+    12-Mpixel photo at one scale (benchmarks/engine/decoding.py) and half of its memory.
     """
     with _image_errors(limits):
         image = _open(data, limits)
@@ -130,10 +130,10 @@ def _decoded(image: ImageFile.ImageFile, *, apply_exif: bool) -> Image.Image:
 
 
 def decode_bytes(image: Image.Image, *, apply_exif: bool = False) -> int:
-    """Return what an image takes at most until it is RGB of its full size and resized; its pixels are not decoded yet.
+    """Return the most bytes that decoding an image to RGB and resizing it take; its pixels are not decoded yet.
 
-    Measured with Pillow 13.0 on 12 Mpixel of each kind: the decoder's own buffers, and the copies that the way to RGB
-    takes.
+    Measured with Pillow 13.0 on 12 Mpixel of each kind: the decoder's own buffers, and the copies of the conversion to
+    RGB.
     """
     plain = image.mode in {"RGB", "L"}
     if image.format in {"JPEG", "MPO"}:
@@ -148,9 +148,9 @@ def decode_bytes(image: Image.Image, *, apply_exif: bool = False) -> int:
 
 
 def image_size(data: bytes, limits: DecodeLimits = DecodeLimits()) -> tuple[int, int]:
-    """Return height and width of an image file from its header alone, as `decode_rgb` without `apply_exif` gives them.
+    """Return height and width of an image file from its header, as `decode_rgb` without `apply_exif` gives them.
 
-    Raises ImageError for bytes that are no image of `FORMATS` or exceed the limits; a truncated image passes.
+    Raises ImageError for bytes that are not an image of `FORMATS` or exceed the limits; a truncated image passes.
     """
     with _image_errors(limits):
         image = _open(data, limits)
@@ -159,43 +159,43 @@ def image_size(data: bytes, limits: DecodeLimits = DecodeLimits()) -> tuple[int,
 
 @contextmanager
 def _image_errors(limits: DecodeLimits) -> Iterator[None]:
-    """Turn whatever Pillow says of bad bytes into an ImageError."""
+    """Convert any error of Pillow about bad bytes to an ImageError."""
     try:
         yield
     except PreluNetError:
         raise
-    except UnidentifiedImageError as error:  # its text holds the address of our buffer
+    except UnidentifiedImageError as error:  # its text contains the address of our buffer
         raise ImageError(
-            f"no image that can be read, or its header is damaged. Accepted are {', '.join(FORMATS)}; "
+            f"not a readable image, or its header is damaged. Accepted are {', '.join(FORMATS)}; "
             "convert the file to one of these"
         ) from error
     except Image.DecompressionBombError as error:
         raise ImageError(
-            f"the header promises far more pixels than the limit of {limits.max_pixels}. Send a smaller image"
+            f"the header states far more pixels than the limit of {limits.max_pixels}. Send a smaller image"
         ) from error
     except MemoryError as error:
         raise OutOfMemory("decoding an image needs more memory than this machine has left") from error
-    except Exception as error:  # the decoders know of no common base class
+    except Exception as error:  # the decoders have no common base class
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         raise ImageError(
-            f"the image is truncated or damaged: {reason}. Get the file again from its source, or save it anew"
+            f"the image is truncated or damaged: {reason}. Get the file again from its source, or save it again"
         ) from error
 
 
 def _open(data: bytes, limits: DecodeLimits) -> ImageFile.ImageFile:
-    """Read the header and check the limits; no pixel is decoded."""
+    """Read the header and check the limits, without decoding a pixel."""
     if not data:
         raise ImageError("no image: the file is empty. Get the file again from its source")
     if len(data) > limits.max_bytes:
         raise ImageError(f"{len(data)} bytes are more than the limit of {limits.max_bytes}. Send a smaller file")
-    _check_pixels(*_webp_canvas(data), limits)  # its decoder takes the canvas's memory while it reads the header
+    _check_pixels(*_webp_canvas(data), limits)  # the WebP decoder allocates the canvas while it reads the header
     image = Image.open(io.BytesIO(data), formats=FORMATS)
     _check_pixels(image.width, image.height, limits)
     if isinstance(image, TiffImagePlugin.TiffImageFile):
         tile = image.tag_v2.get(_TILE_WIDTH, 1), image.tag_v2.get(_TILE_LENGTH, 1)
         _check_pixels(*tile, limits)  # a tile may be far larger than its image
     if isinstance(image, JpegImagePlugin.JpegImageFile) and _count_scans(data) > _MAX_SCANS:
-        raise ImageError(f"a JPEG of more than {_MAX_SCANS} scans takes too long to decode. Save the image anew")
+        raise ImageError(f"a JPEG of more than {_MAX_SCANS} scans takes too long to decode. Save the image again")
     return image
 
 
@@ -209,7 +209,7 @@ def _check_pixels(width: int, height: int, limits: DecodeLimits) -> None:
 def _webp_canvas(data: bytes) -> tuple[int, int]:
     """Return width and height of an extended WebP file, (0, 0) for anything else.
 
-    Plain WebP files are left to Pillow: their sides end at 16383 pixels.  Source: RFC 9649, section 2.7.
+    Pillow handles plain WebP files, whose sides are limited to 16383 pixels.  Source: RFC 9649, section 2.7.
     """
     if data[:4] != b"RIFF" or data[8:16] != b"WEBPVP8X" or len(data) < 30:
         return 0, 0
@@ -217,9 +217,9 @@ def _webp_canvas(data: bytes) -> tuple[int, int]:
 
 
 def _count_scans(data: bytes) -> int:
-    """Count the scans of a JPEG up to its end; what follows (some cameras append a film) does not count."""
-    # Nearly all files have few of these bytes, and no walk is needed. Not bytes.count, which takes 0.065 ms for 92 kB,
-    # this 0.027 ms; other threads stand still meanwhile.
+    """Count the scans of a JPEG up to its end marker; data after it, such as a camera's video, does not count."""
+    # Nearly all files contain few of these bytes and need no walk. bytes.count would take 0.065 ms for 92 kB instead of
+    # 0.027 ms, and other threads wait meanwhile.
     if next(islice(_SCAN.finditer(data), _MAX_SCANS, None), None) is None:
         return 0
     scans, position = 0, 2
@@ -231,19 +231,19 @@ def _count_scans(data: bytes) -> int:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """Convert any of Pillow's modes to RGB by the rules of `decode_rgb`."""
+    """Convert any Pillow mode to RGB by the rules of `decode_rgb`."""
     if image.mode.startswith("I"):
         return _wide_grey_to_rgb(image)
-    if image.mode in {"F", "LAB"}:  # floating-point pixels have no agreed range, Pillow's LAB no agreed white
+    if image.mode in {"F", "LAB"}:  # floating-point pixels have no standard range, Pillow's LAB no standard white
         raise ImageError("pixels in floating point or CIELAB are not accepted. Convert the image to RGB of 8 bits")
     if image.has_transparency_data:
-        if image.mode == "La":  # premultiplied grey: Pillow takes it back in this one step only
+        if image.mode == "La":  # premultiplied gray, which Pillow can convert only to LA
             image = image.convert("LA")
         rgba = image.convert("RGBA")
         rgb = Image.new("RGB", image.size, (255, 255, 255))
         rgb.paste(rgba.convert("RGB"), mask=rgba.getchannel("A"))  # rounds exactly, see tests/imaging/test_decode.py
         return rgb
-    return image if image.mode == "RGB" else image.convert("RGB")  # which would copy it
+    return image if image.mode == "RGB" else image.convert("RGB")  # convert would copy an RGB image
 
 
 def _wide_grey_to_rgb(image: Image.Image) -> Image.Image:

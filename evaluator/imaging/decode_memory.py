@@ -1,8 +1,8 @@
-"""Room for images while they are decoded: so many bytes for all threads together, told from headers before decoding.
+"""Limit the memory of decoding: all threads share a number of bytes, reserved from image headers before decoding.
 
-An image that alone takes more than that waits until no other is decoded, and others wait for it: whoever comes later
-waits behind it, or small ones without end would keep it out. An ordinary photo
-never waits: of 500x375 pixels more than 300 have room at once, of 12 Mpixel five, for a GPU seventeen.
+An image that alone exceeds the capacity waits until no other is decoded. Later images queue behind it, because
+otherwise an endless flow of small ones would keep it out. Ordinary photos never wait: the capacity holds more than 300
+of 500x375 pixels, or five of 12 Mpixel (seventeen beside a GPU).
 """
 
 import threading
@@ -13,27 +13,26 @@ from contextlib import contextmanager
 
 from prelunet.evaluator.errors import DeadlinePassed
 
-DECODE_BYTES = (
-    5 * 2**26
-)  # bytes: the largest JPEG that is accepted, of 64 Mpixel, fits if it is neither progressive nor CMYK
-GPU_DECODE_BYTES = 2**30  # beside a GPU, which may wait for sixteen threads that all decode 12 Mpixel
+# The largest accepted JPEG, of 64 Mpixel, fits if it is neither progressive nor CMYK.
+DECODE_BYTES = 5 * 2**26
+GPU_DECODE_BYTES = 2**30  # beside a GPU, which sixteen threads that decode 12 Mpixel each may have to feed
 
 
 class ByteSemaphore:
-    """Room that threads share, first come, first served. size: bytes."""
+    """A number of bytes that threads share, first come, first served. capacity: bytes."""
 
     def __init__(self, capacity: int):
         self.capacity = capacity
         self._used = 0
-        self._waiters: deque[object] = deque()  # who waits, in the order in which they came
+        self._waiters: deque[object] = deque()  # in order of arrival
         self._changed = threading.Condition()
 
     @contextmanager
     def reservation(self, deadline: float | None = None) -> Iterator[Callable[[int], None]]:
-        """Give what takes room for one image, waiting for it; with the end of the block it is given back.
+        """Yield a function that reserves bytes for one image; it blocks until they are available. The block's end releases them.
 
-        To be called once at most: who has room and waits for more could wait for ever.
-        deadline: on the clock of time.monotonic(), until which to wait; then it raises DeadlinePassed.
+        Call the function at most once: a thread that holds bytes and waits for more could deadlock.
+        deadline: latest end of the wait, on the clock of time.monotonic(); after it the function raises DeadlinePassed.
         """
         used = 0
 
@@ -60,19 +59,19 @@ class ByteSemaphore:
             try:
                 if not self._changed.wait_for(my_turn, None if deadline is None else deadline - time.monotonic()):
                     raise DeadlinePassed(
-                        "the time that this call was given is over while its image waited for memory to be decoded in. "
-                        "Give it more time, or try again later"
+                        "the deadline of this call passed while its image waited for memory to be decoded. "
+                        "Set a later deadline, or try again later"
                     )
                 self._used += size
             finally:
                 self._waiters.remove(me)
-                self._changed.notify_all()  # whose turn it is now
+                self._changed.notify_all()  # wake the next in the queue
 
 
-# Of this process: its memory is what is bounded, however many pipelines it has.
+# One per process, because the limit is for its memory, however many pipelines it has.
 _CPU_SEMAPHORE, _GPU_SEMAPHORE = ByteSemaphore(DECODE_BYTES), ByteSemaphore(GPU_DECODE_BYTES)
 
 
 def decode_semaphore(*, gpu: bool) -> ByteSemaphore:
-    """Return the room that all pipelines of this process share; gpu: whether a GPU computes."""
+    """Return the semaphore that all pipelines of this process share; gpu: whether a GPU computes."""
     return _GPU_SEMAPHORE if gpu else _CPU_SEMAPHORE

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 from prelunet.evaluator.errors import UsageError
 
-# Beyond this Pillow itself refuses: 178,956,970 pixels.
+# Pillow itself refuses more: 178,956,970 pixels.
 _PILLOW_MAX_PIXELS = 2 * (1024**3 // 4 // 3)
 
 
 @dataclass(frozen=True)
 class DecodeLimits:
-    """How large an image may be. max_bytes: of the encoded file; max_pixels: height times width."""
+    """The largest accepted image. max_bytes: of the encoded file; max_pixels: height times width."""
 
     max_bytes: int = 32 * 1024 * 1024
     max_pixels: int = 64_000_000
@@ -18,6 +18,6 @@ class DecodeLimits:
     def __post_init__(self) -> None:
         if self.max_bytes < 1 or not 1 <= self.max_pixels <= _PILLOW_MAX_PIXELS:
             raise UsageError(
-                f"image limits should be at least 1 byte and between 1 and {_PILLOW_MAX_PIXELS} pixels, "
+                f"image limits must be at least 1 byte and between 1 and {_PILLOW_MAX_PIXELS} pixels, "
                 f"not {self.max_bytes} bytes and {self.max_pixels} pixels"
             )

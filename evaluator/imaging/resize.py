@@ -1,7 +1,7 @@
-"""Resize to a scale: the shorter side gets that many pixels, the longer one follows, up to a cap.
+"""Resize to a scale: the shorter side gets that many pixels, the longer side keeps the aspect ratio, up to a cap.
 
-Pillow's bilinear filter, which widens when it shrinks (antialiasing): the same in training, export and serving. Its
-bicubic one is for adopted classifiers that were trained with it.
+Training, export and serving all use Pillow's bilinear filter, which widens when it shrinks (antialiasing). Its bicubic
+filter is for adopted classifiers that were trained with it.
 """
 
 from collections.abc import Iterable
@@ -13,14 +13,14 @@ from prelunet.evaluator.arrays import UInt8Array
 from prelunet.evaluator.contract import Interpolation
 from prelunet.evaluator.protocols import LONG_SIDE_CAP
 
-DecodedImage = UInt8Array | Image.Image  # (H, W, 3), or what `decode_image` gives
+DecodedImage = UInt8Array | Image.Image  # (H, W, 3), or the result of `decode_image`
 
-# Pillow's filter, and how far it reaches: pixels of the coarser grid on either side.
+# Pillow's filter, and its support: pixels of the coarser grid on either side.
 _FILTERS = {"bilinear": (Image.Resampling.BILINEAR, 1), "bicubic": (Image.Resampling.BICUBIC, 2)}
 
 
 def resized_size(height: int, width: int, scale: int, cap: int = LONG_SIDE_CAP) -> tuple[int, int]:
-    """Return height and width of a height x width image at a scale, as `resize_shorter_side` gives them.
+    """Return height and width of a height x width image resized to a scale by `resize_shorter_side`.
 
     The shorter side is `scale`, the longer one floor(long·scale/short + 1/2), but at most cap·scale.
     """
@@ -29,7 +29,7 @@ def resized_size(height: int, width: int, scale: int, cap: int = LONG_SIDE_CAP) 
 
 
 def _uncapped_size(height: int, width: int, scale: int) -> tuple[int, int]:
-    """Return the size without a cap, in whole numbers: a float would miss a row at some sizes."""
+    """Return the size without a cap, in integers: with floats some sizes would lose a row."""
     short = min(height, width)
     return (2 * height * scale + short) // (2 * short), (2 * width * scale + short) // (2 * short)
 
@@ -39,10 +39,9 @@ def resize_shorter_side(
 ) -> tuple[UInt8Array, bool]:
     """Resize an image so that its shorter side has `scale` pixels.
 
-    image: uint8 (H, W, 3) or an RGB image of Pillow, any sides from 1 on. Returns uint8 (h, w, 3) and whether it was
-    capped: of a long side beyond cap·scale only the centre of cap·scale pixels is kept, from
-    floor((long − cap·scale)/2) on, and only that part is ever computed (a 1x20000 image at scale 256 would otherwise
-    become 256x5120000).
+    image: uint8 (H, W, 3) or a Pillow RGB image, any sides from 1 on. Returns uint8 (h, w, 3) and whether it was
+    capped. A long side beyond cap·scale keeps only the cap·scale pixels of its center, from floor((long − cap·scale)/2)
+    on, and only these are computed (a 1x20000 image at scale 256 would otherwise become 256x5120000).
     """
     return resize_to_scales(image, (scale,), cap, interpolation)[scale]
 
@@ -50,9 +49,9 @@ def resize_shorter_side(
 def resize_to_scales(
     image: DecodedImage, scales: Iterable[int], cap: int = LONG_SIDE_CAP, interpolation: Interpolation = "bilinear"
 ) -> dict[int, tuple[UInt8Array, bool]]:
-    """Resize an image to each scale, always from all its pixels; for each what `resize_shorter_side` returns.
+    """Resize an image to each scale, always from the original; return the result of `resize_shorter_side` for each.
 
-    image: uint8 (H, W, 3), which Pillow copies once, or an RGB image of Pillow.
+    image: uint8 (H, W, 3), which Pillow copies once, or a Pillow RGB image.
     """
     picture = image if isinstance(image, Image.Image) else Image.fromarray(image)
     return {scale: _resize(picture, scale, cap, interpolation) for scale in scales}
@@ -61,15 +60,15 @@ def resize_to_scales(
 def resize_part(
     image: DecodedImage, scale: int, origin: tuple[int, int], size: tuple[int, int], cap: int = LONG_SIDE_CAP
 ) -> UInt8Array:
-    """Compute one part of what `resize_shorter_side` gives, bilinear, and nothing beside it.
+    """Compute only one part of the bilinear result of `resize_shorter_side`.
 
-    image: uint8 (H, W, 3) or an RGB image of Pillow; origin: row and column in the resized (and capped) image where the
+    image: uint8 (H, W, 3) or a Pillow RGB image; origin: row and column in the resized (and capped) image where the
     part begins; size: its height and width, which must fit. Returns uint8 (height, width, 3).
 
-    Like the whole image it is within 1 level of the exact filter, since Pillow rounds between its two passes and at the
-    end; so part and whole differ by 2 at most. They do differ, mostly by 1, where Pillow, which looks at the sizes,
-    takes rows before columns in one of them only, or where a sum lies at a half. (Bicubic parts would differ by more:
-    what shoots over 0 or 255 is cut off between the passes.)
+    Part and whole are each within 1 level of the exact filter, because Pillow rounds between its two passes and at the
+    end, so they differ by at most 2. Most differences are 1. They occur where Pillow, depending on the sizes, processes
+    rows before columns in only one of them, or where a sum lies at one half. (Bicubic parts would differ by more:
+    values beyond 0 or 255 are clipped between the passes.)
     """
     picture = image if isinstance(image, Image.Image) else Image.fromarray(image)
     full = _uncapped_size(picture.height, picture.width, scale)
@@ -94,7 +93,7 @@ def _resize_region(
     count: tuple[int, int],
     interpolation: Interpolation,
 ) -> UInt8Array:
-    """Return rows and columns from `first` on, `count` of them, of the picture resized to `full`."""
+    """Return `count` rows and columns, from `first` on, of the picture resized to `full`."""
     width, height = picture.size
     resampling, support = _FILTERS[interpolation]
     top, bottom, box_top, box_bottom = _source_span(height, full[0], first[0], count[0], support)
@@ -105,16 +104,16 @@ def _resize_region(
 
 
 def _source_span(side: int, full: int, offset: int, count: int, support: int) -> tuple[int, int, float, float]:
-    """Return from which source pixels `count` of `full` resized pixels of one side are made, from `offset` on.
+    """Return which source pixels of one side produce `count` of `full` resized pixels, from `offset` on.
 
     support: pixels of the coarser grid that the filter reaches on either side.
-    First and last + 1 of the source pixels that the filter touches; then, counted from the first, where the part
-    begins and ends among them. The part is cut out first because Pillow takes its box in float32, which far
-    along a very long side cannot tell neighbouring pixels apart.
+    Returns first and last + 1 of the source pixels that the filter touches, then the begin and end of the part among
+    them, counted from the first. The caller cuts out these pixels first, because Pillow's box is float32, which cannot
+    distinguish neighboring pixels far along a very long side.
     """
     if count == full:
         return 0, side, 0.0, float(side)
-    reach = support * -(-side // full) + 1  # and one for rounding
+    reach = support * -(-side // full) + 1  # plus one for rounding
     first = max(offset * side // full - reach, 0)
     last = min(-(-(offset + count) * side // full) + reach, side)
     return first, last, (offset * side - first * full) / full, ((offset + count) * side - first * full) / full

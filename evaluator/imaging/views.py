@@ -12,9 +12,9 @@ from prelunet.evaluator.protocols import EvaluationProtocol, View, ViewPart
 
 @dataclass(frozen=True)
 class ViewImage:
-    """The pixels of one view. image: uint8 (h, w, 3); capped: part of a long image was cut away.
+    """The pixels of one view. image: uint8 (h, w, 3); capped: part of a long image was cut off.
 
-    A mirrored image is the plain one's memory read from the right, so that it takes no more.
+    A mirrored image is a reversed view of the plain one's memory and takes no more.
     """
 
     view: View
@@ -23,7 +23,7 @@ class ViewImage:
 
 
 def make_views(image: DecodedImage, protocol: EvaluationProtocol) -> list[ViewImage]:
-    """Make the views of an image, uint8 (H, W, 3) or Pillow's own in RGB, in the order of `protocol.views`.
+    """Create the views of an image, uint8 (H, W, 3) or a Pillow RGB image, in the order of `protocol.views`.
 
     Each scale is resized once; a mirrored view is the plain one, or its crop, with the columns reversed.
     Raises UsageError when a crop does not fit into its scale.
@@ -39,7 +39,7 @@ def make_views(image: DecodedImage, protocol: EvaluationProtocol) -> list[ViewIm
 
 
 def crop_at(image: UInt8Array, part: ViewPart, crop: int) -> UInt8Array:
-    """Cut crop x crop pixels out of uint8 (h, w, 3) at a corner or the centre; UsageError where they do not fit."""
+    """Cut crop x crop pixels out of uint8 (h, w, 3) at a corner or the center; UsageError if they do not fit."""
     height, width = image.shape[:2]
     if min(height, width) < crop:
         raise UsageError(f"a crop of {crop} pixels does not fit an image of {height}x{width}; use a larger scale")
@@ -48,7 +48,7 @@ def crop_at(image: UInt8Array, part: ViewPart, crop: int) -> UInt8Array:
 
 
 def crop_origin(height: int, width: int, part: ViewPart, crop: int) -> tuple[int, int]:
-    """Return row and column where a crop begins: at a corner, or centred, from floor((side − crop)/2) on."""
+    """Return the row and column where a crop begins: at a corner, or centered, at floor((side − crop)/2)."""
     if part == "center":
         return (height - crop) // 2, (width - crop) // 2
     return (0 if part.startswith("top") else height - crop), (0 if part.endswith("left") else width - crop)

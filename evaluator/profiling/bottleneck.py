@@ -1,4 +1,4 @@
-"""What bounds a measured evaluation, and what to change; each advice only where the numbers give reason."""
+"""Find what bounds a measured evaluation, and advise changes that the numbers justify."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -7,12 +7,12 @@ from prelunet.evaluator.engine.memory import GPU_SWITCH_SECONDS
 from prelunet.evaluator.profiling.profile import Measurement
 from prelunet.evaluator.validation.pipeline import MAX_THREADS
 
-BUSY = 0.9  # of the time: a session that needs so much of it, or is kept at it so long, bounds the whole
-FEEDS = 0.7  # of the time: a step that is busy so much keeps a session waiting
+BUSY = 0.9  # share of the time: a session that needs it, or is busy for it, bounds the rate
+FEEDS = 0.7  # share of the time: a step this busy keeps a session waiting
 MUCH_PADDING, MUCH_CHANGING = 0.15, 0.05  # of all pixels, and of the time
 
-TOO_SHORT = 1.0  # seconds, in which steps hardly begin to overlap
-TOLERANCE = 1.05  # times as long as the whole may computing alone take, and still be believed
+TOO_SHORT = 1.0  # seconds, in which the steps hardly begin to overlap
+TOLERANCE = 1.05  # isolated computing may take this many times the whole run and still be plausible
 
 Bottleneck = Literal[
     "short", "disturbed", "compute", "sharing", "reading", "decoding", "packing", "averaging", "nothing"
@@ -25,21 +25,21 @@ _WORDS = {
 }
 _LONGER = ["measure longer: --seconds or --limit, with more images"]
 _ALWAYS = {
-    "reading": ["a faster disk, or images in one archive without compression (.tar) on a disk of this machine"],
+    "reading": ["use a faster disk, or an uncompressed archive of the images (.tar) on a local disk"],
     "disturbed": ["measure again when the machine is idle"],
     "short": _LONGER,
     "nothing": _LONGER,
 }
-_LESS_DECODING = "images that are saved nearer to the protocol's scales take less to decode (docs/performance.md)"
+_LESS_DECODING = "images saved closer to the protocol's scales decode faster (docs/performance.md)"
 
 
 @dataclass(frozen=True)
 class ExecutionSettings:
-    """What could be changed.
+    """Settings that the advice may change.
 
-    device, precision: that ran; file_precision: of the model file; model_threads: that were asked for, 0 for one per
-    core; cores: of this machine; bf16: whether its instructions know bfloat16; limited: whether memory of what
-    computes was limited.
+    device, precision: of the run; file_precision: of the model file; model_threads: as requested, 0 for one per core;
+    cores: of this machine; bf16: whether its CPU has bfloat16 instructions; limited: whether the memory of the
+    computing device was limited.
     """
 
     device: str
@@ -55,7 +55,8 @@ def find_bottleneck(measured: Measurement) -> Bottleneck:
     """Return what bounds the rate.
 
     `sharing`: the session computes far longer than it would alone, and the other steps take enough of the cores to
-    explain that; `disturbed`: they do not, or computing alone took longer than the whole, so other programs were there.
+    explain that; `disturbed`: they do not, or isolated computing took longer than the whole run, so other programs were
+    running.
     """
     if measured.seconds < TOO_SHORT:
         return "short"
@@ -79,41 +80,41 @@ def find_bottleneck(measured: Measurement) -> Bottleneck:
 
 
 def _unexplained(measured: Measurement) -> bool:
-    """Say whether computing took longer than alone by more than the other steps can have taken of the cores."""
+    """Return whether computing was slower than isolated by more than the other steps' use of cores explains."""
     seconds = measured.totals.seconds
     others = sum(seconds[stage] for stage in ("decode", "resize", "pack", "upload", "average"))
     return seconds["compute"] - measured.pure_compute > 2 * others + (1 - BUSY) * measured.seconds
 
 
 def describe_bottleneck(measured: Measurement) -> str:
-    """Return in one sentence what bounds the rate."""
+    """Return one sentence on what bounds the rate."""
     cause, computes, waits = find_bottleneck(measured), measured.share("compute"), measured.share("wait")
     if cause == "short":
         return f"too short to judge: {measured.seconds:.2f} s of measuring"
     if cause == "disturbed":
         return (
-            "disturbed: other programs used this machine's cores, so that what bounds the rate cannot be told "
-            f"(computing took {measured.slowed:.2f} times as long as the same alone)"
+            "disturbed: other programs used this machine's cores, so the bottleneck is unknown "
+            f"(computing took {measured.slowed:.2f} times as long as the same batches alone)"
         )
-    whose = "the session" if measured.sessions == 1 else f"each of {measured.sessions} sessions"
+    subject = "the session" if measured.sessions == 1 else f"each of {measured.sessions} sessions"
     if cause == "compute":
-        return f"bound by compute: {whose} alone would take {1 / measured.wall_by_compute:.0%} of the time"
+        return f"bound by compute: {subject} alone would take {1 / measured.wall_by_compute:.0%} of the time"
     if cause == "sharing":
         return (
-            f"bound by compute that shares its cores: {whose} computes {computes:.0%} of the time, "
+            f"bound by compute that shares its cores: {subject} computes {computes:.0%} of the time, "
             f"{measured.slowed:.2f} times as long as alone; "
-            f"{_WORDS[_largest_other_cost(measured)]} takes the most beside it"
+            f"next, {_WORDS[_largest_other_cost(measured)]} takes the most time"
         )
     if cause == "nothing":
         return (
-            f"{whose} waits {waits:.0%} of the time, but no step before it is always busy: too few images for the "
+            f"{subject} waits {waits:.0%} of the time, but no earlier step is always busy: too few images for the "
             "steps to overlap"
         )
-    return f"bound by {_WORDS[cause]}: {whose} waits {waits:.0%} of the time"
+    return f"bound by {_WORDS[cause]}: {subject} waits {waits:.0%} of the time"
 
 
 def _largest_other_cost(measured: Measurement) -> Bottleneck:
-    """Return what takes the most of the cores besides computing; reading, which waits for the disk, takes few."""
+    """Return the step that takes most CPU time besides computing; reading waits for the disk and takes little."""
     seconds = measured.totals.seconds
     taken: dict[Bottleneck, float] = {
         "decoding": seconds["decode"] + seconds["resize"],
@@ -124,7 +125,7 @@ def _largest_other_cost(measured: Measurement) -> Bottleneck:
 
 
 def advice(measured: Measurement, settings: ExecutionSettings) -> list[str]:
-    """Return what to change, the most promising first; nothing where no number gives reason."""
+    """Return suggested changes, the most promising first; none if no number justifies any."""
     cause = find_bottleneck(measured)
     if cause in {"compute", "sharing"}:
         less = cause == "sharing" and _largest_other_cost(measured) == "decoding"
@@ -133,42 +134,42 @@ def advice(measured: Measurement, settings: ExecutionSettings) -> list[str]:
         max_threads = min(settings.cores, MAX_THREADS)
         if measured.threads < max_threads:
             return [f"--threads {max_threads}: {measured.threads} of {settings.cores} cores decode"]
-        return [f"every core that can decode does: {_LESS_DECODING}"]
+        return [f"all available cores decode already: {_LESS_DECODING}"]
     return _ALWAYS.get(cause, [])
 
 
 def _faster_compute(settings: ExecutionSettings) -> list[str]:
-    """Return how the same could be computed faster."""
+    """Return how to compute the same work faster."""
     if settings.device == "cuda":
         if settings.file_precision == "fp32" and settings.precision == "fp32":
             return [
-                "a file of `prelunet export --precision fp16` runs on the tensor cores; this file does with "
-                "--precision tf32, less fast. Look at what it does to the errors with `prelunet compare`"
+                "a file of `prelunet export --precision fp16` runs on the tensor cores; this file does so with "
+                "--precision tf32, but slower. Check the effect on errors with `prelunet compare`"
             ]
         return []
-    found = []
+    suggestions = []
     if 0 < settings.model_threads < settings.cores:
-        found.append(f"--threads 0 takes all {settings.cores} cores; now {settings.model_threads} compute")
+        suggestions.append(f"--threads 0 uses all {settings.cores} cores; now {settings.model_threads} compute")
     if settings.bf16 and settings.precision != "bf16":
         device = "" if settings.device == "openvino" else "--device openvino "
-        found.append(
+        suggestions.append(
             f"{device}--precision bf16: this CPU has instructions for it, with which the paper's nets take about half "
-            "of the time. Look at what it does to the errors with `prelunet compare`"
+            "the time. Check the effect on errors with `prelunet compare`"
         )
     elif settings.device == "cpu" and not settings.bf16:
-        found.append("--device openvino computes float32 somewhat faster on most CPUs, to the same errors")
-    return found
+        suggestions.append("--device openvino computes float32 somewhat faster on most CPUs, with the same errors")
+    return suggestions
 
 
 def _less_to_compute(measured: Measurement, settings: ExecutionSettings) -> list[str]:
-    """Return how less would be computed."""
-    found, option = [], "--gpu-memory-limit" if settings.device == "cuda" else "--memory-limit"
+    """Return how to reduce the work."""
+    suggestions, option = [], "--gpu-memory-limit" if settings.device == "cuda" else "--memory-limit"
     if measured.totals.padding > MUCH_PADDING and settings.limited:
-        found.append(
-            f"{measured.totals.padding:.0%} of the pixels are padding: a larger {option} puts more images of like "
-            "shapes together"
+        suggestions.append(
+            f"{measured.totals.padding:.0%} of the pixels are padding: a larger {option} batches more images of "
+            "similar shapes together"
         )
     changing = measured.totals.canvas_changes * GPU_SWITCH_SECONDS / (measured.sessions * measured.seconds)
     if settings.device == "cuda" and changing > MUCH_CHANGING and settings.limited:
-        found.append(f"changes of canvas take about {changing:.0%} of the time: a larger {option} makes fewer")
-    return found
+        suggestions.append(f"changes of canvas take about {changing:.0%} of the time: a larger {option} reduces them")
+    return suggestions

@@ -1,7 +1,7 @@
-"""What `prelunet bench` measures: the pipeline of `validate` on a dataset's images, stage by stage, and what bounds it.
+"""Measure what `prelunet bench` reports: the pipeline of `validate` on a dataset's images, stage by stage.
 
-Nothing is written. A warm-up, which does not count, tells how many images take the time that is asked for. Afterwards
-the session computes the same batches alone: in the pipeline, whatever takes cores from it makes its own time longer.
+Nothing is written. A warm-up, which does not count, determines how many images take the requested time. Afterwards the
+session computes the same batches alone, because in the pipeline other steps take cores from it and slow it down.
 """
 
 import resource
@@ -24,10 +24,10 @@ from prelunet.evaluator.terminal import progress
 from prelunet.evaluator.validation.pipeline import Prepared, decoding_threads, evaluate_chunks, prepare
 from prelunet.evaluator.validation.timing import STAGES, Stage, StageTimer, StageTotals
 
-MIN_PASS_SHARE = 1 / 20  # of the seconds asked for is the least that a pass must take to be believed
-WARM_UP_IMAGES = 2  # images for each session
-MIN_PORTIONS = 4  # for each session at least, so that its steps overlap as in a long run
-ISOLATED_SECONDS = 10.0  # seconds of computing alone are enough, where the batches of a pass take longer
+MIN_PASS_SHARE = 1 / 20  # of the requested seconds: shorter passes are not reliable
+WARM_UP_IMAGES = 2  # images per session
+MIN_PORTIONS = 4  # per session, so that its steps overlap as in a long run
+ISOLATED_SECONDS = 10.0  # seconds of isolated computing suffice if the batches of a pass take longer
 _GOLDEN = (5**0.5 - 1) / 2
 
 _THREADS_OF: dict[Stage, str] = {
@@ -40,7 +40,7 @@ _THREADS_OF: dict[Stage, str] = {
 class IsolatedCompute:
     """Batches of a pass that a session computed again, with nothing else running.
 
-    seconds: of `Session.compute`; batches: how many; canvas_pixels: theirs, blank canvases included.
+    seconds: of `Session.compute`; batches: their number; canvas_pixels: theirs, blank canvases included.
     """
 
     seconds: float
@@ -50,12 +50,13 @@ class IsolatedCompute:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was measured.
+    """Result of a measurement.
 
-    images: refused ones included; seconds: from the first image's bytes to the last one's scores; images_together: of
-    a portion; usually_together: as `validate` would have; sessions, threads: that computed, and that decoded;
-    canvases: different ones; multiply_adds: of all views without their padding, None where the model file does not
-    tell; memory: peak of this process so far, in bytes; alone: what computing takes without the rest.
+    images: including refused ones; seconds: from the first image's bytes to the last one's scores; images_together: of
+    a portion; usually_together: of a portion in `validate`; sessions, threads: number of computing sessions and
+    decoding threads; canvases: number of different ones; multiply_adds: of all views without their padding, None if the
+    model file does not state them; memory: peak of this process so far, in bytes; isolated: computing without the other
+    steps.
     """
 
     images: int
@@ -78,25 +79,25 @@ class Measurement:
 
     @property
     def gflops(self) -> float | None:
-        """Return billions of multiplications and additions each second, those for padding left out."""
+        """Return billions of multiplications and additions per second, without those for padding."""
         return None if self.multiply_adds is None else 2 * self.multiply_adds / self.seconds / 1e9
 
     @property
     def pure_compute(self) -> float:
-        """Return in how many seconds one session would compute all batches with nothing else running.
+        """Return the seconds in which one session would compute all batches with nothing else running.
 
-        From those that it did compute so, by their pixels.
+        Extrapolated by pixels from the isolated batches.
         """
         return self.isolated.seconds * self.totals.canvas_pixels / self.isolated.canvas_pixels
 
     @property
     def wall_by_compute(self) -> float:
-        """Return by which factor the whole takes longer than the sessions alone; 1 is the best."""
+        """Return how many times longer the whole takes than the sessions alone; 1 is the best."""
         return self.seconds * self.sessions / self.pure_compute
 
     @property
     def slowed(self) -> float:
-        """Return by which factor a session computes longer while everything else runs; 1 where nothing disturbs it."""
+        """Return how many times longer a session computes while everything else runs; 1 if nothing slows it."""
         return self.totals.seconds["compute"] / self.pure_compute
 
     def threads_of(self, stage: Stage) -> int:
@@ -104,11 +105,11 @@ class Measurement:
         return {"pool": self.threads, "session": self.sessions, "caller": 1}[_THREADS_OF[stage]]
 
     def share(self, stage: Stage) -> float:
-        """Return at which part of the time a thread of a stage is busy with it, 0 to 1."""
+        """Return the fraction of the time for which a thread of a stage is busy with it, 0 to 1."""
         return self.totals.seconds[stage] / (self.threads_of(stage) * self.seconds)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the measurement as plain data."""
         return {
             "images": self.images,
             "refused": self.refused,
@@ -152,20 +153,20 @@ def benchmark(
     seconds: float = 60.0,
     report: Callable[[str], None] = lambda _message: None,
 ) -> Measurement:
-    """Measure the evaluation of a dataset's images, spread evenly over it; labels are not needed.
+    """Measure the evaluation of a dataset's images, sampled evenly from it; labels are not needed.
 
-    usually_together: images of a portion in a run, see `Batching`; threads: that decode, 0 for one per core; images:
-    how many, None for as many as take about so many seconds, at most all; announce: told in a sentence what is done.
-    Raises DatasetError when there are no images, or none that can be read, else as `evaluate_chunks`.
+    usually_together: images of a portion in a run, see `Batching`; threads: for decoding, 0 for one per core; images:
+    their number, None for as many as take about `seconds`, at most all; report: receives a sentence on the progress.
+    Raises DatasetError when there are no images, or none can be read, otherwise as `evaluate_chunks`.
     """
     if not dataset.samples:
         raise DatasetError(f"{dataset.location}: holds no images, so there is nothing to measure")
 
-    def one_pass(what: str, portions: Sequence[Sequence[Sample]], timer: StageTimer) -> tuple[float, int]:
-        """Evaluate images; returns the seconds, and how many were refused."""
+    def one_pass(title: str, portions: Sequence[Sequence[Sample]], timer: StageTimer) -> tuple[float, int]:
+        """Evaluate images; return the seconds, and the number of refused images."""
         refused, begun = 0, time.perf_counter()
         results = evaluate_chunks(sessions, dataset, protocol, portions, len(portions[0]), threads, timer=timer)
-        with closing(results), progress(what, sum(map(len, portions)), "images") as advance:
+        with closing(results), progress(title, sum(map(len, portions)), "images") as advance:
             for lines, _ in results:
                 refused += sum(line.refused is not None for line in lines)
                 advance(len(lines))
@@ -205,12 +206,13 @@ def measure_isolated(
     portions: Sequence[Sequence[Sample]],
     threads: int,
 ) -> IsolatedCompute:
-    """Compute the batches of a pass again, of one portion after the other, each when it is prepared and packed.
+    """Compute the batches of a pass again, portion by portion, each after it is prepared and packed.
 
-    Ends with the portion with which ISOLATED_SECONDS seconds are reached, in an order of which every beginning is
-    spread over all. Raises DatasetError when no image can be read any more.
+    Stops after the portion that reaches ISOLATED_SECONDS. The order spreads any number of first portions evenly over
+    all.
+    Raises DatasetError when no image can be read any more.
     """
-    found, idle = IsolatedCompute(0.0, 0, 0), StageTimer()
+    isolated, idle = IsolatedCompute(0.0, 0, 0), StageTimer()
     order = sorted(range(len(portions)), key=lambda number: number * _GOLDEN % 1)
     with ThreadPoolExecutor(threads) as pool, progress("compute alone", len(portions), "portions") as advance:
         for number in order:
@@ -225,22 +227,24 @@ def measure_isolated(
                 session.compute(staged)
                 took = time.perf_counter() - begun
                 pixels = batch.rows * batch.height * batch.width
-                found = IsolatedCompute(found.seconds + took, found.batches + 1, found.canvas_pixels + pixels)
+                isolated = IsolatedCompute(
+                    isolated.seconds + took, isolated.batches + 1, isolated.canvas_pixels + pixels
+                )
             advance()
-            if found.seconds >= ISOLATED_SECONDS:
+            if isolated.seconds >= ISOLATED_SECONDS:
                 break
-    if not found.batches:
+    if not isolated.batches:
         raise DatasetError(
-            f"{dataset.location}: no image can be read any more. Do not change them while they are measured"
+            f"{dataset.location}: no image can be read any more. Do not change the images during a measurement"
         )
-    return found
+    return isolated
 
 
 def _warm_up(one_pass: Callable[[int], float], count: int, limit: int, minimum: float) -> tuple[int, float]:
-    """Evaluate more and more images until they take `minimum` seconds; returns the last number and its seconds.
+    """Evaluate more and more images until they take `minimum` seconds; return the last number and its seconds.
 
-    one_pass: evaluates so many and tells the seconds. The first ones twice, because a first call of a session may take
-    far longer than any other.
+    one_pass: evaluates a number of images and returns the seconds. The first pass runs twice, because a session's first
+    call may take far longer than any other.
     """
     count = min(count, limit)
     one_pass(count)
@@ -256,7 +260,7 @@ def _spread(samples: Sequence[Sample], count: int) -> list[Sample]:
 
 
 def _portions(samples: list[Sample], limit: int, minimum: int) -> list[list[Sample]]:
-    """Cut images into portions of `limit`, or of fewer where there would not be enough portions."""
+    """Cut images into portions of `limit`, or smaller ones if there would be fewer than `minimum` portions."""
     size = min(limit, -(-len(samples) // minimum))
     return [samples[start : start + size] for start in range(0, len(samples), size)]
 
@@ -267,9 +271,9 @@ def _multiply_adds(contract: ModelContract, shapes: dict[tuple[int, int], int]) 
 
 
 def peak_memory() -> int:
-    """Return the most bytes that this process has had in memory.
+    """Return the peak memory of this process in bytes.
 
-    From the kernel where it tells; `getrusage` begins with the peak of the process that started this one.
+    Read from the kernel if possible, because `getrusage` starts with the peak of the parent process.
     """
     status = Path("/proc/self/status")
     for line in status.read_text().splitlines() if status.exists() else ():
