@@ -172,8 +172,8 @@ def draw_heat_maps(
         panels.append(
             Panel(_blend_map(picture, of_class, max(peak, min_range)), title, f"score {score:.1%}, peak {peak:.1%}")
         )
-    legend = "peak of the class, or a tenth of the highest peak if that is more" + (
-        ", faint: not looked at" if np.isnan(maps).any() else ""
+    legend = "peak of the class, or a tenth of the highest peak if larger" + (
+        ", faint: not covered by a view" if np.isnan(maps).any() else ""
     )
     return _sheet(panels, legend, columns=6 if height > width else 3)
 

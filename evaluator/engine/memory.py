@@ -219,11 +219,7 @@ GPU_HOST_RESIDENT_FACTOR = 1.1  # the same in main memory once they are on the G
 GPU_PACKED_BATCHES = 8  # batches in main memory: three page-locked, of up to twice the size, and two packed
 GPU_BATCH_BYTES = 6 * 2**30  # unless a limit is lower: about 10 Mpixel of net C, far more than fill a GPU
 GPU_SWITCH_SECONDS = 0.020  # time in which the CUDA provider rebuilds the plans of about 20 convolutions
-GPU_FLOPS: Mapping[str, float] = {
-    "fp16": 400e12,
-    "tf32": 200e12,
-    "fp32": 45e12,
-}  # operations per second over a whole net
+GPU_FLOPS: Mapping[str, float] = {"fp16": 400e12, "tf32": 200e12, "fp32": 45e12}  # operations/s over a whole net
 GPU_CANVAS_CELLS = 2  # step in cells of the feature map: 32 px for A, B, C, so 256, 384, 480 fit exactly
 
 _VALUE_BYTES: Mapping[str, int] = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # of a number in a map
@@ -369,9 +365,8 @@ def image_bytes(protocol: EvaluationProtocol) -> int:
     """Return the bytes of all views of one image that is as elongated as the protocol allows."""
     if protocol.crop is not None:
         return 3 * len(protocol.views) * protocol.crop**2
-    return 3 * sum(
-        scale * scale * protocol.long_side_cap for scale in protocol.scales
-    )  # mirrored views share the memory of the plain ones
+    # Mirrored views share the memory of the plain ones.
+    return 3 * sum(scale * scale * protocol.long_side_cap for scale in protocol.scales)
 
 
 def estimate_memory(
@@ -436,7 +431,7 @@ def _view_sizes(contract: ModelContract, protocol: EvaluationProtocol) -> list[t
 
 
 def require_loadable(file_bytes: int, precision: str, memory: int, runtime: Runtime = "cpu") -> None:
-    """Refuse a model file whose loading alone exceeds the limit, before it is loaded.
+    """Refuse a model file before it is loaded if loading alone would exceed the limit.
 
     precision: of the file; memory: bytes. Raises UsageError with the required memory.
     """
@@ -466,7 +461,7 @@ def require_fits(
     loading = need.total == need.base + need.loading
     of_views = need.batch + need.packed + need.images > need.total // 2
     if loading or not of_views or protocol.crop is not None or workload.runtime == "cuda":
-        why, fix = "Loading the model takes most of it. " if loading else "", ""
+        why, fix = "Loading the model needs most of it. " if loading else "", ""
     else:
         scale, longest = max(protocol.scales), protocol.long_side_cap
         why = f"A view of an image of 1:{longest} has {scale}x{scale * longest} pixels and cannot be split. "

@@ -113,7 +113,7 @@ def tolerance_precision(session: Session) -> str:
 
 
 def verify(session: Session) -> list[Deviation]:
-    """Run the golden images alone and, if the file allows it, together on one canvas whose unused part is garbage.
+    """Run the golden images alone and, if the file allows it, together on one canvas with garbage outside the images.
 
     Raises ContractError when the file carries no golden images.
     """
@@ -154,6 +154,6 @@ def run_cases(session: Session, images: Sequence[npt.NDArray[np.uint8]]) -> list
 def garbage_canvas(
     contract: ModelContract, images: Sequence[npt.NDArray[np.uint8]], fill: int = 77
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    """Put images on one canvas, slightly larger than needed, whose unused part holds `fill`."""
+    """Put images on one canvas, slightly larger than needed, filled with `fill` outside them."""
     height, width = (max(image.shape[axis] for image in images) + contract.trunk_stride + 3 for axis in (0, 1))
     return pack(images, height, width, fill=fill)

@@ -235,7 +235,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):
         return _wide_grey_to_rgb(image)
     if image.mode in {"F", "LAB"}:  # floating-point pixels have no standard range, Pillow's LAB no standard white
-        raise ImageError("pixels in floating point or CIELAB are not accepted. Convert the image to RGB of 8 bits")
+        raise ImageError("floating-point and CIELAB pixels are refused. Convert the image to 8-bit RGB")
     if image.has_transparency_data:
         if image.mode == "La":  # premultiplied gray, which Pillow can convert only to LA
             image = image.convert("LA")
@@ -250,9 +250,11 @@ def _wide_grey_to_rgb(image: Image.Image) -> Image.Image:
     """Keep the upper 8 of 16 bits; Pillow's own conversion would clip everything above 255 to white."""
     values = np.asarray(image)
     if isinstance(image, TiffImagePlugin.TiffImageFile) and image.tag_v2.get(_BITS_PER_SAMPLE) == (12,):
-        raise ImageError("grey of 12 bits is not accepted. Convert the image to 8 or 16 bits")
+        raise ImageError("12-bit grayscale is refused. Convert the image to 8 or 16 bits")
     if values.min() < 0 or values.max() > 65535:
-        raise ImageError("grey of more than 16 bits, or below 0, is not accepted. Convert the image to 8 or 16 bits")
+        raise ImageError(
+            "grayscale values beyond 16 bits or below 0 are not accepted. Convert the image to 8 or 16 bits"
+        )
     grey = (values >> 8).astype(np.uint8)
     transparent = image.info.get("transparency")
     if isinstance(transparent, int):

@@ -29,7 +29,7 @@ class ByteSemaphore:
 
     @contextmanager
     def reservation(self, deadline: float | None = None) -> Iterator[Callable[[int], None]]:
-        """Yield a function that reserves bytes for one image; it blocks until they are available. The block's end releases them.
+        """Yield a function that reserves bytes for one image, blocking until they are free; the block's end frees them.
 
         Call the function at most once: a thread that holds bytes and waits for more could deadlock.
         deadline: latest end of the wait, on the clock of time.monotonic(); after it the function raises DeadlinePassed.

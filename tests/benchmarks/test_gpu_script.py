@@ -303,7 +303,7 @@ def test_a_part_for_cuda_is_refused_where_there_is_no_gpu(tmp_path: Path) -> Non
 
 @pytest.mark.skipif("CUDAExecutionProvider" in onnxruntime.get_available_providers(), reason="here it may come up")
 def test_an_onnxruntime_without_cuda_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"--device cuda did not come up: .* knows no CUDA"):
+    with pytest.raises(SystemExit, match=r"--device cuda did not come up: .* has no CUDA support"):
         check_provider(Rig("cuda", tiny=True, files=tmp_path))
 
 

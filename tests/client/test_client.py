@@ -135,7 +135,7 @@ def test_the_models_of_a_server_are_described(client: Client) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"image": b"text"}, ImageError, "no image that can be read"),
+        ({"image": b"text"}, ImageError, "not a readable image"),
         ({"image": b"x" * MAX_MESSAGE_BYTES}, ImageError, f"exceeds the server's limit .*{MAX_MESSAGE_BYTES}"),
         ({"model": "nine"}, ModelNotFound, "no model 'nine' is served. There are: fake"),
         ({"protocol": "nine"}, UsageError, "no protocol 'nine'"),

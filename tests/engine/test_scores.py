@@ -132,7 +132,7 @@ def test_the_shortest_decimal_of_a_tenth_is_a_tenth() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_score_that_is_no_number_is_the_models_fault_and_never_a_prediction(bad: float) -> None:
-    with pytest.raises(ContractError, match=r"no numbers \(NaN\) for this image.*prelunet verify"):
+    with pytest.raises(ContractError, match=r"not finite \(NaN\) for this image.*prelunet verify"):
         check_finite(np.array([0.5, bad], np.float32), "this image")
 
 

@@ -61,7 +61,7 @@ def test_asked_for_cuda_another_provider_is_an_error_that_names_both_and_never_a
     use, model: Path, instead: str
 ) -> None:
     runtime = use(FakeRuntime(CUDA, comes_up=instead))
-    with pytest.raises(EnvironmentFault, match=rf"--device cuda: {CUDA} did not come up.* offers {instead} instead"):
+    with pytest.raises(EnvironmentFault, match=rf"--device cuda: {CUDA} is unavailable.* offers {instead} instead"):
         open_session(model, "cuda")
     assert runtime.events[-2:] == ["preload_dlls", f"load on {CUDA}"], "the CPU should not be tried"
 
@@ -74,7 +74,7 @@ def test_asked_for_cuda_a_driver_that_fails_is_an_error_with_the_runtimes_words(
 
 def test_asked_for_cuda_a_runtime_that_knows_none_is_an_error_that_names_the_extra(use, model: Path) -> None:
     runtime = use(FakeRuntime())
-    with pytest.raises(EnvironmentFault, match=r"--device cuda: .*knows no CUDA.*\[gpu\]"):
+    with pytest.raises(EnvironmentFault, match=r"--device cuda: .*has no CUDA support.*\[gpu\]"):
         open_session(model, "cuda")
     assert runtime.loads == []
 
@@ -87,9 +87,7 @@ def test_asked_for_cuda_a_runtime_that_knows_none_is_an_error_that_names_the_ext
 def test_auto_without_a_cuda_that_comes_up_is_a_cpu_session_that_says_so(use, model: Path, caplog, runtime) -> None:
     use(runtime)
     opened = open_session(model, "auto")
-    assert (
-        caplog.text.count("running on the CPU, because CUDA did not come up: --device cuda") == len(runtime.loads) - 1
-    )
+    assert caplog.text.count("running on the CPU, because CUDA is unavailable: --device cuda") == len(runtime.loads) - 1
     assert opened.circumstances.provider == CPU
     assert opened.circumstances.to_json()["provider"] == CPU
     assert str(opened.circumstances).startswith(f"{CPU}, fp32 (prelunet ")
@@ -162,7 +160,7 @@ def test_what_does_not_run_on_the_gpu_is_an_error_there_and_runs_on_the_cpu_wher
     opened = open_with_placement(model, Placement("auto"), preallocate=many)
     assert opened.circumstances.provider == CPU
     assert opened.placement.device == "cpu"
-    assert "running on the CPU, because CUDA did not come up: model model.onnx loads but does not run" in caplog.text
+    assert "running on the CPU, because CUDA is unavailable: model model.onnx loads but does not run" in caplog.text
     assert runtime.events.count(f"load on {CUDA}") == 2
     assert runtime.events.count(f"load on {CPU}") == 1
 

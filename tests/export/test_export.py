@@ -297,7 +297,7 @@ def canvas_of(height: int, width: int) -> np.ndarray:
     ("images", "sizes", "message"),
     [
         (canvas_of(40, 50), [[27, 50]], "below this model's crop of 28"),
-        (canvas_of(40, 50), [[40, 51]], "leave the canvas of 40x50"),
+        (canvas_of(40, 50), [[40, 51]], "exceed the canvas of 40x50"),
         (canvas_of(40, 50), [[40, 50], [40, 50]], "sizes should be int64"),
         (canvas_of(40, 50).astype(np.float32), [[40, 50]], "images should be uint8"),
         (np.zeros((1, 30, 4097, 3), np.uint8), [[30, 30]], "larger than this model's 4096"),

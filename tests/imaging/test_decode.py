@@ -105,11 +105,11 @@ ACCEPTED: dict[str, tuple[UInt8Array, int]] = {
 
 REFUSED = {
     "empty.jpg": "the file is empty",
-    "text.jpg": "no image that can be read",
-    "page.png": "no image that can be read",
-    "zeros.jpg": "no image that can be read",
-    "drawing.svg.png": "no image that can be read",
-    "program.eps.jpg": "no image that can be read",
+    "text.jpg": "not a readable image",
+    "page.png": "not a readable image",
+    "zeros.jpg": "not a readable image",
+    "drawing.svg.png": "not a readable image",
+    "program.eps.jpg": "not a readable image",
     "float.tif": "floating point",
     "grey-32-bit.tif": "more than 16 bits",
     "cut-in-first-marker.jpg": "header is damaged",

@@ -237,7 +237,7 @@ def test_what_bounds_the_rate_is_what_is_busy_while_the_session_waits(
 @pytest.mark.parametrize(
     ("spent", "cause", "words"),
     [
-        ({"compute": 9.9, "alone": 10.6}, "disturbed", "0.93 times as long as the same alone"),
+        ({"compute": 9.9, "alone": 10.6}, "disturbed", "0.93 times as long as the same batches alone"),
         ({"compute": 9.9, "alone": 7.0, "decode": 0.2, "resize": 0.1}, "disturbed", "1.41 times"),
         ({"compute": 9.9, "alone": 10.4}, "compute", "the session alone would take 104%"),
         ({"compute": 9.9, "alone": 7.0, "decode": 1.0}, "sharing", "decoding"),
@@ -266,7 +266,7 @@ def test_advice_for_a_cpu_that_computes_all_the_time_follows_its_instructions_an
     assert bf16.startswith("--precision bf16")
     assert advice(measurement(**COMPUTING), replace(ON_A_CPU, device="openvino", precision="bf16", bf16=True)) == []
     threads, _ = advice(measurement(**COMPUTING), replace(ON_A_CPU, model_threads=3))
-    assert threads.startswith("--threads 0 takes all 8 cores; now 3")
+    assert threads.startswith("--threads 0 uses all 8 cores; now 3")
 
 
 def test_advice_for_a_gpu_that_computes_is_half_precision_and_larger_portions_if_they_can_be_had() -> None:
@@ -286,10 +286,10 @@ def test_advice_for_a_session_that_waits_is_about_what_it_waits_for() -> None:
     (more,) = advice(measurement(**decoding), ON_A_CPU)
     assert more == "--threads 8: 2 of 8 cores decode"
     (smaller,) = advice(measurement(threads=8, compute=5.0, wait=5.0, decode=79.0), ON_A_CPU)
-    assert "nearer to the protocol's scales" in smaller
+    assert "closer to the protocol's scales" in smaller
     sharing = {"compute": 9.9, "alone": 8.0, "decode": 6.0}
     smaller, openvino = advice(measurement(**sharing), ON_A_CPU)
-    assert smaller.startswith("images that are saved nearer to the protocol's scales take less")
+    assert smaller.startswith("images saved closer to the protocol's scales decode faster")
     assert openvino.startswith("--device openvino")
     (openvino,) = advice(measurement(**{**sharing, "average": 6.1}), ON_A_CPU)
     assert openvino.startswith("--device openvino")

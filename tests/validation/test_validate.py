@@ -203,7 +203,7 @@ def test_nan_stops_the_run_and_names_the_file(dataset: Dataset, tmp_path: Path) 
             outputs.scores[-1] = np.nan
             return outputs
 
-    with pytest.raises(ContractError, match=rf"{CLASSES[2]}/063\.png: .*no numbers"):
+    with pytest.raises(ContractError, match=rf"{CLASSES[2]}/063\.png: .*not finite"):
         validated(Broken(), dataset, CENTER, tmp_path)
     assert (tmp_path / "predictions.jsonl").read_bytes() == b""
 

@@ -25,7 +25,7 @@ ARENA_SHARE = 0.8  # of free memory; the rest is for batches, cuDNN, the driver 
 ARENA_STEP = 2**29  # bytes: small changes of free memory change no batches, and so no results
 
 _HOST_TO_DEVICE, _NON_BLOCKING = 1, 1  # cudaMemcpyHostToDevice, cudaStreamNonBlocking
-_PROPERTIES, _NAME = 4096, 256  # bytes: at least the size of struct cudaDeviceProp, and of the name at its start
+_PROPERTIES, _NAME = 4096, 256  # bytes: more than struct cudaDeviceProp has, and of the name at its start
 
 
 def cuda_options(gpu: int = 0, *, precision: GpuPrecision = "fp16", memory: int | None = None) -> dict[str, str]:

@@ -214,11 +214,11 @@ def import_runtime() -> ModuleType:
 
 def _installed_runtimes() -> list[str]:
     """Return the onnxruntime distributions that are installed."""
-    found = []
+    installed = []
     for name in _RUNTIMES:
         try:
             importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-        found.append(name)
-    return found
+        installed.append(name)
+    return installed

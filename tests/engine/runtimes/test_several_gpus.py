@@ -68,13 +68,13 @@ def test_the_file_is_hashed_once_and_every_session_is_made_ready_for_many_images
 
 def test_more_gpus_than_there_are_and_gpus_on_a_cpu_are_refused(machine: FakeGpus) -> None:
     machine.count = 2
-    with pytest.raises(EnvironmentFault, match=r"--gpus 3: 2 are visible here"):
+    with pytest.raises(EnvironmentFault, match=r"--gpus 3: only 2 are visible"):
         open_sessions(MODEL, Placement("cuda"), 3)
     for device in ("cpu", "openvino"):
         with pytest.raises(UsageError, match=rf"--gpus 2: --device {device} has no GPUs"):
             open_sessions(MODEL, Placement(device), 2)
     machine.count = 0
-    with pytest.raises(EnvironmentFault, match=r"--gpus 0: CUDA did not come up"):
+    with pytest.raises(EnvironmentFault, match=r"--gpus 0: CUDA is unavailable"):
         open_sessions(MODEL, Placement("auto"), 0)
     (only,) = open_sessions(MODEL, Placement("auto"), 1)
     assert only.placement.device == "cpu"

@@ -116,4 +116,4 @@ def test_scores_that_are_no_numbers_arrive_as_the_model_files_fault(
     assert isinstance(worker.start(), str)
     error = worker.evaluate(dataset.samples[:5])
     assert isinstance(error, ContractError)
-    assert re.match(r"worker on .*\.png: .*no numbers", str(error))
+    assert re.match(r"worker on .*\.png: .*not finite", str(error))
