@@ -252,9 +252,7 @@ def _wide_grey_to_rgb(image: Image.Image) -> Image.Image:
     if isinstance(image, TiffImagePlugin.TiffImageFile) and image.tag_v2.get(_BITS_PER_SAMPLE) == (12,):
         raise ImageError("12-bit grayscale is refused. Convert the image to 8 or 16 bits")
     if values.min() < 0 or values.max() > 65535:
-        raise ImageError(
-            "grayscale values beyond 16 bits or below 0 are not accepted. Convert the image to 8 or 16 bits"
-        )
+        raise ImageError("grayscale values beyond 16 bits or below 0 are refused. Convert the image to 8 or 16 bits")
     grey = (values >> 8).astype(np.uint8)
     transparent = image.info.get("transparency")
     if isinstance(transparent, int):

@@ -1,7 +1,7 @@
 """The slow, plain oracle of the protocols: Pillow, slices, and the windows of reference.py, each classified alone.
 
-It imports nothing of ours but that. A protocol is told as what is seen, in order: `dense`, `nine` or `crops`; `average`
-makes one answer of it. All arithmetic is float64.
+It imports nothing of ours but that. A protocol is described as what is seen, in order: `dense`, `nine` or `crops`;
+`average` combines them to one answer. All arithmetic is float64.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ class OracleView:
 
 
 class Oracle:
-    """Shows images to one net, and remembers what it said of each array of pixels."""
+    """Shows images to one net, and caches its answer for each array of pixels."""
 
     def __init__(self, net: str, tensors: Mapping[str, np.ndarray], mean: np.ndarray, crop: int) -> None:
         self._net, self._tensors, self._mean, self._crop = net, tensors, mean, crop
@@ -42,7 +42,7 @@ class Oracle:
         ]
 
     def nine(self, image: np.ndarray, scales: Sequence[int], mirror: bool = True) -> list[OracleView]:
-        """See the windows at the corners, the middles of the sides and the centre."""
+        """See the windows at the corners, the middles of the sides and the center."""
         seen = []
         for scale in scales:
             for view in plain_and_mirrored(resized(image, scale), mirror):
@@ -82,7 +82,7 @@ class Oracle:
 
 
 def average(seen: Sequence[OracleView], averaging: str = "softmax", weights: str = "scale") -> np.ndarray:
-    """Return one answer, (K,): of all windows alike (`view`), or windows → views → scales → image (`scale`)."""
+    """Return one answer, (K,): over all windows equally (`view`), or windows → views → scales → image (`scale`)."""
     of_views = [view.probabilities if averaging == "softmax" else view.logits for view in seen]
     if weights == "view":
         total = np.concatenate(of_views).mean(axis=0)

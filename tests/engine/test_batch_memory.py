@@ -1,4 +1,4 @@
-"""What a batch takes: against what is alive at once in the exported graph, and against what was measured."""
+"""Memory of a batch, against the values alive at once in the exported graph, and against measurements."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -71,7 +71,7 @@ def most_alive(path: Path, height: int, width: int) -> int:
     return most
 
 
-# Small ones, where the front takes most; long ones, where the windows do.
+# Small images, where the first layers take most; long ones, where the windows do.
 @pytest.mark.parametrize("size", [(24, 24), (31, 47), (64, 200), (240, 33)])
 def test_estimate_is_above_what_is_alive_in_the_graph_and_below_three_times_that(
     exported: tuple[Path, ModelContract], size: tuple[int, int]
@@ -81,9 +81,9 @@ def test_estimate_is_above_what_is_alive_in_the_graph_and_below_three_times_that
     assert most_alive(path, *size) <= estimate <= 3 * most_alive(path, *size)
 
 
-# Megabytes of resident memory above that of the loaded model A (random weights, 1000 classes), at its peak in calls of
-# one shape after the other; onnxruntime 1.31.1, OpenVINO 2026.4.1, two threads, Linux, 2026-11-20. Of OpenVINO 121 MB
-# (f32) and 371 MB (bf16) are not counted, which the first call of any size takes for the weights.
+# Peak resident memory in MB above that of the loaded model A (random weights, 1000 classes), in calls of one shape
+# after another; onnxruntime 1.31.1, OpenVINO 2026.4.1, two threads, Linux, 2026-11-20. OpenVINO's 121 MB (f32) and 371
+# MB (bf16) for weights in the first call of any size are not counted.
 MEASURED = [
     ("cpu", 4, (2, 480, 640), 250),
     ("cpu", 4, (1, 480, 1920), 495),

@@ -1,4 +1,4 @@
-"""Which images share a canvas: properties that hold for any shapes, the cases at the bounds, and the cheapest plan."""
+"""Which images share a canvas: properties for any shapes, edge cases, and the cheapest plan."""
 
 import random
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Where windows lie in an image, against receptive fields traced cell by cell; and the picture made of it."""
+"""Positions of windows in an image, against receptive fields traced cell by cell; and the picture of heat maps."""
 
 import io
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Limits on main memory: batches and portions that stay within them, and what is refused up front."""
+"""Limits on main memory: batches and portions stay within them, and what cannot is refused up front."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What protocols cost, against the paper's numbers and loops; and `prelunet protocols`, which prints it."""
+"""Costs of protocols, against the paper's numbers and plain loops; and `prelunet protocols`, which prints them."""
 
 import importlib
 import json
@@ -21,7 +21,7 @@ IMAGENET = (375, 500)  # 3:4, so that 480 becomes 480x640
 
 
 def build_contract(name: str, classes: int = 1000) -> ModelContract:
-    """Return the contract of an architecture with so many classes."""
+    """Return the contract of an architecture with `classes` classes."""
     net = architecture(name)
     return replace(
         paper_contract(),
@@ -37,7 +37,7 @@ def by_name(costs: list[ProtocolCost]) -> dict[str, ProtocolCost]:
     return {cost.name: cost for cost in costs}
 
 
-# The expected numbers take the trunk's cost in proportion to the pixels; pools that round down save up to 0.25 % of it.
+# The expected numbers assume that the trunk's cost is proportional to pixels; pools that round down save up to 0.25 %.
 ROUNDING = 2.5e-3
 
 

@@ -1,4 +1,4 @@
-"""From views to an image's scores, against loops that average one number at a time."""
+"""Averaging of views to an image's scores, against loops that average one number at a time."""
 
 import math
 

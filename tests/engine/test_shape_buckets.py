@@ -1,4 +1,4 @@
-"""A server's batches on a GPU keep to rungs, and all rungs have run before it is ready."""
+"""A server's batches on a GPU use only the shape buckets, and all of them run before it is ready."""
 
 import math
 from collections.abc import Sequence

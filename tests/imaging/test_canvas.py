@@ -1,4 +1,4 @@
-"""Images of different sizes lie in the upper left corners of their canvases, untouched."""
+"""Images of different sizes are copied unchanged to the upper left corners of their canvases."""
 
 import numpy as np
 import pytest

@@ -29,7 +29,7 @@ DATA = Path(__file__).parents[1] / "data" / "hostile"
 HOSTILE = sorted(DATA.iterdir())
 assert HOSTILE, f"{DATA} is empty"
 
-# pytest takes back the filter that evaluator.imaging.decode sets when it is imported.
+# pytest reverts the warnings filter that evaluator.imaging.decode sets on import.
 pytestmark = pytest.mark.filterwarnings(r"ignore::Warning:PIL\.")
 
 HEIGHT, WIDTH = 24, 37
@@ -280,7 +280,7 @@ def test_hostile_files_need_little_memory_and_say_nothing_on_stderr() -> None:
 import json, pathlib, resource
 from prelunet.evaluator.errors import ImageError
 from prelunet.evaluator.imaging.decode import decode_rgb
-# 8 MB of text or profile in two files, and the decoders' own tables; the bombs promise 200 MB to 30 GB.
+# 8 MB of text or profile in two files, and the decoders' own tables; the bombs claim 200 MB to 30 GB.
 used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 100_000_000,) * 2)
 said = {{}}

@@ -1,4 +1,4 @@
-"""Room for decoding: how much an image asks for, who waits, and that all of it is given back."""
+"""The memory limit of decoding: what an image reserves, who waits, and that everything is released."""
 
 import io
 import threading
@@ -28,7 +28,7 @@ def asked(data: bytes, *, apply_exif: bool = False) -> int:
     return size
 
 
-# Megabytes that 12 Mpixel took, at the peak of decoding and resizing to 256, 384 and 480; Pillow 13.0.
+# Peak MB of decoding 12 Mpixel and resizing to 256, 384 and 480; Pillow 13.0.
 MEASURED = [
     ("JPEG", "RGB", {}, 58),
     ("JPEG", "L", {}, 60),
@@ -74,7 +74,7 @@ def test_no_pixel_is_decoded_before_there_is_room() -> None:
 
 
 def waits(semaphore: ByteSemaphore, size: int) -> tuple[threading.Thread, threading.Event]:
-    """Ask for room in a thread; the event tells that it was given."""
+    """Reserve bytes in a thread; the event is set once they are reserved."""
     given = threading.Event()
 
     def ask() -> None:

@@ -1,4 +1,4 @@
-"""Resizing against plain float64 triangle and cubic filters, and capping against cropping the whole resized image."""
+"""Resizing against plain float64 triangle and cubic filters; capping against cropping the whole resized image."""
 
 import math
 from fractions import Fraction

@@ -1,4 +1,4 @@
-"""The views of an image are those of its protocol, in its order, and the crop lies where the design says."""
+"""The views of an image follow its protocol, in order, and crops are where the design places them."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""`prelunet bench`: the counts are those of the images, the arithmetic is right, and advice follows the numbers."""
+"""`prelunet bench`: counts match the images, the arithmetic is right, and the advice follows the numbers."""
 
 import json
 import re

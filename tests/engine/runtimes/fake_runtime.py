@@ -1,4 +1,4 @@
-"""What stands for onnxruntime, its CUDA provider and a GPU: it only records, and answers what a test tells it to."""
+"""Fakes of onnxruntime, its CUDA provider and a GPU: they record calls, and answer as a test prescribes."""
 
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -12,10 +12,10 @@ CPU, CUDA, OPENVINO = "CPUExecutionProvider", "CUDAExecutionProvider", "OpenVINO
 
 
 class SessionOptions:
-    """Holds what it is told, like the real one."""
+    """Stores the options it receives, like the real one."""
 
     def __init__(self) -> None:
-        self.intra_op_num_threads = -1  # nobody's default, so that a value that is seen was set by us
+        self.intra_op_num_threads = -1  # not a real default, so any other value was set by us
         self.enable_mem_pattern = True
         self.entries: dict[str, str] = {}
 
@@ -24,10 +24,10 @@ class SessionOptions:
 
 
 class FakeRuntime(ModuleType):
-    """The face of onnxruntime. offers: the providers it lists; comes_up: what really runs where CUDA was asked for.
+    """The interface of onnxruntime. offers: the providers it lists; comes_up: what really runs when CUDA is requested.
 
-    fails: provider → error of its loading. Keeps what it is handed: `loads`, (options, providers) of each load, and
-    `events`, the order of the calls.
+    fails: provider → error of its loading. Records `loads`, (options, providers) of each load, and `events`, the order
+    of the calls.
     """
 
     __version__ = "9.8.7"
@@ -76,11 +76,11 @@ class FakeRuntime(ModuleType):
     ) -> Any:
         assert enable_fallback == 0, "the runtime would try the CPU and print"
         self.loads.append((options, providers))
-        asked = providers[0] if isinstance(providers[0], str) else providers[0][0]
-        self.events.append(f"load on {asked}")
-        if asked in self._fails:
-            raise self._fails[asked]
-        runs = self._comes_up if asked == CUDA else asked
+        requested = providers[0] if isinstance(providers[0], str) else providers[0][0]
+        self.events.append(f"load on {requested}")
+        if requested in self._fails:
+            raise self._fails[requested]
+        runs = self._comes_up if requested == CUDA else requested
         inputs, outputs = (
             [SimpleNamespace(name=name, shape=["N", *shape]) for name in names]
             for names, shape in zip(self._names, ((*self._sides, 3), (self._classes,)), strict=True)
@@ -98,7 +98,7 @@ GIB = 2**30
 
 
 class FakeCudaRuntime:
-    """What stands for libcudart: a GPU on which 10 GiB are free for the arena."""
+    """Stands in for libcudart: a GPU with 10 GiB free for the arena."""
 
     def __init__(self, _runtime: Any, gpu: int):
         self.gpu = gpu
@@ -111,10 +111,10 @@ class FakeCudaRuntime:
 
 
 class FakeBinding:
-    """Where uploads would go.
+    """Stands in for uploads.
 
-    Keeps the shapes of what was uploaded in `staged`, and the images of the last one in `images`; `computes` is what
-    computes them: their shape → scores and logits, or an error.
+    Records the shapes of uploaded batches in `staged`, and the images of the last one in `images`; `computes` maps
+    their shape to scores and logits, or raises an error.
     """
 
     staged: list[tuple[int, ...]] = []  # noqa: RUF012 - emptied by `use`
@@ -139,5 +139,5 @@ def nothing(_shape: tuple[int, ...]) -> tuple[None, None]:
 
 
 def runtime_error(kind: str, text: str = "what the runtime says") -> Exception:
-    """Make an error of a class that is called like one of the runtime's."""
+    """Create an error whose class is named like one of the runtime's."""
     return type(kind, (Exception,), {})(text)

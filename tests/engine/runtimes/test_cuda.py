@@ -24,8 +24,8 @@ CLASSES = 6
 class FakeCudart:
     """libcudart whose GPU is the host. fails: function → status.
 
-    live, on_gpu: memory that is not freed yet, page-locked and of the GPU; free: bytes that the GPU says are free;
-    room: the most that one of its allocations may have.
+    live, on_gpu: page-locked and GPU memory that is not freed yet; free: bytes that the GPU reports as free;
+    allocation_limit: the largest allocation that succeeds.
     """
 
     def __init__(self, **fails: int):
@@ -100,7 +100,7 @@ class FakeOrtValue:
 
 
 class FakeIoBinding:
-    """What a run is bound to."""
+    """The inputs and outputs bound to a run."""
 
     def __init__(self) -> None:
         self.inputs: dict[str, np.ndarray] = {}
@@ -127,7 +127,7 @@ class FakeIoBinding:
 
 
 class FakeInferenceSession:
-    """A session whose scores tell which pixels it was given. runs: how many; threads: that ran it."""
+    """A session whose scores depend on the pixels it received. runs: their number; threads: the threads that ran it."""
 
     def __init__(self) -> None:
         self.runs = 0

@@ -1,4 +1,4 @@
-"""What is read of a model file without a runtime is what the onnx package reads."""
+"""Metadata read without a runtime equals what the onnx package reads."""
 
 from pathlib import Path
 

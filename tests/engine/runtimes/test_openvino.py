@@ -1,4 +1,4 @@
-"""OpenVINO as the device: the same scores as the oracle in float32, and bfloat16 only where it really runs."""
+"""OpenVINO as the device: the oracle's scores in float32, and bfloat16 only where it really runs."""
 
 import subprocess
 import sys

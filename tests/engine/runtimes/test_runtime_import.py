@@ -1,4 +1,4 @@
-"""The import of onnxruntime: one distribution, whole, and nothing left in the user's home."""
+"""Importing onnxruntime: a single, undamaged distribution, and no files in the user's home."""
 
 import os
 import subprocess

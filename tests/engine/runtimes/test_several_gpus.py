@@ -1,4 +1,4 @@
-"""A session on each of several GPUs, which must be alike, and the option that limits what they take."""
+"""A session on each of several identical GPUs, and the option that limits their memory."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ MODEL = Path("m.onnx")
 
 
 class OpenedSession(FakeSession):
-    """A session on one GPU of a machine. card: what that GPU is called."""
+    """A session on one GPU of a machine. card: name of that GPU."""
 
     def __init__(self, placement: Placement, card: str, rules: BatchRules | None) -> None:
         super().__init__(provider="CUDAExecutionProvider" if placement.device == "cuda" else "CPUExecutionProvider")
@@ -27,7 +27,7 @@ class OpenedSession(FakeSession):
 
 
 class FakeGpus:
-    """Some GPUs. calls: the options of each opening; cards, rules: of a GPU that is not like the others."""
+    """Some GPUs. calls: the options of each opening; cards, rules: of a GPU that differs from the others."""
 
     def __init__(self) -> None:
         self.count = 0
