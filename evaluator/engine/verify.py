@@ -32,7 +32,7 @@ class Tolerance:
 TOLERANCES: Mapping[str, Tolerance] = {
     # 20 layers of sums of up to 32,256 terms leave about 3e-6.
     "fp32": Tolerance(1e-5, 1e-4),
-    # Rounds to 11 bits like fp16, but only the factors and not the products: never worse than fp16.
+    # Rounds to 11 bits like fp16, but only the factors, not the results: never worse than fp16.
     "tf32": Tolerance(1e-2, 1e-2),
     # 11 bits: a window's score off by up to 4e-3, the mean of windows by 1e-3, logits by 2e-3 of the largest.
     "fp16": Tolerance(1e-2, 1e-2),

@@ -15,7 +15,7 @@ from prelunet.evaluator.errors import DeadlinePassed
 
 # The largest accepted JPEG, of 64 Mpixel, fits if it is neither progressive nor CMYK.
 DECODE_BYTES = 5 * 2**26
-GPU_DECODE_BYTES = 2**30  # beside a GPU, which sixteen threads that decode 12 Mpixel each may have to feed
+GPU_DECODE_BYTES = 2**30  # beside a GPU, fed by up to sixteen threads that decode 12 Mpixel each
 
 
 class ByteSemaphore:
@@ -59,7 +59,7 @@ class ByteSemaphore:
             try:
                 if not self._changed.wait_for(my_turn, None if deadline is None else deadline - time.monotonic()):
                     raise DeadlinePassed(
-                        "the deadline of this call passed while its image waited for memory to be decoded. "
+                        "the deadline of this call passed while its image waited for memory for decoding. "
                         "Set a later deadline, or try again later"
                     )
                 self._used += size

@@ -1,6 +1,6 @@
-"""A session is on the device that was asked for or it is an error; a runtime that only records stands in for the real.
+"""A session runs on the requested device or raises an error; a recording fake stands in for the runtime.
 
-What the real runtime answers for damaged files and wrong canvases is in test_export.py.
+test_export.py tests how the real runtime answers damaged files and wrong canvases.
 """
 
 import hashlib

@@ -183,8 +183,8 @@ def measurement(
 ) -> Measurement:
     """Return a measurement of 40 images.
 
-    alone: seconds in which a session would compute everything, None for those that it did; spent: seconds at stages;
-    what is not one changes the tally.
+    alone: seconds in which a session would compute everything alone, None for the seconds of `spent`; spent: seconds by
+    stage; other names replace counts.
     """
     stages = {stage: spent.pop(stage, 0.0) for stage in STAGES}
     counts = {"images": 40, "views": 80, "batches": 20, "canvas_changes": 4, "view_pixels": 90, "canvas_pixels": 100}

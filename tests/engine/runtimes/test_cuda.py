@@ -1,6 +1,6 @@
-"""Batches on their way to a GPU, with host memory in the GPU's place: libcudart and the session are fakes that copy.
+"""Batches uploaded to a GPU, with host memory as the GPU: libcudart and the session are fakes that copy.
 
-That the real runtime takes these calls is shown by the placement check (docs/gpu.md).
+The placement check (docs/gpu.md) shows that the real runtime accepts these calls.
 """
 
 import ctypes
