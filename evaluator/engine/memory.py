@@ -468,7 +468,7 @@ def require_fits(
         fix = ", or use smaller scales (--scales)"
     raise UsageError(
         f"--memory-limit {format_bytes(memory)}: protocol {protocol.name} takes up to {need}. "
-        f"{why}Allow {format_bytes(sufficient)} or more{fix}"
+        f"{why}Give {format_bytes(sufficient)} or more{fix}"
     )
 
 

@@ -192,7 +192,7 @@ def import_runtime() -> ModuleType:
     if len(installed) > 1:
         raise EnvironmentFault(
             f"{' and '.join(installed)} are both installed and overwrite each other's files. "
-            f"Uninstall all of them with pip, then install one: {install_hint('cpu')} (or gpu)"
+            f"Run: pip uninstall {' '.join(installed)}. Then install one: {install_hint('cpu')} (or gpu)"
         )
     # Since 1.31 it stores a device id and events in the user's home and uploads them, unless this is set before the
     # import. To enable telemetry, set the variable to 0.
