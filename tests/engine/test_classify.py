@@ -206,7 +206,7 @@ def test_a_bad_image_is_named_and_the_others_are_answered(files: Path, capsys: p
     assert run(["classify", "bad.jpg", "good.png", "missing.png", "--model", "m.onnx"]) == 2
     told = capsys.readouterr()
     assert told.out.startswith("good.png\n")
-    assert "bad.jpg: no image" in told.err
+    assert "bad.jpg: not a readable image" in told.err
     assert "missing.png: cannot be read" in told.err
     assert "2 of 3 images could not be classified" in told.err
 
