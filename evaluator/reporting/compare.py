@@ -85,7 +85,7 @@ def judgement(metric: Mapping[str, Any]) -> str:
     return "B is better" if metric["difference"] < 0 else "B is worse"
 
 
-def shown_p(p: float) -> str:
+def format_p_value(p: float) -> str:
     """Return a p-value for people: `p = 0.014`, `p < 0.0001`."""
     return "p < 0.0001" if p < 1e-4 else f"p = {p:.2g}"
 

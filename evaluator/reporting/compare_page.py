@@ -10,7 +10,14 @@ from prelunet.evaluator.errors import RunFolderError, UsageError
 from prelunet.evaluator.files import create_folder, write_atomically
 from prelunet.evaluator.json_checks import parse_json
 from prelunet.evaluator.reporting.charts import FEW_CLASSES
-from prelunet.evaluator.reporting.compare import METRICS, Comparison, compare_runs, comparison_csv, judgement, shown_p
+from prelunet.evaluator.reporting.compare import (
+    METRICS,
+    Comparison,
+    compare_runs,
+    comparison_csv,
+    format_p_value,
+    judgement,
+)
 from prelunet.evaluator.reporting.compare_charts import change_of, difference_chart
 from prelunet.evaluator.reporting.gallery import Gallery, build_galleries, choose_mistakes
 from prelunet.evaluator.reporting.html import json_bytes, render_html
@@ -72,7 +79,7 @@ def render_comparison(comparison: Comparison, flipped: FlippedImages) -> bytes:
         providers={key: short_provider(side["circumstances"]) for key, side in sides.items()},
         metrics={key: f"top-{k}" for key, k in METRICS.items()},
         judgements={key: judgement(comparison[key]) for key in METRICS},
-        shown_p=shown_p,
+        format_p_value=format_p_value,
         no_macro_interval=NO_MACRO_INTERVAL,
         change_of=change_of,
         charts={key: chart for key in METRICS if (chart := difference_chart(comparison, key))},

@@ -28,12 +28,10 @@ GALLERY_SIZE = 48  # images in the gallery
 MAX_PER_CLASS = 3  # so that one hopeless class does not fill the gallery
 THUMBNAIL = 192  # pixels, longer side, in the gallery; smaller images are kept as they are and enlarged by the browser
 TILE = 112  # pixels, longer side, of the mistakes that stand with their class
-MAX_UNSCALED_SIDE = 64  # pixels; up to here every pixel counts and is kept
-PICTURE_BYTES = (
-    2_500_000  # bytes of the page that pictures may take: about 800 photographs, so most of ImageNet's classes
-)
-WEBP_QUALITY = 75  # of WebP: 3 kB a tile, a third less than JPEG
-BATCH_SIZE = 64  # pictures that are made before the budget is looked at again
+MAX_UNSCALED_SIDE = 64  # pixels; images up to this size keep every pixel
+PICTURE_BYTES = 2_500_000  # budget for all pictures on the page: about 800 photographs, or most of ImageNet's classes
+WEBP_QUALITY = 75  # 3 kB a tile, a third less than JPEG
+BATCH_SIZE = 64  # pictures encoded between two checks of the budget
 
 
 @dataclass(frozen=True)

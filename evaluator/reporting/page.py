@@ -6,9 +6,9 @@ from typing import Any
 
 from prelunet.evaluator.files import create_folder, write_atomically
 from prelunet.evaluator.reporting.charts import FEW_CLASSES, bin_sizes_chart, error_chart, reliability_chart
-from prelunet.evaluator.reporting.embedded import describe_view, embedded
 from prelunet.evaluator.reporting.gallery import Gallery, build_gallery
 from prelunet.evaluator.reporting.html import json_bytes, render_html
+from prelunet.evaluator.reporting.page_data import describe_view, page_data
 from prelunet.evaluator.reporting.report import (
     Report,
     build_report,
@@ -38,7 +38,7 @@ def render_page(report: Report, run: Run, gallery: Gallery) -> bytes:
         "report.html.j2",
         report=report,
         gallery=gallery,
-        embedded=embedded(report, run, gallery),
+        page_data=page_data(report, run, gallery),
         charts={name: chart for name, chart in charts.items() if chart},
         headline=headline(report),
         protocol=describe_protocol(report["protocol"]),

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from prelunet.evaluator.errors import CheckFailed, UsageError
-from prelunet.evaluator.reporting.compare import METRICS, Comparison, judgement, shown_p
+from prelunet.evaluator.reporting.compare import METRICS, Comparison, judgement, format_p_value
 from prelunet.evaluator.reporting.compare_page import WrittenComparison, protocol_remark, write_comparison
 from prelunet.evaluator.reporting.html import json_bytes, signed
 from prelunet.evaluator.reporting.report import describe_protocol, short_provider
@@ -131,7 +131,7 @@ def _metric(comparison: Comparison, key: str) -> list[str]:
         f"{title}: {judgement(found)}: {signed(found['difference'], minus='-')} points of error, "
         f"95 % interval {signed(low, minus='-')} to {signed(high, minus='-')}",
         f"  images: {found['only_a_wrong']:,} wrong in A only, {found['only_b_wrong']:,} wrong in B only; "
-        f"McNemar {shown_p(found['p'])}",
+        f"McNemar {format_p_value(found['p'])}",
         f"  classes: {found['classes_improved']:,} improved, {found['classes_unchanged']:,} unchanged, "
         f"{found['classes_worse']:,} worse; {stand:,} of these differences stand at 5 % (Benjamini-Hochberg)",
     ]

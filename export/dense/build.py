@@ -28,10 +28,9 @@ from prelunet.export.dense.half_precision import round_to_half
 from prelunet.export.dense.pyramid import plan_pools, pyramid_bins
 from prelunet.export.onnx_graph import GraphBuilder
 
-MAX_CANVAS_SIDE = (
-    4096  # pixels, or more where `multi-scale` needs it; the graph cuts its masks from a constant of that length
-)
-_BLOCK_ROWS = 64  # rows that are transposed together: a whole fc1 of 500 MB takes six times as long
+# Pixels; larger where `multi-scale` needs it. The graph slices its masks from a constant of this length.
+MAX_CANVAS_SIDE = 4096
+_BLOCK_ROWS = 64  # rows transposed at a time; transposing a 500 MB fc1 at once takes six times as long
 
 Parameters = npt.NDArray[np.floating]  # float32, or float16 as `round_to_half` gives them
 

@@ -106,10 +106,9 @@ def range_canvases(contract: ModelContract) -> Iterator[tuple[UInt8Array, npt.ND
 
 
 def add_probes(model: ModelProto, architecture: Architecture) -> None:
-    """Let a half model measure itself: it gets the output `magnitudes`, float32 (tensors, 1, 1, 1), as
-    `_probed_tensors` lists.
+    """Add the output `magnitudes` to a half model: float32 (tensors, 1, 1, 1), in the order of `_probed_tensors`.
 
-    Behind each tensor between the layers stands what takes its largest |number|; nothing else changes.
+    Each entry is the largest absolute value of one tensor between the layers. Nothing else changes.
     """
     graph, largest = model.graph, []
     for name in chain.from_iterable(_probed_tensors(architecture).values()):
@@ -168,8 +167,8 @@ def precision_warnings(losses: Mapping[str, float], magnitudes: Mapping[str, flo
         if loss > MAX_ROUNDING_LOSS
     ]
     told += [
-        f"{layer}: reaches {largest:.3g} on test images, within a factor of {HEADROOM:g} of {FLOAT16_MAX:g}, where float16 "
-        "ends; other images may go beyond it"
+        f"{layer}: reaches {largest:.3g} on test images, within a factor of {HEADROOM:g} of {FLOAT16_MAX:g}, "
+        "the float16 maximum; other images may exceed it"
         for layer, largest in magnitudes.items()
         if largest > FLOAT16_MAX / HEADROOM
     ]

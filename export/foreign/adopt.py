@@ -37,15 +37,11 @@ from prelunet.training.importing.preprocessing import Layout, Preprocessing
 OutputKind = Literal["auto", "logits", "softmax"]
 
 OLDEST_SCAN = 9  # the opset from which on Scan has its present form
-_REPEATED_IMAGES = 2  # pictures that the net is shown a second time
-_REPEAT_TOLERANCE_HALF, _REPEAT_TOLERANCE_SINGLE = (
-    1e-3,
-    1e-6,
-)  # by what share of the largest its answers may then differ
-_SUM_TOLERANCE_HALF, _SUM_TOLERANCE_SINGLE = (
-    1e-2,
-    1e-3,
-)  # how far from 1 a sum of up to some thousand rounded probabilities may be
+_REPEATED_IMAGES = 2  # pictures that the net is run on twice
+# Allowed difference between the two runs, as a fraction of the largest output.
+_REPEAT_TOLERANCE_HALF, _REPEAT_TOLERANCE_SINGLE = 1e-3, 1e-6
+# Allowed difference from 1 of the sum of up to a few thousand rounded probabilities.
+_SUM_TOLERANCE_HALF, _SUM_TOLERANCE_SINGLE = 1e-2, 1e-3
 
 
 @dataclass(frozen=True)
@@ -191,14 +187,11 @@ def _run_net(
         return row
 
     rows = [row_of(*entry) for entry in pictures.items()]
-    # The same run again, with some slack: a runtime need not give equal bits twice.
+    # Repeat the first runs, with a tolerance: a runtime need not return the same bits twice.
+    tolerance = 0 if drawing else _REPEAT_TOLERANCE_HALF if interface.half else _REPEAT_TOLERANCE_SINGLE
     for (what, picture), row in list(zip(pictures.items(), rows, strict=True))[:_REPEATED_IMAGES]:
         off = float(np.abs(row_of(what, picture) - row).max())
-        if (
-            off
-            > (0 if drawing else _REPEAT_TOLERANCE_HALF if interface.half else _REPEAT_TOLERANCE_SINGLE)
-            * np.abs(row).max()
-        ):
+        if off > tolerance * np.abs(row).max():
             why = f"; it draws random numbers ({', '.join(drawing)})" if drawing else ""
             raise ContractError(
                 f"{path}: gives other scores each time it sees the same image{why}. Export it in evaluation mode "

@@ -135,7 +135,7 @@ def _interface(contract: ModelContract) -> tuple[list[Any], list[Any]]:
 
 
 def _front(around: _Nodes, interface: NetInterface, preprocessing: Preprocessing) -> str:
-    """Add what makes the net's input of `images`, in the same order of operations as `Preprocessing.plain`."""
+    """Add what makes the net's input of `images`, in the same order of operations as `Preprocessing.apply`."""
     value = "images"
     if preprocessing.channels == "bgr":
         order = around.constant("bgr", np.array([2, 1, 0], np.int64))

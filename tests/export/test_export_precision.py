@@ -81,7 +81,7 @@ def half_file(
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Give files of the telling demo net, each made once: `demo("exact", "fp32")`."""
+    """Give files of the discriminating demo net, each created once: `demo("exact", "fp32")`."""
     folder, made = tmp_path_factory.mktemp("half"), {}
 
     def path(canvas: Canvas = "ragged", precision: FilePrecision = "fp16") -> Path:

@@ -14,7 +14,7 @@ import pytest
 
 from prelunet.evaluator import cli
 from prelunet.evaluator.errors import RunFolderError
-from prelunet.evaluator.reporting.compare import compare_runs, comparison_csv, judgement, shown_p
+from prelunet.evaluator.reporting.compare import compare_runs, comparison_csv, format_p_value, judgement
 from prelunet.evaluator.reporting.compare_page import write_comparison
 from prelunet.evaluator.reporting.html import json_bytes
 from prelunet.evaluator.reporting.paired import adjusted_p, difference_interval, mcnemar
@@ -400,7 +400,7 @@ def test_what_b_alone_refused_is_counted_and_its_difference_takes_it_for_wrong(t
 
 
 def test_p_values_are_shown_without_false_precision() -> None:
-    shown = [shown_p(p) for p in (0.0, 0.00009, 0.0138612, 0.5, 1.0)]
+    shown = [format_p_value(p) for p in (0.0, 0.00009, 0.0138612, 0.5, 1.0)]
     assert shown == ["p < 0.0001", "p < 0.0001", "p = 0.014", "p = 0.5", "p = 1"]
 
 

@@ -1,4 +1,4 @@
-// The report's data, in the order in which embedded.py writes it.
+// The report's data, in the order in which page_data.py writes it.
 
 const data = JSON.parse(document.getElementById("report-data").textContent);
 const [runError1, runError5] = data.errors;

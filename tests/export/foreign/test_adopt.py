@@ -146,7 +146,7 @@ def test_a_score_of_zero_in_half_precision_has_the_logarithm_of_the_smallest_hal
 
 def test_outputs_above_one_are_logits_even_if_none_is_negative(tmp_path: Path) -> None:
     path = net(tmp_path, never_negative)
-    raw = RawOnnxModel(path).run({"x": RGB.plain(golden_image(CROP, CROP)).transpose(2, 0, 1)[None]}, "v13")
+    raw = RawOnnxModel(path).run({"x": RGB.apply(golden_image(CROP, CROP)).transpose(2, 0, 1)[None]}, "v13")
     assert raw.min() == 0
     assert 1.1 < raw.max() < 10, "near to 1, where a sigmoid might be suspected"
     assert not adopted(tmp_path, path)[1].probabilities
@@ -238,7 +238,7 @@ def test_golden_scores_are_those_of_one_thread_however_many_the_machine_has(tmp_
     path = net(tmp_path, wide)
     session, _ = adopted(tmp_path, path)
     (golden,) = session.contract.golden
-    pixels = RGB.plain(golden_image(CROP, CROP)).transpose(2, 0, 1)[None]
+    pixels = RGB.apply(golden_image(CROP, CROP)).transpose(2, 0, 1)[None]
     (logits,) = RawOnnxModel(path, threads=1).run({"x": pixels}, "v4")
     np.testing.assert_array_equal(np.float32(golden.logits), logits)  # nine digits are enough for every bit of float32
 

@@ -164,8 +164,8 @@ def test_a_graph_that_does_not_do_what_was_said_never_becomes_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = net(tmp_path)
-    plain = Preprocessing.plain
-    monkeypatch.setattr(Preprocessing, "plain", lambda self, image: plain(self, image) + np.float32(0.01))
+    plain = Preprocessing.apply
+    monkeypatch.setattr(Preprocessing, "apply", lambda self, image: plain(self, image) + np.float32(0.01))
     with pytest.raises(
         ContractError, match=r"neither together nor one by one \(together: scores .* differ by .*and one"
     ):

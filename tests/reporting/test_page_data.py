@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from prelunet.evaluator.datasets import open_dataset
-from prelunet.evaluator.reporting import embedded as module
 from prelunet.evaluator.reporting import gallery as pictures
-from prelunet.evaluator.reporting.embedded import embedded, fair_share, split_affixes
+from prelunet.evaluator.reporting import page_data as module
 from prelunet.evaluator.reporting.gallery import PICTURE_BYTES, TILE, Gallery, build_gallery, mistakes_round_robin
 from prelunet.evaluator.reporting.page import render_page
+from prelunet.evaluator.reporting.page_data import fair_share, page_data, split_affixes
 from prelunet.evaluator.reporting.report import build_report
 from prelunet.evaluator.validation.predictions import Prediction
 from prelunet.evaluator.validation.run import Run, read_run
@@ -53,7 +53,9 @@ def run_of(folder: Path, lines: list[dict[str, Any]], **rest: Any) -> Run:
 
 def data_of(run: Run, gallery: Gallery | None = None) -> dict[str, Any]:
     """Return the data as a script reads them: once through JSON."""
-    data: dict[str, Any] = json.loads(json.dumps(embedded(build_report(run), run, gallery or build_gallery(run, None))))
+    data: dict[str, Any] = json.loads(
+        json.dumps(page_data(build_report(run), run, gallery or build_gallery(run, None)))
+    )
     return data
 
 
@@ -99,7 +101,7 @@ def test_a_score_a_little_above_one_is_shown_as_one(tmp_path: Path) -> None:
 
 
 def test_all_confusions_are_counted_those_of_hidden_images_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LISTED", 10)
+    monkeypatch.setattr(module, "MAX_LISTED_IMAGES", 10)
     run = run_of(tmp_path, random_lines(200, seed=2))
     data = data_of(run)
     for label in range(COUNT):
@@ -113,7 +115,7 @@ def test_all_confusions_are_counted_those_of_hidden_images_too(tmp_path: Path, m
 def test_of_too_many_images_every_class_keeps_its_first_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of(tmp_path, random_lines(120, seed=3))
     whole = data_of(run)
-    monkeypatch.setattr(module, "LISTED", 30)
+    monkeypatch.setattr(module, "MAX_LISTED_IMAGES", 30)
     cut = data_of(run)
     share = fair_share([len(images_of(whole, label)) for label in range(COUNT)], 30)
     assert 1 < share < 20

@@ -14,13 +14,12 @@ from prelunet.evaluator.reporting.statistics import TOPS
 from prelunet.evaluator.validation.predictions import Prediction
 from prelunet.evaluator.validation.run import Run
 
-MAX_LISTED_IMAGES = (
-    60_000  # images whose answers the page holds, about 45 bytes each; of more, every class gives its first ones
-)
+# Images whose answers the page holds, about 45 bytes each. Beyond that, each class contributes its first ones.
+MAX_LISTED_IMAGES = 60_000
 PER_MILLE = 1000  # scores as three digits
 
 
-def embedded(report: Report, run: Run, gallery: Gallery) -> dict[str, Any]:
+def page_data(report: Report, run: Run, gallery: Gallery) -> dict[str, Any]:
     """Return the data of the page's scripts as plain data; the same run and gallery give the same."""
     of_class: list[list[int]] = [[] for _ in run.info.classes]  # numbers of lines: a million take up less than objects
     for number, prediction in enumerate(run.predictions):
