@@ -1,4 +1,4 @@
-"""Turns a checkpoint into one ONNX file with the dense head inside, and checks such files."""
+"""Exports checkpoints to ONNX model files with the dense head inside, and adopts foreign ONNX classifiers."""
 
-if __name__ != "prelunet.export":  # found beside a checkout's own files; its modules would be loaded twice
+if __name__ != "prelunet.export":  # imported from the root of a checkout: its modules would be loaded twice
     raise ImportError("import prelunet.export instead of export")

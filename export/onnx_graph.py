@@ -1,4 +1,4 @@
-"""A thin writer of ONNX graphs: named nodes in, one model out, the same bytes for the same calls."""
+"""A thin builder of ONNX graphs with named nodes; the same calls give the same bytes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,22 +7,22 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-OPSET = 18  # the newest that every runtime in use understands; later ones change nothing that we need
-IR_VERSION = 8  # the one that goes with opset 18
+OPSET = 18  # the newest that all our runtimes support; later opsets add nothing that we need
+IR_VERSION = 8  # matches opset 18
 
 Array = npt.NDArray[Any]
 _UP_TO_THE_END = np.iinfo(np.int64).max
 
 
 class GraphBuilder:
-    """Collects nodes and constants. Every method that adds a node returns the name of its output."""
+    """Collects nodes and constants. Methods that add a node return the name of its output."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, Any] = {}
         self._constants: dict[str, TensorProto] = {}
 
     def constant(self, name: str, value: Array) -> str:
-        """Add an initializer and return its name; the same name twice is our mistake."""
+        """Add an initializer and return its name, which must be new."""
         assert name not in self._constants, name
         self._constants[name] = numpy_helper.from_array(np.ascontiguousarray(value), name)
         return name
@@ -41,18 +41,18 @@ class GraphBuilder:
         return output
 
     def has(self, output: str) -> bool:
-        """Return whether a node of that name is there."""
+        """Return whether the graph has a node with that output."""
         return output in self._nodes
 
     def slice(self, value: str, output: str, *, axis: int, start: int, end: int | None = None, step: int = 1) -> str:
-        """Add a Slice along one axis; `end` None is up to the end, negative counts from there."""
+        """Add a Slice along one axis. end: None for all that follow; negative counts from the end."""
         last = self.integers(_UP_TO_THE_END if end is None else end)
         inputs = [value, self.integers(start), last, self.integers(axis), self.integers(step)]
         return self.node("Slice", inputs, output)
 
     def window_slice(self, value: str, output: str, *, axes: tuple[int, int], starts: tuple[int, int],
                      trims: tuple[int, int]) -> str:  # fmt: skip
-        """Add a Slice along two axes that drops `starts` cells in front and `trims` cells behind."""
+        """Add a Slice along two axes that drops the first `starts` and the last `trims` cells."""
         ends = self.integers(*(_UP_TO_THE_END if trim == 0 else -trim for trim in trims))
         return self.node("Slice", [value, self.integers(*starts), ends, self.integers(*axes)], output)
 

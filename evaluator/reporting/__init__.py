@@ -1,1 +1,1 @@
-"""Pure functions of run folders: statistics, report, page."""
+"""Reports and comparisons of runs: statistics, tables, HTML pages."""

@@ -1,11 +1,11 @@
-"""The charts of the page as plain Vega-Lite specifications: pure functions of report.json.
+"""The charts of the report as Vega-Lite specifications: pure functions of report.json.
 
-Colours are CSS variables of report.css, so that one drawing serves light, dark and print.
+Colors are CSS variables of report.css, so that one chart works for light mode, dark mode and print.
 """
 
 from typing import Any
 
-FEW_CLASSES = 40  # so many can be named along an axis; more become a curve
+FEW_CLASSES = 40  # up to this many classes are named along an axis; more become a curve
 TOP1, TOP5 = "top-1", "top-5"
 
 Spec = dict[str, Any]
@@ -51,16 +51,16 @@ _TOOLTIP = [
 
 _BIN_TOOLTIP = [
     {"field": "confidence", "title": "mean confidence"},
-    {"field": "accuracy", "title": "right"},
+    {"field": "accuracy", "title": "accuracy"},
     {"field": "images", "title": "images"},
 ]
-_SIDE = {"domain": False, "ticks": False, "minExtent": 44, "maxExtent": 44}  # so that two charts stand in line
+_SIDE = {"domain": False, "ticks": False, "minExtent": 44, "maxExtent": 44}  # aligns the two charts
 
 
 def error_chart(report: dict[str, Any]) -> Spec | None:
-    """Return the paper's Fig. 6: the error of every class, sorted, for top-1 and top-5; None without any image.
+    """Return the chart of the paper's Fig. 6: the sorted top-1 and top-5 errors of all classes; None without images.
 
-    Up to 40 classes stand by name with their intervals; more become two curves, each sorted on its own.
+    Up to 40 classes are named, with their intervals; more become two curves, each sorted by its own error.
     """
     classes = [entry for entry in report["classes"] if entry["evaluated"]]
     if not classes:
@@ -69,15 +69,15 @@ def error_chart(report: dict[str, Any]) -> Spec | None:
 
 
 def reliability_chart(report: dict[str, Any]) -> Spec | None:
-    """Return the reliability diagram: how often answers of a confidence are right; None without any image.
+    """Return the reliability diagram: accuracy by confidence; None without images.
 
-    Guo et al. 2017, Fig. 1: on the dashed diagonal confidence is accuracy; below it answers are too sure of themselves.
+    Guo et al. 2017, Fig. 1. On the dashed diagonal accuracy equals confidence; below it the model is overconfident.
     """
     values = _bins(report)
     if not values:
         return None
     x, y = _confidence_axis(labels=False), {"type": "quantitative", "scale": {"domain": [0, 100]}}
-    y |= {"title": "right (percent)", "axis": {**_SIDE, "values": [0, 25, 50, 75, 100]}}
+    y |= {"title": "accuracy (percent)", "axis": {**_SIDE, "values": [0, 25, 50, 75, 100]}}
     diagonal = {"values": [{"confidence": 0, "accuracy": 0}, {"confidence": 100, "accuracy": 100}]}
     point = {"x": {"field": "confidence", **x}, "y": {"field": "accuracy", **y}}
     return chart_spec(
@@ -108,7 +108,7 @@ def reliability_chart(report: dict[str, Any]) -> Spec | None:
 
 
 def bin_sizes_chart(report: dict[str, Any]) -> Spec | None:
-    """Return how many images each bin of the reliability diagram has; it stands under that one, on the same axis."""
+    """Return the number of images per bin of the reliability diagram, for a chart below it on the same axis."""
     values = _bins(report)
     if not values:
         return None
@@ -127,7 +127,7 @@ def bin_sizes_chart(report: dict[str, Any]) -> Spec | None:
 
 
 def _bins(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row per filled bin of the calibration, its edges in percent."""
+    """Return a row per non-empty bin of the calibration, with its edges in percent."""
     calibration = report["calibration"]
     return [
         {
@@ -173,7 +173,7 @@ def _with_interval(entry: dict[str, Any], key: str) -> str:
 
 
 def class_axis(indices: list[int]) -> Spec:
-    """Return a y axis with a place for each class, in this order; its labels are the specification's param `names`."""
+    """Return a y axis of classes in this order; its labels come from the specification's parameter `names`."""
     return {
         "field": "index",
         "type": "nominal",
@@ -192,7 +192,7 @@ def class_axis(indices: list[int]) -> Spec:
 
 
 def chart_spec(values: list[dict[str, Any]], **rest: Any) -> Spec:
-    """Return a Vega-Lite specification of these rows in the page's style, as wide as its place."""
+    """Return a Vega-Lite specification of these rows in the page's style, as wide as its container."""
     return {
         "config": _CONFIG,
         "width": "container",
@@ -203,7 +203,7 @@ def chart_spec(values: list[dict[str, Any]], **rest: Any) -> Spec:
 
 
 def _named_classes(classes: list[dict[str, Any]]) -> Spec:
-    """Return a row per class, worst on top; the axis knows classes by index, since two may share a name."""
+    """Return a row per class, worst first; the axis identifies classes by index because names may not be unique."""
     values = _rows(classes, "top1", TOP1) + _rows(classes, "top5", TOP5)
     worst_first = sorted(classes, key=lambda entry: (-entry["top1_error"], -entry["top5_error"], entry["index"]))
     names = {str(entry["index"]): entry["name"] for entry in classes}
@@ -215,7 +215,7 @@ def _named_classes(classes: list[dict[str, Any]]) -> Spec:
     return chart_spec(
         values,
         params=[{"name": "names", "value": names}],
-        height=round(26 * (len(classes) + 0.15)),  # 26 pixels each, by number: a step would make vega-lite complain
+        height=round(26 * (len(classes) + 0.15)),  # 26 pixels per class; with a step, vega-lite would warn
         encoding={"y": y, "yOffset": offset, "color": colour, "tooltip": _TOOLTIP},
         layer=[
             {
@@ -231,7 +231,7 @@ def _named_classes(classes: list[dict[str, Any]]) -> Spec:
 
 
 def _sorted_curves(classes: list[dict[str, Any]], report: dict[str, Any]) -> Spec:
-    """Return two ascending curves over the classes; the class under the pointer is marked on both."""
+    """Return two ascending curves over the classes, with the class under the pointer marked on both."""
     values = []
     for key, metric in (("top1", TOP1), ("top5", TOP5)):
         ascending = sorted(_rows(classes, key, metric), key=lambda row: (row["error"], row["index"]))
@@ -243,7 +243,7 @@ def _sorted_curves(classes: list[dict[str, Any]], report: dict[str, Any]) -> Spe
         "field": "place",
         "type": "quantitative",
         "scale": {"domain": [1, len(classes)], "nice": False},
-        "title": "classes, each curve from best to worst",
+        "title": "classes, from best to worst for each curve",
         "axis": {"grid": False, "tickCount": 8, "format": ",d"},
     }
     y = {
@@ -277,13 +277,13 @@ def _sorted_curves(classes: list[dict[str, Any]], report: dict[str, Any]) -> Spe
 
 
 def _highest_shown(values: list[dict[str, Any]]) -> float:
-    """Return where the axis ends: a little above the worst class, whatever its interval; never beyond 100."""
+    """Return the end of the axis: slightly above the worst error, ignoring intervals; at most 100."""
     worst: float = max(row["error"] for row in values)
     return min(100.0, max(5.0, 1.08 * worst))
 
 
 def _class_under_pointer(x: Spec, y: Spec) -> Spec:
-    """Return the layer that marks, on both curves, the class whose point is nearest to the pointer."""
+    """Return the layer that marks the class nearest to the pointer on both curves."""
     select = {"type": "point", "fields": ["index"], "nearest": True, "on": "pointermove", "clear": "pointerout"}
     opacity = {"condition": {"param": "near", "empty": False, "value": 1}, "value": 0}
     return {

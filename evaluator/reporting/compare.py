@@ -1,7 +1,7 @@
-"""Two runs on the same images, side by side: a pure function, the same runs give the same bytes.
+"""Comparison of two runs on the same images: a pure function of the runs.
 
-A is the baseline, B what is compared with it. Every figure is of the images that both evaluated; differences are in
-points of error, B - A: below 0 where B is better. The published schema is docs/compare.schema.json.
+A is the baseline, B is compared with it. All figures refer to the images that both evaluated; differences are in
+points of error, B - A, negative where B is better. The schema is docs/compare.schema.json.
 """
 
 import csv
@@ -19,16 +19,15 @@ from prelunet.evaluator.validation.predictions import Prediction
 from prelunet.evaluator.validation.run import Run, require_labels, require_same_images, require_unsharded
 
 COMPARISON_VERSION = 1
-METRICS = {f"top{k}": k for k in TOPS}  # an image is wrong when the rank of its class is beyond this
+METRICS = {f"top{k}": k for k in TOPS}  # an image is wrong when the rank of its class exceeds this
 
 Comparison = dict[str, Any]
 
 
 def compare_runs(a: Run, b: Run) -> Comparison:
-    """Return compare.json of two finished runs as plain data (docs/compare.schema.json).
+    """Return the contents of compare.json for two finished runs (docs/compare.schema.json).
 
-    Raises RunFolderError when they are not of the same images and classes, or when one is a shard, UsageError when
-    true classes are not known: the text says what differs.
+    Raises RunFolderError if their images or classes differ or if one is a shard, UsageError if there are no labels.
     """
     check_comparable(a, b)
     label = np.fromiter((prediction.label for prediction in a.predictions), np.int64)
@@ -72,12 +71,12 @@ def compare_runs(a: Run, b: Run) -> Comparison:
 
 
 def changed_metrics(rank_a: int, rank_b: int) -> dict[str, str]:
-    """Return by which metrics B judges an image otherwise than A, and whether `better` or `worse`."""
+    """Return the metrics by which B is `better` or `worse` than A on an image."""
     return {key: "worse" if rank_b > k else "better" for key, k in METRICS.items() if (rank_a > k) != (rank_b > k)}
 
 
 def judgement(metric: Mapping[str, Any]) -> str:
-    """Return in words what one metric of a comparison shows of B."""
+    """Return the verdict on B by one metric of a comparison."""
     if metric["difference"] is None:
         return "no image was evaluated in both"
     if metric["p"] > SIGNIFICANCE:
@@ -86,12 +85,12 @@ def judgement(metric: Mapping[str, Any]) -> str:
 
 
 def format_p_value(p: float) -> str:
-    """Return a p-value for people: `p = 0.014`, `p < 0.0001`."""
+    """Format a p-value for display: `p = 0.014`, `p < 0.0001`."""
     return "p < 0.0001" if p < 1e-4 else f"p = {p:.2g}"
 
 
 def comparison_csv(comparison: Comparison) -> bytes:
-    """Return compare.csv: a row per class with the numbers of compare.json; an empty cell where there is no image."""
+    """Return compare.csv: a row per class with the numbers of compare.json; cells without images are empty."""
     columns = ("index", "wnid", "name", "evaluated")
     numbers = ("a_error", "b_error", "difference", "low", "high", "only_a_wrong", "only_b_wrong", "p", "adjusted_p")
     text = io.StringIO()
@@ -107,14 +106,14 @@ def comparison_csv(comparison: Comparison) -> bytes:
 
 
 def check_comparable(a: Run, b: Run) -> None:
-    """Refuse runs whose images cannot be paired, and say what differs and what to do."""
+    """Raise RunFolderError or UsageError if the images of two runs cannot be paired."""
     for run in (a, b):
         require_unsharded(run.info, run.where)
         require_labels(run)
     if a.info.dataset["fingerprint"] != b.info.dataset["fingerprint"]:
         raise RunFolderError(
-            f"{a.where} and {b.where} are of different images or labels, so they cannot be paired: "
-            f"{_dataset(a)} against {_dataset(b)}. Validate both models on the same dataset"
+            f"{a.where} and {b.where} have different images or labels and cannot be compared: "
+            f"{_dataset(a)} and {_dataset(b)}. Validate both models on the same dataset"
         )
     wnids_a, wnids_b = ([entry.wnid for entry in run.info.classes] for run in (a, b))
     if wnids_a != wnids_b:
@@ -133,18 +132,18 @@ def _dataset(run: Run) -> str:
 
 def _first_difference(a: Sequence[str], b: Sequence[str]) -> str:
     if len(a) != len(b):
-        return f"{len(a):,} classes against {len(b):,}"
+        return f"{len(a):,} and {len(b):,} classes"
     index = next(index for index, (one, other) in enumerate(zip(a, b, strict=True)) if one != other)
-    return f"class {index} is {a[index][:100]!r} in the one, {b[index][:100]!r} in the other"
+    return f"class {index} is {a[index][:100]!r} in the first, {b[index][:100]!r} in the second"
 
 
 def _ranks(run: Run) -> Int64Array:
-    """Return the rank of the truth of every image, 0 where it was refused."""
+    """Return the rank of the true class of every image, 0 for refused images."""
     return np.fromiter((prediction.rank for prediction in run.predictions), np.int64)
 
 
 def _count(label: Int64Array, ranks: tuple[Int64Array, Int64Array], k: int, classes: int) -> list[PairedErrors]:
-    """Count for each class how two runs judge the images that both evaluated. ranks: of A and of B, 0 if refused."""
+    """Count right and wrong images per class over those that both runs evaluated. ranks: of A and B, 0 if refused."""
     rank_a, rank_b = ranks
     kind = 4 * label + 2 * (rank_a > k) + (rank_b > k)
     table = np.bincount(kind[(rank_a > 0) & (rank_b > 0)], minlength=4 * classes).reshape(classes, 4)
@@ -152,7 +151,7 @@ def _count(label: Int64Array, ranks: tuple[Int64Array, Int64Array], k: int, clas
 
 
 def _side(run: Run, counts: Mapping[str, Sequence[PairedErrors]], side: str) -> dict[str, Any]:
-    """Return what one of the runs is and its errors over the images that both evaluated. side: `a` or `b`."""
+    """Describe one of the runs, with its errors over the images that both evaluated. side: `a` or `b`."""
     info = run.info
     result: dict[str, Any] = {
         "model": dict(info.model),
@@ -171,7 +170,7 @@ def _side(run: Run, counts: Mapping[str, Sequence[PairedErrors]], side: str) -> 
 
 
 def _overall(of_class: Sequence[PairedErrors], metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the difference over all images, its mean over classes, and how many classes moved (Fig. 7)."""
+    """Return the difference over all images, its mean over classes, and the number of classes that changed (Fig. 7)."""
     only_a, only_b = [count.only_a for count in of_class], [count.only_b for count in of_class]
     images = [count.images for count in of_class]
     net = [worse - better for worse, better in zip(only_b, only_a, strict=True)]
@@ -190,7 +189,7 @@ def _overall(of_class: Sequence[PairedErrors], metrics: Sequence[Mapping[str, An
 
 
 def _with_refusals(ranks: tuple[Int64Array, Int64Array], k: int) -> float | None:
-    """Return the difference over the images that A evaluated, those that B refused counted as wrong in B, in points."""
+    """Return the difference in points over the images that A evaluated; images that B refused count as wrong in B."""
     judged = ranks[0] > 0
     wrong_a = int(np.count_nonzero(ranks[0] > k))
     wrong_b = int(np.count_nonzero(judged & ((ranks[1] == 0) | (ranks[1] > k))))
@@ -198,7 +197,7 @@ def _with_refusals(ranks: tuple[Int64Array, Int64Array], k: int) -> float | None
 
 
 def _class_metrics(of_class: Sequence[PairedErrors]) -> list[dict[str, Any]]:
-    """Return the figures of every class; those without images have no error, and are not among the tests."""
+    """Return the figures of every class; classes without images have no error and are not tested."""
     adjusted = iter(adjusted_p([count.p for count in of_class if count.images]))
     rows = []
     for count in of_class:
@@ -226,7 +225,7 @@ def _pair(count: PairedErrors) -> dict[str, Any]:
 
 
 def _flip(a: Prediction, b: Prediction) -> dict[str, Any]:
-    """Return an image that B judges otherwise than A, with both answers."""
+    """Return an image that only one of the runs gets right, with both answers."""
     return {
         "file": a.file,
         "label": a.label,

@@ -1,4 +1,4 @@
-"""The charts of a comparison, the paper's Fig. 7, as plain Vega-Lite specifications: pure functions of compare.json."""
+"""The charts of a comparison, as in the paper's Fig. 7, as Vega-Lite specifications: pure functions of compare.json."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from prelunet.evaluator.reporting.charts import FEW_CLASSES, Spec, chart_spec, c
 from prelunet.evaluator.reporting.compare import Comparison
 from prelunet.evaluator.reporting.html import signed
 
-ROW = 24  # pixels of a named class
+ROW = 24  # pixels per named class
 CHANGES = ("improved", "unchanged", "worse")
 _COLOURS = ("var(--accent)", "var(--second)", "var(--worse)")
 _SIGNED = "format(datum.value, datum.value ? '+~f' : '~f')"
@@ -22,14 +22,14 @@ _TOOLTIP = [
 
 
 def change_of(difference: float) -> str:
-    """Return what a difference, B - A, means for a class."""
+    """Return whether a class with this difference, B - A, improved, is unchanged or got worse."""
     return CHANGES[0] if difference < 0 else CHANGES[2] if difference > 0 else CHANGES[1]
 
 
 def difference_chart(comparison: Comparison, key: str) -> Spec | None:
-    """Return the difference of every class's error by `key` (top1 or top5), most improved first; None without images.
+    """Chart the difference in error of every class by `key` (top1 or top5), most improved first; None without images.
 
-    Up to 40 classes stand by name with their intervals; more become a sorted curve.
+    Up to 40 classes are named, with their intervals; more become a sorted curve.
     """
     seen = [entry for entry in comparison["classes"] if entry["evaluated"]]
     if not seen:
@@ -59,17 +59,17 @@ def _row(entry: Mapping[str, Any], key: str, place: int) -> dict[str, Any]:
 
 
 def _title(key: str) -> list[str]:
-    """Return the lines under the axis; as one they would not fit a phone."""
-    return [f"top-{key.removeprefix('top')} error, B − A (points)", "left of 0, B is better"]
+    """Return the axis title as two lines; one line would not fit a phone."""
+    return [f"top-{key.removeprefix('top')} error, B − A (points)", "B is better left of 0"]
 
 
 def _colour() -> Spec:
-    """Return the colour of what became of a class; the page counts the classes in the same colours: no legend."""
+    """Return the color encoding of the change. The page's class counts use the same colors, so there is no legend."""
     return {"field": "change", "type": "nominal", "scale": {"domain": CHANGES, "range": _COLOURS}, "legend": None}
 
 
 def _named_classes(values: list[dict[str, Any]], key: str) -> Spec:
-    """Return a row per class, most improved on top; the axis knows classes by index, since two may share a name."""
+    """Return a row per class, most improved first; the axis identifies classes by index: names may not be unique."""
     y = class_axis([row["index"] for row in values])
     x = {"type": "quantitative", "title": _title(key), "axis": {"tickCount": 6, "labelExpr": _SIGNED}}
     rest = {"y": y, "color": _colour(), "tooltip": _TOOLTIP}
@@ -92,13 +92,13 @@ def _named_classes(values: list[dict[str, Any]], key: str) -> Spec:
 
 
 def _sorted_curve(values: list[dict[str, Any]], key: str) -> Spec:
-    """Return the ascending differences with their intervals as a band; the class under the pointer is marked."""
+    """Return the ascending curve of differences with their intervals as a band; marks the class under the pointer."""
     reach = min(100.0, max(5.0, 1.15 * max(abs(row["difference"]) for row in values)))
     x = {
         "field": "place",
         "type": "quantitative",
         "scale": {"domain": [1, len(values)], "nice": False},
-        "title": "classes, from most improved to most worse",
+        "title": "classes, from most improved to most worsened",
         "axis": {"grid": False, "tickCount": 8, "format": ",d"},
     }
     y = {
@@ -143,7 +143,7 @@ def _sorted_curve(values: list[dict[str, Any]], key: str) -> Spec:
 
 
 def _zero(axis: str) -> Spec:
-    """Return the line of no difference."""
+    """Return the layer with the line at 0."""
     return {
         "data": {"values": [{}]},
         "mark": {"type": "rule", "color": "var(--muted)", "opacity": 0.7},

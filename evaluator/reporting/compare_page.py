@@ -1,4 +1,4 @@
-"""compare.html: one self-contained page, made from compare.json and the images that flipped."""
+"""compare.html: one self-contained page, built from compare.json and the flipped images."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -26,16 +26,16 @@ from prelunet.evaluator.reporting.report import describe_protocol, short_provide
 from prelunet.evaluator.reporting.statistics import NO_MACRO_INTERVAL
 from prelunet.evaluator.validation.run import Run, read_run
 
-MAX_FLIPPED_PER_DIRECTION = 24  # flipped images of each kind on the page; compare.json has all
-MAX_MOVED_CLASSES = 10  # classes
+MAX_FLIPPED_PER_DIRECTION = 24  # flipped images shown per direction; compare.json lists all
+MAX_MOVED_CLASSES = 10
 LEFT_OUT_SHOWN = 200
 
 
 @dataclass(frozen=True)
 class FlippedImages:
-    """What the page shows of the images that flipped by top-1.
+    """The images that flipped by top-1, as shown on the page.
 
-    worse: mistakes of B that A did not make; better: mistakes of A that B does not make.
+    worse: mistakes of B that A did not make; better: mistakes of A that B did not make.
     """
 
     worse: Gallery
@@ -43,10 +43,10 @@ class FlippedImages:
 
 
 def gather_flips(comparison: Comparison, a: Run, b: Run, data: Path | None) -> FlippedImages:
-    """Choose the flipped images, as the report chooses its mistakes, and fetch their pixels.
+    """Choose the flipped images, as the report chooses its mistakes, and load them.
 
-    data: folder or archive of the images; None to look where the runs found them, and then it is no error when they
-    are gone. Raises DatasetError when `data` is not the dataset of these runs.
+    data: folder or archive of the images; None to look where the runs found them, in which case missing images are no
+    error. Raises DatasetError if `data` is not the dataset of these runs.
     """
     got_worse, got_better = (_flipped_files(comparison, direction) for direction in ("worse", "better"))
     worse, better = build_galleries([_mistakes_among(b, got_worse), _mistakes_among(a, got_better)], data)
@@ -58,7 +58,7 @@ def _flipped_files(comparison: Comparison, direction: str) -> set[str]:
 
 
 def _mistakes_among(wrong: Run, files: Collection[str]) -> Run:
-    """Return a run with nothing but its mistakes among these images that the page shows."""
+    """Return a run reduced to the mistakes among these images that the page shows."""
     chosen = choose_mistakes([prediction for prediction in wrong.predictions if prediction.file in files])
     return replace(wrong, predictions=chosen[:MAX_FLIPPED_PER_DIRECTION])
 
@@ -97,7 +97,7 @@ def render_comparison(comparison: Comparison, flipped: FlippedImages) -> bytes:
 
 
 def run_titles(comparison: Comparison) -> dict[str, str]:
-    """Return how the page calls A and B: by their models, with what tells them apart where that is one file."""
+    """Return the display names of A and B: their model files, with the protocol or the letter if they are the same."""
     names = {side: comparison[side]["model"]["file"] for side in ("a", "b")}
     if names["a"] != names["b"]:
         return names
@@ -113,14 +113,14 @@ def _described(protocols: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 
 def protocol_remark(comparison: Comparison) -> str:
-    """Say that the protocols differ, and whether the models do too; empty where the protocols are the same."""
-    of_model = {"name", "crop", "interpolation"}  # its name, and what follows from the model
+    """Return a remark if the protocols differ, stating whether the models differ too; else an empty string."""
+    of_model = {"name", "crop", "interpolation"}  # the name, and what follows from the model
     a, b = ({k: v for k, v in comparison[side]["protocol"].items() if k not in of_model} for side in ("a", "b"))
     if a == b:
         return ""
     if comparison["a"]["model"]["sha256"] == comparison["b"]["model"]["sha256"]:
-        return "A and B are the same model under different protocols: the difference comes from the protocols."
-    return "A and B are different models under different protocols: the difference comes from both."
+        return "A and B are the same model evaluated with different protocols. The difference is due to the protocols."
+    return "A and B are different models evaluated with different protocols. The difference may be due to either."
 
 
 def most_changed_classes(comparison: Comparison, key: str, direction: str) -> list[dict[str, Any]]:
@@ -131,19 +131,19 @@ def most_changed_classes(comparison: Comparison, key: str, direction: str) -> li
 
 
 def _worst_first(entry: Mapping[str, Any]) -> tuple[float, int]:
-    """Order classes as the table shows them at first: by top-1 difference, those without images at the end."""
+    """Return the sort key of the table's initial order: largest top-1 difference first, classes without images last."""
     difference = entry["top1"]["difference"]
     return (math.inf if difference is None else -difference, entry["index"])
 
 
 def _table_row(entry: Mapping[str, Any]) -> list[Any]:
-    """Return what the table's script searches, filters and sorts a class by, in the order of compare.js."""
+    """Return the values by which compare.js searches, filters and sorts a class, in its order."""
     figures = ([entry[key][name] for name in ("a_error", "b_error", "difference", "stands")] for key in METRICS)
     return [entry["index"], entry["wnid"], entry["name"], entry["evaluated"], *figures]
 
 
 def _axis_limit(comparison: Mapping[str, Any]) -> float:
-    """Return how far the table's meters go to either side: to the farthest bound of an interval, in points."""
+    """Return the half-width of the table's meters in points: the largest absolute bound of an interval."""
     bounds = [
         abs(bound)
         for entry in comparison["classes"]
@@ -154,12 +154,12 @@ def _axis_limit(comparison: Mapping[str, Any]) -> float:
     return max(bounds, default=100.0)
 
 
-# Writes what `prelunet compare` leaves in a folder.
+# The files written by `prelunet compare`.
 
 
 @dataclass(frozen=True)
 class WrittenComparison:
-    """A comparison and the files that hold it."""
+    """A comparison and its files."""
 
     comparison: Comparison
     json: Path
@@ -170,11 +170,11 @@ class WrittenComparison:
 def write_comparison(a: Path, b: Path, *, out: Path | None = None, data: Path | None = None) -> WrittenComparison:
     """Write compare.json, compare.csv and compare.html of two finished runs; A is the baseline.
 
-    out: folder for them; None for one in B's report folder that is named after A.
-    data: folder or archive of the images, for those that flipped; None looks where the runs found them.
-    Raises RunFolderError when a run is missing, unfinished, damaged or of other images than the other, DatasetError
-    when `data` is another dataset, UsageError when the folder named after A holds the comparison with another run of
-    that name, EnvironmentFault or OSError when a file cannot be written: it is whole or absent.
+    out: folder for them; None for a folder named after A in B's report folder.
+    data: folder or archive of the images, to show those that flipped; None to look where the runs found them.
+    Raises RunFolderError if a run is missing, unfinished or damaged or if the images differ, DatasetError if `data`
+    is a different dataset, UsageError if the folder named after A holds the comparison with another run of that name,
+    EnvironmentFault or OSError if a file cannot be written. Files are written atomically.
     """
     run_a, run_b = read_run(a), read_run(b)
     comparison = compare_runs(run_a, run_b)
@@ -191,28 +191,28 @@ def write_comparison(a: Path, b: Path, *, out: Path | None = None, data: Path | 
 
 
 def _check_same_baseline(file: Path, comparison: Comparison) -> None:
-    """Refuse to replace the comparison with another baseline: runs of one name may lie in different folders."""
+    """Refuse to replace the comparison with another baseline: runs of the same name may be in different folders."""
     if not file.exists():
         return
     try:
-        there = parse_json(file.read_bytes())
-        same = _baseline(there) == _baseline(comparison)
-        model, protocol = there["a"]["model"], describe_protocol(there["a"]["protocol"])
-        told = f"{model['file']} ({model['sha256'][:8]}…, {protocol}) on {there['dataset']['name']}"
+        existing = parse_json(file.read_bytes())
+        same = _baseline(existing) == _baseline(comparison)
+        model, protocol = existing["a"]["model"], describe_protocol(existing["a"]["protocol"])
+        baseline = f"{model['file']} ({model['sha256'][:8]}…, {protocol}) on {existing['dataset']['name']}"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunFolderError(
-            f"{file}: not a comparison that can be read, so it is not replaced. "
-            "Move it away, or say where this comparison goes: --out DIR"
+            f"{file}: not a comparison or unreadable, so it is not replaced. "
+            "Move it away, or choose another folder with --out DIR"
         ) from error
     if not same:
         raise UsageError(
-            f"{file} is the comparison with another run of that name, {told}, and is not replaced. "
-            "Say where this one goes: --out DIR"
+            f"{file} is the comparison with another run of that name, {baseline}, and is not replaced. "
+            "Choose another folder with --out DIR"
         )
 
 
 def _baseline(comparison: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what makes a baseline this one: its model, its members, its protocol and its dataset."""
+    """Return what identifies a baseline: its model, members, protocol and dataset."""
     a = comparison["a"]
     members = [(member["model"]["sha256"], member["weight"]) for member in a["members"]]
     return a["model"]["sha256"], members, a["protocol"], comparison["dataset"]["fingerprint"]

@@ -1,7 +1,7 @@
-"""The misclassified images that the page shows: the most confident mistakes large, and some of every class small.
+"""The misclassified images on the page: the most confident mistakes large, and some of every class small.
 
-Which images, and in which order, follows from the run alone; their pixels come from the dataset where it is reachable.
-All pictures together keep to a budget of bytes, which the classes share by taking turns.
+The choice and the order of images depend only on the run; the pixels come from the dataset if it is available.
+All pictures share a budget of bytes, which is distributed over the classes round-robin.
 """
 
 import base64
@@ -25,9 +25,9 @@ from prelunet.evaluator.validation.run import Run
 from prelunet.evaluator.validation.run_log import find_dataset
 
 GALLERY_SIZE = 48  # images in the gallery
-MAX_PER_CLASS = 3  # so that one hopeless class does not fill the gallery
-THUMBNAIL = 192  # pixels, longer side, in the gallery; smaller images are kept as they are and enlarged by the browser
-TILE = 112  # pixels, longer side, of the mistakes that stand with their class
+MAX_PER_CLASS = 3  # so that one bad class does not fill the gallery
+THUMBNAIL = 192  # pixels, longer side, in the gallery; the browser enlarges smaller images
+TILE = 112  # pixels, longer side, of mistakes shown with their class
 MAX_UNSCALED_SIDE = 64  # pixels; images up to this size keep every pixel
 PICTURE_BYTES = 2_500_000  # budget for all pictures on the page: about 800 photographs, or most of ImageNet's classes
 WEBP_QUALITY = 75  # 3 kB a tile, a third less than JPEG
@@ -36,23 +36,23 @@ BATCH_SIZE = 64  # pictures encoded between two checks of the budget
 
 @dataclass(frozen=True)
 class Mistake:
-    """A misclassified image. thumbnail: a `data:` address; None when the image could not be read."""
+    """A misclassified image. thumbnail: a `data:` URL; None if the image could not be read."""
 
     prediction: Prediction
     thumbnail: str | None = None
 
     @property
     def tiny(self) -> bool:
-        """Return whether the image is so small that its pixels should be seen when it is enlarged."""
+        """Return whether the image is so small that it should be enlarged without smoothing."""
         return self.thumbnail is not None and self.thumbnail.startswith("data:image/png")
 
 
 @dataclass(frozen=True)
 class Gallery:
-    """What the page shows of the mistakes.
+    """The mistakes shown on the page.
 
-    mistakes: those of the gallery; total: how many images were misclassified; tiles: `data:` addresses of further
-    mistakes by file; missing: why there are no pictures, for people; None when there are.
+    mistakes: those of the gallery; total: number of misclassified images; tiles: file → `data:` URL of further
+    mistakes; missing: message that explains why there are no pictures, or None.
     """
 
     mistakes: tuple[Mistake, ...]
@@ -62,18 +62,18 @@ class Gallery:
 
 
 def build_gallery(run: Run, data: Path | None) -> Gallery:
-    """Choose the mistakes and fetch their images.
+    """Choose the mistakes and load their images.
 
-    data: folder or archive of the images; None to look where the run found them, and then it is no error when they
-    are gone. Raises DatasetError when `data` is not the dataset of this run, RunFolderError when the run names an image
-    that its dataset does not have.
+    data: folder or archive of the images; None to look where the run found them, in which case missing images are no
+    error. Raises DatasetError if `data` is not the dataset of this run, RunFolderError if the run names an image that
+    is not in its dataset.
     """
     (gallery,) = build_galleries([run], data)
     return gallery
 
 
 def build_galleries(runs: Sequence[Run], data: Path | None) -> list[Gallery]:
-    """Make the galleries of runs on the same images, which are opened, listed and fingerprinted once."""
+    """Build the galleries of runs on the same images; the dataset is opened, listed and fingerprinted once."""
     galleries = [_without_pictures(run) for run in runs]
     if not any(gallery.mistakes for gallery in galleries):
         return galleries
@@ -92,24 +92,24 @@ def _without_pictures(run: Run) -> Gallery:
 
 
 def _find_images(runs: Sequence[Run], data: Path | None) -> Dataset | str:
-    """Open the images in `data`, or where one of the runs found them; a text says why there are none."""
-    places = [(run, find_dataset(run.folder)) for run in runs if run.folder]
-    known = [(run, spec) for run, spec in places if spec is not None]
+    """Open the images in `data`, or where one of the runs found them; return a message if there are none."""
+    specs = [(run, find_dataset(run.folder)) for run in runs if run.folder]
+    known = [(run, spec) for run, spec in specs if spec is not None]
     if data is not None:
         run, spec = known[0] if known else (runs[0], None)
         return _open(run, _relocated(spec, data))
     for run, spec in known:
         try:
             return _open(run, spec)
-        except (PreluNetError, OSError):  # no path of this machine on a page that is sent around
+        except (PreluNetError, OSError):  # not reported: local paths must not appear on a page that may be shared
             continue
     if not known:
-        return "The run does not say where its images are."
-    return "The images of this run are no longer where it found them, or have changed."
+        return "The run does not record the location of its images."
+    return "The images of this run have been moved or changed."
 
 
 def choose_mistakes(predictions: Sequence[Prediction]) -> list[Prediction]:
-    """Return the mistakes of the gallery, most confident first, at most 3 of a class and 48 in all."""
+    """Return the mistakes of the gallery, most confident first, at most 3 per class and 48 in total."""
     of_class: Counter[int] = Counter()
     chosen: list[Prediction] = []
     for prediction in _most_confident_mistakes(predictions):
@@ -122,23 +122,23 @@ def choose_mistakes(predictions: Sequence[Prediction]) -> list[Prediction]:
 
 
 def mistakes_round_robin(predictions: Sequence[Prediction]) -> list[Prediction]:
-    """Return all mistakes: the most confident one of every class, then the second of every class, and so on."""
+    """Return all mistakes: the most confident of each class, then the second of each class, and so on."""
     turn: Counter[int] = Counter()
     placed = []
     for prediction in _most_confident_mistakes(predictions):
         placed.append((turn[prediction.label], prediction))
         turn[prediction.label] += 1
-    return [prediction for _, prediction in sorted(placed, key=itemgetter(0))]  # stable: confident ones stay in front
+    return [prediction for _, prediction in sorted(placed, key=itemgetter(0))]  # stable: keeps the order of confidence
 
 
 def _most_confident_mistakes(predictions: Sequence[Prediction]) -> Iterator[Prediction]:
-    """Yield the mistakes by their scores, equal ones by their names, which rise in a run."""
+    """Yield the mistakes by descending score; ties by name, in which order a run is sorted."""
     wrong = [(-p.top[0][1], number) for number, p in enumerate(predictions) if p.refused is None and p.rank > 1]
     return (predictions[number] for _, number in sorted(wrong))
 
 
 def _relocated(spec: DatasetSpec | None, data: Path) -> DatasetSpec:
-    """Return where the images lie now; their labels and the part of them that was asked for are as they were."""
+    """Return the spec with the new path of the images; labels and selection stay the same."""
     if spec is None:
         return DatasetSpec(data)
     gone = spec.labels is None or not spec.labels.exists()
@@ -146,27 +146,27 @@ def _relocated(spec: DatasetSpec | None, data: Path) -> DatasetSpec:
 
 
 def _open(run: Run, spec: DatasetSpec) -> Dataset:
-    """Open a dataset and make sure that it is the one of the run."""
+    """Open a dataset and check that it is the one of the run."""
     dataset = open_from_spec(spec, run.info.classes)
     if dataset.fingerprint != run.info.dataset["fingerprint"]:
         raise DatasetError(
             f"{spec.path}: not the images of this run: {len(dataset.samples)} images with fingerprint "
             f"{dataset.fingerprint[:12]}…, but the run has {run.info.dataset['images']} with "
-            f"{run.info.dataset['fingerprint'][:12]}…. Give the dataset that was validated: --data DIR|ARCHIVE"
+            f"{run.info.dataset['fingerprint'][:12]}…. Pass the validated dataset with --data DIR|ARCHIVE"
         )
     return dataset
 
 
 def _with_pictures(gallery: Gallery, dataset: Dataset, run: Run) -> Gallery:
-    """Add the images; RunFolderError for one that the dataset does not have: no other file may get onto the page."""
+    """Add the pictures. Raises RunFolderError for a file outside the dataset: no other file may get onto the page."""
     samples = {sample.file: sample for sample in dataset.samples}
     shown = dict.fromkeys(mistake.prediction.file for mistake in gallery.mistakes)
     wanted = [prediction.file for prediction in mistakes_round_robin(run.predictions)]
     for file in wanted:
         if file not in samples:
             raise RunFolderError(
-                f"{run.folder or 'run'}: {file[:100]!r} is no image of its dataset, so the run is "
-                "damaged. Restore predictions.jsonl, or start the run anew with --fresh"
+                f"{run.folder or 'run'}: {file[:100]!r} is not in its dataset, so the run is "
+                "damaged. Restore predictions.jsonl, or restart the run with --fresh"
             )
     rest = [file for file in wanted if file not in shown]
     exif = run.info.protocol.apply_exif
@@ -188,14 +188,14 @@ def _with_pictures(gallery: Gallery, dataset: Dataset, run: Run) -> Gallery:
 def _pictures(
     pool: ThreadPoolExecutor, dataset: Dataset, samples: Sequence[Sample], side: int, *, apply_exif: bool
 ) -> Iterator[str | None]:
-    """Yield the pictures of these samples in their order; only a few more are made than are taken."""
+    """Yield the pictures of these samples in order, encoding at most one batch ahead."""
     for start in range(0, len(samples), BATCH_SIZE):
         batch = samples[start : start + BATCH_SIZE]
         yield from pool.map(lambda sample: _picture(dataset, sample, side, apply_exif=apply_exif), batch)
 
 
 def _picture(dataset: Dataset, sample: Sample, side: int, *, apply_exif: bool) -> str | None:
-    """Return an image as a `data:` address, its longer side at most `side`; None when it cannot be read any more."""
+    """Return an image as a `data:` URL, its longer side at most `side`; None if it can no longer be read."""
     try:
         pixels = decode_rgb(dataset.read(sample), apply_exif=apply_exif)
     except (PreluNetError, OSError):

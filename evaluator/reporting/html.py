@@ -1,7 +1,7 @@
-"""Self-contained HTML pages from templates: styles and scripts stand inside, and no network request is made.
+"""Self-contained HTML pages from templates. Styles and scripts are inlined; pages make no network requests.
 
-Class and file names are hostile input: jinja2 escapes every text, `tojson` what stands in scripts, and each page's
-content policy lets the browser load nothing.
+Class and file names are untrusted input: jinja2 escapes all text, `tojson` escapes data in scripts, and the content
+security policy of each page blocks all loads.
 """
 
 import json
@@ -16,22 +16,22 @@ from prelunet.evaluator.reporting.charts import Spec
 if TYPE_CHECKING:
     import jinja2
 
-VEGA_LITE = "6.1"  # 6.4 loses text in the tooltips of points that are chosen as the nearest to the pointer
+VEGA_LITE = "6.1"  # 6.4 loses text in tooltips of points selected as nearest to the pointer
 
 
 def render_html(template: str, **values: Any) -> bytes:
-    """Return the page of a template of this package; the same values give the same bytes.
+    """Render a template of this package; the same values give the same bytes.
 
-    In a template `asset("report.css")` is the text of a file in page_files/, `vega` the charting library.
+    In a template, `asset("report.css")` is the text of a file in page_files/ and `vega` is the charting library.
     """
     text = _environment().get_template(template).render(values)
-    return text.encode("utf-8", errors="backslashreplace")  # file names may hold bytes that are no UTF-8
+    return text.encode("utf-8", errors="backslashreplace")  # file names may not be valid UTF-8
 
 
 @cache
 def _environment() -> "jinja2.Environment":
-    """Load the templates' filters and the script that draws charts."""
-    import jinja2  # here: these two are slow to load, and the verbs' --help needs neither
+    """Create the template environment with its filters and the charting library."""
+    import jinja2  # here: both are slow to import, and --help needs neither
     import vl_convert
 
     environment = jinja2.Environment(
@@ -41,7 +41,7 @@ def _environment() -> "jinja2.Environment":
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}  # in the order given, and no blanks
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}  # keep the order of keys, no spaces
     environment.filters |= {
         "percent": _percent,
         "count": _count,
@@ -65,7 +65,7 @@ def _percent(value: float | None, digits: int = 1) -> str:
 
 
 def _rank(value: float) -> str:
-    """Return a median rank, which may lie halfway between two."""
+    """Format a median rank, which may lie halfway between two ranks."""
     return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
 
 
@@ -74,23 +74,23 @@ def _count(value: int) -> str:
 
 
 def _own_wnid(entry: dict[str, Any]) -> str:
-    """Return the wnid where it says more than the name; datasets of class folders often have one for both."""
+    """Return the wnid unless it equals the name, as it often does for datasets of class folders."""
     wnid, name = (entry[key].replace("-", " ").replace("_", " ").lower() for key in ("wnid", "name"))
     return "" if wnid == name else str(entry["wnid"])
 
 
-# Charts as files of their own: the specifications of the pages, drawn as SVG in the light colours of the report.
+# Charts as SVG files, in the report's light colors.
 
 
 _VARIABLE = re.compile(r"var\((--[a-z-]+)\)")
 
 
 def draw_svg(spec: Spec) -> bytes:
-    """Return the SVG of a Vega-Lite specification in the style of `chart_spec`; the same specification, the same bytes.
+    """Return the SVG of a Vega-Lite specification from `chart_spec`; the same specification gives the same bytes.
 
-    CSS variables become the report's light colours, since a file of its own has no style sheet, and the ground white.
+    CSS variables become the report's light colors, because an SVG file has no style sheet; the background is white.
     """
-    import vl_convert  # here: it is slow to load, and the verbs' --help does not need it
+    import vl_convert  # here: slow to import, and --help does not need it
 
     config = {**spec.get("config", {}), "background": "white"}
     svg: str = vl_convert.vegalite_to_svg(_coloured({**spec, "config": config}), vl_version=VEGA_LITE)
@@ -98,7 +98,7 @@ def draw_svg(spec: Spec) -> bytes:
 
 
 def _coloured(spec: Any) -> Any:
-    """Replace the CSS variables in all texts of a specification."""
+    """Replace the CSS variables in all strings of a specification."""
     css = _asset("report.css")
     light = dict(re.findall(r"(--[a-z-]+):\s*([^;]+);", css[css.index("{") : css.index("}")]))
 
@@ -112,18 +112,18 @@ def _coloured(spec: Any) -> Any:
     return coloured(spec)
 
 
-# How reports write their numbers and files: one way for pages, charts and the terminal.
+# Formatting shared by pages, charts and the terminal.
 
 
 def json_bytes(report: dict[str, Any]) -> bytes:
-    """Return report.json or compare.json. ASCII only, so that no file name, however damaged, can spoil the encoding."""
+    """Encode report.json or compare.json as ASCII, which is safe for file names that are not valid UTF-8."""
     return (json.dumps(report, indent=1, allow_nan=False) + "\n").encode("ascii")
 
 
 def signed(value: float, digits: int = 2, minus: str = "−") -> str:
-    """Return a difference with its sign, and what rounds to 0 without any: `+0.12`, `−3.00`, `0.00`.
+    """Format a difference with its sign, or without one if it rounds to 0: `+0.12`, `−3.00`, `0.00`.
 
-    minus: as wide as the plus, where the font has it; "-" for programs.
+    minus: the typographic sign, as wide as the plus, by default; "-" for machine-readable output.
     """
     text = f"{abs(value):.{digits}f}"
     if not float(text):

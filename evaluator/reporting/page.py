@@ -1,4 +1,4 @@
-"""report.html: one self-contained page, made from report.json, the run's predictions and the gallery."""
+"""report.html: one self-contained page, built from report.json, the run's predictions and the gallery."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +22,15 @@ from prelunet.evaluator.reporting.tables import worst_classes
 from prelunet.evaluator.validation.run import Run, read_run
 
 WORST_CLASSES = 10
-MAX_PERFECT_LISTED = 12  # more perfect classes than this are named when asked for
+MAX_PERFECT_LISTED = 12  # a longer list of classes without errors is collapsed
 CONFUSIONS_SHOWN = 20
 REFUSALS_SHOWN = 200
-VIEWS_SHOWN = 16  # single views; of more the scales stand for them until asked for
+VIEWS_SHOWN = 16  # single views; more are collapsed into their scales until "Show all" is clicked
 ACTIVATIONS = {"prelu": "PReLU", "prelu-shared": "PReLU, shared slopes", "relu": "ReLU", "lrelu": "leaky ReLU"}
 
 
 def render_page(report: Report, run: Run, gallery: Gallery) -> bytes:
-    """Return report.html of a run and its report; the same run, report and gallery give the same bytes."""
+    """Return report.html; the same report, run and gallery give the same bytes."""
     classes = report["classes"]
     seen = [entry for entry in classes if entry["evaluated"]]
     charts = {"error": error_chart(report), "reliability": reliability_chart(report), "bins": bin_sizes_chart(report)}
@@ -59,10 +59,10 @@ def render_page(report: Report, run: Run, gallery: Gallery) -> bytes:
 
 
 def averaging_rows(report: Report) -> list[dict[str, Any]]:
-    """Return what single views give, in the order of the page: every scale with its views, then the two mirrors.
+    """Return the errors of single views in the order of the page: each scale with its views, then plain and mirrored.
 
-    Each row has `what`, `kind` (scale, view or mirror) and the mean errors of its views. Empty where there is nothing
-    to compare: a single view, an ensemble, no image.
+    Each row has `what`, `kind` (scale, view or mirror) and the mean errors of its views. Empty if there is nothing to
+    compare: a single view, an ensemble, no images.
     """
     views, scales, mirrors = report["views"], report["scales"], report["mirrors"]
     if not report["evaluated"] or len(views) < 2:
@@ -85,7 +85,7 @@ def _row(kind: str, what: str, errors: dict[str, Any]) -> dict[str, Any]:
     return {"kind": kind, "what": what, "top1_error": errors["top1_error"], "top5_error": errors["top5_error"]}
 
 
-# Writes what `prelunet report` leaves in a run folder.
+# The files written by `prelunet report`.
 
 
 REPORT_FOLDER = "report"
@@ -93,7 +93,7 @@ REPORT_FOLDER = "report"
 
 @dataclass(frozen=True)
 class WrittenReport:
-    """A report and the files that hold it. missing: why the page has no pictures; None where it has, or needs none."""
+    """A report and its files. missing: why the page has no pictures; None if it has them or needs none."""
 
     report: Report
     json: Path
@@ -105,15 +105,15 @@ class WrittenReport:
 def write_report(folder: Path, *, out: Path | None = None, data: Path | None = None) -> WrittenReport:
     """Write report.json, classes.csv and report.html of a finished run.
 
-    out: folder for them, made when it is missing; None for the run's own folder `report`.
-    data: folder or archive of the run's images, for the gallery; None looks where the run found them.
-    Raises RunFolderError when the run is missing, unfinished or damaged, DatasetError when `data` is another dataset,
-    EnvironmentFault or OSError when the files cannot be written; each file is whole or absent.
+    out: folder for them, created if missing; None for the folder `report` of the run.
+    data: folder or archive of the run's images, for the gallery; None to look where the run found them.
+    Raises RunFolderError if the run is missing, unfinished or damaged, DatasetError if `data` is a different dataset,
+    EnvironmentFault or OSError if a file cannot be written. Files are written atomically.
     """
     run = read_run(folder)
     report = build_report(run)
     gallery = build_gallery(run, data)
-    page = render_page(report, run, gallery)  # before any file is written: a wrong `data` leaves none
+    page = render_page(report, run, gallery)  # before any file is written, so that a wrong `data` leaves none
     target = out or folder / REPORT_FOLDER
     create_folder(target, "--out")
     written = WrittenReport(

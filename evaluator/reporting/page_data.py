@@ -1,6 +1,6 @@
-"""What the page's scripts know of every class and image: arrays without keys, so that 50,000 images take 2 MB.
+"""Data of all classes and images for the page's scripts: arrays without keys, so that 50,000 images take 2 MB.
 
-report_data.js reads it; the order of the numbers stands there too.
+report_data.js reads it and repeats the order of the numbers.
 """
 
 from collections import Counter, defaultdict
@@ -16,12 +16,12 @@ from prelunet.evaluator.validation.run import Run
 
 # Images whose answers the page holds, about 45 bytes each. Beyond that, each class contributes its first ones.
 MAX_LISTED_IMAGES = 60_000
-PER_MILLE = 1000  # scores as three digits
+PER_MILLE = 1000  # scores are stored with three decimals, as integers
 
 
 def page_data(report: Report, run: Run, gallery: Gallery) -> dict[str, Any]:
-    """Return the data of the page's scripts as plain data; the same run and gallery give the same."""
-    of_class: list[list[int]] = [[] for _ in run.info.classes]  # numbers of lines: a million take up less than objects
+    """Return the data of the page's scripts; deterministic for a run and gallery."""
+    of_class: list[list[int]] = [[] for _ in run.info.classes]  # line numbers take less memory than a million objects
     for number, prediction in enumerate(run.predictions):
         of_class[prediction.label].append(number)
     share = fair_share([len(images) for images in of_class], MAX_LISTED_IMAGES)
@@ -40,9 +40,9 @@ def page_data(report: Report, run: Run, gallery: Gallery) -> dict[str, Any]:
 
 
 def fair_share(counts: Iterable[int], total: int) -> int:
-    """Return the largest share of which all together take no more than `total`, when each takes its count or the share.
+    """Return the largest limit per class such that the sum of min(count, limit) is at most `total`; at least 1.
 
-    At least 1. counts: whole numbers from 0; where everything fits, the share is the largest count.
+    counts: integers from 0. If everything fits, the limit is the largest count.
     """
     counts = sorted(counts)
     for place, count in enumerate(counts):
@@ -54,14 +54,14 @@ def fair_share(counts: Iterable[int], total: int) -> int:
 
 
 def describe_view(view: Mapping[str, Any] | View) -> str:
-    """Return a view in a few words: `256 mirrored`, `256 top-left`."""
+    """Return a short description of a view: `256 mirrored`, `256 top-left`."""
     shown = view.to_json() if isinstance(view, View) else view
     part = {"whole": "", "nine": ""}.get(shown["part"], f" {shown['part']}")
     return f"{shown['scale']}{part}{' mirrored' if shown['mirrored'] else ''}"
 
 
 def _most_informative_first(prediction: Prediction) -> tuple[int, float, str]:
-    """Order the images of a class: mistakes, most confident first; right answers, least confident first; refused."""
+    """Return the sort key for: mistakes, most confident first; right answers, least confident first; refused images."""
     if prediction.refused is not None:
         return 2, 0.0, prediction.file
     score = prediction.top[0][1]
@@ -69,7 +69,7 @@ def _most_informative_first(prediction: Prediction) -> tuple[int, float, str]:
 
 
 def _class(entry: Mapping[str, Any]) -> list[Any]:
-    """Return a class's numbers in the order of report_data.js; percentages with one decimal, as the page shows them."""
+    """Return a class's numbers in the order of report_data.js; percentages with one decimal."""
     errors = [number for k in TOPS for number in (entry[f"top{k}_wrong"], *map(_rounded, entry[f"top{k}_interval"]))]
     views = [_rounded(view[f"top{k}_error"]) for k in TOPS for view in entry["views"]]
     numbers = (entry["images"], entry["evaluated"], *errors, _rounded(entry["confidence"]), entry["median_rank"])
@@ -81,7 +81,7 @@ def _rounded(percent: float | None) -> float | None:
 
 
 def _confusions_by_class(predictions: Iterable[Prediction], classes: int) -> list[list[int]]:
-    """Return per class what its images are taken for: class index, count, class index, count, ...; frequent first."""
+    """Return, per class, its wrong answers: class index, count, class index, count, ...; most frequent first."""
     wrong: defaultdict[int, Counter[int]] = defaultdict(Counter)
     for prediction in predictions:
         if prediction.rank > 1:
@@ -91,10 +91,10 @@ def _confusions_by_class(predictions: Iterable[Prediction], classes: int) -> lis
 
 
 def _images(images: Sequence[Prediction]) -> list[Any]:
-    """Return the images of a class: common beginning and end of their names, what is between, ranks, answers, scores.
+    """Return the images of a class: common prefix and suffix of their names, the parts between, ranks, answers, scores.
 
-    answers, scores: of all images one after the other, how many each has is `width`; reasons: of the refused, which
-    stand at the end and have no rank.
+    answers, scores: concatenated over the images, `width` entries each; reasons: of the refused images, which come
+    last and have no rank.
     """
     beginning, end, middles = split_affixes([image.file for image in images])
     seen = [image for image in images if image.refused is None]
@@ -112,7 +112,7 @@ def _images(images: Sequence[Prediction]) -> list[Any]:
 
 
 def split_affixes(names: Sequence[str]) -> tuple[str, str, list[str]]:
-    """Return what all names begin and end with, and what each has in between."""
+    """Return the common prefix and suffix of all names, and the part of each in between."""
     beginning = _common_prefix(names)
     rests = [name[len(beginning) :] for name in names]
     end = _common_prefix([rest[::-1] for rest in rests])[::-1]
@@ -120,6 +120,6 @@ def split_affixes(names: Sequence[str]) -> tuple[str, str, list[str]]:
 
 
 def _common_prefix(names: Sequence[str]) -> str:
-    first, last = min(names, default=""), max(names, default="")  # what these two share, all between them share
+    first, last = min(names, default=""), max(names, default="")  # the prefix of these two is common to all
     different = (place for place, (one, other) in enumerate(zip(first, last, strict=False)) if one != other)
     return first[: next(different, min(len(first), len(last)))]

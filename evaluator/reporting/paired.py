@@ -1,6 +1,6 @@
-"""Two answers to the same images: is the difference of their errors more than chance?
+"""Paired comparison of two runs on the same images: errors, intervals and significance of their difference.
 
-Differences are in percentage points, B - A: below 0 where B is better. Interval of a difference: R. G. Newcombe,
+Differences are in percentage points, B - A; negative where B is better. Interval of a difference: R. G. Newcombe,
 Statistics in Medicine 17 (1998) 2635. Test: Q. McNemar, Psychometrika 12 (1947) 153, exact. Many tests at once:
 Y. Benjamini and Y. Hochberg, J. R. Statist. Soc. B 57 (1995) 289.
 """
@@ -12,13 +12,13 @@ from functools import lru_cache
 
 from prelunet.evaluator.reporting.statistics import CONFIDENCE, DECIMALS, error_percent
 
-SIGNIFICANCE = 0.05  # a difference stands when chance alone would give one as large less often than this
+SIGNIFICANCE = 0.05  # level at which a difference is significant
 P_DIGITS = 6  # significant digits of a p-value in a file
 
 
 @dataclass(frozen=True)
 class PairedErrors:
-    """The same images judged twice: how many are wrong in both, only in A, only in B, in neither."""
+    """Numbers of images that are wrong in both runs, only in A, only in B, and in neither."""
 
     both: int
     only_a: int
@@ -27,22 +27,22 @@ class PairedErrors:
 
     @property
     def images(self) -> int:
-        """Return how many images were judged."""
+        """Return the number of images."""
         return self.both + self.only_a + self.only_b + self.neither
 
     @property
     def wrong_a(self) -> int:
-        """Return how many images are wrong in A, in B too or not."""
+        """Return the number of images that are wrong in A."""
         return self.both + self.only_a
 
     @property
     def wrong_b(self) -> int:
-        """Return how many images are wrong in B, in A too or not."""
+        """Return the number of images that are wrong in B."""
         return self.both + self.only_b
 
     @property
     def difference(self) -> float | None:
-        """Return the difference of the errors, B - A, in points rounded to 4 decimals; None without images."""
+        """Return the difference of the errors, B - A, in points to 4 decimals; None without images."""
         return error_percent(self.only_b - self.only_a, self.images)
 
     @property
@@ -52,11 +52,11 @@ class PairedErrors:
 
     @property
     def p(self) -> float:
-        """Return how likely so large a difference, either way, is by chance: McNemar's exact test."""
+        """Return the p-value of McNemar's exact test, two-sided."""
         return mcnemar(self.only_a, self.only_b)
 
     def __add__(self, other: "PairedErrors") -> "PairedErrors":
-        """Return the counts over the images of both."""
+        """Return the sums of the counts."""
         return PairedErrors(
             self.both + other.both,
             self.only_a + other.only_a,
@@ -68,24 +68,24 @@ class PairedErrors:
 NO_IMAGES = PairedErrors(0, 0, 0, 0)
 
 
-@lru_cache(maxsize=4096)  # classes of the same size share a few pairs; one test takes 0.2 ms
+@lru_cache(maxsize=4096)  # classes of equal size share a few pairs; one test takes 0.2 ms
 def mcnemar(only_a: int, only_b: int) -> float:
     """Return the two-sided p-value of McNemar's exact test, 0 to 1, to 6 significant digits.
 
-    only_a, only_b: images that are wrong in A alone and in B alone. If neither is better, each of these is a throw of
-    a fair coin; all other images say nothing of the difference. p is 1 where there are as many of each, or none.
+    only_a, only_b: images that are wrong only in A and only in B. If neither run is better, each of these is a toss of
+    a fair coin; all other images carry no information on the difference. p is 1 if the two counts are equal.
     """
     if only_a == only_b:
         return 1.0
-    from scipy import stats  # here: it takes 0.4 s to import
+    from scipy import stats  # here: importing it takes 0.4 s
 
     return float(f"{stats.binomtest(only_a, only_a + only_b).pvalue:.{P_DIGITS}g}")
 
 
 def adjusted_p(p_values: Sequence[float]) -> list[float]:
-    """Return the p-values of many tests adjusted after Benjamini and Hochberg, in the same order.
+    """Return the Benjamini-Hochberg adjusted p-values of many tests, in the same order.
 
-    Of the tests whose adjusted value is at most 0.05, no more than 5 % are expected to be chance.
+    Of the tests whose adjusted value is at most 0.05, no more than 5 % are expected to be false discoveries.
     """
     if not p_values:
         return []
@@ -99,8 +99,8 @@ def difference_interval(both: int, only_a: int, only_b: int, neither: int) -> tu
     """Return the 95 % interval of the difference of two errors on the same images: (low, high) in points, 4 decimals.
 
     Newcombe's method 10: the distances from each error to its Wilson bounds, added like the sides of a triangle whose
-    angle follows from the correlation of the two. It keeps a width where no image changed, and stays within -100..100.
-    Without images it is (-100, 100): nothing is known.
+    angle follows from the correlation of the two. The interval has a width even if no image changed, and stays within
+    -100..100. Without images it is (-100, 100).
     """
     images = both + only_a + only_b + neither
     if images == 0:
@@ -114,9 +114,9 @@ def difference_interval(both: int, only_a: int, only_b: int, neither: int) -> tu
 
 
 def _correlation(both: int, only_a: int, only_b: int, neither: int) -> float:
-    """Return the correlation of the two judgements, a positive one made smaller by Newcombe's half image.
+    """Return the correlation of the two results, with Newcombe's continuity correction if it is positive.
 
-    0 where one of them is the same for all images.
+    0 if one of the runs is right on all images or wrong on all images.
     """
     images = both + only_a + only_b + neither
     product = (both + only_a) * (only_b + neither) * (both + only_b) * (only_a + neither)
@@ -130,7 +130,7 @@ def _correlation(both: int, only_a: int, only_b: int, neither: int) -> float:
 
 @lru_cache(maxsize=4096)
 def _wilson_distances(errors: int, total: int) -> tuple[float, float, float]:
-    """Return the error (0 to 1) and how far below and above it its Wilson bounds lie, not rounded."""
+    """Return the error (0 to 1) and its distances to the lower and upper Wilson bounds, not rounded."""
     from scipy import stats
 
     interval = stats.binomtest(errors, total).proportion_ci(confidence_level=CONFIDENCE, method="wilson")

@@ -1,8 +1,7 @@
-"""The report of one run as plain data: a pure function, the same run gives the same bytes.
+"""The report of one run as plain data: a pure function of the run.
 
-The published schema is docs/report.schema.json; `prelunet.v1.Report` is its twin on the wire; docs/statistics.md
-defines each figure. Errors are percent over evaluated images; refused images are counted and listed, never taken for
-errors.
+The schema is docs/report.schema.json; `prelunet.v1.Report` is its message; docs/statistics.md defines each figure.
+Errors are in percent of the evaluated images; refused images are counted and listed separately.
 """
 
 import csv
@@ -34,9 +33,9 @@ Report = dict[str, Any]
 
 
 def build_report(run: Run) -> Report:
-    """Return report.json of a finished run as plain data (docs/report.schema.json).
+    """Return the contents of report.json for a finished run (docs/report.schema.json).
 
-    Raises RunFolderError when the run is a shard, UsageError when true classes are not known.
+    Raises RunFolderError if the run is a shard, UsageError if its images have no labels.
     """
     require_unsharded(run.info, run.where)
     require_labels(run)
@@ -72,7 +71,7 @@ def build_report(run: Run) -> Report:
 
 
 def _calibration(seen: EvaluatedImages) -> dict[str, Any] | None:
-    """Return how far the scores of the answers can be believed; None without any."""
+    """Return the calibration of the answers' scores; None without evaluated images."""
     found = calibration(seen.score, seen.rank == 1)
     if found is None:
         return None
@@ -80,13 +79,13 @@ def _calibration(seen: EvaluatedImages) -> dict[str, Any] | None:
 
 
 def _ranks(seen: EvaluatedImages, classes: int) -> dict[str, Any]:
-    """Return where the truth stands."""
+    """Return the summary of the ranks of the true classes."""
     found = rank_summary(seen.rank, classes)
     return {**asdict(found), "counts": [asdict(step) for step in found.counts]}
 
 
 def classes_csv(report: Report) -> bytes:
-    """Return classes.csv: a row per class with the numbers of report.json; an empty cell where there is no image."""
+    """Return classes.csv: a row per class with the numbers of report.json; cells without images are empty."""
     columns = (
         *("index", "wnid", "name", "images", "evaluated", "refused"),
         *(f"{top}_{what}" for top in ("top1", "top5") for what in ("wrong", "error", "low", "high")),
@@ -106,7 +105,7 @@ def classes_csv(report: Report) -> bytes:
 
 
 def headline(report: Report) -> str:
-    """Return the report in one line that can be cited: the errors with their circumstances."""
+    """Return the report as one line to cite: the errors, dataset, protocol, model and provider."""
     if report["evaluated"]:
         errors = " · ".join(f"top-{k} error {error_with_interval(report, k, 2, unit=' %')}" for k in TOPS)
         errors += f" of {report['evaluated']:,} images"
@@ -124,9 +123,9 @@ def headline(report: Report) -> str:
 
 
 def error_with_interval(errors: Mapping[str, Any], k: int, digits: int = 1, *, unit: str = "") -> str:
-    """Return the top-k error of `error_fields` or of the macro errors with its interval: `22.97 [22.6, 23.3]`.
+    """Format the top-k error of `error_fields` or `macro_fields` with its interval: `22.97 [22.6, 23.3]`.
 
-    digits: of the interval, which is left out where it is None; the error has two. unit: stands behind the error.
+    digits: decimals of the interval, which is omitted if None; the error has two. unit: follows the error.
     """
     error, interval = f"{errors[f'top{k}_error']:.2f}{unit}", errors[f"top{k}_interval"]
     return error if interval is None else f"{error} [{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]"
@@ -141,7 +140,7 @@ _PARTS_SHOWN: Mapping[ProtocolKind, str] = {
 
 
 def describe_protocol(protocol: Mapping[str, Any]) -> str:
-    """Return a protocol in a few words: `scales 256,384,480 mirrored`."""
+    """Return a short description of a protocol: `scales 256,384,480 mirrored`."""
     scales = ",".join(map(str, protocol["scales"]))
     words = f"scale{'s' if len(protocol['scales']) > 1 else ''} {scales}"
     words += _PARTS_SHOWN[protocol["kind"]].format(crop=protocol["crop"])
@@ -151,29 +150,29 @@ def describe_protocol(protocol: Mapping[str, Any]) -> str:
 
 
 def short_provider(circumstances: Mapping[str, Any]) -> str:
-    """Return what ran the model, without the runtime's suffix: `CUDA`, `CPU`."""
+    """Return the execution provider without the runtime's suffix: `CUDA`, `CPU`."""
     return str(circumstances["provider"]).removesuffix("ExecutionProvider")
 
 
-# What a result gives away about the labels it was counted with.
+# Detection of labels that do not match the model's classes.
 
 
-_MIN_CLASSES = 100  # with fewer, a net that guesses is not that wrong
-_SUSPICIOUS_ERROR = 99.0  # percent top-1; devkit ids for class indices give about 99.9 with 1000 classes
+_MIN_CLASSES = 100  # with fewer classes, guessing has a lower error
+_SUSPICIOUS_ERROR = 99.0  # percent top-1; devkit ids used as class indices give about 99.9 for 1000 classes
 
 
 def label_order_suspicion(top1_error: float | None, classes: int) -> str | None:
-    """Return a sentence for people when an error looks as if the labels were in another order than the classes.
+    """Return a warning if the error suggests that the labels are in a different order than the classes, else None.
 
-    top1_error: percent, None where no image was evaluated; classes: of the model. None when nothing is suspicious.
-    The usual cause is ILSVRC's devkit ids (1 is n02119789, kit fox) taken for class indices, which follow the sorted
-    wnids (0 is n01440764, tench).
+    top1_error: percent, None if no image was evaluated; classes: number of the model's classes. The usual cause is
+    ILSVRC's devkit ids (1 is n02119789, kit fox) used as class indices, which follow the sorted wnids (0 is n01440764,
+    tench).
     """
     if top1_error is None or classes < _MIN_CLASSES or top1_error < _SUSPICIOUS_ERROR:
         return None
     return (
         f"a top-1 error of {top1_error:.2f} % over {classes:,} classes is hardly better than guessing: the labels may "
-        "be in another order than the model's classes (the devkit's ids against sorted wnids). Check: look at a few "
-        "images of one class; if their answers agree with each other and are right to the eye, the labels are wrong. "
-        "Labels as wnids, or the devkit itself with --labels DIR, leave no doubt"
+        "be in a different order than the model's classes (devkit ids instead of sorted wnids). To check, look at some "
+        "images of one class: if the model's answers agree with each other and look right, the labels are wrong. "
+        "To rule this out, give labels as wnids, or pass the devkit with --labels DIR"
     )

@@ -1,6 +1,6 @@
-"""Error rates and how sure they are, calibration, ranks. Errors are percent, as papers print them (docs/statistics.md).
+"""Error rates with intervals, calibration, ranks. Errors are in percent, as in papers (docs/statistics.md).
 
-Pure functions of counts and arrays: the same input gives the same output.
+Pure functions of counts and arrays; the results are deterministic.
 """
 
 from collections import Counter
@@ -11,41 +11,41 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-TOPS = (1, 5)  # an image is wrong by top-k when the rank of its class is beyond k
+TOPS = (1, 5)  # an image is a top-k error when the rank of its class exceeds k
 CONFIDENCE = 0.95
 DECIMALS = 4  # of every percentage in a report
 RESAMPLES = 10_000
-SEED = 1502_01852  # of every bootstrap, so that the same run has the same interval: the paper's number on arXiv
+SEED = 1502_01852  # of every bootstrap, so that the same run has the same interval; the paper's arXiv number
 BINS = 15  # of the reliability diagram, as in Guo et al. 2017
 NO_MACRO_INTERVAL = "no interval: a class has only one image"  # where `macro_interval` is None
-RANK_STEPS = (1, 2, 3, 6, 11, 21, 51, 101)  # first rank of each; the last step has no end but the number of classes
+RANK_STEPS = (1, 2, 3, 6, 11, 21, 51, 101)  # first rank of each step; the last step ends at the number of classes
 
 
 def error_percent(errors: int, total: int) -> float | None:
-    """Return errors per hundred, rounded to 4 decimals; None where there is nothing to count."""
+    """Return the error in percent, rounded to 4 decimals; None if total is 0."""
     return round(100.0 * errors / total, DECIMALS) if total else None
 
 
-@lru_cache(maxsize=4096)  # classes of the same size share a few hundred pairs; one interval takes 0.2 ms
+@lru_cache(maxsize=4096)  # classes of equal size share a few hundred pairs; one interval takes 0.2 ms
 def wilson_interval(errors: int, total: int) -> tuple[float, float]:
     """Return the Wilson 95 % interval of an error rate: (low, high) in percent, rounded to 4 decimals.
 
-    total 0 gives (0, 100): nothing is known. E. B. Wilson, JASA 22 (1927); it stays inside 0..100 and is honest at
-    0 errors, where the usual ± interval would have no width.
+    total 0 gives (0, 100). The interval stays within 0..100 and has a width even at 0 errors, where the usual
+    ± interval has none. E. B. Wilson, JASA 22 (1927).
     """
     if total == 0:
         return (0.0, 100.0)
-    from scipy import stats  # here: it takes 0.4 s, and a server or a validation starts without an interval
+    from scipy import stats  # here: importing it takes 0.4 s, which servers and validations do not need
 
     interval = stats.binomtest(errors, total).proportion_ci(confidence_level=CONFIDENCE, method="wilson")
     return (round(100.0 * float(interval.low), DECIMALS), round(100.0 * float(interval.high), DECIMALS))
 
 
 def macro_error(wrong: Sequence[int], totals: Sequence[int]) -> float | None:
-    """Return the mean over classes of their error, percent; every class counts alike, however many images it has.
+    """Return the mean over classes of their error, in percent; every class has the same weight.
 
-    wrong, totals: per class, images that are wrong and all of them; for the difference of two, `wrong` is that of their
-    counts. Classes without images do not count; None when there is no other.
+    wrong, totals: per class, the number of wrong images and of all images; for the difference of two runs, `wrong` is
+    the difference of their counts. Classes without images do not count; None if no class has images.
     """
     errors = [errors / total for errors, total in zip(wrong, totals, strict=True) if total]
     return round(100.0 * float(np.mean(errors)), DECIMALS) if errors else None
@@ -54,18 +54,18 @@ def macro_error(wrong: Sequence[int], totals: Sequence[int]) -> float | None:
 def macro_interval(plus: Sequence[int], minus: Sequence[int], totals: Sequence[int]) -> tuple[float, float] | None:
     """Return the 95 % percentile bootstrap interval of the mean over classes of (plus - minus) / total, in percent.
 
-    plus, minus, totals: per class, images that count +1, those that count -1 and all of them. For the macro error of
-    one run `plus` is the wrong images and `minus` all 0; for the difference of two, `plus` is the images that only one
-    gets wrong and `minus` those that only the other does. Images are drawn anew within each class, as the classes are
-    given, not drawn. Classes without images do not count; without any other the interval is (0, 100), which knows
-    nothing of an error rate. None where a class has a single image: drawn anew it is always the same, as if the class
-    were known exactly. Deterministic, rounded to 4 decimals. Efron and Tibshirani 1993, chapter 13.
+    plus, minus, totals: per class, the number of images that count +1, that count -1, and of all images. For the macro
+    error of one run, `plus` counts the wrong images and `minus` is 0; for the difference of two, `plus` counts the
+    images that only one run gets wrong and `minus` those that only the other does. Images are resampled within each
+    class; the classes are fixed. Classes without images do not count; if no class has images, the interval is (0, 100).
+    None if a class has a single image: every resample would be the same, as if its error were known exactly.
+    Deterministic, rounded to 4 decimals. Efron and Tibshirani 1993, chapter 13.
     """
     if 1 in totals:
         return None
-    # Drawing n images of a class anew gives multinomial counts of its plus, minus and rest. k classes with the same
-    # counts n, plus, minus share the probabilities, so the sum of their draws is one multinomial draw of k * n: at
-    # 50 images per class some 50 draws do the work of 1000, and only RESAMPLES numbers are held at a time.
+    # Resampling the n images of a class gives multinomial counts of plus, minus and rest. k classes with the same
+    # n, plus and minus share the probabilities, so the sum of their draws is one multinomial draw of k * n. With
+    # 50 images per class about 50 draws replace 1000, and only RESAMPLES numbers are in memory at a time.
     alike = Counter(group for group in zip(plus, minus, totals, strict=True) if group[2])
     if not alike:
         return (0.0, 100.0)
@@ -83,18 +83,18 @@ def macro_interval(plus: Sequence[int], minus: Sequence[int], totals: Sequence[i
 
 @dataclass(frozen=True)
 class CalibrationBin:
-    """The images whose answer has a score above `low` and at most `high`; confidence and accuracy in percent."""
+    """The images whose answer has a score in (low, high]; confidence and accuracy in percent."""
 
     low: float  # scores, 0..1
     high: float
     images: int
-    confidence: float | None  # mean score of the answers; None without images, as accuracy
-    accuracy: float | None  # of the answers that are right
+    confidence: float | None  # mean score of the answers; None without images
+    accuracy: float | None  # share of right answers; None without images
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """How far scores can be believed as probabilities. confidence, expected_error: percent."""
+    """How well scores match accuracy. confidence, expected_error: percent."""
 
     confidence: float  # mean score of the answer
     expected_error: float  # expected calibration error
@@ -102,18 +102,18 @@ class Calibration:
 
 
 def calibration(scores: npt.ArrayLike, right: npt.ArrayLike) -> Calibration | None:
-    """Compare the scores of the answers with how often they are right; None without any.
+    """Compare the scores of the answers with their accuracy; None without images.
 
-    scores: (images,), of the answer of each image, 0..1; right: bool (images,). The expected calibration error is the
+    scores: (images,), score of each answer, 0..1; right: bool (images,). The expected calibration error is the
     mean over images of |accuracy - confidence| of their bin; 15 bins of equal width, closed on the right.
     Guo, Pleiss, Sun, Weinberger, "On Calibration of Modern Neural Networks", ICML 2017, Eq. 3.
     """
-    score = np.minimum(np.asarray(scores, dtype=np.float64), 1.0)  # half precision sums to a little more than 1
+    score = np.minimum(np.asarray(scores, dtype=np.float64), 1.0)  # half precision may exceed 1 slightly
     hit = np.asarray(right, dtype=bool)
     if not len(score):
         return None
     edges = np.arange(BINS + 1) / BINS
-    of_bin = np.searchsorted(edges[1:], score, side="left")  # a score on an edge belongs to the bin that it ends
+    of_bin = np.searchsorted(edges[1:], score, side="left")  # a score on an edge belongs to the lower bin
     images = np.bincount(of_bin, minlength=BINS)
     summed = np.bincount(of_bin, weights=score, minlength=BINS)
     hits = np.bincount(of_bin, weights=hit, minlength=BINS)
@@ -136,7 +136,7 @@ def calibration(scores: npt.ArrayLike, right: npt.ArrayLike) -> Calibration | No
 
 @dataclass(frozen=True)
 class RankStep:
-    """How many images have their true class at a rank from `first` to `last`."""
+    """The number of images whose true class has a rank from `first` to `last`."""
 
     first: int
     last: int
@@ -145,7 +145,7 @@ class RankStep:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where the true class stands among all classes, 1 being the answer; None without images."""
+    """Ranks of the true class among all classes; rank 1 is the answer. None without images."""
 
     median: float | None
     mean: float | None
@@ -154,7 +154,7 @@ class Ranks:
 
 
 def rank_summary(ranks: npt.ArrayLike, classes: int) -> Ranks:
-    """Return where the true class stands. ranks: whole numbers (images,) from 1 to classes.
+    """Summarize the ranks of the true class. ranks: integers (images,) from 1 to classes.
 
     The mean reciprocal rank is the mean of 1 / rank.
     """

@@ -1,6 +1,6 @@
-"""The tables of a report: what is counted per class, per view and per pair of classes, all at once for a whole run.
+"""The tables of a report: counts per class, per view and per pair of classes.
 
-At ImageNet's size loops over images and classes take longer than everything else, so images stand in arrays here.
+At the size of ImageNet, loops over images and classes would dominate the run time, so this module works on arrays.
 """
 
 from array import array
@@ -27,7 +27,7 @@ from prelunet.evaluator.validation.predictions import Prediction
 
 CONFUSIONS_PER_CLASS = 5
 CONFUSIONS_OVERALL = 50
-WORST_MATRIX_SIZE = 20  # of the matrix of the worst; more cannot be read on a page
+WORST_MATRIX_SIZE = 20  # classes; a larger matrix is unreadable on a page
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class EvaluatedImages:
     """The evaluated images of a run, in its order, as arrays of length `images`."""
 
     label: Int64Array  # class index of the truth
-    answer: Int64Array  # class index of the best score; equal scores: the lower index
+    answer: Int64Array  # class index of the best score; ties: the lower index
     score: npt.NDArray[np.float64]  # of the answer, 0..1
-    rank: Int64Array  # of the truth, from 1
-    view_ranks: Int64Array  # (images, views): its rank in each view alone
+    rank: Int64Array  # of the true class, from 1
+    view_ranks: Int64Array  # (images, views): rank of the true class in each view alone
 
 
 def evaluated_images(predictions: Sequence[Prediction], views: int) -> EvaluatedImages:
-    """Return the images that were not refused. views: how many the run has, 0 for an ensemble."""
-    label, answer, rank, view_ranks = (array("q") for _ in range(4))  # not a million objects at a time
+    """Return the images that were not refused. views: their number in the run, 0 for an ensemble."""
+    label, answer, rank, view_ranks = (array("q") for _ in range(4))  # avoids a million objects
     scores = array("d")
     for prediction in predictions:
         if prediction.refused is None:
@@ -63,7 +63,7 @@ def evaluated_images(predictions: Sequence[Prediction], views: int) -> Evaluated
 
 
 def error_fields(wrong: Sequence[int], total: int) -> dict[str, Any]:
-    """Return top-1 and top-5 error with counts and intervals. wrong: images that are wrong by each."""
+    """Return top-1 and top-5 error with counts and intervals. wrong: number of wrong images by top-1 and by top-5."""
     result: dict[str, Any] = {}
     for k, count in zip(TOPS, wrong, strict=True):
         result[f"top{k}_wrong"] = count
@@ -73,7 +73,7 @@ def error_fields(wrong: Sequence[int], total: int) -> dict[str, Any]:
 
 
 def macro_fields(classes: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the errors in which every class counts alike. classes: as `class_table` gives them."""
+    """Return the mean errors over classes. classes: as returned by `class_table`."""
     totals = [entry["evaluated"] for entry in classes]
     result: dict[str, Any] = {"classes": sum(total > 0 for total in totals)}
     for k in TOPS:
@@ -85,7 +85,7 @@ def macro_fields(classes: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def view_table(views: Sequence[View], seen: EvaluatedImages) -> list[dict[str, Any]]:
-    """Return what each view alone would have given, in the protocol's order."""
+    """Return the errors of each view alone, in the protocol's order."""
     return [{**view.to_json(), **_errors_only(seen.view_ranks[:, [place]])} for place, view in enumerate(views)]
 
 
@@ -96,27 +96,27 @@ def scale_table(views: Sequence[View], seen: EvaluatedImages) -> list[dict[str, 
 
 
 def mirror_table(views: Sequence[View], seen: EvaluatedImages) -> list[dict[str, Any]]:
-    """Return the mean error of the single views that are plain, and of those that are mirrored."""
+    """Return the mean error of the single plain views, and of the single mirrored views."""
     kinds = [view.mirrored for view in views]
     return [{"mirrored": mirrored, **fields} for mirrored, fields in _by_kind(kinds, seen)]
 
 
 def _by_kind(kinds: Sequence[Any], seen: EvaluatedImages) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield each kind of view, in order of appearance, with how many views it has and their mean errors."""
+    """Yield each kind of view, in order of appearance, with its number of views and their mean errors."""
     for kind in dict.fromkeys(kinds):
         places = [place for place, other in enumerate(kinds) if other == kind]
         yield kind, {"views": len(places), **_errors_only(seen.view_ranks[:, places])}
 
 
 def _errors_only(ranks: Int64Array) -> dict[str, Any]:
-    """Return the errors over all these ranks, whatever their shape."""
+    """Return the errors over all ranks of an array of any shape."""
     return {f"top{k}_error": error_percent(int(np.count_nonzero(ranks > k)), ranks.size) for k in TOPS}
 
 
 def class_table(
     classes: Sequence[ClassEntry], predictions: Sequence[Prediction], seen: EvaluatedImages
 ) -> list[dict[str, Any]]:
-    """Return every class of the model, also those of which the dataset has no image."""
+    """Return a row per class of the model, including classes without images in the dataset."""
     count = len(classes)
     labels = np.fromiter((prediction.label for prediction in predictions), np.int64)
     images = np.bincount(labels, minlength=count).tolist()
@@ -154,7 +154,7 @@ def _split_by_class(values: Int64Array, label: Int64Array, classes: int) -> list
 
 
 def _wrong_by_class_and_view(seen: EvaluatedImages, classes: int) -> list[list[list[int]]]:
-    """Return, per class and view, how many images that view alone gets wrong, by top-1 and by top-5."""
+    """Return, per class and view, the number of images that the view alone gets wrong, by top-1 and by top-5."""
     views = seen.view_ranks.shape[1]
     table = np.zeros((classes, views, len(TOPS)), dtype=np.int64)
     for view in range(views):
@@ -165,10 +165,10 @@ def _wrong_by_class_and_view(seen: EvaluatedImages, classes: int) -> list[list[l
 
 
 def _wrong_pairs(seen: EvaluatedImages) -> list[tuple[int, int, int]]:
-    """Return (label, answer, count) of all wrong answers, most frequent first, equal ones by their class indices."""
+    """Return (label, answer, count) of all wrong answers, most frequent first, ties by class indices."""
     pairs = np.stack([seen.label, seen.answer], axis=1)[seen.rank > 1]
     different, counts = np.unique(pairs, axis=0, return_counts=True)
-    order = np.argsort(-counts, kind="stable")  # np.unique has sorted by label, then answer
+    order = np.argsort(-counts, kind="stable")  # np.unique sorted by label, then answer
     return [(*pair, count) for pair, count in zip(different[order].tolist(), counts[order].tolist(), strict=True)]
 
 
@@ -198,22 +198,22 @@ def worst_classes(classes: Sequence[dict[str, Any]], key: str, limit: int) -> li
 
 
 def worst_matrix(classes: Sequence[dict[str, Any]], seen: EvaluatedImages) -> dict[str, Any]:
-    """Return the confusion matrix of the classes with the highest top-1 error, and what they are taken for besides.
+    """Return the confusion matrix of the classes with the highest top-1 error, with their other answers.
 
-    classes: as `class_table` gives them. counts: a row per true class, a column per answer; elsewhere: the images of
-    each row that are answered with a class outside.
+    classes: as returned by `class_table`. counts: a row per true class, a column per answer; elsewhere: per row, the
+    images answered with a class outside the matrix.
     """
     worst = [entry["index"] for entry in worst_classes(classes, "top1", WORST_MATRIX_SIZE)]
     place = np.full(len(classes), -1)
     place[worst] = np.arange(len(worst))
     row, column = place[seen.label], place[seen.answer]
-    counts = np.zeros((len(worst), len(worst) + 1), dtype=np.int64)  # the last column is elsewhere: place -1
+    counts = np.zeros((len(worst), len(worst) + 1), dtype=np.int64)  # the last column, place -1, is `elsewhere`
     np.add.at(counts, (row[row >= 0], column[row >= 0]), 1)
     return {"classes": worst, "counts": counts[:, :-1].tolist(), "elsewhere": counts[:, -1].tolist()}
 
 
 def same_names(classes: Sequence[ClassEntry]) -> list[list[int]]:
-    """Return the groups of classes that share a name, as ImageNet's two kinds of crane; only the wnid tells them."""
+    """Return the groups of classes with the same name, like ImageNet's two kinds of crane; only their wnids differ."""
     of_name: defaultdict[str, list[int]] = defaultdict(list)
     for index, entry in enumerate(classes):
         of_name[entry.name].append(index)

@@ -1,1 +1,1 @@
-"""Builds the ONNX file of a PReLU-net, dense head inside."""
+"""Builds the ONNX model file of a PReLU-net, with the dense head inside."""

@@ -1,16 +1,16 @@
 """The ONNX graph of a checkpoint, node by node: front, trunk, dense head (docs/contract.md, "Model file").
 
-Ragged batches. Every image carries one 0/1 vector of its valid rows and one of its valid columns, cut from a constant
-arange by the canvas's shape. A layer of kernel k, stride s and pad p turns a vector m into m[(k−1−2p)::s] (output j is
-valid when the last pixel it would need inside an image of its own is), and every tensor that enters a *padded*
-convolution is multiplied with the outer product of its vectors, so that each image sees the zeros that it would see
-alone. Pools need no mask: a valid output of an unpadded layer reads valid inputs only.
+Ragged batches. Every image has a 0/1 vector of its valid rows and one of its valid columns, sliced from a constant
+arange to the shape of the canvas. A layer of kernel k, stride s and pad p maps a vector m to m[(k−1−2p)::s]: output j
+is valid if the last pixel it would read in the image alone is. Every input of a *padded* convolution is multiplied by
+the outer product of its vectors, so that each image sees the zero padding that it would see alone. Pools need no mask:
+a valid output of an unpadded layer reads valid inputs only.
 
-No Range, no Shape but that of `images`, no GridSample, no If: each would leave the GPU or copy to the host.
+The graph avoids Range, GridSample, If, and Shape of anything but `images`: they leave the GPU or copy to the host.
 
-Half precision (fp16). Trunk and head compute in float16 with parameters that `export.dense.half_precision` has rounded.
-The front up to the first mask stays float32 (a canvas is subtracted from, and its rubbish removed, as exactly as ever),
-and so do softmax, masks of windows and averages: a sum of hundreds of halves would lose what they agree on.
+Half precision (fp16). Trunk and head compute in float16, with parameters rounded by `export.dense.half_precision`. The
+front up to the first mask stays in float32, to subtract the mean and mask the canvas exactly. So do softmax, window
+masks and averages: a sum of hundreds of float16 values would lose precision.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,14 +32,14 @@ from prelunet.export.onnx_graph import GraphBuilder
 MAX_CANVAS_SIDE = 4096
 _BLOCK_ROWS = 64  # rows transposed at a time; transposing a 500 MB fc1 at once takes six times as long
 
-Parameters = npt.NDArray[np.floating]  # float32, or float16 as `round_to_half` gives them
+Parameters = npt.NDArray[np.floating]  # float32, or float16 from `round_to_half`
 
 
 @dataclass(frozen=True)
 class ValidCells:
-    """The 0/1 vectors behind a layer, float (N, rows) and (N, columns), that mark each image's own cells.
+    """The 0/1 vectors after a layer, float (N, rows) and (N, columns), that mark each image's cells.
 
-    half: what they mask is float16; the vectors themselves are float32 all the same.
+    half: the masked tensors are float16; the vectors themselves are always float32.
     """
 
     layer: str
@@ -66,9 +66,9 @@ def build_contract(
     trained_scales: tuple[int, int] | None = None,
     checkpoint_sha256: str,
 ) -> ModelContract:
-    """State what the model file of a net must say of itself; whoever trained it adds `training` and golden images.
+    """Build the contract of a net's model file, without `training` and golden images.
 
-    trained_scales: shorter sides between which it was trained, where that is known.
+    trained_scales: range of the shorter sides in training, if known.
     Raises ValueError for classes that a contract does not allow.
     """
     scales = default_scales(architecture.crop, trained_scales)
@@ -95,9 +95,9 @@ def build_model(
     contract: ModelContract,
     version: str,
 ) -> ModelProto:
-    """Build the model of a checkpoint's tensors; `mean` is (3,) or (crop, crop, 3); `version` that of prelunet.
+    """Build the model from a checkpoint's tensors. mean: (3,) or (crop, crop, 3); version: of prelunet.
 
-    Raises UsageError where the contract says fp16 and a tensor has numbers beyond it.
+    Raises UsageError if the contract is fp16 and a tensor exceeds its range.
     """
     graph = GraphBuilder()
     masked, half = contract.canvas == "ragged", contract.precision == "fp16"
@@ -150,11 +150,11 @@ def _front(graph: GraphBuilder, mean: Float32Array, max_side: int, *, masked: bo
 
 
 def _warped_mean(graph: GraphBuilder, mean: Float32Array, positions: dict[str, str], sides: dict[str, str]) -> str:
-    """Add the mean image warped to each image's own size: R · M · Cᵀ, float (N, 3, H, W).
+    """Add the mean image warped to the size of each image: R · M · Cᵀ, float (N, 3, H, W).
 
     SPP-net, Appendix A, "Mean Subtraction". R (N, H, S) and C (N, W, S) hold the weights of bilinear interpolation
-    with half-pixel centres: max(0, 1 − |clip((y + ½)·S/h − ½, 0, S − 1) − j|). Without antialias, hence exact for
-    images no smaller than the mean, which `min_side` promises.
+    with half-pixel centers: max(0, 1 − |clip((y + ½)·S/h − ½, 0, S − 1) − j|). There is no antialiasing, so the result
+    is exact for images no smaller than the mean, which `min_side` guarantees.
     """
     side = mean.shape[0]
     planes = graph.constant("mean", mean.transpose(2, 0, 1)[None])
@@ -168,8 +168,8 @@ def _warped_mean(graph: GraphBuilder, mean: Float32Array, positions: dict[str, s
     for axis in ("rows", "columns"):
         position = graph.node("Cast", [positions[axis]], f"mean.{axis}.position", to=TensorProto.FLOAT)
         centre = graph.node("Add", [position, half], f"mean.{axis}.centre")
-        own = graph.node("Cast", [sides[axis]], f"mean.{axis}.own_side", to=TensorProto.FLOAT)
-        ratio = graph.node("Div", [length, own], f"mean.{axis}.ratio")  # (N, 1)
+        side_length = graph.node("Cast", [sides[axis]], f"mean.{axis}.own_side", to=TensorProto.FLOAT)
+        ratio = graph.node("Div", [length, side_length], f"mean.{axis}.ratio")  # (N, 1)
         scaled = graph.node("Mul", [centre, ratio], f"mean.{axis}.scaled")  # (N, H)
         shifted = graph.node("Sub", [scaled, half], f"mean.{axis}.shifted")
         clipped = graph.node("Clip", [shifted, zero, last], f"mean.{axis}.clipped")
@@ -185,9 +185,9 @@ def _warped_mean(graph: GraphBuilder, mean: Float32Array, positions: dict[str, s
 
 
 def _mask(graph: GraphBuilder, value: str, valid: ValidCells, output: str) -> str:
-    """Multiply (N, C, rows, columns) with 1 inside each image and 0 outside."""
+    """Multiply (N, C, rows, columns) by 1 inside each image and 0 outside."""
     mask = f"{valid.layer}.mask"
-    if not graph.has(mask):  # layers of equal size share it
+    if not graph.has(mask):  # shared by layers of equal size
         rows = graph.unsqueeze(valid.rows, f"{valid.rows}.4d", 1, 3)
         columns = graph.unsqueeze(valid.columns, f"{valid.columns}.4d", 1, 2)
         graph.node("Mul", [rows, columns], mask)
@@ -213,7 +213,7 @@ def _trunk(
             sides = [layer.kernel] * 2
             value = graph.node("MaxPool", [value], layer.name, kernel_shape=sides, strides=[layer.stride] * 2)
         else:
-            if masked and layer.pad and index > 0:  # the front has masked the image itself
+            if masked and layer.pad and index > 0:  # the front has already masked the image
                 value = _mask(graph, value, valid, f"{layer.name}.masked")
             value = _convolution(graph, layer, tensors, value)
             value = _activation(graph, architecture.activation, tensors, layer.name, value, slope_shape=(-1, 1, 1))
@@ -230,7 +230,7 @@ def _convolution(graph: GraphBuilder, layer: Conv, tensors: Mapping[str, Paramet
         layer.name,
         kernel_shape=[layer.kernel] * 2,
         strides=[layer.stride] * 2,
-        pads=[layer.pad] * 4,  # symmetric: asymmetric pads leave cuDNN's fast path
+        pads=[layer.pad] * 4,  # symmetric: asymmetric padding is slow in cuDNN
     )
 
 
@@ -243,20 +243,20 @@ def _activation(
     *,
     slope_shape: tuple[int, ...],
 ) -> str:
-    """Add a layer's activation; `slope_shape` puts per-channel slopes on the channel axis."""
+    """Add a layer's activation. slope_shape: shape of per-channel slopes, aligned with the channel axis."""
     output = f"{layer}.activation"
     if kind == "relu":
         return graph.node("Relu", [value], output)
     if kind == "lrelu":
         return graph.node("LeakyRelu", [value], output, alpha=LRELU_SLOPE)
     slope = tensors[f"{layer}.slope"]
-    if kind == "prelu-shared":  # one number: the op that runtimes fuse into the convolution
+    if kind == "prelu-shared":  # one slope: runtimes fuse LeakyRelu into the convolution
         return graph.node("LeakyRelu", [value], output, alpha=float(slope[0]))
     return graph.node("PRelu", [value, graph.constant(f"{layer}.slope", slope.reshape(slope_shape))], output)
 
 
 def _valid_after(graph: GraphBuilder, valid: ValidCells, layer: str, kernel: int, stride: int, pad: int) -> ValidCells:
-    """Add the valid vectors behind a layer: m[(k−1−2p)::s], with a copy of m[0] in front where that starts at −1."""
+    """Add the valid vectors after a layer: m[(k−1−2p)::s], preceded by a copy of m[0] if the slice starts at −1."""
     start = kernel - 1 - 2 * pad
     if start == 0 and stride == 1:
         return valid
@@ -274,12 +274,12 @@ def _valid_after(graph: GraphBuilder, valid: ValidCells, layer: str, kernel: int
 
 
 def _window_grid(graph: GraphBuilder, architecture: Architecture, valid: ValidCells) -> ValidCells:
-    """Add the valid vectors of the grid of windows: a window counts when all its cells are the image's own."""
+    """Add the valid vectors of the grid of windows: a window is valid if all its cells are inside the image."""
     return _valid_after(graph, valid, "window", architecture.window, 1, 0)
 
 
 def fc1_channel_last(weight: Parameters, architecture: Architecture) -> Parameters:
-    """Turn fc1.weight of a checkpoint into the file's matrix.
+    """Convert fc1.weight of a checkpoint to the matrix of the file.
 
     weight: (hidden, bins·C), levels in order, each flattened (channel, row, column).
     Returns (bins·C, hidden), levels in order, each (row, column, channel).
@@ -290,9 +290,9 @@ def fc1_channel_last(weight: Parameters, architecture: Architecture) -> Paramete
         size = channels * level * level
         rows = matrix[start : start + size].reshape(level, level, channels, hidden)
         for first in range(0, hidden, _BLOCK_ROWS):
-            some = slice(first, first + _BLOCK_ROWS)
-            block = weight[some, start : start + size].reshape(-1, channels, level, level)
-            rows[..., some] = block.transpose(2, 3, 1, 0)
+            block_rows = slice(first, first + _BLOCK_ROWS)
+            block = weight[block_rows, start : start + size].reshape(-1, channels, level, level)
+            rows[..., block_rows] = block.transpose(2, 3, 1, 0)
         start += size
     return matrix
 
@@ -306,16 +306,16 @@ def _head(graph: GraphBuilder, architecture: Architecture, tensors: Mapping[str,
         product = graph.node("MatMul", [value, graph.constant(f"{name}.weight", matrix)], f"{name}.product")
         value = graph.node("Add", [product, graph.constant(f"{name}.bias", tensors[f"{name}.bias"])], name)
         if name != "fc3":
-            # Of full rank, because the channel is last: some runtimes take a plain vector for slopes of axis 1.
+            # Of full rank because the channel is last: some runtimes apply a 1-D slope to axis 1.
             value = _activation(graph, architecture.activation, tensors, name, value, slope_shape=(1, 1, 1, -1))
     return value
 
 
 def _gathered_pyramid(graph: GraphBuilder, architecture: Architecture, feature_map: str) -> str:
-    """Add the pools and collect every window's bins: (N, C, rows, columns) → (N, Gh, Gw, bins·C).
+    """Add the pools and concatenate the bins of every window: (N, C, rows, columns) → (N, Gh, Gw, bins·C).
 
-    The pool of a bin's size, read from the bin's offset on, is that bin for all windows. Its map has `window − size`
-    more rows than the grid has, which fixes how many to drop behind.
+    The pool of a bin's size, sliced from the bin's offset, holds that bin for all windows. The pool has `window − size`
+    more rows than the grid, which determines how many to drop at the end.
     """
     window = architecture.window
     bins = pyramid_bins(window, architecture.spp_levels)
@@ -346,7 +346,7 @@ def _gathered_pyramid(graph: GraphBuilder, architecture: Architecture, feature_m
 
 
 def _averages(graph: GraphBuilder, logits: str, grid: ValidCells) -> None:
-    """Add softmax per window and the means over each image's own windows: the four outputs."""
+    """Add softmax per window and the means over each image's windows: the four outputs."""
     rows = graph.unsqueeze(grid.rows, f"{grid.rows}.4d", 2, 3)
     columns = graph.unsqueeze(grid.columns, f"{grid.columns}.4d", 1, 3)
     mask = graph.node("Mul", [rows, columns], "grid")  # (N, Gh, Gw, 1)

@@ -1,4 +1,4 @@
-"""Checkpoint → model file, checked against the torch net before it gets its name."""
+"""Export of a checkpoint to a model file, checked against the PyTorch net before it is put in place."""
 
 import importlib.metadata
 import os
@@ -42,10 +42,10 @@ WindowArrays = tuple[npt.NDArray[np.floating], npt.NDArray[np.floating]]
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What an export found out about the file that it wrote.
+    """The checks of an exported file.
 
-    deviations: of every run from the float64 torch net; of a file in half precision also magnitudes, layer → largest
-    |number| on test images, and warnings, a text each.
+    deviations: of every run from the float64 PyTorch net; for half precision also magnitudes: layer → largest absolute
+    value on test images; warnings: messages for the user.
     """
 
     deviations: list[Deviation]
@@ -56,23 +56,23 @@ class ExportResult:
 def export_checkpoint(
     path: Path, output: Path, canvas: Canvas = "ragged", precision: FilePrecision = "fp32"
 ) -> ExportResult:
-    """Write the model file of a checkpoint and return how far it is from the float64 torch net.
+    """Write the model file of a checkpoint and return its deviations from the float64 PyTorch net.
 
     The file is written under a temporary name, run in onnxruntime on the golden images (alone and on a shared canvas)
-    and renamed when every window agrees. Raises CheckFailed with the numbers, and leaves no file, when one does not;
-    UsageError or EnvironmentFault before the work when `output` cannot be written or is the checkpoint itself;
-    UsageError for fp16 when the net does not fit into it (`export.dense.half_precision`).
+    and renamed if every window agrees. Otherwise raises CheckFailed with the deviations and leaves no file.
+    Raises UsageError or EnvironmentFault, before any work, if `output` cannot be written or is the checkpoint itself;
+    UsageError if the net does not fit into fp16 (`export.dense.half_precision`).
     """
     checkpoint = read_checkpoint(path)
     _check_name(output)
     check_not_input(output, [path])
-    with open_atomically(output) as file:  # first, so that a path that cannot be written is refused before the work
+    with open_atomically(output) as file:  # first, so that an unwritable path is refused before the work
         losses = rounding_losses(checkpoint.tensors) if precision == "fp16" else {}
         windows = _oracle(checkpoint)
         try:
             contract = _contract(checkpoint, sha256_of(path), canvas, precision, windows)
         except ValueError as error:
-            raise CheckpointError(f"{path}: no model can be made of it: {error}. Rename its classes") from error
+            raise CheckpointError(f"{path}: cannot be exported: {error}. Rename its classes") from error
         file.write(_model_bytes(checkpoint, contract))
         file.flush()
         written = Path(file.name)
@@ -86,7 +86,7 @@ def export_checkpoint(
 
 
 def _check_name(output: Path) -> None:
-    """Refuse a path that is no text: onnx and onnxruntime could not open it."""
+    """Refuse a path that is not valid UTF-8: onnx and onnxruntime could not open it."""
     try:
         os.path.realpath(output).encode("utf-8")
     except UnicodeEncodeError as error:
@@ -94,11 +94,11 @@ def _check_name(output: Path) -> None:
 
 
 def _oracle(checkpoint: Checkpoint) -> list[WindowArrays]:
-    """Return (scores, logits) of every window of each golden image, float64 (rows, columns, K), from the torch net."""
+    """Return (scores, logits) of each window of each golden image, float64 (rows, columns, K), of the PyTorch net."""
     net = network_from_checkpoint(checkpoint).double()
     sizes = golden_sizes(net.architecture.crop)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the order of sums, and with it their last bits, depends on the number of threads
+    torch.set_num_threads(1)  # the order of summation, and so the last bits, depends on the number of threads
     try:
         return [dense_windows(net, golden_image(*size), checkpoint.mean) for size in sizes]
     finally:
@@ -108,7 +108,7 @@ def _oracle(checkpoint: Checkpoint) -> list[WindowArrays]:
 def _contract(
     checkpoint: Checkpoint, sha256: str, canvas: Canvas, precision: FilePrecision, windows: list[WindowArrays]
 ) -> ModelContract:
-    """State everything the file must say of itself."""
+    """Build the complete contract of the file."""
     architecture = checkpoint.architecture
     contract = build_contract(
         architecture,
@@ -133,13 +133,13 @@ def _contract(
 
 
 def _trained_scales(checkpoint: Checkpoint) -> tuple[int, int] | None:
-    """Return the shorter sides between which the net was trained, where the checkpoint tells them."""
+    """Return the range of shorter sides in training, if the checkpoint records it."""
     scales = (checkpoint.recipe or {}).get("scales")
     return None if scales is None else (scales[0], scales[1])
 
 
 def _model_bytes(checkpoint: Checkpoint, contract: ModelContract) -> bytes:
-    """Build the model; the same checkpoint and versions give the same bytes, with any number of threads."""
+    """Build the model; the same checkpoint and versions give the same bytes for any number of threads."""
     version = importlib.metadata.version("prelunet")
     model = build_model(checkpoint.architecture, checkpoint.tensors, checkpoint.mean, contract, version)
     data: bytes = model.SerializeToString(deterministic=True)
@@ -147,9 +147,9 @@ def _model_bytes(checkpoint: Checkpoint, contract: ModelContract) -> bytes:
 
 
 def check_parity(path: Path, windows: list[WindowArrays]) -> list[Deviation]:
-    """Compare the file in onnxruntime, on the CPU, with the oracle's windows of the golden images, one by one.
+    """Compare the windows of the golden images between the file, in onnxruntime on the CPU, and the oracle.
 
-    The deviation of an image's scores is that of its worst window.
+    The score deviation of an image is that of its worst window.
     """
     session = open_session(path, "cpu")
     sizes = golden_sizes(session.contract.crop)
@@ -158,32 +158,34 @@ def check_parity(path: Path, windows: list[WindowArrays]) -> list[Deviation]:
         row, (scores, logits) = output_row(case, index), windows[index]
         mean_scores, mean_logits = (array.mean(axis=(0, 1)) for array in (scores, logits))
         precision = tolerance_precision(session)
-        whole = deviation(case, sizes[index], outputs, row, mean_scores, mean_logits, precision=precision)
-        deviations.append(replace(whole, scores=max(whole.scores, _worst_window(outputs, row, scores))))
+        image_deviation = deviation(case, sizes[index], outputs, row, mean_scores, mean_logits, precision=precision)
+        deviations.append(
+            replace(image_deviation, scores=max(image_deviation.scores, _worst_window(outputs, row, scores)))
+        )
     return deviations
 
 
 def _worst_window(outputs: Outputs, row: int, expected: npt.NDArray[np.floating]) -> float:
-    """Return the largest deviation of a window's score; infinite when the graph sees another grid of windows."""
+    """Return the largest deviation of a window's score; infinite if the graph has a different grid of windows."""
     if tuple(outputs.windows[row]) != expected.shape[:2]:
         return float("inf")
-    padded = np.zeros(outputs.window_scores.shape[1:])  # outside its grid an image must have zeros
+    padded = np.zeros(outputs.window_scores.shape[1:])  # the graph must give zeros outside the image's grid
     padded[: expected.shape[0], : expected.shape[1]] = expected
     return float(np.abs(outputs.window_scores[row] - padded).max())
 
 
 def _parity_message(output: Path, failed: list[Deviation], precision: FilePrecision) -> str:
-    """Say by how much which image is off."""
+    """Format the error for images whose deviation exceeds the tolerance."""
     lines = [
         f"  {d.height}x{d.width} {d.case}: scores {d.scores:.1e}, logits {d.logits:.1e} of the largest" for d in failed
     ]
-    why = "This is a fault of prelunet or of the installed onnxruntime, not of the checkpoint; please report it."
+    advice = "This is a bug in prelunet or the installed onnxruntime, not a fault of the checkpoint. Please report it."
     if precision == "fp16":
-        why = (
-            "Half precision may be too coarse for this net: export it with --precision fp32. If that is refused too, "
-            "it is a fault of prelunet or of the installed onnxruntime; please report it."
+        advice = (
+            "Half precision may be too coarse for this net: export it with --precision fp32. If that fails too, "
+            "it is a bug in prelunet or the installed onnxruntime. Please report it."
         )
     return (
-        f"{output}: not written, because the graph does not give the torch net's scores within "
-        f"{tolerance_of(precision).scores:g}:\n" + "\n".join(lines) + f"\n{why}"
+        f"{output}: not written, because its scores differ from the PyTorch net's by more than "
+        f"{tolerance_of(precision).scores:g}:\n" + "\n".join(lines) + f"\n{advice}"
     )

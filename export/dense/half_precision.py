@@ -1,9 +1,8 @@
-"""Half precision: whether a net fits into float16, which ends at 65504 and thins out below 6e-5.
+"""Half precision: checks whether a net fits into float16, whose maximum is 65504 and which loses bits below 6e-5.
 
-Parameters are looked at as they are. How large the numbers between the layers become is measured in the finished file:
-with probes behind every layer it runs on images that drive convolutions far. It must be measured, because neither the
-scores nor a CPU tell: NaN does not survive every runtime's max pooling, and onnxruntime's CPU provider, which computes
-in float32, leaves out roundings between layers, and with them what overflows there.
+Parameters are checked directly. The range of the activations is measured by running the finished file, with a probe
+after every layer, on images that produce large activations. Scores on a CPU would not reveal an overflow: some
+runtimes' max pooling drops NaN, and onnxruntime's CPU provider computes in float32 and skips roundings between layers.
 """
 
 import tempfile
@@ -24,14 +23,14 @@ from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.imaging.canvas import pack
 
 FLOAT16_MAX = 65504.0  # the largest float16
-HEADROOM = 8.0  # a net that comes nearer to FLOAT16_MAX is warned of: other images, and sums on their way, go further
-# Rounding to 11 bits moves a tensor by 2e-4 of its size; what is subnormal in float16 moves more, and zeros by all.
+HEADROOM = 8.0  # warn above FLOAT16_MAX / HEADROOM: other images and intermediate sums reach further
+# Rounding to 11 bits changes a tensor by 2e-4 of its norm; numbers that are subnormal or 0 in float16 lose more.
 MAX_ROUNDING_LOSS = 1e-3
-_BLOCK = 2**22  # numbers that are looked at together: fc1 of model C takes 1.8 GB in float64
+_BLOCK = 2**22  # numbers processed at a time: fc1 of model C takes 1.8 GB in float64
 
 
 def round_to_half(tensors: Mapping[str, Float32Array]) -> dict[str, Float16Array]:
-    """Round a checkpoint's tensors to float16; UsageError names one that has numbers beyond it."""
+    """Round a checkpoint's tensors to float16. Raises UsageError for a tensor that exceeds its range."""
     return {name: _rounded(name, tensor) for name, tensor in tensors.items()}
 
 
@@ -40,14 +39,14 @@ def _rounded(name: str, tensor: Float32Array) -> Float16Array:
         half = tensor.astype(np.float16)
     if beyond := int(np.isinf(half).sum()):
         raise UsageError(
-            f"--precision fp16: {beyond} of the {tensor.size:,} numbers of {name} lie beyond {FLOAT16_MAX:g}, where "
-            f"float16 ends; the largest is {np.abs(tensor).max():.3g}. Export this net with --precision fp32"
+            f"--precision fp16: {beyond} of the {tensor.size:,} numbers in {name} exceed {FLOAT16_MAX:g}, the float16 "
+            f"maximum; the largest is {np.abs(tensor).max():.3g}. Export this net with --precision fp32"
         )
     return half
 
 
 def rounding_losses(tensors: Mapping[str, Float32Array]) -> dict[str, float]:
-    """Return by what share of its size (root mean square) rounding moves each tensor; about 2e-4 where nothing is lost.
+    """Return the relative RMS error of rounding each tensor; about 2e-4 if nothing is lost.
 
     Raises UsageError as `round_to_half` does.
     """
@@ -62,23 +61,23 @@ def rounding_losses(tensors: Mapping[str, Float32Array]) -> dict[str, float]:
 
 
 def _blocks(*tensors: npt.NDArray[np.floating]) -> Iterator[tuple[npt.NDArray[np.float64], ...]]:
-    """Give equal parts of tensors of equal shape, flat and in float64."""
+    """Yield corresponding blocks of tensors of equal shape, flat and in float64."""
     for start in range(0, tensors[0].size, _BLOCK):
         yield tuple(tensor.reshape(-1)[start : start + _BLOCK].astype(np.float64) for tensor in tensors)
 
 
 def range_images(crop: int) -> list[UInt8Array]:
-    """Return images of one crop, uint8 (crop, crop, 3), that drive convolutions far: all brightness, all contrast.
+    """Return images of one crop, uint8 (crop, crop, 3), that produce large activations.
 
-    Black, white, checks, and noise of only 0 and 255 in each channel, the last two fine and coarse. In two nets trained
-    on the demo's data 1,000 of its pictures drove no layer more than a quarter further, and the logits 1.6 times as
-    far: well within HEADROOM.
+    Extreme in brightness and contrast: black, white, checkerboards and noise of 0 and 255, fine and coarse. In two
+    nets trained on the demo's data, 1,000 of its pictures exceeded these activations by at most a quarter in any
+    layer, and reached 1.6 times these logits, which is well within HEADROOM.
     """
-    place = np.arange(crop)
+    position = np.arange(crop)
     sides = [2**power for power in range(7) if 2**power < crop]
     images = [np.full((crop, crop, 3), value, np.uint8) for value in (0, 255)]
     for side in sides:
-        checks = (place[:, None] // side + place // side) % 2 * 255
+        checks = (position[:, None] // side + position // side) % 2 * 255
         images.append(np.repeat(checks[..., None], 3, axis=2).astype(np.uint8))
     for side in sides:
         count = -(-crop // side)
@@ -88,11 +87,11 @@ def range_images(crop: int) -> list[UInt8Array]:
 
 
 def range_canvases(contract: ModelContract) -> Iterator[tuple[UInt8Array, npt.NDArray[np.int64]]]:
-    """Give the golden images and `range_images` one by one, as canvases and sizes.
+    """Yield the golden images and `range_images` one by one, as canvases and sizes.
 
-    In a ragged file each stands beside white padding, and the first once more beside whole windows of it: what lies
-    next to an image can be larger than all inside it (a convolution there sees a part of its neighbourhood), and its
-    infinity times a mask of 0 would be NaN.
+    For a ragged file each image has white padding, and the first one also entire windows of padding. Activations next
+    to an image can exceed all inside it (a convolution there sees part of its neighborhood), and infinity times a mask
+    of 0 would be NaN.
     """
     golden = [golden_image(*size) for size in golden_sizes(contract.crop)]
     margin = contract.trunk_stride + 3
@@ -112,17 +111,17 @@ def add_probes(model: ModelProto, architecture: Architecture) -> None:
     """
     graph, largest = model.graph, []
     for name in chain.from_iterable(_probed_tensors(architecture).values()):
-        single, size, most = (f"probe.{name}.{what}" for what in ("single", "size", "largest"))
+        single, size, maximum = (f"probe.{name}.{what}" for what in ("single", "size", "largest"))
         graph.node.append(helper.make_node("Cast", [name], [single], to=TensorProto.FLOAT))
         graph.node.append(helper.make_node("Abs", [single], [size]))
-        graph.node.append(helper.make_node("ReduceMax", [size], [most]))
-        largest.append(most)
+        graph.node.append(helper.make_node("ReduceMax", [size], [maximum]))
+        largest.append(maximum)
     graph.node.append(helper.make_node("Concat", largest, ["magnitudes"], axis=0))
     graph.output.append(helper.make_tensor_value_info("magnitudes", TensorProto.FLOAT, [len(largest), 1, 1, 1]))
 
 
 def _probed_tensors(architecture: Architecture) -> dict[str, list[str]]:
-    """Return layer → its tensors that are rounded to float16 and can be larger than what went in (pools cannot)."""
+    """Return layer → its tensors that are rounded to float16 and can exceed their inputs (pools cannot)."""
     probed = {conv.name: [conv.name, f"{conv.name}.activation"] for conv in architecture.convs}
     for name in ("fc1", "fc2"):
         probed[name] = [f"{name}.product", name, f"{name}.activation"]
@@ -130,52 +129,52 @@ def _probed_tensors(architecture: Architecture) -> dict[str, list[str]]:
 
 
 def measure_magnitudes(path: Path, architecture: Architecture, contract: ModelContract) -> dict[str, float]:
-    """Run a half file with probes; return layer → its largest |number| over `range_canvases`.
+    """Run a half file with probes; return layer → its largest absolute value over `range_canvases`.
 
-    Infinite, or NaN, where float16 overflowed on the way. What runs is a copy that lies beside the file meanwhile.
+    Infinite or NaN if float16 overflowed. The probes are in a temporary copy next to the file.
     """
     model = onnx.load(path)
     add_probes(model, architecture)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".probed-", suffix=".onnx") as file:
         onnx.save(model, file.name)
         net = RawOnnxModel(Path(file.name))
-    found = [
+    measured = [
         net.run({"images": images, "sizes": sizes}, "magnitudes").reshape(-1)
         for images, sizes in range_canvases(contract)
     ]
-    largest = iter(np.max(found, axis=0).tolist())  # NaN stays NaN
+    largest = iter(np.max(measured, axis=0).tolist())  # propagates NaN
     return {
         layer: float(np.max([next(largest) for _ in names])) for layer, names in _probed_tensors(architecture).items()
     }
 
 
 def check_magnitudes(magnitudes: Mapping[str, float]) -> None:
-    """Refuse a net whose numbers between the layers do not stay within float16; UsageError names the first layer."""
+    """Raise UsageError for the first layer whose activations exceed float16."""
     for layer, largest in magnitudes.items():
         if not largest <= FLOAT16_MAX:
             raise UsageError(
-                f"--precision fp16: on test images {layer} goes beyond {FLOAT16_MAX:g}, where float16 ends. "
+                f"--precision fp16: on test images {layer} exceeds {FLOAT16_MAX:g}, the float16 maximum. "
                 "Export this net with --precision fp32"
             )
 
 
 def precision_warnings(losses: Mapping[str, float], magnitudes: Mapping[str, float]) -> list[str]:
-    """Say which tensors suffer from rounding and which layers come near the end of float16."""
-    told = [
-        f"{name}: rounding to float16 moves it by {loss:.1e} of its size; its numbers are too small for float16"
+    """Return warnings about tensors that lose precision and layers that come close to the float16 maximum."""
+    warnings = [
+        f"{name}: rounding to float16 has a relative error of {loss:.1e}; its numbers are too small for float16"
         for name, loss in losses.items()
         if loss > MAX_ROUNDING_LOSS
     ]
-    told += [
+    warnings += [
         f"{layer}: reaches {largest:.3g} on test images, within a factor of {HEADROOM:g} of {FLOAT16_MAX:g}, "
         "the float16 maximum; other images may exceed it"
         for layer, largest in magnitudes.items()
         if largest > FLOAT16_MAX / HEADROOM
     ]
-    return told
+    return warnings
 
 
 def largest_magnitude(magnitudes: Mapping[str, float]) -> tuple[str, float]:
-    """Return the layer with the largest number, and that."""
+    """Return the layer with the largest activation, and its value."""
     layer = max(magnitudes, key=lambda name: magnitudes[name])
     return layer, magnitudes[layer]

@@ -1,9 +1,8 @@
-"""The spatial pyramid over all windows at once: bins, and a plan that makes every pool from a smaller one.
+"""The spatial pyramid over all windows at once: its bins, and a plan that composes each pool from a smaller one.
 
 SPP-net, Appendix A: bin i of n over `side` cells is [floor(i·side/n), ceil((i+1)·side/n)), the rule of adaptive max
 pooling. The maximum of a bin over *all* windows is one stride-1 max pool of the bin's size, read at the bin's offset;
-so a pyramid needs only as many pools as it has different bin sizes, and a big pool is two or four small ones.
-Pure functions, no arrays.
+so a pyramid needs one pool per distinct bin size, and a large pool is composed of two or four small ones.
 """
 
 from dataclasses import dataclass
@@ -21,11 +20,11 @@ class Bin:
 
 @dataclass(frozen=True)
 class PoolStep:
-    """A stride-1 max pool of `size` made from the pool of size `base`; (1, 1) is the feature map itself.
+    """A stride-1 max pool of `size`, computed from the pool of size `base`; (1, 1) is the feature map itself.
 
-    A pool of b cells, pooled once more with k − b + 1 cells, covers k. Two cells k − b apart would do too, and with
-    fewer reads; but that dilation has fast code in few runtimes: OpenVINO took 50 ms for what takes 3 without it (model
-    A's pyramid, two views of 480x640, 2 cores), and onnxruntime's CUDA provider leaves cuDNN for it.
+    A pool of b cells, pooled again over k − b + 1 cells, covers k cells. Reading two cells k − b apart (a dilated pool)
+    would suffice, but few runtimes have fast code for dilation: OpenVINO took 50 ms instead of 3 (model A's pyramid,
+    two views of 480x640, 2 cores), and onnxruntime's CUDA provider does not use cuDNN for it.
     """
 
     size: tuple[int, int]
@@ -33,7 +32,7 @@ class PoolStep:
 
     @property
     def kernel(self) -> tuple[int, int]:
-        """Return rows and columns of the pool that makes it."""
+        """Return rows and columns of the pool applied to `base`."""
         return (self.size[0] - self.base[0] + 1, self.size[1] - self.base[1] + 1)
 
 
@@ -53,25 +52,25 @@ def pyramid_bins(window: int, levels: tuple[int, ...]) -> list[Bin]:
 
 
 def plan_pools(sizes: set[tuple[int, int]]) -> list[PoolStep]:
-    """Return steps, each from an earlier one, that make a max pool of every size asked for.
+    """Return steps, each based on an earlier one, that compute a max pool of every requested size.
 
-    Sizes are made in order of area from the largest pool that is at least half as long on both axes; where there is
-    none, a half-sized one is made first.
+    Sizes are computed in order of area, from the largest pool that is at least half as long on both axes. If there is
+    none, a half-sized pool is added first.
     """
-    made: set[tuple[int, int]] = {(1, 1)}
+    planned: set[tuple[int, int]] = {(1, 1)}
     steps: list[PoolStep] = []
 
-    def make(size: tuple[int, int]) -> None:
-        if size in made:
+    def add(size: tuple[int, int]) -> None:
+        if size in planned:
             return
         half = (-(-size[0] // 2), -(-size[1] // 2))
-        usable = [m for m in made if half[0] <= m[0] <= size[0] and half[1] <= m[1] <= size[1]]
+        usable = [m for m in planned if half[0] <= m[0] <= size[0] and half[1] <= m[1] <= size[1]]
         if not usable:
-            make(half)
+            add(half)
             usable = [half]
         steps.append(PoolStep(size, max(usable, key=lambda m: (m[0] * m[1], m))))
-        made.add(size)
+        planned.add(size)
 
     for size in sorted(sizes, key=lambda s: (s[0] * s[1], s)):
-        make(size)
+        add(size)
     return steps

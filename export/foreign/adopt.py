@@ -1,4 +1,4 @@
-"""A foreign ONNX classifier → a model file of ours, checked against the net itself before it gets its name."""
+"""Adoption of a foreign ONNX classifier: a model file checked against the original net before it is put in place."""
 
 import importlib.metadata
 import os
@@ -36,7 +36,7 @@ from prelunet.training.importing.preprocessing import Layout, Preprocessing
 
 OutputKind = Literal["auto", "logits", "softmax"]
 
-OLDEST_SCAN = 9  # the opset from which on Scan has its present form
+OLDEST_SCAN = 9  # the first opset with the current form of Scan
 _REPEATED_IMAGES = 2  # pictures that the net is run on twice
 # Allowed difference between the two runs, as a fraction of the largest output.
 _REPEAT_TOLERANCE_HALF, _REPEAT_TOLERANCE_SINGLE = 1e-3, 1e-6
@@ -46,9 +46,9 @@ _SUM_TOLERANCE_HALF, _SUM_TOLERANCE_SINGLE = 1e-2, 1e-3
 
 @dataclass(frozen=True)
 class AdoptOptions:
-    """What a user says of a net; None: what its file says.
+    """The user's options for a net; None: determined from the file.
 
-    crop: pixels; net_output: name of the output with the scores; kind: what these are; name: of the architecture.
+    crop: pixels; net_output: name of the output with the scores; kind: type of that output; name: of the architecture.
     """
 
     preprocessing: Preprocessing
@@ -61,10 +61,10 @@ class AdoptOptions:
 
 @dataclass(frozen=True)
 class AdoptResult:
-    """What was made of a net, and what was found out about it.
+    """The contract of an adopted net, and what was detected.
 
-    sequential_reason: why the images of a batch go through the net one after another, or empty where they go together;
-    deviations: of every run that was compared with the net itself.
+    sequential_reason: why the images of a batch run one at a time, or empty if they run together; deviations: of every
+    run compared with the original net.
     """
 
     contract: ModelContract
@@ -77,7 +77,7 @@ class AdoptResult:
 
 @dataclass(frozen=True)
 class _Reference:
-    """One picture, uint8 (crop, crop, 3), and what the net itself says of it, float64 (K,) each."""
+    """One picture, uint8 (crop, crop, 3), and the original net's scores and logits for it, float64 (K,)."""
 
     picture: UInt8Array
     scores: Float64Array
@@ -87,14 +87,14 @@ class _Reference:
 def adopt(path: Path, output: Path, classes: Path, options: AdoptOptions) -> AdoptResult:
     """Write the model file of a foreign ONNX classifier.
 
-    The net is run in onnxruntime on a few pictures, preprocessed by plain numpy; the file is written under a temporary
-    name, run on the same pictures, alone and in one batch, and renamed when all scores agree; else no file is left.
-    Raises ContractError for a net that cannot be adopted, UsageError for options or a class list that do not fit it.
+    The net is run in onnxruntime on a few pictures, preprocessed in numpy. The file is written under a temporary name,
+    run on the same pictures, alone and in one batch, and renamed if all scores agree; otherwise no file is left.
+    Raises ContractError if the net cannot be adopted, UsageError if options or the class list do not fit the net.
     """
     for name in (path, Path(os.path.realpath(output))):
-        os.fspath(name).encode("utf-8")  # UnicodeEncodeError for what the runtime could not open
+        os.fspath(name).encode("utf-8")  # UnicodeEncodeError for paths that the runtime could not open
     check_not_input(output, (path, classes))
-    with open_atomically(output) as file:  # first, so that a path that cannot be written is refused before the work
+    with open_atomically(output) as file:  # first, so that an unwritable path is refused before the work
         entries = read_class_list(classes)
         net = read_net(path, output)
         interface = find_interface(path, net, crop=options.crop, layout=options.layout, output=options.net_output)
@@ -115,10 +115,11 @@ def adopt(path: Path, output: Path, classes: Path, options: AdoptOptions) -> Ado
 
 
 def _pictures(crop: int) -> dict[str, UInt8Array]:
-    """Return the pictures that net and file are compared on by name, uint8 (crop, crop, 3), the golden image first.
+    """Return name → picture, uint8 (crop, crop, 3), on which net and file are compared; the golden image comes first.
 
-    No two alike, and of several ranges, so that a net that measures its batch (its range, its mean, its size) says of
-    a picture something else among the others than alone; more than the batch of 1, 4 or 8 that a net may single out.
+    All pictures differ, also in range, so that a net that depends on its batch (its range, its mean, its size) scores
+    a picture differently in the batch than alone. There are more than 8, in case a net treats batches of 1, 4 or 8
+    specially.
     """
     golden = golden_image(crop, crop)
     noise = np.random.default_rng(0).integers(0, 256, golden.shape, np.uint8)
@@ -129,23 +130,23 @@ def _pictures(crop: int) -> dict[str, UInt8Array]:
         "the golden image, inverted": 255 - golden,
         "noise": noise,
         "a dark picture": golden // 8,
-        "a grey picture": 128 + noise // 32,
+        "a gray picture": 128 + noise // 32,
         "all black": np.zeros_like(golden),
         "all white": np.full_like(golden, 255),
     }
 
 
 def _check_preprocessing(path: Path, interface: NetInterface, preprocessing: Preprocessing) -> None:
-    """Refuse a mean for a net that takes bytes, and none for one that takes numbers: nothing is guessed."""
+    """Raise UsageError for a mean if the net takes bytes, or no mean if it takes floats: nothing is guessed."""
     if interface.takes_bytes and preprocessing.mean is not None:
         raise UsageError(
-            f"{path}: input '{interface.input}' takes bytes, so the net subtracts its mean itself. "
-            "Leave --mean and --std out"
+            f"{path}: input '{interface.input}' takes bytes, so the net subtracts the mean itself. "
+            "Omit --mean and --std"
         )
     if not interface.takes_bytes and preprocessing.mean is None:
         raise UsageError(
-            f"{path}: input '{interface.input}' takes numbers, and the file does not say which. "
-            "Give --mean and --std as in its training (--mean 0 --std 1 --range 255 where the net does that itself)"
+            f"{path}: input '{interface.input}' takes floats, and the file does not record the preprocessing. "
+            "Give --mean and --std as in training (--mean 0 --std 1 --range 255 if the net normalizes pixels itself)"
         )
 
 
@@ -154,8 +155,8 @@ def _check_classes(path: Path, classes: Path, outputs: int, listed: int) -> None
         return
     hint = ""
     if outputs == listed + 1:
-        hint = ". Nets of 1001 classes have one for the background first: give it a line of its own"
-    raise UsageError(f"{classes}: {listed} classes are listed, but {path} has {outputs}{hint}")
+        hint = ". Nets with 1001 classes often start with a background class: add a line for it"
+    raise UsageError(f"{classes}: lists {listed} classes, but {path} has {outputs}{hint}")
 
 
 def _run_net(
@@ -163,61 +164,61 @@ def _run_net(
     interface: NetInterface,
     preprocessing: Preprocessing,
     pictures: Mapping[str, UInt8Array],
-    drawing: list[str],
+    random_ops: list[str],
 ) -> list[Float64Array]:
-    """Return what the net itself says of each picture, float64 (K,), alone and with nothing of ours around it.
+    """Return the original net's output for each picture, run alone: float64 (K,).
 
-    drawing: the operators of the net that draw random numbers, for the message where its answers differ.
+    random_ops: operators of the net that draw random numbers.
     """
     net = RawOnnxModel(path, threads=1)  # the last bits of the golden scores depend on the number of threads
 
-    def row_of(what: str, picture: UInt8Array) -> Float64Array:
-        found = net.run({interface.input: interface.feed(preprocessing.apply(picture))}, interface.output)
+    def run(name: str, picture: UInt8Array) -> Float64Array:
+        output = net.run({interface.input: interface.feed(preprocessing.apply(picture))}, interface.output)
         batch = interface.batch or 1
-        if found.ndim < 2 or found.shape[0] != batch or found.shape[1] < 2 or found.shape[2:] not in {(), (1, 1)}:
+        if output.ndim < 2 or output.shape[0] != batch or output.shape[1] < 2 or output.shape[2:] not in {(), (1, 1)}:
             raise ContractError(
-                f"{path}: output '{interface.output}' has shape {found.shape}, but a classifier gives "
-                f"({batch}, classes). Choose another output, or export the net up to its classes"
+                f"{path}: output '{interface.output}' has shape {output.shape}, but a classifier returns "
+                f"({batch}, classes). Choose another output, or export the net with its classification layer"
             )
-        row: Float64Array = found[0].reshape(-1).astype(np.float64)
+        row: Float64Array = output[0].reshape(-1).astype(np.float64)
         if not np.isfinite(row).all():
             raise ContractError(
-                f"{path}: gives NaN or infinity for an image ({what}), with this mean and std and range"
+                f"{path}: returns NaN or infinity for an image ({name}). Check --mean, --std and --range"
             )
         return row
 
-    rows = [row_of(*entry) for entry in pictures.items()]
+    rows = [run(*entry) for entry in pictures.items()]
     # Repeat the first runs, with a tolerance: a runtime need not return the same bits twice.
-    tolerance = 0 if drawing else _REPEAT_TOLERANCE_HALF if interface.half else _REPEAT_TOLERANCE_SINGLE
-    for (what, picture), row in list(zip(pictures.items(), rows, strict=True))[:_REPEATED_IMAGES]:
-        off = float(np.abs(row_of(what, picture) - row).max())
-        if off > tolerance * np.abs(row).max():
-            why = f"; it draws random numbers ({', '.join(drawing)})" if drawing else ""
+    tolerance = 0 if random_ops else _REPEAT_TOLERANCE_HALF if interface.half else _REPEAT_TOLERANCE_SINGLE
+    for (name, picture), row in list(zip(pictures.items(), rows, strict=True))[:_REPEATED_IMAGES]:
+        difference = float(np.abs(run(name, picture) - row).max())
+        if difference > tolerance * np.abs(row).max():
+            why = f"; it draws random numbers ({', '.join(random_ops)})" if random_ops else ""
             raise ContractError(
-                f"{path}: gives other scores each time it sees the same image{why}. Export it in evaluation mode "
+                f"{path}: returns different scores for the same image on each run{why}. Export it in evaluation mode "
                 "(dropout off)"
             )
     return rows
 
 
 def _are_probabilities(path: Path, kind: OutputKind, rows: list[Float64Array], *, half: bool) -> bool:
-    """Find out whether a net's output is behind a softmax, by what it says of several pictures.
+    """Detect from the outputs for several pictures whether the net ends in a softmax.
 
-    Raises UsageError where that contradicts `kind`, or where it looks like neither.
+    Raises UsageError if that contradicts `kind`, or if the outputs look like neither logits nor probabilities.
     """
-    slack = _SUM_TOLERANCE_HALF if half else _SUM_TOLERANCE_SINGLE
-    within = all(row.min() >= 0 and row.max() <= 1 + slack for row in rows)
-    summed = within and all(abs(row.sum() - 1) <= slack for row in rows)
+    tolerance = _SUM_TOLERANCE_HALF if half else _SUM_TOLERANCE_SINGLE
+    within = all(row.min() >= 0 and row.max() <= 1 + tolerance for row in rows)
+    summed = within and all(abs(row.sum() - 1) <= tolerance for row in rows)
     totals = sorted(float(row.sum()) for row in rows)
-    sums = f"the sums over all classes run from {totals[0]:.3g} to {totals[-1]:.3g}"
+    sums = f"sums over all classes range from {totals[0]:.3g} to {totals[-1]:.3g}"
     if kind == "softmax" and not summed:
-        raise UsageError(f"{path}: --kind softmax, but its outputs are no probabilities ({sums}). Leave --kind out")
+        raise UsageError(f"{path}: --kind softmax, but its outputs are not probabilities ({sums}). Omit --kind")
     if kind == "logits" and summed:
-        raise UsageError(f"{path}: --kind logits, but its outputs are probabilities ({sums}). Leave --kind out")
+        raise UsageError(f"{path}: --kind logits, but its outputs are probabilities ({sums}). Omit --kind")
     if kind == "auto" and within and not summed:
         raise UsageError(
-            f"{path}: its outputs lie between 0 and 1 but are no probabilities of one class among all ({sums}); a "
-            "sigmoid gives that. If they should be taken as logits all the same, say --kind logits"
+            f"{path}: its outputs are between 0 and 1 but do not sum to 1 over the classes ({sums}), as after "
+            "a sigmoid. To treat them as logits anyway, pass --kind logits"
         )
     return summed
 
@@ -238,9 +239,9 @@ def _contract(
     options: AdoptOptions,
     golden: _Reference,
 ) -> ModelContract:
-    """State everything the file must say of itself: one window, which is the crop."""
+    """Build the complete contract of the file, with one window: the crop."""
     crop, count = interface.crop, count_multiply_adds(net, interface)
-    said = {"input": interface.input, "layout": interface.layout, "output": interface.output}
+    tensors = {"input": interface.input, "layout": interface.layout, "output": interface.output}
     try:
         contract = ModelContract(
             architecture={
@@ -260,16 +261,16 @@ def _contract(
             precision="fp16" if uses_half(net) else "fp32",
             checkpoint_sha256=sha256_of(path),
             interpolation=options.preprocessing.interpolation,
-            training={"adopted": {**said, **options.preprocessing.to_json()}},
+            training={"adopted": {**tensors, **options.preprocessing.to_json()}},
         )
         return replace(contract, golden=(golden_answer(crop, crop, golden.scores, golden.logits),))
     except ValueError as error:
-        raise UsageError(f"{path}: no model can be made of it: {error}. Change --name or the class list") from error
+        raise UsageError(f"{path}: cannot be adopted: {error}. Change --name or the class list") from error
 
 
 @dataclass(frozen=True)
 class _Draft:
-    """All that a model file is built from."""
+    """The parts of a model file."""
 
     net: ModelProto
     interface: NetInterface
@@ -296,41 +297,42 @@ class _Draft:
 def _write_checked(
     file: BinaryIO, path: Path, draft: _Draft, references: list[_Reference]
 ) -> tuple[str, list[Deviation]]:
-    """Write the file with images going together or, where the net cannot do that, one by one.
+    """Write the file so that a batch runs together or, if the net does not support that, one image at a time.
 
-    Returns why one by one (empty: together), and the deviations. Raises ContractError with the reasons when neither
-    gives the net's own scores.
+    Returns the reason for running one at a time (empty: together) and the deviations. Raises ContractError with the
+    reasons if neither reproduces the net's scores.
     """
     reason = ""
     for one_by_one in (False, True):
         if one_by_one and draft.opset < OLDEST_SCAN:
-            reason += f"; and opset {draft.opset} has no loop over images, which opset {OLDEST_SCAN} has"
+            reason += f"; opset {draft.opset} has no loop over images, which needs opset {OLDEST_SCAN}"
             break
         file.seek(0)
         file.truncate()
         file.write(draft.data(one_by_one=one_by_one))
         file.flush()
         try:
-            with np.errstate(all="ignore"):  # NaN and infinity are deviations like others
+            with np.errstate(all="ignore"):  # NaN and infinity count as deviations
                 deviations = list(_deviations(Path(file.name), references))
-        except EnvironmentFault:  # too little memory, which the other way would not mend
+        except EnvironmentFault:  # insufficient memory, which the other way would not fix
             raise
-        except Exception as error:  # the runtime's own classes, which only the session module may know
-            text = _in_short(error).replace(file.name, path.name)
+        except Exception as error:  # the runtime's exception classes, which only the session module imports
+            text = _summarize(error).replace(file.name, path.name)
         else:
             failed = [d for d in deviations if not d.passed]
             if not failed:
                 return reason, deviations
             worst = max(failed, key=lambda d: (d.scores, d.logits))
-            text = f"scores of the same image {worst.case} differ by {worst.scores:.1e}"
-        reason += f"; and one by one: {text}" if one_by_one else f"together: {text}"
+            text = f"scores of the same image run {worst.case} differ by {worst.scores:.1e}"
+        reason += f"; one at a time: {text}" if one_by_one else f"together: {text}"
     raise ContractError(
-        f"{path}: its images can be run neither together nor one by one ({reason}). Export it with a dynamic batch"
+        f"{path}: images can run neither together nor one at a time ({reason}). "
+        "Export the net with a dynamic batch size"
     )
 
 
-def _in_short(error: Exception) -> str:
-    """Return what the runtime says of a failed run: the node if it names one, else the beginning of its text."""
+def _summarize(error: Exception) -> str:
+    """Summarize the runtime's error for a failed run: the node if it names one, else the beginning of its text."""
     text = error_summary(error)
     if node := re.search(r"running (\w+) node\. Name:'(?:net/)?([^']*)'", text):
         return f"its {node[1]} node{' ' + node[2] if node[2] else ''} fails"
@@ -338,14 +340,14 @@ def _in_short(error: Exception) -> str:
 
 
 def _deviations(path: Path, references: list[_Reference]) -> Iterator[Deviation]:
-    """Compare the file in onnxruntime, on the CPU, with what the net itself says: each picture alone, then together."""
+    """Compare the file, in onnxruntime on the CPU, with the original net: each picture alone and all together."""
     session = open_session(path, "cpu")
     crop = session.contract.crop
     sizes = np.full((len(references), 2), crop, np.int64)
     together = session.run(np.stack([entry.picture for entry in references]), sizes)
     for row, entry in enumerate(references):
         alone = session.run(entry.picture[None], sizes[:1])
-        for case, outputs, place in (("alone", alone, 0), ("together", together, row)):
+        for case, outputs, index in (("alone", alone, 0), ("together", together, row)):
             yield deviation(
-                case, (crop, crop), outputs, place, entry.scores, entry.logits, precision=session.contract.precision
+                case, (crop, crop), outputs, index, entry.scores, entry.logits, precision=session.contract.precision
             )

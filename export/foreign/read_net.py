@@ -1,4 +1,4 @@
-"""A foreign ONNX classifier as a file: read with its external data, and its one image input and its scores found."""
+"""Reads a foreign ONNX classifier with its external data, and finds its image input and its output of scores."""
 
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -16,24 +16,24 @@ from prelunet.evaluator.errors import ContractError, UsageError, from_os_error
 from prelunet.evaluator.files import check_not_input
 from prelunet.training.importing.preprocessing import Layout
 
-# Protobuf's own limit of one file, less a margin for what we add.
+# Protobuf's limit for one file, less a margin for the nodes we add.
 MAX_BYTES = 2**31 - 2**24
-OLDEST_OPSET = 7  # since when elementwise operators broadcast, and the oldest that onnxruntime promises to run
-MAX_CROP = 4096  # pixels of a side, as of the nets of `prelunet init`
-MAX_BATCH_PIXELS = 2**26  # of one batch, where a file fixes how many images it takes: 0.8 GB in float32
+OLDEST_OPSET = 7  # the first whose elementwise operators broadcast, and the oldest supported by onnxruntime
+MAX_CROP = 4096  # pixels per side, as for the nets of `prelunet init`
+MAX_BATCH_PIXELS = 2**26  # of one batch, if the file has a fixed batch size: 0.8 GB in float32
 _INPUT_TYPES = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.UINT8}
-_FLOATS = {"DOUBLE", "BFLOAT16"}  # other ways to hold what the types below hold
+_FLOATS = {"DOUBLE", "BFLOAT16"}  # types that can be converted to an allowed one
 _OUTPUT_TYPES = {TensorProto.FLOAT, TensorProto.FLOAT16}
 
-Dimension = int | None  # of a shape; None where the file leaves it open
+Dimension = int | None  # of a shape; None if the file does not fix it
 
 
 @dataclass(frozen=True)
 class NetInterface:
-    """Where pixels go into a net and where its scores come out.
+    """The input and output of a net.
 
-    input, output: names; input_type, output_type: of onnx (`TensorProto.FLOAT`, ...); batch: images that it takes at
-    once, None where the file leaves it open; crop: side of its images in pixels.
+    input, output: names; input_type, output_type: of onnx (`TensorProto.FLOAT`, ...); batch: fixed batch size, None if
+    dynamic; crop: side of its images in pixels.
     """
 
     input: str
@@ -45,35 +45,35 @@ class NetInterface:
     output_type: int
 
     def shape(self, images: int) -> tuple[int, int, int, int]:
-        """Return the shape of an input of so many images."""
+        """Return the shape of an input batch of `images` images."""
         if self.layout == "NCHW":
             return (images, 3, self.crop, self.crop)
         return (images, self.crop, self.crop, 3)
 
     def feed(self, preprocessed: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the net's input for one image, (H, W, 3) in its channel order, repeated to a whole batch."""
+        """Return the net's input for one image, (H, W, 3) in its channel order, repeated to a full batch."""
         image = preprocessed.transpose(2, 0, 1) if self.layout == "NCHW" else preprocessed
         batch = np.repeat(image[None], self.batch or 1, axis=0)
-        with np.errstate(over="ignore"):  # what is infinity in half precision shows in the net's answer
+        with np.errstate(over="ignore"):  # infinities in half precision show up in the net's output
             return np.ascontiguousarray(batch.astype(tensor_dtype_to_np_dtype(self.input_type)))
 
     @property
     def takes_bytes(self) -> bool:
-        """Say whether the net takes pixels as they are in an image file."""
+        """Return whether the net takes raw uint8 pixels."""
         return self.input_type == TensorProto.UINT8
 
     @property
     def half(self) -> bool:
-        """Say whether the scores come out in half precision."""
+        """Return whether the scores are in half precision."""
         return self.output_type == TensorProto.FLOAT16
 
 
 def read_net(path: Path, output: Path) -> ModelProto:
     """Read an ONNX file with all its external data.
 
-    output: the file that will be written. Raises UsageError when the net cannot be read or output is a file of its
-    data, ContractError when it is no ONNX model, lacks a file of its data, holds
-    more than one file can hold, or is older than what runtimes promise to run.
+    output: the file that will be written. Raises UsageError if the net cannot be read or `output` is one of its data
+    files, ContractError if it is not an ONNX model, a data file is missing, it is too large for one file, or its opset
+    is too old for runtimes.
     """
     try:
         data = path.read_bytes()
@@ -81,30 +81,30 @@ def read_net(path: Path, output: Path) -> ModelProto:
         raise from_os_error(error) from error
     try:
         model = onnx.load_model_from_string(data, format="protobuf")
-    except Exception as error:  # protobuf's own class, which has no public name
-        raise ContractError(f"{path}: not an ONNX model. Give a file that ends in .onnx and is one") from error
+    except Exception as error:  # protobuf's exception class has no public name
+        raise ContractError(f"{path}: not an ONNX model. Give an ONNX file") from error
     if not model.graph.node or not model.opset_import:
-        raise ContractError(f"{path}: not an ONNX model, or one without a graph. Give a file that is one")
+        raise ContractError(f"{path}: not an ONNX model, or one without a graph. Give an ONNX file of a net")
     opset = opset_of(model)
     if opset < OLDEST_OPSET:
         raise ContractError(
-            f"{path}: opset {opset}, but opset {OLDEST_OPSET} is the oldest that runtimes promise to run. "
+            f"{path}: opset {opset}, but the oldest opset supported by runtimes is {OLDEST_OPSET}. "
             "Convert it with onnx.version_converter, or export the net again"
         )
     check_not_input(output, _external_files(path, model))
     size = sum(_bytes_of(path, tensor) for tensor in model.graph.initializer)
     if size > MAX_BYTES:
         raise ContractError(
-            f"{path}: {size / 1e9:.2f} GB of weights, but one ONNX file holds less than {MAX_BYTES / 1e9:.2f} GB. "
+            f"{path}: {size / 1e9:.2f} GB of weights, but one ONNX file can hold less than {MAX_BYTES / 1e9:.2f} GB. "
             "Convert the net to half precision first"
         )
     try:
-        with warnings.catch_warnings(action="ignore"):  # of keys that it does not know and we do not need
+        with warnings.catch_warnings(action="ignore"):  # about unknown keys that we do not need
             external_data_helper.load_external_data_for_model(model, str(path.parent))
-    except Exception as error:  # onnx has several, and OSError
+    except Exception as error:  # several classes of onnx, and OSError
         reason = " ".join(str(error).split())[:200]
         raise ContractError(
-            f"{path}: its weights are in other files, which cannot be read ({reason}). Put them beside it"
+            f"{path}: its weights are in other files, which cannot be read ({reason}). Put them in the same folder"
         ) from error
     return model
 
@@ -115,18 +115,18 @@ def opset_of(model: ModelProto) -> int:
 
 
 def all_nodes(model: ModelProto) -> Iterator[NodeProto]:
-    """Yield every node of a net, with those of its branches, loops and functions."""
-    waiting = [*model.graph.node, *(node for function in model.functions for node in function.node)]
-    while waiting:
-        node = waiting.pop()
+    """Yield every node of a net, including those of its branches, loops and functions."""
+    pending = [*model.graph.node, *(node for function in model.functions for node in function.node)]
+    while pending:
+        node = pending.pop()
         yield node
         for attribute in node.attribute:
             for graph in (attribute.g, *attribute.graphs):
-                waiting.extend(graph.node)
+                pending.extend(graph.node)
 
 
 def _external_files(path: Path, model: ModelProto) -> Iterator[Path]:
-    """Yield the files, other than its own, in which the weights of a net lie."""
+    """Yield the external files that hold weights of a net."""
     graphs = [model.graph]
     tensors: list[TensorProto] = []
     for node in all_nodes(model):
@@ -146,16 +146,16 @@ def _bytes_of(path: Path, tensor: TensorProto) -> int:
         itemsize = tensor_dtype_to_np_dtype(tensor.data_type).itemsize
     except KeyError as error:
         raise ContractError(
-            f"{path}: weights '{tensor.name}' are of an unknown type ({tensor.data_type}). Export the net again"
+            f"{path}: weights '{tensor.name}' have an unknown type ({tensor.data_type}). Export the net again"
         ) from error
     return int(np.prod(tensor.dims, dtype=object)) * itemsize
 
 
 def random_operators(model: ModelProto) -> list[str]:
-    """Return which operators of a net draw random numbers, sorted."""
+    """Return the operators of a net that draw random numbers, sorted."""
     drawing = {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
     found = {node.op_type for node in all_nodes(model)} & drawing
-    # Since opset 12 a Dropout drops only where its third input says that the net is being trained.
+    # Since opset 12, Dropout drops only if its third input, training_mode, is set.
     if any(node.op_type == "Dropout" and len(node.input) > 2 and node.input[2] for node in all_nodes(model)):
         found.add("Dropout")
     return sorted(found)
@@ -164,36 +164,39 @@ def random_operators(model: ModelProto) -> list[str]:
 def find_interface(
     path: Path, model: ModelProto, *, crop: int | None, layout: Layout | None, output: str | None
 ) -> NetInterface:
-    """Find the input and the output of a classifier from its declarations.
+    """Determine the input and output of a classifier from its declarations.
 
-    crop, layout: what the user said, needed where the file leaves it open; output: which of several.
-    Raises ContractError for a net that is no classifier of one colour image, UsageError for options that contradict
-    the file or lack.
+    crop, layout: options of the user, required if the file does not fix them; output: name, if there are several.
+    Raises ContractError if the net is not a classifier of one color image, UsageError if options are missing or
+    contradict the file.
     """
     constant = {tensor.name for tensor in model.graph.initializer}
     inputs = [value for value in model.graph.input if value.name not in constant]
     if len(inputs) != 1:
         raise ContractError(
-            f"{path}: inputs {_names(inputs)}, but a classifier takes one, the pixels. Export it with one input"
+            f"{path}: inputs {_names(inputs)}, but a classifier takes one, the pixels. Export the net with one input"
         )
     (pixels,) = inputs
     input_type, shape = _tensor_of(path, pixels, "input", _INPUT_TYPES)
     if shape is None or len(shape) != 4:
-        found = "no stated shape" if shape is None else f"rank {len(shape)}"
-        raise ContractError(f"{path}: input '{pixels.name}' has {found}, but images in a batch have rank 4")
-    found_layout = _layout(path, shape, layout)
-    side = _crop(path, shape[2:] if found_layout == "NCHW" else shape[1:3], crop)
+        actual = "no declared shape" if shape is None else f"rank {len(shape)}"
+        raise ContractError(
+            f"{path}: input '{pixels.name}' has {actual}, but a batch of images has rank 4. "
+            "Export the net with such an input"
+        )
+    actual_layout = _layout(path, shape, layout)
+    side = _crop(path, shape[2:] if actual_layout == "NCHW" else shape[1:3], crop)
     if side**2 * (shape[0] or 1) > MAX_BATCH_PIXELS:
         raise ContractError(
-            f"{path}: takes {shape[0]} images of {side}x{side} pixels at once, more than memory should hold. Export it "
-            "with a dynamic batch"
+            f"{path}: takes {shape[0]} images of {side}x{side} pixels at once, which is too large. Export it "
+            "with a dynamic batch size"
         )
     scores = _chosen_output(path, model, output)
     output_type, _ = _tensor_of(path, scores, "output", _OUTPUT_TYPES)
     return NetInterface(
         input=pixels.name,
         input_type=input_type,
-        layout=found_layout,
+        layout=actual_layout,
         batch=shape[0],
         crop=side,
         output=scores.name,
@@ -206,7 +209,7 @@ def _names(values: Sequence[Any]) -> str:
 
 
 def _chosen_output(path: Path, model: ModelProto, requested: str | None) -> Any:
-    """Return the declared output with the scores: the only one, or the one that was asked for."""
+    """Return the declared output with the scores: the requested one, or the only one."""
     outputs = list(model.graph.output)
     if requested is None and len(outputs) == 1:
         return outputs[0]
@@ -214,12 +217,14 @@ def _chosen_output(path: Path, model: ModelProto, requested: str | None) -> Any:
         if value.name == requested:
             return value
     if requested is None:
-        raise UsageError(f"{path}: outputs {_names(outputs)}. Say which holds the scores: --net-output NAME")
-    raise UsageError(f"{path}: no output '{requested}'. There are: {_names(outputs)}")
+        raise UsageError(
+            f"{path}: several outputs: {_names(outputs)}. Select the one with the scores: --net-output NAME"
+        )
+    raise UsageError(f"{path}: no output '{requested}'. The outputs are: {_names(outputs)}")
 
 
 def _tensor_of(path: Path, value: Any, what: str, allowed: Collection[int]) -> tuple[int, list[Dimension] | None]:
-    """Return type and shape of an input or output; ContractError for anything but a tensor of an allowed type."""
+    """Return type and shape of an input or output. Raises ContractError unless it is a tensor of an allowed type."""
     if value.type.WhichOneof("value") != "tensor_type":
         kind = (value.type.WhichOneof("value") or "unknown").removesuffix("_type").replace("_", " ")
         raise ContractError(f"{path}: {what} '{value.name}' is a {kind}, not a tensor. Export the net without it")
@@ -236,27 +241,29 @@ def _tensor_of(path: Path, value: Any, what: str, allowed: Collection[int]) -> t
 
 
 def _layout(path: Path, shape: Sequence[Dimension], requested: Layout | None) -> Layout:
-    """Find where the channels are: the axis of 3; UsageError where that is open, or is not what was said."""
-    places: dict[Layout, Dimension] = {"NCHW": shape[1], "NHWC": shape[3]}
+    """Find the channel axis by its size of 3. Raises UsageError if it is ambiguous or contradicts the option."""
+    channels_of: dict[Layout, Dimension] = {"NCHW": shape[1], "NHWC": shape[3]}
     if requested is not None:
-        if places[requested] not in {3, None}:
+        if channels_of[requested] not in {3, None}:
             raise UsageError(
-                f"{path}: --layout {requested}, but its channels would be {places[requested]}. Leave it out"
+                f"{path}: --layout {requested} would give {channels_of[requested]} channels, not 3. Omit --layout"
             )
         return requested
-    found = [layout for layout, channels in places.items() if channels == 3]
-    if len(found) == 1:
-        return found[0]
-    if not found and None not in places.values():
+    matching = [layout for layout, channels in channels_of.items() if channels == 3]
+    if len(matching) == 1:
+        return matching[0]
+    if not matching and None not in channels_of.values():
         raise ContractError(
-            f"{path}: an input of shape {_shape_text(shape)} has no axis of 3 channels; prelunet classifies colour "
+            f"{path}: an input of shape {_shape_text(shape)} has no axis of 3 channels; prelunet classifies color "
             "images"
         )
-    raise UsageError(f"{path}: an input of shape {_shape_text(shape)}: say where its channels are, with --layout")
+    raise UsageError(
+        f"{path}: an input of shape {_shape_text(shape)}: specify its channel axis with --layout NCHW or --layout NHWC"
+    )
 
 
 def _crop(path: Path, sides: Sequence[Dimension], requested: int | None) -> int:
-    """Return the side of the net's images; UsageError where it is open, or is not what was said."""
+    """Return the side of the net's images. Raises UsageError if it is not fixed or contradicts the option."""
     fixed = {side for side in sides if side is not None}
     if len(fixed) > 1:
         raise ContractError(
@@ -264,12 +271,12 @@ def _crop(path: Path, sides: Sequence[Dimension], requested: int | None) -> int:
         )
     side = fixed.pop() if fixed else requested
     if side is None:
-        raise UsageError(f"{path}: takes images of any size. Say of which it was trained with: --crop PIXELS")
+        raise UsageError(f"{path}: takes images of any size. Specify the size used in training: --crop PIXELS")
     if requested not in {None, side}:
-        raise UsageError(f"{path}: --crop {requested}, but it takes images of {side}x{side} pixels. Say --crop {side}")
+        raise UsageError(f"{path}: --crop {requested}, but it takes images of {side}x{side} pixels. Use --crop {side}")
     if side > MAX_CROP:
         raise ContractError(
-            f"{path}: crops of {side}x{side} pixels, but {MAX_CROP} is the most. Export it for smaller images"
+            f"{path}: crops of {side}x{side} pixels, but the maximum is {MAX_CROP}. Export it for smaller images"
         )
     return side
 
@@ -279,14 +286,14 @@ def _shape_text(shape: Sequence[Dimension]) -> str:
 
 
 def uses_half(model: ModelProto) -> bool:
-    """Say whether a net computes in half precision: it has weights of that type."""
+    """Return whether a net has weights in half precision."""
     return any(tensor.data_type == TensorProto.FLOAT16 for tensor in model.graph.initializer)
 
 
-# How many multiply-adds a foreign net takes, as far as its graph tells.
+# Counting multiply-adds of a foreign net.
 
 
-# What takes multiply-adds that the shapes of its inputs and outputs do not tell, or calls another graph.
+# Operators whose multiply-adds do not follow from their input and output shapes, or that call another graph.
 _UNCOUNTED = {
     *("ConvTranspose", "ConvInteger", "QLinearConv", "DeformConv", "MatMulInteger", "QLinearMatMul", "Einsum"),
     *("LSTM", "GRU", "RNN", "Attention", "If", "Loop", "Scan"),
@@ -294,10 +301,10 @@ _UNCOUNTED = {
 
 
 def count_multiply_adds(model: ModelProto, interface: NetInterface) -> int | None:
-    """Count the multiply-adds of one image: those of Conv, Gemm and MatMul, from the shapes that onnx infers.
+    """Count the multiply-adds per image in Conv, Gemm and MatMul, from the shapes that onnx infers.
 
-    None where they cannot be told: an unknown shape, another operator that multiplies, or none at all.
-    Changes the declared shapes of the model to those of one batch.
+    None if they cannot be counted: a shape is unknown, another operator multiplies, or there are none.
+    Replaces the declared shapes of the model by those of one batch.
     """
     nodes = model.graph.node
     if any(node.domain not in {"", "ai.onnx"} or node.op_type in _UNCOUNTED for node in nodes):
@@ -305,7 +312,7 @@ def count_multiply_adds(model: ModelProto, interface: NetInterface) -> int | Non
     _declare_shapes(model, interface)
     try:
         inferred = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
-    except Exception:  # onnx has several; the count is one of the extras, and what it lacks is left out
+    except Exception:  # onnx has several exception classes; the count is optional
         return None
     shapes = {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
     for value in (*inferred.input, *inferred.value_info, *inferred.output):
@@ -323,7 +330,7 @@ def count_multiply_adds(model: ModelProto, interface: NetInterface) -> int | Non
 
 
 def _terms(node: Any, shapes: Mapping[str, Sequence[int]]) -> int | None:
-    """Return how many products one number of a node's output is the sum of."""
+    """Return the number of products summed per element of a node's output."""
     operand = shapes.get(node.input[1 if node.op_type == "Conv" else 0])
     if not operand:
         return None
@@ -334,7 +341,7 @@ def _terms(node: Any, shapes: Mapping[str, Sequence[int]]) -> int | None:
 
 
 def _declare_shapes(model: ModelProto, interface: NetInterface) -> None:
-    """Replace what a file says of its shapes by those of one whole batch."""
+    """Replace the declared shapes by those of one full batch."""
     del model.graph.value_info[:]
     for value in model.graph.output:
         value.type.tensor_type.ClearField("shape")

@@ -1,7 +1,7 @@
-"""The contract's graph around a foreign net: pixels to its input in front, the four outputs behind.
+"""The contract's graph around a foreign net: preprocessing before its input, the four outputs after its output.
 
-Only operators that mean the same from opset 7 on stand around the net, so that it keeps its own opset and operators.
-All its names get a prefix, because a tensor of it may well be called `images` or `logits`.
+The added operators have the same meaning in every opset from 7, so that the net keeps its opset and operators. All
+names of the net get a prefix, because its tensors may also be called `images` or `logits`.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ OLDEST_IR = 8  # initializers need not be inputs (since 4), functions exist (sin
 
 
 def prepare_net(net: ModelProto) -> None:
-    """Give every name of a net's graph the prefix and take away what may hold paths and traces; changes it."""
+    """Prefix all names in a net's graph and remove fields that may hold paths and stack traces. Modifies the net."""
     _prepare_graph(net.graph)
     for function in net.functions:
         function.doc_string = ""
@@ -29,8 +29,8 @@ def prepare_net(net: ModelProto) -> None:
 
 
 def _prepare_graph(graph: GraphProto) -> None:
-    # Every name in every subgraph alike: whatever a name refers to, it still does.
-    del graph.value_info[:]  # which tell the sizes of the batch that the net was exported with
+    # Every name in every subgraph gets the same prefix, so that all references stay intact.
+    del graph.value_info[:]  # holds the shapes of the batch used at export
     del graph.metadata_props[:]
     for tensor in graph.initializer:
         tensor.name = _prefixed(tensor.name)
@@ -40,7 +40,7 @@ def _prepare_graph(graph: GraphProto) -> None:
         sparse.indices.name = _prefixed(sparse.indices.name)
     for value in (*graph.input, *graph.output):
         value.name = _prefixed(value.name)
-    del graph.quantization_annotation[:]  # which no runtime needs: quantised nets say it by operators
+    del graph.quantization_annotation[:]  # no runtime needs it: quantized nets use operators
     for node in graph.node:
         _strip(node)
         node.name = _prefixed(node.name)
@@ -52,11 +52,11 @@ def _prepare_graph(graph: GraphProto) -> None:
 
 
 def _prefixed(name: str) -> str:
-    return PREFIX + name if name else ""  # an input or output that is left out has no name
+    return PREFIX + name if name else ""  # an omitted input or output has an empty name
 
 
 def _strip(node: NodeProto) -> None:
-    """Take away what exporters note beside a node: lines and paths of the program that made it."""
+    """Remove the notes of exporters: lines and paths of the program that built the node."""
     node.doc_string = ""
     del node.metadata_props[:]
 
@@ -91,10 +91,10 @@ def wrap_net(
     one_by_one: bool,
     version: str,
 ) -> ModelProto:
-    """Build the model file of a net that `prepare_net` has prepared; `interface` has its names as they were.
+    """Build the model file of a net from `prepare_net`.
 
-    probabilities: its output is behind a softmax; one_by_one: the images of a batch go through it one after another,
-    by a Scan; version: of prelunet.
+    interface: with the names before the prefix; probabilities: the net's output follows a softmax; one_by_one: run the
+    images of a batch through the net one at a time, in a Scan; version: of prelunet.
     """
     classes = len(contract.classes)
     around = _Nodes()
@@ -122,7 +122,7 @@ def wrap_net(
 
 
 def _interface(contract: ModelContract) -> tuple[list[Any], list[Any]]:
-    """Return the inputs and outputs of the contract, for canvases of one crop."""
+    """Return the inputs and outputs of the contract, with canvases of one crop."""
     info, crop, classes = helper.make_tensor_value_info, contract.crop, len(contract.classes)
     inputs = [info("images", TensorProto.UINT8, ["N", crop, crop, 3]), info("sizes", TensorProto.INT64, ["N", 2])]
     outputs = [
@@ -135,7 +135,7 @@ def _interface(contract: ModelContract) -> tuple[list[Any], list[Any]]:
 
 
 def _front(around: _Nodes, interface: NetInterface, preprocessing: Preprocessing) -> str:
-    """Add what makes the net's input of `images`, in the same order of operations as `Preprocessing.apply`."""
+    """Add the preprocessing from `images` to the net's input, in the order of operations of `Preprocessing.apply`."""
     value = "images"
     if preprocessing.channels == "bgr":
         order = around.constant("bgr", np.array([2, 1, 0], np.int64))
@@ -163,14 +163,14 @@ def _embed(graph: _Nodes, net: GraphProto) -> None:
 
 
 def _add_scan(around: _Nodes, net: GraphProto, interface: NetInterface, pixels: str, classes: int) -> str:
-    """Add a Scan that shows the net one image after another; return the name of its output (N, K).
+    """Add a Scan that runs the net on one image at a time; return the name of its output (N, K).
 
-    A net of fixed batches of B gets the image B times, and the first row of what it says is kept.
+    A net with a fixed batch size B gets each image B times, and only the first row of its output is used.
     """
     batch, one = interface.batch or 1, interface.shape(1)
     body = _Nodes()
-    whole = around.constant("one.shape", np.array(one, np.int64))
-    image = body.add("Reshape", ["one.image", whole], "one.batch")
+    shape = around.constant("one.shape", np.array(one, np.int64))
+    image = body.add("Reshape", ["one.image", shape], "one.batch")
     target = _prefixed(interface.input)
     if batch == 1:
         body.add("Identity", [image], target)
@@ -193,7 +193,7 @@ def _add_scan(around: _Nodes, net: GraphProto, interface: NetInterface, pixels: 
 
 
 def _back(around: _Nodes, raw: str, interface: NetInterface, classes: int, *, probabilities: bool) -> None:
-    """Add the four outputs behind what the net says, (N, K) or (N, K, 1, 1)."""
+    """Add the four outputs after the net's output, (N, K) or (N, K, 1, 1)."""
     value = around.add("Reshape", [raw, around.constant("table", np.array([-1, classes], np.int64))], "net.table")
     value = around.add("Cast", [value], "net.float", to=TensorProto.FLOAT)
     if probabilities:
@@ -202,16 +202,16 @@ def _back(around: _Nodes, raw: str, interface: NetInterface, classes: int, *, pr
         around.add("Log", [around.add("Add", [value, floor], "net.positive")], "logits")
     else:
         around.add("Identity", [value], "logits")
-        around.add("Softmax", [value], "scores", axis=1)  # of a table, the same before opset 13 as since
+        around.add("Softmax", [value], "scores", axis=1)  # for 2-D input, the same before and since opset 13
     grid = around.constant("grid", np.array([-1, 1, 1, classes], np.int64))
     around.add("Reshape", ["scores", grid], "window_scores")
-    # floor(side / crop) windows, as the contract's trunk of one layer has it: one for each image.
+    # floor(side / crop) windows, as in the contract's trunk of one layer: one per image.
     around.add("Div", ["sizes", around.constant("crop", np.array(interface.crop, np.int64))], "windows")
 
 
 def probability_floor(interface: NetInterface) -> float:
-    """Return what is added to a probability before its logarithm is taken, which must be finite.
+    """Return the constant added to a probability to keep its logarithm finite.
 
-    The smallest positive number of the net's own precision: nothing beside any probability that it can tell from 0.
+    It is the smallest positive number in the net's precision (for float32, the smallest normal one).
     """
     return 2.0**-24 if interface.half else float(np.finfo(np.float32).tiny)

@@ -1,1 +1,1 @@
-"""Verbs of the command line that need the export layer."""
+"""Command-line verbs that need the export layer."""

@@ -11,39 +11,39 @@ from prelunet.evaluator.terminal import echo
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of `prelunet train` or `prelunet init`.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The ONNX file to write.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint written by `prelunet train` or `prelunet init`.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="ONNX model file to write.")],
     canvas: Annotated[
         Canvas,
         typer.Option(
-            help="`ragged`: images of any sizes share a batch. `exact`: no masks, for images that fill their canvas."
+            help="`ragged`: images of any sizes can share a batch. `exact`: no masks; images must fill their canvas."
         ),
     ] = "ragged",
     precision: Annotated[
         FilePrecision,
-        typer.Option(help="`fp16`: half the size and the fast way on a GPU; scores differ in the third decimal."),
+        typer.Option(help="`fp16`: half the size and faster on GPUs; scores differ in the third decimal."),
     ] = "fp32",
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
-    """Turn a checkpoint into one ONNX file with the dense head inside.
+    """Export a checkpoint to one ONNX file with the dense head inside.
 
-    The file is compared with the torch net on images of several sizes before it gets its name; on a mismatch no file
-    is left.
+    The file is checked against the PyTorch net on images of several sizes before it is put in place; a mismatch leaves
+    no file.
     """
     from prelunet.export.dense.export import export_checkpoint
     from prelunet.export.dense.half_precision import FLOAT16_MAX, largest_magnitude
 
     if output.exists() and not force:
-        raise UsageError(f"{output}: exists already. Choose another name, or replace it with --force")
-    found = export_checkpoint(checkpoint, output, canvas, precision)
-    worst = max(found.deviations, key=lambda d: d.scores)
+        raise UsageError(f"{output}: already exists. Choose another name, or replace it with --force")
+    result = export_checkpoint(checkpoint, output, canvas, precision)
+    worst = max(result.deviations, key=lambda d: d.scores)
     echo(
-        f"{output}: {output.stat().st_size / 1e6:.1f} MB, {precision}, canvas {canvas}; {len(found.deviations)} runs "
-        f"agree with the torch net, worst score off by {worst.scores:.1e} (at {worst.height}x{worst.width}, "
+        f"{output}: {output.stat().st_size / 1e6:.1f} MB, {precision}, canvas {canvas}; {len(result.deviations)} runs "
+        f"agree with the PyTorch net, largest score deviation {worst.scores:.1e} (at {worst.height}x{worst.width}, "
         f"{worst.case})"
     )
-    if found.magnitudes:
-        layer, largest = largest_magnitude(found.magnitudes)
-        echo(f"largest number between the layers: {largest:.4g} ({layer}); float16 ends at {FLOAT16_MAX:g}")
-    for warning in found.warnings:
-        echo(f"note: {warning}", err=True)
+    if result.magnitudes:
+        layer, largest = largest_magnitude(result.magnitudes)
+        echo(f"largest activation: {largest:.4g} ({layer}); the float16 maximum is {FLOAT16_MAX:g}")
+    for warning in result.warnings:
+        echo(f"warning: {warning}", err=True)

@@ -455,8 +455,8 @@ def test_an_error_of_guessing_names_the_order_of_the_labels_and_the_check() -> N
     said = label_order_suspicion(99.9, 1000)
     assert said is not None
     assert "99.90 % over 1,000 classes" in said
-    assert "devkit's ids against sorted wnids" in said
-    assert "Check:" in said
+    assert "devkit ids instead of sorted wnids" in said
+    assert "To check, look at" in said
 
 
 def test_the_zip_and_the_folder_of_the_same_images_have_the_same_fingerprint(flat: Path, tmp_path: Path) -> None:

@@ -268,7 +268,7 @@ def test_a_parameter_beyond_half_is_refused_by_name_before_the_work_and_leaves_n
     write_checkpoint(tmp_path / "net", with_tensors(checkpoint, conv2__weight=weight))
     assert run(["export", str(tmp_path / "net"), "-o", str(tmp_path / "m.onnx"), "--precision", "fp16"]) == 2
     told = capsys.readouterr().err
-    assert "1 of the 80 numbers of conv2.weight lie beyond 65504" in told
+    assert "1 of the 80 numbers in conv2.weight exceed 65504" in told
     assert "--precision fp32" in told
     assert [path.name for path in tmp_path.iterdir()] == ["net"]
 
@@ -287,7 +287,7 @@ def test_a_net_whose_numbers_grow_beyond_half_between_the_layers_is_refused_nami
         )
         half_file(tmp_path / "single", large, precision="fp32")  # as float32 has room for it
         if refused:
-            with pytest.raises(UsageError, match=r"conv1 goes beyond 65504.*--precision fp32"):
+            with pytest.raises(UsageError, match=r"conv1 exceeds 65504.*--precision fp32"):
                 half_file(tmp_path / "half", large)
             assert [path.name for path in (tmp_path / "half").iterdir()] == ["net.safetensors"]
         else:
@@ -348,7 +348,7 @@ def test_what_lies_beside_an_image_is_measured_too(tmp_path: Path) -> None:
         assert found.magnitudes["conv2"] == features
         assert session_on(path).run(np.zeros((1, 24, 30, 3), np.uint8), np.array([[24, 30]])).scores.min() >= 0
         if refused:
-            with pytest.raises(UsageError, match="conv2 goes beyond 65504"):
+            with pytest.raises(UsageError, match="conv2 exceeds 65504"):
                 half_file(tmp_path / "ragged", checkpoint)
         else:
             assert half_file(tmp_path / "ragged", checkpoint)[1].magnitudes["conv2"] == beside
@@ -406,7 +406,7 @@ def test_the_loss_by_rounding_is_that_of_the_whole_tensor() -> None:
 @pytest.mark.parametrize("largest", [65505.0, float("inf"), float("nan")])
 def test_a_layer_beyond_half_is_refused_also_where_infinity_has_become_nan(largest: float) -> None:
     check_magnitudes({"conv1": 65504.0, "conv2": 1.0})
-    with pytest.raises(UsageError, match="conv2 goes beyond 65504"):
+    with pytest.raises(UsageError, match="conv2 exceeds 65504"):
         check_magnitudes({"conv1": 65504.0, "conv2": largest, "conv3": float("nan")})
 
 
@@ -419,7 +419,7 @@ def test_a_layer_near_the_end_of_half_is_told_with_its_number() -> None:
 def test_rounding_refuses_what_becomes_infinite_and_nothing_else() -> None:
     last = np.array([65519.0, -65519.0], np.float32)
     assert np.isfinite(round_to_half({"t": last})["t"]).all()
-    with pytest.raises(UsageError, match="t lie beyond"):
+    with pytest.raises(UsageError, match="in t exceed"):
         round_to_half({"t": np.array([65520.0], np.float32)})
 
 
@@ -506,7 +506,7 @@ def test_export_refuses_a_half_file_that_is_off_and_says_which_precision_to_try(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("prelunet.export.dense.build.fc1_channel_last", lambda weight, _architecture: weight.T)
-    with pytest.raises(CheckFailed, match=r"within 0\.01:(?s:.*)--precision fp32"):
+    with pytest.raises(CheckFailed, match=r"more than 0\.01:(?s:.*)--precision fp32"):
         half_file(tmp_path, thin("demo"))
     assert [path.name for path in tmp_path.iterdir()] == ["net.safetensors"]
 
@@ -522,7 +522,7 @@ def test_the_verb_tells_precision_size_and_the_largest_number(
     assert run(["export", str(tmp_path / "net"), "-o", str(output), "--precision", "fp16"]) == 0
     told = capsys.readouterr()
     assert f"{output.stat().st_size / 1e6:.1f} MB, fp16, canvas ragged" in told.out
-    assert "float16 ends at 65504" in told.out
+    assert "the float16 maximum is 65504" in told.out
     assert told.err == ""
     assert run(["inspect", str(output), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["precision"] == "fp16"
@@ -532,8 +532,8 @@ def test_the_verb_tells_warnings_beside_the_result(tmp_path: Path, capsys: pytes
     write_checkpoint(tmp_path / "net", ring_checkpoint(10000))
     assert run(["export", str(tmp_path / "net"), "-o", str(tmp_path / "m.onnx"), "--precision", "fp16"]) == 0
     told = capsys.readouterr()
-    assert "largest number between the layers: 2e+04 (conv2)" in told.out
-    assert "note: conv2: reaches 2e+04" in told.err
+    assert "largest activation: 2e+04 (conv2)" in told.out
+    assert "warning: conv2: reaches 2e+04" in told.err
 
 
 def test_a_single_file_tells_nothing_of_half(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -293,7 +293,7 @@ def test_model_and_protocol_may_differ_and_are_told(tmp_path: Path) -> None:
     [
         ({"fingerprint": "cd" * 32}, ("different images or labels", "abababababab…", "cdcdcdcdcdcd…", "same dataset")),
         ({"classes": CLASSES[1:] + CLASSES[:1]}, ("different class lists", "class 0 is 'n01'", "'n02'", "same order")),
-        ({"classes": [*CLASSES, {"wnid": "n99", "name": "new"}]}, ("7 classes against 8",)),
+        ({"classes": [*CLASSES, {"wnid": "n99", "name": "new"}]}, ("7 and 8 classes",)),
     ],
 )
 def test_runs_that_cannot_be_paired_are_refused_and_told_apart(

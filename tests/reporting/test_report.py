@@ -449,7 +449,9 @@ def test_the_verb_writes_elsewhere_and_says_that_the_page_has_no_pictures(
     for options in ([], ["--json"]):
         assert cli.run(["report", str(folder), "--out", str(out), *options]) == 0
         told = capsys.readouterr()
-        assert re.search(r"note: .*report\.html has no pictures\. The run does not say where.*--data DIR\n", told.err)
+        assert re.search(
+            r"note: .*report\.html has no pictures\. The run does not record the location.*--data DIR\n", told.err
+        )
         assert "no pictures" not in told.out
     assert sorted(path.name for path in out.iterdir()) == ["classes.csv", "report.html", "report.json"]
     assert not (folder / "report").exists()

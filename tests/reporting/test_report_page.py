@@ -228,7 +228,7 @@ def test_an_image_that_went_bad_since_the_run_leaves_a_gap_not_an_error(tmp_path
     lines = [mistake("n01/a.png", 0, 2), mistake("n02/b.png", 1, 2)]
     page = page_of(tmp_path / "run", lines, fingerprint=fingerprint, data=str(data))
     assert len(page.named("img")) == 1
-    assert "cannot be read any more" in page.text
+    assert "can no longer be read" in page.text
 
 
 def test_few_classes_are_named_worst_first_in_the_chart(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_an_error_of_guessing_over_many_classes_is_told_with_its_suspicion(
         capsys.readouterr()
         assert command(data, "--labels", str(labels), folder=f"run{shift}") == 0
         told = capsys.readouterr()
-        assert ("may be in another order than the model's classes" in told.err) == bool(shift)
+        assert ("may be in a different order than the model's classes" in told.err) == bool(shift)
         assert f"top-1 {100 * shift:.2f}" in told.out
 
 

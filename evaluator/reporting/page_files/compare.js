@@ -1,8 +1,8 @@
-// The comparison's table of all classes, and the charts. Without scripts the page shows everything but the charts.
+// The comparison's table of all classes and its charts. Without JavaScript the page shows everything but the charts.
 
 const METRICS = ["top1", "top5"];
 
-// In the order of the table's rows, as compare_page.py writes them.
+// In the order of the table rows, as written by compare_page.py.
 const compared = JSON.parse(document.getElementById("compare-data").textContent).map(
   ([index, wnid, name, evaluated, ...figures]) => ({
     index, wnid, name, evaluated,
@@ -25,7 +25,7 @@ for (const metric of METRICS) {
   FILTERS.push(
     [`Improved by ${title}`, (entry) => entry[metric].difference !== null && entry[metric].difference < 0],
     [`Worse by ${title}`, (entry) => entry[metric].difference > 0],
-    [`Stands by ${title}`, (entry) => entry[metric].stands],
+    [`Significant by ${title}`, (entry) => entry[metric].stands],
   );
 }
 FILTERS.push(["No images", (entry) => !entry.evaluated]);
@@ -33,7 +33,7 @@ FILTERS.push(["No images", (entry) => !entry.evaluated]);
 drawCharts();
 const { reveal } = startTable({ entries: compared, columns: COLUMNS, smallestFirst: ["index", "name"], filters: FILTERS });
 
-/** Shows the row of the class that the address names. */
+/** Show the row of the class in the URL fragment. */
 function route() {
   const index = /^#class-(\d{1,7})$/.exec(location.hash)?.[1];
   if (index !== undefined) reveal(Number(index));

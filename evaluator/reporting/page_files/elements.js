@@ -1,5 +1,4 @@
-// What the scripts of a page build elements with. Names are hostile: elements are made one by one, and text is only ever
-// set as text.
+// Helpers that build elements. Names are untrusted: elements are created one by one, and text is only set as text.
 
 const decimal = (value, digits = 1) => (value === null ? "–" : value.toFixed(digits));
 const whole = (value) => value.toLocaleString("en");
@@ -9,7 +8,7 @@ const signed = (value, digits = 1) => {
   return Number(text) === 0 ? text : `${value < 0 ? "−" : "+"}${text}`;
 };
 
-/** Makes an element. names: of its classes, after dots, as in `td.number`; attributes: `style` and others by name. */
+/** Create an element. tag: with CSS classes after dots, as in `td.number`; attributes: by name. */
 function make(tag, attributes, ...children) {
   const [name, ...names] = tag.split(".");
   const element = document.createElement(name);

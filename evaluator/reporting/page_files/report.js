@@ -1,4 +1,4 @@
-// Draws the charts and starts the table and the class view. Without scripts the page shows everything but these.
+// Draws the charts and starts the table and the class view. Without JavaScript the page shows everything else.
 
 drawCharts();
 

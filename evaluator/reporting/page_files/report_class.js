@@ -1,11 +1,11 @@
-// One class in a panel: its numbers, what it is confused with, what each view makes of it, its images.
-// The address tells which: #class-123. So links open classes, and the browser's "back" closes them again.
+// The panel of one class: its numbers, its confusions, its error for each view, its images.
+// The URL fragment names the class: #class-123. So links open classes, and the browser's "back" closes them.
 
 const CONFUSIONS_SHOWN = 8;
 const TILES_SHOWN = 24;
 const ROWS_SHOWN = 100;
 
-/** order: tells the classes that the table shows, through which "next" and "previous" go. */
+/** order: returns the classes that the table shows, in which "next" and "previous" step. */
 function startClassView(order) {
   const dialog = document.getElementById("class-view");
 
@@ -22,7 +22,7 @@ function startClassView(order) {
   }
 
   dialog.addEventListener("close", () => {
-    // Forward again, not back: the page stays where it is, and "back" opens the class once more.
+    // A new history entry: the page keeps its scroll position, and "back" reopens the class.
     if (location.hash.startsWith("#class-")) history.pushState(null, "", location.pathname + location.search);
   });
   dialog.addEventListener("click", (event) => {
@@ -33,7 +33,7 @@ function startClassView(order) {
     const direction = { ArrowLeft: "prev", ArrowRight: "next" }[event.key];
     if (direction) dialog.querySelector(`a[rel=${direction}]`)?.click();
   });
-  // From class to class: one step of history, so that "back" leaves the panel.
+  // Stepping between classes replaces the history entry, so that "back" leaves the panel.
   dialog.addEventListener("click", (event) => {
     const step = event.target.closest("a[rel]");
     if (!step) return;
@@ -45,7 +45,7 @@ function startClassView(order) {
   if (location.hash.startsWith("#class-")) route();
 }
 
-/** The classes before and after this one as the table shows them; by index where it does not show this one. */
+/** Return the classes before and after this one in the table, or by index if the table does not show this one. */
 function neighbours(index, shown) {
   const order = shown.includes(index) ? shown : classes.map((entry) => entry.index);
   const place = order.indexOf(index);
@@ -74,7 +74,7 @@ function classBar({ previous, next, place, of }) {
     step(previous, "prev", "←", "Previous class"),
     make("span.quiet", null, `${whole(place)} of ${whole(of)}`),
     step(next, "next", "→", "Next class"),
-    make("span.quiet.keys", null, "← → go on, Esc closes"),
+    make("span.quiet.keys", null, "← → to browse, Esc to close"),
     make("button.close", { type: "button" }, "Close"),
   );
 }
@@ -115,7 +115,7 @@ function classFigures(entry) {
 
 function besideAverage(points) {
   const text = decimal(Math.abs(points));
-  return text === "0.0" ? "as all images" : `${text} points ${points > 0 ? "above" : "below"} all images`;
+  return text === "0.0" ? "same as all images" : `${text} points ${points > 0 ? "above" : "below"} all images`;
 }
 
 function classConfusions(entry) {
@@ -125,19 +125,19 @@ function classConfusions(entry) {
     const rows = pairs.map(([index, count]) =>
       make("li", null, classLink(index), make("span.number", null, whole(count), all ? make("small", null, ` · ${decimal((100 * count) / all)} %`) : null),
         make("span.bar", { "aria-hidden": true }, make("i", { style: `width:${((100 * count) / reach).toFixed(1)}%` }))));
-    return make("div", null, make("h3", null, title), pairs.length ? list : make("p.quiet", null, none), ...inPortions(list, rows, CONFUSIONS_SHOWN, "classes"));
+    return make("div", null, make("h3", null, title), pairs.length ? list : make("p.quiet", null, none), ...paged(list, rows, CONFUSIONS_SHOWN, "classes"));
   };
   return make(
     "section.columns",
     null,
-    side("Its images are taken for", "Nothing: all answers are right.", takenFor(entry.index), entry.evaluated),
-    side("What is taken for it", "No image of another class.", takenForIt(entry.index), 0),
+    side("Confused with", "None: all answers are right.", confusedWith(entry.index), entry.evaluated),
+    side("Mistaken for this class", "No image of another class.", misconfusedWithIt(entry.index), 0),
   );
 }
 
 function classViews(entry) {
   const cell = (value) => make("td.number", null, value);
-  const quiet = (value) => make("td.number.quiet.wide", null, value); // a phone has no room for it
+  const quiet = (value) => make("td.number.quiet.wide", null, value); // hidden on phones
   const rows = data.views.map(([what, all1, all5], place) => {
     const [own1, own5] = [entry.views.top1[place], entry.views.top5[place]];
     return make("tr", null, make("td", null, `scale ${what}`),
@@ -149,9 +149,9 @@ function classViews(entry) {
   return make(
     "section",
     null,
-    make("h3", null, "Scales and mirror"),
-    make("p.about", null, "Its error by one view at a time, and what averaging takes off it", make("span.wide", null, "; beside that the same for all images"), "."),
-    make("div.scroll", { tabindex: 0, role: "region", "aria-label": "Scales and mirror" },
+    make("h3", null, "Scales and mirroring"),
+    make("p.about", null, "Error of each view alone, and the gain from averaging all views", make("span.wide", null, ", next to the gain over all images"), "."),
+    make("div.scroll", { tabindex: 0, role: "region", "aria-label": "Scales and mirroring" },
       make("table.class-views", null,
         make("thead", null, make("tr", null, make("th", null, "view"), heads)),
         make("tbody", null, rows,
@@ -167,11 +167,11 @@ function classImages(entry) {
   const right = seen.filter((image) => image.rank === 1);
   const rest = entry.images - images.length;
   return [
-    imageSection(entry, "Mistakes", entry.wrong1, wrong, "The most confident first."),
-    imageSection(entry, "Right answers", entry.evaluated - entry.wrong1, right, "The least confident first."),
+    imageSection(entry, "Mistakes", entry.wrong1, wrong, "Most confident first."),
+    imageSection(entry, "Right answers", entry.evaluated - entry.wrong1, right, "Least confident first."),
     refused.length ? make("section", null, make("h3", null, `Refused (${whole(entry.refused)})`),
       make("ul.refused-files", null, refused.map((image) => make("li", null, fileName(image.file), " ", make("span.quiet", null, image.refused))))) : null,
-    rest > 0 ? make("p.quiet", null, `${whole(rest)} more images are not on this page; predictions.jsonl of the run has all.`) : null,
+    rest > 0 ? make("p.quiet", null, `${whole(rest)} more images are not on this page. The run’s predictions.jsonl lists all of them.`) : null,
   ];
 }
 
@@ -187,13 +187,13 @@ function imageSection(entry, title, count, images, about) {
     make("h3", null, `${title} (${whole(count)})`),
     images.length > 1 ? make("p.about", null, about) : null,
     pictured.length ? tiles : null,
-    ...inPortions(tiles, pictured, TILES_SHOWN, "pictures"),
+    ...paged(tiles, pictured, TILES_SHOWN, "pictures"),
     plain.length ? list : null,
-    ...inPortions(list, plain, ROWS_SHOWN, "images"),
+    ...paged(list, plain, ROWS_SHOWN, "images"),
   );
 }
 
-/** As the gallery of the page. */
+/** Return a tile like those of the page's gallery. */
 function imageTile(entry, image) {
   const tiny = image.picture.startsWith("data:image/png");
   return make(
@@ -228,14 +228,14 @@ function imageNote(image) {
   return `rank ${whole(image.rank)}${image.capped ? ", capped" : ""}`;
 }
 
-/** A file's name that may break behind each folder. */
+/** Return a file name that may wrap after each folder. */
 function fileName(file) {
   const parts = file.split("/");
   return make("span.file", null, parts.flatMap((part, n) => (n < parts.length - 1 ? [`${part}/`, make("wbr")] : [part])));
 }
 
-/** Puts the first elements into a parent, and returns a button that brings the next ones; none where all are in. */
-function inPortions(parent, elements, portion, unit) {
+/** Append the first elements to a parent. Return a button that appends the next ones, if there are any. */
+function paged(parent, elements, portion, unit) {
   let shown = 0;
   const button = make("button.more", { type: "button" });
   const next = () => {

@@ -1,4 +1,4 @@
-// The report's data, in the order in which page_data.py writes it.
+// The report's data, in the order written by page_data.py.
 
 const data = JSON.parse(document.getElementById("report-data").textContent);
 const [runError1, runError5] = data.errors;
@@ -14,31 +14,31 @@ const classes = data.classes.map((row, index) => {
   };
 });
 
-const sharing = new Map(); // class index → the other classes of that name
+const sharing = new Map(); // class index → the other classes with the same name
 for (const group of data.shared) {
   for (const index of group) sharing.set(index, group.filter((other) => other !== index));
 }
 
-/** What the images of a class are taken for: [class index, count] pairs, most frequent first. */
-function takenFor(index) {
+/** Return what the images of a class are confused with: [class index, count] pairs, most frequent first. */
+function confusedWith(index) {
   const flat = data.taken[index];
   return Array.from({ length: flat.length / 2 }, (_, n) => [flat[2 * n], flat[2 * n + 1]]);
 }
 
-/** The classes whose images are taken for this one, as takenFor. */
+/** Return the classes whose images are mistaken for this one, in the form of confusedWith. */
 let reversed = null;
-function takenForIt(index) {
+function misconfusedWithIt(index) {
   if (!reversed) {
     reversed = classes.map(() => []);
     for (const { index: label } of classes) {
-      for (const [answer, count] of takenFor(label)) reversed[answer].push([label, count]);
+      for (const [answer, count] of confusedWith(label)) reversed[answer].push([label, count]);
     }
     for (const pairs of reversed) pairs.sort((a, b) => b[1] - a[1] || a[0] - b[0]);
   }
   return reversed[index];
 }
 
-/** The listed images of a class: mistakes first, then right answers, then the refused. */
+/** Return the listed images of a class: mistakes first, then right answers, then refused images. */
 function imagesOf(index) {
   const [beginning, end, middles, ranks, width, answers, scores, reasons, capped] = data.images[index];
   const cut = new Set(capped);
@@ -53,13 +53,13 @@ function imagesOf(index) {
   });
 }
 
-/** A picture's address: its own, or that of the gallery, which shows it large. */
+/** Return the URL of a picture: its own tile, or the large picture of the gallery. */
 function pictureOf(key) {
   const figure = document.querySelectorAll(".gallery figure")[data.large[key] ?? -1];
   return data.tiles[key] ?? figure?.querySelector("img")?.src;
 }
 
-/** A class's name that opens it; with the wnid where the name alone could be another class. */
+/** Return a link that opens a class, with the wnid if other classes share its name. */
 function classLink(index) {
   const link = make("a.name", { href: `#class-${index}` }, classes[index].name);
   return sharing.has(index) ? make("span", null, link, " ", make("span.wnid", null, classes[index].wnid)) : link;

@@ -1,4 +1,4 @@
-// What the table of all classes sorts by and lets through, in the report.
+// Columns and filters of the report's table of all classes.
 
 const COLUMNS = {
   index: (entry) => entry.index,
@@ -23,12 +23,12 @@ const FILTERS = [
   ["No images", (entry) => !entry.evaluated],
 ];
 
-/** Brings the table to life; a click anywhere in a row opens its class. Returns a function that tells what it shows. */
+/** Start the table; a click anywhere in a row opens its class. Return a function that lists the classes shown. */
 function startReportTable() {
   const smallestFirst = ["index", "name", "confidence"];
   const { order } = startTable({ entries: classes, columns: COLUMNS, smallestFirst, filters: FILTERS });
   const [body] = document.querySelector("table.all").tBodies;
-  for (const row of body.rows) row.removeAttribute("id"); // an address with #class-7 opens the class, and scrolls nowhere
+  for (const row of body.rows) row.removeAttribute("id"); // so that #class-7 opens the class without scrolling
   body.addEventListener("click", (event) => {
     const link = event.target.closest("tr")?.querySelector("a");
     if (link && !event.target.closest("a") && getSelection().isCollapsed) link.click();

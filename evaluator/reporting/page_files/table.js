@@ -1,16 +1,16 @@
-// The table of all classes: search, filters, order and keys, in the report and in the comparison. Without scripts it
-// shows every class.
+// The table of all classes in the report and the comparison: search, filters, sorting and keyboard navigation.
+// Without JavaScript it shows every class.
 
-const FEW = 12; // classes that need no tools
-const FIRST = 25; // rows shown until all are asked for; print has them all
+const FEW = 12; // up to this many classes the table has no search and no filters
+const FIRST = 25; // rows shown until "Show all" is clicked; print shows all rows
 
 /**
- * Brings the table to life.
+ * Start the table.
  *
- * entries: of the rows, in their order, each with `index`, `name`, `wnid`; columns: by the data-key of a head, what of an
- * entry the column sorts by, null where there is nothing; smallestFirst: columns that ascend at the first click, the others
- * start with the largest, which is the worst; filters: [label, whether it lets an entry through], the first one all.
- * Returns `order`, which tells the classes that the table shows, and `reveal`, which shows the row of a class.
+ * entries: one per row, in order, with `index`, `name`, `wnid`; columns: data-key of a header → function that returns the
+ * sort value of an entry, or null; smallestFirst: columns that sort ascending on the first click (the others start with
+ * the largest value, the worst); filters: [label, predicate on an entry], the first of which accepts all.
+ * Returns `order`, which lists the classes that the table shows, and `reveal`, which shows the row of a class.
  */
 function startTable({ entries, columns, smallestFirst, filters }) {
   const table = document.querySelector("table.all");
@@ -84,7 +84,7 @@ function searched(entry) {
   return `${entry.name}\n${entry.wnid}`.toLowerCase();
 }
 
-/** Compares rows by a value, those without one last in either order, equal ones by class index. */
+/** Return a comparison of rows by a value. Rows without a value come last in either order; ties sort by class index. */
 function comparing(value, sign) {
   const collator = new Intl.Collator("en", { numeric: true }); // "class 9" before "class 10"
   return ({ entry: a }, { entry: b }) => {
@@ -95,7 +95,7 @@ function comparing(value, sign) {
   };
 }
 
-/** One button per filter that lets some classes through, not all; the pressed one holds. */
+/** Return one button per filter that accepts some classes but not all. The pressed one is active. */
 function filterButtons(entries, filters, choose) {
   const buttons = filters.map(([label, accepts], place) => {
     const count = entries.filter(accepts).length;
@@ -110,7 +110,7 @@ function filterButtons(entries, filters, choose) {
   return buttons.length > 1 ? buttons : [];
 }
 
-/** "/" goes to the search; up and down walk through the rows, enter opens one (they are links), or the first hit. */
+/** "/" focuses the search, up and down move between the rows, enter opens a row (a link) or the first hit. */
 function walkByKeys(search, body, shown) {
   document.addEventListener("keydown", (event) => {
     const typing = event.target.closest("input, dialog");

@@ -252,7 +252,7 @@ def test_weights_in_another_file_are_taken_into_the_model(tmp_path: Path) -> Non
     session = open_session(tmp_path / "adopted.onnx", "cpu")
     (result,) = classify_images(session, [decode_rgb(PHOTOS[0])], build_protocol("center", session.contract))
     np.testing.assert_allclose(result.scores, expected, rtol=0, atol=TOLERANCE)
-    with pytest.raises(ContractError, match=r"net\.onnx: its weights are in other files.*Put them beside it"):
+    with pytest.raises(ContractError, match=r"net\.onnx: its weights are in other files.*Put them in the same folder"):
         adopted(tmp_path, path)
 
 
@@ -289,9 +289,9 @@ def test_one_of_several_outputs_is_taken_when_it_is_named(tmp_path: Path) -> Non
     model = onnx.load(path)
     model.graph.output.append(helper.make_tensor_value_info("v12", TensorProto.FLOAT, None))
     onnx.save(model, path)
-    with pytest.raises(UsageError, match=r"outputs 'v13', 'v12'\. Say which holds the scores: --net-output NAME"):
+    with pytest.raises(UsageError, match=r"outputs: 'v13', 'v12'\. Select the one with the scores: --net-output NAME"):
         adopted(tmp_path, path)
-    with pytest.raises(UsageError, match=r"no output 'v3'\. There are: 'v13', 'v12'"):
+    with pytest.raises(UsageError, match=r"no output 'v3'\. The outputs are: 'v13', 'v12'"):
         adopted(tmp_path, path, net_output="v3")
     for name, probabilities in (("v12", False), ("v13", True)):
         session, found = adopted(tmp_path, path, net_output=name)
@@ -315,13 +315,13 @@ def test_an_adopted_net_is_classified_validated_reported_and_served(
     for words in (
         "'x': NCHW",
         "R (x - 0.485) / 0.229",
-        "logits of 7 classes, found by",
+        "logits of 7 classes, detected by",
         "net together",
         "18 runs agree",
     ):
         assert words in said
     assert run(command) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert run([*command, "--force", "--name", "ours"]) == 0
     assert run(["verify", str(model), "--device", "cpu"]) == 0
 

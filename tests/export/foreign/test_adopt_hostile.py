@@ -122,7 +122,7 @@ def other_beyond(images: int) -> Build:
 @pytest.mark.parametrize("build", [dynamic_range, stretched, other_beyond(4), other_beyond(8)])
 def test_a_net_that_measures_its_batch_sees_one_image_at_a_time(build: Build, tmp_path: Path) -> None:
     session, found = adopted(tmp_path, net(tmp_path, build))
-    assert "scores of the same image together differ by" in found.sequential_reason
+    assert "scores of the same image run together differ by" in found.sequential_reason
     golden = golden_image(CROP, CROP)
     pale = 128 + golden // 32
     images = np.stack([pale, *[np.roll(golden, step, 1) for step in range(11)]])
@@ -156,7 +156,9 @@ def noisy(scale: float) -> Build:
 
 @pytest.mark.parametrize("scale", [1.0, 1e-4, 1e-5, 1e-6])
 def test_a_net_that_draws_random_numbers_is_refused_however_small_they_are(scale: float, tmp_path: Path) -> None:
-    with pytest.raises(ContractError, match=r"other scores each time .*random numbers \(RandomNormalLike\)"):
+    with pytest.raises(
+        ContractError, match=r"different scores for the same image .*random numbers \(RandomNormalLike\)"
+    ):
         adopted(tmp_path, net(tmp_path, noisy(scale)))
 
 
@@ -237,7 +239,7 @@ def declares(**kinds: int) -> Callable[[onnx.ModelProto], None]:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (declares(initializer=99), r"weights 'c0' are of an unknown type \(99\)"),
+        (declares(initializer=99), r"weights 'c0' have an unknown type \(99\)"),
         (declares(input=99), r"input 'x' is of an unknown type \(99\), not FLOAT"),
         (declares(output=99), r"output 'v12' is of an unknown type \(99\), not FLOAT"),
         (declares(input=TensorProto.DOUBLE), r"is DOUBLE, not .* Convert the net to single or half precision"),
@@ -260,7 +262,7 @@ def test_types_that_no_net_of_ours_can_have_are_named(
     [
         ({"batch": 10**6}, {}, r"takes 1000000 images of 40x40 pixels at once.*Export it with a dynamic batch"),
         ({"batch": 2**62}, {}, r"images of 40x40 pixels at once"),
-        ({"side": 40_000}, {"crop": None}, r"crops of 40000x40000 pixels, but 4096 is the most"),
+        ({"side": 40_000}, {"crop": None}, r"crops of 40000x40000 pixels, but the maximum is 4096"),
         ({"side": "S"}, {"crop": 4097}, r"crops of 4097x4097 pixels"),
     ],
 )

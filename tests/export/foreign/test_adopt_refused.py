@@ -63,24 +63,24 @@ BAD_NETS: dict[str, tuple[Build, dict[str, Any], dict[str, Any], type[PreluNetEr
     "rank 2": (features, {"shape": ["N", 4800]}, {}, ContractError, "'x' has rank 2"),
     "no shape": (features, {"shape": ["N"]}, {}, ContractError, "'x' has rank 1"),
     "grey": (features, {"shape": ["N", 1, CROP, CROP]}, {}, ContractError, "shape ?x1x40x40 has no axis of 3"),
-    "open axes": (features, {"shape": list("abcd")}, {}, UsageError, "say where its channels are, with --layout"),
-    "wrong layout": (features, {}, {"layout": "NHWC"}, UsageError, "its channels would be 40"),
+    "open axes": (features, {"shape": list("abcd")}, {}, UsageError, "specify its channel axis with --layout"),
+    "wrong layout": (features, {}, {"layout": "NHWC"}, UsageError, "--layout NHWC would give 40 channels"),
     "not square": (features, {"shape": [1, 3, 40, 48]}, {}, ContractError, "40x48 pixels, but crops are square"),
     "another crop": (features, {}, {"crop": 44}, UsageError, "--crop 44, but it takes images of 40x40"),
-    "no crop": (features, {"side": "S"}, {"crop": None}, UsageError, "images of any size. Say"),
+    "no crop": (features, {"side": "S"}, {"crop": None}, UsageError, "images of any size. Specify"),
     "int8": (features, {"input_type": TensorProto.INT8}, {}, ContractError, "'x' is INT8, not FLOAT or"),
     "no mean": (features, {}, {"preprocessing": Preprocessing(None, None)}, UsageError, "Give --mean and --std"),
-    "mean for bytes": (from_bytes, BYTES, {}, UsageError, "takes bytes, so the net subtracts its mean itself"),
-    "opset 6": (features, {"opset": 6}, {}, ContractError, "opset 6, but opset 7 is the oldest"),
+    "mean for bytes": (from_bytes, BYTES, {}, UsageError, "takes bytes, so the net subtracts the mean itself"),
+    "opset 6": (features, {"opset": 6}, {}, ContractError, "opset 6, but the oldest opset supported by runtimes is 7"),
     "opset 8": (of_one, {"batch": 1, "opset": 8}, {}, ContractError, "opset 8 has no loop over images"),
-    "NaN": (nan, {}, {}, ContractError, "gives NaN or infinity"),
-    "random": (random_dropout, {}, {}, ContractError, "gives other scores each time"),
-    "one number": (single, {}, {}, ContractError, "has shape (1, 1), but a classifier gives (1, classes)"),
+    "NaN": (nan, {}, {}, ContractError, "returns NaN or infinity"),
+    "random": (random_dropout, {}, {}, ContractError, "returns different scores for the same image"),
+    "one number": (single, {}, {}, ContractError, "has shape (1, 1), but a classifier returns (1, classes)"),
     "feature map": (feature_map, {}, {}, ContractError, "has shape (1, 3, 40, 40), but a classifier"),
     "two rows": (repeats, {}, {}, ContractError, "has shape (2, 7), but a classifier"),
-    "sigmoid": (sigmoid, {}, {}, UsageError, "a sigmoid gives that"),
-    "logits as softmax": (features, {}, {"kind": "softmax"}, UsageError, "no probabilities (the sums"),
-    "softmax as logits": (softmax_end, {}, {"kind": "logits"}, UsageError, "are probabilities (the sums"),
+    "sigmoid": (sigmoid, {}, {}, UsageError, "as after a sigmoid"),
+    "logits as softmax": (features, {}, {"kind": "softmax"}, UsageError, "not probabilities (sums"),
+    "softmax as logits": (softmax_end, {}, {"kind": "logits"}, UsageError, "are probabilities (sums"),
     "bad name": (features, {}, {"name": "a\x1bb"}, UsageError, "without control characters. Change --name"),
     "does not run": (of_two, {"batch": 1}, {}, ContractError, "onnxruntime cannot"),
 }
@@ -128,9 +128,9 @@ def three_gigabytes(model: onnx.ModelProto) -> None:
     [
         (two_inputs, r"inputs 'x', 'mask', but a classifier takes one"),
         (a_sequence, r"output 'all' is a sequence, not a tensor"),
-        (without_shape, r"input 'x' has no stated shape"),
+        (without_shape, r"input 'x' has no declared shape"),
         (unknown_operator, r"onnxruntime cannot load this net .*Frobnicate"),
-        (three_gigabytes, r"3\.22 GB of weights, but one ONNX file holds less than 2\.13 GB"),
+        (three_gigabytes, r"3\.22 GB of weights, but one ONNX file can hold less than 2\.13 GB"),
     ],
 )
 def test_a_file_that_declares_what_no_classifier_has_is_refused(
@@ -154,7 +154,10 @@ def test_bytes_that_are_no_onnx_are_refused(content: bytes, tmp_path: Path) -> N
 
 def test_a_class_list_of_another_length_is_refused_with_a_hint_for_a_background_class(tmp_path: Path) -> None:
     path = net(tmp_path)
-    for count, told in ((CLASSES - 1, "6 classes are listed, but .* has 7. Nets of 1001"), (9, "9 classes .* has 7$")):
+    for count, told in (
+        (CLASSES - 1, "lists 6 classes, but .* has 7. Nets with 1001"),
+        (9, "lists 9 classes, .* has 7$"),
+    ):
         with pytest.raises(UsageError, match=told):
             adopt(path, tmp_path / "o.onnx", write_classes(tmp_path, count), AdoptOptions(RGB))
     assert not (tmp_path / "o.onnx").exists()
@@ -167,7 +170,7 @@ def test_a_graph_that_does_not_do_what_was_said_never_becomes_a_file(
     plain = Preprocessing.apply
     monkeypatch.setattr(Preprocessing, "apply", lambda self, image: plain(self, image) + np.float32(0.01))
     with pytest.raises(
-        ContractError, match=r"neither together nor one by one \(together: scores .* differ by .*and one"
+        ContractError, match=r"neither together nor one at a time \(together: scores .* differ by .*; one at a time"
     ):
         adopted(tmp_path, path)
     assert not (tmp_path / "adopted.onnx").exists()
