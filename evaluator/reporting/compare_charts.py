@@ -16,7 +16,7 @@ _TOOLTIP = [
     {"field": "wnid", "title": "wnid"},
     {"field": "a", "title": "error of A"},
     {"field": "b", "title": "error of B"},
-    {"field": "told", "title": "difference"},
+    {"field": "summary", "title": "difference"},
     {"field": "images", "title": "images"},
 ]
 
@@ -54,7 +54,7 @@ def _row(entry: Mapping[str, Any], key: str, place: int) -> dict[str, Any]:
         "high": round(high, 2),
         "a": f"{metric['a_error']:.1f} %",
         "b": f"{metric['b_error']:.1f} %",
-        "told": f"{signed(metric['difference'], 1)} points ({signed(low, 1)} to {signed(high, 1)})",
+        "summary": f"{signed(metric['difference'], 1)} points ({signed(low, 1)} to {signed(high, 1)})",
     }
 
 

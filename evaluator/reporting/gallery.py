@@ -94,16 +94,16 @@ def _without_pictures(run: Run) -> Gallery:
 def _find_images(runs: Sequence[Run], data: Path | None) -> Dataset | str:
     """Open the images in `data`, or where one of the runs found them; return a message if there are none."""
     specs = [(run, find_dataset(run.folder)) for run in runs if run.folder]
-    known = [(run, spec) for run, spec in specs if spec is not None]
+    recorded = [(run, spec) for run, spec in specs if spec is not None]
     if data is not None:
-        run, spec = known[0] if known else (runs[0], None)
+        run, spec = recorded[0] if recorded else (runs[0], None)
         return _open(run, _relocated(spec, data))
-    for run, spec in known:
+    for run, spec in recorded:
         try:
             return _open(run, spec)
         except (PreluNetError, OSError):  # not reported: local paths must not appear on a page that may be shared
             continue
-    if not known:
+    if not recorded:
         return "The run does not record the location of its images."
     return "The images of this run have been moved or changed."
 

@@ -61,7 +61,7 @@ def render_page(report: Report, run: Run, gallery: Gallery) -> bytes:
 def averaging_rows(report: Report) -> list[dict[str, Any]]:
     """Return the errors of single views in the order of the page: each scale with its views, then plain and mirrored.
 
-    Each row has `what`, `kind` (scale, view or mirror) and the mean errors of its views. Empty if there is nothing to
+    Each row has `label`, `kind` (scale, view or mirror) and the mean errors of its views. Empty if there is nothing to
     compare: a single view, an ensemble, no images.
     """
     views, scales, mirrors = report["views"], report["scales"], report["mirrors"]
@@ -81,8 +81,8 @@ def averaging_rows(report: Report) -> list[dict[str, Any]]:
     return rows
 
 
-def _row(kind: str, what: str, errors: dict[str, Any]) -> dict[str, Any]:
-    return {"kind": kind, "what": what, "top1_error": errors["top1_error"], "top5_error": errors["top5_error"]}
+def _row(kind: str, label: str, errors: dict[str, Any]) -> dict[str, Any]:
+    return {"kind": kind, "label": label, "top1_error": errors["top1_error"], "top5_error": errors["top5_error"]}
 
 
 # The files written by `prelunet report`.

@@ -72,16 +72,16 @@ def build_report(run: Run) -> Report:
 
 def _calibration(seen: EvaluatedImages) -> dict[str, Any] | None:
     """Return the calibration of the answers' scores; None without evaluated images."""
-    found = calibration(seen.score, seen.rank == 1)
-    if found is None:
+    result = calibration(seen.score, seen.rank == 1)
+    if result is None:
         return None
-    return {**asdict(found), "bins": [asdict(each) for each in found.bins]}
+    return {**asdict(result), "bins": [asdict(each) for each in result.bins]}
 
 
 def _ranks(seen: EvaluatedImages, classes: int) -> dict[str, Any]:
     """Return the summary of the ranks of the true classes."""
-    found = rank_summary(seen.rank, classes)
-    return {**asdict(found), "counts": [asdict(step) for step in found.counts]}
+    result = rank_summary(seen.rank, classes)
+    return {**asdict(result), "counts": [asdict(step) for step in result.counts]}
 
 
 def classes_csv(report: Report) -> bytes:

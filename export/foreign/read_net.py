@@ -223,18 +223,18 @@ def _chosen_output(path: Path, model: ModelProto, requested: str | None) -> Any:
     raise UsageError(f"{path}: no output '{requested}'. The outputs are: {_names(outputs)}")
 
 
-def _tensor_of(path: Path, value: Any, what: str, allowed: Collection[int]) -> tuple[int, list[Dimension] | None]:
+def _tensor_of(path: Path, value: Any, role: str, allowed: Collection[int]) -> tuple[int, list[Dimension] | None]:
     """Return type and shape of an input or output. Raises ContractError unless it is a tensor of an allowed type."""
     if value.type.WhichOneof("value") != "tensor_type":
         kind = (value.type.WhichOneof("value") or "unknown").removesuffix("_type").replace("_", " ")
-        raise ContractError(f"{path}: {what} '{value.name}' is a {kind}, not a tensor. Export the net without it")
+        raise ContractError(f"{path}: {role} '{value.name}' is a {kind}, not a tensor. Export the net without it")
     tensor = value.type.tensor_type
     if tensor.elem_type not in allowed:
         words = " or ".join(sorted(TensorProto.DataType.Name(kind) for kind in allowed))
         known = tensor.elem_type in TensorProto.DataType.values()
         kind = TensorProto.DataType.Name(tensor.elem_type) if known else f"of an unknown type ({tensor.elem_type})"
         fix = "Convert the net to single or half precision" if kind in _FLOATS else "Export the net with one of these"
-        raise ContractError(f"{path}: {what} '{value.name}' is {kind}, not {words}. {fix}")
+        raise ContractError(f"{path}: {role} '{value.name}' is {kind}, not {words}. {fix}")
     if not tensor.HasField("shape"):
         return tensor.elem_type, None
     return tensor.elem_type, [dim.dim_value if dim.dim_value > 0 else None for dim in tensor.shape.dim]

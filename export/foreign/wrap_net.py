@@ -97,16 +97,16 @@ def wrap_net(
     images of a batch through the net one at a time, in a Scan; version: of prelunet.
     """
     classes = len(contract.classes)
-    around = _Nodes()
-    pixels = _front(around, interface, preprocessing)
+    outer = _Nodes()
+    pixels = _front(outer, interface, preprocessing)
     if one_by_one:
-        raw = _add_scan(around, net.graph, interface, pixels, classes)
+        raw = _add_scan(outer, net.graph, interface, pixels, classes)
     else:
-        around.add("Identity", [pixels], _prefixed(interface.input))
-        _embed(around, net.graph)
+        outer.add("Identity", [pixels], _prefixed(interface.input))
+        _embed(outer, net.graph)
         raw = _prefixed(interface.output)
-    _back(around, raw, interface, classes, probabilities=probabilities)
-    graph = helper.make_graph(around.nodes, "prelunet", *_interface(contract), around.constants)
+    _back(outer, raw, interface, classes, probabilities=probabilities)
+    graph = helper.make_graph(outer.nodes, "prelunet", *_interface(contract), outer.constants)
     if not one_by_one:
         graph.sparse_initializer.extend(net.graph.sparse_initializer)
     model = helper.make_model(
@@ -134,26 +134,26 @@ def _interface(contract: ModelContract) -> tuple[list[Any], list[Any]]:
     return inputs, outputs
 
 
-def _front(around: _Nodes, interface: NetInterface, preprocessing: Preprocessing) -> str:
+def _front(outer: _Nodes, interface: NetInterface, preprocessing: Preprocessing) -> str:
     """Add the preprocessing from `images` to the net's input, in the order of operations of `Preprocessing.apply`."""
     value = "images"
     if preprocessing.channels == "bgr":
-        order = around.constant("bgr", np.array([2, 1, 0], np.int64))
-        value = around.add("Gather", [value, order], "images.bgr", axis=3)
+        order = outer.constant("bgr", np.array([2, 1, 0], np.int64))
+        value = outer.add("Gather", [value, order], "images.bgr", axis=3)
     shape = (1, 1, 1, 3)
     if interface.layout == "NCHW":
         shape = (1, 3, 1, 1)
-        value = around.add("Transpose", [value], "images.channels_first", perm=[0, 3, 1, 2])
+        value = outer.add("Transpose", [value], "images.channels_first", perm=[0, 3, 1, 2])
     if preprocessing.mean is None or preprocessing.std is None:
         return value
-    value = around.add("Cast", [value], "images.float", to=TensorProto.FLOAT)
+    value = outer.add("Cast", [value], "images.float", to=TensorProto.FLOAT)
     if preprocessing.pixel_range == 1:
-        value = around.add("Div", [value, around.constant("white", np.array(255, np.float32))], "images.scaled")
-    mean = around.constant("mean", np.array(preprocessing.mean, np.float32).reshape(shape))
-    std = around.constant("std", np.array(preprocessing.std, np.float32).reshape(shape))
-    value = around.add("Div", [around.add("Sub", [value, mean], "images.centred"), std], "images.normalised")
+        value = outer.add("Div", [value, outer.constant("white", np.array(255, np.float32))], "images.scaled")
+    mean = outer.constant("mean", np.array(preprocessing.mean, np.float32).reshape(shape))
+    std = outer.constant("std", np.array(preprocessing.std, np.float32).reshape(shape))
+    value = outer.add("Div", [outer.add("Sub", [value, mean], "images.centred"), std], "images.normalised")
     if interface.input_type != TensorProto.FLOAT:
-        value = around.add("Cast", [value], "images.cast", to=interface.input_type)
+        value = outer.add("Cast", [value], "images.cast", to=interface.input_type)
     return value
 
 
@@ -162,14 +162,14 @@ def _embed(graph: _Nodes, net: GraphProto) -> None:
     graph.constants.extend(net.initializer)
 
 
-def _add_scan(around: _Nodes, net: GraphProto, interface: NetInterface, pixels: str, classes: int) -> str:
+def _add_scan(outer: _Nodes, net: GraphProto, interface: NetInterface, pixels: str, classes: int) -> str:
     """Add a Scan that runs the net on one image at a time; return the name of its output (N, K).
 
     A net with a fixed batch size B gets each image B times, and only the first row of its output is used.
     """
     batch, one = interface.batch or 1, interface.shape(1)
     body = _Nodes()
-    shape = around.constant("one.shape", np.array(one, np.int64))
+    shape = outer.constant("one.shape", np.array(one, np.int64))
     image = body.add("Reshape", ["one.image", shape], "one.batch")
     target = _prefixed(interface.input)
     if batch == 1:
@@ -177,8 +177,8 @@ def _add_scan(around: _Nodes, net: GraphProto, interface: NetInterface, pixels: 
     else:
         body.add("Concat", [image] * batch, target, axis=0)
     _embed(body, net)
-    rows = around.constant("one.rows", np.array([batch, classes], np.int64))
-    first = around.constant("one.first", np.array(0, np.int64))
+    rows = outer.constant("one.rows", np.array([batch, classes], np.int64))
+    first = outer.constant("one.first", np.array(0, np.int64))
     table = body.add("Reshape", [_prefixed(interface.output), rows], "one.table")
     body.add("Gather", [table, first], "one.scores", axis=0)
     graph = helper.make_graph(
@@ -189,24 +189,24 @@ def _add_scan(around: _Nodes, net: GraphProto, interface: NetInterface, pixels: 
         body.constants,
     )
     graph.sparse_initializer.extend(net.sparse_initializer)
-    return around.add("Scan", [pixels], "net.scores", body=graph, num_scan_inputs=1)
+    return outer.add("Scan", [pixels], "net.scores", body=graph, num_scan_inputs=1)
 
 
-def _back(around: _Nodes, raw: str, interface: NetInterface, classes: int, *, probabilities: bool) -> None:
+def _back(outer: _Nodes, raw: str, interface: NetInterface, classes: int, *, probabilities: bool) -> None:
     """Add the four outputs after the net's output, (N, K) or (N, K, 1, 1)."""
-    value = around.add("Reshape", [raw, around.constant("table", np.array([-1, classes], np.int64))], "net.table")
-    value = around.add("Cast", [value], "net.float", to=TensorProto.FLOAT)
+    value = outer.add("Reshape", [raw, outer.constant("table", np.array([-1, classes], np.int64))], "net.table")
+    value = outer.add("Cast", [value], "net.float", to=TensorProto.FLOAT)
     if probabilities:
-        around.add("Identity", [value], "scores")
-        floor = around.constant("floor", np.array(probability_floor(interface), np.float32))
-        around.add("Log", [around.add("Add", [value, floor], "net.positive")], "logits")
+        outer.add("Identity", [value], "scores")
+        floor = outer.constant("floor", np.array(probability_floor(interface), np.float32))
+        outer.add("Log", [outer.add("Add", [value, floor], "net.positive")], "logits")
     else:
-        around.add("Identity", [value], "logits")
-        around.add("Softmax", [value], "scores", axis=1)  # for 2-D input, the same before and since opset 13
-    grid = around.constant("grid", np.array([-1, 1, 1, classes], np.int64))
-    around.add("Reshape", ["scores", grid], "window_scores")
+        outer.add("Identity", [value], "logits")
+        outer.add("Softmax", [value], "scores", axis=1)  # for 2-D input, the same before and since opset 13
+    grid = outer.constant("grid", np.array([-1, 1, 1, classes], np.int64))
+    outer.add("Reshape", ["scores", grid], "window_scores")
     # floor(side / crop) windows, as in the contract's trunk of one layer: one per image.
-    around.add("Div", ["sizes", around.constant("crop", np.array(interface.crop, np.int64))], "windows")
+    outer.add("Div", ["sizes", outer.constant("crop", np.array(interface.crop, np.int64))], "windows")
 
 
 def probability_floor(interface: NetInterface) -> float:

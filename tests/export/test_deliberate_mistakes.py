@@ -1,4 +1,4 @@
-"""One mistake at a time, made on purpose: each must be caught, by the oracle and by export's own parity check.
+"""Mutation tests: each deliberate mistake must be caught, by the oracle and by the parity check of the export.
 
 | mistake                                   | how it is made                                                     |
 |-------------------------------------------|--------------------------------------------------------------------|
@@ -160,7 +160,7 @@ MISTAKES: list[Patch] = [
 def test_the_oracle_catches_slopes_along_the_columns(
     exported: dict[str, ExportedNet], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A graph with that mistake runs only where a map has as many columns as channels: 48 at conv2_1, 96 px wide."""
+    """The mutated graph runs only if a map has as many columns as channels: 48 at conv2_1, for 96 px of width."""
     right, activation = exported["demo-image"], prelunet.export.dense.build._activation
 
     def wrong(graph: Any, kind: Any, tensors: Any, layer: str, value: str, *, slope_shape: tuple[int, ...]) -> str:

@@ -1,4 +1,4 @@
-"""The model file as a file: what it says of itself, same bytes, no traces, clear refusals."""
+"""The model file: metadata, determinism, no traces of the machine, clear errors."""
 
 import json
 import re
@@ -63,9 +63,11 @@ def test_the_same_checkpoint_gives_the_same_bytes_with_any_number_of_threads(
     exported: dict[str, ExportedNet], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, before, files = exported["demo-image"].checkpoint_path, torch.get_num_threads(), []
-    monkeypatch.setattr("prelunet.evaluator.engine.verify.GOLDEN_DIGITS", 17)  # rounding must not hide what threads do
+    monkeypatch.setattr(
+        "prelunet.evaluator.engine.verify.GOLDEN_DIGITS", 17
+    )  # rounding must not hide the effect of threads
     try:
-        for threads in (1, 2, 8):  # the oracle's sums in float64 differ from each to the next
+        for threads in (1, 2, 8):  # the oracle's float64 sums differ between these
             torch.set_num_threads(threads)
             export_checkpoint(path, tmp_path / "model.onnx")
             assert torch.get_num_threads() == threads, "whoever called it computes on as before"
@@ -167,7 +169,7 @@ def test_a_file_without_golden_images_cannot_be_verified_and_says_how_to_get_the
 
 
 def with_metadata(exported: dict[str, ExportedNet], folder: Path, drop: str = "", **changes: object) -> Path:
-    """Write the demo model again with some metadata changed or dropped."""
+    """Write a copy of the demo model with some metadata changed or dropped."""
     model = onnx.load(exported["demo-image"].path)
     values = {p.key: json.loads(p.value) for p in model.metadata_props}
     for key, change in changes.items():
@@ -252,7 +254,7 @@ def test_metadata_nested_beyond_all_measure_is_refused(exported: dict[str, Expor
 def test_verify_fails_on_a_trunk_that_is_not_the_graphs(exported: dict[str, ExportedNet]) -> None:
     session = exported["demo-image"].session
     trunk = list(session.contract.trunk)
-    trunk[0] = replace(trunk[0], kernel=4, pad=2)  # as large a map for a crop of 28, one cell more for a side of 39
+    trunk[0] = replace(trunk[0], kernel=4, pad=2)  # same map for a crop of 28, one cell more for a side of 39
     contract = replace(session.contract, trunk=tuple(trunk))
     assert not all(d.passed for d in verify(with_contract(session, contract)))
 

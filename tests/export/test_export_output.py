@@ -1,4 +1,4 @@
-"""Where a model file is written is checked before the minutes of work that make it."""
+"""The output path is checked before the minutes of work of an export."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.helpers.tiny_nets import tiny_checkpoint
 
 @pytest.fixture
 def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a checkpoint whose export would fail the test as soon as the work begins."""
+    """Return a checkpoint whose export fails the test as soon as the work begins."""
 
     def work(*_: object) -> None:
         pytest.fail("the work has begun")

@@ -1,4 +1,4 @@
-"""Model files in half precision: what is float16 in them and what is not, whose scores they give, what is refused.
+"""Model files in half precision: their float16 tensors, their scores, and the nets that are refused.
 
 onnxruntime's CPU provider computes these files in float32 and leaves out most roundings between layers; what a GPU's
 rounding after every operation costs is in the reasons for the tolerances (`evaluator.engine.verify.TOLERANCES`).
@@ -43,17 +43,17 @@ from tests.helpers import reference
 from tests.helpers.discriminating_nets import asymmetric_mean, discriminating_checkpoint, noise, with_tensors
 from tests.helpers.tiny_nets import tiny_checkpoint
 
-# Measured here: scores off by up to 1e-3, logits by 1e-3 of the largest, by rounded parameters and the few roundings
-# between layers that are left. What is wrong in a graph leaves more than 2e-2 of the largest logit.
+# Measured: scores deviate by up to 1e-3, logits by 1e-3 of the largest, from rounded parameters and the few remaining
+# roundings between layers. A mistake in a graph gives more than 2e-2 of the largest logit.
 SCORE_TOLERANCE = 3e-3
 LOGIT_TOLERANCE = 3e-3
 HALF, SINGLE = onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT
 
-ORACLES = {"A": "A", "B": "C", "E": "E", "demo": "demo"}  # B and C are one net when both are thin
+ORACLES = {"A": "A", "B": "C", "E": "E", "demo": "demo"}  # with few channels, B and C are the same net
 
 
 def thin(name: str, mean: str = "image", activation: Activation = "prelu") -> Checkpoint:
-    """Make a checkpoint of an architecture with 8 channels everywhere, and logits of standard deviation 3."""
+    """Create a checkpoint of an architecture with 8 channels per layer, and logits with standard deviation 3."""
     full = architecture(name, activation=activation)
     trunk = tuple(replace(layer, channels=8) if isinstance(layer, Conv) else layer for layer in full.trunk)
     net = replace(full, trunk=trunk, hidden=16)
@@ -72,7 +72,7 @@ def thin(name: str, mean: str = "image", activation: Activation = "prelu") -> Ch
 def half_file(
     folder: Path, checkpoint: Checkpoint, canvas: Canvas = "ragged", precision: FilePrecision = "fp16"
 ) -> tuple[Path, ExportResult]:
-    """Export a checkpoint; return the file and what the export found."""
+    """Export a checkpoint; return the file and the result."""
     folder.mkdir(parents=True, exist_ok=True)
     write_checkpoint(folder / "net.safetensors", checkpoint)
     path = folder / f"{canvas}-{precision}.onnx"
@@ -81,7 +81,7 @@ def half_file(
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Give files of the discriminating demo net, each created once: `demo("exact", "fp32")`."""
+    """Return files of the discriminating demo net, each created once: `demo("exact", "fp32")`."""
     folder, made = tmp_path_factory.mktemp("half"), {}
 
     def path(canvas: Canvas = "ragged", precision: FilePrecision = "fp16") -> Path:
@@ -148,11 +148,11 @@ def test_a_half_file_differs_from_a_single_one_in_precision_alone(demo: Callable
     assert added == {"images.fp16", *(f"{level}.mask.fp16" for level in ("images", "pool1", "pool2")), "fc3.fp32"}
     assert {node.name for node in single.graph.node} < {node.name for node in half.graph.node}
     ratio = demo().stat().st_size / demo("ragged", "fp32").stat().st_size
-    assert 0.5 < ratio < 0.52  # parameters are half as large; metadata and the constant arange stay
+    assert 0.5 < ratio < 0.52  # parameters are half as large; metadata and the constant arange are unchanged
 
 
 def test_no_operator_of_a_half_file_leaves_the_gpu(demo: Callable[..., Path]) -> None:
-    """The operators that were placed on CUDA in float16 or on whole numbers; others have no kernel there, or copy."""
+    """Operators with CUDA kernels for float16 or integers; others have none, or copy to the host."""
     placed = {"Conv", "PRelu", "MaxPool", "Mul", "Slice", "Concat", "MatMul", "Add", "Transpose", "Cast", "Unsqueeze"}
     front = {"Sub", "Div", "Abs", "Relu", "Clip", "Less", "ReduceSum", "Softmax", "Shape"}
     for canvas in ("ragged", "exact"):
@@ -197,7 +197,7 @@ def test_images_of_several_sizes_get_the_half_scores_they_get_alone(demo: Callab
     for index, image in enumerate(images):
         alone = session.run(image[None], np.array([image.shape[:2]]))
         rows, columns = alone.windows[0]
-        # Rounding to float16 happens number by number, so equal numbers stay equal: as exact as in float32.
+        # Rounding to float16 is elementwise, so equal numbers stay equal: as exact as in float32.
         np.testing.assert_array_equal(together.window_scores[index, :rows, :columns], alone.window_scores[0])
         np.testing.assert_allclose(together.scores[index], alone.scores[0], rtol=0, atol=1e-6)
 
@@ -244,7 +244,14 @@ def test_every_result_of_half_arithmetic_is_probed(tmp_path: Path, activation: A
     checkpoint = tiny_checkpoint(activation)
     path, _ = half_file(tmp_path, checkpoint)
     types = types_in(path)
-    kinds = {"Conv", "PRelu", "LeakyRelu", "Relu", "MatMul", "Add"}  # what else is half, only chooses, moves or masks
+    kinds = {
+        "Conv",
+        "PRelu",
+        "LeakyRelu",
+        "Relu",
+        "MatMul",
+        "Add",
+    }  # other operators on float16 only select, move or mask
     computed = {n.name for n in onnx.load(path).graph.node if n.op_type in kinds and types[n.name] == HALF}
     model = onnx.load(path)
     add_probes(model, checkpoint.architecture)
@@ -255,7 +262,7 @@ def test_every_result_of_half_arithmetic_is_probed(tmp_path: Path, activation: A
     assert len(computed) == 2 * 2 + 2 * 3 + 2
 
 
-# What does not fit into float16.
+# Nets that do not fit into float16.
 
 
 def test_a_parameter_beyond_half_is_refused_by_name_before_the_work_and_leaves_no_file(
@@ -264,7 +271,10 @@ def test_a_parameter_beyond_half_is_refused_by_name_before_the_work_and_leaves_n
     monkeypatch.setattr("prelunet.export.dense.export._oracle", lambda _: pytest.fail("the work has begun"))
     checkpoint = tiny_checkpoint()
     weight = checkpoint.tensors["conv2.weight"].copy()
-    weight[1, 2, 0, 1], weight[0, 0, 0, 0] = -65520, 65519  # the first that rounds to infinity, and the last that not
+    weight[1, 2, 0, 1], weight[0, 0, 0, 0] = (
+        -65520,
+        65519,
+    )  # the smallest that rounds to infinity, the largest that does not
     write_checkpoint(tmp_path / "net", with_tensors(checkpoint, conv2__weight=weight))
     assert run(["export", str(tmp_path / "net"), "-o", str(tmp_path / "m.onnx"), "--precision", "fp16"]) == 2
     told = capsys.readouterr().err
@@ -285,7 +295,7 @@ def test_a_net_whose_numbers_grow_beyond_half_between_the_layers_is_refused_nami
             conv1__weight=tensors["conv1.weight"] * np.float32(scale),
             conv2__weight=tensors["conv2.weight"] / np.float32(scale),
         )
-        half_file(tmp_path / "single", large, precision="fp32")  # as float32 has room for it
+        half_file(tmp_path / "single", large, precision="fp32")  # fits into float32
         if refused:
             with pytest.raises(UsageError, match=r"conv1 exceeds 65504.*--precision fp32"):
                 half_file(tmp_path / "half", large)
@@ -295,7 +305,7 @@ def test_a_net_whose_numbers_grow_beyond_half_between_the_layers_is_refused_nami
 
 
 def largest_in_torch(checkpoint: Checkpoint, image: np.ndarray) -> dict[str, float]:
-    """Return layer → largest |number| of its convolution or product, with and without bias, and its activation."""
+    """Return layer → largest absolute value of its convolution or product, with and without bias, and activation."""
     net = network_from_checkpoint(checkpoint)
     mean = torch.from_numpy(checkpoint.mean)
     x, found = (torch.from_numpy(image.astype(np.float32)) - mean).permute(2, 0, 1)[None], {}
@@ -324,7 +334,7 @@ def test_the_magnitudes_told_are_the_largest_numbers_of_each_layer(tmp_path: Pat
     path, found = half_file(tmp_path, checkpoint, "exact")
     contract = session_on(path).contract
     images = [canvas[0] for canvas, _ in range_canvases(contract) if canvas.shape[1:3] == (24, 24)]
-    assert len(images) == 1 + 2 + 5 + 5  # the golden one of one crop; black and white; sides of 1, 2, 4, 8, 16
+    assert len(images) == 1 + 2 + 5 + 5  # the golden image of one crop; black and white; grains of 1, 2, 4, 8, 16
     expected: dict[str, float] = {}
     for image in images:
         for layer, largest in largest_in_torch(checkpoint, image).items():
@@ -334,7 +344,7 @@ def test_the_magnitudes_told_are_the_largest_numbers_of_each_layer(tmp_path: Pat
     for layer, largest in found.magnitudes.items():
         assert largest >= expected[layer] * 0.998  # float16 rounds to 1e-3
         assert largest <= expected[layer] * 1.5  # two golden images are larger than one crop, and hold more windows
-    assert found.magnitudes["conv1"] == pytest.approx(expected["conv1"], rel=2e-3)  # which hard edges drive farthest
+    assert found.magnitudes["conv1"] == pytest.approx(expected["conv1"], rel=2e-3)  # the largest come from hard edges
 
 
 def test_what_lies_beside_an_image_is_measured_too(tmp_path: Path) -> None:
@@ -367,7 +377,7 @@ def ring_checkpoint(features: float) -> Checkpoint:
 def test_an_image_beside_white_padding_gets_its_scores_where_numbers_beside_it_are_larger_than_inside(
     tmp_path: Path,
 ) -> None:
-    checkpoint = ring_checkpoint(30000)  # 60000 beside the image: nearly the last that float16 holds
+    checkpoint = ring_checkpoint(30000)  # 60000 next to the image: close to the float16 maximum
     tensors = dict(checkpoint.tensors)
     tensors["conv3.weight"] = np.full_like(tensors["conv3.weight"], 1e-4)  # 27 inside, 36 if the row below leaked in
     tensors["fc1.weight"][0, 0] = tensors["fc2.weight"][0, 0] = 1
@@ -429,7 +439,7 @@ def test_range_images_hold_the_hardest_edges_in_all_channels_and_are_always_the_
     assert {int(value) for image in images for value in np.unique(image)} == {0, 255}
     assert len({image.tobytes() for image in images}) == len(images) == 2 + 5 + 5
     checks = [image for image in images if all(np.array_equal(np.roll(image, 1, axis), 255 - image) for axis in (0, 1))]
-    assert len(checks) == 1  # every pixel unlike its neighbours, above and beside; the coarser ones do not wrap around
+    assert len(checks) == 1  # every pixel differs from its neighbors; coarser grains do not
     coloured = [image for image in images if (image[..., 0] != image[..., 1]).any()]
     assert len(coloured) == 5
     assert all(np.array_equal(one, other) for one, other in zip(images, range_images(28), strict=True))
@@ -444,10 +454,10 @@ def test_range_canvases_of_a_ragged_file_have_white_beside_each_image(demo: Call
         assert (canvas[0, :, width:] == 255).all()
     rows = [contract.window_grid(*canvas.shape[1:3])[0] for canvas, _ in canvases]
     inside = [contract.window_grid(*size[0])[0] for _, size in canvases]
-    assert rows[-1] - inside[-1] >= contract.window  # windows that see nothing but padding
+    assert rows[-1] - inside[-1] >= contract.window  # windows of padding only
 
 
-# Whose tolerance a run is held to.
+# Which tolerance applies to a run.
 
 
 @pytest.mark.parametrize(
@@ -457,7 +467,7 @@ def test_range_canvases_of_a_ragged_file_have_white_beside_each_image(demo: Call
         ("fp32", "tf32", "tf32"),
         ("fp32", "bf16", "bf16"),
         ("fp16", "fp16", "fp16"),
-        ("fp16", "fp32", "fp16"),  # OpenVINO: the weights are rounded all the same
+        ("fp16", "fp32", "fp16"),  # OpenVINO: the weights are rounded anyway
         ("fp16", "bf16", "bf16"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The pyramid's bins and the plan of its pools, against plain definitions."""
+"""The pyramid's bins and the plan of its pools, compared with plain definitions."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def test_bins_hold_the_cells_of_adaptive_max_pooling(window: int, levels: tuple[
 
 @pytest.mark.parametrize(("window", "levels"), NETS)
 def test_planned_pools_equal_direct_pools(window: int, levels: tuple[int, ...]) -> None:
-    cells = torch.randn(1, 2, window + 5, window + 2) - 5  # all negative: a pool that starts at 0 would show
+    cells = torch.randn(1, 2, window + 5, window + 2) - 5  # all negative, to reveal a pool that starts at 0
     sizes = {(b.height, b.width) for b in pyramid_bins(window, levels)}
     pools = {(1, 1): cells}
     for step in plan_pools(sizes):
@@ -34,7 +34,7 @@ def test_planned_pools_equal_direct_pools(window: int, levels: tuple[int, ...]) 
     assert sizes <= set(pools)
     for size in sizes:
         direct = torch.nn.functional.max_pool2d(cells, size, 1)
-        torch.testing.assert_close(pools[size], direct, rtol=0, atol=0)  # maxima only choose, so nothing may differ
+        torch.testing.assert_close(pools[size], direct, rtol=0, atol=0)  # maxima only select, so results are equal
 
 
 def test_the_plan_for_model_a_reads_each_cell_a_fourth_as_often_as_direct_pools() -> None:

@@ -1,10 +1,10 @@
-"""What tests see of an HTML page."""
+"""Parses HTML pages for tests."""
 
 from html.parser import HTMLParser
 
 
 class Elements(HTMLParser):
-    """Collects what a browser would see: elements with attributes, text, and the text of each script."""
+    """Collects elements with attributes, text, and the text of each script."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

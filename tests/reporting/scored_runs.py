@@ -1,4 +1,4 @@
-"""Run folders with stored scores, written from the scores alone, without the code of the program that writes them."""
+"""Run folders with stored scores, written without the code of the program."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ CLASSES = [{"wnid": f"n{index:02}", "name": f"class {index}"} for index in range
 
 
 def random_scores(seed: int, images: int, classes: int = 7) -> np.ndarray:
-    """Probabilities of so many images; every seventh image has all alike, every fifth two that tie."""
+    """Return probabilities of images; all are equal in every seventh image, two tie in every fifth."""
     logits = np.random.default_rng(seed).normal(scale=2, size=(images, classes))
     logits[::7] = 0
     logits[::5, 1] = logits[::5, 4]
@@ -22,7 +22,7 @@ def random_scores(seed: int, images: int, classes: int = 7) -> np.ndarray:
 
 
 def best_first(row: np.ndarray) -> list[int]:
-    """Class indices of one row from the best on; of equal ones the lower index first."""
+    """Return the class indices of one row, best first; ties by index."""
     return sorted(range(len(row)), key=lambda index: (-float(row[index]), index))
 
 
@@ -38,7 +38,7 @@ def write_scored_run(
     changes: Mapping[str, Any] | None = None,
     data: str | None = None,
 ) -> Path:
-    """Write a finished run. refusals: reason by image; model: parts of its description; changes: of run.json."""
+    """Write a finished run. refusals: image → reason; model: fields of its description; changes: to run.json."""
     refusals = refusals or {}
     files = files or [f"val/{index:05}.png" for index in range(len(scores))]
     scores = scores.astype("<f4")

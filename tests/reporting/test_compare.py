@@ -56,7 +56,7 @@ def compared(folder: Path, a: Sequence[dict[str, Any]], b: Sequence[dict[str, An
 
 
 def random_run(seed: int, labels: Sequence[int], skill: float) -> list[dict[str, Any]]:
-    """A line for each image. labels: its class; skill: how often the truth is the answer."""
+    """Return a line per image. labels: classes; skill: probability that the answer is right."""
     draw = random.Random(seed)
     lines: list[dict[str, Any]] = []
     for number, label in enumerate(labels):
@@ -70,7 +70,7 @@ def random_run(seed: int, labels: Sequence[int], skill: float) -> list[dict[str,
 
 
 def labels_of(count: int) -> list[int]:
-    """Labels of 0..5 in very unequal numbers; class 6 has no image."""
+    """Return labels 0..5 in very unequal numbers; class 6 has no image."""
     return random.Random(5).choices(range(6), weights=[1, 1, 3, 5, 10, 40], k=count)
 
 
@@ -163,7 +163,7 @@ def test_a_comparison_equals_a_slow_count_image_by_image(tmp_path: Path, seed: i
         for side, place in (("a", 0), ("b", 1)):
             expected = round(100 * sum(pair[place] for pair in all_) / len(all_), 4)
             assert comparison[side][f"{key}_error"] == expected
-    assert comparison["top1"]["difference"] < 0  # B answers rightly more often
+    assert comparison["top1"]["difference"] < 0  # B is right more often
     assert comparison["top1"]["classes_improved_that_stand"] >= 1
     assert judgement(comparison["top1"]) == "B is better"
 

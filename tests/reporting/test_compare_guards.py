@@ -1,4 +1,4 @@
-"""What `prelunet compare` refuses: a B that is worse, or that passes by refusing; a comparison that would be lost."""
+"""Guards of `prelunet compare`: a worse B, a B that refuses images, a comparison that would be overwritten."""
 
 import json
 from pathlib import Path
@@ -55,9 +55,9 @@ def ten(refused_ones: int, wrong_ones: int = 0) -> list[dict[str, Any]]:
     [
         (ten(0), ten(2), "19.9", 6),  # 2 of 10 count as wrong in B: 20 points
         (ten(0), ten(2), "20", 0),
-        (ten(2), ten(0), "0", 0),  # refusals of A are no fault of B
+        (ten(2), ten(0), "0", 0),  # images that A refused do not count
         (ten(2), ten(2), "0", 0),  # nor those of both
-        (ten(0, 2), ten(2), "0", 0),  # what A gets wrong, B may refuse
+        (ten(0, 2), ten(2), "0", 0),  # B may refuse what A gets wrong
         (ten(0, 5), ten(1, 5), "11", 6),  # 5 of 9 against 4 of 9: 11.1 points without the refused, 10 with it
     ],
 )

@@ -75,7 +75,7 @@ def many_classes(count: int) -> list[dict[str, str]]:
 
 
 def runs_of_classes(count: int, images: int = 4) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Two runs in which class k loses or gains a number of images that follows from k alone."""
+    """Return two runs in which class k loses or gains a number of images determined by k."""
     a, b = [], []
     for label in range(count):
         for number in range(images):
@@ -124,7 +124,7 @@ def test_hostile_class_and_file_names_stay_text(tmp_path: Path) -> None:
     assert page.named("img") == []
     assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
     for name in HOSTILE:
-        assert page.text.count(name) >= 4  # moved most, flips (true class and answer), all classes
+        assert page.text.count(name) >= 4  # largest changes, flips (true class and answer), all classes
     charts, table = map(json.loads, page.scripts[1:3])
     for chart in charts.values():
         assert {row["name"] for row in chart["data"]["values"]} == set(HOSTILE)
@@ -134,14 +134,14 @@ def test_hostile_class_and_file_names_stay_text(tmp_path: Path) -> None:
 def test_what_rounds_to_nothing_has_no_sign_on_the_page_and_in_the_chart(tmp_path: Path) -> None:
     a, b = [right("a.png", 0), right("b.png", 0)], [right("a.png", 0), right("b.png", 0)]
     comparison = comparison_of(tmp_path, a, b)
-    for key in ("top1", "top5"):  # as of 25,000 images of which one flipped
+    for key in ("top1", "top5"):  # as for 25,000 images of which one flipped
         of_class = comparison["classes"][0][key]
         for found in (comparison[key], of_class):
             found |= {"difference": -0.004, "interval": [-0.0049, 0.0049]}
         comparison[key] |= {"macro_difference": -0.004, "macro_interval": [-0.0049, -0.001]}
     chart = difference_chart(comparison, "top1")
     assert chart is not None
-    assert chart["data"]["values"][0]["told"].startswith("0.0 points (0.0 to 0.0)")
+    assert chart["data"]["values"][0]["summary"].startswith("0.0 points (0.0 to 0.0)")
     flipped = gather_flips(comparison, *(read_run(tmp_path / name) for name in "ab"), None)
     text = Elements(render_comparison(comparison, flipped).decode()).text
     assert "0.00" in text
@@ -360,7 +360,7 @@ def test_runs_of_one_model_file_are_told_apart_by_protocol_or_letter() -> None:
         ({}, {"mirror": False}, "the same model under different protocols: the difference comes from the protocols."),
         ({"sha256": "b" * 64}, {"mirror": False}, "different models under different protocols: the difference comes"),
         ({"sha256": "b" * 64}, {}, ""),
-        # The name alone, and what follows from the model, make no other protocol.
+        # A different name, or what follows from the model, is no different protocol.
         ({"sha256": "b" * 64}, {"name": "own", "interpolation": "bicubic"}, ""),
         ({}, {}, ""),
     ],

@@ -1,4 +1,4 @@
-"""What the page's scripts are given: compact, complete, and put to the right class and image."""
+"""The data of the page's scripts: compact, complete, and assigned to the right class and image."""
 
 import base64
 import io
@@ -29,11 +29,11 @@ COUNT = 7  # classes of run_folders
 
 
 def random_lines(images: int, seed: int) -> list[dict[str, Any]]:
-    """Make lines of every kind: right, wrong inside and outside the answers, refused, capped, few answers."""
+    """Return lines of every kind: right, wrong inside and outside the answers, refused, capped, few answers."""
     rng = np.random.default_rng(seed)
     lines = []
     for number in range(images):
-        label = int(rng.integers(0, COUNT - 1))  # nothing of the last class
+        label = int(rng.integers(0, COUNT - 1))  # the last class has no images
         file = f"n0{label + 1}/ILSVRC2012_val_{int(rng.integers(0, 10**8)):08}.JPEG"
         if rng.random() < 0.1:
             lines.append(refused(file, label, f"reason {number}"))
@@ -52,7 +52,7 @@ def run_of(folder: Path, lines: list[dict[str, Any]], **rest: Any) -> Run:
 
 
 def data_of(run: Run, gallery: Gallery | None = None) -> dict[str, Any]:
-    """Return the data as a script reads them: once through JSON."""
+    """Return the data as a script reads it, after a round trip through JSON."""
     data: dict[str, Any] = json.loads(
         json.dumps(page_data(build_report(run), run, gallery or build_gallery(run, None)))
     )
@@ -60,7 +60,7 @@ def data_of(run: Run, gallery: Gallery | None = None) -> dict[str, Any]:
 
 
 def images_of(data: dict[str, Any], label: int) -> list[dict[str, Any]]:
-    """Read the images of a class, one number after the other."""
+    """Decode the images of a class."""
     beginning, end, middles, ranks, width, answers, scores, reasons, capped = data["images"][label]
     images = []
     for number, middle in enumerate(middles):
@@ -161,7 +161,7 @@ def test_classes_carry_the_numbers_of_the_report(tmp_path: Path) -> None:
 
 
 def photographs(folder: Path, lines: list[dict[str, Any]]) -> Path:
-    """Write a picture for each line; every one differs."""
+    """Write a different picture for each line."""
     for number, line in enumerate(lines):
         path = folder / line["file"]
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -188,7 +188,7 @@ def test_tiles_keep_to_their_budget_and_stand_with_their_image(tmp_path: Path, m
     monkeypatch.setattr(pictures, "PICTURE_BYTES", budget)
     gallery = build_gallery(run, data)
     assert gallery.mistakes == free.mistakes
-    assert list(gallery.tiles) == in_turns[:9]  # the tenth would be too much
+    assert list(gallery.tiles) == in_turns[:9]  # the tenth exceeds the budget
     shown = data_of(run, gallery)
     for key, tile in shown["tiles"].items():
         label, place = map(int, key.split("-"))

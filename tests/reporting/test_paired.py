@@ -14,7 +14,7 @@ REASON = 5e-6  # p-values are kept to 6 significant digits
 
 
 def mcnemar_by_fractions(only_a: int, only_b: int) -> Fraction:
-    """Of all throws of so many coins, the share that is at least as uneven."""
+    """Return the share of all coin tosses that are at least as uneven."""
     coins = only_a + only_b
     uneven = [heads for heads in range(coins + 1) if abs(2 * heads - coins) >= abs(only_a - only_b)]
     return Fraction(sum(math.comb(coins, heads) for heads in uneven), 2**coins)
@@ -104,7 +104,7 @@ def test_interval_holds_the_difference_has_a_width_and_stays_within_100_points()
 
 
 def test_interval_holds_the_truth_about_as_often_as_it_says() -> None:
-    """The coverage, summed exactly over all tables of 16 images, of truths from equal to very different."""
+    """The exact coverage over all tables of 16 images, for true errors from equal to very different."""
     images = 16
     found = {counts: difference_interval(*counts) for counts in tables(images)}
     coverages = []

@@ -51,7 +51,7 @@ def report_of(folder: Path, lines: list[dict[str, Any]], **rest: Any) -> dict[st
 
 
 def random_lines(seed: int, count: int, classes: int = 7) -> list[dict[str, Any]]:
-    """Images in which no two classes, views or ranks are alike; the last class has none, and class 0 is never right."""
+    """Return images with different classes, views and ranks; the last class has none, and class 0 is never right."""
     draw = random.Random(seed)
     lines: list[dict[str, Any]] = []
     for number in range(count):
@@ -129,7 +129,7 @@ def percent(wrong: Callable[[dict[str, Any]], bool], among: Lines) -> float | No
 
 
 def beyond(k: int) -> Callable[[dict[str, Any]], bool]:
-    """Say of a line whether its true class is not among the k best."""
+    """Return whether the true class of a line is not among the k best."""
     return lambda line: line["label"] not in [index for index, _ in line["top"][:k]]
 
 
@@ -315,7 +315,7 @@ def test_classes_that_share_a_name_are_listed_together(tmp_path: Path) -> None:
 
 
 def test_equal_scores_count_for_the_lower_class_index(tmp_path: Path) -> None:
-    """A net that says nothing, every score alike, must not be right on every image (tensorflow#13005)."""
+    """A net with equal scores for all classes must not be right on every image (tensorflow#13005)."""
     scores = np.full(7, 1 / 7, np.float32)
     answers = [index for index, _ in top_k(scores, 5)]
     lines = [evaluated(f"{label}.jpg", label, answers, rank_of(scores, label), first=1 / 7) for label in range(7)]
@@ -363,7 +363,7 @@ def test_verb_warns_of_what_is_suspicious(tmp_path: Path, capsys: pytest.Capture
 
 
 def ensemble(run: Run) -> Run:
-    """Turn a run into one of an ensemble: members, and no views of its own."""
+    """Turn a run into that of an ensemble: members, and no views."""
     members = tuple({"model": {**run.info.model, "file": f"{n}.onnx"}, "weight": w} for n, w in ((1, 0.25), (2, 0.75)))
     lines = [replace(prediction, view_ranks=()) for prediction in run.predictions]
     return replace(run, info=replace(run.info, members=members), predictions=lines)
@@ -436,7 +436,7 @@ def test_an_error_is_told_with_its_interval() -> None:
 
 
 def test_a_file_name_that_is_no_text_still_gives_valid_files(tmp_path: Path) -> None:
-    name = 'n01/\udcff"=cmd,\n.jpg'  # how Python carries a byte that is no UTF-8
+    name = 'n01/\udcff"=cmd,\n.jpg'  # how Python represents a byte that is not UTF-8
     report = report_of(tmp_path, [refused(name, 0)], classes=[{"wnid": "n1", "name": 'a,"b"'}])
     assert json.loads(json_bytes(report))["refusals"][0]["file"] == name
     assert len(list(csv.reader(io.StringIO(classes_csv(report).decode())))) == 2

@@ -296,7 +296,7 @@ def test_rows_of_the_views_are_each_scale_with_its_views_then_both_mirrors(tmp_p
         for number, ranks in enumerate([(1, 2, 7, 2), (2, 2, 1, 1), (1, 7, 7, 2), (2, 1, 7, 7)])
     ]
     rows = averaging_rows(build_report(read_run(write_run(tmp_path, lines))))
-    assert [(row["what"], row["top1_error"], row["top5_error"]) for row in rows] == [
+    assert [(row["label"], row["top1_error"], row["top5_error"]) for row in rows] == [
         ("scale 256, mean of 2", 62.5, 12.5),
         ("scale 256", 50, 0),
         ("scale 256 mirrored", 75, 25),

@@ -92,12 +92,12 @@ def test_macro_error_is_the_mean_over_the_classes_that_have_images(tables: list[
     assert macro_error(wrong, totals) == (None if expected is None else pytest.approx(float(expected), abs=ROUNDING))
 
 
-# plus, minus, total of each class: of different sizes, one of two images, one without any, two alike.
+# plus, minus, total of each class: different sizes, one with two images, one with none, two equal.
 TABLE = [(3, 1, 12), (0, 0, 0), (1, 0, 2), (2, 5, 9), (3, 1, 12), (0, 0, 7), (20, 4, 35)]
 
 
 def outcomes(plus: int, minus: int, total: int) -> list[int]:
-    """Return what each image of a class counts."""
+    """Return the value of each image of a class."""
     return [1] * plus + [-1] * minus + [0] * (total - plus - minus)
 
 
@@ -160,7 +160,7 @@ def test_where_a_class_has_one_image_the_mean_over_classes_has_no_interval(total
 
 
 def test_a_thousand_classes_are_surer_than_one() -> None:
-    """50 images of each, 10 wrong: the normal approximation, 1.96·sqrt(p(1-p)/n), holds well there."""
+    """50 images per class, 10 wrong: the normal approximation, 1.96·sqrt(p(1-p)/n), is accurate there."""
     half = 100 * 1.959964 * math.sqrt(0.2 * 0.8 / 50_000)
     low, high = macro_interval([10] * 1000, [0] * 1000, [50] * 1000)
     assert (low, high) == pytest.approx((20 - half, 20 + half), abs=0.06 * half)

@@ -1,8 +1,8 @@
 // Helpers that build elements. Names are untrusted: elements are created one by one, and text is only set as text.
 
 const decimal = (value, digits = 1) => (value === null ? "–" : value.toFixed(digits));
-const whole = (value) => value.toLocaleString("en");
-const rankText = (rank) => (rank === null ? "–" : Number.isInteger(rank) ? whole(rank) : rank.toFixed(1));
+const integer = (value) => value.toLocaleString("en");
+const rankText = (rank) => (rank === null ? "–" : Number.isInteger(rank) ? integer(rank) : rank.toFixed(1));
 const signed = (value, digits = 1) => {
   const text = Math.abs(value).toFixed(digits);
   return Number(text) === 0 ? text : `${value < 0 ? "−" : "+"}${text}`;

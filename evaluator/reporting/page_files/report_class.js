@@ -72,7 +72,7 @@ function classBar({ previous, next, place, of }) {
     "div.class-bar",
     null,
     step(previous, "prev", "←", "Previous class"),
-    make("span.quiet", null, `${whole(place)} of ${whole(of)}`),
+    make("span.quiet", null, `${integer(place)} of ${integer(of)}`),
     step(next, "next", "→", "Next class"),
     make("span.quiet.keys", null, "← → to browse, Esc to close"),
     make("button.close", { type: "button" }, "Close"),
@@ -97,11 +97,11 @@ function classFigures(entry) {
   const figure = (label, value, ...notes) =>
     make("div", null, make("h3", null, label), make("p.value", null, value), ...notes.map((note) => make("p.note", null, note)));
   if (!entry.evaluated) {
-    return make("div.class-figures", null, figure("Images", whole(entry.images), "none evaluated"));
+    return make("div.class-figures", null, figure("Images", integer(entry.images), "none evaluated"));
   }
   const error = (label, value, wrong, low, high, all) =>
     figure(label, [decimal(value), make("small", null, " %")], `${decimal(low)} – ${decimal(high)}`,
-      `${whole(wrong)} of ${whole(entry.evaluated)} images`, besideAverage(value - all));
+      `${integer(wrong)} of ${integer(entry.evaluated)} images`, besideAverage(value - all));
   return make(
     "div.class-figures",
     null,
@@ -109,7 +109,7 @@ function classFigures(entry) {
     error("Top-5 error", entry.error5, entry.wrong5, entry.low5, entry.high5, runError5),
     figure("Median rank", rankText(entry.medianRank), "of the true class"),
     figure("Confidence", [decimal(entry.confidence), make("small", null, " %")], "mean score of the answers",
-      entry.refused ? make("span.refused", null, `${whole(entry.refused)} of ${whole(entry.images)} images refused`) : null),
+      entry.refused ? make("span.refused", null, `${integer(entry.refused)} of ${integer(entry.images)} images refused`) : null),
   );
 }
 
@@ -123,7 +123,7 @@ function classConfusions(entry) {
     const reach = Math.max(...pairs.map(([, count]) => count), 1);
     const list = make("ol.taken-for");
     const rows = pairs.map(([index, count]) =>
-      make("li", null, classLink(index), make("span.number", null, whole(count), all ? make("small", null, ` · ${decimal((100 * count) / all)} %`) : null),
+      make("li", null, classLink(index), make("span.number", null, integer(count), all ? make("small", null, ` · ${decimal((100 * count) / all)} %`) : null),
         make("span.bar", { "aria-hidden": true }, make("i", { style: `width:${((100 * count) / reach).toFixed(1)}%` }))));
     return make("div", null, make("h3", null, title), pairs.length ? list : make("p.quiet", null, none), ...paged(list, rows, CONFUSIONS_SHOWN, "classes"));
   };
@@ -131,16 +131,16 @@ function classConfusions(entry) {
     "section.columns",
     null,
     side("Confused with", "None: all answers are right.", confusedWith(entry.index), entry.evaluated),
-    side("Mistaken for this class", "No image of another class.", misconfusedWithIt(entry.index), 0),
+    side("Mistaken for this class", "No image of another class.", mistakenFor(entry.index), 0),
   );
 }
 
 function classViews(entry) {
   const cell = (value) => make("td.number", null, value);
   const quiet = (value) => make("td.number.quiet.wide", null, value); // hidden on phones
-  const rows = data.views.map(([what, all1, all5], place) => {
+  const rows = data.views.map(([view, all1, all5], place) => {
     const [own1, own5] = [entry.views.top1[place], entry.views.top5[place]];
-    return make("tr", null, make("td", null, `scale ${what}`),
+    return make("tr", null, make("td", null, `scale ${view}`),
       cell(decimal(own1)), cell(signed(own1 - entry.error1)), quiet(signed(all1 - runError1, 2)),
       cell(decimal(own5)), cell(signed(own5 - entry.error5)), quiet(signed(all5 - runError5, 2)));
   });
@@ -169,9 +169,9 @@ function classImages(entry) {
   return [
     imageSection(entry, "Mistakes", entry.wrong1, wrong, "Most confident first."),
     imageSection(entry, "Right answers", entry.evaluated - entry.wrong1, right, "Least confident first."),
-    refused.length ? make("section", null, make("h3", null, `Refused (${whole(entry.refused)})`),
+    refused.length ? make("section", null, make("h3", null, `Refused (${integer(entry.refused)})`),
       make("ul.refused-files", null, refused.map((image) => make("li", null, fileName(image.file), " ", make("span.quiet", null, image.refused))))) : null,
-    rest > 0 ? make("p.quiet", null, `${whole(rest)} more images are not on this page. The run’s predictions.jsonl lists all of them.`) : null,
+    rest > 0 ? make("p.quiet", null, `${integer(rest)} more images are not on this page. The run’s predictions.jsonl lists all of them.`) : null,
   ];
 }
 
@@ -184,7 +184,7 @@ function imageSection(entry, title, count, images, about) {
   return make(
     "section",
     null,
-    make("h3", null, `${title} (${whole(count)})`),
+    make("h3", null, `${title} (${integer(count)})`),
     images.length > 1 ? make("p.about", null, about) : null,
     pictured.length ? tiles : null,
     ...paged(tiles, pictured, TILES_SHOWN, "pictures"),
@@ -225,7 +225,7 @@ function imageRow(entry, image) {
 }
 
 function imageNote(image) {
-  return `rank ${whole(image.rank)}${image.capped ? ", capped" : ""}`;
+  return `rank ${integer(image.rank)}${image.capped ? ", capped" : ""}`;
 }
 
 /** Return a file name that may wrap after each folder. */
@@ -241,7 +241,7 @@ function paged(parent, elements, portion, unit) {
   const next = () => {
     parent.append(...elements.slice(shown, shown + portion));
     shown += portion;
-    button.textContent = `Show ${whole(Math.min(portion, elements.length - shown))} of ${whole(elements.length - shown)} more ${unit}`;
+    button.textContent = `Show ${integer(Math.min(portion, elements.length - shown))} of ${integer(elements.length - shown)} more ${unit}`;
     if (shown >= elements.length) button.remove();
   };
   next();

@@ -27,7 +27,7 @@ function confusedWith(index) {
 
 /** Return the classes whose images are mistaken for this one, in the form of confusedWith. */
 let reversed = null;
-function misconfusedWithIt(index) {
+function mistakenFor(index) {
   if (!reversed) {
     reversed = classes.map(() => []);
     for (const { index: label } of classes) {

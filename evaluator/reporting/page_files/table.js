@@ -31,9 +31,9 @@ function startTable({ entries, columns, smallestFirst, filters }) {
     const hits = new Set(shown);
     for (const hit of rows) hit.row.hidden = !hits.has(hit);
     shown.forEach(({ row }, place) => row.classList.toggle("later", !expanded && place >= FIRST));
-    found.textContent = shown.length < rows.length ? `${whole(shown.length)} of ${whole(rows.length)} classes` : "";
+    found.textContent = shown.length < rows.length ? `${integer(shown.length)} of ${integer(rows.length)} classes` : "";
     more.hidden = expanded || shown.length <= FIRST;
-    more.textContent = `Show all ${whole(shown.length)} classes`;
+    more.textContent = `Show all ${integer(shown.length)} classes`;
   }
 
   function sort(head) {
@@ -100,7 +100,7 @@ function filterButtons(entries, filters, choose) {
   const buttons = filters.map(([label, accepts], place) => {
     const count = entries.filter(accepts).length;
     if (place && (count === 0 || count === entries.length)) return null;
-    const button = make("button", { type: "button", "aria-pressed": place === 0 }, label, " ", make("small", null, whole(count)));
+    const button = make("button", { type: "button", "aria-pressed": place === 0 }, label, " ", make("small", null, integer(count)));
     button.addEventListener("click", () => {
       for (const other of button.parentNode.children) other.setAttribute("aria-pressed", other === button);
       choose(accepts);

@@ -1,4 +1,4 @@
-"""Small ONNX classifiers such as other people have, and what they say, by Pillow, numpy and onnxruntime alone."""
+"""Small foreign ONNX classifiers, and their scores computed with only Pillow, numpy and onnxruntime."""
 
 import io
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ Build = Callable[["NetBuilder", str], str]
 
 
 class NetBuilder:
-    """Collects a graph; every number random, none of them alike by channel."""
+    """Collects a graph with random parameters, which differ between channels."""
 
     def __init__(self, seed: int = 4, dtype: type = np.float32) -> None:
         self.rng = np.random.default_rng(seed)
@@ -49,7 +49,7 @@ class NetBuilder:
 
 
 def features(n: NetBuilder, x: str, flatten: Build | None = None, **of_gemm: Any) -> str:
-    """Add a small residual net in front of the classes: (N, 3, H, W) → logits (N, CLASSES).
+    """Add a small residual net: (N, 3, H, W) → logits (N, CLASSES).
 
     flatten: what stands in front of the last layer, whose further attributes are of_gemm.
     """
@@ -120,7 +120,7 @@ def certain(n: NetBuilder, x: str) -> str:
 
 
 def transposed(n: NetBuilder, x: str) -> str:
-    """End in a Gemm whose first operand stands upright, (features, N)."""
+    """End in a Gemm whose first operand is transposed, (features, N)."""
 
     def upright(n: NetBuilder, x: str) -> str:
         return n.add("Transpose", n.add("Flatten", x, axis=1), perm=[1, 0])
@@ -133,7 +133,7 @@ def channels_last(n: NetBuilder, x: str) -> str:
 
 
 def of_one(n: NetBuilder, x: str) -> str:
-    """Flatten as old exporters do: with the batch of the export as a constant."""
+    """Flatten as old exporters do, with the batch size of the export as a constant."""
     return features(n, x, lambda n, x: n.add("Reshape", x, n.constant(np.array([1, 12], np.int64))))
 
 
@@ -152,13 +152,13 @@ def from_bytes(n: NetBuilder, x: str) -> str:
 
 
 def mixing(n: NetBuilder, x: str) -> str:
-    """Subtract the mean over the batch, as a net does that was exported in training mode."""
+    """Subtract the mean over the batch, like a net exported in training mode."""
     mean = n.add("ReduceMean", x, n.constant(np.array([0], np.int64)), keepdims=1)
     return features(n, n.add("Sub", x, n.add("Mul", mean, n.constant(np.array(0.5, np.float32)))))
 
 
 def ours(n: NetBuilder, x: str) -> str:
-    """Use our own names, and a branch that reads weights from outside of it."""
+    """Use our tensor names, and a branch that reads weights from the outer graph."""
     n.add("Identity", features(n, x), output="logits")
     factor = n.constant(np.array(-0.7, np.float32), "sizes")
     branches = {}
@@ -177,7 +177,7 @@ def write_classes(folder: Path, count: int = CLASSES) -> Path:
 
 @dataclass(frozen=True)
 class ReferenceNet:
-    """What a net says without prelunet: Pillow, numpy, onnxruntime."""
+    """Scores of a net without prelunet, from Pillow, numpy and onnxruntime."""
 
     path: Path
     mean: Sequence[float] = MEAN
@@ -193,7 +193,7 @@ class ReferenceNet:
     sessions: list[Any] = field(default_factory=list)
 
     def scores(self, pixels: np.ndarray) -> np.ndarray:
-        """Return float64 (CLASSES,) of uint8 (CROP, CROP, 3) RGB, shown to the net alone."""
+        """Return float64 (CLASSES,) of uint8 (CROP, CROP, 3) RGB, run alone."""
         if not self.sessions:
             self.sessions.append(onnxruntime.InferenceSession(str(self.path), providers=["CPUExecutionProvider"]))
         x = pixels[..., [2, 1, 0]] if self.bgr else pixels
@@ -216,13 +216,13 @@ class ReferenceNet:
         return np.asarray(image.resize([int(side * scale / short + 0.5) for side in image.size], self.resample))
 
     def center(self, data: bytes, scale: int = 46, crop: int = CROP) -> np.ndarray:
-        """Scores of the central crop; 46 = 40 · 256/224, rounded."""
+        """Return the scores of the central crop; 46 = 40 · 256/224, rounded."""
         image = self.resized(data, scale)
         top, left = (image.shape[0] - crop) // 2, (image.shape[1] - crop) // 2
         return self.scores(image[top : top + crop, left : left + crop])
 
     def ten_crop(self, data: bytes, scale: int = 46, crop: int = CROP) -> np.ndarray:
-        """Mean scores of four corners and the centre, each mirrored too."""
+        """Return the mean scores of the four corners and the center, plain and mirrored."""
         image = self.resized(data, scale)
         bottom, right = image.shape[0] - crop, image.shape[1] - crop
         places = [(0, 0), (0, right), (bottom, 0), (bottom, right), (bottom // 2, right // 2)]
@@ -231,7 +231,7 @@ class ReferenceNet:
 
 
 def photo(height: int, width: int, encoding: str, seed: int = 0) -> bytes:
-    """Return an encoded image of slopes and noise, alike in no direction and no channel; each seed another colour."""
+    """Return an encoded image of gradients and noise without any symmetry; each seed has a different color."""
     rng = np.random.default_rng(seed)
     rows, columns = np.mgrid[:height, :width]
     slopes = np.stack([2 * rows + columns, 90 - 2 * columns + rows, 40 + 2 * rows - columns], axis=-1)

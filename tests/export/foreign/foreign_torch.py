@@ -1,4 +1,4 @@
-"""A torch net as somebody else writes it, of one of our architectures, and the import of its state dict."""
+"""A third-party PyTorch implementation of one of our architectures, and the import of its state dict."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ PLAIN = Preprocessing((123.0, 117.0, 104.0), (1.0, 1.0, 1.0), pixel_range=255)
 
 
 class ForeignNet(nn.Module):
-    """A net of an architecture of ours as somebody else writes it: Sequentials, nn.PReLU, own names."""
+    """A third-party implementation of our architecture: Sequentials, nn.PReLU, other parameter names."""
 
     def __init__(self, net: Architecture = TINY, classes: int = CLASSES, slopes: str = "channel") -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class ForeignNet(nn.Module):
             *(nn.Linear(net.hidden, net.hidden), activation(net.hidden)),
             nn.Linear(net.hidden, classes),
         )
-        for name, parameter in self.named_parameters():  # no two alike, and slopes that differ by channel
+        for name, parameter in self.named_parameters():  # all different, with slopes that differ between channels
             low = 0.05 if "weight" in name and parameter.ndim == 1 else -0.3
             nn.init.uniform_(parameter, low, 0.5)
 

@@ -1,4 +1,4 @@
-"""A foreign classifier, adopted, says what it says by itself, on every way on which it can be asked."""
+"""An adopted classifier gives the scores of the original net in every protocol and verb."""
 
 import json
 from dataclasses import replace
@@ -56,8 +56,8 @@ from tests.serving.serving_harness import running_server
 
 PHOTOS = (photo(61, 83, "PNG"), photo(97, 52, "JPEG", seed=1), photo(40, 40, "PNG", seed=2))
 
-# The graph's arithmetic on pixels is float32 in the order of numpy's, so only sums inside the net may be ordered
-# otherwise in a batch: 1e-7 of a logit of up to 10.
+# The graph preprocesses pixels in float32 in the same order as numpy, so only the order of sums inside the net may
+# differ in a batch: 1e-7 of a logit of up to 10.
 TOLERANCE = 1e-6
 
 
@@ -65,7 +65,7 @@ CAFFE = Preprocessing((104.0, 116.7, 122.7), (51.0, 57.0, 64.0), 255, channels="
 CAFFE_PLAIN: dict[str, Any] = {"mean": CAFFE.mean, "std": CAFFE.std, "pixel_range": 255, "bgr": True}
 BICUBIC = {"resample": Image.Resampling.BICUBIC}
 
-# name → how the net is built and written, what is said of it, how it is asked without prelunet
+# name → how the net is built and written, the options of adopt, how to run it without prelunet
 NETS: dict[str, tuple[Build, dict[str, Any], Preprocessing, dict[str, Any]]] = {
     "residual": (features, {}, RGB, {}),
     "opset 7": (features, {"opset": 7}, RGB, {}),
@@ -102,7 +102,7 @@ def test_an_adopted_net_gives_the_scores_of_plain_onnxruntime_with_plain_pillow(
         results = classify_images(session, images, build_protocol(protocol, session.contract))
         wanted = np.stack([expected(data) for data in PHOTOS])
         assert np.abs(wanted[0] - wanted[1]).max() > 0.01, "a net that says the same of all images shows nothing"
-        # Half: in a batch, a logit of up to 4 may be rounded to its other neighbour, 4e-3 away.
+        # Half: in a batch, a logit of up to 4 may round to the neighboring float16, 4e-3 away.
         tolerance = 1e-3 if name == "half" else TOLERANCE
         np.testing.assert_allclose([r.scores for r in results], wanted, rtol=0, atol=tolerance)
 
@@ -229,7 +229,7 @@ def test_the_file_has_no_trace_of_what_made_the_net_and_the_same_bytes_each_time
 
 def test_golden_scores_are_those_of_one_thread_however_many_the_machine_has(tmp_path: Path) -> None:
     def wide(n: NetBuilder, x: str) -> str:
-        """End in a convolution over so many channels that onnxruntime orders its sums by its threads."""
+        """End in a convolution with so many channels that onnxruntime's order of summation depends on its threads."""
         x = n.add("AveragePool", x, kernel_shape=[8, 8], strides=[8, 8])
         x = n.add("Conv", x, n.weights(513, 3, 1, 1), kernel_shape=[1, 1])
         x = n.add("Conv", x, n.weights(CLASSES, 513, 5, 5, low=-0.02, high=0.02), kernel_shape=[5, 5], pads=[2] * 4)
@@ -240,7 +240,7 @@ def test_golden_scores_are_those_of_one_thread_however_many_the_machine_has(tmp_
     (golden,) = session.contract.golden
     pixels = RGB.apply(golden_image(CROP, CROP)).transpose(2, 0, 1)[None]
     (logits,) = RawOnnxModel(path, threads=1).run({"x": pixels}, "v4")
-    np.testing.assert_array_equal(np.float32(golden.logits), logits)  # nine digits are enough for every bit of float32
+    np.testing.assert_array_equal(np.float32(golden.logits), logits)  # nine digits determine a float32
 
 
 def test_weights_in_another_file_are_taken_into_the_model(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_one_of_several_outputs_is_taken_when_it_is_named(tmp_path: Path) -> Non
         np.testing.assert_allclose(result.scores, expected, rtol=0, atol=TOLERANCE)
 
 
-# The command line, and all that follows it
+# The command line
 
 
 def test_an_adopted_net_is_classified_validated_reported_and_served(
@@ -333,7 +333,7 @@ def test_an_adopted_net_is_classified_validated_reported_and_served(
     plain = ReferenceNet(path)
     for name, ask in (("center", plain.center), ("ten-crop", plain.ten_crop)):
         folder = str(tmp_path / name)
-        extra = [] if name == "center" else ["--protocol", name]  # which is the default of an adopted net
+        extra = [] if name == "center" else ["--protocol", name]  # the default of an adopted net
         assert run(["validate", "--model", str(model), "--data", str(data), "--run", folder, *extra]) == 0
         stored = np.load(tmp_path / name / "scores.f32.npy")
         np.testing.assert_allclose(stored, [ask(file.read_bytes()) for file in files], rtol=0, atol=TOLERANCE)

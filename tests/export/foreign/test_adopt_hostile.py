@@ -1,4 +1,4 @@
-"""What a careless hand or a strange net could do to adopting: eat its own input, mix a batch unseen, end in a trace."""
+"""Hostile and careless input of `adopt`: overwritten inputs, nets that mix a batch, files that crash the parser."""
 
 import json
 import os
@@ -36,7 +36,7 @@ from tests.export.foreign.foreign_nets import (
 NUMBERS = ["--mean", "0.5", "--std", "0.2"]
 
 
-# --- the inputs stay as they are
+# --- inputs are not overwritten
 
 
 @pytest.mark.parametrize("target", ["net.onnx", "classes.txt", "weights.bin", "a link", "a hard link"])
@@ -83,11 +83,11 @@ def test_export_does_not_replace_its_checkpoint(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-# --- a batch is no more than its images
+# --- nets that mix the images of a batch
 
 
 def dynamic_range(n: NetBuilder, x: str) -> str:
-    """Quantise by the range of the whole batch."""
+    """Quantize by the range of the whole batch."""
     n.nodes.append(helper.make_node("DynamicQuantizeLinear", [x], ["q", "scale", "zero"]))
     return features(n, n.add("DequantizeLinear", "q", "scale", "zero"))
 
@@ -99,7 +99,7 @@ def stretched(n: NetBuilder, x: str) -> str:
 
 
 def other_beyond(images: int) -> Build:
-    """Give another answer to batches of more images than these."""
+    """Return different scores for batches larger than this."""
 
     def build(n: NetBuilder, x: str) -> str:
         y = features(n, x)
@@ -132,7 +132,7 @@ def test_a_net_that_measures_its_batch_sees_one_image_at_a_time(build: Build, tm
 
 
 def not_in_the_dark(n: NetBuilder, x: str) -> str:
-    """Take the root of what is below 0 in a dark picture."""
+    """Take the square root of values that are negative for a dark picture."""
     light = n.add("ReduceMean", x, n.constant(np.array([1, 2, 3], np.int64)), keepdims=0)
     root = n.add("Sqrt", n.add("Add", light, n.constant(np.array(1.8, np.float32))))
     return n.add("Mul", features(n, x), n.add("Unsqueeze", root, n.constant(np.array([1], np.int64))))
@@ -188,7 +188,7 @@ def test_random_operators_are_found_in_branches_and_functions_and_a_dropout_only
     assert random_operators(model) == ["Bernoulli", "Dropout", "RandomUniform"]
 
 
-# --- numbers that are no mean and no standard deviation
+# --- invalid means and standard deviations
 
 
 @pytest.mark.filterwarnings("error")
@@ -222,7 +222,7 @@ def test_numbers_beyond_half_precision_are_refused_without_a_warning(tmp_path: P
         adopted(tmp_path, net(tmp_path, **HALF), Preprocessing((0.0,) * 3, (1e-30,) * 3))
 
 
-# --- files that lie about themselves
+# --- files with wrong declarations
 
 
 def declares(**kinds: int) -> Callable[[onnx.ModelProto], None]:
@@ -324,7 +324,7 @@ def test_a_file_with_a_key_twice_in_its_metadata_is_refused(tmp_path: Path, caps
 
 
 def _tampered(folder: Path, changes: dict[str, Any], **texts: str) -> Path:
-    """Adopt a net and write other metadata into the file."""
+    """Adopt a net and change metadata in the file."""
     adopted(folder, net(folder))
     model = onnx.load(folder / "adopted.onnx")
     kept = {entry.key: entry.value for entry in model.metadata_props}

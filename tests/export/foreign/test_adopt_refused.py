@@ -1,4 +1,4 @@
-"""What is no classifier of one image size is refused with the reason, and no file is left."""
+"""Nets that cannot be adopted are refused with the reason, and no file is left."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -54,7 +54,7 @@ def feature_map(n: NetBuilder, x: str) -> str:
 
 
 def repeats(n: NetBuilder, x: str) -> str:
-    """Give two rows where one image went in."""
+    """Return two rows per image."""
     row = features(n, x)
     return n.add("Concat", row, row, axis=0)
 

@@ -1,4 +1,4 @@
-"""What tests see of a page in a browser."""
+"""Inspects pages in a browser for tests."""
 
 import importlib.util
 import re
@@ -18,7 +18,7 @@ HOSTILE = [
 
 
 class MonitoredPage:
-    """A page and whatever went wrong on it: console messages, exceptions, requests for anything but the page."""
+    """A page and its problems: console messages, exceptions, requests other than for the page."""
 
     def __init__(self, page: Page, address: str) -> None:
         self.page, self.address = page, address
@@ -36,7 +36,7 @@ class MonitoredPage:
             self.wrong.append(f"request: {request.url}")
 
     def overflow(self) -> int:
-        """Return by how many pixels the page, or the open panel, is wider than the window."""
+        """Return the horizontal overflow of the page, or of the open panel, in pixels."""
         widths: list[int] = self.page.evaluate(
             "[document.documentElement, document.querySelector('dialog[open]')]"
             ".filter((element) => element).map((element) => element.scrollWidth - element.clientWidth)"
@@ -45,7 +45,7 @@ class MonitoredPage:
 
 
 def names_of(page: Page) -> list[str]:
-    """Return the names in the rows of the table that its search and filters let through, in their order."""
+    """Return the names in the table rows that match the search and filters, in order."""
     return page.eval_on_selector_all(
         "table.all tbody tr:not([hidden])", "(rows) => rows.map((row) => row.querySelector('.name').textContent)"
     )
@@ -58,7 +58,7 @@ def brightness(page: Page, selector: str) -> int:
 
 
 def imagenet_shape(per_class: int) -> ModuleType:
-    """Return the benchmark's writer of runs of 1,000 classes, with so many images in each."""
+    """Return the benchmark's writer of runs of 1,000 classes, with `per_class` images in each."""
     spec = importlib.util.find_spec("benchmarks.reporting.imagenet_shape")
     assert spec is not None
     assert spec.loader is not None

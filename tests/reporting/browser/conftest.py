@@ -1,4 +1,4 @@
-"""Fixtures of the tests in a browser: Debian's Chromium opens pages as a reader would, and nothing else.
+"""Fixtures of the tests in a browser: Debian's Chromium opens pages and nothing else.
 
 Skipped where there is no Chromium; `make test-browser` fails there instead.
 """
@@ -25,7 +25,7 @@ INSTALL = "install it with: apt-get install --no-install-recommends chromium fon
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Start Chromium once; no sandbox, because containers cannot give it one."""
+    """Start Chromium once, without a sandbox, which containers do not support."""
     path = shutil.which("chromium") or shutil.which("chromium-browser")
     if path is None:
         missing = f"no Chromium on this machine; {INSTALL}"
@@ -40,7 +40,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def visit(browser: Browser) -> Iterator[Callable[..., MonitoredPage]]:
-    """Give a function that opens a report; at the end nothing may have gone wrong on any page."""
+    """Return a function that opens a report; at the end check that no page had problems."""
     opened: list[MonitoredPage] = []
 
     def open_page(report: Path, fragment: str = "", size: tuple[int, int] = LAPTOP, **options: Any) -> MonitoredPage:
@@ -62,7 +62,7 @@ def html_of(run: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the report of a run of 1,000 classes, five images each, from the process that the benchmark states."""
+    """Write the report of a run of 1,000 classes, five images each, in the shape that the benchmark defines."""
     shape = imagenet_shape(per_class=5)
     folder = tmp_path_factory.mktemp("many")
     shape.write(folder, 3, 1)
@@ -112,7 +112,7 @@ def ensemble(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the report of a run whose names and reasons want to be anything but text."""
+    """Write the report of a run with hostile names and reasons."""
     folder = tmp_path_factory.mktemp("hostile")
     classes = [{"wnid": f"{name} {index}", "name": name} for index, name in enumerate(HOSTILE * 3)]
     lines = [

@@ -1,4 +1,4 @@
-"""The comparison in a browser: Debian's Chromium opens compare.html as a reader would, and nothing else."""
+"""The comparison in a browser: Debian's Chromium opens compare.html and nothing else."""
 
 import json
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def comparison_of(html: Path) -> Comparison:
 
 @pytest.fixture(scope="module")
 def thousand(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compare two runs of 1,000 classes, three images each; class 8 has no image that both evaluated."""
+    """Compare two runs of 1,000 classes, three images each; class 8 has no image evaluated in both."""
     folder = tmp_path_factory.mktemp("thousand")
     shape = imagenet_shape(per_class=3)
     for name, number in (("a", 1), ("b", 2)):
@@ -85,7 +85,7 @@ def test_a_comparison_fits_its_window_asks_for_nothing_and_complains_of_nothing(
 
 
 def cut_words(page: Page) -> list[str]:
-    """Return the single words in cells of the runs' table that stand on more than one line."""
+    """Return the single words in cells of the runs' table that wrap."""
     broken: list[str] = page.eval_on_selector_all(
         ".runs th, .runs .whole, .figures .value, .figures .whole",
         """(cells) => cells.filter((cell) => {

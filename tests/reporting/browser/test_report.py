@@ -1,4 +1,4 @@
-"""The report in a browser: Debian's Chromium opens report.html as a reader would, and nothing else.
+"""The report in a browser: Debian's Chromium opens report.html and nothing else.
 
 Skipped where there is no Chromium; `make test-browser` fails there instead.
 """
@@ -129,7 +129,7 @@ def test_filters_show_the_classes_they_name(
     tried = 0
     for label, rule in rules.items():
         expected = [entry["name"] for entry in report["classes"] if rule(entry)]
-        if not expected:  # five images say too little for some
+        if not expected:  # five images are too few for some filters
             assert not any(text.startswith(label) for text in shown)
             continue
         button = page.locator(".chips").get_by_role("button", name=f"{label} {len(expected):,}", exact=True)
@@ -177,7 +177,7 @@ def test_a_class_opens_from_the_table_and_back_leaves_it(
     page.keyboard.press("Escape")
     expect(dialog).to_be_hidden()
     assert "#" not in page.url
-    page.go_back()  # what was closed is one step back
+    page.go_back()  # the closed panel is one step back
     expect(dialog).to_contain_text("index 134")
 
 
@@ -221,7 +221,7 @@ def test_an_address_opens_its_class_and_neighbours_follow_the_table(
     for name in order[1:4]:
         page.keyboard.press("ArrowRight")
         expect(title).to_have_text(name)
-    page.go_back()  # over all the neighbours at once
+    page.go_back()  # past all neighbors at once
     expect(page.locator("#class-view")).to_be_hidden()
 
 
@@ -250,7 +250,7 @@ def test_the_keyboard_alone_finds_and_opens_a_class(many: Path, visit: Callable[
 
 
 def told_of(prediction: Prediction, names: Sequence[str]) -> str:
-    """Return what the row of an image says of it."""
+    """Return the expected text of an image's row."""
     answers = " · ".join(f"{names[index]} {score:.3f}" for index, score in prediction.top)
     return f"{prediction.file}|rank {prediction.rank:,}|{answers}"
 
