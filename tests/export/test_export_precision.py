@@ -399,7 +399,7 @@ def test_numbers_too_small_for_half_are_told(tmp_path: Path) -> None:
     assert max(loss for name, loss in losses.items() if name != "fc3.weight") < 4e-4
     _, found = half_file(tmp_path, small)
     assert len(found.warnings) == 1
-    assert found.warnings[0].startswith("fc3.weight: rounding to float16 moves it by ")
+    assert found.warnings[0].startswith("fc3.weight: rounding to float16 has a relative error of ")
 
 
 def test_the_loss_by_rounding_is_that_of_the_whole_tensor() -> None:

@@ -357,8 +357,16 @@ def test_runs_of_one_model_file_are_told_apart_by_protocol_or_letter() -> None:
 @pytest.mark.parametrize(
     ("model", "protocol", "remark"),
     [
-        ({}, {"mirror": False}, "the same model under different protocols: the difference comes from the protocols."),
-        ({"sha256": "b" * 64}, {"mirror": False}, "different models under different protocols: the difference comes"),
+        (
+            {},
+            {"mirror": False},
+            "the same model evaluated with different protocols. The difference is due to the protocols.",
+        ),
+        (
+            {"sha256": "b" * 64},
+            {"mirror": False},
+            "different models evaluated with different protocols. The difference may be",
+        ),
         ({"sha256": "b" * 64}, {}, ""),
         # A different name, or what follows from the model, is no different protocol.
         ({"sha256": "b" * 64}, {"name": "own", "interpolation": "bicubic"}, ""),
