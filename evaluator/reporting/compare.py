@@ -80,7 +80,7 @@ def judgement(metric: Mapping[str, Any]) -> str:
     if metric["difference"] is None:
         return "no image was evaluated in both"
     if metric["p"] > SIGNIFICANCE:
-        return "no difference beyond chance" if metric["difference"] else "no difference"
+        return "no significant difference" if metric["difference"] else "no difference"
     return "B is better" if metric["difference"] < 0 else "B is worse"
 
 

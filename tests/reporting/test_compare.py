@@ -405,5 +405,5 @@ def test_p_values_are_shown_without_false_precision() -> None:
 
 
 def test_a_difference_is_called_better_or_worse_only_where_chance_is_unlikely() -> None:
-    cases = {(-1.0, 0.05): "B is better", (1.0, 0.05): "B is worse", (1.0, 0.051): "no difference beyond chance"}
+    cases = {(-1.0, 0.05): "B is better", (1.0, 0.05): "B is worse", (1.0, 0.051): "no significant difference"}
     assert {case: judgement({"difference": case[0], "p": case[1]}) for case in cases} == cases
