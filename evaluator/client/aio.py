@@ -144,20 +144,20 @@ class AsyncClient:
     ) -> AsyncGenerator[tuple[Any, Answer | PreluNetError], None]:
         """Give the answers; a stream is open while there is something to send or to wait for."""
         exchange = AsyncExchange(pending)
-        taking = asyncio.create_task(exchange.take(images))
+        taking = asyncio.create_task(exchange.read_images(images))
         try:
             while await exchange.wait_for_work():
                 if results := exchange.take_results():
-                    for told in results:
-                        yield await _told(told)
+                    for result in results:
+                        yield await _to_answer(result)
                     continue
                 requests, options = exchange.open_stream(), pending.call.begin()
                 stream = self._stub.ClassifyStream(requests, **options)
                 end = StreamEnd(stream)
                 try:
                     async for response in stream:
-                        for told in exchange.answer_received(_require_message(response, pending.call)):
-                            yield await _told(told)
+                        for result in exchange.answer_received(_require_message(response, pending.call)):
+                            yield await _to_answer(result)
                     exchange.stream_ended()
                 except grpc.RpcError as failed:
                     if (status := await end.status(failed)) is None:
@@ -275,6 +275,6 @@ async def _answer_from(message: pb.ClassifyResponse) -> Answer:
     return answer_from_message(message)
 
 
-async def _told(told: Result) -> tuple[Any, Answer | PreluNetError]:
-    key, result = told
-    return key, await _answer_from(result) if isinstance(result, pb.ClassifyResponse) else result
+async def _to_answer(result: Result) -> tuple[Any, Answer | PreluNetError]:
+    key, outcome = result
+    return key, await _answer_from(outcome) if isinstance(outcome, pb.ClassifyResponse) else outcome

@@ -21,17 +21,17 @@ from prelunet.evaluator.rpc.status import error_for_reason, error_from, is_unrea
 class RetryPolicy:
     """How often a client tries a call again, and how long it waits before.
 
-    attempts: of one call, the first one included; first: seconds that the wait before the second attempt may last; each
+    attempts: of one call, the first one included; initial_backoff: seconds that the wait before the second attempt may last; each
     further wait may last twice as long as the one before, but no longer than `max_backoff`. Each wait is drawn evenly
     between 0 and that (full jitter), so that many clients do not come back at one moment; what an overloaded server
     asks to wait comes on top.
 
-    reserve: retries that a client has in hand, all its calls together; answers_per_retry: so many answers bring one
-    back, up to the reserve. So a client whose calls fail for long adds at most `retry_budget` calls and one for every
+    retry_budget: retries that a client has in hand, all its calls together; answers_per_retry: so many answers bring one
+    back, up to the budget. So a client whose calls fail for long adds at most `retry_budget` calls and one for every
     `answers_per_retry` answers to what the server has to bear.
 
-    restart: seconds for which a call waits for a server that is absent, with the same waits in between; attempts and
-    reserve do not count meanwhile. 0: such a failure is one like the others.
+    restart_timeout: seconds for which a call waits for a server that is absent, with the same waits in between; attempts and
+    budget do not count meanwhile. 0: such a failure is one like the others.
     """
 
     attempts: int = 4
@@ -43,11 +43,13 @@ class RetryPolicy:
 
     def __post_init__(self) -> None:
         if self.attempts < 1 or self.retry_budget < 0 or self.answers_per_retry < 1:
-            raise UsageError(f"{self}: attempts and answers_per_retry should be 1 or more, reserve 0 or more")
+            raise UsageError(f"{self}: attempts and answers_per_retry should be 1 or more, retry_budget 0 or more")
         if not 0 < self.initial_backoff <= self.max_backoff < float("inf"):
-            raise UsageError(f"{self}: first and most should be seconds above 0, first no more than most")
+            raise UsageError(
+                f"{self}: initial_backoff and max_backoff should be seconds above 0, initial_backoff no more than max_backoff"
+            )
         if not 0 <= self.restart_timeout < float("inf"):
-            raise UsageError(f"{self}: restart should be seconds, 0 or more")
+            raise UsageError(f"{self}: restart_timeout should be seconds, 0 or more")
 
     @classmethod
     def none(cls) -> Self:
@@ -60,10 +62,10 @@ class RetryBudget:
 
     def __init__(self, retries: RetryPolicy) -> None:
         self._cost = retries.answers_per_retry  # counted in answers: whole numbers, so that ten tenths are one
-        self._most = self._left = retries.retry_budget * self._cost
+        self._limit = self._left = retries.retry_budget * self._cost
         self._lock = threading.Lock()
 
-    def take(self) -> bool:
+    def withdraw(self) -> bool:
         """Take one retry; False where none is left."""
         with self._lock:
             if self._left < self._cost:
@@ -74,7 +76,7 @@ class RetryBudget:
     def deposit(self) -> None:
         """Take note of an answer."""
         with self._lock:
-            self._left = min(self._most, self._left + 1)
+            self._left = min(self._limit, self._left + 1)
 
 
 _draw = random.SystemRandom().uniform  # not the module's generator: a fleet whose programs seed it would keep step
@@ -126,7 +128,7 @@ class Attempts:
         pause = self._jittered(error, self._begun)
         if self._deadline is not None and time.monotonic() + pause >= self._deadline:
             return None
-        return pause if self._budget.take() else None
+        return pause if self._budget.withdraw() else None
 
     def _pause_until_available(self, error: PreluNetError) -> float | None:
         """Return the seconds to wait for a server that is absent: at most half of what is left, so that the last
@@ -177,7 +179,7 @@ log = logging.getLogger(__name__)
 class Failure:
     """Why a call or an image has no answer.
 
-    passing: whether the same may succeed later; absent: because there is no server yet, or none that is ready.
+    transient: whether the same may succeed later; absent: because there is no server yet, or none that is ready.
     """
 
     error: PreluNetError
@@ -218,7 +220,7 @@ class ClientSettings:
 
 
 class Call:
-    """One call of a client, through all its attempts. deadline: as of `Terms.deadline`."""
+    """One call of a client, through all its attempts. deadline: as of `ClientSettings.deadline`."""
 
     def __init__(self, settings: ClientSettings, deadline: float | None, request_id: str | None) -> None:
         if request_id is not None and not _REQUEST_ID.fullmatch(request_id):
@@ -264,13 +266,13 @@ class Call:
             return self._failure(Interrupted(f"{self._settings.address}: the client was closed before the answer came"))
         return self._failure(error_from(failed, self._settings.address), failed.code(), absent=is_unreachable(failed))
 
-    def failure_from_message(self, told: pb.CallError) -> Failure:
+    def failure_from_message(self, message: pb.CallError) -> Failure:
         """Return why an image of a stream has no answer."""
-        retry_after = told.retry_after_seconds if told.HasField("retry_after_seconds") else None
-        error = error_for_reason(told.reason, retry_after, told.message)
+        retry_after = message.retry_after_seconds if message.HasField("retry_after_seconds") else None
+        error = error_for_reason(message.reason, retry_after, message.message)
         if error is None:
-            error = PreluNetError(f"{self._settings.address}: status {told.code}: {told.message}")
-        return self._failure(error, next((code for code in _TRANSIENT if code.value[0] == told.code), None))
+            error = PreluNetError(f"{self._settings.address}: status {message.code}: {message.message}")
+        return self._failure(error, next((code for code in _TRANSIENT if code.value[0] == message.code), None))
 
     def _failure(self, error: PreluNetError, code: grpc.StatusCode | None = None, *, absent: bool = False) -> Failure:
         if self._request_id is not None:

@@ -65,7 +65,7 @@ class EvaluationProgress:
 
 
 class EvaluationResponses:
-    """The answers of one evaluation. tell: called with every Progress."""
+    """The answers of one evaluation. on_progress: called with every EvaluationProgress."""
 
     def __init__(self, call: Call, on_progress: Callable[[EvaluationProgress], object] | None) -> None:
         self._call = call

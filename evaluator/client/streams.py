@@ -2,10 +2,10 @@
 
 Nothing here waits or sends; `Client` and `AsyncClient` do that, each in its own way, and hold to what this says:
 
-    take, finish      what the caller's iterable gives, while there is room
+    add, finish       what the caller's iterable gives, while there is room
     next_request      what to send, when it is due
-    answered          what the server says
-    ended, broke      how a stream came to its end
+    answer_received   what the server says
+    stream_ended, stream_failed  how a stream came to its end
     take_results      what to give to the caller
 """
 
@@ -45,7 +45,7 @@ class _Image:
 class PendingImages:
     """The images of one `classify_many`; for one thread at a time.
 
-    request: makes a request of an image; deadline: of all of them; ahead: so many images are held at most.
+    request: makes a request of an image; deadline: of all of them; max_pending: so many images are held at most.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class PendingImages:
         max_pending: int,
     ) -> None:
         if max_pending < 1:
-            raise UsageError(f"ahead is {max_pending}, but at least one image has to be held")
+            raise UsageError(f"max_pending is {max_pending}, but at least one image has to be held")
         request(b"")  # an option that cannot be is told now, not with the first image
         self.call = Call(settings, deadline, request_id)  # the stream, through all its attempts
         self._settings = settings
@@ -89,7 +89,7 @@ class PendingImages:
         """Whether every image has been answered and told."""
         return self.idle and not self._results
 
-    def take(self, given: object) -> None:
+    def add(self, given: object) -> None:
         """Take what the caller's iterable gave: an image, whose key is then its place among all, or key and image."""
         number = self._taken
         self._taken += 1
@@ -219,7 +219,7 @@ class AsyncExchange:
         self._changed = asyncio.Event()
         self._stream = 0
 
-    async def take(self, images: AsyncIterable[Any] | Iterable[Any]) -> None:
+    async def read_images(self, images: AsyncIterable[Any] | Iterable[Any]) -> None:
         """Take images while there is room, until there are no more of them."""
         error: BaseException | None = None
         try:
@@ -227,7 +227,7 @@ class AsyncExchange:
             while True:
                 while not self._pending.has_room:
                     await self._wait(None)
-                self._pending.take(await anext(each))
+                self._pending.add(await anext(each))
                 self._notify()
         except StopAsyncIteration:
             pass

@@ -122,7 +122,7 @@ class Client:
 
         images: (id, image), where an id may be anything; or images alone, whose ids are then 0, 1, 2 …; asked for the
         next one in another thread. Gives (id, answer), or (id, error) for an image that is refused: the others go on.
-        ahead: images that are held at most; no more are asked for while so many have no answer, or an answer that
+        max_pending: images that are held at most; no more are asked for while so many have no answer, or an answer that
         nobody has taken. timeout: seconds for all of them. The other arguments are those of `classify`.
 
         A stream that breaks is taken up again with what is unanswered, if the client's retries allow it; an image that
@@ -150,12 +150,12 @@ class Client:
         try:
             while exchange.wait_for_work():
                 if results := exchange.take_results():
-                    yield from map(_told, results)
+                    yield from map(_to_answer, results)
                     continue
                 stream = self._stub.ClassifyStream(exchange.open_stream(), **pending.call.begin())
                 try:
                     for response in stream:
-                        yield from map(_told, exchange.answer_received(response))
+                        yield from map(_to_answer, exchange.answer_received(response))
                     exchange.stream_ended()
                 except grpc.RpcError as failed:
                     exchange.stream_failed(failed)
@@ -240,9 +240,9 @@ def _unary_call(method: Callable[..., Any], request: object, call: Call) -> Any:
         time.sleep(pause)
 
 
-def _told(told: Result) -> tuple[Any, Answer | PreluNetError]:
-    key, result = told
-    return key, answer_from_message(result) if isinstance(result, pb.ClassifyResponse) else result
+def _to_answer(result: Result) -> tuple[Any, Answer | PreluNetError]:
+    key, outcome = result
+    return key, answer_from_message(outcome) if isinstance(outcome, pb.ClassifyResponse) else outcome
 
 
 # What `Client` needs for its streams: images and requests between threads.
@@ -270,7 +270,7 @@ class Exchange:
             while self._has_room():
                 given = next(each)
                 with self._changed:
-                    self._pending.take(given)
+                    self._pending.add(given)
                     self._changed.notify_all()
         except StopIteration:
             pass
@@ -316,7 +316,7 @@ class Exchange:
         """Take note of an answer; returns what there is to tell."""
         with self._changed:
             self._pending.answer_received(response)
-            return self._told()
+            return self._take_results()
 
     def stream_ended(self) -> None:
         """Take note that the server ended the stream, whose requests end too."""
@@ -333,9 +333,9 @@ class Exchange:
     def take_results(self) -> list[Result]:
         """Return what there is to tell."""
         with self._changed:
-            return self._told()
+            return self._take_results()
 
-    def _told(self) -> list[Result]:
+    def _take_results(self) -> list[Result]:
         self._changed.notify_all()  # there may be room now
         return self._pending.take_results()
 

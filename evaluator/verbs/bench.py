@@ -82,12 +82,12 @@ def bench(
         )  # fmt: skip
     except KeyboardInterrupt:
         raise Interrupted("interrupted; nothing was measured to its end, and nothing is kept") from None
-    told = {**_circumstances(session, model, dataset, evaluation_protocol, threads), **measured.to_json()}
-    told |= {"memory_foretold": need.total, "bound": describe_bottleneck(measured)}
-    told |= {"advice": advice(measured, _execution_settings(session))}
-    echo(json.dumps(told) if as_json else "\n".join(_lines(measured, need, told)))
+    result = {**_circumstances(session, model, dataset, evaluation_protocol, threads), **measured.to_json()}
+    result |= {"memory_foretold": need.total, "bound": describe_bottleneck(measured)}
+    result |= {"advice": advice(measured, _execution_settings(session))}
+    echo(json.dumps(result) if as_json else "\n".join(_lines(measured, need, result)))
     if output is not None:
-        write_atomically(output, (json.dumps(told, indent=2) + "\n").encode())
+        write_atomically(output, (json.dumps(result, indent=2) + "\n").encode())
 
 
 def _execution_settings(session: Session) -> ExecutionSettings:
@@ -117,7 +117,7 @@ def _circumstances(
     }
 
 
-def _lines(measured: Measurement, need: MemoryEstimate, told: dict[str, Any]) -> list[str]:
+def _lines(measured: Measurement, need: MemoryEstimate, result: dict[str, Any]) -> list[str]:
     """Return the table and what it means."""
     totals, together, usual = measured.totals, measured.images_together, measured.usually_together
     portions = f"in portions of {together}" + (f" (of {usual} in a run)" if together < usual else "")
@@ -126,7 +126,7 @@ def _lines(measured: Measurement, need: MemoryEstimate, told: dict[str, Any]) ->
     return [
         *_table(measured),
         "",
-        f"{measured.images:,} images{refused}, {totals.views:,} views, {told['protocol']['name']}, {portions}",
+        f"{measured.images:,} images{refused}, {totals.views:,} views, {result['protocol']['name']}, {portions}",
         f"{measured.seconds:.1f} s: {measured.images_per_second:.3g} images/s{speed}",
         f"wall time / time of computing alone {measured.wall_by_compute:.3f} ({measured.isolated.batches:,} of "
         f"{totals.batches:,} batches again); with all else at the same time computing takes {measured.slowed:.2f} times "
@@ -135,8 +135,8 @@ def _lines(measured: Measurement, need: MemoryEstimate, told: dict[str, Any]) ->
         f"{totals.canvas_changes:,} times",
         f"memory of this process {format_bytes(measured.memory)} at its peak, foretold at most {format_bytes(need.total)}",
         "",
-        told["bound"],
-        *(f"- {text}" for text in told["advice"]),
+        result["bound"],
+        *(f"- {text}" for text in result["advice"]),
     ]
 
 

@@ -33,8 +33,8 @@ def protocols(
     costs = protocol_costs(contract, height, width)
     if as_json:
         plain = [cost.to_json() for cost in costs]
-        told = {"model": model and model.name, "crop": contract.crop, "image": {"height": height, "width": width}}
-        echo(json.dumps({**told, "protocols": plain}, indent=2))
+        header = {"model": model and model.name, "crop": contract.crop, "image": {"height": height, "width": width}}
+        echo(json.dumps({**header, "protocols": plain}, indent=2))
         return
     subject = "Models A, B and C" if model is None else f"{model.name}: {contract.name}"
     echo(f"{subject}, crop {contract.crop} px; an image of {height}x{width} pixels (height x width)\n")

@@ -22,7 +22,7 @@ from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.rpc.status import code_of, reason_for, status_of
 
-QUICK = RetryPolicy(first=0.001, max_backoff=0.001, restart_timeout=0)
+QUICK = RetryPolicy(initial_backoff=0.001, max_backoff=0.001, restart_timeout=0)
 AT_ONCE = Overloaded("too much to do", retry_after=0.001)
 
 

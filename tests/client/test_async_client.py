@@ -304,7 +304,7 @@ def test_the_server_s_status_is_told_though_grpc_puts_its_own_in_the_place(late:
 
 
 def test_a_status_that_never_comes_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prelunet.evaluator.client.streams._PATIENCE", 0.01)
+    monkeypatch.setattr("prelunet.evaluator.client.streams._STATUS_TIMEOUT", 0.01)
 
     async def check() -> None:
         stream = Ending()

@@ -50,9 +50,11 @@ def pauses(of: Attempts, error: PreluNetError = TRANSIENT) -> list[float | None]
 
 
 def test_the_longest_wait_doubles_up_to_the_most_and_ends_with_the_attempts() -> None:
-    assert pauses(attempts(RetryPolicy(attempts=6, first=0.5, max_backoff=3))) == [0.5, 1, 2, 3, 3, None]
+    assert pauses(attempts(RetryPolicy(attempts=6, initial_backoff=0.5, max_backoff=3))) == [0.5, 1, 2, 3, 3, None]
     assert pauses(attempts(RetryPolicy.none())) == [None]
-    assert pauses(attempts(RetryPolicy(attempts=5000, first=0.5, max_backoff=1, retry_budget=5000)))[4998:] == [1, None]
+    assert pauses(attempts(RetryPolicy(attempts=5000, initial_backoff=0.5, max_backoff=1, retry_budget=5000)))[
+        4998:
+    ] == [1, None]
 
 
 def test_a_wait_is_drawn_between_nothing_and_the_longest() -> None:
@@ -62,14 +64,16 @@ def test_a_wait_is_drawn_between_nothing_and_the_longest() -> None:
         asked.append((low, high))
         return 0.75 * high
 
-    assert pauses(attempts(RetryPolicy(attempts=3, first=1, max_backoff=9), draw=draw)) == [0.75, 1.5, None]
+    assert pauses(attempts(RetryPolicy(attempts=3, initial_backoff=1, max_backoff=9), draw=draw)) == [0.75, 1.5, None]
     assert asked == [(0, 1), (0, 2)]
-    drawn = {Attempts(RetryPolicy(first=1), RetryBudget(RetryPolicy()), None).pause(TRANSIENT) for _ in range(20)}
+    drawn = {
+        Attempts(RetryPolicy(initial_backoff=1), RetryBudget(RetryPolicy()), None).pause(TRANSIENT) for _ in range(20)
+    }
     assert len(drawn) > 15, "all clients would come back at one moment"
 
 
 def test_what_an_overloaded_server_asks_to_wait_comes_on_top() -> None:
-    retries = RetryPolicy(attempts=3, first=0.5, max_backoff=3)
+    retries = RetryPolicy(attempts=3, initial_backoff=0.5, max_backoff=3)
     assert pauses(attempts(retries), Overloaded("full", retry_after=7)) == [7.5, 8, None]
     assert pauses(attempts(retries), Overloaded("full")) == [0.5, 1, None]
 
@@ -77,7 +81,7 @@ def test_what_an_overloaded_server_asks_to_wait_comes_on_top() -> None:
 def test_no_attempt_is_begun_that_could_not_begin_before_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("prelunet.evaluator.client.calls.time.monotonic", lambda: now[0])
-    of = attempts(RetryPolicy(attempts=9, first=1, max_backoff=9), deadline=103.0)
+    of = attempts(RetryPolicy(attempts=9, initial_backoff=1, max_backoff=9), deadline=103.0)
     assert of.begin() == 3
     assert of.pause(TRANSIENT) == 1
     now[0] = 101
@@ -95,25 +99,25 @@ def test_a_client_has_its_reserve_and_one_more_retry_for_so_many_answers() -> No
     for answers, expected in [(3, False), (1, True), (0, False), (8, True), (0, True), (0, False)]:
         for _ in range(answers):
             done.answer_received()
-        assert budget.take() is expected
+        assert budget.withdraw() is expected
     for _ in range(100):
         done.answer_received()
-    assert [budget.take() for _ in range(4)] == [True, True, True, False], "a reserve grows without end"
+    assert [budget.withdraw() for _ in range(4)] == [True, True, True, False], "a reserve grows without end"
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {"attempts": 0},
-        {"first": 0},
-        {"first": 6},
-        {"most": float("inf")},
-        {"most": float("nan")},
-        {"reserve": -1},
+        {"initial_backoff": 0},
+        {"initial_backoff": 6},
+        {"max_backoff": float("inf")},
+        {"max_backoff": float("nan")},
+        {"retry_budget": -1},
         {"answers_per_retry": 0},
-        {"restart": -1},
-        {"restart": float("inf")},
-        {"restart": float("nan")},
+        {"restart_timeout": -1},
+        {"restart_timeout": float("inf")},
+        {"restart_timeout": float("nan")},
     ],
 )
 def test_a_rule_that_cannot_be_is_refused(changes: dict) -> None:
@@ -314,7 +318,7 @@ ASKED = {
     "classify_many": lambda client: [(key, text_of(answer)) for key, answer in client.classify_many([b"cat", b"dog"])],
 }
 WANTED = {"classify": "cat", "models": ["six", "three"], "classify_many": [(0, "cat"), (1, "dog")]}
-SHORT = RetryPolicy(attempts=2, first=0.01, max_backoff=0.05, retry_budget=0)
+SHORT = RetryPolicy(attempts=2, initial_backoff=0.01, max_backoff=0.05, retry_budget=0)
 
 
 @pytest.mark.parametrize("method", ASKED)
@@ -371,7 +375,7 @@ def test_the_waits_for_an_absent_server_grow_to_the_most_and_fit_into_the_time_l
             found.append(pause)
             now[0] += pause
 
-    rule = RetryPolicy(attempts=1, first=1, max_backoff=4, retry_budget=0, restart_timeout=21)
+    rule = RetryPolicy(attempts=1, initial_backoff=1, max_backoff=4, retry_budget=0, restart_timeout=21)
     assert waits(attempts(rule)) == [
         1,
         2,
@@ -391,14 +395,14 @@ def test_the_waits_for_an_absent_server_grow_to_the_most_and_fit_into_the_time_l
 def test_an_absence_takes_no_attempt_and_begins_anew_after_any_other_failure_or_an_answer(monkeypatch) -> None:
     now = [100.0]
     monkeypatch.setattr("prelunet.evaluator.client.calls.time.monotonic", lambda: now[0])
-    of = attempts(RetryPolicy(attempts=3, first=1, max_backoff=4, restart_timeout=10))
+    of = attempts(RetryPolicy(attempts=3, initial_backoff=1, max_backoff=4, restart_timeout=10))
     pauses = []
     for absent in (True, True, False, True, True, False, False):
         of.begin()
         pauses.append(of.pause(TRANSIENT, absent=absent))
         now[0] += 4
     assert pauses == [1, 2, 1, 1, 2, 2, None]
-    of = attempts(RetryPolicy(first=1, max_backoff=4, restart_timeout=10))
+    of = attempts(RetryPolicy(initial_backoff=1, max_backoff=4, restart_timeout=10))
     assert of.pause(TRANSIENT, absent=True) == 1
     now[0] += 60
     of.answer_received()  # a stream may be answered for long in between

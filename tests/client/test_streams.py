@@ -308,7 +308,7 @@ def test_a_stream_whose_connection_is_reset_is_taken_up_again(client_of) -> None
         reset.wait(30)
 
     reset = threading.Event()
-    retries = replace(QUICK, most=0.2, attempts=50)
+    retries = replace(QUICK, max_backoff=0.2, attempts=50)
     with (
         served(ScriptedServicer(stall)) as address,
         Relay(address) as relay,
@@ -341,7 +341,7 @@ def test_what_the_iterable_raises_is_raised_after_the_answers_to_the_images_befo
 
 @pytest.mark.parametrize(
     ("options", "text"),
-    [({"top_k": 0}, "top_k is 0"), ({"ahead": 0}, "ahead is 0"), ({"scales": [0]}, "scales has 0"),
+    [({"top_k": 0}, "top_k is 0"), ({"max_pending": 0}, "max_pending is 0"), ({"scales": [0]}, "scales has 0"),
      ({"scales": [2**32]}, "scales has"), ({"request_id": "a b"}, "request_id is 'a b'")],
 )  # fmt: skip
 def test_an_option_that_cannot_be_is_refused_at_once(client_of, options: dict, text: str) -> None:
@@ -399,14 +399,14 @@ class Broken(grpc.RpcError):
 
 
 def test_what_is_known_is_told_before_a_stream_that_broke_is_taken_up_again() -> None:
-    settings = ClientSettings("there:1", None, RetryPolicy(first=10**6, most=10**6))
+    settings = ClientSettings("there:1", None, RetryPolicy(initial_backoff=10**6, max_backoff=10**6))
     pending = PendingImages(settings, classify_request, None, None, max_pending=3)
-    pending.take(b"cat")
+    pending.add(b"cat")
     assert pending.next_request().id == "0"
     pending.stream_failed(Broken())
     assert pending.seconds_until_work() > 1
     assert pending.next_request() is None
-    pending.take(b"x" * MAX_MESSAGE_BYTES)
+    pending.add(b"x" * MAX_MESSAGE_BYTES)
     assert pending.seconds_until_work() == 0
     assert [(key, type(error)) for key, error in pending.take_results()] == [(1, ImageError)]
     assert pending.seconds_until_work() > 1
@@ -414,13 +414,13 @@ def test_what_is_known_is_told_before_a_stream_that_broke_is_taken_up_again() ->
 
 def test_streams_to_a_server_that_is_not_there_count_as_no_attempt_of_their_images() -> None:
     pending = PendingImages(
-        ClientSettings("there:1", None, RetryPolicy(attempts=2, first=1e-9, most=1e-9)),
+        ClientSettings("there:1", None, RetryPolicy(attempts=2, initial_backoff=1e-9, max_backoff=1e-9)),
         classify_request,
         None,
         None,
         max_pending=3,
     )
-    pending.take(b"cat")
+    pending.add(b"cat")
     refused = Broken("connections to all backends failing; last error: Connection refused")
     for ending in (refused, refused, refused, Broken()):  # the first one that a server has seen is the last
         pending.call.begin()
@@ -432,7 +432,7 @@ def test_streams_to_a_server_that_is_not_there_count_as_no_attempt_of_their_imag
 
 
 def test_what_is_taken_while_a_stream_breaks_belongs_to_the_next_stream() -> None:
-    settings = ClientSettings("there:1", None, RetryPolicy(first=1e-9, most=1e-9))
+    settings = ClientSettings("there:1", None, RetryPolicy(initial_backoff=1e-9, max_backoff=1e-9))
     exchange = Exchange(PendingImages(settings, classify_request, None, None, max_pending=2), PETS[:2])
     requests = exchange.open_stream()
     assert next(requests).request.image == b"cat"
@@ -479,7 +479,7 @@ class Image(bytes):
         Image.alive -= 1
 
 
-@pytest.mark.parametrize("ahead", [1, 5])
+@pytest.mark.parametrize("max_pending", [1, 5])
 def test_no_more_images_are_held_than_asked_for(client_of, max_pending: int) -> None:
     asked, answered, most = 0, 0, 0
 

@@ -228,7 +228,7 @@ def test_a_wrong_protocol_cannot_exist(scales: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"),
+    ("name", "overrides"),
     [
         ("center", ProtocolOverrides()),
         ("center", ProtocolOverrides(mirror=True, apply_exif=True)),
