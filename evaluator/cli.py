@@ -1,7 +1,7 @@
-"""The program `prelunet VERB`. A verb is imported when it is called, so that `--help` stays instant.
+"""The program `prelunet VERB`. A verb is imported only when it is called, so `--help` is instant.
 
 Only this module prints errors and sets the exit code (docs/contract.md, "Exit codes"). Verbs of the layers above the
-evaluator are found through the entry-point group `prelunet.verbs`, so that nothing here imports them.
+evaluator are found through the entry-point group `prelunet.verbs`, so nothing here imports them.
 """
 
 import contextlib
@@ -36,8 +36,8 @@ from prelunet.evaluator.terminal import escape_unprintable
 class Verb:
     """A verb before it is imported.
 
-    target: `module:function`, or empty for one found by its entry point; configured: its options may stand in the
-    environment and in a file too.
+    target: `module:function`, empty for a verb found by its entry point; configurable: its options can also be set in
+    the environment and in a file.
     """
 
     help: str
@@ -45,25 +45,23 @@ class Verb:
     configurable: bool = False
 
 
-VERBS: dict[str, Verb] = {  # in the order of the work
-    "init": Verb("Write an initialised, untrained checkpoint."),
-    "import": Verb("Turn weights of one of our architectures, trained elsewhere, into a checkpoint."),
+VERBS: dict[str, Verb] = {  # in the usual order of use
+    "init": Verb("Write an initialized, untrained checkpoint."),
+    "import": Verb("Convert weights trained elsewhere, in one of our architectures, to a checkpoint."),
     "train": Verb("Train a net from a recipe; the same command resumes."),
-    "stats": Verb("Measure the mean of a training set, and how its colours vary."),
-    "inspect": Verb("Show what a checkpoint or a model file says of itself."),
-    "export": Verb("Turn a checkpoint into one ONNX file, dense head inside."),
-    "adopt": Verb("Wrap a foreign ONNX classifier of one image size into a model file."),
+    "stats": Verb("Measure the mean and the color variation of a training set."),
+    "inspect": Verb("Describe a checkpoint or a model file."),
+    "export": Verb("Export a checkpoint to one ONNX file, including the dense head."),
+    "adopt": Verb("Wrap a foreign fixed-size ONNX classifier into a model file."),
     "verify": Verb("Check a model on this machine with its golden images."),
-    "protocols": Verb(
-        "List the ways of looking at an image, and their cost.", "prelunet.evaluator.verbs.protocols:protocols"
-    ),
+    "protocols": Verb("List the evaluation protocols and their costs.", "prelunet.evaluator.verbs.protocols:protocols"),
     "classify": Verb(
-        "Classify images, with a model file or through a server.", "prelunet.evaluator.verbs.classify:classify"
+        "Classify images with a model file or through a server.", "prelunet.evaluator.verbs.classify:classify"
     ),
     "validate": Verb(
         "Evaluate a model on a dataset; the same command resumes.", "prelunet.evaluator.verbs.validate:validate"
     ),
-    "merge": Verb("Join the shards of a run to one run.", "prelunet.evaluator.verbs.merge:merge"),
+    "merge": Verb("Join the shards of a run into one run.", "prelunet.evaluator.verbs.merge:merge"),
     "ensemble": Verb("Average the scores of several models' runs.", "prelunet.evaluator.verbs.ensemble:ensemble"),
     "submission": Verb(
         "Write or check a file for the ILSVRC server.", "prelunet.evaluator.verbs.submission:submission"
@@ -71,22 +69,22 @@ VERBS: dict[str, Verb] = {  # in the order of the work
     "report": Verb(
         "Write report.json, classes.csv and report.html of a run.", "prelunet.evaluator.verbs.report:report"
     ),
-    "compare": Verb("Tell which of two runs is better, class by class.", "prelunet.evaluator.verbs.compare:compare"),
-    "bench": Verb("Measure where the time of an evaluation goes.", "prelunet.evaluator.verbs.bench:bench"),
+    "compare": Verb("Compare two runs, class by class.", "prelunet.evaluator.verbs.compare:compare"),
+    "bench": Verb("Measure where an evaluation spends its time.", "prelunet.evaluator.verbs.bench:bench"),
     "serve": Verb("Serve models over gRPC.", "prelunet.evaluator.verbs.serve:serve", configurable=True),
-    "doctor": Verb("Say what this machine can run, and what to mend.", "prelunet.evaluator.verbs.doctor:doctor"),
+    "doctor": Verb("Check what this machine can run, and what to fix.", "prelunet.evaluator.verbs.doctor:doctor"),
 }
 
 
 class LazyVerbs(typer.core.TyperGroup):
-    """A group that lists its verbs without importing them and loads only the one that is called."""
+    """A group that lists its verbs without importing them, and imports only the one that is called."""
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
         """Return the names of all verbs."""
         return list(VERBS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
-        """Return a stand-in that carries the help line: all that the list of verbs shows."""
+        """Return a placeholder with the help line, which is all that the list of verbs shows."""
         verb = VERBS.get(cmd_name)
         return verb and typer.core.TyperCommand(cmd_name, help=verb.help)
 
@@ -96,15 +94,14 @@ class LazyVerbs(typer.core.TyperGroup):
         return name, command and _load(name or ""), rest
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the verb; turn what the parser would swallow (Ctrl-C, a closed pipe) into our own exit codes."""
+        """Run the verb. Map what the parser would swallow (Ctrl-C, a closed pipe) to our own exit codes."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            text = "interrupted; what is done is kept, and the same command goes on from there"
-            raise Interrupted(text) from None
+            raise Interrupted("interrupted; finished work is kept, and the same command resumes") from None
         except ModuleNotFoundError as error:
             raise from_missing_module(error) or error from error
-        except BrokenPipeError:  # the reader of our output went away, as in `prelunet inspect FILE | head`
+        except BrokenPipeError:  # the reader of our output is gone, as in `prelunet inspect FILE | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
 
@@ -118,7 +115,7 @@ def _load(name: str) -> Any:
 
 
 def _class_of(verb: Verb) -> type[typer.core.TyperCommand] | None:
-    """Return what parses a verb's options, None for the usual."""
+    """Return the command class that parses a verb's options, None for the default one."""
     if not verb.configurable:
         return None
     from prelunet.evaluator.verbs.config_file import ConfigurableCommand
@@ -130,8 +127,8 @@ def _function_of(name: str) -> Callable[..., Any]:
     """Return the function behind a verb."""
     if target := VERBS[name].target:
         module, function = target.split(":")
-        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
-        return found
+        imported: Callable[..., Any] = getattr(importlib.import_module(module), function)
+        return imported
     (entry,) = importlib.metadata.entry_points(group="prelunet.verbs", name=name)
     loaded: Callable[..., Any] = entry.load()
     return loaded
@@ -140,8 +137,8 @@ def _function_of(name: str) -> Callable[..., Any]:
 _app = typer.Typer(cls=LazyVerbs, add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         sys.stdout.write(f"prelunet {importlib.metadata.version('prelunet')}\n")
         raise typer.Exit
 
@@ -152,29 +149,29 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    del version  # its callback has done the work
+    del version  # handled by its callback
 
 
 program = build_command(_app)
 
 
 def _on_sigterm(_signal: int, _frame: FrameType | None) -> None:
-    """Treat SIGTERM like Ctrl-C: verbs that keep state finish their step, the rest stop."""
+    """Treat SIGTERM like Ctrl-C: verbs that keep state finish their step, the others stop."""
     raise KeyboardInterrupt
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the program and exit with the code of docs/contract.md."""
+    """Run the program and exit with a code of docs/contract.md."""
     signal.signal(signal.SIGTERM, _on_sigterm)
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its own lines on stderr would only repeat what our errors say
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own lines on stderr would only repeat our errors
     code = run(arguments)
-    for number in (signal.SIGTERM, signal.SIGINT):  # a second one, while Python ends, would change the code
+    for number in (signal.SIGTERM, signal.SIGINT):  # a second signal during Python's shutdown would change the code
         signal.signal(number, signal.SIG_IGN)
     sys.exit(code)
 
 
 def run(arguments: list[str] | None = None) -> int:
-    """Run one command line and return its exit code; every error becomes one message on stderr."""
+    """Run one command line and return its exit code. Print every error as one message on stderr."""
     try:
         result = program.main(arguments, prog_name="prelunet", standalone_mode=False)
     except PreluNetError as error:
@@ -182,23 +179,23 @@ def run(arguments: list[str] | None = None) -> int:
     except OSError as error:
         return _fail(from_os_error(error))
     except MemoryError:
-        return _fail(EnvironmentFault("out of memory. Close other programs, or take a machine with more memory"))
-    except UnicodeEncodeError as error:  # bytes on the command line that are no UTF-8 and should go to a server
-        return _fail(UsageError(f"{error.object[:80]!a}: cannot be written as {error.encoding}. Give plain text"))
+        return _fail(EnvironmentFault("out of memory. Close other programs, or use a machine with more memory"))
+    except UnicodeEncodeError as error:  # an argument that is not UTF-8 but would be sent to a server
+        return _fail(UsageError(f"{error.object[:80]!a}: cannot be encoded as {error.encoding}. Use plain text"))
     except Exception as error:
-        if hasattr(error, "exit_code") and hasattr(error, "show"):  # the parser's own complaints
-            complaint = io.StringIO()
-            error.show(complaint)
-            sys.stderr.write(escape_unprintable(complaint.getvalue(), newlines=True))
+        if hasattr(error, "exit_code") and hasattr(error, "show"):  # an error of the parser
+            message = io.StringIO()
+            error.show(message)
+            sys.stderr.write(escape_unprintable(message.getvalue(), newlines=True))
             return int(error.exit_code)
         raise
     return result if isinstance(result, int) else 0
 
 
 def _fail(error: PreluNetError) -> int:
-    if not str(error):  # another process of the same work tells it
+    if not str(error):  # another process of the same job reports it
         return error_status(error).exit_code
-    with contextlib.suppress(OSError, AttributeError):  # nobody reads it, or there is no stderr: the code says it still
+    with contextlib.suppress(OSError, AttributeError):  # stderr is closed or absent; the exit code still tells
         sys.stderr.write(escape_unprintable(f"prelunet: {error}\n", newlines=True))
         sys.stderr.flush()
     return error_status(error).exit_code

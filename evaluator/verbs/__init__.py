@@ -1,1 +1,1 @@
-"""One module a verb of the command line: options in, library call, answer out. `evaluator.cli` runs them."""
+"""One module per verb of the command line: options in, library call, result out. `evaluator.cli` runs them."""

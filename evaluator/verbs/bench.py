@@ -1,4 +1,4 @@
-"""`prelunet bench`: where the time of an evaluation goes, and what to change."""
+"""`prelunet bench`: where an evaluation spends its time, and what to change."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ def bench(
     *,
     model: ModelOption,
     data: Annotated[
-        Path, typer.Option(help="Folder, .tar, .tar.gz or .zip of images; labels are not needed (docs/datasets.md).")
+        Path, typer.Option(help="Folder, .tar, .tar.gz or .zip of images; no labels needed (docs/datasets.md).")
     ],
     protocol: ProtocolOption = None,
     scales: ScalesOption = None,
@@ -49,21 +49,21 @@ def bench(
     device: DeviceOption = "auto",
     precision: PrecisionOption = None,
     threads: Annotated[
-        int, typer.Option(min=0, max=1024, help="Threads of the model and of decoding; 0 is one per core.")
+        int, typer.Option(min=0, max=1024, help="Threads for the model and for decoding; 0 uses one per core.")
     ] = 0,
     gpus: GpusOption = 1,
     memory: MemoryOption = None,
     gpu_memory: GpuMemoryOption = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="So many images, spread evenly over all, however long they take.")
+        int | None, typer.Option(min=1, help="Measure this many images, evenly spaced, however long they take.")
     ] = None,
     seconds: Annotated[
-        float, typer.Option(min=0.1, max=86_400, help="Without --limit: about how long to measure, warm-up apart.")
+        float, typer.Option(min=0.1, max=86_400, help="Without --limit: approximate duration, excluding warm-up.")
     ] = 60.0,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the JSON to this file too.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Also write the JSON to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure where the time of `prelunet validate` goes with these options, and say what to change."""
+    """Measure where `prelunet validate` spends its time with these options, and suggest what to change."""
     if output is not None:
         require_writable(output)
     placement = placement_from_options(device, precision, threads, memory, gpu_memory)
@@ -73,7 +73,7 @@ def bench(
     echo(f"{model.name}: {session.contract.name} on {session.circumstances}", err=True)
     dataset = open_images(data, session.contract.classes)
     info = build_run_info(session, model.name, describe_dataset(dataset), evaluation_protocol, memory=placement.memory)
-    assert info.batching is not None, "a run that computes says how"
+    assert info.batching is not None
     need = estimate_run_memory(session, evaluation_protocol, info.chunk, dataset.samples, sessions=len(sessions))
     try:
         measured = benchmark(
@@ -81,7 +81,7 @@ def bench(
             threads=threads, images=limit, seconds=seconds, report=lambda text: echo(text, err=True),
         )  # fmt: skip
     except KeyboardInterrupt:
-        raise Interrupted("interrupted; nothing was measured to its end, and nothing is kept") from None
+        raise Interrupted("interrupted; the measurement is incomplete, and nothing was saved") from None
     result = {**_circumstances(session, model, dataset, evaluation_protocol, threads), **measured.to_json()}
     result |= {"memory_foretold": need.total, "bound": describe_bottleneck(measured)}
     result |= {"advice": advice(measured, _execution_settings(session))}
@@ -106,7 +106,7 @@ def _execution_settings(session: Session) -> ExecutionSettings:
 def _circumstances(
     session: Session, model: Path, dataset: Dataset, protocol: EvaluationProtocol, threads: int
 ) -> dict[str, Any]:
-    """Return what the numbers are of."""
+    """Return what was measured: model, dataset, protocol, machine."""
     return {
         "model": {"file": model.name, "sha256": session.model_sha256, "architecture": session.contract.name},
         "dataset": {"name": dataset.location.name, "images": len(dataset.samples)},
@@ -118,22 +118,22 @@ def _circumstances(
 
 
 def _lines(measured: Measurement, need: MemoryEstimate, result: dict[str, Any]) -> list[str]:
-    """Return the table and what it means."""
+    """Return the table and its explanation."""
     totals, together, usual = measured.totals, measured.images_together, measured.usually_together
-    portions = f"in portions of {together}" + (f" (of {usual} in a run)" if together < usual else "")
+    portions = f"in portions of {together}" + (f" ({usual} in a run)" if together < usual else "")
     refused = f", {measured.refused:,} of them refused" if measured.refused else ""
-    speed = "" if measured.gflops is None else f", {measured.gflops:,.0f} GFLOP/s without padding"
+    speed = "" if measured.gflops is None else f", {measured.gflops:,.0f} GFLOP/s excluding padding"
     return [
         *_table(measured),
         "",
         f"{measured.images:,} images{refused}, {totals.views:,} views, {result['protocol']['name']}, {portions}",
         f"{measured.seconds:.1f} s: {measured.images_per_second:.3g} images/s{speed}",
-        f"wall time / time of computing alone {measured.wall_by_compute:.3f} ({measured.isolated.batches:,} of "
-        f"{totals.batches:,} batches again); with all else at the same time computing takes {measured.slowed:.2f} times "
-        "as long",
+        f"wall time / compute time in isolation {measured.wall_by_compute:.3f} ({measured.isolated.batches:,} of "
+        f"{totals.batches:,} batches repeated); alongside the other stages, computing takes {measured.slowed:.2f} "
+        "times as long",
         f"padding {totals.padding:.1%}; {totals.batches:,} batches of {measured.canvases:,} canvases, changed "
         f"{totals.canvas_changes:,} times",
-        f"memory of this process {format_bytes(measured.memory)} at its peak, foretold at most {format_bytes(need.total)}",
+        f"peak memory of this process {format_bytes(measured.memory)}, estimated maximum {format_bytes(need.total)}",
         "",
         result["bound"],
         *(f"- {text}" for text in result["advice"]),
@@ -141,10 +141,10 @@ def _lines(measured: Measurement, need: MemoryEstimate, result: dict[str, Any]) 
 
 
 def _table(measured: Measurement) -> list[str]:
-    """Return the lines of the table of stages; share: of the time of the threads that do it."""
+    """Return the lines of the table of stages. The share is of the time of the threads that run the stage."""
     rows = [HEADERS]
     for stage in STAGES:
-        if stage != "write":  # nothing is written
+        if stage != "write":  # bench writes nothing
             seconds = measured.totals.seconds[stage]
             numbers = f"{seconds:.2f}", f"{1000 * seconds / measured.images:.2f}", f"{measured.share(stage):.1%}"
             rows.append((stage, str(measured.threads_of(stage)), *numbers))

@@ -1,4 +1,4 @@
-"""`prelunet classify`: the best classes of images, from a model file or through a server."""
+"""`prelunet classify`: the top classes of images, from a model file or a server."""
 
 import json
 import sys
@@ -36,34 +36,37 @@ def classify(
     images: Annotated[list[str], typer.Argument(help="Image files; - reads one from stdin.", metavar="IMAGE...")],
     model: OptionalModelOption = None,
     server: Annotated[str | None, typer.Option(help="HOST:PORT of a running `prelunet serve`.")] = None,
-    name: Annotated[str | None, typer.Option(help="Which of the server's models; needed if it has several.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the model on the server; required if it serves several.")
+    ] = None,
     protocol: ProtocolOption = None,
     top: Annotated[
-        int | None, typer.Option(min=1, help="How many classes to tell (default: 5, or all where there are fewer).")
+        int | None, typer.Option(min=1, help="Number of classes to print (default: 5, or all if there are fewer).")
     ] = None,
     device: Annotated[
         Device | None,
         typer.Option(
-            help="Where the model file runs: cpu, openvino, cuda, or auto (default): CUDA where it comes up, else cpu."
+            help="Device that runs the model file: cpu, openvino, cuda, or auto (default): CUDA if available, else cpu."
         ),
     ] = None,
     precision: PrecisionOption = None,
-    heatmap: Annotated[
-        Path | None, typer.Option(help="PNG file to draw: where each of the 5 best classes is seen.")
-    ] = None,
-    exif: Annotated[bool, typer.Option("--exif", help="Obey the camera's note on rotation.")] = False,
+    heatmap: Annotated[Path | None, typer.Option(help="PNG file to write: heat maps of the 5 top classes.")] = None,
+    exif: Annotated[bool, typer.Option("--exif", help="Apply EXIF orientation.")] = False,
     timeout: Annotated[
-        float | None, typer.Option(min=0.001, help=f"Seconds for a server's answer (default: {DEFAULT_TIMEOUT:g}).")
+        float | None,
+        typer.Option(min=0.001, help=f"Timeout of a server's answer in seconds (default: {DEFAULT_TIMEOUT:g})."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per image and line.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per line, one for each image.")
+    ] = False,
 ) -> None:
-    """Classify images, with a model file or through a server; both give the same answer."""
+    """Classify images with a model file or through a server; both give the same answer."""
     if heatmap is not None and len(images) != 1:
-        raise UsageError(f"--heatmap draws one image, not {len(images)}. Call it once for each image")
+        raise UsageError(f"--heatmap draws one image, not {len(images)}. Run the command once for each image")
     with ExitStack() as stack:
         if model is not None and server is None:
             if name is not None or timeout is not None:
-                raise UsageError("--name and --timeout belong to --server; leave them out with --model")
+                raise UsageError("--name and --timeout require --server; leave them out with --model")
             session = open_session(model, device or "auto", precision=precision)
             echo(f"{model.name}: {session.contract.name} on {session.circumstances}", err=True)
             evaluation_protocol = protocol_from_options(protocol, session.contract, exif=exif)
@@ -73,12 +76,10 @@ def classify(
             )
         elif server is not None and model is None:
             if device is not None or precision is not None:
-                raise UsageError("--device and --precision belong to --model: a server has chosen them at its start")
+                raise UsageError("--device and --precision require --model: a server chooses them when it starts")
             from prelunet.evaluator.client import Client, RetryPolicy
 
-            retries = RetryPolicy(
-                restart_timeout=0
-            )  # who sits before a terminal wants to hear soon that nothing listens there
+            retries = RetryPolicy(restart_timeout=0)  # at a terminal, fail fast if no server is listening
             client = stack.enter_context(Client(server, timeout=timeout or DEFAULT_TIMEOUT, retries=retries))
             classify_image = partial(
                 client.classify,
@@ -94,7 +95,7 @@ def classify(
 
 
 def _classify_all(images: Sequence[str], classify_image: ClassifyImage, heatmap: Path | None, *, as_json: bool) -> None:
-    """Print the answer of every image that has one; raise at the end if there was one that has none."""
+    """Print the answer for each image. Raise ImageError at the end if any image could not be classified."""
     failed = 0
     for file in images:
         try:
@@ -116,7 +117,7 @@ def _classify_all(images: Sequence[str], classify_image: ClassifyImage, heatmap:
 
 
 def _read(file: str) -> bytes:
-    """Return the bytes of a file or of stdin, at most so many that decoding refuses them; ImageError if unreadable."""
+    """Return the bytes of a file or stdin, at most one more than decoding accepts. ImageError if unreadable."""
     limit = DecodeLimits.max_bytes + 1
     try:
         if file == "-":
@@ -129,21 +130,21 @@ def _read(file: str) -> bytes:
 
 
 def _lines(file: str, answer: Answer) -> str:
-    """Return an answer for people."""
+    """Format an answer for a terminal."""
     names = [p.name if p.name == p.wnid else f"{p.name} ({p.wnid})" for p in answer.predictions]
     classes = [f"  {p.score:7.2%}  {name}" for p, name in zip(answer.predictions, names, strict=True)]
-    cut = ["  only the centre was looked at: the image is too elongated"] if answer.capped else []
+    cut = ["  the image is too elongated: only its center was evaluated"] if answer.capped else []
     return "\n".join([file, *classes, *cut])
 
 
 def _local_classifier(
     session: Session, name: str, protocol: EvaluationProtocol, top: int, *, heatmap: bool
 ) -> ClassifyImage:
-    """Answer with a session of our own."""
+    """Return a function that classifies with a local session."""
 
     def classify_image(data: bytes) -> Answer:
         image = decode_image(data, apply_exif=protocol.apply_exif)
-        if session.placement.device != "cuda":  # how much a GPU has, its runtime tells
+        if session.placement.device != "cuda":  # a GPU's runtime reports its own memory
             require_view_fits(session.contract, protocol, (image.height, image.width), machine_memory())
         (classified,) = classify_images(session, [image], protocol, keep_windows=heatmap)
         picture = b""

@@ -1,4 +1,4 @@
-"""`prelunet compare`: two runs on the same images, class by class (the paper's Fig. 7)."""
+"""`prelunet compare`: compare two runs on the same images, class by class (the paper's Fig. 7)."""
 
 import math
 from pathlib import Path
@@ -18,32 +18,35 @@ Metric = Literal["top1", "top5", "both"]
 
 def compare(
     a: Annotated[Path, typer.Argument(help="Folder of a finished run: the baseline.")],
-    b: Annotated[Path, typer.Argument(help="Folder of the run that is compared with it, on the same dataset.")],
+    b: Annotated[Path, typer.Argument(help="Folder of the run to compare with it, on the same dataset.")],
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for compare.json, .csv and .html. Default: B/report/compared-with-NAME-OF-A."),
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="Folder or archive of the images, for those that flipped; else where the runs found them."),
+        typer.Option(
+            help="Folder or archive of the images, to show those whose result changed. Default: where the runs found "
+            "them."
+        ),
     ] = None,
     fail_if_worse: Annotated[
         float | None,
         typer.Option(
             metavar="POINTS",
             min=0,
-            help="Exit with 6 when B's error is more than so many points above A's: over the images that both "
-            "evaluated, or over all that A evaluated with those that B refused counted as wrong.",
+            help="Exit with code 6 if B's error exceeds A's by more than this many percentage points: over the images "
+            "that both evaluated, or over all that A evaluated, with those that B refused counted as wrong.",
         ),
     ] = None,
-    metric: Annotated[Metric, typer.Option(help="Which error --fail-if-worse looks at.")] = "both",
+    metric: Annotated[Metric, typer.Option(help="Error that --fail-if-worse checks.")] = "both",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print compare.json to stdout instead of the summary.")
     ] = False,
 ) -> None:
-    """Compare run B with run A, the baseline: which is better, by how much, and is it chance."""
+    """Compare run B with run A, the baseline: which is better, by how much, and could it be chance."""
     if fail_if_worse is not None and not math.isfinite(fail_if_worse):
-        raise UsageError(f"--fail-if-worse {fail_if_worse}: give a number of points, as --fail-if-worse 0.5")
+        raise UsageError(f"--fail-if-worse {fail_if_worse}: give a number of points, e.g. --fail-if-worse 0.5")
     written = write_comparison(a, b, out=out, data=data)
     echo(json_bytes(written.comparison).decode("ascii") if as_json else summary(written), end="")
     if refused := written.comparison["refused_by_b_only"]:
@@ -53,41 +56,42 @@ def compare(
 
 
 def check_not_worse(comparison: Comparison, points: float, metric: Metric) -> None:
-    """Raise CheckFailed when B's error is more than so many points above A's, or when that cannot be told.
+    """Raise CheckFailed if B's error exceeds A's by more than `points`, or if no image can be compared.
 
-    metric: which error. Differences are taken as compare.json has them, with 4 decimals: over the images that both
-    evaluated, and over all that A evaluated with those that B refused counted as wrong, or B could pass by refusing.
+    metric: error to check. Differences are those of compare.json, with 4 decimals: over the images that both
+    evaluated, and over all that A evaluated. The latter counts images that B refused as wrong; otherwise B could pass
+    by refusing images.
     """
     if not comparison["evaluated"]:
-        raise CheckFailed("no image was evaluated in both runs, so it cannot be told whether B is worse than A")
-    looked_at = METRICS if metric == "both" else [metric]
-    if worse := [text for key in looked_at if (text := _regression(comparison, key, points))]:
+        raise CheckFailed("no image was evaluated in both runs, so it is unknown whether B is worse than A")
+    checked = METRICS if metric == "both" else [metric]
+    if worse := [text for key in checked if (text := _regression(comparison, key, points))]:
         raise CheckFailed(f"B is worse than A by more than {points:g} points: {'; '.join(worse)}")
 
 
 def _regression(comparison: Comparison, key: str, points: float) -> str | None:
-    """Return by how much B is worse by one metric, in words; None where it is within the points."""
+    """Describe by how much B is worse in one metric; None if it is within `points`."""
     a, b, found = comparison["a"], comparison["b"], comparison[key]
     title = f"top-{METRICS[key]} error"
     if found["difference"] > points:
         return f"{title} {b[f'{key}_error']:.2f} % against {a[f'{key}_error']:.2f} %, {found['difference']:+g} points"
     if found["difference_with_refusals"] > points:
         return (
-            f"{title} {found['difference_with_refusals']:+g} points, where the images that B refused and A did not "
-            f"({comparison['refused_by_b_only']:,}) count as wrong in B; {found['difference']:+g} without them"
+            f"{title} {found['difference_with_refusals']:+g} points, counting the images that only B refused "
+            f"({comparison['refused_by_b_only']:,}) as wrong in B; {found['difference']:+g} without them"
         )
     return None
 
 
 def _refusals(images: int) -> str:
     return (
-        f"warning: B refused {images:,} image{'s' if images > 1 else ''} that A evaluated, left out of both errors; "
+        f"warning: B refused {images:,} image{'s' if images > 1 else ''} that A evaluated. Both errors leave them out; "
         "--fail-if-worse also counts them as wrong in B"
     )
 
 
 def summary(written: WrittenComparison) -> str:
-    """Return what a person wants to see first, and where the rest is."""
+    """Return the main result and the paths of the files."""
     comparison = written.comparison
     lines = [_run(comparison, "a", "A, the baseline"), _run(comparison, "b", "B")]
     left_out = comparison["images"] - comparison["evaluated"]
@@ -111,27 +115,28 @@ def _run(comparison: Comparison, side: str, name: str) -> str:
         f"top-{k} {run[f'{key}_error']:.2f} %" for key, k in METRICS.items() if run[f"{key}_error"] is not None
     )
     protocol = run["protocol"]
-    looked_at = f"{protocol['name']} ({describe_protocol(protocol)})"
+    views = f"{protocol['name']} ({describe_protocol(protocol)})"
     on = {}
     for key in ("a", "b"):
         circumstances = comparison[key]["circumstances"]
         on[key] = f"{short_provider(circumstances)} {circumstances['precision']}"
     where = f", {on[side]}" if on["a"] != on["b"] else ""
-    return f"{name}: {run['model']['file']} ({run['model']['architecture']}), {looked_at}{where}  {errors}".rstrip()
+    return f"{name}: {run['model']['file']} ({run['model']['architecture']}), {views}{where}  {errors}".rstrip()
 
 
 def _metric(comparison: Comparison, key: str) -> list[str]:
-    """Return the lines on one metric: who is better, by how much, how surely, and how many classes moved."""
+    """Return the lines on one metric: the better run, the difference, its significance, and how many classes moved."""
     found, title = comparison[key], f"top-{METRICS[key]}"
     if found["difference"] is None:
         return [f"{title}: {judgement(found)}"]
     low, high = found["interval"]
-    stand = found["classes_improved_that_stand"] + found["classes_worse_that_stand"]
+    significant = found["classes_improved_that_stand"] + found["classes_worse_that_stand"]
     return [
         f"{title}: {judgement(found)}: {signed(found['difference'], minus='-')} points of error, "
         f"95 % interval {signed(low, minus='-')} to {signed(high, minus='-')}",
         f"  images: {found['only_a_wrong']:,} wrong in A only, {found['only_b_wrong']:,} wrong in B only; "
         f"McNemar {format_p_value(found['p'])}",
         f"  classes: {found['classes_improved']:,} improved, {found['classes_unchanged']:,} unchanged, "
-        f"{found['classes_worse']:,} worse; {stand:,} of these differences stand at 5 % (Benjamini-Hochberg)",
+        f"{found['classes_worse']:,} worse; {significant:,} of these differences are significant at the 5 % level "
+        "(Benjamini-Hochberg)",
     ]

@@ -1,4 +1,4 @@
-"""`prelunet doctor`: what this machine can run, and whether it is set up right."""
+"""`prelunet doctor`: what this machine can run, and whether it is set up correctly."""
 
 import json
 from pathlib import Path
@@ -29,15 +29,19 @@ def doctor(
     device: DeviceOption = "auto",
     precision: PrecisionOption = None,
     threads: ThreadsOption = 0,
-    server: Annotated[str | None, typer.Option(help="HOST:PORT of a running server, which is asked too.")] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, max=600, help="Seconds for each of a server's answers.")] = 5.0,
-    host: Annotated[str, typer.Option(help="Address on which a server should listen.")] = ServeOptions.host,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port that should be free for it.")] = ServeOptions.port,
+    server: Annotated[str | None, typer.Option(help="HOST:PORT of a running server to check too.")] = None,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, max=600, help="Timeout of each request to the server, in seconds.")
+    ] = 5.0,
+    host: Annotated[str, typer.Option(help="Address that a server would listen on.")] = ServeOptions.host,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port that should be free for a server.")
+    ] = ServeOptions.port,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Say what this machine can run and whether it is set up right; with --model and --server, these too.
+    """Check what this machine can run and whether it is set up correctly; also check --model and --server.
 
-    Exits 6 when something is wrong, with what to do about it.
+    Exits 6 if something is wrong, and says how to fix it.
     """
     if server is not None:
         from prelunet.evaluator.client.channel import checked_address
@@ -58,7 +62,7 @@ def doctor(
         count = f"{len(wrong)} of {len(findings)} findings {'is' if len(wrong) == 1 else 'are'} wrong:"
         if as_json:
             raise CheckFailed("\n".join([count, *map(_line, wrong)]))
-        raise CheckFailed(f"{count} {', '.join(finding.name for finding in wrong)}. The table says what to do")
+        raise CheckFailed(f"{count} {', '.join(finding.name for finding in wrong)}. The table says how to fix them")
 
 
 def _need(path: Path, session: Session) -> int:
@@ -72,6 +76,6 @@ def _line(finding: Finding) -> str:
 def _print(findings: list[Finding]) -> None:
     table = Table("", "", "", show_header=False)
     for finding in findings:
-        mend = f"\n→ {finding.mend}" if finding.mend else ""
-        table.add_row(finding.state, finding.name, escape_unprintable(finding.told + mend, newlines=True))
+        fix = f"\n→ {finding.mend}" if finding.mend else ""
+        table.add_row(finding.state, finding.name, escape_unprintable(finding.told + fix, newlines=True))
     Console(markup=False, highlight=False).print(table)

@@ -1,4 +1,4 @@
-"""What `prelunet doctor` looks at: one finding for each thing that can be right or wrong with a machine."""
+"""The checks of `prelunet doctor`: one finding for each thing that can be wrong with a machine."""
 
 import importlib.metadata
 import os
@@ -33,9 +33,10 @@ State = Literal["ok", "note", "wrong"]
 _PACKAGES = ("prelunet", "numpy", "pillow", "grpcio", "protobuf", "prometheus-client")
 _DISTRIBUTIONS = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino")  # of one import package
 _ROUND_TRIPS = 20
+_VERIFY = "prelunet verify MODEL.onnx"
 
-# A model file without metadata, of the contract's inputs and outputs: scores are the softmax of the mean of a 1x1
-# convolution of 3 to 2 channels, weights (1, 0, -1) / 64 and (0, 1, 0) / 64. tests/verbs/test_doctor.py writes it anew.
+# A model file without metadata, with the contract's inputs and outputs: scores are the softmax of the mean of a 1x1
+# convolution from 3 to 2 channels, weights (1, 0, -1) / 64 and (0, 1, 0) / 64. tests/verbs/test_doctor.py rebuilds it.
 PROBE_MODEL = b64decode(
     "CAo6nQQKHAoGaW1hZ2VzEgFmIgRDYXN0KgkKAnRvGAGgAQIKJAoBZhIBdCIJVHJhbnNwb3NlKhEKBHBlcm1AAEADQAFAAqABBwomCgF0CgF3EgFj"
     "IgRDb252KhUKDGtlcm5lbF9zaGFwZUABQAGgAQcKGQoBYxIBcCIRR2xvYmFsQXZlcmFnZVBvb2wKFAoBcBIGbG9naXRzIgdGbGF0dGVuCi8KBmxv"
@@ -49,10 +50,10 @@ PROBE_MODEL = b64decode(
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
-    state: `note` is for what works, but not as it could; told: what was found; mend: what to do, empty where nothing;
-    facts: the same for programs.
+    told: what was found; state: `note` means that it works, but could work better; mend: how to fix it, empty if there
+    is nothing to fix; facts: the findings for programs. The field names are keys of the JSON output.
     """
 
     name: str
@@ -62,12 +63,12 @@ class Finding:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
+        """Return the finding as plain data."""
         return asdict(self)
 
 
 def check_machine(host: str, port: int) -> Iterator[Finding]:
-    """Yield what there is to say of this machine and this environment."""
+    """Check this machine and its environment."""
     yield _versions()
     yield _runtime()
     yield from _devices()
@@ -90,7 +91,7 @@ def _version(package: str) -> str:
 
 
 def _runtime() -> Finding:
-    """Find the one onnxruntime; two of them overwrite each other."""
+    """Check that exactly one onnxruntime is installed; two overwrite each other's files."""
     found = {name: version for name in _DISTRIBUTIONS if (version := _version(name)) != "not installed"}
     told = ", ".join(f"{name} {version}" for name, version in found.items()) or "none"
     try:
@@ -101,7 +102,7 @@ def _runtime() -> Finding:
 
 
 def _devices() -> Iterator[Finding]:
-    """Try each device with a model that every one of them can run."""
+    """Try each device with a small model that all of them can run."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trial.onnx"
         path.write_bytes(PROBE_MODEL)
@@ -119,7 +120,7 @@ def _cpu(path: Path) -> Finding:
 
 def _openvino(path: Path) -> Finding:
     if _version("openvino") == "not installed":
-        told = "openvino is not installed; it computes faster on a CPU"
+        told = "openvino is not installed; it is faster on a CPU"
         return Finding("device openvino", told, "note", install_hint("openvino"), {"precisions": []})
     failures: dict[openvino.CpuPrecision, str] = {
         precision: _failure(partial(openvino.load, path, precision), precision) for precision in openvino.HINTS
@@ -129,22 +130,24 @@ def _openvino(path: Path) -> Finding:
     if "fp32" not in precisions:
         return Finding("device openvino", "does not compute", "wrong", failures["fp32"], facts)
     told = f"computes in {' and '.join(precisions)}"
-    return Finding("device openvino", told if "bf16" in precisions else f"{told}; this CPU knows no bf16", facts=facts)
+    return Finding(
+        "device openvino", told if "bf16" in precisions else f"{told}; this CPU does not support bf16", facts=facts
+    )
 
 
 def _cuda(path: Path) -> Finding:
-    """Try every GPU that is visible."""
+    """Try every visible GPU."""
     gpus = visible_gpus()
     try:
-        known = onnx.has_cuda_provider()
-    except PreluNetError:  # told above
-        known = False
+        has_cuda = onnx.has_cuda_provider()
+    except PreluNetError:  # reported by _runtime
+        has_cuda = False
     facts: dict[str, Any] = {"visible": gpus, "names": []}
     if not gpus:
-        told = "no GPU is visible" + ("; this onnxruntime could use one" if known else "")
+        told = "no GPU is visible" + ("; this onnxruntime could use one" if has_cuda else "")
         return Finding("device cuda", told, facts=facts)
-    if not known:
-        told = f"{gpus} GPUs are visible, but this onnxruntime knows no CUDA"
+    if not has_cuda:
+        told = f"{gpus} GPUs are visible, but this onnxruntime does not support CUDA"
         return Finding("device cuda", told, "note", f"in a fresh environment: {install_hint('gpu')}", facts)
     failures = []
     for gpu in range(gpus):
@@ -162,7 +165,7 @@ def _on_gpu(path: Path, gpu: int, names: list[str]) -> LoadedModel:
 
 
 def _failure(load: Callable[[], LoadedModel], precision: str) -> str:
-    """Return why the trial model cannot be loaded or does not give its scores; empty when all is well."""
+    """Return why the probe model cannot be loaded or its scores are wrong; empty if it works."""
     images = np.zeros((1, 3, 4, 3), np.uint8)
     images[..., 0], images[..., 1] = 64, 128
     try:
@@ -175,14 +178,14 @@ def _failure(load: Callable[[], LoadedModel], precision: str) -> str:
     expected = np.exp([[1.0, 2.0]]) / np.exp([[1.0, 2.0]]).sum()
     off = float(np.abs(scores - expected).max())
     if not off <= tolerance_of(precision).scores:
-        return f"a trial of two classes is off by {off:.1e}: this device, or its driver, computes wrongly"
+        return f"the scores of a test model are off by {off:.1e}: this device or its driver computes wrong results"
     return ""
 
 
 def _processor() -> Finding:
-    there, usable = os.cpu_count() or 1, cores()
-    told = f"{usable} of {there} cores can be used" if usable < there else f"{there} cores"
-    return Finding("processor", told, facts={"cores": there, "usable": usable})
+    present, usable = os.cpu_count() or 1, cores()
+    told = f"{usable} of {present} cores are usable" if usable < present else f"{present} cores"
+    return Finding("processor", told, facts={"cores": present, "usable": usable})
 
 
 def _memory() -> Finding:
@@ -191,15 +194,14 @@ def _memory() -> Finding:
 
 
 def _open_files(connections: int) -> Finding:
-    """Compare the limit of open files with what a server's connections take; it raises the soft one by itself."""
+    """Compare the open-file limit with the needs of a server, which raises the soft limit by itself."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     facts = {"soft": soft, "hard": hard}
-    told = f"{soft}, can be raised to {'any' if hard == resource.RLIM_INFINITY else hard}"
+    told = f"{soft}, can be raised {'without limit' if hard == resource.RLIM_INFINITY else f'to {hard}'}"
     if hard != resource.RLIM_INFINITY and hard < connections + RESERVED_FILES:
-        room = hard - RESERVED_FILES  # where there is none, `serve` does not start
-        smaller = f" or serve with --max-connections {room} instead of {connections}" if room > 0 else ""
-        mend = f"raise it (ulimit -Hn){smaller}"
-        return Finding("open files", told, "note", mend, facts)
+        available = hard - RESERVED_FILES  # below 1, `serve` does not start
+        smaller = f", or serve with --max-connections {available} instead of {connections}" if available > 0 else ""
+        return Finding("open files", told, "note", f"raise it (ulimit -Hn){smaller}", facts)
     return Finding("open files", told, facts=facts)
 
 
@@ -208,22 +210,25 @@ def _port(host: str, port: int) -> Finding:
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC: a connection that just ended is none
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: ignore connections just closed
             trial.bind(address)
     except OSError as error:
-        mend = "serve with another --port, unless it is your server that has it"
-        return Finding("port", f"{host}:{port}: {error.strerror or error}", "note", mend, facts)
+        fix = "serve with another --port, unless your own server is using this one"
+        return Finding("port", f"{host}:{port}: {error.strerror or error}", "note", fix, facts)
     return Finding("port", f"{host}:{port} is free", facts=facts)
 
 
 def check_model(path: Path, placement: Placement, estimate_memory: Callable[[Session], int]) -> Finding:
-    """Load a model, run its golden images and tell how much memory serving it takes. foretold: bytes of that."""
+    """Load a model, run its golden images and estimate the memory for serving it.
+
+    estimate_memory: returns that estimate in bytes.
+    """
     try:
         session = open_with_placement(path, placement, preallocate=True)
         deviations = list(_deviations(session))
     except PreluNetError as error:
         return Finding("model", f"{path}: cannot be served", "wrong", str(error))
-    need, there = estimate_memory(session), machine_memory()
+    need, available = estimate_memory(session), machine_memory()
     facts = {
         "sha256": session.model_sha256,
         "architecture": session.contract.name,
@@ -233,19 +238,16 @@ def check_model(path: Path, placement: Placement, estimate_memory: Callable[[Ses
     }
     told = f"{path}: {session.contract.name} on {session.circumstances}; serving it takes up to {format_bytes(need)}"
     if not deviations:
-        return Finding("model", f"{told}; it has no golden images, so nothing is checked", "note", _verify(), facts)
+        return Finding("model", f"{told}; it has no golden images, so it was not checked", "note", _VERIFY, facts)
     worst = max(each.scores for each in deviations)
     if not all(each.passed for each in deviations):
-        mend = f"do not trust this device or runtime version with this model; more is told by: {_verify()}"
-        return Finding("model", f"{told}; its golden images are off by {worst:.1e}", "wrong", mend, facts)
+        fix = f"do not use this device or runtime version with this model; for details: {_VERIFY}"
+        return Finding("model", f"{told}; its golden images are off by {worst:.1e}", "wrong", fix, facts)
     told += f"; golden images off by {worst:.1e}"
-    if need > there:
-        return Finding("model", told, "note", f"this machine has {format_bytes(there)}: give --memory-limit", facts)
+    if need > available:
+        fix = f"this machine has {format_bytes(available)}: give --memory-limit"
+        return Finding("model", told, "note", fix, facts)
     return Finding("model", told, facts=facts)
-
-
-def _verify() -> str:
-    return "prelunet verify MODEL.onnx"
 
 
 def _deviations(session: Session) -> Iterator[Deviation]:
@@ -259,13 +261,13 @@ def _deviations(session: Session) -> Iterator[Deviation]:
 
 
 def check_server(address: str, timeout: float) -> Iterator[Finding]:
-    """Ask a running server for its health and its models, and tell how long a round trip takes."""
+    """Check a running server's health and models, and measure the round-trip time."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     from prelunet.evaluator.client import Client, RetryPolicy
 
-    options = [("grpc.enable_http_proxy", 0)]  # the address is meant as it stands, as the client has it
+    options = [("grpc.enable_http_proxy", 0)]  # connect directly, as the client does
     with grpc.insecure_channel(address, options=options) as channel:
         check = health_pb2_grpc.HealthStub(channel).Check
         seconds = []
@@ -281,14 +283,14 @@ def check_server(address: str, timeout: float) -> Iterator[Finding]:
     name, trip = health_pb2.HealthCheckResponse.ServingStatus.Name(status), statistics.median(seconds[1:])
     told, facts = f"{address}: {name}, a round trip takes {1000 * trip:.2f} ms", {"health": name, "seconds": trip}
     if name != "SERVING":
-        yield Finding("server", told, "wrong", "it is loading its models, or stopping; its log tells", facts)
+        yield Finding("server", told, "wrong", "it is loading its models or stopping; see its log", facts)
         return
     yield Finding("server", told, facts=facts)
     try:
         with Client(address, timeout=timeout, retries=RetryPolicy.none()) as client:
             models = client.models()
     except PreluNetError as error:
-        yield Finding("served models", "cannot be asked", "wrong", str(error))
+        yield Finding("served models", "cannot be listed", "wrong", str(error))
         return
     listed = ", ".join(f"{model.name} ({model.architecture}, sha256 {model.sha256[:12]})" for model in models)
     yield Finding("served models", listed, facts={"models": {model.name: model.sha256 for model in models}})

@@ -19,59 +19,64 @@ from prelunet.evaluator.validation.ensemble import ensemble as average_runs
 def ensemble(
     *,
     runs: Annotated[
-        list[Path], typer.Argument(help="Folders of finished runs of different models, by one protocol on one dataset.")
+        list[Path],
+        typer.Argument(help="Folders of finished runs of different models, with the same protocol and dataset."),
     ],
-    run: Annotated[Path, typer.Option(help="Folder of the ensemble: made, or gone on with if it holds this very one.")],
+    run: Annotated[Path, typer.Option(help="Folder of the ensemble: created, or resumed if it holds this ensemble.")],
     weights: Annotated[
-        str | None, typer.Option(help="How much each run counts, in their order, as 2,1,1. Default: all alike.")
+        str | None, typer.Option(help="Weight of each run, in order, e.g. 2,1,1. Default: equal weights.")
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Delete the run that lies there and start anew.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Delete the existing run and start over.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Average the stored scores of several runs into a run of its own; the same command resumes.
+    """Average the stored scores of several runs into a new run; the same command resumes.
 
-    Prints the errors of each model alone and of the first 1, 2, ... models together, in the order given.
+    Prints the errors of each model alone and of the first 1, 2, ... models together, in the given order.
     """
-    found = average_runs(
+    averaged = average_runs(
         runs,
         run,
         weights=None if weights is None else _numbers(weights),
         fresh=fresh,
         report=lambda text: echo(text, err=True),
     )
-    echo(json.dumps(_to_json(found, run)) if as_json else "\n".join(_table(found)))
-    if found.cumulative_errors:
+    echo(json.dumps(_to_json(averaged, run)) if as_json else "\n".join(_table(averaged)))
+    if averaged.cumulative_errors:
         echo(
-            "note: an order or weights that were chosen by these errors flatter them; choose on other images", err=True
+            "note: choosing the order or the weights by these errors makes them look too good; choose on other images",
+            err=True,
         )
         echo(f"per-class report: prelunet report {run}", err=True)
     else:
-        echo(f"the images have no labels; to send it in: prelunet submission {run} -o FILE --devkit DIR", err=True)
+        echo(
+            f"the images have no labels; to write a submission: prelunet submission {run} -o FILE --devkit DIR",
+            err=True,
+        )
 
 
 def _numbers(text: str) -> list[float]:
     if not re.fullmatch(r"\d{1,6}(\.\d{1,6})?(,\d{1,6}(\.\d{1,6})?)*", text, re.ASCII):
-        raise UsageError(f"--weights {text[:80]}: give positive numbers with commas between, as --weights 2,1,1")
+        raise UsageError(f"--weights {text[:80]}: give positive numbers, separated by commas, e.g. --weights 2,1,1")
     return [float(number) for number in text.split(",")]
 
 
-def _to_json(found: Ensemble, run: Path) -> dict[str, Any]:
-    """Return the result as plain data: the members with their errors alone, and the first 1, 2, ... together."""
-    lines = found.run.predictions
+def _to_json(averaged: Ensemble, run: Path) -> dict[str, Any]:
+    """Return the result as plain data: each member's own errors, and those of the first 1, 2, ... together."""
+    lines = averaged.run.predictions
     refused = sum(line.refused is not None for line in lines)
-    members = [dict(member) for member in found.run.info.members]
-    for member, error_count in zip(members, found.member_errors, strict=False):  # without labels there is no tally
+    members = [dict(member) for member in averaged.run.info.members]
+    for member, error_count in zip(members, averaged.member_errors, strict=False):  # without labels there are no errors
         member.update(_errors(error_count))
     cumulative_errors = [
         {"models": number, **_errors(error_count)}
-        for number, error_count in enumerate(found.cumulative_errors, start=1)
+        for number, error_count in enumerate(averaged.cumulative_errors, start=1)
     ]
     counts = {"images": len(lines), "evaluated": len(lines) - refused, "refused": refused}
     return {"run": str(run), **counts, "members": members, "first": cumulative_errors}
 
 
 def _errors(error_count: ErrorCount) -> dict[str, Any]:
-    """Return errors in percent with their intervals, as a report has them."""
+    """Return errors in percent with their intervals, as in a report."""
     errors: dict[str, Any] = {"counted": error_count.images}
     for key, wrong in (("top1", error_count.top1_wrong), ("top5", error_count.top5_wrong)):
         errors[f"{key}_error"] = error_percent(wrong, error_count.images)
@@ -79,22 +84,22 @@ def _errors(error_count: ErrorCount) -> dict[str, Any]:
     return errors
 
 
-def _table(found: Ensemble) -> Iterator[str]:
-    """Yield the result line by line, for people."""
-    info, lines = found.run.info, found.run.predictions
+def _table(averaged: Ensemble) -> Iterator[str]:
+    """Yield the lines of the result for a terminal."""
+    info, lines = averaged.run.info, averaged.run.predictions
     evaluated = sum(line.refused is None for line in lines)
     yield (
         f"{info.model['file']}, {info.protocol.name}: {evaluated:,} of {len(lines):,} images were evaluated by every "
-        "model, and all errors are over these"
+        "model; all errors are over these"
     )
-    if not found.cumulative_errors:
+    if not averaged.cumulative_errors:
         return
     yield ""
     yield _row("", "weight", "top-1 error, %", "top-5 error, %")
-    for number, (member, error_count) in enumerate(zip(info.members, found.member_errors, strict=True), start=1):
+    for number, (member, error_count) in enumerate(zip(info.members, averaged.member_errors, strict=True), start=1):
         what = f"model {number}: {member['model']['architecture']}, {member['model']['file']}"
         yield _row(what, f"{member['weight']:.4f}", *_shown(error_count))
-    for number, error_count in enumerate(found.cumulative_errors, start=1):
+    for number, error_count in enumerate(averaged.cumulative_errors, start=1):
         yield _row(f"first {number} together" if number > 1 else "first alone", "", *_shown(error_count))
 
 

@@ -1,4 +1,4 @@
-"""`prelunet merge`: the shards of a run become one run."""
+"""`prelunet merge`: join the shards of a run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,15 +13,15 @@ def merge(
     *,
     shards: Annotated[
         list[Path],
-        typer.Argument(help="Folders of all shards, in any order, as `prelunet validate --shard` wrote them."),
+        typer.Argument(help="Folders of all shards, in any order, written by `prelunet validate --shard`."),
     ],
-    run: Annotated[Path, typer.Option(help="Folder of the merged run: made, or gone on with if it holds this run.")],
-    fresh: Annotated[bool, typer.Option("--fresh", help="Delete the run that lies there and start anew.")] = False,
+    run: Annotated[Path, typer.Option(help="Folder of the merged run: created, or resumed if it holds this run.")],
+    fresh: Annotated[bool, typer.Option("--fresh", help="Delete the existing run and start over.")] = False,
 ) -> None:
-    """Join the shards of a run, after proof that none is missing or doubled; the same command resumes.
+    """Join the shards of a run, after checking that none is missing or duplicated; the same command resumes.
 
-    The merged run is the one that a single machine would have made, byte for byte.
+    The merged run equals the run of a single machine, byte for byte.
     """
     merged = join_shards(shards, run, fresh=fresh, report=lambda text: echo(text, err=True))
-    echo(f"{run}: {len(shards)} shards, {len(merged.predictions):,} images; none is missing, none doubled")
+    echo(f"{run}: {len(shards)} shards, {len(merged.predictions):,} images; none missing or duplicated")
     echo(f"per-class report: prelunet report {run}", err=True)

@@ -1,4 +1,4 @@
-"""Options that several verbs share."""
+"""Options shared by several verbs."""
 
 import re
 from collections.abc import Sequence
@@ -34,56 +34,58 @@ from prelunet.evaluator.protocols import (
 from prelunet.evaluator.terminal import echo
 from prelunet.evaluator.validation.pipeline import decoding_threads
 
-_MODEL_HELP = "Model file, as `prelunet export` wrote it."
+_MODEL_HELP = "Model file written by `prelunet export`."
 ModelOption = Annotated[Path, typer.Option("--model", help=_MODEL_HELP)]
 OptionalModelOption = Annotated[Path | None, typer.Option("--model", help=_MODEL_HELP)]
 
 ProtocolOption = Annotated[
     str | None,
     typer.Option(
-        help="How images are looked at: center, ten-crop, multi-scale, spp-18, spp-net, resnet or dense-S (as "
-        "dense-256); `prelunet protocols` tells more. Default: multi-scale, or center for an adopted net."
+        help="Evaluation protocol: center, ten-crop, multi-scale, spp-18, spp-net, resnet or dense-S (e.g. "
+        "dense-256); `prelunet protocols` describes them. Default: multi-scale, or center for an adopted net."
     ),
 ]
 ScalesOption = Annotated[
-    str | None, typer.Option(help="Shorter sides in pixels instead of the protocol's own, as 256,384.")
+    str | None, typer.Option(help="Scales (shorter sides in pixels) that replace the protocol's, e.g. 256,384.")
 ]
 FlipOption = Annotated[
     bool | None,
-    typer.Option("--flip/--no-flip", help="Whether every view is seen mirrored too. Default: as the protocol has it."),
+    typer.Option("--flip/--no-flip", help="Add a mirrored copy of every view, or not. Default: set by the protocol."),
 ]
 AveragingOption = Annotated[
-    Averaging | None, typer.Option(help="What is averaged: the softmax of the windows (default), or their logits.")
+    Averaging | None, typer.Option(help="Average the softmax scores of the windows (default) or their logits.")
 ]
 WeightsOption = Annotated[
     Weighting | None,
-    typer.Option(help="What weighs the same: each scale (default), or each window of every view (default of spp-18)."),
+    typer.Option(help="Give equal weight to each scale (default) or to each window of every view (default of spp-18)."),
 ]
 
 DeviceOption = Annotated[
     Device,
     typer.Option(
-        help="Where the model runs: cpu (onnxruntime), openvino (the CPU too, faster), cuda, or auto: CUDA where it "
-        "comes up, else cpu."
+        help="Device that runs the model: cpu (onnxruntime), openvino (also the CPU, faster), cuda, or auto: CUDA if "
+        "available, else cpu."
     ),
 ]
 PrecisionOption = Annotated[
     Precision | None,
     typer.Option(
-        help="What is computed in: bf16 (openvino), tf32 (cuda) or fp32, or fp16 (cuda) for a file exported in it. "
-        "Default: the file's own where the device has it, else fp32."
+        help="Precision of the computation: bf16 (openvino), tf32 (cuda), fp32, or fp16 (cuda, for a file exported in "
+        "fp16). Default: the file's precision if the device supports it, else fp32."
     ),
 ]
 GpusOption = Annotated[
-    int, typer.Option(min=0, max=64, help="With cuda: on how many GPUs, a session on each; 0 is all that are visible.")
+    int, typer.Option(min=0, max=64, help="With cuda: number of GPUs, one session on each; 0 uses all visible GPUs.")
 ]
-ThreadsOption = Annotated[int, typer.Option(min=0, max=1024, help="Threads of the model on a CPU; 0 is one per core.")]
+ThreadsOption = Annotated[
+    int, typer.Option(min=0, max=1024, help="CPU threads that run the model; 0 uses one per core.")
+]
 MemoryOption = Annotated[
     str | None,
     typer.Option(
         "--memory-limit",
-        help="Most main memory that this process takes, one very large image apart, as 4G or 900M. Default: what is "
-        "fastest.",
+        help="Limit of this process's main memory, e.g. 4G or 900M; a single very large image may exceed it. Default: "
+        "no limit, tuned for speed.",
         metavar="SIZE",
     ),
 ]
@@ -91,7 +93,8 @@ GpuMemoryOption = Annotated[
     str | None,
     typer.Option(
         "--gpu-memory-limit",
-        help="With cuda: most memory of weights and batches on each GPU, as 6G. Default: what is fastest and free.",
+        help="With cuda: limit of the memory for weights and batches on each GPU, e.g. 6G. Default: the free memory, "
+        "tuned for speed.",
         metavar="SIZE",
     ),
 ]
@@ -100,7 +103,7 @@ GpuMemoryOption = Annotated[
 def placement_from_options(
     device: Device, precision: Precision | None, threads: int, memory: str | None, gpu_memory: str | None
 ) -> Placement:
-    """Build the placement that the options ask for; UsageError for an amount of memory that is none."""
+    """Build the placement from the options. Raises UsageError for a memory size that cannot be parsed."""
     main, gpu = parse_memory(memory), parse_memory(gpu_memory, "--gpu-memory-limit")
     return Placement(device, precision, threads, memory=main, gpu_memory=gpu)
 
@@ -115,18 +118,18 @@ def protocol_from_options(
     weights: Weighting | None = None,
     exif: bool = False,
 ) -> EvaluationProtocol:
-    """Build the protocol that the options ask for; UsageError when the model cannot do it."""
+    """Build the protocol from the options. Raises UsageError if the model does not support it."""
     overrides = ProtocolOverrides(_scales(scales) if scales is not None else None, flip, averaging, weights, exif)
     return build_protocol(name or default_protocol_name(contract), contract, overrides)
 
 
 def _scales(text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"[1-9]\d{0,4}(,[1-9]\d{0,4})*", text, re.ASCII):
-        raise UsageError(f"--scales {text}: give shorter sides in pixels with commas between, as --scales 256,384")
+        raise UsageError(f"--scales {text}: give shorter sides in pixels, separated by commas, e.g. --scales 256,384")
     return tuple(map(int, text.split(",")))
 
 
-# What verbs say of the main memory that a run takes.
+# Estimates of the main memory of a run.
 
 
 def estimate_run_memory(
@@ -138,10 +141,11 @@ def estimate_run_memory(
     sessions: int = 1,
     pipelines: int = 1,
 ) -> MemoryEstimate:
-    """Return what a run takes of the main memory at most, in chunks of so many images.
+    """Estimate the peak main memory of a run.
 
-    samples: all that the dataset lists; sessions: like this one in the process; pipelines: that each of them serves.
-    Raises UsageError when that is more than `--memory-limit`.
+    chunk: images per chunk; samples: all images of the dataset; sessions: number of sessions like this one in the
+    process; pipelines: number of pipelines that each session serves.
+    Raises UsageError if the estimate exceeds `--memory-limit`.
     """
     contract, placement = session.contract, session.placement
     on_gpu = session.circumstances.on_gpu
@@ -163,17 +167,17 @@ def estimate_run_memory(
 
 
 def report_memory(need: MemoryEstimate, *, gpu: bool = False) -> None:
-    """Say what is needed at most, with a warning where the machine has less."""
+    """Print the estimated peak memory, and a warning if the machine has less."""
     decode_capacity = decode_semaphore(gpu=gpu).capacity
     echo(f"memory: at most {need}", err=True)
     echo(
-        f"memory: an image that alone takes more than {format_bytes(decode_capacity)} to decode (docs/performance.md) is decoded by "
-        f"itself and takes up to {format_bytes(MAX_DECODE_BYTES - decode_capacity)} more",
+        f"memory: an image that needs more than {format_bytes(decode_capacity)} to decode (docs/performance.md) is "
+        f"decoded alone and takes up to {format_bytes(MAX_DECODE_BYTES - decode_capacity)} more",
         err=True,
     )
-    if need.total > (there := machine_memory()):
+    if need.total > (available := machine_memory()):
         echo(
-            f"warning: this machine has {format_bytes(there)}. If images are as elongated as the protocol lets them be, "
-            "that is too little: give --memory-limit, or smaller --scales",
+            f"warning: this machine has only {format_bytes(available)}, too little for images as elongated as the "
+            "protocol allows. Give --memory-limit or smaller --scales",
             err=True,
         )

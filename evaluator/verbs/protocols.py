@@ -1,4 +1,4 @@
-"""`prelunet protocols`: the ways of looking at an image, and what each costs."""
+"""`prelunet protocols`: the evaluation protocols and their costs."""
 
 import json
 import re
@@ -16,18 +16,18 @@ from prelunet.evaluator.terminal import echo
 UNKNOWN = "?"
 HEADERS = ("protocol", "kind", "scales", "views", "windows", "multiply-adds", "x center", "from")
 COSTS = {"multiply-adds", "x center"}
-RIGHT_ALIGNED = {"views", "windows", *COSTS}  # end where the numbers above and below them do
+RIGHT_ALIGNED = {"views", "windows", *COSTS}
 
 
 def protocols(
     *,
-    model: Annotated[Path | None, typer.Option(help="Model file: its scales, and its multiply-adds.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Model file; shows its scales and multiply-adds.")] = None,
     image: Annotated[
-        str, typer.Option(help="Height and width of the image in pixels; ImageNet's usual one unless given.")
+        str, typer.Option(help="Height and width of the image in pixels; the default is typical of ImageNet.")
     ] = "375x500",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """List the ways of looking at an image, and what each costs."""
+    """List the evaluation protocols and the cost of each."""
     height, width = _size(image)
     contract = paper_contract() if model is None else _contract_of(model)
     costs = protocol_costs(contract, height, width)
@@ -39,22 +39,22 @@ def protocols(
     subject = "Models A, B and C" if model is None else f"{model.name}: {contract.name}"
     echo(f"{subject}, crop {contract.crop} px; an image of {height}x{width} pixels (height x width)\n")
     echo("\n".join(table(costs, with_cost=model is not None)))
-    echo("\nwindows: those that are averaged. Other scales: as dense-256-384, center-240. See docs/protocols.md")
+    echo("\nwindows: number averaged. For other scales, write e.g. dense-256-384 or center-240. See docs/protocols.md")
     if model is None:
-        echo("What each costs depends on the net: prelunet protocols --model MODEL.onnx")
+        echo("The cost depends on the net; to show it: prelunet protocols --model MODEL.onnx")
     if (contract.crop, contract.default_scales) != (224, default_scales(224)):
-        echo("from: the papers' scales are for crops of 224 pixels; here they are in proportion to the model's")
+        echo("from: the papers' scales are for crops of 224 pixels; here they are scaled to the model's crop")
     if refused := _refusals(costs):
-        echo("\n".join(["\nThis model cannot do:", *refused]))
+        echo("\n".join(["\nThis model does not support:", *refused]))
 
 
 def _refusals(costs: Sequence[ProtocolCost]) -> list[str]:
-    """Return each reason once, after the names of the protocols that it keeps from being done."""
+    """Return each reason once, after the names of the protocols that it rules out."""
     names: dict[str, list[str]] = {}
     for cost in costs:
         if cost.refusal is not None:
             names.setdefault(cost.refusal.removeprefix(f"protocol {cost.name}: "), []).append(cost.name)
-    return [f"  {', '.join(those)}: {reason}" for reason, those in names.items()]
+    return [f"  {', '.join(refused)}: {reason}" for reason, refused in names.items()]
 
 
 def _contract_of(model: Path) -> ModelContract:
@@ -65,12 +65,12 @@ def _contract_of(model: Path) -> ModelContract:
 
 def _size(text: str) -> tuple[int, int]:
     if not (found := re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", text, re.ASCII)):
-        raise UsageError(f"--image {text}: give height and width in pixels, as in --image 375x500")
+        raise UsageError(f"--image {text}: give height and width in pixels, e.g. --image 375x500")
     return int(found[1]), int(found[2])
 
 
 def table(costs: Sequence[ProtocolCost], *, with_cost: bool) -> list[str]:
-    """Return the lines of a table of what can be done; with_cost: with the multiply-adds of all that is computed."""
+    """Return the lines of a table of the supported protocols. with_cost: include the total multiply-adds."""
     rows = [HEADERS, *(_row(cost) for cost in costs if cost.refusal is None)]
     shown = [place for place, header in enumerate(HEADERS) if with_cost or header not in COSTS]
     widths = [max(len(row[place]) for row in rows) for place in range(len(HEADERS))]
@@ -98,6 +98,6 @@ def _row(cost: ProtocolCost) -> tuple[str, ...]:
 
 
 def in_units(count: int) -> str:
-    """Return a number of multiply-adds as the paper's tables would: "657 G", "1,603 G", "19.1 G", "4.21 M"."""
+    """Format a number of multiply-adds as in the paper's tables: "657 G", "1,603 G", "19.1 G", "4.21 M"."""
     value, unit = (count / 1e9, "G") if count >= 1e9 else (count / 1e6, "M")
     return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"

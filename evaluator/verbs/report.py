@@ -16,27 +16,25 @@ WORST_PRINTED = 5
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="Folder of a finished run, as `prelunet validate --run` wrote it.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a finished run, written by `prelunet validate --run`.")],
     out: Annotated[Path | None, typer.Option(help="Folder for the three files. Default: RUN/report.")] = None,
     data: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder or archive of the run's images, for the gallery; without it, where the run found them."
-        ),
+        typer.Option(help="Folder or archive of the run's images, for the gallery. Default: where the run found them."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print report.json to stdout instead of the summary.")
     ] = False,
 ) -> None:
-    """Write report.json, classes.csv and report.html of a run, and print its headline and worst classes."""
+    """Write report.json, classes.csv and report.html of a run, and print its errors and worst classes."""
     written = write_report(run, out=out, data=data)
     echo(json_bytes(written.report).decode("ascii") if as_json else _summary(written), end="")
     if written.missing is not None:
-        echo(f"note: {written.html} has no pictures. {written.missing} Say where they are with --data DIR", err=True)
+        echo(f"note: {written.html} has no pictures. {written.missing} Give their place with --data DIR", err=True)
 
 
 def _summary(written: WrittenReport) -> str:
-    """Return what a person wants to see first, and where the rest is."""
+    """Return the main results and the paths of the files."""
     report = written.report
     worst = worst_classes(report["classes"], "top1", WORST_PRINTED)
     lines = [headline(report), *_other_figures(report), ""]
@@ -47,7 +45,7 @@ def _summary(written: WrittenReport) -> str:
         confused = entry["confusions"][0]
         lines.append(
             f"  {entry['top1_error']:5.1f} ({low:.1f} – {high:.1f})  {entry['name']}, "
-            f"mostly taken for {confused['name']} ({confused['count']} of {entry['evaluated']})"
+            f"mostly confused with {confused['name']} ({confused['count']} of {entry['evaluated']})"
         )
     lines += [""] if worst else []
     lines += [str(path) for path in (written.html, written.json, written.csv)]
@@ -55,7 +53,7 @@ def _summary(written: WrittenReport) -> str:
 
 
 def _other_figures(report: Report) -> list[str]:
-    """Return what else tells of the whole run: the mean over classes, the calibration, what is suspicious."""
+    """Return the other figures of the run: the mean over classes, the calibration, a warning if suspicious."""
     if not report["evaluated"]:
         return []
     macro = report["macro"]
@@ -64,7 +62,7 @@ def _other_figures(report: Report) -> list[str]:
     calibration = report["calibration"]
     lines = [
         f"mean over {macro['classes']:,} classes: {errors} %{without}",
-        f"mean score of the answers {calibration['confidence']:.1f} %, "
+        f"mean score of the top-1 class {calibration['confidence']:.1f} %, "
         f"expected calibration error {calibration['expected_error']:.1f} %",
     ]
     return lines + ([f"warning: {report['suspicion']}"] if report["suspicion"] else [])

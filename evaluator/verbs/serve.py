@@ -35,14 +35,14 @@ def serve(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME=MODEL.onnx", help="A model and the name it is served under; at least one, repeatable."
+            metavar="NAME=MODEL.onnx", help="Model file and the name it is served under; at least one, repeatable."
         ),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 is every one of this machine.")
+        str, typer.Option(help="Address to listen on; 0.0.0.0 listens on all interfaces.")
     ] = ServeOptions.host,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free port.")
     ] = ServeOptions.port,
     device: DeviceOption = "auto",
     precision: PrecisionOption = None,
@@ -53,90 +53,99 @@ def serve(
         int,
         typer.Option(
             min=1,
-            help="Views of images without an answer, for each model; more are refused, but one image alone is not.",
+            help="Limit of queued views per model; requests beyond it are refused. An image alone is always accepted.",
         ),
     ] = QueueOptions.max_views,
     queue_bytes: Annotated[
-        int, typer.Option(min=1, help="Bytes of such images as they came, for each model; more are refused.")
+        int, typer.Option(min=1, help="Limit of queued encoded bytes per model; requests beyond it are refused.")
     ] = QueueOptions.max_bytes,
     batch_wait: Annotated[
         float,
-        typer.Option(min=0, max=1000, help="Milliseconds for which a view may wait for others that are being decoded."),
+        typer.Option(min=0, max=1000, help="Milliseconds that a view may wait for others still being decoded."),
     ] = 1000 * QueueOptions.batch_wait,
     max_image_bytes: Annotated[
-        int, typer.Option(min=1, max=2**29, help="Largest encoded image, in bytes.")
+        int, typer.Option(min=1, max=2**29, help="Maximum size of an encoded image, in bytes.")
     ] = DecodeLimits.max_bytes,
     max_image_pixels: Annotated[
-        int, typer.Option(min=1, help="Largest decoded image, in pixels: height times width.")
+        int, typer.Option(min=1, help="Maximum size of a decoded image, in pixels (height x width).")
     ] = DecodeLimits.max_pixels,
     max_calls: Annotated[
-        int, typer.Option(min=1, help="Calls in flight, of all clients; more are refused.")
+        int, typer.Option(min=1, help="Maximum number of calls in flight, over all clients; more are refused.")
     ] = ServerLimits.max_calls,
     max_connections: Annotated[
-        int, typer.Option(min=1, max=1_000_000, help="Open connections; more are closed at once.")
+        int, typer.Option(min=1, max=1_000_000, help="Maximum number of open connections; more are closed at once.")
     ] = ServerLimits.max_connections,
     max_streams: Annotated[
-        int, typer.Option(min=1, max=100_000, help="Calls in flight on one connection; a client keeps more back.")
+        int,
+        typer.Option(
+            min=1, max=100_000, help="Maximum number of calls in flight per connection; the client holds back more."
+        ),
     ] = ServerLimits.max_streams,
     handshake_timeout: Annotated[
-        float, typer.Option(min=0.1, max=3600, help="Seconds in which a connection has to begin to speak HTTP/2.")
+        float, typer.Option(min=0.1, max=3600, help="Time for a new connection to start speaking HTTP/2, in seconds.")
     ] = ServerLimits.handshake_timeout,
     stream_idle_timeout: Annotated[
         float,
         typer.Option(
-            min=0.1, max=_DAY, help="Seconds after which a stream ends that sends nothing, with no request in progress."
+            min=0.1,
+            max=_DAY,
+            help="Time after which an idle stream (no message, no request in progress) is ended, in seconds.",
         ),
     ] = ServerLimits.stream_idle_timeout,
     keepalive: Annotated[
-        float, typer.Option(min=1, max=_DAY, help="Seconds of silence until a client is asked whether it is there.")
+        float, typer.Option(min=1, max=_DAY, help="Idle time after which a client is pinged, in seconds.")
     ] = ServerLimits.keepalive,
     max_connection_age: Annotated[
         float | None,
         typer.Option(
             min=1,
             max=_DAY,
-            help="Seconds until a client has to connect anew, so that balancers of connections can move it. Default: "
-            "never.",
+            help="Maximum age of a connection, in seconds; the client then reconnects, which lets load balancers move "
+            "it. Default: no limit.",
         ),
     ] = None,
     lame_duck: Annotated[
         float,
-        typer.Option(min=0, max=3600, help="Seconds after SIGTERM in which new calls still work; health says no."),
+        typer.Option(
+            min=0,
+            max=3600,
+            help="Seconds after SIGTERM during which new calls are still accepted; health checks already fail.",
+        ),
     ] = ServeOptions.lame_duck,
     grace: Annotated[
-        float, typer.Option(min=0, max=_DAY, help="Seconds after that which calls in flight have.")
+        float, typer.Option(min=0, max=_DAY, help="Grace period after that for calls in flight, in seconds.")
     ] = ServeOptions.grace,
     metrics_port: Annotated[
         int | None,
         typer.Option(
             min=0,
             max=65535,
-            help="Port of Prometheus' metrics over HTTP, on --host; 0 takes a free one. Default: none.",
+            help="Port for Prometheus metrics over HTTP, on --host; 0 picks a free port. Default: no metrics.",
         ),
     ] = None,
-    log_format: Annotated[Literal["text", "json"], typer.Option(help="How log lines are written to stderr.")] = "text",
+    log_format: Annotated[Literal["text", "json"], typer.Option(help="Format of the log lines on stderr.")] = "text",
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], typer.Option(help="From which level on lines are written.")
+        Literal["debug", "info", "warning", "error"], typer.Option(help="Minimum level of the log lines.")
     ] = "info",
     config: Annotated[
         Path | None,
         typer.Option(
-            is_eager=True, callback=read_config, metavar="FILE", help="TOML file of options, as `max-calls = 100`."
+            is_eager=True, callback=read_config, metavar="FILE", help="TOML file of options, e.g. `max-calls = 100`."
         ),
     ] = None,
     show_config: Annotated[
-        bool, typer.Option("--show-config", help="Print the options as such a file and end.")
+        bool, typer.Option("--show-config", help="Print the options in the format of the config file and exit.")
     ] = False,
 ) -> None:
     """Serve models over gRPC until SIGTERM or Ctrl-C.
 
-    The first line of output says the address, the models and what runs them; calls are answered from then on. An
-    option that is not given is taken from the environment, then from the file of --config (docs/serving.md).
+    The first line of output shows the address, the models and their devices; the server then accepts calls. An option
+    that is not given is taken from the environment, then from the --config file (docs/serving.md).
 
-    Exits 0 when a signal stopped it, 2 for an option or a file that is not there, 3 for a file that is no model file,
-    5 where the port or the device cannot be had, or the device is lost.
+    Exits 0 after a signal, 2 for an invalid option or a missing file, 3 for a file that is not a model file, 5 if the
+    port or the device is unavailable or the device is lost.
     """
-    del config  # its callback has done the work
+    del config  # handled by its callback
     if show_config:
         echo(as_config(context))
         return
@@ -169,31 +178,31 @@ def _serve(options: ServeOptions) -> None:
     try:
         ended = asyncio.run(serve_until_stopped(options, _try_echo))
     finally:
-        flush()  # a thread writes the log; all of it should stand before the last words
+        flush()  # a thread writes the log; all of it should precede the last message
     if ended.unfinished:
         _try_echo(f"stopped; calls cut off: {ended.unfinished}")
     elif ended.lost is None:
         _try_echo("stopped; no call was lost")
-    if ended.stuck:  # a thread that hangs in the device would be waited for, for ever
+    if ended.stuck:  # a thread hangs in the device; exiting normally would wait for it forever
         code = error_status(ended.lost).exit_code if ended.lost is not None else 0
-        _try_echo(f"prelunet: {ended.lost or 'a model did not stop computing; it is left behind'}", err=True)
+        _try_echo(f"prelunet: {ended.lost or 'a model did not stop computing; it was abandoned'}", err=True)
         os._exit(code)
     if ended.lost is not None:
         raise ended.lost
 
 
 def _try_echo(text: str, *, err: bool = False) -> None:
-    """Say something, unless nobody can read it any more: a server goes on, and its exit code stays what it is."""
+    """Print a message if the stream still works; otherwise the server continues and its exit code stays the same."""
     try:
         echo(text, err=err)
         (sys.stderr if err else sys.stdout).flush()
-    except (OSError, AttributeError) as error:  # a pipe that was closed, a full disk; no such stream at all
+    except (OSError, AttributeError) as error:  # a closed pipe, a full disk; no such stream at all
         logging.getLogger(__name__).warning("%s (could not be written: %s)", text, error)
         _discard_buffer(sys.stderr if err else sys.stdout)
 
 
 def _discard_buffer(stream: TextIO | None) -> None:
-    """Let what is left in a stream's buffer go nowhere: at the end Python would fail on it, with its own exit code."""
+    """Discard what is left in a stream's buffer: at exit Python would fail on it and change the exit code."""
     if stream is not None:
-        with contextlib.suppress(OSError):  # it has no descriptor
+        with contextlib.suppress(OSError):  # the stream has no descriptor
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -1,4 +1,4 @@
-"""`prelunet submission`: the file for the ILSVRC2012 server, written or checked."""
+"""`prelunet submission`: write or check a file for the ILSVRC2012 server."""
 
 from pathlib import Path
 from typing import Annotated
@@ -23,29 +23,29 @@ TEST_IMAGES = 100_000  # of ILSVRC2012
 def submission(
     *,
     run: Annotated[
-        Path | None, typer.Argument(help="Folder of a finished run or ensemble, with labels or without.")
+        Path | None, typer.Argument(help="Folder of a finished run or ensemble, with or without labels.")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write.")] = None,
     devkit: Annotated[
         Path | None,
-        typer.Option(help="Which class has which id: the development kit's folder, its meta.mat, or a text mapping."),
+        typer.Option(help="Mapping of classes to ids: the development kit's folder, its meta.mat, or a text file."),
     ] = None,
     allow_refused: Annotated[
         bool,
         typer.Option(
             "--allow-refused",
-            help=f"Write '{' '.join(map(str, PLACEHOLDER))}' for images that were refused, which will count as errors.",
+            help=f"Write '{' '.join(map(str, PLACEHOLDER))}' for refused images, which then count as errors.",
         ),
     ] = False,
     check: Annotated[Path | None, typer.Option(help="Check this file instead of writing one.")] = None,
     images: Annotated[
-        int | None, typer.Option(min=1, help="With --check: how many images the set has (the test set 100000).")
+        int | None, typer.Option(min=1, help="With --check: number of images in the set (test set: 100000).")
     ] = None,
 ) -> None:
-    """Write the five best classes of each image as the ILSVRC2012 server takes them (task 1), or check such a file."""
+    """Write the top five classes of each image for the ILSVRC2012 server (task 1), or check such a file."""
     if check is not None:
         if run is not None or out is not None or devkit is not None or allow_refused:
-            raise UsageError("--check looks at a file that is there: give it alone, or with --images")
+            raise UsageError("--check checks an existing file: give it alone or with --images")
         echo(_success_line(check, check_submission(check, images)))
         return
     if run is None or out is None or devkit is None or images is not None:
@@ -60,12 +60,12 @@ def submission(
     if refused:
         echo(
             f"warning: {refused:,} images were refused and have the line '{' '.join(map(str, PLACEHOLDER))}'; "
-            f"{run / 'predictions.jsonl'} says which and why",
+            f"{run / 'predictions.jsonl'} lists them with the reasons",
             err=True,
         )
     count = len(finished.predictions)
     if count != TEST_IMAGES:
-        echo(f"note: the test set of ILSVRC2012 has {TEST_IMAGES:,} images, this run {count:,}", err=True)
+        echo(f"note: the test set of ILSVRC2012 has {TEST_IMAGES:,} images, this run has {count:,}", err=True)
     echo(_success_line(out, count))
 
 

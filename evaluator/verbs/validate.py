@@ -47,24 +47,25 @@ def validate(
         Path,
         typer.Option(
             help="Folder, .tar, .tar.gz or .zip of images: in class folders, flat with labels, or webdataset shards "
-            "(docs/datasets.md). A `val` folder in it is entered."
+            "(docs/datasets.md). If it contains a `val` folder, that folder is used."
         ),
     ],
-    run: Annotated[Path, typer.Option(help="Folder of the run: made, or gone on with if it holds this very run.")],
+    run: Annotated[Path, typer.Option(help="Folder of the run: created, or resumed if it holds this run.")],
     labels: Annotated[
         Path | None,
-        typer.Option(help="Labels of flat images: a list `name,label` or `name wnid`, or ILSVRC's devkit."),
+        typer.Option(help="Labels of flat images: a list of `name,label` or `name wnid`, or the ILSVRC devkit."),
     ] = None,
     no_labels: Annotated[
-        bool, typer.Option("--no-labels", help="Take the images without labels, as a test set: for `submission`.")
+        bool, typer.Option("--no-labels", help="Evaluate without labels (a test set), for `prelunet submission`.")
     ] = False,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only so many images, spread evenly over all.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Evaluate only this many images, evenly spaced.")] = None,
     classes: Annotated[
         str | None,
-        typer.Option(help="Only images of these classes: wnids with commas between, or a file with one on each line."),
+        typer.Option(help="Evaluate only these classes: wnids separated by commas, or a file with one per line."),
     ] = None,
     shard: Annotated[
-        str | None, typer.Option(help="Only part I of N, as 2/5; `prelunet merge` joins the parts.", metavar="I/N")
+        str | None,
+        typer.Option(help="Evaluate only part I of N, e.g. 2/5; `prelunet merge` joins the parts.", metavar="I/N"),
     ] = None,
     protocol: ProtocolOption = None,
     scales: ScalesOption = None,
@@ -78,32 +79,32 @@ def validate(
         typer.Option(
             min=0,
             max=1024,
-            help="Threads of the model and of decoding; 0 is one per core. With --ray: of each worker; 0 is up to 4.",
+            help="Threads for the model and for decoding; 0 uses one per core. With --ray: per worker; 0 uses up to 4.",
         ),
     ] = 0,
     gpus: GpusOption = 1,
     ray: Annotated[
         str | None,
         typer.Option(
-            help="Evaluate on a Ray cluster: HOST:PORT of its head, auto for the one this machine belongs to, local to "
+            help="Evaluate on a Ray cluster: HOST:PORT of its head, `auto` for the cluster of this machine, `local` to "
             "start one here (docs/many-machines.md).",
             metavar="ADDRESS",
         ),
     ] = None,
     ray_workers: Annotated[
-        int, typer.Option(min=0, max=100_000, help="Workers on the cluster; 0 is as many as it has room for.")
+        int, typer.Option(min=0, max=100_000, help="Number of workers on the cluster; 0 uses as many as fit.")
     ] = 0,
     memory: MemoryOption = None,
     gpu_memory: GpuMemoryOption = None,
-    exif: Annotated[bool, typer.Option("--exif", help="Obey the cameras' notes on rotation.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Delete the run that lies there and start anew.")] = False,
+    exif: Annotated[bool, typer.Option("--exif", help="Apply EXIF orientation.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Delete the existing run and start over.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Evaluate a model on a dataset; the same command resumes."""
     if ray_workers and ray is None:
-        raise UsageError("--ray-workers: says how many workers a Ray cluster gives, so give --ray ADDRESS too")
+        raise UsageError("--ray-workers sets the number of workers on a Ray cluster; give --ray ADDRESS too")
     if gpus != 1 and ray is not None:
-        raise UsageError("--gpus with --ray: each worker of the cluster has a GPU of its own; see --ray-workers")
+        raise UsageError("--gpus cannot be used with --ray: each worker has its own GPU. Use --ray-workers instead")
     cluster = Cluster(ray, ray_workers, threads) if ray is not None else None
     part = _shard(shard) if shard is not None else None
     placement = placement_from_options(device, precision, threads, memory, gpu_memory)
@@ -134,34 +135,34 @@ def validate(
 
 
 def _report_dataset(dataset: Dataset, classes: tuple[ClassEntry, ...], info: RunInfo) -> None:
-    """Say what was found and which images will be evaluated."""
-    what = f"{len(dataset.samples):,} images"
+    """Print what the dataset contains and which images will be evaluated."""
+    contents = f"{len(dataset.samples):,} images"
     if any(sample.label != UNLABELLED for sample in dataset.samples):
-        found = len({sample.label for sample in dataset.samples})
-        what += f" of {found:,} of the model's {len(classes):,} classes"
-    _report(f"{dataset.location}: {what} ({dataset.layout})")
+        present = len({sample.label for sample in dataset.samples})
+        contents += f" of {present:,} of the model's {len(classes):,} classes"
+    _report(f"{dataset.location}: {contents} ({dataset.layout})")
     for remark in dataset.remarks:
         _report(remark)
     if dataset.selection is not None:
         _report(f"selection: {dataset.selection}")
     if info.shard is not None and info.images:  # an empty one is refused by `evaluate_dataset`
         first, end = info.span
-        _report(f"shard {info.shard[0]}/{info.shard[1]}: images {first + 1:,} to {end:,} in the order of their names")
+        _report(f"shard {info.shard[0]}/{info.shard[1]}: images {first + 1:,} to {end:,} in order of name")
 
 
 def _report_result(finished: Run, run: Path, *, as_json: bool) -> None:
-    """Print the errors; for a shard or images without labels what was done, and what can be done with it."""
+    """Print the errors; for a shard or for images without labels, print what was evaluated and the next command."""
     images, refused = len(finished.predictions), sum(line.refused is not None for line in finished.predictions)
     if refused:
         _report(
             f"warning: {refused:,} of {images:,} images were refused and not evaluated; "
-            f"{run / 'predictions.jsonl'} says which and why"
+            f"{run / 'predictions.jsonl'} lists them with the reasons"
         )
     numbers: dict[str, Any] = {"images": images, "evaluated": images - refused, "refused": refused}
     if finished.info.shard is not None or not finished.labelled:
-        what = "evaluated" if finished.labelled else "classified, without labels and so without errors"
+        done = "evaluated" if finished.labelled else "classified; without labels there are no errors"
         echo(
-            json.dumps({"run": str(run), **numbers}) if as_json else f"{images - refused:,} of {images:,} images {what}"
+            json.dumps({"run": str(run), **numbers}) if as_json else f"{images - refused:,} of {images:,} images {done}"
         )
         merge = f"when all {finished.info.shard[1]} shards are done: prelunet merge" if finished.info.shard else None
         _report(merge or f"for the ILSVRC server: prelunet submission {run}")
@@ -175,26 +176,26 @@ def _report_result(finished: Run, run: Path, *, as_json: bool) -> None:
 
 
 def _shard(text: str) -> tuple[int, int]:
-    """Read `--shard I/N`."""
+    """Parse `--shard I/N`."""
     found = re.fullmatch(r"([1-9]\d{0,5})/([1-9]\d{0,5})", text, re.ASCII)
     if found is None or int(found[1]) > int(found[2]):
-        raise UsageError(f"--shard {text}: should be I/N with I from 1 to N, as 2/5 for the second of five parts")
+        raise UsageError(f"--shard {text}: give I/N with I from 1 to N, e.g. 2/5 for the second of five parts")
     return int(found[1]), int(found[2])
 
 
 def result_line(report: Report) -> str:
-    """Return the result in one line: what was evaluated, how, and the errors with their intervals."""
+    """Return the result in one line: model, protocol, and the errors with their intervals."""
     protocol = report["protocol"]
     words = {"mirrored": protocol["mirror"], "logits averaged": protocol["averaging"] == "logit"}
     what = ", ".join([report["model"]["architecture"], protocol["name"], *(word for word in words if words[word])])
     only = report["dataset"]["selection"]
     counts = f"{report['evaluated']:,} of {report['images']:,} images" + (f" (only {only})" if only else "")
     if not report["evaluated"]:
-        return f"{what}: no error can be told, {counts}"
+        return f"{what}: no error can be computed, {counts}"
     errors = " ".join(f"top-{k} {error_with_interval(report, k)}" for k in TOPS)
     return f"{what}: {errors} %, {counts}"
 
 
 def _report(text: str) -> None:
-    """Say something beside the result."""
+    """Print a message to stderr; stdout holds only the result."""
     echo(text, err=True)

@@ -1,4 +1,4 @@
-"""`prelunet verify`."""
+"""`prelunet verify`: check a model on this machine with its golden images."""
 
 import json
 from dataclasses import asdict
@@ -18,15 +18,15 @@ from prelunet.evaluator.verbs.options import DeviceOption, PrecisionOption, Thre
 
 
 def verify(
-    model: Annotated[Path, typer.Argument(help="An exported model.")],
+    model: Annotated[Path, typer.Argument(help="Model file.")],
     device: DeviceOption = "auto",
     precision: PrecisionOption = None,
     threads: ThreadsOption = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Run a model's golden images on this machine and print the deviation from a float64 oracle.
+    """Run a model's golden images on this machine and print the deviation from a float64 reference.
 
-    Exits 6 when a score is off by more than the tolerance.
+    Exits 6 if a score deviates by more than the tolerance.
     """
     session = open_session(model, device, precision=precision, threads=threads)
     deviations = verify_session(session)
@@ -37,7 +37,7 @@ def verify(
         echo(json.dumps({**report, "tolerance": asdict(tolerance), "deviations": rows}))
     else:
         table = Table(
-            "image", "run", "scores off by", "logits off by (of largest)", "", title=str(session.circumstances)
+            "image", "run", "deviation of scores", "of logits (of largest)", "", title=str(session.circumstances)
         )
         for d in deviations:
             verdict = "ok" if d.passed else "WRONG"
@@ -46,8 +46,8 @@ def verify(
     bounds = f"{tolerance.scores:g} (scores) or {tolerance.logits:g} of the largest (logits)"
     if not passed:
         raise CheckFailed(
-            f"{model}: on {session.circumstances} the golden images are off by more than {bounds}. Do not trust this "
+            f"{model}: on {session.circumstances} the golden images deviate by more than {bounds}. Do not use this "
             "device or runtime version with this model"
         )
     if not as_json:
-        echo(f"{model}: verified on {session.circumstances}: off by no more than {bounds}")
+        echo(f"{model}: verified on {session.circumstances}: deviation at most {bounds}")

@@ -257,7 +257,7 @@ def test_a_heat_map_is_a_png_beside_the_answer(files: Path, capsys: pytest.Captu
         ([], "needs either --model MODEL.onnx or --server"),
         (["--model", "m.onnx", "--server", "host:1"], "needs either --model MODEL.onnx or --server"),
         (["--model", "m.onnx", "--heatmap", "nowhere/map.png"], "nowhere/map.png"),
-        (["--server", "host:1", "--device", "cpu"], "a server has chosen them at its start"),
+        (["--server", "host:1", "--device", "cpu"], "a server chooses them when it starts"),
         (["--model", "m.onnx", "--name", "m"], "leave them out with --model"),
         (["other.png", "--model", "m.onnx", "--heatmap", "map.png"], "draws one image, not 2"),
         (["--model", "m.onnx", "--top", "7"], "1 to 6 classes"),

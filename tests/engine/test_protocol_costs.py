@@ -143,7 +143,7 @@ def test_the_verb_lists_every_protocol_for_the_papers_sizes(capsys: pytest.Captu
         "dense-480",
     }
     assert "multiply-adds" not in printed
-    assert "What each costs depends on the net: prelunet protocols --model" in printed
+    assert "The cost depends on the net; to show it: prelunet protocols --model" in printed
 
 
 def test_the_verb_tells_a_models_own_scales_and_cost(
@@ -183,4 +183,4 @@ def test_the_drawing_of_the_documentation_is_the_one_that_its_script_makes(monke
 @pytest.mark.parametrize("size", ["375", "375x", "0x500", "375x500x3", "375,500", "1e2x5", "123456x1", "٣x٣"])
 def test_an_image_size_that_is_none_is_refused(size: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["protocols", "--image", size]) == 2
-    assert "give height and width in pixels, as in --image 375x500" in capsys.readouterr().err
+    assert "give height and width in pixels, e.g. --image 375x500" in capsys.readouterr().err

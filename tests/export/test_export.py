@@ -147,7 +147,7 @@ def test_the_verb_verify_exits_6_when_a_score_is_off(
     assert told["tolerance"] == {"scores": 1e-5, "logits": 1e-4}
     assert run(["verify", str(exported["demo-image"].path), "--device", "cpu"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert re.search(r"verified on CPUExecutionProvider, fp32 \(.*\): off by no more than 1e-05 \(scores\)", last)
+    assert re.search(r"verified on CPUExecutionProvider, fp32 \(.*\): deviation at most 1e-05 \(scores\)", last)
     wrong = with_metadata(
         exported, tmp_path, golden=lambda golden: [{**g, "scores": g["scores"][::-1]} for g in golden]
     )

@@ -345,10 +345,10 @@ def test_the_table_has_every_stage_and_says_what_was_measured(
     assert lines[0].split() == ["stage", "threads", "seconds", "ms/image", "share", "of", "time"]
     assert [line.split()[0] for line in lines[1:9]] == [stage for stage in STAGES if stage != "write"]
     assert lines[1].split()[1] == "2"
-    assert "25 images, 1 of them refused, 96 views, dense-29-36, in portions of 7 (of 64 in a run)" in told.out
-    for said in ("images/s", "GFLOP/s", "padding 0.0%", "at its peak, foretold at most"):
+    assert "25 images, 1 of them refused, 96 views, dense-29-36, in portions of 7 (64 in a run)" in told.out
+    for said in ("images/s", "GFLOP/s", "padding 0.0%", "peak memory of this process", "estimated maximum"):
         assert said in told.out
-    assert re.search(r"wall time / time of computing alone \d+\.\d+ \((\d+) of \1 batches again\)", told.out)
+    assert re.search(r"wall time / compute time in isolation \d+\.\d+ \((\d+) of \1 batches repeated\)", told.out)
     assert "measuring 25 of 25 images" in told.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.onnx"], "nothing is written unless asked for"
 
@@ -403,7 +403,7 @@ def test_interrupted_it_says_that_nothing_is_kept(
 
     monkeypatch.setattr("prelunet.evaluator.verbs.bench.benchmark", interrupt)
     assert command("--limit", "5") == 4
-    assert "nothing is kept" in capsys.readouterr().err
+    assert "nothing was saved" in capsys.readouterr().err
 
 
 def test_several_gpus_on_a_cpu_exit_2(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -412,4 +412,4 @@ def test_several_gpus_on_a_cpu_exit_2(data: Path, capsys: pytest.CaptureFixture[
         assert "--gpus 2: --device cpu has no GPUs" in capsys.readouterr().err
     ray = ["--run", "never-made", "--gpus", "2", "--ray", "auto"]
     assert run(["validate", "--model", "m.onnx", "--data", str(data), *ray]) == 2
-    assert "--gpus with --ray" in capsys.readouterr().err
+    assert "--gpus cannot be used with --ray" in capsys.readouterr().err

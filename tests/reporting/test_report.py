@@ -491,9 +491,9 @@ def test_verb_writes_three_files_and_names_them(tmp_path: Path, capsys: pytest.C
     out = capsys.readouterr().out
     assert "top-1 error 66.67 % [30.00, 90.32]" in out
     assert "mean over 3 classes: top-1 72.22 top-5 11.11 % (no interval" in out
-    assert "mean score of the answers 60.0 %, expected calibration error 26.7 %" in out
+    assert "mean score of the top-1 class 60.0 %, expected calibration error 26.7 %" in out
     assert "warning" not in out
-    assert "crane, mostly taken for crane (1 of 1)" in out
+    assert "crane, mostly confused with crane (1 of 1)" in out
     for name in ("report.json", "classes.csv", "report.html"):
         assert str(folder / "report" / name) in out
         assert (folder / "report" / name).stat().st_size > 0

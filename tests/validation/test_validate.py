@@ -307,7 +307,7 @@ def test_where_every_image_is_refused_no_error_is_told(
     (images / CLASSES[2]).mkdir(parents=True)
     (images / CLASSES[2] / "only.png").write_text("no image")
     assert command(images=images) == 0
-    assert "no error can be told, 0 of 1 images" in capsys.readouterr().out
+    assert "no error can be computed, 0 of 1 images" in capsys.readouterr().out
 
 
 def test_another_protocol_in_the_folder_exits_2_and_fresh_starts_anew(

@@ -24,9 +24,9 @@ def test_a_run_within_its_limit_is_told_with_what_it_takes(capsys: pytest.Captur
     said = capsys.readouterr()
     assert said.out == "", "the answer's channel stays free"
     assert said.err.splitlines()[0] == f"memory: at most {need}"
-    assert "takes more than 320M to decode" in said.err.splitlines()[1]
+    assert "needs more than 320M to decode" in said.err.splitlines()[1]
     report_memory(need, gpu=True)
-    assert "takes more than 1.00G to decode" in capsys.readouterr().err
+    assert "needs more than 1.00G to decode" in capsys.readouterr().err
 
 
 def test_a_limit_below_what_a_run_takes_is_refused_before_it_begins() -> None:

@@ -79,7 +79,7 @@ def test_shards_say_their_images_and_are_the_parts_of_the_whole(
         assert command(data, "--shard", f"{number}/2", folder=f"part{number}") == 0
         told = capsys.readouterr()
         first, end = (1, 64) if number == 1 else (65, 80)
-        assert f"shard {number}/2: images {first} to {end} in the order of their names" in told.err
+        assert f"shard {number}/2: images {first} to {end} in order of name" in told.err
         assert told.out == f"{len(part)} of {len(part)} images evaluated\n"
         assert "when all 2 shards are done: prelunet merge" in told.err
         assert list(read_run(tmp_path / f"part{number}").predictions) == list(part)
@@ -94,7 +94,7 @@ def test_a_shard_that_is_none_is_a_usage_error(
     command: Callable[..., int], tmp_path: Path, shard: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command(tmp_path, f"--shard={shard}") == 2
-    assert f"--shard {shard}: should be I/N with I from 1 to N" in capsys.readouterr().err
+    assert f"--shard {shard}: give I/N with I from 1 to N" in capsys.readouterr().err
 
 
 def test_a_test_set_is_classified_only_with_no_labels_and_points_to_submission(
@@ -106,7 +106,7 @@ def test_a_test_set_is_classified_only_with_no_labels_and_points_to_submission(
     assert command(data, "--no-labels") == 0
     told = capsys.readouterr()
     assert f"{data}: 30 images (unlabelled)" in told.err
-    assert told.out == "29 of 30 images classified, without labels and so without errors\n"
+    assert told.out == "29 of 30 images classified; without labels there are no errors\n"
     assert "warning: 1 of 30 images were refused" in told.err
     assert f"prelunet submission {tmp_path / 'run'}" in told.err
     assert command(data, "--no-labels", "--json") == 0

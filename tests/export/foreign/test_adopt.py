@@ -356,7 +356,7 @@ def test_a_path_that_is_no_utf8_is_refused_by_its_text(tmp_path: Path, capsys: p
     assert run(["adopt", str(path), *numbers, "-o", str(odd)]) == 2
     path.rename(odd)
     assert run(["adopt", str(odd), *numbers, "-o", str(tmp_path / "o.onnx")]) == 2
-    assert capsys.readouterr().err.count("cannot be written as utf-8") == 2
+    assert capsys.readouterr().err.count("cannot be encoded as utf-8") == 2
 
 
 def test_inspect_tells_what_is_known_of_an_adopted_net_and_nothing_more(
