@@ -1,7 +1,6 @@
-"""What is told of one classified image: the same from a model file and through a server.
+"""The answer for one classified image, the same from a model file and through a server.
 
-`Answer.to_json` is what `prelunet classify --json` prints, and the twin of `prelunet.v1.ClassifyResponse`, with the
-same field names.
+`prelunet classify --json` prints `Answer.to_json`. Its field names are those of `prelunet.v1.ClassifyResponse`.
 """
 
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from typing import Any
 
 from prelunet.evaluator.errors import UsageError
 
-DEFAULT_TOP_K = 5  # classes that are told unless another number is asked for
+DEFAULT_TOP_K = 5  # classes in an answer, unless another number is requested
 
 
 @dataclass(frozen=True)
@@ -35,10 +34,11 @@ class AveragedView:
 
 @dataclass(frozen=True)
 class Timings:
-    """Where a server's time for one image went, in seconds.
+    """How a server spent its time on one image, in seconds.
 
-    queue: waiting for a thread that decodes, then for the device; decode: with resizing; compute: the whole duration of
-    each batch that held a view of it; total: from arrival to answer; batches: that held a view of it.
+    queue: waiting for a decoding thread, then for the device; decode: decoding and resizing; compute: the whole
+    duration of each batch that contained a view of the image; total: from arrival to answer; batches: number of
+    batches that contained a view of the image.
     """
 
     queue_seconds: float
@@ -50,12 +50,11 @@ class Timings:
 
 @dataclass(frozen=True)
 class Answer:
-    """What is told of one image.
+    """The answer for one image.
 
-    predictions: best first; model: `name` and `sha256` of what answered; protocol: `Protocol.to_json()`;
-    capped: a long side was cut to its centre; circumstances: provider, precision, versions;
-    heatmap: a PNG file, empty unless asked for; timings: of a server's answer. Answers that differ in nothing else are
-    equal.
+    predictions: best first; model: `name` and `sha256` of the model; protocol: `EvaluationProtocol.to_json()`;
+    capped: whether a long side was cut to its center; circumstances: provider, precision, versions;
+    heatmap: a PNG file, empty unless requested; timings: of a server's answer, ignored when answers are compared.
     """
 
     predictions: tuple[ClassScore, ...]
@@ -68,7 +67,7 @@ class Answer:
     timings: Timings | None = field(default=None, compare=False)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the answer as plain data, without the heat map; with timings where there are any."""
+        """Return the answer as plain data, without the heat map; with timings if there are any."""
         plain = asdict(self)
         del plain["heatmap"]
         if self.timings is None:
@@ -77,7 +76,7 @@ class Answer:
 
 
 def answer_from_json(data: Mapping[str, Any], heatmap: bytes = b"") -> Answer:
-    """Read what `Answer.to_json` wrote."""
+    """Create an answer from the output of `Answer.to_json`."""
     predictions = tuple(ClassScore(**entry) for entry in data["predictions"])
     views = tuple(AveragedView(**view) for view in data["views"])
     timings = Timings(**data["timings"]) if data.get("timings") is not None else None
@@ -85,9 +84,9 @@ def answer_from_json(data: Mapping[str, Any], heatmap: bytes = b"") -> Answer:
 
 
 def resolve_top_k(requested: int | None, classes: int) -> int:
-    """Return how many classes to tell; UsageError for a number outside 1 to `classes`, the number there is."""
+    """Return the number of classes in an answer; UsageError unless 1 <= requested <= classes."""
     if requested is None:
         return min(DEFAULT_TOP_K, classes)
     if not 1 <= requested <= classes:
-        raise UsageError(f"top_k is {requested}, but this model can tell 1 to {classes} classes")
+        raise UsageError(f"top_k is {requested}, but it must be 1 to {classes}, the number of this model's classes")
     return requested

@@ -1,8 +1,8 @@
-"""The nets of the paper as data: Tables 1 and 3 of PReLU-nets (He et al. 2015), and a small one for the demo.
+"""The nets of the paper as data: Tables 1 and 3 of PReLU-nets (He et al. 2015), and small ones for the demo.
 
-Everything else (the torch net, the ONNX graph, the counts) is derived from these lists. Where the paper is silent:
-conv1 pads 3 (224 → 112 needs it), pools round down, and model E's 2x2 convolutions pad 0, 1, 0, 1, ... so that its maps
-stay "dominantly" 36 and 18 pixels wide.
+Everything else (the torch net, the ONNX graph, the counts) is derived from these lists. Our choices where the paper
+gives no value: conv1 pads 3 (224 → 112 requires it), pools round down, and model E's 2x2 convolutions pad 0, 1, 0, 1,
+... so that its maps stay "dominantly" 36 and 18 pixels wide.
 """
 
 import math
@@ -17,14 +17,14 @@ from prelunet.evaluator.json_checks import require_choice, require_int, require_
 
 @dataclass(frozen=True)
 class TrunkLayer:
-    """One layer of the trunk as far as sizes are concerned; pools round down."""
+    """The geometry of one layer of the trunk; pools round down."""
 
     kernel: int
     stride: int
     pad: int
 
     def output_side(self, side: int) -> int:
-        """Return how many rows (or columns) the layer gives for `side` of them; may be < 1 for tiny inputs."""
+        """Return the output rows (or columns) for `side` input rows; may be < 1 for tiny inputs."""
         return (side + 2 * self.pad - self.kernel) // self.stride + 1
 
 
@@ -43,13 +43,13 @@ def trunk_stride(trunk: Iterable[TrunkLayer]) -> int:
 Activation = Literal["prelu", "prelu-shared", "relu", "lrelu"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 _LAYER_NAME = re.compile(r"(conv|pool)\d+(_\d+)?")
-MAX_SIDE = 4096  # pixels: of a training crop, and of the shorter side of a training image
+MAX_SIDE = 4096  # pixels; limit of a training crop and of the shorter side of a training image
 LRELU_SLOPE = 0.01  # PReLU-nets, section 2.1: the fixed slope of leaky ReLU
 
 
 @dataclass(frozen=True)
 class Conv:
-    """One convolution; its activation follows. Sides and pads in pixels of its input."""
+    """One convolution, followed by its activation. Kernel, stride and pad in pixels of its input."""
 
     name: str
     channels: int
@@ -82,14 +82,14 @@ class Architecture:
 
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
-            raise UsageError(f"no activation '{self.activation}'. There are: {', '.join(ACTIVATIONS)}")
+            raise UsageError(f"unknown activation '{self.activation}'. Valid activations: {', '.join(ACTIVATIONS)}")
         try:
             require_int(self.crop, "crop (pixels)", 1, MAX_SIDE)
         except ValueError as error:
             raise UsageError(f"architecture {self.name}: {error}") from error
         names = [layer.name for layer in self.trunk]
         if len(set(names)) < len(names) or not all(_LAYER_NAME.fullmatch(name) for name in names):
-            raise UsageError(f"architecture {self.name}: layers should have different names like conv2_1, pool2")
+            raise UsageError(f"architecture {self.name}: layers need unique names such as conv2_1, pool2")
         if self.window < max(self.spp_levels):
             raise UsageError(
                 f"architecture {self.name}: a crop of {self.crop} px gives a {self.window}x{self.window} feature map, "
@@ -103,7 +103,7 @@ class Architecture:
 
     @property
     def layers(self) -> tuple[TrunkLayer, ...]:
-        """Return the trunk as far as sizes are concerned."""
+        """Return the geometry of the trunk."""
         return tuple(TrunkLayer(layer.kernel, layer.stride, layer.pad) for layer in self.trunk)
 
     def feature_map_side(self, side: int) -> int:
@@ -112,7 +112,7 @@ class Architecture:
 
     @property
     def window(self) -> int:
-        """Return the side of the feature map of one training crop, which is the side of a window."""
+        """Return the side of a window: that of the feature map of one training crop."""
         return self.feature_map_side(self.crop)
 
     @property
@@ -122,7 +122,7 @@ class Architecture:
 
     @property
     def channels(self) -> int:
-        """Return the channels of the feature map."""
+        """Return the number of channels of the feature map."""
         return self.convs[-1].channels
 
     @property
@@ -131,7 +131,7 @@ class Architecture:
         return sum(level * level for level in self.spp_levels)
 
     def slope_count(self, width: int) -> int:
-        """Return how many slopes an activation over `width` channels learns."""
+        """Return the number of slopes that an activation over `width` channels learns."""
         return {"prelu": width, "prelu-shared": 1}.get(self.activation, 0)
 
     def to_json(self) -> dict[str, Any]:
@@ -141,7 +141,10 @@ class Architecture:
 
 
 def architecture_from_json(data: Any) -> Architecture:
-    """Read what `Architecture.to_json` wrote; raises ValueError, TypeError or UsageError when it is not that."""
+    """Create an architecture from the output of `Architecture.to_json`.
+
+    Raises ValueError, TypeError or UsageError for other data.
+    """
     fields = require_object(data, "an architecture")
     trunk = tuple(_layer_from_json(layer) for layer in require_list(fields.get("trunk"), "trunk"))
     levels = tuple(
@@ -188,7 +191,7 @@ def parameter_shapes(architecture: Architecture, classes: int) -> dict[str, tupl
 
 
 def _stages(first: int, per_stage: tuple[int, ...], widths: tuple[int, ...], pools: int) -> Iterator[Conv | Pool]:
-    """Yield the 3x3 stages of models A, B and C; a 2x2 pool follows each of the first `pools` stages."""
+    """Yield the 3x3 stages of models A, B and C, with a 2x2 pool after each of the first `pools` stages."""
     for stage, (count, width) in enumerate(zip(per_stage, widths, strict=True), start=first):
         for index in range(1, count + 1):
             yield Conv(f"conv{stage}_{index}", width, kernel=3, pad=1)
@@ -210,7 +213,7 @@ def _stage_of_2x2(number: int, count: int, width: int) -> Iterator[Conv]:
 
 
 def _small(name: str, extra: int = 0) -> Architecture:
-    """Build the 14-layer model of Table 1 (model E of He & Sun 2015), or its form with `extra` more convolutions."""
+    """Build the 14-layer model of Table 1 (model E of He & Sun 2015), with `extra` additional convolutions."""
     trunk: tuple[Conv | Pool, ...] = (
         Conv("conv1", 64, kernel=7, stride=2, pad=3),
         Pool("pool1", kernel=3, stride=3),
@@ -251,24 +254,24 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def architecture(name: str, *, activation: Activation = "prelu", crop: int | None = None) -> Architecture:
-    """Return the architecture of that name with another activation or training crop if asked for.
+    """Return the architecture of that name, optionally with another activation or training crop.
 
-    Raises UsageError for an unknown name, a crop that leaves no window for the pyramid or is beyond all measure.
+    Raises UsageError for an unknown name, or a crop that is too small for the pyramid or above MAX_SIDE.
     """
     if name not in ARCHITECTURES:
-        raise UsageError(f"no architecture '{name}'. There are: {', '.join(ARCHITECTURES)}")
+        raise UsageError(f"unknown architecture '{name}'. Valid architectures: {', '.join(ARCHITECTURES)}")
     base = ARCHITECTURES[name]
     return replace(base, activation=activation, crop=base.crop if crop is None else crop)
 
 
-# What a net costs, told from its architecture's data alone (`prelunet.architecture` in docs/contract.md).
+# The cost of a net, from its architecture's data alone (`prelunet.architecture` in docs/contract.md).
 
 
 def multiply_adds(architecture: Mapping[str, Any], height: int, width: int, classes: int) -> int:
-    """Return the multiply-adds of one image of that size: convolutions once, fc layers for every window.
+    """Return the multiply-adds for one image: convolutions once, fc layers for every window.
 
-    architecture: what `Architecture.to_json` gives; height, width: in pixels. At one crop this is the "complexity" of
-    Table 3. Raises ValueError for data that tells of no such net.
+    architecture: output of `Architecture.to_json`; height, width: in pixels. For one crop this is the "complexity" of
+    Table 3. Raises ValueError for data that does not describe such a net.
     """
     layers = [require_object(layer, "a layer") for layer in require_list(architecture.get("trunk"), "trunk")]
     trunk = [_size_of(layer) for layer in layers]
@@ -288,6 +291,6 @@ def multiply_adds(architecture: Mapping[str, Any], height: int, width: int, clas
 
 
 def _size_of(layer: Mapping[str, Any]) -> TrunkLayer:
-    """Return a layer as far as sizes are concerned; pools, whose data have no pad, pad nothing."""
+    """Return the geometry of a layer; pools have no pad in their data."""
     kernel, stride = (require_int(layer.get(key), f"{key} of a layer", 1) for key in ("kernel", "stride"))
     return TrunkLayer(kernel, stride, require_int(layer.get("pad", 0), "pad of a layer", 0))

@@ -1,4 +1,4 @@
-"""NumPy arrays by the type of their numbers, for annotations."""
+"""NumPy array types by element type, for annotations."""
 
 import numpy as np
 import numpy.typing as npt

@@ -1,7 +1,7 @@
-"""What a model file says of itself: the `prelunet.*` keys of an ONNX file's metadata.
+"""The contract of a model file: the `prelunet.*` keys of an ONNX file's metadata.
 
-Every value is JSON. docs/contract.md is the text of this contract; `export/` writes it, the evaluator reads it, and
-nothing else passes between the two. Pure functions; no runtime is imported here.
+Every value is JSON. docs/contract.md defines the contract; `export/` writes it, the evaluator reads it, and nothing
+else passes between the two. Pure functions; no runtime is imported here.
 """
 
 import json
@@ -21,17 +21,14 @@ from prelunet.evaluator.json_checks import check_plain, parse_json
 
 CONTRACT_VERSION = 1
 PREFIX = "prelunet."
-MAX_CANVAS_SIDE = 65536  # pixels of a canvas side
+MAX_CANVAS_SIDE = 65536  # pixels
 MAX_SCALES = 32  # of `multi-scale`; SPP-net uses six
 MAX_GOLDEN_IMAGES = 16
-MAX_MULTIPLY_ADDS = 2**63 - 1  # of one crop; beyond it, arithmetic with floats overflows at some point
+MAX_MULTIPLY_ADDS = 2**63 - 1  # of one crop; larger numbers would overflow in float arithmetic
 MAX_NAME_LENGTH = 1000  # characters
-CONTROL_CHARACTERS = re.compile(
-    r"[\x00-\x1f\x7f-\x9f\u2028\u2029]"
-)  # what could steer a terminal or forge a line of a log
-_FORBIDDEN_CHARACTERS = re.compile(
-    CONTROL_CHARACTERS.pattern + r"|[\ud800-\udfff]"
-)  # bytes of a command line that are no UTF-8 come as halves
+CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # could control a terminal or forge a log line
+# Lone surrogates too: Python decodes command-line bytes that are not UTF-8 to these.
+_FORBIDDEN_CHARACTERS = re.compile(CONTROL_CHARACTERS.pattern + r"|[\ud800-\udfff]")
 INPUTS = ("images", "sizes")
 OUTPUTS = ("scores", "logits", "windows", "window_scores")
 
@@ -49,13 +46,13 @@ class ClassEntry:
     name: str
 
     def to_json(self) -> dict[str, str]:
-        """Return the class as plain data, as all files hold it."""
+        """Return the class as plain data, as stored in all files."""
         return {"wnid": self.wnid, "name": self.name}
 
 
 @dataclass(frozen=True)
 class GoldenImage:
-    """One golden image: the formula of `golden_image` and what a float64 oracle says of it.
+    """One golden image: the size for `golden_image`, and the results of a float64 reference.
 
     scores, logits: one number per class; the mean over windows of softmax probabilities and of logits.
     """
@@ -68,7 +65,7 @@ class GoldenImage:
 
 @dataclass(frozen=True)
 class ModelContract:
-    """Everything an exported file states, in the units of docs/contract.md (sides in pixels)."""
+    """The metadata of a model file, in the units of docs/contract.md (sides in pixels)."""
 
     architecture: Mapping[str, Any]  # at least "name" and "activation"
     classes: tuple[ClassEntry, ...]
@@ -77,20 +74,20 @@ class ModelContract:
     window: int  # rows and columns of the feature map that are pooled together
     spp_levels: tuple[int, ...]  # bins per side, in the order of fc1's input
     crop: int  # side of a training crop
-    default_scales: tuple[int, ...]  # what `multi-scale` means for this model
+    default_scales: tuple[int, ...]  # the scales of `multi-scale` for this model
     max_side: int
     canvas: Canvas
     precision: FilePrecision
     checkpoint_sha256: str
-    interpolation: Interpolation = "bilinear"  # with which images are resized, always antialiased
-    training: Mapping[str, Any] = field(default_factory=dict)  # recipe, dataset, metrics, slopes: whatever is known
+    interpolation: Interpolation = "bilinear"  # for resizing images, always antialiased
+    training: Mapping[str, Any] = field(default_factory=dict)  # recipe, dataset, metrics, slopes, as far as known
     golden: tuple[GoldenImage, ...] = ()
 
     spp_order = "level,row,column,channel"
     bin_rule = "floor-ceil"
 
     def __post_init__(self) -> None:
-        """Raise ValueError for numbers that no graph could have; the rest of the evaluator relies on this."""
+        """Raise ValueError for values that no graph could have; the rest of the evaluator relies on this check."""
         faults = [text for broken, text in _contradictions(self) if broken]
         if faults:
             raise ValueError("; ".join(faults))
@@ -107,12 +104,12 @@ class ModelContract:
 
     @property
     def min_side(self) -> int:
-        """Return the shortest image side that is accepted: the training crop, which holds one window."""
+        """Return the shortest accepted image side: the training crop, which contains one window."""
         return self.crop
 
     @property
     def fixed_size(self) -> bool:
-        """Say whether the model takes its crop and no other size: an adopted classifier, without windows."""
+        """Whether the model takes only its crop size: an adopted classifier, without windows."""
         return self.max_side == self.crop
 
     def feature_map_side(self, side: int) -> int:
@@ -132,7 +129,7 @@ class ModelContract:
         return {entry.wnid: index for index, entry in enumerate(self.classes)}
 
     def to_metadata(self) -> dict[str, str]:
-        """Return the metadata of the file: key to JSON text, keys sorted, the same text for the same contract."""
+        """Return the metadata of the file: key to JSON text, keys sorted, deterministic."""
         values: dict[str, Any] = {
             "contract_version": CONTRACT_VERSION,
             "architecture": dict(self.architecture),
@@ -162,11 +159,11 @@ class ModelContract:
 
 
 def _contradictions(contract: ModelContract) -> Iterator[tuple[bool, str]]:
-    """Yield (whether it is so, what is wrong), each check relying on those before it."""
+    """Yield (whether the check fails, what is wrong); each check relies on those before it."""
     crop, window, wnids = contract.crop, contract.window, [entry.wnid for entry in contract.classes]
-    whole = [crop, window, contract.max_side, *contract.spp_levels, *contract.default_scales]
-    whole += [number for layer in contract.trunk for number in (layer.kernel, layer.stride, layer.pad)]
-    if not all(type(number) is int for number in whole):
+    integers = [crop, window, contract.max_side, *contract.spp_levels, *contract.default_scales]
+    integers += [number for layer in contract.trunk for number in (layer.kernel, layer.stride, layer.pad)]
+    if not all(type(number) is int for number in integers):
         yield True, "sides, scales, levels and layers should be whole numbers"
         return
     named = all(isinstance(contract.architecture.get(key), str) for key in ("name", "activation"))
@@ -176,51 +173,54 @@ def _contradictions(contract: ModelContract) -> Iterator[tuple[bool, str]]:
     texts = [contract.name, *(text for entry in contract.classes for text in (entry.wnid, entry.name))]
     for text in texts:
         if not isinstance(text, str) or len(text) > MAX_NAME_LENGTH or _FORBIDDEN_CHARACTERS.search(text):
-            limits = f"up to {MAX_NAME_LENGTH} characters, without halves of characters, without control characters"
-            yield True, f"{text!a:.60} is no name: names should be text of {limits}"
+            limits = f"up to {MAX_NAME_LENGTH} characters, without control characters and lone surrogates"
+            yield True, f"{text!a:.60} is not a valid name: names should be text of {limits}"
             break
     count = contract.architecture.get("multiply_adds")
-    yield type(count) is int and count > MAX_MULTIPLY_ADDS, "multiply_adds are beyond all measure"
-    yield not wnids or len(set(wnids)) < len(wnids), "classes should be there, with different wnids"
+    yield type(count) is int and count > MAX_MULTIPLY_ADDS, f"multiply_adds should be at most {MAX_MULTIPLY_ADDS}"
+    yield not wnids or len(set(wnids)) < len(wnids), "there should be classes, with different wnids"
     sane = all(layer.kernel >= 1 and layer.stride >= 1 and 0 <= layer.pad < layer.kernel for layer in contract.trunk)
     if not contract.trunk or not sane or not 1 <= crop <= contract.max_side <= MAX_CANVAS_SIDE:
-        yield True, f"a trunk of layers, and 1 <= crop <= max_side <= {MAX_CANVAS_SIDE}, should be there"
+        yield True, f"there should be a trunk of valid layers, and 1 <= crop <= max_side <= {MAX_CANVAS_SIDE}"
         return
-    yield contract.feature_map_side(crop) != window or window < 1, f"a crop of {crop} is no window of {window} cells"
-    yield not all(1 <= level <= window for level in contract.spp_levels), "spp_levels should be 1 to the window"
+    yield (
+        contract.feature_map_side(crop) != window or window < 1,
+        f"a crop of {crop} does not give a window of {window} cells",
+    )
+    yield not all(1 <= level <= window for level in contract.spp_levels), "spp_levels should be from 1 to the window"
     scales = contract.default_scales
     yield (
         not 1 <= len(set(scales)) == len(scales) <= MAX_SCALES,
         f"there should be 1 to {MAX_SCALES} scales",
     )
     yield not all(crop <= scale <= contract.max_side for scale in scales), "scales should be from crop to max_side"
-    yield len(contract.golden) > MAX_GOLDEN_IMAGES, f"there should be up to {MAX_GOLDEN_IMAGES} golden images"
+    yield len(contract.golden) > MAX_GOLDEN_IMAGES, f"there should be at most {MAX_GOLDEN_IMAGES} golden images"
     for golden in contract.golden:
         sides = (golden.height, golden.width)
         yield not all(type(s) is int and crop <= s <= contract.max_side for s in sides), "golden: sides out of range"
         for numbers in (golden.scores, golden.logits):
             finite = all(isinstance(number, float | int) and math.isfinite(number) for number in numbers)
-            yield not finite or len(numbers) != len(wnids), "golden: one finite number per class should be there"
+            yield not finite or len(numbers) != len(wnids), "golden: there should be one finite number per class"
 
 
 def rewrite_hint(where: str) -> str:
-    """Return what mends a model file that is damaged or of another version; `where` is its path."""
+    """Return how to fix a model file that is damaged or of another version; `where` is its path."""
     return f"Write the file again with: prelunet export CHECKPOINT -o {where} (an adopted net: with prelunet adopt)"
 
 
 def contract_from_metadata(metadata: Mapping[str, str], where: str) -> ModelContract:
     """Read the contract from a file's metadata; `where` names the file in errors.
 
-    Raises ContractError when a key is missing or unreadable, or when the file is of a newer version.
+    Raises ContractError if a key is missing or unreadable, or if the file has a newer version.
     """
     read = _Reader(metadata, where)
     version = read.value("contract_version", int)
     if version < 1:
-        raise ContractError(f"{where}: contract version {version}, but they begin with 1. {read.fix}")
+        raise ContractError(f"{where}: contract version {version}, but versions start at 1. {read.fix}")
     if version > CONTRACT_VERSION:
         raise ContractError(
-            f"{where}: contract version {version}, but this prelunet knows versions up to {CONTRACT_VERSION}. "
-            f"Install a newer prelunet. Or use this one: {rewrite_hint(where)}"
+            f"{where}: contract version {version}, but this prelunet supports versions up to {CONTRACT_VERSION}. "
+            f"Install a newer prelunet. Or keep this one: {rewrite_hint(where)}"
         )
     try:
         contract = ModelContract(
@@ -250,7 +250,7 @@ def contract_from_metadata(metadata: Mapping[str, str], where: str) -> ModelCont
 
 
 def _check_derived(contract: ModelContract, read: "_Reader") -> None:
-    """Check what the file states for other readers and we derive; ValueError when it is something else."""
+    """Check the values that the file states for other readers and that we derive; ValueError if they differ."""
     derived = {
         "trunk_stride": contract.trunk_stride,
         "min_side": contract.min_side,
@@ -263,7 +263,7 @@ def _check_derived(contract: ModelContract, read: "_Reader") -> None:
 
 
 class _Reader:
-    """Reads one JSON value per key and turns every fault into a ContractError that names the key."""
+    """Reads one JSON value per key; raises a ContractError that names the key for every fault."""
 
     def __init__(self, metadata: Mapping[str, str], where: str) -> None:
         self.metadata = metadata
@@ -298,9 +298,9 @@ def center_scale(crop: int) -> int:
 def default_scales(crop: int, trained: tuple[int, int] | None = None) -> tuple[int, ...]:
     """Return the scales of `multi-scale`, in pixels.
 
-    The paper trains at shorter sides of 256 to 512 and tests at 256, 384 and 480 (section 4; Table 4): the lowest, the
-    middle, and 7/8 of the way up. `trained`, the lowest and highest shorter side that a net was trained at, gives it
-    the same places in its own range; a net sees nothing familiar far outside of it. Without it, the paper's scales in
+    trained: the lowest and highest shorter side in training. The paper trains at shorter sides of 256 to 512 and tests
+    at 256, 384 and 480 (section 4; Table 4): the lowest, the middle, and 7/8 of the way up. These are the same places
+    in the net's own range; a net has seen nothing similar far outside of it. Without `trained`, the paper's scales in
     proportion to the crop.
     """
     if trained is None:
@@ -317,10 +317,10 @@ def golden_sizes(crop: int) -> tuple[tuple[int, int], ...]:
 
 
 def golden_image(height: int, width: int) -> npt.NDArray[np.uint8]:
-    """Make a golden image, uint8 (height, width, 3), from whole numbers alone, so that any language can make it.
+    """Create a golden image, uint8 (height, width, 3), with integer arithmetic only, so that any language can.
 
     pixel(row, column, channel) = triangle((5 + 2c)·row + (3 + 4c)·column + 90c + (row·column) // 23), where
-    triangle(t) = |t mod 510 − 255|: smooth slopes in other directions for each channel, no symmetry, all of 0..255.
+    triangle(t) = |t mod 510 − 255|: smooth slopes, in different directions per channel, no symmetry, all of 0..255.
     """
     row = np.arange(height, dtype=np.int64)[:, None, None]
     column = np.arange(width, dtype=np.int64)[None, :, None]

@@ -1,24 +1,24 @@
-"""Every error that a user can meet, and the one table that maps it to an exit code and a gRPC status.
+"""All errors that a user can see, and the table that maps them to exit codes and gRPC statuses.
 
     PreluNetError
-    ├── UsageError            an option, a path or a class list that cannot be used
-    │   └── DivergenceError   a training whose numbers are no longer finite
-    ├── ImageError            bytes that are no image, or one beyond the limits
-    ├── DatasetError          a folder or archive that is no labelled dataset
+    ├── UsageError            an invalid option, path or class list
+    │   └── DivergenceError   training values that are no longer finite
+    ├── ImageError            bytes that are not an image, or an image beyond the limits
+    ├── DatasetError          a folder or archive that is not a labelled dataset
     ├── RunFolderError        a run folder of another model, dataset or protocol, or a damaged one
     ├── ModelNotFound         a model name that the server does not serve
-    ├── ContractError         an ONNX file that is not ours, is damaged or too new
+    ├── ContractError         an ONNX file that is not a model file, is damaged or too new
     ├── CheckpointError       the same for a checkpoint
     ├── Interrupted           stopped by a signal; the same command resumes
-    ├── EnvironmentFault      device, disk, port, server or an extra that is missing
-    │   ├── OutOfMemory       a device that has too little of it for a batch
-    │   ├── DeviceLost        a device that gives nothing but errors until the process is started anew
-    │   └── NotReady          a server that still loads its models, or stops
-    ├── Overloaded            try later
-    ├── DeadlinePassed        the time that the caller gave is over
-    └── CheckFailed           a check that was asked for did not pass
+    ├── EnvironmentFault      a device, disk, port, server or extra that is unavailable
+    │   ├── OutOfMemory       a device with too little memory for a batch
+    │   ├── DeviceLost        a device that returns only errors until the process restarts
+    │   └── NotReady          a server that is still loading its models, or stopping
+    ├── Overloaded            a server at its limits; try again later
+    ├── DeadlinePassed        the caller's deadline has passed
+    └── CheckFailed           a requested check did not pass
 
-Libraries raise; only the command line prints and exits, only the server sets a status.
+Libraries raise errors. Only the command line prints them and exits; only the server sets a status.
 """
 
 import errno
@@ -26,19 +26,19 @@ from dataclasses import dataclass
 
 
 class PreluNetError(Exception):
-    """Base of all errors whose text is meant for the user: what, where, and how to mend it."""
+    """Base class of all errors whose text is meant for the user: what is wrong, where, and how to fix it."""
 
 
 class UsageError(PreluNetError):
-    """An option, a path or a class list cannot be used as given."""
+    """An option, a path or a class list is invalid."""
 
 
 class DivergenceError(UsageError):
-    """A number of a training is no longer finite; a lower rate may keep it so."""
+    """A training value is no longer finite; a lower learning rate may prevent it."""
 
 
 class ImageError(PreluNetError):
-    """The bytes are no image that we accept; the caller must send another."""
+    """The bytes are not an acceptable image; the caller must send another."""
 
 
 class DatasetError(PreluNetError):
@@ -54,7 +54,7 @@ class ModelNotFound(PreluNetError):  # noqa: N818
 
 
 class ContractError(PreluNetError):
-    """An ONNX file does not keep the contract of docs/contract.md."""
+    """An ONNX file violates the contract of docs/contract.md."""
 
 
 class CheckpointError(PreluNetError):
@@ -66,7 +66,7 @@ class Interrupted(PreluNetError):  # noqa: N818 - not a fault: the work resumes
 
 
 class EnvironmentFault(PreluNetError):  # noqa: N818
-    """The machine lacks something: device, disk space, a free port, a server, an installed extra."""
+    """Something on the machine is unavailable: a device, disk space, a free port, a server, an extra."""
 
 
 class OutOfMemory(EnvironmentFault):
@@ -74,17 +74,17 @@ class OutOfMemory(EnvironmentFault):
 
 
 class DeviceLost(EnvironmentFault):
-    """A device gives nothing but errors until the process is started anew."""
+    """A device returns only errors until the process restarts."""
 
 
 class NotReady(EnvironmentFault):
-    """The server still loads its models, or stops."""
+    """The server is still loading its models, or stopping."""
 
 
 class Overloaded(PreluNetError):  # noqa: N818
-    """The server has as much waiting as it accepts; the same call may succeed later.
+    """The server is at its limits; the same call may succeed later.
 
-    retry_after: seconds after which it probably will, None where nobody can tell.
+    retry_after: estimated seconds until then, None if unknown.
     """
 
     def __init__(self, text: str, retry_after: float | None = None) -> None:
@@ -93,22 +93,22 @@ class Overloaded(PreluNetError):  # noqa: N818
 
 
 class DeadlinePassed(PreluNetError):  # noqa: N818
-    """The time that the caller gave is over, or too short for what was asked."""
+    """The caller's deadline has passed, or is too short for the request."""
 
 
 class CheckFailed(PreluNetError):  # noqa: N818
-    """A check that the user asked for did not pass."""
+    """A check that the user requested did not pass."""
 
 
 @dataclass(frozen=True)
 class ErrorStatus:
-    """How one kind of error is told to the outside."""
+    """The exit code and gRPC status of one class of errors."""
 
     exit_code: int
-    grpc_status: str  # a name of grpc.StatusCode; a string, so that this module needs no grpc
+    grpc_status: str  # a name of grpc.StatusCode; a string, so that this module does not import grpc
 
 
-INTERNAL = ErrorStatus(1, "INTERNAL")  # anything that is not in the table is our own mistake
+INTERNAL = ErrorStatus(1, "INTERNAL")  # an error that is not in the table is a bug of ours
 
 ERROR_STATUSES: dict[type[PreluNetError], ErrorStatus] = {
     UsageError: ErrorStatus(2, "INVALID_ARGUMENT"),
@@ -131,7 +131,7 @@ ERROR_STATUSES: dict[type[PreluNetError], ErrorStatus] = {
 
 
 def error_status(error: BaseException) -> ErrorStatus:
-    """Return the exit code and gRPC status of an error; INTERNAL for what is not a PreluNetError."""
+    """Return the exit code and gRPC status of an error; INTERNAL if it is not a PreluNetError."""
     for kind in type(error).__mro__:
         if kind in ERROR_STATUSES:
             return ERROR_STATUSES[kind]
@@ -142,45 +142,45 @@ _EXTRA_OF_MODULE = {"torch": "train", "onnx": "train", "safetensors": "train"}
 
 
 def install_hint(extra: str) -> str:
-    """Return the command that brings an extra of prelunet."""
+    """Return the command that installs an extra of prelunet."""
     return f"pip install '.[{extra}]' in a checkout of prelunet"
 
 
 def from_missing_module(error: ModuleNotFoundError) -> EnvironmentFault | None:
-    """Turn the import error of a module that an extra brings into one of ours; None for any other module."""
+    """Convert the import error of a module that an extra installs; None for any other module."""
     extra = _EXTRA_OF_MODULE.get((error.name or "").split(".")[0])
     if extra is None:
         return None
-    return EnvironmentFault(f"this needs {error.name}, which is not installed. Bring it: {install_hint(extra)}")
+    return EnvironmentFault(f"this needs {error.name}, which is not installed. Install it: {install_hint(extra)}")
 
 
-# What the operating system says when the machine, not the user's input, is at fault.
+# Errors of the operating system when the machine, not the user's input, is at fault.
 _MACHINE_ERRNOS = {
     errno.ENOSPC: "the disk is full; free some space and run the same command again",
     errno.EDQUOT: "the disk quota is used up; free some space and run the same command again",
     errno.EFBIG: "the file would be larger than this machine's limit; raise it with: ulimit -f unlimited",
     errno.EROFS: "the file system is read-only; choose another folder",
-    errno.EACCES: "permission denied; choose a folder that this user may write",
-    errno.EPERM: "not permitted; choose a folder that this user may write",
+    errno.EACCES: "permission denied; choose a folder that this user can write to",
+    errno.EPERM: "not permitted; choose a folder that this user can write to",
     errno.EADDRINUSE: "the address is in use; choose another port or stop the other program",
     errno.EMFILE: "too many open files; raise the limit with: ulimit -n",
     errno.EIO: "the device failed to read or write",
 }
 
 
-# And when a path is not what it should be.
+# Errors when a path is wrong.
 _PATH_ERRNOS = {
-    errno.ENOENT: "no such file or folder; give a path that is there",
-    errno.EISDIR: "a folder where a file should be; move it away, or give another path",
-    errno.ENOTDIR: "a file where a folder should be; move it away, or give another path",
-    errno.EEXIST: "something is there already; move it away, or give another path",
-    errno.ELOOP: "a link that leads back to itself; remove it, or give another path",
+    errno.ENOENT: "no such file or folder; give an existing path",
+    errno.EISDIR: "is a folder, but should be a file; move it away, or give another path",
+    errno.ENOTDIR: "a part of the path is a file, but should be a folder; move it away, or give another path",
+    errno.EEXIST: "exists already; move it away, or give another path",
+    errno.ELOOP: "is a link that leads back to itself; remove it, or give another path",
     errno.ENAMETOOLONG: "the name is too long for the file system; give a shorter one",
 }
 
 
 def from_os_error(error: OSError) -> PreluNetError:
-    """Turn an error of the operating system into one of ours, naming the file and the mend."""
+    """Convert an error of the operating system to one of ours that names the file and the fix."""
     where = f"{error.filename}: " if error.filename else ""
     if error.errno in _MACHINE_ERRNOS:
         return EnvironmentFault(f"{where}{_MACHINE_ERRNOS[error.errno]}")

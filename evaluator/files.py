@@ -1,7 +1,4 @@
-"""Files that are whole or absent: written under a temporary name beside the target, fsynced, then renamed.
-
-And what tells one file from another: its sha256. And folders that one process at a time may write.
-"""
+"""Atomic writes (a temporary file beside the target, fsync, rename), sha256 of files, and locked folders."""
 
 import fcntl
 import hashlib
@@ -17,33 +14,33 @@ from prelunet.evaluator.errors import EnvironmentFault, RunFolderError, UsageErr
 
 
 def sha256_of(path: Path) -> str:
-    """Return the sha256 of a file, 64 hexadecimal digits; UsageError when it cannot be read."""
+    """Return the sha256 of a file, 64 hexadecimal digits; UsageError if it cannot be read."""
     require_regular_file(path)
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror}). Give the path of a file that is there") from error
+        raise UsageError(f"{path}: cannot be read ({error.strerror}). Give the path of an existing file") from error
 
 
 def require_regular_file(path: Path) -> None:
-    """Refuse a pipe, a socket or a device with a UsageError: reading one may wait, or go on, without end.
+    """Raise UsageError for a pipe, a socket or a device: reading one may wait or continue forever.
 
-    What is missing, and a folder, pass: opening them fails at once, and the reader says what it looked for.
+    A missing file and a folder pass: opening them fails at once, and the reader reports what it looked for.
     """
     try:
         mode = path.stat().st_mode
     except OSError:
         return
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise UsageError(f"{path}: is no plain file, but a pipe, a socket or a device. Give the path of a file")
+        raise UsageError(f"{path}: not a regular file, but a pipe, a socket or a device. Give the path of a file")
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file so that no reader, and no crash, ever meets half of it.
+    """Write a file atomically: no reader sees a partial file, not even after a crash.
 
-    An existing file is replaced. Raises UsageError when the folder is missing or `path` is no regular file,
-    EnvironmentFault when the disk is full or not writable; then nothing is left behind and an old file stays.
+    An existing file is replaced. Raises UsageError if the folder is missing or `path` is not a regular file,
+    EnvironmentFault if the disk is full or not writable. After an error, nothing is left behind and an old file stays.
     """
     with open_atomically(path) as file:
         file.write(data)
@@ -51,12 +48,12 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @contextmanager
 def open_atomically(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for writing that appears under its name only when the block ends without an error.
+    """Open a file for writing; it appears under its name only if the block ends without an error.
 
-    The same promises and errors as `write_atomically`; for data that should not be in memory twice.
+    The same guarantees and errors as `write_atomically`, for data that should not be in memory twice.
     """
     target = require_writable(path)
-    # Not tempfile: it creates files that only their owner may read, whatever the umask says.
+    # Not tempfile: it creates files that only their owner can read, whatever the umask.
     temporary = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("xb") as file:
@@ -66,7 +63,7 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
         temporary.replace(target)
         _fsync_folder(target.parent)
     except BaseException as error:
-        with suppress(OSError):  # of a read-only file system, which would hide what happened before
+        with suppress(OSError):  # an error here (read-only file system) would hide the original one
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename in {None, os.fspath(temporary)}:
             raise from_os_error(OSError(error.errno, error.strerror, os.fspath(path))) from error
@@ -74,11 +71,11 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
 
 
 def require_writable(path: Path) -> Path:
-    """Return the file that a path leads to; UsageError when it can be told already that it cannot be written.
+    """Return the file that a path resolves to; UsageError if it is clear that it cannot be written.
 
-    For what takes long before it writes.
+    For checking the output before long work.
     """
-    target = Path(os.path.realpath(path))  # through a link, as a plain open would write; resolve() fails on a loop
+    target = Path(os.path.realpath(path))  # follows links, as a plain open would; resolve() fails on a loop
     if not target.parent.is_dir():
         raise UsageError(f"{path}: the folder {target.parent} does not exist. Create it, or choose another path")
     if target.exists() and not target.is_file():  # a rename would replace a folder or a device such as /dev/null
@@ -87,9 +84,9 @@ def require_writable(path: Path) -> Path:
 
 
 def create_folder(folder: Path, option: str) -> None:
-    """Make a folder with those above it where they are missing; UsageError where a file is in the way.
+    """Create a folder and its missing parents; UsageError if a file is in the way.
 
-    option: of the command line that names the folder.
+    option: the command-line option that names the folder.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -100,22 +97,22 @@ def create_folder(folder: Path, option: str) -> None:
 
 
 def leftovers(folder: Path, names: Iterable[str]) -> list[Path]:
-    """Return the temporary files that a killed process left of files with these names."""
+    """Return the temporary files that a killed process left for files with these names."""
     return [path for name in names for path in folder.glob(f".{name[:200]}.{'[0-9a-f]' * 8}.tmp")]
 
 
 def remove_leftovers(folder: Path, names: Iterable[str]) -> None:
-    """Remove those temporary files; only for who holds the folder's lock, since another process may be writing them."""
+    """Remove those temporary files. Hold the folder's lock, since another process may be writing them."""
     for path in leftovers(folder, names):
         path.unlink(missing_ok=True)
 
 
 @contextmanager
 def locked_folder(folder: Path, option: str) -> Iterator[None]:
-    """Hold a folder for this process alone; the system gives it back when the process dies.
+    """Lock a folder for this process; the system releases the lock when the process dies.
 
-    option: of the command line that names the folder. Raises RunFolderError when another process holds it,
-    EnvironmentFault where there are no locks. No file is made for it: the lock is on the folder itself.
+    option: the command-line option that names the folder. Raises RunFolderError if another process holds the lock,
+    EnvironmentFault if the file system has no locks. The lock is on the folder itself, without a lock file.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -135,7 +132,7 @@ def locked_folder(folder: Path, option: str) -> Iterator[None]:
 
 
 def _fsync_folder(folder: Path) -> None:
-    """Make a rename last: the new name is in the folder, which is written on its own."""
+    """Make a rename durable: the new name is stored in the folder, which needs its own fsync."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -143,15 +140,12 @@ def _fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-# Where a file may be written: not over one of those that it is made of.
-
-
 def check_not_input(output: Path, inputs: Iterable[Path]) -> None:
-    """Refuse to write over an input, by whatever name or link it goes; UsageError."""
+    """Raise UsageError if the output is one of the inputs, under any name or link."""
     for path in inputs:
         try:
             same = output.samefile(path)
-        except (OSError, ValueError):  # one is not there, or no path at all, which whoever reads it will say
+        except (OSError, ValueError):  # a missing file or an invalid path, which its reader will report
             continue
         if same:
             raise UsageError(f"{output}: is the input itself ({path}); choose another name")

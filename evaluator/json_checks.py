@@ -1,8 +1,7 @@
-"""Plain data that others may have written: JSON that is JSON, and values of just the type and range that is meant.
+"""Strict checks of JSON data that others may have written.
 
-Python is lenient where a file should not be: its JSON has NaN and infinity, of a key that stands twice the last one
-counts, `true` counts as 1, and nesting without end overflows the stack. Everything here raises ValueError that says
-what is wrong; the caller says in which file.
+Python's json module accepts NaN and infinity, keeps the last of repeated keys, treats `true` as 1, and overflows the
+stack on deep nesting. The functions here raise a ValueError that says what is wrong; the caller adds the file.
 """
 
 import json
@@ -12,21 +11,21 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-MAX_DEPTH = 32  # of nested lists and objects where any plain data may stand; ours need four
+MAX_DEPTH = 32  # nesting of lists and objects in free-form data; ours needs four
 
 
 def _finite(digits: str) -> float:
     number = float(digits)
     if not math.isfinite(number):  # 1e999
-        raise ValueError(f"{digits[:20]} is no finite number")
+        raise ValueError(f"{digits[:20]} is not a finite number")
     return number
 
 
 def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
-    if len(found) < len(pairs):  # of two readers, one would take the first of both and one the last
-        (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"the key {twice[:40]!a} stands twice in one object")
+    if len(found) < len(pairs):  # some readers would take the first value, others the last
+        (repeated, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {repeated[:40]!a} occurs more than once in one object")
     return found
 
 
@@ -35,7 +34,7 @@ _DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite, object_
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the data of a JSON text in UTF-8."""
+    """Parse a JSON text in UTF-8."""
     try:
         return _DECODER.decode(text if isinstance(text, str) else text.decode("utf-8"))
     except RecursionError as error:
@@ -43,14 +42,14 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def check_plain(value: Any, depth: int = MAX_DEPTH) -> None:
-    """Check data of any shape: nested no deeper than so, and all its text can be printed (no lone surrogates)."""
+    """Check data of any shape: nesting at most `depth`, and no lone surrogates in strings."""
     if depth == 0:
         raise ValueError("nested too deeply")
     if isinstance(value, str):
         try:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise ValueError("a text holds half a character (a lone surrogate)") from error
+            raise ValueError("a string contains half a character (a lone surrogate)") from error
     elif isinstance(value, dict | list):
         for inner in value:
             check_plain(inner, depth - 1)
@@ -59,13 +58,13 @@ def check_plain(value: Any, depth: int = MAX_DEPTH) -> None:
 
 
 def require_keys(value: Any, what: str, keys: AbstractSet[str]) -> dict[str, Any]:
-    """Return the value, an object with just these keys."""
-    found = require_object(value, what)
-    if found.keys() != keys:
-        lacks = [f"lacks '{key}'" for key in sorted(keys - found.keys())]
-        unknown = [f"has an unknown key {key[:40]!r}" for key in sorted(found.keys() - keys)]
+    """Return the value, an object with exactly these keys."""
+    fields = require_object(value, what)
+    if fields.keys() != keys:
+        lacks = [f"lacks '{key}'" for key in sorted(keys - fields.keys())]
+        unknown = [f"has an unknown key {key[:40]!r}" for key in sorted(fields.keys() - keys)]
         raise ValueError(f"{what} {', '.join((lacks + unknown)[:5])}")
-    return found
+    return fields
 
 
 def require_object(value: Any, what: str) -> dict[str, Any]:
@@ -83,7 +82,7 @@ def require_list(value: Any, what: str) -> list[Any]:
 
 
 def require_int(value: Any, what: str, low: int, high: int | None = None) -> int:
-    """Return the value, a whole number from low to high."""
+    """Return the value, an integer from low to high."""
     if type(value) is not int or value < low or (high is not None and value > high):
         limits = f"from {low} to {high}" if high is not None else f"of at least {low}"
         raise ValueError(f"{what} should be a whole number {limits}, not {_described(value)}")
@@ -112,15 +111,15 @@ def require_choice(value: Any, what: str, allowed: tuple[str, ...]) -> Any:
 
 
 def _described(value: Any) -> str:
-    """Return a value in a few words: what is nested may be as deep as the stack."""
+    """Describe a value in a few words, without its nested contents, which could be very deep."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
     if isinstance(value, int) and abs(value) >= 10**20:
-        return "a number beyond all measure"
+        return "a huge number"
     return json.dumps(value)[:40]
 
 
-# How two pieces of JSON data differ, for people who are refused because of it.
+# Differences between two pieces of JSON data, for error messages.
 
 
 _SHOWN = 8  # lines
@@ -133,9 +132,9 @@ def differences(
     ignored: Collection[tuple[str, ...]] = (),
     places: tuple[str, str] = ("in the folder", "now"),
 ) -> list[str]:
-    """Compare field by field; one line for each that differs.
+    """Compare two objects field by field; return one line for each difference.
 
-    there: in a folder; here: asked for; ignored: paths; places: how a line calls there and here.
+    there: stored data; here: requested data; ignored: paths to skip; places: words for there and here in a line.
     """
     before, now = dict(_flatten(there)), dict(_flatten(here))
     return [
@@ -146,13 +145,13 @@ def differences(
 
 
 def format_differences(found: Sequence[str]) -> str:
-    """Return differences as indented lines, the first eight of them."""
+    """Return the first eight differences as indented lines."""
     more = [f"... and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
     return "\n".join(f"  {line}" for line in [*found[:_SHOWN], *more])
 
 
 def _flatten(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield (path, leaf) of nested JSON data; lists of numbers are leaves."""
+    """Yield (path, leaf) for nested JSON data; lists of numbers are leaves."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _flatten(inner, (*path, key))

@@ -1,4 +1,4 @@
-"""What this process may have of its machine: memory and cores, less where a control group limits it."""
+"""The memory and the cores that this process can use, including limits of control groups."""
 
 import math
 import os
@@ -9,10 +9,10 @@ _ROOT = Path("/")
 
 
 def machine_memory(root: Path = _ROOT) -> int:
-    """Return the bytes that this process can have: the machine's, or the limit of its control group when lower.
+    """Return the bytes that this process can use: the machine's memory, or a lower limit of its control group.
 
-    root: where /proc and /sys are found. Groups of version 1 and 2 are read, and those above them, whose limits hold
-    too; as seen in a container, the group's own folder may be the root of the tree.
+    root: folder that contains /proc and /sys. Reads cgroups v1 and v2 and their parents, whose limits apply too. In a
+    container, the group's own folder may be the root of the tree.
     """
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for folder, version in _groups("memory", root):
@@ -23,10 +23,10 @@ def machine_memory(root: Path = _ROOT) -> int:
 
 
 def cores(root: Path = _ROOT) -> int:
-    """Return how many threads of this process can run at once, at least 1.
+    """Return the number of threads of this process that can run at once, at least 1.
 
-    The cores that it is allowed on, or the share of time that its control group gives, rounded up, when lower: under a
-    quota of 1.5 cores two threads do more than one. root: see `machine_memory`.
+    This is the number of cores in its affinity mask, or the CPU quota of its control group, rounded up, if lower:
+    under a quota of 1.5 cores two threads do more than one. root: see `machine_memory`.
     """
     limits = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
     for folder, version in _groups("cpu", root):
@@ -40,18 +40,18 @@ def cores(root: Path = _ROOT) -> int:
 
 
 def cpuinfo_value(key: str, root: Path = _ROOT) -> str:
-    """Return what the kernel says of the first processor under a key, as `model name` or `flags`; or nothing."""
+    """Return a value of /proc/cpuinfo for the first processor, e.g. `model name` or `flags`; empty if absent."""
     lines = (line.partition(":") for line in _text(root / "proc/cpuinfo").splitlines())
     return next((value.strip() for name, _, value in lines if name.strip() == key), "")
 
 
 def supports_bf16(root: Path = _ROOT) -> bool:
-    """Say whether this CPU's instructions know bfloat16 (AVX512_BF16 or AMX), as far as the kernel tells."""
+    """Whether this CPU has bfloat16 instructions (AVX512_BF16 or AMX), according to the kernel."""
     return not {"avx512_bf16", "amx_bf16"}.isdisjoint(cpuinfo_value("flags", root).split())
 
 
 def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
-    """Yield the folders that can hold this process's limits, each with the version of control groups that it is of."""
+    """Yield the folders that can hold this process's limits, each with its cgroup version."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -66,7 +66,7 @@ def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _text(file: Path) -> str:
-    """Return what a file says, nothing where there is none."""
+    """Return a file's text, empty if it cannot be read."""
     try:
         return file.read_text().strip()
     except OSError:

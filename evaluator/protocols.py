@@ -1,6 +1,6 @@
-"""Ways of looking at an image: which views, at which scales, and how their scores are averaged.
+"""Evaluation protocols: which views of an image, at which scales, and how their scores are averaged.
 
-A protocol is frozen data that is stored in every run. Sources: PReLU-nets, section 4 "Testing"; SPP-net, section 3.1.5.
+A protocol is frozen data, stored in every run. Sources: PReLU-nets, section 4 "Testing"; SPP-net, section 3.1.5.
 """
 
 import re
@@ -24,10 +24,10 @@ ViewPart = Literal["whole", "nine", "top-left", "top-right", "bottom-left", "bot
 Averaging = Literal["softmax", "logit"]
 Weighting = Literal["scale", "view"]
 
-LONG_SIDE_CAP = 4  # shorter sides; of a longer image the centre is kept, so that no panorama can fill the memory
-MAX_CROPS_PER_SIDE = 16  # in a scale that is cropped; beyond, a crop shows next to nothing of a huge resized image
+LONG_SIDE_CAP = 4  # shorter sides; a longer image is cut to its center, so that no panorama can fill the memory
+MAX_CROPS_PER_SIDE = 16  # limit of a cropped scale, in crops; at larger scales a crop shows almost nothing of the image
 
-_MAX_NAME_LENGTH = 16 + 6 * MAX_SCALES  # characters: a kind, and every scale with five digits
+_MAX_NAME_LENGTH = 16 + 6 * MAX_SCALES  # characters: a kind, and scales of five digits each
 
 PARTS: Mapping[ProtocolKind, tuple[ViewPart, ...]] = {
     "dense": ("whole",),
@@ -41,10 +41,10 @@ _SCALE_SETS = {"spp-net": (224, 256, 300, 360, 448, 560), "resnet": (224, 256, 3
 
 @dataclass(frozen=True)
 class View:
-    """One way in which the model sees an image: resized to a scale, mirrored or not, whole or a part of it.
+    """One view of an image: resized to a scale, mirrored or not, the whole image or a part of it.
 
-    part: `whole`: every window of the image; `nine`: of its windows those at the corners, the middles of the sides and
-    the centre; else the crop at that place, which is one window.
+    part: `whole`: every window of the image; `nine`: the windows at the corners, the middles of the sides and the
+    center; otherwise the crop at that place, which is one window.
     """
 
     scale: int  # shorter side in pixels after resizing
@@ -58,10 +58,10 @@ class View:
 
 @dataclass(frozen=True)
 class EvaluationProtocol:
-    """How one image is looked at and how its views become one score per class.
+    """The views of one image and how they become one score per class.
 
-    name: as typed on the command line; kind: `dense` shows every window of the whole image, `spp-18` nine of them,
-    `center` a central crop, `ten-crop` the crops at the corners too;
+    name: as typed on the command line; kind: `dense` uses every window of the whole image, `spp-18` nine of them,
+    `center` the central crop, `ten-crop` also the crops at the corners;
     averaging: `softmax` averages probabilities (SPP-net, section 3.1.5), `logit` the logits before the softmax;
     weights: `scale` gives every scale the same weight, `view` every window of every view (SPP-net's 96 views).
     """
@@ -73,37 +73,37 @@ class EvaluationProtocol:
     averaging: Averaging = "softmax"
     weights: Weighting = "scale"
     long_side_cap: int = LONG_SIDE_CAP
-    crop: int | None = None  # side of the crops; None where the whole image is shown
+    crop: int | None = None  # side of the crops in pixels; None if the whole image is used
     interpolation: Interpolation = "bilinear"  # Pillow's filter of that name, antialiased
-    apply_exif: bool = False  # whether a camera's note on rotation is obeyed; ImageNet's evaluations do not
+    apply_exif: bool = False  # whether to apply EXIF orientation; ImageNet's evaluations do not
 
     def __post_init__(self) -> None:
         _check_scale_count(self.scales)
         if not self.scales or len(set(self.scales)) != len(self.scales) or min(self.scales) < 1:
             raise UsageError(f"protocol {self.name}: scales must be different positive numbers, not {self.scales}")
         if (self.kind in {"center", "ten-crop"}) != (self.crop is not None):
-            raise UsageError(f"protocol {self.name}: a crop belongs to kinds 'center' and 'ten-crop' and to no other")
+            raise UsageError(f"protocol {self.name}: kinds 'center' and 'ten-crop' need a crop; other kinds have none")
 
     @property
     def views(self) -> tuple[View, ...]:
-        """Return the views in their fixed order: scale by scale, part by part, plain before mirrored."""
+        """Return the views in fixed order: scale by scale, part by part, unmirrored before mirrored."""
         mirrors = (False, True) if self.mirror else (False,)
         return tuple(
             View(scale, mirrored, part) for scale in self.scales for part in PARTS[self.kind] for mirrored in mirrors
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the protocol as plain data for run.json and the wire."""
+        """Return the protocol as plain data for run.json and messages."""
         return {**asdict(self), "scales": list(self.scales)}
 
 
 def _check_scale_count(scales: Sequence[int]) -> None:
     if len(scales) > MAX_SCALES:
-        raise UsageError(f"a protocol of {len(scales)} scales: give at most {MAX_SCALES}")
+        raise UsageError(f"a protocol with {len(scales)} scales: give at most {MAX_SCALES}")
 
 
 def protocol_from_json(data: Any) -> EvaluationProtocol:
-    """Read what `Protocol.to_json` wrote; raises UsageError when it is not that."""
+    """Create a protocol from the output of `EvaluationProtocol.to_json`; UsageError for other data."""
     try:
         plain = require_keys(data, "it", {field.name for field in fields(EvaluationProtocol)})
         return EvaluationProtocol(**{key: _value_of(key, value) for key, value in plain.items()})
@@ -125,7 +125,7 @@ def _value_of(key: str, value: Any) -> Any:
 
 
 def view_from_json(data: Any) -> View:
-    """Read what `View.to_json` wrote; raises ValueError when it is not that."""
+    """Create a view from the output of `View.to_json`; ValueError for other data."""
     plain = require_keys(data, "a view", {"scale", "mirrored", "part"})
     part = require_choice(plain["part"], "part of a view", get_args(ViewPart))
     return View(require_int(plain["scale"], "scale of a view", 1), require_bool(plain["mirrored"], "mirrored"), part)
@@ -133,7 +133,7 @@ def view_from_json(data: Any) -> View:
 
 @dataclass(frozen=True)
 class ProtocolOverrides:
-    """What a user wants otherwise than a protocol has it; None: as it is."""
+    """A user's changes to a protocol; None keeps the protocol's value."""
 
     scales: tuple[int, ...] | None = None
     mirror: bool | None = None
@@ -147,7 +147,7 @@ _NAME_WITH_SCALES = re.compile(r"(center|ten-crop|dense|spp-18)((?:-[1-9]\d{0,4}
 
 
 def default_protocol_name(contract: ModelContract) -> str:
-    """Return the name of the protocol that is used unless another is asked for."""
+    """Return the name of the model's default protocol."""
     return "center" if contract.fixed_size else "multi-scale"
 
 
@@ -157,25 +157,25 @@ def build_protocol(
     """Build the protocol of that name for a model, with a user's changes.
 
     `center`: scale round(crop·256/224), central crop, not mirrored. `ten-crop`: the same scale; the crops at the
-    corners of the whole resized image and at its centre, mirrored too (Tables 2 and 5). `dense-S`: the whole image at
-    shorter side S, mirrored too; several scales as dense-256-384. `multi-scale`, `spp-net`, `resnet`: dense at the
-    model's default scales, at SPP-net's six, at ResNet's five. `spp-18`: SPP-net's 96 views, at its six scales 18
-    windows of the feature map. Other scales of a crop or of spp-18: center-240, ten-crop-300, spp-18-256-360.
-    Other scales (`changes.scales`) change the name accordingly.
-    Raises UsageError for an unknown name, for scales both in the name and beside it, and with the reason for a scale
-    or a view that the model cannot do.
+    corners of the whole resized image and at its center, also mirrored (Tables 2 and 5). `dense-S`: the whole image at
+    shorter side S, also mirrored; several scales as in dense-256-384. `multi-scale`, `spp-net`, `resnet`: dense at the
+    model's default scales, at SPP-net's six, at ResNet's five. `spp-18`: SPP-net's 96 views, 18 windows of the feature
+    map at each of its six scales. `center`, `ten-crop` and `spp-18` with other scales: center-240, ten-crop-300,
+    spp-18-256-360. `overrides.scales` changes the name accordingly.
+    Raises UsageError for an unknown name, for scales both in the name and in `overrides`, and, with the reason, for a
+    scale or a view that the model does not support.
     """
     overrides = overrides or ProtocolOverrides()
     if len(name) > _MAX_NAME_LENGTH:
-        raise UsageError(f"a protocol's name of {len(name)} characters: it has at most {_MAX_NAME_LENGTH}")
+        raise UsageError(f"a protocol name of {len(name)} characters: give at most {_MAX_NAME_LENGTH}")
     kind, scales = _kind_and_scales(name, contract)
     if overrides.scales is not None:
-        _check_scale_count(overrides.scales)  # before a name is made of them
+        _check_scale_count(overrides.scales)  # before they become part of the name
         if _NAME_WITH_SCALES.fullmatch(name):
-            raise UsageError(f"protocol {name} names its scales already; other ones contradict it. Give one of the two")
+            raise UsageError(f"protocol {name} already names its scales. Give scales either in the name or separately")
         scales, name = overrides.scales, "-".join(map(str, (kind, *overrides.scales)))
     crops = kind in {"center", "ten-crop"}
-    given = {key: value for key, value in vars(overrides).items() if value is not None}
+    changes = {key: value for key, value in vars(overrides).items() if value is not None}
     protocol = EvaluationProtocol(
         name=name,
         kind=kind,
@@ -185,15 +185,15 @@ def build_protocol(
         crop=contract.crop if crops else None,
         interpolation=contract.interpolation,
     )
-    protocol = replace(protocol, **given)
+    protocol = replace(protocol, **changes)
     _check_supported(protocol, contract)
     return protocol
 
 
 def command_line_options(protocol: EvaluationProtocol, *, by_scales: bool = False) -> list[str]:
-    """Return the options of the command line that ask for a protocol.
+    """Return the command-line options that select a protocol.
 
-    by_scales: name the scales, so that a model with other default scales looks at the same ones.
+    by_scales: name the scales, so that a model with other default scales uses the same ones.
     """
     name = "-".join(map(str, (protocol.kind, *protocol.scales))) if by_scales else protocol.name
     words = ["--protocol", name]
@@ -207,10 +207,10 @@ def command_line_options(protocol: EvaluationProtocol, *, by_scales: bool = Fals
 
 
 def _kind_and_scales(name: str, contract: ModelContract) -> tuple[ProtocolKind, tuple[int, ...]]:
-    """Return what a protocol's name stands for."""
-    if found := _NAME_WITH_SCALES.fullmatch(name):
-        kind: ProtocolKind = require_choice(found[1], "kind", get_args(ProtocolKind))
-        return kind, tuple(map(int, found[2].split("-")[1:]))
+    """Return the kind and the scales that a protocol's name stands for."""
+    if match := _NAME_WITH_SCALES.fullmatch(name):
+        kind: ProtocolKind = require_choice(match[1], "kind", get_args(ProtocolKind))
+        return kind, tuple(map(int, match[2].split("-")[1:]))
     if name in {"center", "ten-crop"}:
         kind = "center" if name == "center" else "ten-crop"
         return kind, (center_scale(contract.crop),)
@@ -220,24 +220,24 @@ def _kind_and_scales(name: str, contract: ModelContract) -> tuple[ProtocolKind, 
         places = _SCALE_SETS["resnet" if name == "resnet" else "spp-net"]
         return "spp-18" if name == "spp-18" else "dense", tuple(int(contract.crop * s / 224 + 0.5) for s in places)
     raise UsageError(
-        f"no protocol '{name}'. There are: {', '.join(PROTOCOL_NAMES)} (S in pixels, as in dense-256; "
-        "several as in dense-256-384). `prelunet protocols` tells what they are"
+        f"unknown protocol '{name}'. Valid protocols: {', '.join(PROTOCOL_NAMES)} (S in pixels, as in dense-256; "
+        "several as in dense-256-384). `prelunet protocols` describes them"
     )
 
 
 def _check_supported(protocol: EvaluationProtocol, contract: ModelContract) -> None:
-    """Refuse what a model cannot do, with the reason."""
+    """Raise UsageError, with the reason, if the model does not support the protocol."""
     if protocol.crop is not None:
         if not contract.crop <= min(protocol.scales) <= max(protocol.scales) <= MAX_CROPS_PER_SIDE * contract.crop:
             raise UsageError(
-                f"protocol {protocol.name}: crops of {contract.crop} pixels are cut from scales of {contract.crop} to "
+                f"protocol {protocol.name}: crops of {contract.crop} pixels need scales from {contract.crop} to "
                 f"{MAX_CROPS_PER_SIDE * contract.crop} pixels"
             )
         return
     if contract.fixed_size:
         raise UsageError(
-            f"protocol {protocol.name}: this model takes crops of {contract.crop}x{contract.crop} pixels and nothing "
-            "else; it has no windows to classify in a larger image. It can do: center, ten-crop"
+            f"protocol {protocol.name}: this model takes only crops of {contract.crop}x{contract.crop} pixels and has "
+            "no windows in a larger image. It supports: center, ten-crop"
         )
     largest = contract.max_side // protocol.long_side_cap
     if not contract.min_side <= min(protocol.scales) <= max(protocol.scales) <= largest:

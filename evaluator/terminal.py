@@ -1,4 +1,4 @@
-"""Text on its way to a terminal: what others wrote must not steer it, nor forge a line."""
+"""Terminal output: escaping of untrusted text, which must not control the terminal or forge lines, and progress."""
 
 import re
 import sys
@@ -8,42 +8,42 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-# C0 and C1, separators of lines and paragraphs, marks that turn the direction of writing, halves of characters.
+# C0 and C1 controls, line and paragraph separators, bidirectional controls, lone surrogates.
 _UNPRINTABLE = re.compile("[\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _UNPRINTABLE_BUT_NEWLINES = re.compile(_UNPRINTABLE.pattern.replace("\0-\x1f", "\0-\x09\x0b-\x1f"))
 
 
 def escape_unprintable(text: str, *, newlines: bool = False) -> str:
-    r"""Return a text in which characters that steer a terminal are written out: `\x1b`, `\u202e`, `\udcff`.
+    r"""Escape the characters that control a terminal: `\x1b`, `\u202e`, `\udcff`.
 
-    newlines: leave these as they are, in a text of ours that has several lines.
+    newlines: keep newlines, for our own multi-line text.
     """
     return (_UNPRINTABLE_BUT_NEWLINES if newlines else _UNPRINTABLE).sub(_escaped, text)
 
 
 def echo(text: str, *, err: bool = False, end: str = "\n") -> None:
-    """Print a text of ours, of any lines, with what others wrote made `escape_unprintable`. err: to stderr."""
-    import typer  # here, since `escape_unprintable` is for libraries too, which should load where only they are needed
+    """Print a text after `escape_unprintable`, keeping newlines. err: print to stderr."""
+    import typer  # here, because libraries use `escape_unprintable` without typer
 
     typer.echo(escape_unprintable(text, newlines=True) + end, err=err, nl=False)
 
 
-def _escaped(found: re.Match[str]) -> str:
-    code = ord(found[0])
+def _escaped(match: re.Match[str]) -> str:
+    code = ord(match[0])
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
-# Progress of long work on stderr: rate and remaining time; plain lines where stderr is no terminal.
+# Progress of long work on stderr: rate and remaining time; plain lines if stderr is not a terminal.
 
 
 LINE_INTERVAL = 10.0  # seconds between two plain lines
-RATE_WINDOW = 60.0  # seconds over which the rate is taken, and at least MIN_SAMPLES steps, however long they last
+RATE_WINDOW = 60.0  # seconds over which the rate is averaged, but at least MIN_SAMPLES samples
 MIN_SAMPLES = 10
-SAMPLE_INTERVAL = 0.5  # seconds between two marks: many small steps are one
+SAMPLE_INTERVAL = 0.5  # seconds between two samples: many small steps are one sample
 
 
 class Advance(Protocol):
-    """Tell that `count` more units are done; `note` is shown beside, as `loss 0.31`."""
+    """Report that `count` more units are done; `note` is shown beside them, e.g. `loss 0.31`."""
 
     def __call__(self, count: int = 1, note: str = "") -> None:
         """Advance by `count`."""
@@ -52,9 +52,9 @@ class Advance(Protocol):
 
 @contextmanager
 def progress(what: str, total: int, unit: str, *, done: int = 0) -> Iterator[Advance]:
-    """Show progress of `total` units while the block runs.
+    """Show the progress of `total` units while the block runs.
 
-    done: units that an earlier, interrupted call finished; they do not count for the rate, which is that of the last
+    done: units that an earlier, interrupted call finished. They do not count for the rate, which is that of the last
     minute.
     """
     reporter = _bar if sys.stderr is not None and sys.stderr.isatty() else _plain
@@ -67,7 +67,7 @@ def _bar(what: str, total: int, unit: str, done: int) -> Iterator[Advance]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    # Not markup: a path may have brackets.
+    # No markup: a path may contain brackets.
     texts = [TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[rate]}")]
     columns = (texts[0], BarColumn(), MofNCompleteColumn(), texts[1])
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as bar:
@@ -99,15 +99,15 @@ def _plain(what: str, total: int, unit: str, done: int) -> Iterator[Advance]:
 
 
 class _RateMeter:
-    """Counts units of this call alone and says the rate of late and, from it, the remaining time.
+    """Computes the recent rate of this call and, from it, the remaining time.
 
-    Of late and not since the start: images differ in size along a dataset, and workers come and go.
+    The rate is recent, not that since the start: images differ in size along a dataset, and workers come and go.
     """
 
     def __init__(self, total: int, unit: str, done: int) -> None:
         self.total, self.unit, self.done = total, unit, done
         self.start = time.monotonic()
-        self._samples = deque([(self.start, done)])  # what was done when, in the time that counts
+        self._samples = deque([(self.start, done)])  # (time, units done) within the window
 
     def advance(self, count: int) -> None:
         self.done += count

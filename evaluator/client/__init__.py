@@ -1,10 +1,10 @@
-"""Ask a prelunet server. The same errors as with a model file at hand; `evaluator.protocols` tells what a protocol is.
+"""Clients of a prelunet server. They raise the same errors as local evaluation. Protocols: see `evaluator.protocols`.
 
 with Client("127.0.0.1:50051") as client:
     answer = client.classify(Path("cat.jpg").read_bytes())
     print(answer.predictions[0].name)
 
-docs/client.md shows the rest: asyncio, many images, evaluations, deadlines and retries.
+docs/client.md covers the rest: asyncio, many images, evaluations, deadlines and retries.
 """
 
 from prelunet.evaluator.client.aio import AsyncClient

@@ -1,4 +1,4 @@
-"""The client of asyncio."""
+"""The asyncio client."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Sequence
@@ -37,22 +37,20 @@ from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.rpc.convert import answer_from_message
 
-_MAX_INLINE_PREDICTIONS = (
-    50  # predictions; an answer that tells 1000 classes takes 20 ms to read, too long for an event loop
-)
+_MAX_INLINE_PREDICTIONS = 50  # reading an answer of 1000 classes takes 20 ms, too long for an event loop
 
 
 class AsyncClient:
-    """`Client` for asyncio: the same methods, arguments, results and errors; use it in an `async with` block.
+    """`Client` for asyncio, with the same methods, arguments, results and errors. Use it in an `async with` block.
 
-    It belongs to the event loop that runs the block. A task that is cancelled cancels its call on the server too.
+    It belongs to the event loop that runs the block. Cancelling a task also cancels its call on the server.
     """
 
     def __init__(
         self, address: str, *, timeout: float | None = 60.0, retries: RetryPolicy = DEFAULT_RETRY_POLICY
     ) -> None:
         self._settings = ClientSettings(address, timeout, retries)
-        self._settings.closed = True  # until the block begins: gRPC's channel needs the loop that runs
+        self._settings.closed = True  # until the block begins: gRPC's channel needs the running loop
         self._channel: grpc.aio.Channel | None = None
 
     @property
@@ -62,7 +60,7 @@ class AsyncClient:
 
     async def __aenter__(self) -> Self:
         if self._channel is not None:
-            raise UsageError("an AsyncClient serves one `async with` block; make another one")
+            raise UsageError("an AsyncClient can be used in only one `async with` block; create a new one")
         self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
         self._stub: Any = pb_grpc.PreluNetServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -123,7 +121,7 @@ class AsyncClient:
     ) -> AsyncGenerator[tuple[Any, Answer | PreluNetError], None]:
         """Classify many encoded images over one stream, as `Client.classify_many`.
 
-        images: what is asked with `async for`; or with `for`, then in a thread, since it may read files.
+        images: an asynchronous iterable, or an ordinary one, which is read in a thread since it may read files.
         """
         request = partial(
             classify_request,
@@ -142,9 +140,9 @@ class AsyncClient:
     async def _stream(
         self, pending: PendingImages, images: AsyncIterable[Any] | Iterable[Any]
     ) -> AsyncGenerator[tuple[Any, Answer | PreluNetError], None]:
-        """Give the answers; a stream is open while there is something to send or to wait for."""
+        """Yield the answers; a stream is open while there is something to send or to wait for."""
         exchange = AsyncExchange(pending)
-        taking = asyncio.create_task(exchange.read_images(images))
+        reader = asyncio.create_task(exchange.read_images(images))
         try:
             while await exchange.wait_for_work():
                 if results := exchange.take_results():
@@ -172,8 +170,8 @@ class AsyncClient:
             pending.raise_error()
         finally:
             exchange.close_stream()
-            taking.cancel()
-            await asyncio.wait({taking})  # so that the caller's iterable is left before this is
+            reader.cancel()
+            await asyncio.wait({reader})  # leave the caller's iterable before returning
 
     async def evaluate(  # noqa: PLR0913 - one argument per option
         self,
@@ -209,24 +207,24 @@ class AsyncClient:
                 raise
             finally:
                 stream.cancel()
-            requests.raise_local_error()  # if there is one, what the server says of the rest does not matter
+            requests.raise_local_error()  # takes precedence over the server's error
             if status is None:
                 return await asyncio.to_thread(evaluation.report)  # 1000 classes take a while
             await asyncio.sleep(call.pause_after(status, repeatable=not requests.begun))
 
     async def models(self, *, timeout: Timeout = "client", request_id: str | None = None) -> list[ServedModel]:
-        """Return what is served, in the server's order."""
+        """Return the served models, in the server's order."""
         deadline = self._settings.deadline(timeout)
 
-        async def ask(method: str, request: object) -> Any:
+        async def send(method: str, request: object) -> Any:
             return await self._unary_call(method, request, Call(self._settings, deadline, request_id))
 
-        listed = (await ask("ListModels", pb.ListModelsRequest())).models
-        asked = (pb.GetModelRequest(name=model.name) for model in listed)
-        return [served_model_from_message((await ask("GetModel", request)).model) for request in asked]
+        listed = (await send("ListModels", pb.ListModelsRequest())).models
+        requests = (pb.GetModelRequest(name=model.name) for model in listed)
+        return [served_model_from_message((await send("GetModel", request)).model) for request in requests]
 
     async def ready(self, *, timeout: Timeout = "client") -> bool:
-        """Whether the server takes calls: False where it says that it does not, or nothing answers in time."""
+        """Whether the server accepts calls; False if it reports that it does not, or does not answer in time."""
         call = Call(self._settings, self._settings.deadline(timeout), None)
         options = call.begin()
         try:
@@ -240,9 +238,9 @@ class AsyncClient:
             raise
 
     async def _unary_call(self, method: str, request: object, call: Call) -> Any:
-        """Make a call of one request and one answer."""
+        """Make a unary call, with retries."""
         while True:
-            options = call.begin()  # first: without a block there is no stub
+            options = call.begin()  # first: outside a block there is no stub
             try:
                 response = await getattr(self._stub, method)(request, **options)
             except grpc.RpcError as failed:
@@ -256,16 +254,16 @@ class AsyncClient:
             await asyncio.sleep(pause)
 
     def _raise_unless_cancelled(self) -> None:
-        """Raise Interrupted where gRPC says "cancelled" though nobody cancels the task: the client is closed."""
+        """Raise Interrupted if gRPC reports "cancelled" but nobody cancelled the task: the client was closed."""
         task = asyncio.current_task()
         if task is not None and not task.cancelling():
-            raise Interrupted(f"{self.address}: the client was closed before the answer came")
+            raise Interrupted(f"{self.address}: the client was closed before the answer arrived")
 
 
 def _require_message(response: Any, call: Call) -> Any:
-    """Return a message, which is None where grpc.aio could not read the bytes; the other gRPC makes an error of it."""
+    """Return the message. It is None if grpc.aio could not parse the bytes, where synchronous gRPC raises an error."""
     if response is None:
-        raise call.invalid_response("what answers there sends no messages of this service")
+        raise call.invalid_response("the server there does not send messages of this service")
     return response
 
 

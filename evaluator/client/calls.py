@@ -1,4 +1,4 @@
-"""What both clients do about a call that is not I/O: its deadline, its attempts, its errors."""
+"""The parts of a call that do no I/O, shared by both clients: deadline, attempts, errors."""
 
 import logging
 import random
@@ -19,19 +19,17 @@ from prelunet.evaluator.rpc.status import error_for_reason, error_from, is_unrea
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How often a client tries a call again, and how long it waits before.
+    """When and how often a client retries a call.
 
-    attempts: of one call, the first one included; initial_backoff: seconds that the wait before the second attempt may last; each
-    further wait may last twice as long as the one before, but no longer than `max_backoff`. Each wait is drawn evenly
-    between 0 and that (full jitter), so that many clients do not come back at one moment; what an overloaded server
-    asks to wait comes on top.
-
-    retry_budget: retries that a client has in hand, all its calls together; answers_per_retry: so many answers bring one
-    back, up to the budget. So a client whose calls fail for long adds at most `retry_budget` calls and one for every
-    `answers_per_retry` answers to what the server has to bear.
-
-    restart_timeout: seconds for which a call waits for a server that is absent, with the same waits in between; attempts and
-    budget do not count meanwhile. 0: such a failure is one like the others.
+    attempts: maximum number of attempts per call, including the first.
+    initial_backoff: maximum wait before the second attempt, in seconds. The maximum doubles with every attempt, up to
+    `max_backoff`. Each wait is drawn uniformly between 0 and the maximum (full jitter), so that many clients do not
+    return at the same moment. The wait that an overloaded server requests is added.
+    retry_budget: retries available to all calls of a client together; every `answers_per_retry` answers return one, up
+    to the budget. So a client whose calls keep failing adds at most `retry_budget` calls, plus one for every
+    `answers_per_retry` answers, to the server's load.
+    restart_timeout: how long a call waits for an absent server, in seconds, with the same waits in between. These
+    attempts count neither as `attempts` nor against the budget. 0 treats an absent server like any other failure.
     """
 
     attempts: int = 4
@@ -43,30 +41,28 @@ class RetryPolicy:
 
     def __post_init__(self) -> None:
         if self.attempts < 1 or self.retry_budget < 0 or self.answers_per_retry < 1:
-            raise UsageError(f"{self}: attempts and answers_per_retry should be 1 or more, retry_budget 0 or more")
+            raise UsageError(f"{self}: attempts and answers_per_retry must be at least 1, retry_budget at least 0")
         if not 0 < self.initial_backoff <= self.max_backoff < float("inf"):
-            raise UsageError(
-                f"{self}: initial_backoff and max_backoff should be seconds above 0, initial_backoff no more than max_backoff"
-            )
+            raise UsageError(f"{self}: initial_backoff must be above 0 and at most max_backoff, both in finite seconds")
         if not 0 <= self.restart_timeout < float("inf"):
-            raise UsageError(f"{self}: restart_timeout should be seconds, 0 or more")
+            raise UsageError(f"{self}: restart_timeout must be a finite number of seconds, at least 0")
 
     @classmethod
     def none(cls) -> Self:
-        """Return the rule by which nothing is tried again."""
+        """Return a policy without retries."""
         return cls(attempts=1, restart_timeout=0.0)
 
 
 class RetryBudget:
-    """The retries that a client has in hand; for any number of threads."""
+    """The retries that a client has left; thread-safe."""
 
     def __init__(self, retries: RetryPolicy) -> None:
-        self._cost = retries.answers_per_retry  # counted in answers: whole numbers, so that ten tenths are one
+        self._cost = retries.answers_per_retry  # counted in answers, to stay with integers
         self._limit = self._left = retries.retry_budget * self._cost
         self._lock = threading.Lock()
 
     def withdraw(self) -> bool:
-        """Take one retry; False where none is left."""
+        """Take one retry; return False if none is left."""
         with self._lock:
             if self._left < self._cost:
                 return False
@@ -74,18 +70,18 @@ class RetryBudget:
             return True
 
     def deposit(self) -> None:
-        """Take note of an answer."""
+        """Count an answer."""
         with self._lock:
             self._left = min(self._limit, self._left + 1)
 
 
-_draw = random.SystemRandom().uniform  # not the module's generator: a fleet whose programs seed it would keep step
+_draw = random.SystemRandom().uniform  # not the module's generator: clients with the same seed would retry in step
 
 
 class Attempts:
     """The attempts of one call.
 
-    deadline: on the clock of time.monotonic(), None where there is no end; draw: returns a number between two others.
+    deadline: on the clock of time.monotonic(), None for no deadline; draw: returns a random number between two others.
     """
 
     def __init__(
@@ -100,11 +96,11 @@ class Attempts:
         self._deadline = deadline
         self._draw = draw
         self._begun = 0
-        self._absences = 0  # in a row
+        self._absences = 0  # consecutive failures to reach a server
         self._absent_since = 0.0  # on the clock of time.monotonic()
 
     def begin(self) -> float | None:
-        """Count one more attempt and return the seconds that it has, None where there is no end."""
+        """Count an attempt and return its time limit in seconds, None for no limit."""
         self._begun += 1
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
@@ -114,11 +110,11 @@ class Attempts:
         return self._begun >= self._retries.attempts
 
     def pause(self, error: PreluNetError, *, absent: bool = False) -> float | None:
-        """Return the seconds to wait before the next attempt; None where there should be none.
+        """Return the seconds to wait before the next attempt, None if there should be none.
 
-        error: why the last one failed, one that may pass; absent: because there is no server yet. There should be none
-        after the last attempt, none that could not begin before the deadline, and none that the client has no more
-        retries in hand for.
+        error: the transient error of the last attempt; absent: whether it failed because there is no server yet.
+        There is no next attempt after the last one allowed, if it could not begin before the deadline, or if the
+        client's retry budget is exhausted.
         """
         if absent and self._retries.restart_timeout:
             return self._pause_until_available(error)
@@ -131,8 +127,8 @@ class Attempts:
         return pause if self._budget.withdraw() else None
 
     def _pause_until_available(self, error: PreluNetError) -> float | None:
-        """Return the seconds to wait for a server that is absent: at most half of what is left, so that the last
-        attempts come just before the end.
+        """Return the seconds to wait for an absent server: at most half of the time left, so that the last attempts
+        are made just before the end.
         """
         now = time.monotonic()
         self.discard_last()
@@ -146,30 +142,30 @@ class Attempts:
         return min(self._jittered(error, self._absences), left / 2)
 
     def _jittered(self, error: PreluNetError, failures: int) -> float:
-        """Return a wait after so many failures, with what the server asks to wait."""
-        doublings = min(failures - 1, 60)  # the wait has long reached `max_backoff`, and a float has an end
+        """Return the backoff after `failures` failures, plus the server's `retry_after`."""
+        doublings = min(failures - 1, 60)  # keeps the float finite; `max_backoff` applies long before
         pause = self._draw(0.0, min(self._retries.max_backoff, self._retries.initial_backoff * 2.0**doublings))
-        asked: float | None = getattr(error, "retry_after", None)
-        return pause if asked is None else pause + asked
+        retry_after: float | None = getattr(error, "retry_after", None)
+        return pause if retry_after is None else pause + retry_after
 
     def discard_last(self) -> None:
-        """Count the last attempt as none: no server has seen it."""
+        """Do not count the last attempt: no server has seen it."""
         self._begun -= 1
 
     def answer_received(self) -> None:
-        """Take note of an answer; in a stream, from which attempts are counted anew."""
+        """Handle an answer: replenish the budget and, in a stream, start counting attempts again."""
         self._begun = 1
         self._absences = 0
         self._budget.deposit()
 
 
 Timeout: TypeAlias = float | Literal["client"] | None
-"""Seconds for a call, retries included; None to wait for ever; "client": as its client was told."""
+"""Seconds for a call, including retries; None for no limit; "client" for the client's timeout."""
 
 DEFAULT_RETRY_POLICY = RetryPolicy()
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _MAX_TIMEOUT = 1e9  # seconds; gRPC counts nanoseconds in 64 bits
-_CANCELLED = grpc.StatusCode.CANCELLED  # from a server: it stopped before it had begun the call
+_CANCELLED = grpc.StatusCode.CANCELLED  # from a server: it stopped before it began the call
 _TRANSIENT = (grpc.StatusCode.UNAVAILABLE, _CANCELLED)
 
 log = logging.getLogger(__name__)
@@ -179,7 +175,7 @@ log = logging.getLogger(__name__)
 class Failure:
     """Why a call or an image has no answer.
 
-    transient: whether the same may succeed later; absent: because there is no server yet, or none that is ready.
+    transient: whether a retry may succeed; absent: whether there is no server yet, or none that is ready.
     """
 
     error: PreluNetError
@@ -188,7 +184,7 @@ class Failure:
 
 
 class ClientSettings:
-    """What a client was told about all its calls; shared by its threads. closed: no further call may begin."""
+    """The settings of a client for all its calls; shared by its threads. closed: no further call may begin."""
 
     def __init__(self, address: str, timeout: float | None, retries: RetryPolicy) -> None:
         self.address = checked_address(address)
@@ -199,54 +195,54 @@ class ClientSettings:
         self._warned = False
 
     def deadline(self, timeout: Timeout) -> float | None:
-        """Return when a call that begins now should be over, on the clock of time.monotonic()."""
+        """Return the deadline of a call that begins now, on the clock of time.monotonic()."""
         seconds = self._timeout if timeout == "client" else _checked(timeout)
         return None if seconds is None else time.monotonic() + seconds
 
     def attempts(self, deadline: float | None) -> Attempts:
-        """Return the attempts of something that is asked now."""
+        """Return the attempts of a call that begins now."""
         return Attempts(self.retries, self.budget, deadline)
 
     def warn_server_absent(self, error: PreluNetError) -> None:
-        """Tell once, until a call has its answer, that calls wait: else nobody would know why nothing happens."""
+        """Log that calls wait for a server, once until a call is answered."""
         if self.retries.restart_timeout and not self._warned:
             self._warned = True
             where = "" if self.address in str(error) else f"{self.address}: "
-            log.warning("trying again for up to %g s: %s%s", self.retries.restart_timeout, where, error)
+            log.warning("retrying for up to %g s: %s%s", self.retries.restart_timeout, where, error)
 
     def clear_warning(self) -> None:
-        """Take note that there is a server."""
+        """Note that the server is back."""
         self._warned = False
 
 
 class Call:
-    """One call of a client, through all its attempts. deadline: as of `ClientSettings.deadline`."""
+    """One call of a client, with all its attempts. deadline: from `ClientSettings.deadline`."""
 
     def __init__(self, settings: ClientSettings, deadline: float | None, request_id: str | None) -> None:
         if request_id is not None and not _REQUEST_ID.fullmatch(request_id):
             raise UsageError(
-                f"request_id is {request_id!a}, but it should have 1 to 128 letters, digits, '.', '_', ':' and '-'"
+                f"request_id is {request_id!a}, but it must consist of 1 to 128 letters, digits, '.', '_', ':' and '-'"
             )
         self._settings = settings
         self._request_id = request_id
         self._attempts = settings.attempts(deadline)
 
     def begin(self) -> dict[str, Any]:
-        """Begin an attempt: return the arguments that gRPC needs beside the request."""
+        """Begin an attempt: return gRPC's arguments besides the request."""
         if self._settings.closed:
-            raise UsageError("the client is closed; make the call inside of its `with` block")
+            raise UsageError("the client is closed; make the call inside its `with` block")
         metadata = () if self._request_id is None else (("x-request-id", self._request_id),)
         return {"timeout": self._attempts.begin(), "metadata": metadata}
 
     def answer_received(self) -> None:
-        """Take note of an answer."""
+        """Handle an answer."""
         self._attempts.answer_received()
         self._settings.clear_warning()
 
     def pause_after(self, failed: grpc.RpcError, *, repeatable: bool = True) -> float:
-        """Return the seconds to wait before the next attempt; raise the error where there should be none.
+        """Return the seconds to wait before the next attempt; raise the error if there should be none.
 
-        repeatable: whether the call can be made again once a server has begun it.
+        repeatable: whether the call can be retried after a server has begun it.
         """
         failure = self.failure_of(failed)
         if failure.transient and (repeatable or failure.absent):
@@ -258,12 +254,14 @@ class Call:
         try:
             raise failure.error from failed
         finally:
-            del failure, failed  # the traceback holds this frame: they would keep it, and the request's image, alive
+            del failure, failed  # they refer to the traceback and so to this frame: a cycle that keeps the image alive
 
     def failure_of(self, failed: grpc.RpcError) -> Failure:
         """Return why the call failed."""
         if failed.code() == _CANCELLED and self._settings.closed:
-            return self._failure(Interrupted(f"{self._settings.address}: the client was closed before the answer came"))
+            return self._failure(
+                Interrupted(f"{self._settings.address}: the client was closed before the answer arrived")
+            )
         return self._failure(error_from(failed, self._settings.address), failed.code(), absent=is_unreachable(failed))
 
     def failure_from_message(self, message: pb.CallError) -> Failure:
@@ -281,15 +279,15 @@ class Call:
         return Failure(error, transient, absent or isinstance(error, NotReady))
 
     def invalid_response(self, what: str) -> PreluNetError:
-        """Return the error for a server that does not keep to the protocol."""
-        error = PreluNetError(f"{self._settings.address}: {what}. Are client and server of the same version?")
+        """Return the error for a server that violates the protocol."""
+        error = PreluNetError(f"{self._settings.address}: {what}. Do client and server have the same version?")
         return self._failure(error).error
 
 
 def _checked(timeout: float | Literal["client"] | None) -> float | None:
-    """Return a timeout that is one."""
+    """Return the timeout as a float; UsageError if it is invalid."""
     if timeout is None:
         return None
     if isinstance(timeout, str) or not 0 < timeout <= _MAX_TIMEOUT:
-        raise UsageError(f"timeout is {timeout!r}, but it should be seconds above 0, or None to wait for ever")
+        raise UsageError(f"timeout is {timeout!r}, but it must be a number of seconds above 0, or None for no limit")
     return float(timeout)

@@ -1,4 +1,4 @@
-"""What a client reads."""
+"""The messages of a client: what it reads and what it sends."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from prelunet.evaluator.rpc.status import MAX_MESSAGE_BYTES
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What a server says of one model; sides in pixels, classes by class index."""
+    """A model as described by its server; sides in pixels, classes by class index."""
 
     name: str
     sha256: str
@@ -34,7 +34,7 @@ class ServedModel:
 
 
 def served_model_from_message(model: pb.Model) -> ServedModel:
-    """Read what a server says of one model."""
+    """Read a server's description of a model."""
     return ServedModel(
         name=model.name,
         sha256=model.sha256,
@@ -52,10 +52,10 @@ def served_model_from_message(model: pb.Model) -> ServedModel:
 
 @dataclass(frozen=True)
 class EvaluationProgress:
-    """How far an evaluation is.
+    """The progress of an evaluation.
 
-    images: that are answered, refused ones included; refused: of them; top1_error: percent of the evaluated images so
-    far, None where there is none yet; seconds: since the evaluation began.
+    images: number of images answered, including refused ones; refused: number of refused images; top1_error: percent
+    of the images evaluated so far, None if there are none yet; seconds: time since the evaluation began.
     """
 
     images: int
@@ -65,7 +65,7 @@ class EvaluationProgress:
 
 
 class EvaluationResponses:
-    """The answers of one evaluation. on_progress: called with every EvaluationProgress."""
+    """The responses of one evaluation. on_progress: called with every EvaluationProgress."""
 
     def __init__(self, call: Call, on_progress: Callable[[EvaluationProgress], object] | None) -> None:
         self._call = call
@@ -93,16 +93,16 @@ _UNREACHABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 def is_serving(response: health_pb2.HealthCheckResponse) -> bool:
-    """Whether a server says that it takes calls."""
+    """Whether a server reports that it accepts calls."""
     return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 def is_unreachable(failed: grpc.RpcError) -> bool:
-    """Whether a question about health failed because nothing answers."""
+    """Whether a health check failed because no server answered."""
     return failed.code() in _UNREACHABLE
 
 
-# What a client sends.
+# Requests.
 
 
 _MESSAGE_OVERHEAD = 4096  # bytes of a message for the file's name, its class and the framing
@@ -121,7 +121,7 @@ def classify_request(
 ) -> pb.ClassifyRequest:
     """Return the request for one image; the arguments are those of `Client.classify`."""
     if top_k is not None and not 1 <= top_k < 2**31:
-        raise UsageError(f"top_k is {top_k}, but a model can tell 1 to all of its classes")
+        raise UsageError(f"top_k is {top_k}, but it must be between 1 and the model's number of classes")
     return pb.ClassifyRequest(
         image=image,
         model=model or "",
@@ -135,10 +135,10 @@ def classify_request(
 
 
 def stream_request(number: int, request: pb.ClassifyRequest) -> pb.ClassifyStreamRequest:
-    """Return one request of a stream; ImageError for an image that would end the stream instead of being refused."""
+    """Return one request of a stream. Raises ImageError for an image so large that it would end the whole stream."""
     if (size := request.ByteSize()) > MAX_MESSAGE_BYTES - _MESSAGE_OVERHEAD:
         raise ImageError(
-            f"{size} bytes are more than a message of {MAX_MESSAGE_BYTES} bytes can carry. Send a smaller image"
+            f"{size} bytes do not fit into a message, whose limit is {MAX_MESSAGE_BYTES} bytes. Send a smaller image"
         )
     return pb.ClassifyStreamRequest(id=str(number), request=request)
 
@@ -165,25 +165,25 @@ def evaluate_start(
 
 
 def labelled_image(dataset: Dataset, sample: Sample) -> pb.EvaluateRequest:
-    """Read one image; its class is sent by name, since the server's order of classes decides."""
+    """Read one image. Its class is sent by wnid, because the server's class indices apply."""
     if not 0 <= sample.label < len(dataset.classes):
-        raise DatasetError(f"{sample.file}: its class is not known; a report needs the true class of every image")
+        raise DatasetError(f"{sample.file}: its class is unknown; an evaluation needs the true class of every image")
     try:
         sample.file.encode()
     except UnicodeEncodeError as error:
-        raise DatasetError(f"{sample.file!a}: a name that is no Unicode cannot be sent. Rename the file") from error
+        raise DatasetError(f"{sample.file!a}: the name is not Unicode and cannot be sent. Rename the file") from error
     if sample.size > MAX_MESSAGE_BYTES - _MESSAGE_OVERHEAD:
         raise DatasetError(
-            f"{sample.file}: {sample.size} bytes are more than a message of {MAX_MESSAGE_BYTES} bytes can carry. "
-            "Take the file out of the dataset, or use `prelunet validate`"
+            f"{sample.file}: {sample.size} bytes do not fit into a message, whose limit is {MAX_MESSAGE_BYTES} bytes. "
+            "Remove the file from the dataset, or use `prelunet validate`"
         )
-    data = dataset.reader.read(sample.file)  # the server refuses what is too large for it, and counts it
+    data = dataset.reader.read(sample.file)  # the server refuses and counts images beyond its own limit
     return pb.EvaluateRequest(image=pb.LabelledImage(file=sample.file, data=data, wnid=dataset.classes[sample.label]))
 
 
 def _checked(scales: Sequence[int] | None) -> Sequence[int]:
-    """Return scales that a message can carry; the server knows which of them the model can be shown."""
+    """Return the scales if a message can hold them; the server checks whether the model supports them."""
     for scale in scales or ():
         if not 1 <= scale < 2**32:
-            raise UsageError(f"scales has {scale}, but a scale is the shorter side of an image in pixels")
+            raise UsageError(f"scales has {scale}, but a scale is a shorter side in pixels, 1 or more")
     return scales or ()

@@ -1,4 +1,4 @@
-"""The client of threads."""
+"""The synchronous client."""
 
 import threading
 import time
@@ -33,15 +33,15 @@ from prelunet.evaluator.rpc.convert import answer_from_message
 
 
 class Client:
-    """A connection to a server; use it in a `with` block, from any number of threads.
+    """A connection to a server. Use it in a `with` block, from any number of threads.
 
-    address: host:port, or a name as dns:///host:port that stands for several servers, which then take turns;
-    timeout: seconds for an answer to one image or question, retries included, None to wait for ever;
-    retries: what is tried again, and when.
+    address: host:port, or dns:///host:port for a name of several servers, which then take turns;
+    timeout: seconds for one call, including retries, None for no limit;
+    retries: what is retried, and when.
 
-    Every method raises the errors of `evaluator.errors` that the server had, and EnvironmentFault that names the
-    address when there is no way to a server. The model's name may be left out where only one is served. `request_id`
-    (1 to 128 letters, digits, '.', '_', ':' and '-') stands in the server's log and in the errors of the call.
+    Every method raises the server's error as a class of `evaluator.errors`, and EnvironmentFault with the address if
+    no server can be reached. The model's name can be omitted if the server has only one. `request_id` (1 to 128
+    letters, digits, '.', '_', ':' and '-') appears in the server's log and in the errors of the call.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class Client:
     ) -> Answer:
         """Classify one encoded image.
 
-        protocol: its name, "" for the model's own; scales, mirror: other shorter sides in pixels than the protocol's,
-        and whether each is seen mirrored too; None as the protocol has it;
-        top_k: 1 to the number of classes; None is 5, or all where there are fewer;
-        heatmap: draw where each of the five best classes is seen; apply_exif: obey the camera's note on rotation;
-        timeout: other seconds than the client's.
+        protocol: name, "" for the model's default; scales: shorter sides in pixels, None for the protocol's;
+        mirror: whether to add a mirrored copy of each view, None for the protocol's choice;
+        top_k: 1 to the number of classes, None for 5, or all if there are fewer;
+        heatmap: draw a heat map of each of the top five classes; apply_exif: apply EXIF orientation;
+        timeout: seconds, instead of the client's timeout.
         """
         request = classify_request(
             image,
@@ -118,15 +118,16 @@ class Client:
         timeout: float | None = None,
         request_id: str | None = None,
     ) -> Generator[tuple[Any, Answer | PreluNetError], None, None]:
-        """Classify many encoded images over one stream; gives the answers as they come, in any order.
+        """Classify many encoded images over one stream; yield the answers as they arrive, in any order.
 
-        images: (id, image), where an id may be anything; or images alone, whose ids are then 0, 1, 2 …; asked for the
-        next one in another thread. Gives (id, answer), or (id, error) for an image that is refused: the others go on.
-        max_pending: images that are held at most; no more are asked for while so many have no answer, or an answer that
-        nobody has taken. timeout: seconds for all of them. The other arguments are those of `classify`.
+        images: (id, image) pairs, where an id can be anything, or images alone, which get the ids 0, 1, 2, ...; read
+        in another thread. Yields (id, answer), or (id, error) for a refused image; the other images continue.
+        max_pending: maximum number of images held; no more are read while this many are unanswered or their answers
+        are not taken. timeout: seconds for all images. The other arguments are those of `classify`.
 
-        A stream that breaks is taken up again with what is unanswered, if the client's retries allow it; an image that
-        comes at a bad moment is sent again. What `images` raises is raised after the answers to those before.
+        A broken stream is reopened for the unanswered images, and an image that met a transient error is sent again,
+        as far as the client's retries allow. An exception of `images` is raised after the answers to the images before
+        it.
         """
         request = partial(
             classify_request,
@@ -145,7 +146,7 @@ class Client:
     def _stream(
         self, pending: PendingImages, images: Iterable[Any]
     ) -> Generator[tuple[Any, Answer | PreluNetError], None, None]:
-        """Give the answers; a stream is open while there is something to send or to wait for."""
+        """Yield the answers; a stream is open while there is something to send or to wait for."""
         exchange = Exchange(pending, images)
         try:
             while exchange.wait_for_work():
@@ -178,11 +179,11 @@ class Client:
         timeout: float | None = None,
         request_id: str | None = None,
     ) -> dict[str, Any]:
-        """Send a labelled dataset and return its report, equal to what `prelunet validate` and `report` give.
+        """Send a labelled dataset and return its report, the same as that of `prelunet validate` and `report`.
 
-        But of the refused images it lists the first only, at most 1000 and 1 MiB of names and reasons.
-        progress: called about once a second with how far it is; timeout: seconds for all of it, None to wait for ever.
-        The other arguments are those of `classify`. Once the first image has been read, nothing is tried again.
+        Unlike theirs, it lists only the first refused images, at most 1000 and 1 MiB of names and reasons.
+        progress: called with the progress about once a second; timeout: seconds for the whole call, None for no limit.
+        The other arguments are those of `classify`. Nothing is retried after the first image has been read.
         Raises DatasetError for an image that cannot be read.
         """
         call = Call(self._settings, self._settings.deadline(timeout), request_id)
@@ -196,7 +197,7 @@ class Client:
                 for response in stream:
                     evaluation.read(response)
             except grpc.RpcError as failed:
-                requests.raise_local_error()  # if there is one, what the server says of the rest does not matter
+                requests.raise_local_error()  # takes precedence over the server's error
                 pause = call.pause_after(failed, repeatable=not requests.begun)
             else:
                 requests.raise_local_error()
@@ -206,18 +207,18 @@ class Client:
             time.sleep(pause)
 
     def models(self, *, timeout: Timeout = "client", request_id: str | None = None) -> list[ServedModel]:
-        """Return what is served, in the server's order."""
+        """Return the served models, in the server's order."""
         deadline = self._settings.deadline(timeout)
 
-        def ask(method: Callable[..., Any], request: object) -> Any:
+        def send(method: Callable[..., Any], request: object) -> Any:
             return _unary_call(method, request, Call(self._settings, deadline, request_id))
 
-        listed = ask(self._stub.ListModels, pb.ListModelsRequest()).models
-        asked = (pb.GetModelRequest(name=model.name) for model in listed)
-        return [served_model_from_message(ask(self._stub.GetModel, request).model) for request in asked]
+        listed = send(self._stub.ListModels, pb.ListModelsRequest()).models
+        requests = (pb.GetModelRequest(name=model.name) for model in listed)
+        return [served_model_from_message(send(self._stub.GetModel, request).model) for request in requests]
 
     def ready(self, *, timeout: Timeout = "client") -> bool:
-        """Whether the server takes calls: False where it says that it does not, or nothing answers in time."""
+        """Whether the server accepts calls; False if it reports that it does not, or does not answer in time."""
         call = Call(self._settings, self._settings.deadline(timeout), None)
         try:
             return is_serving(self._health.Check(HEALTH, **call.begin()))
@@ -228,7 +229,7 @@ class Client:
 
 
 def _unary_call(method: Callable[..., Any], request: object, call: Call) -> Any:
-    """Make a call of one request and one answer."""
+    """Make a unary call, with retries."""
     while True:
         try:
             response = method(request, **call.begin())
@@ -245,14 +246,14 @@ def _to_answer(result: Result) -> tuple[Any, Answer | PreluNetError]:
     return key, answer_from_message(outcome) if isinstance(outcome, pb.ClassifyResponse) else outcome
 
 
-# What `Client` needs for its streams: images and requests between threads.
+# The streams of `Client`: images and requests between threads.
 
 
 class Exchange:
-    """`PendingImages` between three threads: the caller's that reads, gRPC's that sends, and one that takes images.
+    """`PendingImages` shared by three threads: the caller's reads results, gRPC's sends, and one reads images.
 
-    images: what the caller gives; asked in a thread of its own, because a stream that breaks may be taken up again
-    while the caller's iterable still makes the next image.
+    images: the caller's iterable; read in its own thread, because a broken stream may be reopened while the iterable
+    still produces the next image.
     """
 
     def __init__(self, pending: PendingImages, images: Iterable[object]) -> None:
@@ -263,38 +264,38 @@ class Exchange:
         threading.Thread(target=self._take, args=(images,), name="prelunet-images", daemon=True).start()
 
     def _take(self, images: Iterable[object]) -> None:
-        """Take images while there is room, until there are no more of them."""
+        """Add images while there is room, until there are no more."""
         error: BaseException | None = None
         try:
-            each = iter(images)
+            iterator = iter(images)
             while self._has_room():
-                given = next(each)
+                item = next(iterator)
                 with self._changed:
-                    self._pending.add(given)
+                    self._pending.add(item)
                     self._changed.notify_all()
         except StopIteration:
             pass
-        except BaseException as raised:  # told by raise_error in the caller's thread
+        except BaseException as raised:  # raise_error raises it in the caller's thread
             error = raised
         with self._changed:
             self._pending.finish(error)
             self._changed.notify_all()
 
     def _has_room(self) -> bool:
-        """Wait until there is room for an image; False once the caller wants no more."""
+        """Wait until there is room for an image; False once the caller has stopped."""
         with self._changed:
             self._changed.wait_for(lambda: self._pending.has_room or self._stopped)
             return not self._stopped
 
     def wait_for_work(self) -> bool:
-        """Wait until there is something to send or to tell; False when everything is told."""
+        """Wait until there is something to send or a result to take; False when all is done."""
         with self._changed:
             while (pause := self._pending.seconds_until_work()) != 0.0:
                 self._changed.wait(pause)
             return not self._pending.done
 
     def open_stream(self) -> Iterator[pb.ClassifyStreamRequest]:
-        """Return the requests of a new stream, for gRPC's thread; those of the stream before end."""
+        """Return the requests of a new stream, for gRPC's thread; this ends the requests of the previous stream."""
         with self._changed:
             self._stream += 1
             return self._requests(self._stream)
@@ -304,7 +305,7 @@ class Exchange:
             yield request
 
     def _next_request(self, stream: int) -> pb.ClassifyStreamRequest | None:
-        """Wait for a request of this stream; None when it should send no more."""
+        """Wait for a request of this stream; None when it should send no more requests."""
         with self._changed:
             while self._stream == stream and not self._pending.idle:
                 if (request := self._pending.next_request()) is not None:
@@ -313,25 +314,25 @@ class Exchange:
             return None
 
     def answer_received(self, response: pb.ClassifyStreamResponse) -> list[Result]:
-        """Take note of an answer; returns what there is to tell."""
+        """Handle a response and return the results."""
         with self._changed:
             self._pending.answer_received(response)
             return self._take_results()
 
     def stream_ended(self) -> None:
-        """Take note that the server ended the stream, whose requests end too."""
+        """Handle the end of the stream by the server; its requests end too."""
         with self._changed:
             self._close_stream()
             self._pending.stream_ended()
 
     def stream_failed(self, failed: grpc.RpcError) -> None:
-        """Take note that the stream broke, whose requests end too; raises the error where that is the end of all."""
+        """Handle a broken stream, whose requests end too; raise the error if it should not be reopened."""
         with self._changed:
-            self._close_stream()  # first: what is taken from here on belongs to the next stream
+            self._close_stream()  # first: further images belong to the next stream
             self._pending.stream_failed(failed)
 
     def take_results(self) -> list[Result]:
-        """Return what there is to tell."""
+        """Return and clear the results."""
         with self._changed:
             return self._take_results()
 
@@ -340,7 +341,7 @@ class Exchange:
         return self._pending.take_results()
 
     def stop(self) -> None:
-        """Take no more images; the thread that takes them ends, at the latest when the next one is there."""
+        """Read no more images; the reading thread ends at the latest when the next image arrives."""
         with self._changed:
             self._stopped = True
             self._close_stream()
@@ -351,10 +352,10 @@ class Exchange:
 
 
 class LabelledImages:
-    """The messages of one evaluation, and what went wrong while they were made.
+    """The messages of one evaluation, and the error that occurred while reading images.
 
-    gRPC asks for them in a thread of its own and would tell only that something failed there. begun: whether an image
-    has been asked for.
+    gRPC iterates over them in its own thread and would only report that something failed there. begun: whether an
+    image has been requested.
     """
 
     def __init__(self, dataset: Dataset, start: pb.EvaluateRequest) -> None:
@@ -369,10 +370,12 @@ class LabelledImages:
         try:
             for sample in self._dataset.samples:
                 yield labelled_image(self._dataset, sample)
-        except Exception as error:  # told by raise_local_error in the caller's thread; ending the stream ends the call
+        except (
+            Exception
+        ) as error:  # raise_local_error raises it in the caller's thread; ending the stream ends the call
             self._error = error
 
     def raise_local_error(self) -> None:
-        """Raise what went wrong on this side, if anything did."""
+        """Raise the error of this side, if there is one."""
         if self._error is not None:
             raise self._error

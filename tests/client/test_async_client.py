@@ -70,14 +70,14 @@ def test_a_client_outside_of_its_block_says_so() -> None:
     async def use() -> None:
         client = AsyncClient("127.0.0.1:1")
         for ask in (client.classify(b"cat"), client.models(), client.ready(), client.evaluate(pets())):
-            with pytest.raises(UsageError, match="inside of its `with` block"):
+            with pytest.raises(UsageError, match="inside its `with` block"):
                 await ask
-        with pytest.raises(UsageError, match="inside of its `with` block"):
+        with pytest.raises(UsageError, match="inside its `with` block"):
             await anext(client.classify_many([b"cat"]))
         await client.close()
         async with AsyncClient("127.0.0.1:1") as used:
             pass
-        with pytest.raises(UsageError, match="serves one `async with` block"):
+        with pytest.raises(UsageError, match="only one `async with` block"):
             await used.__aenter__()
 
     asyncio.run(use())

@@ -121,7 +121,7 @@ def test_a_client_has_its_reserve_and_one_more_retry_for_so_many_answers() -> No
     ],
 )
 def test_a_rule_that_cannot_be_is_refused(changes: dict) -> None:
-    with pytest.raises(UsageError, match="should be"):
+    with pytest.raises(UsageError, match="must be"):
         replace(RetryPolicy(), **changes)
 
 
@@ -358,7 +358,7 @@ def test_that_calls_wait_for_a_server_is_told_once_until_there_is_an_answer(clie
     with served(server) as another, client_of(another, retries=QUICK) as client:
         client.classify(b"cat")  # an attempt like any other: nobody waits
     told = [record.getMessage() for record in caplog.records if record.name.startswith("prelunet.evaluator.client")]
-    assert told == [f"trying again for up to 20 s: {address}: the server is loading its models"] * 2
+    assert told == [f"retrying for up to 20 s: {address}: the server is loading its models"] * 2
 
 
 def test_the_waits_for_an_absent_server_grow_to_the_most_and_fit_into_the_time_left(monkeypatch) -> None:

@@ -143,7 +143,7 @@ def test_an_image_that_no_message_can_carry_is_refused_here_and_the_others_are_a
         results = dict(outcomes(client.classify_many(images, max_pending=4)))
     assert {results.pop(number) for number in (50, 51, 102)} == {"cat", "dog", "fox"}
     assert len(results) == 100
-    text = "7 bytes are more than a message of 4101 bytes can carry. Send a smaller image"
+    text = "7 bytes do not fit into a message, whose limit is 4101 bytes. Send a smaller image"
     assert set(results.values()) == {(ImageError, text)}
     server = ScriptedServicer()
     with served(server) as address, client_of(address) as client:
@@ -362,7 +362,7 @@ def test_a_server_that_does_not_keep_to_the_protocol_is_told(client_of, wrong) -
     with (
         served(ScriptedServicer(wrong)) as address,
         client_of(address) as client,
-        pytest.raises(PreluNetError, match=f"^{address}: .* Are client and server of the same version"),
+        pytest.raises(PreluNetError, match=f"^{address}: .* Do client and server have the same version"),
     ):
         list(client.classify_many(PETS))
 
@@ -460,7 +460,7 @@ def test_the_deadline_of_many_images_covers_them_all(client_of) -> None:
         assert outcomes([next(results)]) == [(0, "cat")]
         with pytest.raises(DeadlinePassed):
             list(results)
-        with pytest.raises(DeadlinePassed, match="the time for all images is over"):
+        with pytest.raises(DeadlinePassed, match="the timeout for all images has passed"):
             list(client.classify_many(slow(), timeout=0.1))  # before there is anything to send
         gate.set()
 
@@ -576,7 +576,7 @@ def test_closing_the_client_ends_what_is_in_flight_and_further_calls_say_so(clie
             else:
                 client._run(client.client.close())
             assert type(call.exception(30)) is Interrupted
-            assert str(call.exception()) == f"{address}: the client was closed before the answer came"
+            assert str(call.exception()) == f"{address}: the client was closed before the answer arrived"
             with pytest.raises(UsageError, match="the client is closed"):
                 client.classify(b"cat")
             with pytest.raises(UsageError, match="the client is closed"):

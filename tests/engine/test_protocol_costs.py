@@ -97,7 +97,7 @@ def test_an_adopted_net_tells_its_own_cost_or_none(stated: int | None, ten: int 
     assert costs["ten-crop"].times_center == (10 if ten else None)
     assert costs["ten-crop"].refusal is None
     for name in ("multi-scale", "spp-18", "spp-net", "resnet", "dense-224"):
-        assert "this model takes crops of 224x224" in costs[name].refusal
+        assert "this model takes only crops of 224x224" in costs[name].refusal
         assert costs[name].views is None
     lines = table(list(costs.values()), with_cost=True)
     assert [line.split()[0] for line in lines[1:]] == ["center", "ten-crop"]

@@ -100,5 +100,5 @@ def test_five_classes_are_told_unless_another_number_is_asked_for(asked: int | N
 
 @pytest.mark.parametrize("asked", [0, -1, 7])
 def test_a_number_of_classes_that_the_model_does_not_have_is_refused(asked: int) -> None:
-    with pytest.raises(UsageError, match=f"top_k is {asked}, but this model can tell 1 to 6"):
+    with pytest.raises(UsageError, match=f"top_k is {asked}, but it must be 1 to 6"):
         resolve_top_k(asked, 6)

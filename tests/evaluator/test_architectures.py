@@ -124,12 +124,12 @@ def test_a_crop_too_small_for_the_pyramid_is_refused_with_the_sizes() -> None:
 
 
 def test_an_unknown_architecture_is_refused_with_the_list_of_those_there_are() -> None:
-    with pytest.raises(UsageError, match=r"no architecture 'D'\. There are: A, B, C, E, E30, demo"):
+    with pytest.raises(UsageError, match=r"unknown architecture 'D'\. Valid architectures: A, B, C, E, E30, demo"):
         architecture("D")
 
 
 def test_an_unknown_activation_is_refused_with_the_list_of_those_there_are() -> None:
-    with pytest.raises(UsageError, match=r"no activation 'elu'\. There are: prelu, prelu-shared, relu, lrelu"):
+    with pytest.raises(UsageError, match=r"unknown activation 'elu'\. Valid activations: prelu, prelu-shared, relu, lrelu"):
         replace(TINY, activation="elu")  # type: ignore[arg-type]
 
 

@@ -110,7 +110,7 @@ def test_what_could_be_read_without_end_is_refused_before_it_is_opened(
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind("socket")
         for path in (Path("pipe"), Path("link"), Path("socket"), Path("/dev/zero")):
-            with pytest.raises(UsageError, match=rf"^{path}: is no plain file"):
+            with pytest.raises(UsageError, match=rf"^{path}: not a regular file"):
                 sha256_of(path)
 
 

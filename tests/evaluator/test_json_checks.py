@@ -32,14 +32,14 @@ def test_json_reads_back_as_it_was_written(value: Any) -> None:
 @pytest.mark.parametrize(
     ("data", "fault"),
     [
-        ("[1, NaN]", "NaN is no finite number"),
-        ("-Infinity", "-Infinity is no finite number"),
-        ('{"a": 1e999}', "1e999 is no finite number"),
+        ("[1, NaN]", "NaN is not a finite number"),
+        ("-Infinity", "-Infinity is not a finite number"),
+        ('{"a": 1e999}', "1e999 is not a finite number"),
         ("[" * 100_000, "nested too deeply"),
         (b"\xff\xfe[]", "codec can't decode"),
         ("1" * 10_000, "digits"),
         ("", "Expecting value"),
-        ('{"a": 1, "b": {"c": 1, "d": 2, "c": 1}}', "the key 'c' stands twice in one object"),
+        ('{"a": 1, "b": {"c": 1, "d": 2, "c": 1}}', "the key 'c' occurs more than once in one object"),
         ("{} {}", "Extra data"),
     ],
 )

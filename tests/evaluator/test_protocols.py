@@ -118,13 +118,13 @@ def test_changes_replace_what_a_protocol_has_and_other_scales_its_name() -> None
 
 
 def test_scales_in_the_name_and_beside_it_are_refused() -> None:
-    with pytest.raises(UsageError, match="dense-256 names its scales already"):
+    with pytest.raises(UsageError, match="dense-256 already names its scales"):
         build_protocol("dense-256", paper_contract(), ProtocolOverrides(scales=(384,)))
 
 
 @pytest.mark.parametrize("name", ["center-223", "ten-crop-256-223", "center-3585", "ten-crop-99999"])
 def test_a_scale_into_which_the_crop_does_not_fit_or_is_lost_is_refused(name: str) -> None:
-    with pytest.raises(UsageError, match=r"crops of 224 pixels are cut from scales of 224 to 3584"):
+    with pytest.raises(UsageError, match=r"crops of 224 pixels need scales from 224 to 3584"):
         build_protocol(name, paper_contract())
 
 
@@ -135,7 +135,7 @@ def test_the_smallest_and_the_largest_scale_of_a_crop_are_possible() -> None:
 def test_more_scales_than_a_request_should_ask_for_are_refused() -> None:
     many = [str(scale) for scale in range(224, 257)]
     assert len(build_protocol("dense-" + "-".join(many[:32]), paper_contract()).scales) == 32
-    with pytest.raises(UsageError, match="a protocol of 33 scales: give at most 32"):
+    with pytest.raises(UsageError, match="a protocol with 33 scales: give at most 32"):
         build_protocol("dense-" + "-".join(many), paper_contract())
 
 
@@ -146,7 +146,7 @@ def test_a_net_of_fixed_size_does_crops_and_refuses_the_rest_with_the_reason() -
     for name in ("center", "ten-crop", "ten-crop-300"):
         assert build_protocol(name, fixed).crop == 224
     for name in ("multi-scale", "spp-18", "spp-net", "resnet", "dense-224"):
-        with pytest.raises(UsageError, match=rf"{name}: this model takes crops of 224x224.*center, ten-crop"):
+        with pytest.raises(UsageError, match=rf"{name}: this model takes only crops of 224x224.*center, ten-crop"):
             build_protocol(name, fixed)
 
 
@@ -178,9 +178,9 @@ def test_a_protocol_and_its_views_survive_json(name: str) -> None:
         ({"scales": [256, True]}, "a scale should be a whole number"),
         ({"scales": [256, 256]}, "scales must be different"),
         ({"mirror": 1}, "mirror should be true or false"),
-        ({"crop": None}, "a crop belongs to kinds"),
+        ({"crop": None}, "kinds 'center' and 'ten-crop' need a crop"),
         ({"crop": 0}, "crop should be a whole number"),
-        ({"kind": "dense"}, "a crop belongs to kinds"),
+        ({"kind": "dense"}, "kinds 'center' and 'ten-crop' need a crop"),
         ({"long_side_cap": 0}, "long_side_cap should be a whole number"),
         ({"colour": "red"}, "unknown key 'colour'"),
     ],

@@ -249,7 +249,7 @@ def test_a_server_that_does_not_serve_is_found(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(
-    ("address", "told"), [("localhost", "needs a port"), ("http://a:1", "without http://, as a:1")]
+    ("address", "told"), [("localhost", "needs a port"), ("http://a:1", "must not contain http://; write a:1")]
 )
 def test_an_address_that_is_none_is_told_before_anything_is_looked_at(
     capsys: pytest.CaptureFixture[str], address: str, told: str

@@ -181,7 +181,7 @@ def test_the_contract_states_one_window_of_fixed_size_and_how_the_net_was_adopte
     }  # fmt: skip
     assert default_protocol_name(contract) == "center"
     for protocol in ("multi-scale", "dense-46", "spp-18"):
-        with pytest.raises(UsageError, match=r"crops of 40x40 pixels and nothing else.*It can do: center, ten-crop"):
+        with pytest.raises(UsageError, match=r"only crops of 40x40 pixels.*It supports: center, ten-crop"):
             build_protocol(protocol, contract)
 
 
@@ -340,7 +340,7 @@ def test_an_adopted_net_is_classified_validated_reported_and_served(
         assert run(["report", folder]) == 0
     assert json.loads((tmp_path / "center" / "report" / "report.json").read_text())["images"] == 3
     assert run(["classify", str(files[0]), "--model", str(model), "--protocol", "multi-scale"]) == 2
-    assert "no windows to classify" in capsys.readouterr().err
+    assert "no windows in a larger image" in capsys.readouterr().err
 
     with running_server(ours=open_session(model, "cpu")) as server, Client(server.address) as client:
         answer = client.classify(files[1].read_bytes(), protocol="center-44")

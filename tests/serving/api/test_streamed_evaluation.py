@@ -116,7 +116,7 @@ def stub():
         ([*stream(GOOD, GOOD)], "INVALID_ARGUMENT", "two images are named 'a.png'"),
         ([*stream(GOOD, dataset="")], "INVALID_ARGUMENT", "`start` should name the dataset"),
         ([*stream(GOOD, model="nine")], "NOT_FOUND", "no model 'nine'"),
-        ([*stream(GOOD, protocol="nine")], "INVALID_ARGUMENT", "no protocol 'nine'"),
+        ([*stream(GOOD, protocol="nine")], "INVALID_ARGUMENT", "unknown protocol 'nine'"),
         ([*stream(pb.LabelledImage(file="b", data=b"", label=6))], "INVALID_ARGUMENT", "b: label 6, but .* 0 to 5"),
         ([*stream(pb.LabelledImage(file="b", data=b"", wnid="n9"))], "INVALID_ARGUMENT", "no class 'n9'"),
         ([*stream(pb.LabelledImage(file="b", data=b""))], "INVALID_ARGUMENT", "b: no true class"),
