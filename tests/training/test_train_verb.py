@@ -111,7 +111,7 @@ def test_another_crop_leaves_what_is_given_beside_it(
 
 def test_the_automatic_crop_is_of_the_stride_of_the_net_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_verb, "median_shorter_side", lambda _: 250.0)
-    with pytest.raises(UsageError, match="no architecture 'Z'"):
+    with pytest.raises(UsageError, match="unknown architecture 'Z'"):
         train_verb._requested_recipe("small", "auto", {"architecture": "Z"}, None)
     # 7/8 of 250 is 218.75: 55 times 4, or 14 times 16
     assert train_verb._requested_recipe("small", "auto", {}, None).crop == 220
