@@ -106,7 +106,7 @@ def test_a_file_nested_beyond_all_measure_is_refused(tmp_path: Path) -> None:
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "mine.toml")
-    with pytest.raises(UsageError, match=r"mine\.toml: is no plain file"):
+    with pytest.raises(UsageError, match=r"mine\.toml: not a regular file"):
         read_recipe(str(tmp_path / "mine.toml"))
 
 

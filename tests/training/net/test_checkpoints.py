@@ -130,7 +130,7 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("read", [read_checkpoint, read_state_dict])
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, read: Callable[[Path], object]) -> None:
     os.mkfifo(tmp_path / "net.safetensors")
-    with pytest.raises(UsageError, match=r"net\.safetensors: is no plain file"):
+    with pytest.raises(UsageError, match=r"net\.safetensors: not a regular file"):
         read(tmp_path / "net.safetensors")
 
 
