@@ -95,7 +95,7 @@ class Recipe:
         faults = [text for broken, text in self._rules() if broken]
         if faults:
             raise UsageError(f"this recipe cannot be used: {'; '.join(faults)}. Mend the recipe or the option")
-        self.net()  # which refuses crops that leave no window
+        self.build_architecture()  # which refuses crops that leave no window
         self.initialization()  # which refuses deviations without sense
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
@@ -171,7 +171,7 @@ class Recipe:
         assert self.steps is not None, "the length is in epochs: in_steps first"
         return self.steps
 
-    def net(self) -> Architecture:
+    def build_architecture(self) -> Architecture:
         """Return the architecture that is trained."""
         return architecture(self.architecture, activation=self.activation, crop=self.crop)
 

@@ -136,7 +136,7 @@ def _ours(trainer: Trainer, batch: Batch) -> Callable[[], object]:
 def _by_hand(trainer: Trainer, batch: Batch, *, channels_last: bool) -> Callable[[], object]:
     """Return a step of the loop that one would write in an hour."""
     recipe = trainer.recipe
-    net = HandWritten(recipe.net(), len(trainer.splits.classes), recipe.dropout)
+    net = HandWritten(recipe.build_architecture(), len(trainer.splits.classes), recipe.dropout)
     if channels_last:
         net.to(memory_format=torch.channels_last)
     net.copy(trainer.net)
@@ -198,7 +198,7 @@ class HandWritten(nn.Module):
 def _first_losses(trainer: Trainer, batch: Batch) -> dict[str, float]:
     """Return the loss of the same weights in both nets, without dropout; SystemExit where they differ."""
     images, labels = trainer._input(batch), torch.from_numpy(batch.labels)
-    net = HandWritten(trainer.recipe.net(), len(trainer.splits.classes), 0.0)
+    net = HandWritten(trainer.recipe.build_architecture(), len(trainer.splits.classes), 0.0)
     net.copy(trainer.net)
     with torch.no_grad():
         found = {OURS[0]: F.cross_entropy(trainer.net(images), labels).item()}

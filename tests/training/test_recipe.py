@@ -140,7 +140,7 @@ def test_numbers_at_their_limits_can_be_meant() -> None:
 
 
 def test_the_largest_images_that_are_meant_can_be_trained_on() -> None:
-    assert replace(SMALL, crop=4096, scales=(4096, 4096)).net().crop == 4096
+    assert replace(SMALL, crop=4096, scales=(4096, 4096)).build_architecture().crop == 4096
     with pytest.raises(UsageError, match=r"scales 4097 to 4097 should be at most 4096"):
         replace(SMALL, crop=4097, scales=(4097, 4097))
 

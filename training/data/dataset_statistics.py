@@ -95,7 +95,7 @@ def compute_statistics(
 
     scale, crop: of the central views, in pixels; what: `train/` or `val/`, for messages. cache: see `cache_folder`;
     None keeps nothing. The same names, byte lengths and labels (the fingerprint), scale and crop are the same survey.
-    fresh: look at all images, whatever is kept. announce: told when a kept file is damaged, so that everything is
+    fresh: look at all images, whatever is kept. report: receives when a kept file is damaged, so that everything is
     measured anew, and when nothing can be kept; neither stops the work. Raises DatasetError when more than MAX_REFUSED
     cannot be decoded.
     """

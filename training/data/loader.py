@@ -32,7 +32,7 @@ class Batch:
     """images: uint8 (N, crop, crop, 3) RGB, mean not yet subtracted; labels: int64 (N,), class indices.
 
     shift: float32 (N, 3), the colour change, in levels of 0-255, for every pixel after the mean is subtracted; None
-    without it. lost: file and reason of images that could not be read; see `training_batches`, `evaluation_batches`.
+    without it. unreadable: file and reason of images that could not be read; see `training_batches`, `evaluation_batches`.
     """
 
     images: UInt8Array
@@ -56,8 +56,8 @@ def training_batches(
 
     rows: the part of each global batch that this process makes, None for all of it; axes: of the colour change
     (`training.data.augmentation`), needed where the recipe has one; workers: how many make batches ahead, 0 for nobody,
-    None for this process's share of all cores but one, of 16 at most; pin: whether images lie in memory from which a
-    GPU copies by itself; here: processes of this training on this machine, which share its cores and its shared memory.
+    None for this process's share of all cores but one, of 16 at most; pin_memory: whether images lie in memory from which a
+    GPU copies by itself; local_processes: processes of this training on this machine, which share its cores and its shared memory.
 
     An image that cannot be read any more is named in `unreadable`, each time, and another of the training set takes its
     place: one drawn from a stream of (seed, epoch, image), in the view that it would have in this epoch, so that the
@@ -89,7 +89,7 @@ def evaluation_batches(
 
     part: number of this process and of all processes: of each size·processes images it makes its share. All yield
     equally many batches, the last ones perhaps without an image. Images that cannot be read any more are named in
-    `unreadable` and left out. workers, pin, here: see `training_batches`.
+    `unreadable` and left out. workers, pin_memory, local_processes: see `training_batches`.
     """
     builder = _BatchBuilder(image_cache, recipe, None)
     number, processes = part

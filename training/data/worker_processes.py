@@ -47,7 +47,7 @@ def map_in_processes(
 ) -> Iterator[tuple[UInt8Array, Rest]]:
     """Yield function(item) in the order of the items, which are pickled, as are the results beside the array.
 
-    size: bytes of an array at most; pin: whether arrays lie in memory from which a GPU copies by itself. Arrays pass
+    size: bytes of an array at most; pin_memory: whether arrays lie in memory from which a GPU copies by itself. Arrays pass
     through shared memory, or through pipes, which takes longer, where there is too little of it for the readers of one
     training on this machine, of which there are `local_processes`.
     An error of ours is raised as it is; EnvironmentFault when a process has died.

@@ -28,7 +28,7 @@ def initial_state(
     """Look at all images once, and draw the initial weights or take those to begin with.
 
     start: a checkpoint whose weights and mean are the first ones; cache: see `training.data.dataset_statistics.survey`;
-    announce: told what a user should know. Raises DatasetError where too many images cannot be decoded, and as
+    report: receives what a user should know. Raises DatasetError where too many images cannot be decoded, and as
     `load_pretrained`.
     """
     look = partial(compute_statistics, scale=recipe.evaluation_scale, crop=recipe.crop, cache=cache, report=report)
@@ -42,7 +42,7 @@ def initial_state(
 
     of_train, of_val = surveyed(splits.train, "train/"), surveyed(splits.val, "val/")
     mean = of_train.mean_image if recipe.mean == "image" else of_train.mean_channels
-    net, how = recipe.net(), recipe.initialization()
+    net, how = recipe.build_architecture(), recipe.initialization()
     if start is None:
         tensors = initial_tensors(net, len(splits.classes), recipe.seed, how)
     else:

@@ -27,7 +27,7 @@ class RunLogs:
     def __init__(self, folder: Path, *, events: bool, diagnose: bool, report: Callable[[str], None]) -> None:
         """Open nothing yet: `resume` or the first line does.
 
-        events: for TensorBoard; diagnose: whether layers are measured; announce: told when events cannot be written.
+        events: for TensorBoard; diagnose: whether layers are measured; report: receives when events cannot be written.
         Raises EnvironmentFault without TensorBoard.
         """
         self._metrics = MetricsLog(folder / METRICS_FILE)

@@ -43,7 +43,7 @@ def train(
 
     dataset_path: folder or archive with train/ and val/; None for the embedded one. run_folder: see
     training/run_state/run_folder.py. start: a checkpoint to begin with, None for random weights. fresh: throw an
-    earlier run in that folder away. announce: told what a user should know. Raises DatasetError for unusable data;
+    earlier run in that folder away. report: receives what a user should know. Raises DatasetError for unusable data;
     UsageError for a folder inside the data, and for processes that were asked for different things; RunFolderError for
     a folder of another training, or where another process is at work; Interrupted after Ctrl-C or SIGTERM (the state is
     saved; without a text in all processes but the first); DivergenceError when a number is no longer finite (the last

@@ -87,12 +87,12 @@ class Trainer:
         options = StepOptions(recipe.precision, recipe.channels_last, recipe.compile, recipe.accumulate)
         check_batch(recipe.batch, group, options)
         self.checkpoint_manager = CheckpointManager(folder, recipe, splits)
-        self.tracking = RunLogs(folder, events=execution.events, diagnose=execution.diagnose, report=report)
+        self.logs = RunLogs(folder, events=execution.events, diagnose=execution.diagnose, report=report)
         self.workers, self.cache = execution.workers, execution.cache
         self.remarks: list[str] = []  # for the user, before the work begins
         self.reset_folder = reset_folder
         self.note = ""  # what progress shows beside the rate
-        self.net = PreluNet(recipe.net(), len(splits.classes))
+        self.net = PreluNet(recipe.build_architecture(), len(splits.classes))
         self._start_or_resume(execution.parallel or "ddp", options)
         self.mean = torch.from_numpy(self.progress.mean).to(group.device)
         self.train_images = ImageCache(splits.train, self.progress.refused["train"])
@@ -119,7 +119,7 @@ class Trainer:
             {},
         )  # they may have been mended since
         if self.group.is_first:
-            self.tracking.resume(self.progress.step, evaluated=self.progress.is_evaluated)
+            self.logs.resume(self.progress.step, evaluated=self.progress.is_evaluated)
             self.checkpoint_manager.repair(self.net, self.progress)
 
     def _write_initial_state(self) -> None:
@@ -157,7 +157,7 @@ class Trainer:
                 f"{self.folder}: interrupted twice, so at once; the same command goes on from the last saved state"
             ) from None
         finally:
-            self.tracking.close()
+            self.logs.close()
 
     def _run(self, signals: StopSignals) -> None:
         steps, first, rows = self.recipe.total_steps, self.progress.step, self.parallel.rows(self.recipe.batch)
@@ -200,11 +200,15 @@ class Trainer:
 
     def _loader_options(self) -> dict[str, Any]:
         """Return how batches are made."""
-        return {"workers": self.workers, "pin": self.group.device.type == "cuda", "here": self.group.local_processes}
+        return {
+            "workers": self.workers,
+            "pin_memory": self.group.device.type == "cuda",
+            "local_processes": self.group.local_processes,
+        }
 
     def _factors(self) -> DropoutFactors:
         """Return what dropout does in the next step."""
-        recipe, step, width = self.recipe, self.progress.step, self.recipe.net().hidden
+        recipe, step, width = self.recipe, self.progress.step, self.recipe.build_architecture().hidden
         if not recipe.dropout:
             return None
         return lambda rows: dropout_factors(recipe.seed, step, rows, width, recipe.dropout)
@@ -228,7 +232,7 @@ class Trainer:
         self.note = f"loss {loss:.3f}, {speed:,.0f} images/s"
         rate = self.optimizer.param_groups[0]["lr"]
         if self.group.is_first:
-            self.tracking.write({"step": now.step, "loss": loss, "rate": rate, "images_per_second": round(speed, 1)})
+            self.logs.write({"step": now.step, "loss": loss, "rate": rate, "images_per_second": round(speed, 1)})
         now.loss_sum, now.loss_steps = 0.0, 0
 
     def _evaluate_if_due(self, signals: StopSignals) -> bool:
@@ -241,8 +245,8 @@ class Trainer:
         now.evaluations.append(errors)
         if self.group.is_first:
             refused = len(self.splits.val.samples) - images
-            self.tracking.write({**errors.to_json(), "evaluated": images, "refused": refused})
-            self.tracking.write_layers(now.step, self._measure_layers)
+            self.logs.write({**errors.to_json(), "evaluated": images, "refused": refused})
+            self.logs.write_layers(now.step, self._measure_layers)
         self._save()
         self._stop_if_signalled(signals)
         return True

@@ -13,7 +13,7 @@ class UnreadableImages:
     """What was lost of one split so far, in all processes. files: file → reason."""
 
     def __init__(self, dataset: Dataset, what: str, files: dict[str, str], report: Callable[[str], None]) -> None:
-        """Begin with files that are known. what: `train/` or `val/`; announce: told the names of new ones."""
+        """Begin with files that are known. what: `train/` or `val/`; report: receives the names of new ones."""
         self.dataset, self.what, self.files, self._report = dataset, what, files, report
         self._new: dict[str, str] = {}
         self._reported = set(files)

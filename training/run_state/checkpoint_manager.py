@@ -69,7 +69,7 @@ class CheckpointManager:
         """Yield file name and checkpoint of this state: the last, the best if this is it, and one to be kept."""
         dataset = self.splits.train
         checkpoint = Checkpoint(
-            architecture=self.recipe.net(),
+            architecture=self.recipe.build_architecture(),
             classes=self.splits.classes,
             mean=now.mean,
             tensors=tensors_of(net),

@@ -227,7 +227,7 @@ def test_arrays_and_what_lies_beside_them_come_in_the_order_of_the_items(
         assert array.flags.writeable
 
 
-@pytest.mark.parametrize(("here", "shared"), [(1, True), (2, True), (3, False)])
+@pytest.mark.parametrize(("local_processes", "shared"), [(1, True), (2, True), (3, False)])
 def test_the_processes_of_a_training_share_the_shared_memory_of_their_machine(
     folder: Path, monkeypatch: pytest.MonkeyPatch, local_processes: int, shared: bool
 ) -> None:
@@ -244,7 +244,9 @@ def test_the_processes_of_a_training_share_the_shared_memory_of_their_machine(
         assert isinstance(batch.images.base, torch.Tensor) is shared  # else it came through a pipe
 
 
-@pytest.mark.parametrize(("workers", "here", "expected"), [(None, 1, 7), (None, 2, 3), (None, 9, 1), (5, 2, 5)])
+@pytest.mark.parametrize(
+    ("workers", "local_processes", "expected"), [(None, 1, 7), (None, 2, 3), (None, 9, 1), (5, 2, 5)]
+)
 def test_the_processes_of_a_training_share_the_cores_of_their_machine_unless_told_how_many(
     folder: Path, monkeypatch: pytest.MonkeyPatch, workers: int | None, local_processes: int, expected: int
 ) -> None:

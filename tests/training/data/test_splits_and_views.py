@@ -158,7 +158,7 @@ def test_decoded_images_are_kept_up_to_the_bound_and_no_further(folder: Path) ->
 
 @pytest.mark.parametrize(("memory", "fit"), [(0, False), (2**30, True)])
 def test_whether_all_images_fit_is_told_from_the_sizes_of_their_files(folder: Path, memory: int, fit: bool) -> None:
-    assert ImageCache(open_splits(folder).train, {}, memory).fit is fit
+    assert ImageCache(open_splits(folder).train, {}, memory).fits_in_memory is fit
 
 
 def test_an_image_that_breaks_after_the_survey_is_an_error(tmp_path: Path) -> None:

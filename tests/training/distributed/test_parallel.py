@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.training.parallel_model import costs, sent_bytes
 from prelunet.evaluator.errors import EnvironmentFault, UsageError
-from prelunet.training.distributed.base import PARALLEL_MODES, StepOptions, check_batch, split
+from prelunet.training.distributed.base import PARALLEL_MODES, StepOptions, check_batch, split_evenly
 from prelunet.training.distributed.data_parallel import build_parallel
 from prelunet.training.distributed.process_group import ProcessGroup, open_process_group
 from prelunet.training.net.network import HEAD
@@ -141,7 +141,7 @@ def test_gradients_are_sent_while_backward_still_goes_on(everything, kind: str) 
 def test_the_bytes_that_are_counted_are_those_of_the_formula(everything, size: int) -> None:
     parameters = {name: parameter.numel() for name, parameter in work.net_of(0).named_parameters()}
     trunk = sum(count for name, count in parameters.items() if name.split(".")[0] not in HEAD)
-    rows = [len(one) for one in split(range(8), size)]
+    rows = [len(one) for one in split_evenly(range(8), size)]
     for rank, found in enumerate(everything[size]):
         # two values more: the loss, and the wish to stop; integer division for each bucket loses less than one byte
         sums = {"ddp": sum(parameters.values()) + 2, "hybrid": trunk + 2}
@@ -278,7 +278,7 @@ def test_without_dropout_the_gradients_are_those_of_evaluation(alone: ProcessGro
 
 @pytest.mark.parametrize(("rows", "parts"), [(0, 3), (3, 4), (5, 2), (5, 4), (128, 8), (7, 1)])
 def test_parts_of_a_batch_cover_it_in_order_and_are_as_equal_as_can_be(rows: int, parts: int) -> None:
-    found = split(range(10, 10 + rows), parts)
+    found = split_evenly(range(10, 10 + rows), parts)
     assert [row for part in found for row in part] == list(range(10, 10 + rows))
     assert len(found) == parts
     assert max(map(len, found)) - min(map(len, found)) <= 1

@@ -55,7 +55,7 @@ def test_a_net_with_names_of_its_own_says_the_same_after_the_import_by_order(fil
     torch.save(foreign.state_dict(), file)
     imported = tiny_import(file)
     assert imported.assignment.method == "by order"
-    assert imported.assignment.theirs["conv2.slope"] == "features.4.weight"
+    assert imported.assignment.source["conv2.slope"] == "features.4.weight"
     expected = said_by_foreign(foreign, pixels() - np.array([123, 117, 104], np.float32))
     np.testing.assert_array_equal(said_by(imported.checkpoint, pixels()), expected)  # the same float32 operations
 

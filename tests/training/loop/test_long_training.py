@@ -112,7 +112,7 @@ def test_the_first_weights_the_mean_and_the_length_are_the_recipes(data: Path, t
     np.testing.assert_array_equal(
         checkpoint.mean, compute_statistics(open_splits(data).train, "train/", scale=14, crop=12).mean_channels
     )
-    expected = initial_tensors(recipe.net(), 3, recipe.seed, recipe.initialization())
+    expected = initial_tensors(recipe.build_architecture(), 3, recipe.seed, recipe.initialization())
     for name, tensor in checkpoint.tensors.items():
         np.testing.assert_allclose(tensor, expected[name], rtol=0, atol=1e-9)  # what rate 1e-12 can move
     assert checkpoint.recipe == recipe.to_json()
@@ -153,7 +153,7 @@ import prelunet.training.loop.trainer as loop
 from prelunet.training.loop.train import train
 from tests.training.loop.test_long_training import COLORFUL
 
-loop.Pictures = partial(loop.Pictures, memory=0)  # so that worker processes decode
+loop.ImageCache = partial(loop.ImageCache, memory=0)  # so that worker processes decode
 step, steps = loop.Trainer._step, 0
 
 def killed(self, *arguments):

@@ -20,7 +20,7 @@ from prelunet.training.data.dataset_statistics import compute_statistics
 from prelunet.training.data.image_cache import ImageCache
 from prelunet.training.data.splits import open_splits
 from prelunet.training.loop import signals as interrupts
-from prelunet.training.loop.signals import Signals, deferred_signals
+from prelunet.training.loop.signals import StopSignals, deferred_signals
 from prelunet.training.loop.train import train
 from prelunet.training.loop.trainer import Trainer
 from prelunet.training.net.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
@@ -128,8 +128,8 @@ sys.path.insert(0, {tests!r})
 from tests.training.training_folders import RECIPE
 
 place, when = {place!r}, {when}
-keeping = loop.Keeping.__init__.__globals__
-original = keeping[place] if place in keeping else getattr(loop.Trainer, place)
+scope = loop.CheckpointManager.__init__.__globals__
+original = scope[place] if place in scope else getattr(loop.Trainer, place)
 calls = 0
 
 def killed(*arguments, **options):
@@ -139,8 +139,8 @@ def killed(*arguments, **options):
         os._exit(9)
     return original(*arguments, **options)
 
-if place in keeping:
-    keeping[place] = killed
+if place in scope:
+    scope[place] = killed
 else:
     setattr(loop.Trainer, place, killed)
 train(RECIPE, Path({data!r}), Path({folder!r}))
@@ -320,7 +320,7 @@ def test_a_net_whose_answers_are_no_numbers_is_never_measured_as_right(data: Pat
     trainer = Trainer(RECIPE, open_splits(data), tmp_path / "run")
     trainer.net.get_submodule("fc3").bias.data[1] = float("nan")
     with pytest.raises(UsageError, match="diverged"):
-        trainer._evaluate(Signals())
+        trainer._evaluate(StopSignals())
     with pytest.raises(UsageError, match="diverged"):
         trainer._save()
 
