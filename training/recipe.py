@@ -1,6 +1,6 @@
-"""Recipes: how a net is trained, as typed data read from TOML (training/recipes/*.toml).
+"""Recipes: the configuration of a training run, as typed data read from TOML (training/recipes/*.toml).
 
-Every number of a training run is in its recipe; the recipe is stored in the run folder and in every checkpoint.
+A recipe contains every number of a run. It is stored in the run folder and in every checkpoint.
 """
 
 import tomllib
@@ -30,9 +30,9 @@ TrainingPrecision = Literal["fp32", "bf16"]
 
 MAX_BATCH = 65_536
 MAX_STEPS = 10**9
-MAX_FACTOR = 1e12  # of weights in an update: without sense long before, and torch takes no more than float32 has
-_MAX_BITS = 1000  # of a whole number: from 1024 on no float has it, and beyond 4300 digits Python writes none out
-CHOICES: dict[str, tuple[str, ...]] = {  # key → what it may be
+MAX_FACTOR = 1e12  # for rate and weight decay: far beyond any useful value; torch accepts the range of float32
+_MAX_BITS = 1000  # of an integer: 1024 bits overflow a float, and Python prints at most 4300 digits
+CHOICES: dict[str, tuple[str, ...]] = {  # key → valid values
     "architecture": tuple(ARCHITECTURES),
     "activation": ACTIVATIONS,
     "rate_policy": get_args(RatePolicy),
@@ -41,74 +41,82 @@ CHOICES: dict[str, tuple[str, ...]] = {  # key → what it may be
     "first_layer": FIRST_LAYERS,
     "precision": get_args(TrainingPrecision),
 }
-# How a run is carried out: none of these changes what is learned, but for the order of sums, so a run may go on with
-# others. Not evaluate_every: the measurements decide where a plateau's rate falls, and which checkpoint is the best.
+# Keys that do not affect what is learned, except through the order of sums, so a run may resume with other values.
+# Without evaluate_every: the evaluations determine where the plateau policy lowers the rate, and the best checkpoint.
 EXECUTION_KEYS = ("save_every", "keep_every", "channels_last", "compile", "accumulate")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a net is trained; each key's meaning is its line in `prelunet train --help`.
+    """Configuration of a training run; `prelunet train --help` describes each key.
 
-    Defaults are the paper's (PReLU-nets, section 4 "Training"), but two: the colour change is off, and the rate falls
-    where the recipe says, nowhere if it is silent. The length of a run is given as steps or as epochs, one of the two.
+    The defaults are the paper's (PReLU-nets, section 4 "Training"), with two exceptions: color augmentation is off, and
+    the rate drops only where the recipe says so. The length of a run is given either in steps or in epochs.
     """
 
-    architecture: Annotated[str, "Name of the net."]
-    crop: Annotated[int, "Side of the random crop, pixels."]
-    scales: Annotated[
-        tuple[int, int], "Lowest and highest shorter side of a training image, pixels; each equally likely."
-    ]
-    batch: Annotated[int, "Images of a step, over all processes."]
-    rate: Annotated[float, "Learning rate at the beginning."]
-    evaluate_every: Annotated[int, "Steps between two measurements on val/."]
-    save_every: Annotated[int, "Steps between two saved states."]
+    architecture: Annotated[str, "Architecture of the net."]
+    crop: Annotated[int, "Side of the random crop, in pixels."]
+    scales: Annotated[tuple[int, int], "Range of the shorter side of a training image, in pixels, sampled uniformly."]
+    batch: Annotated[int, "Batch size over all processes, in images."]
+    rate: Annotated[float, "Initial learning rate."]
+    evaluate_every: Annotated[int, "Steps between evaluations on val/."]
+    save_every: Annotated[int, "Steps between saved states."]
     steps: Annotated[int | None, "Length of the run, in steps."] = None
-    epochs: Annotated[float | None, "Length of the run, in passes over train/; instead of steps."] = None
-    rate_policy: Annotated[RatePolicy, "When the rate falls: 'at' the parts of rate_drops, or when val/ stalls."] = "at"
-    rate_drops: Annotated[tuple[float, ...], "at: parts of the run, 0 to 1, after each of which the rate falls."] = ()
-    rate_factor: Annotated[float, "What the rate is multiplied by when it falls."] = 0.1
-    patience: Annotated[int, "plateau: measurements without a lower top-1 error after which the rate falls."] = 4
-    most_drops: Annotated[int, "plateau: how often the rate falls at most."] = 2
-    activation: Annotated[Activation, "Of the convolutions, fc1 and fc2."] = "prelu"
+    epochs: Annotated[float | None, "Length of the run, in passes over train/; replaces steps."] = None
+    rate_policy: Annotated[
+        RatePolicy, "When the learning rate drops: 'at' the fractions in rate_drops, or when the error on val/ stalls."
+    ] = "at"
+    rate_drops: Annotated[
+        tuple[float, ...], "Policy at: fractions of the run, 0 to 1, after which the learning rate drops."
+    ] = ()
+    rate_factor: Annotated[float, "Factor by which each drop multiplies the learning rate."] = 0.1
+    patience: Annotated[
+        int, "Policy plateau: evaluations without a lower top-1 error before the learning rate drops."
+    ] = 4
+    most_drops: Annotated[int, "Policy plateau: maximum number of learning-rate drops."] = 2
+    activation: Annotated[Activation, "Activation of the convolutions, fc1 and fc2."] = "prelu"
     momentum: Annotated[float, "Momentum of stochastic gradient descent."] = 0.9
-    weight_decay: Annotated[float, "Of weights and biases, never of slopes."] = 5e-4
-    dropout: Annotated[float, "Probability of dropping an output of fc1 and fc2."] = 0.5
+    weight_decay: Annotated[float, "Weight decay of weights and biases, never of slopes."] = 5e-4
+    dropout: Annotated[float, "Dropout probability of the outputs of fc1 and fc2."] = 0.5
     mirror: Annotated[bool, "Mirror half of the views."] = True
-    color: Annotated[float, "Standard deviation of the colour change's coefficients; 0 for none."] = 0.0
-    mean: Annotated[MeanKind, "What is subtracted: the mean of each pixel, or of each channel."] = "image"
-    init: Annotated[Rule, "How convolutions begin: fan-out is Eq. 14, fan-in Eq. 10."] = "fan-out"
-    init_std: Annotated[float, "gaussian: standard deviation of the convolutions."] = 0.01
-    first_layer: Annotated[FirstLayer, "conv1 with the factor 1/2, or without it, as its input is an image."] = "half"
+    color: Annotated[float, "Standard deviation of the color augmentation's coefficients; 0 turns it off."] = 0.0
+    mean: Annotated[MeanKind, "Mean to subtract: per pixel (image) or per channel."] = "image"
+    init: Annotated[Rule, "Initialization of the convolutions: fan-out is Eq. 14, fan-in Eq. 10."] = "fan-out"
+    init_std: Annotated[float, "Standard deviation of the convolutions for init gaussian."] = 0.01
+    first_layer: Annotated[
+        FirstLayer, "Initialize conv1 with the factor 1/2 (half), or without it (exact), as its input is an image."
+    ] = "half"
     fc_stds: Annotated[tuple[float, float, float], "Standard deviations of fc1, fc2, fc3."] = (0.01, 0.01, 0.001)
-    precision: Annotated[TrainingPrecision, "Of forward and backward; weights and updates stay fp32."] = "fp32"
-    channels_last: Annotated[bool, "Keep channels last in memory."] = True
+    precision: Annotated[
+        TrainingPrecision, "Precision of the forward and backward pass; weights and updates stay fp32."
+    ] = "fp32"
+    channels_last: Annotated[bool, "Store tensors with channels last."] = True
     compile: Annotated[bool, "Compile the net with torch.compile."] = False
-    accumulate: Annotated[int, "Parts of a batch that are computed one after another; less memory."] = 1
+    accumulate: Annotated[int, "Micro-batches per batch, computed one after another to save memory."] = 1
     keep_every: Annotated[
-        int | None, "Steps between two checkpoints that are kept; none but last and best if unset."
+        int | None, "Steps between checkpoints that are kept permanently; by default only last and best are kept."
     ] = None
-    max_refused: Annotated[float, "Part of the images that may break before the training stops."] = 0.1
-    seed: Annotated[int, "Of weights, order, views and dropout."] = 0
+    max_refused: Annotated[float, "Fraction of the images that may become unreadable before the training stops."] = 0.1
+    seed: Annotated[int, "Random seed of weights, image order, views and dropout."] = 0
 
     def __post_init__(self) -> None:
         faults = [text for broken, text in self._rules() if broken]
         if faults:
-            raise UsageError(f"this recipe cannot be used: {'; '.join(faults)}. Mend the recipe or the option")
-        self.build_architecture()  # which refuses crops that leave no window
-        self.initialization()  # which refuses deviations without sense
+            raise UsageError(f"invalid recipe: {'; '.join(faults)}. Fix the recipe or the option")
+        self.build_architecture()  # raises for crops that leave no window
+        self.initialization()  # raises for invalid deviations
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
         for key, choices in CHOICES.items():
             value = getattr(self, key)
-            yield value not in choices, f"no {key} '{value}'; there are {', '.join(choices)}"
+            yield value not in choices, f"unknown {key} '{value}'; choose one of {', '.join(choices)}"
         yield from self._rules_of_views()
         yield from self._rules_of_length()
         yield from self._rules_of_numbers()
 
     def _rules_of_views(self) -> Iterator[tuple[bool, str]]:
         low, high = self.scales
-        yield not self.crop <= low <= high, f"scales {low} to {high} should rise from the crop, {self.crop}, or above"
+        yield not self.crop <= low <= high, f"scales {low} to {high} should ascend from the crop ({self.crop}) or above"
         yield high > MAX_SIDE, f"scales {low} to {high} should be at most {MAX_SIDE}"
         yield not 0 <= self.color < 10, f"color {self.color} should be from 0 to below 10"
 
@@ -117,10 +125,10 @@ class Recipe:
             value for value in (self.steps, self.evaluate_every, self.save_every, self.keep_every) if value is not None
         ]
         drops = self.rate_drops
-        yield self.steps is None and self.epochs is None, "steps or epochs should be given, one of the two"
+        yield self.steps is None and self.epochs is None, "either steps or epochs is required"
         yield (
             self.steps is not None and self.epochs is not None,
-            f"steps {self.steps} and epochs {self.epochs} were both given: leave one of them out",
+            f"steps {self.steps} and epochs {self.epochs} exclude each other: remove one of them",
         )
         yield (
             not 1 <= min(counts) <= max(counts) <= MAX_STEPS,
@@ -132,12 +140,12 @@ class Recipe:
         )
         yield (
             any(not 0 < part < 1 for part in drops) or list(drops) != sorted(set(drops)),
-            f"rate_drops {list(drops)} should rise between 0 and 1: they are parts of the run",
+            f"rate_drops {list(drops)} should ascend between 0 and 1: they are fractions of the run",
         )
         yield (
             self.rate_policy == "plateau" and bool(drops),
-            f"rate_drops {list(drops)} belong to the rate_policy 'at', not to 'plateau': leave them out (in a file "
-            "their line, on the command line --rate-drops), or take the rate_policy 'at'",
+            f"rate_drops {list(drops)} apply to the rate_policy 'at', not to 'plateau': remove them (the line in the "
+            "file, or the option --rate-drops), or set the rate_policy to 'at'",
         )
         yield self.patience < 1, f"patience {self.patience} should be at least 1"
         yield self.most_drops < 0, f"most_drops {self.most_drops} should not be negative"
@@ -160,23 +168,23 @@ class Recipe:
         yield self.seed < 0, f"seed {self.seed} should not be negative"
 
     def in_steps(self, images: int) -> "Recipe":
-        """Return the recipe with its length in steps, for a training set of so many images, halves rounded up."""
+        """Return the recipe with its length in steps for a training set of `images` images; halves round up."""
         if self.epochs is None:
             return self
         return replace(self, steps=max(1, int(self.epochs * images / self.batch + 0.5)), epochs=None)
 
     @property
     def total_steps(self) -> int:
-        """Return the steps of the run; `in_steps` has made them of epochs."""
-        assert self.steps is not None, "the length is in epochs: in_steps first"
+        """Return the number of steps; convert epochs with `in_steps` first."""
+        assert self.steps is not None, "the length is in epochs: call in_steps first"
         return self.steps
 
     def build_architecture(self) -> Architecture:
-        """Return the architecture that is trained."""
+        """Return the architecture to train."""
         return architecture(self.architecture, activation=self.activation, crop=self.crop)
 
     def initialization(self) -> Initialization:
-        """Return how the weights begin."""
+        """Return the initialization of the weights."""
         return Initialization(self.init, self.init_std, self.first_layer, self.fc_stds)
 
     @property
@@ -185,21 +193,21 @@ class Recipe:
         return center_scale(self.crop)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the recipe as plain data for the run folder and checkpoints; keys that are not set are left out."""
+        """Return the recipe as plain data for the run folder and checkpoints, without unset keys."""
         values = {key: value for key, value in asdict(self).items() if value is not None}
         return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
 def recipe_names() -> list[str]:
-    """Return the names of the recipes that come with prelunet, sorted."""
+    """Return the sorted names of the built-in recipes."""
     folder = resources.files("prelunet.training") / "recipes"
     return sorted(file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))
 
 
 def read_recipe(name_or_file: str) -> Recipe:
-    """Read a recipe by its name, or from a file whose name ends in `.toml`.
+    """Read a built-in recipe by name, or a recipe from a file whose name ends in `.toml`.
 
-    Raises UsageError for an unknown name or key, a missing key, a value of another type or outside its range.
+    Raises UsageError for an unknown name or key, a missing key, or a value of the wrong type or out of range.
     """
     if name_or_file.endswith(".toml"):
         path = Path(name_or_file)
@@ -207,40 +215,40 @@ def read_recipe(name_or_file: str) -> Recipe:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"{path}: cannot be read ({error}). Give the path of a recipe, or a name") from error
+            raise UsageError(f"{path}: cannot be read ({error}). Give the path or the name of a recipe") from error
     elif name_or_file in recipe_names():
         text = (resources.files("prelunet.training") / "recipes" / f"{name_or_file}.toml").read_text(encoding="utf-8")
     else:
         raise UsageError(
-            f"no recipe '{name_or_file}'. There are: {', '.join(recipe_names())}; or give a file FILE.toml"
+            f"no recipe '{name_or_file}'. Choose one of {', '.join(recipe_names())}, or give a file FILE.toml"
         )
     try:
         values = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise UsageError(f"{name_or_file}: not TOML ({error})") from error
-    except ValueError as error:  # Python reads no whole number of more than 4300 digits
-        raise UsageError(f"{name_or_file}: a whole number in it has thousands of digits. Mend the recipe") from error
+        raise UsageError(f"{name_or_file}: invalid TOML ({error})") from error
+    except ValueError as error:  # Python parses integers of at most 4300 digits
+        raise UsageError(f"{name_or_file}: contains an integer with thousands of digits. Fix the recipe") from error
     return recipe_from_values(values, name_or_file)
 
 
 def recipe_from_values(values: Mapping[str, Any], where: str) -> Recipe:
-    """Build a recipe from TOML or JSON values; `where` names their source in errors."""
+    """Build a recipe from TOML or JSON values. where: their source, for error messages."""
     kinds = {key.name: key.type for key in fields(Recipe)}
     unknown = sorted(set(values) - set(kinds))
     if unknown:
-        raise UsageError(f"{where}: no key {', '.join(unknown)} in a recipe. There are: {', '.join(kinds)}")
+        raise UsageError(f"{where}: unknown recipe key {', '.join(unknown)}. Valid keys: {', '.join(kinds)}")
     missing = [key.name for key in fields(Recipe) if key.default is MISSING and key.name not in values]
     if missing:
-        raise UsageError(f"{where}: the recipe lacks {', '.join(missing)}. Add what is missing")
+        raise UsageError(f"{where}: the recipe has no value for {', '.join(missing)}. Add the missing keys")
     return Recipe(**{key: check_type(value, kinds[key], f"{where}: {key}") for key, value in values.items()})
 
 
 def check_type(value: Any, kind: Any, where: str) -> Any:
-    """Check a value against the type of its field; whole numbers pass as floats, nothing else is converted."""
+    """Check a value against the type of its field. Integers are converted to float fields; nothing else is converted."""
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     if type(value) is int and value.bit_length() > _MAX_BITS:
-        raise UsageError(f"{where} should be a number that can be meant, not one of more than 300 digits")
+        raise UsageError(f"{where} should not be a number of more than 300 digits")
     if isinstance(kind, UnionType):  # `int | None`
         return None if value is None else check_type(value, get_args(kind)[0], where)
     if get_origin(kind) is tuple:
@@ -249,10 +257,10 @@ def check_type(value: Any, kind: Any, where: str) -> Any:
             raise UsageError(
                 f"{where} should be a list{'' if rest == [...] else f' of {1 + len(rest)}'}, not {_format_value(value)}"
             )
-        return tuple(check_type(one, item, where) for one in value)
+        return tuple(check_type(element, item, where) for element in value)
     if kind is float and type(value) is int:
         return float(value)
-    plain = kind if isinstance(kind, type) else str  # a Literal; Recipe itself checks which
+    plain = kind if isinstance(kind, type) else str  # a Literal, whose values Recipe checks
     if type(value) is not plain:
         raise UsageError(f"{where} should be of type {plain.__name__}, not {_format_value(value)}")
     return value
@@ -261,40 +269,45 @@ def check_type(value: Any, kind: Any, where: str) -> Any:
 def _format_value(value: Any) -> str:
     try:
         return repr(value)
-    except ValueError:  # of thousands of digits, which 0x brings past the reader
-        return "what holds a number beyond all measure"
+    except ValueError:  # contains an integer of thousands of digits, which the TOML reader accepts in hexadecimal
+        return "a value with an integer of thousands of digits"
 
 
 def fit_to_crop(recipe: Recipe, crop: int) -> Recipe:
-    """Return the recipe for another crop, with everything that hangs on it in proportion.
+    """Return the recipe for another crop, with dependent keys scaled in proportion.
 
-    Scales grow with the crop. The batch shrinks with it, so that the cost of a step grows with the crop and not with
-    its square; the rate shrinks with the batch (Goyal et al. 2017, "linear scaling rule"). A length in steps stays; of
-    an epoch there are more steps then, and a recipe in epochs measures as often in each as before.
+    Scales grow with the crop. The batch shrinks, so that the cost of a step grows with the crop and not with its
+    square. The rate shrinks with the batch (Goyal et al. 2017, "linear scaling rule"). A length in steps is kept. With
+    a smaller batch an epoch has more steps, so a recipe in epochs raises evaluate_every and keep_every to match.
     """
     ratio = crop / recipe.crop
     low, high = (int(scale * ratio + 0.5) for scale in recipe.scales)
     batch = max(1, int(recipe.batch / ratio + 0.5))
-    more = 1.0 if recipe.epochs is None else recipe.batch / batch
-    every = max(1, int(recipe.evaluate_every * more + 0.5))
-    kept = None if recipe.keep_every is None else max(1, int(recipe.keep_every * more + 0.5))
-    rate = recipe.rate * batch / recipe.batch
-    return replace(recipe, crop=crop, scales=(low, high), batch=batch, rate=rate, evaluate_every=every, keep_every=kept)
+    growth = 1.0 if recipe.epochs is None else recipe.batch / batch  # of the steps of an epoch
+    return replace(
+        recipe,
+        crop=crop,
+        scales=(low, high),
+        batch=batch,
+        rate=recipe.rate * batch / recipe.batch,
+        evaluate_every=max(1, int(recipe.evaluate_every * growth + 0.5)),
+        keep_every=None if recipe.keep_every is None else max(1, int(recipe.keep_every * growth + 0.5)),
+    )
 
 
 def automatic_crop(median_shorter_side: float, stride: int) -> int:
-    """Return 7/8 of the median shorter side (224 of 256, as in the paper), rounded to the net's stride, halves up."""
+    """Return 7/8 of the median shorter side (as 224 of 256 in the paper), rounded half up to a multiple of `stride`."""
     return max(1, int(median_shorter_side * 7 / 8 / stride + 0.5)) * stride
 
 
-# The learning rate over a run.
+# Learning-rate schedule
 
 
 def rate_at(recipe: Recipe, step: int, drops: int = 0) -> float:
     """Return the learning rate of a step, counted from 0.
 
-    drops: how often the error has stalled until then (`count_plateaus`), for the rate_policy `plateau`. The paper
-    lowers the rate twice by ten "when the error plateaus" (PReLU-nets, section 4); with `at` the places are fixed.
+    drops: number of plateaus so far (`count_plateaus`), used by the rate_policy `plateau` only. The paper divides the
+    rate by ten twice, "when the error plateaus" (PReLU-nets, section 4). The policy `at` drops it at fixed steps.
     """
     if recipe.rate_policy == "at":
         drops = sum(step >= part * recipe.total_steps for part in recipe.rate_drops)
@@ -306,17 +319,17 @@ def _max_drops(recipe: Recipe) -> int:
 
 
 def count_plateaus(errors: Sequence[float], patience: int) -> int:
-    """Return how often the error on val/ has stalled, given its measurements in their order.
+    """Count the plateaus of the error on val/, given all evaluations in order.
 
-    It stalls when none of `patience` measurements in a row is below the lowest one before them; counting begins anew
-    after that, from the next measurement on.
+    A plateau is `patience` consecutive evaluations none of which is below the lowest one before them. After a plateau,
+    counting restarts with the next evaluation.
     """
-    found, lowest, waited = 0, float("inf"), 0
+    plateaus, lowest, waited = 0, float("inf"), 0
     for error in errors:
         if error < lowest:
             lowest, waited = error, 0
         else:
             waited += 1
         if waited == patience:
-            found, lowest, waited = found + 1, float("inf"), 0
-    return found
+            plateaus, lowest, waited = plateaus + 1, float("inf"), 0
+    return plateaus

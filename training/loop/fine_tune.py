@@ -1,6 +1,6 @@
-"""Fine-tuning: a training that begins with a checkpoint's weights instead of drawn ones.
+"""Fine-tuning: a run whose initial weights come from a checkpoint.
 
-Only the last layer knows the classes, so it alone is drawn anew where they are others. Imports no torch.
+Only the last layer depends on the classes, so it alone is reinitialized if they differ. Does not import torch.
 """
 
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ LAST_LAYER = ("fc3.weight", "fc3.bias")
 
 @dataclass(frozen=True, eq=False)
 class InitialWeights:
-    """What a training begins with.
+    """The initial weights of a run.
 
-    tensors: float32, names and shapes of `parameter_shapes`; mean: float32 of the shape that was asked for;
-    remarks: what a user should know.
+    tensors: float32, names and shapes of `parameter_shapes`; mean: float32, of the requested shape;
+    remarks: messages to the user.
     """
 
     tensors: dict[str, Float32Array]
@@ -35,7 +35,7 @@ class InitialWeights:
 
 
 def sha256_of_checkpoint(path: Path) -> str:
-    """Return the sha256 of a checkpoint to begin with; UsageError when it cannot be read, or is a folder."""
+    """Return the sha256 of an initial checkpoint; raises UsageError if it cannot be read or is a folder."""
     _refuse_folder(path)
     return sha256_of(path)
 
@@ -48,60 +48,61 @@ def load_pretrained(
     initialization: Initialization,
     mean_shape: tuple[int, ...],
 ) -> InitialWeights:
-    """Read a checkpoint of the same architecture as the beginning of a training of other, or the same, classes.
+    """Read a checkpoint of the same architecture as the initial weights of a run on the same or other classes.
 
-    The classes are told apart by their wnids. The same: all tensors as they are; in another order: fc3's rows follow;
-    others: fc3 is what `initial_tensors` draws with this seed. The crop may be another: the pyramid gives fc1 as many
-    bins of any window (SPP-net, section 2.3, trains one net at 224 and 180). mean_shape: (3,) or (crop, crop, 3).
+    Classes are compared by wnid. The same classes keep all tensors; if their order differs, the rows of fc3 are
+    permuted. Otherwise `initial_tensors` draws fc3 with this seed. The crop may differ: the pyramid gives fc1 the same
+    number of bins for any window (SPP-net, section 2.3, trains one net at 224 and 180).
 
-    Raises UsageError that shows the difference when the architecture is another; what `read_checkpoint` raises.
+    mean_shape: (3,) or (crop, crop, 3).
+    Raises UsageError with the differences if the architecture differs, and what `read_checkpoint` raises.
     """
     _refuse_folder(path)
     checkpoint = read_checkpoint(path)
     _check_architecture(path, checkpoint.architecture, net)
-    there, here = [entry.wnid for entry in checkpoint.classes], [entry.wnid for entry in classes]
+    old, new = [entry.wnid for entry in checkpoint.classes], [entry.wnid for entry in classes]
     tensors = dict(checkpoint.tensors)
-    if there == here:
-        said = f"{path}, for the same {len(here)} classes"
-    elif sorted(there) == sorted(here):
-        rows = [there.index(wnid) for wnid in here]
+    if old == new:
+        source = f"{path}, with the same {len(new)} classes"
+    elif sorted(old) == sorted(new):
+        rows = [old.index(wnid) for wnid in new]
         tensors |= {name: tensors[name][rows] for name in LAST_LAYER}
-        said = f"{path}, for the same {len(here)} classes in another order, which fc3's rows follow"
+        source = f"{path}, with the same {len(new)} classes in another order; the rows of fc3 are permuted to match"
     else:
         drawn = initial_tensors(net, len(classes), seed, initialization)
         tensors |= {name: drawn[name] for name in LAST_LAYER}
-        shared = len(set(there) & set(here))
-        said = (
-            f"{path} but for fc3, which is drawn anew: {shared} of the {len(here)} classes are among its {len(there)}"
+        shared = len(set(old) & set(new))
+        source = (
+            f"{path}, except fc3, which is reinitialized: {shared} of the {len(new)} classes are among its {len(old)}"
         )
-    mean, about_mean = _mean_for(checkpoint, mean_shape)
-    return InitialWeights(tensors, mean, (f"begins with the weights of {said}", *about_mean))
+    mean, mean_remarks = _mean_for(checkpoint, mean_shape)
+    return InitialWeights(tensors, mean, (f"initial weights from {source}", *mean_remarks))
 
 
 def _refuse_folder(path: Path) -> None:
-    """Refuse a folder in the place of a checkpoint; where it is a run's, name the checkpoints in it."""
+    """Raise UsageError for a folder; if it is a run folder, name the checkpoints in it."""
     if path.is_dir():
-        there = [str(path / name) for name in (LAST_FILE, BEST_FILE) if (path / name).is_file()]
-        raise UsageError(f"{path}: a folder, not a checkpoint. Give {' or '.join(there) or 'the path of a checkpoint'}")
+        files = [str(path / name) for name in (LAST_FILE, BEST_FILE) if (path / name).is_file()]
+        raise UsageError(f"{path}: a folder, not a checkpoint. Give {' or '.join(files) or 'the path of a checkpoint'}")
 
 
-def _check_architecture(path: Path, there: Architecture, here: Architecture) -> None:
-    """Refuse another trunk, pyramid, width or activation; what it is called and the crop do not matter."""
+def _check_architecture(path: Path, checkpoint: Architecture, recipe: Architecture) -> None:
+    """Raise UsageError if trunk, pyramid, width or activation differ; name and crop may."""
     places = ("in the checkpoint", "in the recipe")
-    if found := differences(there.to_json(), here.to_json(), ignored={("name",), ("crop",)}, places=places):
-        # Nets of two names differ in dozens of layers, and the names say it all
-        what = ". " if there.name != here.name else f":\n{format_differences(found)}\n"
+    if found := differences(checkpoint.to_json(), recipe.to_json(), ignored={("name",), ("crop",)}, places=places):
+        # Nets with different names differ in dozens of layers; the names are enough.
+        details = ". " if checkpoint.name != recipe.name else f":\n{format_differences(found)}\n"
         raise UsageError(
-            f"{path}: a net of another architecture ({there.name}, {there.activation}) than the recipe's "
-            f"({here.name}, {here.activation}){what}"
-            "Take a recipe with the checkpoint's architecture and activation, or a checkpoint of the recipe's"
+            f"{path}: the checkpoint's architecture ({checkpoint.name}, {checkpoint.activation}) differs from the "
+            f"recipe's ({recipe.name}, {recipe.activation}){details}"
+            "Use a recipe with the checkpoint's architecture and activation, or a checkpoint that matches the recipe"
         )
 
 
 def _mean_for(checkpoint: Checkpoint, shape: tuple[int, ...]) -> tuple[Float32Array, tuple[str, ...]]:
-    """Return the checkpoint's mean in another shape: its features were learned with it, not with that of new images.
+    """Return the checkpoint's mean in another shape; its features were learned with it, not with the new images' mean.
 
-    A mean image fits no other crop: there the mean of each of its channels stands for it.
+    A mean image does not fit another crop; its channel means replace it.
     """
     mean = checkpoint.mean
     if mean.shape == shape:
@@ -111,5 +112,5 @@ def _mean_for(checkpoint: Checkpoint, shape: tuple[int, ...]) -> tuple[Float32Ar
     channels = mean.mean(axis=(0, 1), dtype=np.float64).astype(np.float32)
     side = len(mean)
     numbers = ", ".join(f"{value:.2f}" for value in channels)
-    remark = f"the mean image of {side}x{side} pixels does not fit; the mean of its channels is taken: {numbers}"
+    remark = f"the mean image of {side}x{side} pixels does not fit the crop; its channel means are used: {numbers}"
     return np.broadcast_to(channels, shape).copy(), (remark,)

@@ -1,4 +1,4 @@
-"""Signals that stop a training: they are noted, and the training stops between two steps."""
+"""Deferred handling of stop signals: they are recorded, and training stops between two steps."""
 
 import signal
 import threading
@@ -9,33 +9,33 @@ from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 DEBOUNCE_SECONDS = (
-    2.0  # seconds: a scheduler that stops a job tells torchrun and each process, and torchrun tells them again
+    2.0  # a scheduler that stops a job signals torchrun and each process, and torchrun signals them again
 )
 
 
 class StopSignals:
-    """What was heard. came: whether somebody wants the training to stop."""
+    """The signals so far. received: whether one requested a stop."""
 
     def __init__(self) -> None:
         self.received = False
-        self._first = 0.0  # when, by time.monotonic
+        self._first = 0.0  # time of the first one, by time.monotonic
 
     def _handle(self, _number: int, _frame: FrameType | None) -> None:
         if not self.received:
             self.received, self._first = True, time.monotonic()
         elif time.monotonic() - self._first > DEBOUNCE_SECONDS:
-            raise KeyboardInterrupt  # whoever asks again does not want to wait
+            raise KeyboardInterrupt  # a second request does not wait
 
 
 @contextmanager
 def deferred_signals() -> Iterator[StopSignals]:
-    """Note Ctrl-C and SIGTERM while the block runs instead of raising KeyboardInterrupt.
+    """Record Ctrl-C and SIGTERM while the block runs instead of raising KeyboardInterrupt.
 
-    One that comes more than DEBOUNCE_SECONDS seconds after the first raises it.
+    A signal more than DEBOUNCE_SECONDS after the first does raise it. If `received` is still set at the end of the
+    block, KeyboardInterrupt is raised there. Outside the main thread, which receives no signals, nothing is recorded.
 
-    Between the update of two layers a net is neither that of one step nor of the next: saving it there would break the
-    promise that a resumed run equals an undisturbed one. One that came before is raised after the block if nobody has
-    looked. Outside the main thread, where no signal arrives, nothing is ever heard.
+    Between the updates of two layers a net belongs to neither step. Saving it there would break the guarantee that a
+    resumed run equals an uninterrupted one.
     """
     signals = StopSignals()
     if threading.current_thread() is not threading.main_thread():

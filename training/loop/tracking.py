@@ -1,4 +1,4 @@
-"""What a run writes down for people: metrics.jsonl, events for TensorBoard, the responses of the layers."""
+"""The logs of a run: metrics.jsonl, TensorBoard events, and the responses of the layers."""
 
 import os
 import time
@@ -25,30 +25,30 @@ class RunLogs:
     """The logs of one run; written by one process."""
 
     def __init__(self, folder: Path, *, events: bool, diagnose: bool, report: Callable[[str], None]) -> None:
-        """Open nothing yet: `resume` or the first line does.
+        """Create the logs; files are opened by `resume` or the first write.
 
-        events: for TensorBoard; diagnose: whether layers are measured; report: receives when events cannot be written.
-        Raises EnvironmentFault without TensorBoard.
+        events: whether to write TensorBoard events; diagnose: whether to log the layers; report: receives a message if
+        events cannot be written. Raises EnvironmentFault if events are requested and TensorBoard is not installed.
         """
         self._metrics = MetricsLog(folder / METRICS_FILE)
         self._layer_log, self._log_layers = LayerLog(folder / DIAGNOSIS_FILE), diagnose
         self._events = _Events(folder / EVENTS_FOLDER, report) if events else None
 
     def resume(self, step: int, *, evaluated: bool) -> None:
-        """Take back what was written of later steps, which will be done again."""
+        """Remove the entries of later steps, which will be repeated."""
         self._metrics.truncate_after(step, evaluated=evaluated)
         self._layer_log.truncate_after(step, evaluated=evaluated)
         if self._events is not None:
             self._events.first = step + 1
 
     def write(self, entry: Mapping[str, Any]) -> None:
-        """Write down one point; `step` says where."""
+        """Write one entry; its key `step` is required."""
         self._metrics.write(dict(entry))
         if self._events is not None:
             self._events.write(entry["step"], {_TITLES[key]: entry[key] for key in _TITLES if key in entry})
 
     def write_layers(self, step: int, measure: Callable[[], tuple[LayerResponse, ...]]) -> None:
-        """Measure the layers and write them down, if that was asked for."""
+        """Measure the layers and log them, if layer logging is on."""
         if not self._log_layers:
             return
         layers = measure()
@@ -61,23 +61,23 @@ class RunLogs:
             )
 
     def close(self) -> None:
-        """Write what is held back."""
+        """Close the event file."""
         if self._events is not None:
             self._events.close()
 
 
 class _Events:
-    """A file of events for TensorBoard; each start of a run begins another, and hides what an earlier one lost.
+    """A TensorBoard event file; each start of a run creates a new one, which hides repeated steps of earlier ones.
 
-    Written at once, record by record: torch's writer does so in a thread of its own, whose errors nobody can catch. A
-    file that cannot be written any more is given up and said; no training ends for it.
+    Each record is written immediately: torch's writer uses a thread whose errors cannot be caught. If writing fails,
+    that is reported and the events are dropped; training continues.
     """
 
     def __init__(self, folder: Path, report: Callable[[str], None]) -> None:
         if find_spec("tensorboard") is None:
             raise EnvironmentFault(
-                "TensorBoard is not installed, which writes its files of events: pip install tensorboard, or train "
-                "with --no-tensorboard"
+                "TensorBoard is not installed, so its events cannot be written: pip install tensorboard, or train with "
+                "--no-tensorboard"
             )
         self.first = 0
         self._folder, self._report = folder, report
@@ -103,7 +103,7 @@ class _Events:
             RecordWriter(self._file).write(event.SerializeToString())
         except OSError as error:
             self._gave_up = True
-            self._report(f"{self._folder}: no more events for TensorBoard ({error.strerror}); the training goes on")
+            self._report(f"{self._folder}: TensorBoard events can no longer be written ({error.strerror}); continuing")
 
     def _begin(self) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog

@@ -1,12 +1,12 @@
-"""The training loop of one run, for one process and for many.
+"""The training loop of a run, in one or several processes.
 
-With many processes each makes its rows of every batch, and `training.distributed.base` makes one gradient of them all;
-the first one writes the files and talks to the user.
+Each of several processes computes its rows of every batch, and `training.distributed` combines their gradients. The
+first process writes the files and reports to the user.
 """
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,12 +46,12 @@ SINGLE_PROCESS = ProcessGroup(0, 1, torch.device("cpu"))
 
 @dataclass(frozen=True)
 class Execution:
-    """How a training is carried out: nothing here changes what is learned, but for the order of sums.
+    """How a run is executed; none of this affects what is learned, except through the order of sums.
 
-    device: `cpu`, `cuda`, None for CUDA where there is any; parallel: how several processes share the work, None for
-    `ddp`; workers: how many make batches ahead in each of them, 0 for nobody, None for one a core; diagnose: whether
-    the layers are measured at every evaluation; events: whether events for TensorBoard are written; cache: folder in
-    which what is known of the images is kept (training/data/dataset_statistics.py), None for nowhere.
+    device: `cpu`, `cuda`, or None for CUDA if available; parallel: how several processes share the work, None for
+    `ddp`; workers: prefetching workers per process, 0 for none, None for one per core; diagnose: whether to measure
+    the layers at every evaluation; events: whether to write TensorBoard events; cache: folder for image statistics
+    (training/data/dataset_statistics.py), None to keep none.
     """
 
     device: str | None = None
@@ -63,11 +63,17 @@ class Execution:
 
 
 def discard_report(_text: str) -> None:
-    """Report to nobody."""
+    """Ignore a message."""
+
+
+def report_each(messages: Iterable[str], report: Callable[[str], None]) -> None:
+    """Report messages one by one."""
+    for message in messages:
+        report(message)
 
 
 class Trainer:
-    """One run: net, optimizer, images and progress. A step changes all of them or none."""
+    """A run: net, optimizer, images and progress. A step changes all of them or none."""
 
     def __init__(
         self,
@@ -81,7 +87,7 @@ class Trainer:
         reset_folder: Callable[[], None] | None = None,
         report: Callable[[str], None] = discard_report,
     ) -> None:
-        """Begin a run or resume one. reset_folder: removes what an earlier run left, where a new one begins."""
+        """Start or resume a run. reset_folder: removes an earlier run from the folder; None to resume."""
         self.recipe = recipe.in_steps(len(splits.train.samples))
         self.splits, self.folder, self.group, self.start = splits, folder, group, start
         options = StepOptions(recipe.precision, recipe.channels_last, recipe.compile, recipe.accumulate)
@@ -89,9 +95,9 @@ class Trainer:
         self.checkpoint_manager = CheckpointManager(folder, recipe, splits)
         self.logs = RunLogs(folder, events=execution.events, diagnose=execution.diagnose, report=report)
         self.workers, self.cache = execution.workers, execution.cache
-        self.remarks: list[str] = []  # for the user, before the work begins
+        self.remarks: list[str] = []  # messages to the user before training starts
         self.reset_folder = reset_folder
-        self.note = ""  # what progress shows beside the rate
+        self.note = ""  # shown on the progress line
         self.net = PreluNet(recipe.build_architecture(), len(splits.classes))
         self._start_or_resume(execution.parallel or "ddp", options)
         self.mean = torch.from_numpy(self.progress.mean).to(group.device)
@@ -101,29 +107,27 @@ class Trainer:
         self.unreadable_val = UnreadableImages(splits.val, "val/", {}, report)
 
     def _start_or_resume(self, kind: ParallelMode, options: StepOptions) -> None:
-        """Make net, optimizer and progress of the saved state, which the first process writes where there is none.
+        """Restore net, optimizer and progress from the saved state; the first process creates it if there is none.
 
-        Bring what a crash may have left in between to the same step.
+        Files that a crash left at different steps are brought to the same step.
         """
         if self.group.is_first and (self.reset_folder is not None or not self.checkpoint_manager.has_state):
             self._write_initial_state()
         self.group.wait()
         state = self.checkpoint_manager.read(self.net)
         self.progress = state.progress
-        self.parallel = build_parallel(kind, self.net, self.group, options)  # which may take parameters away
+        self.parallel = build_parallel(kind, self.net, self.group, options)  # may remove parameters
         groups = parameter_groups(self.net, self.recipe.weight_decay)
         self.optimizer = torch.optim.SGD(groups, lr=self.recipe.rate, momentum=self.recipe.momentum)
         state.restore(self.net, self.optimizer)
-        self.unreadable_before, self.progress.unreadable = (
-            self.progress.unreadable,
-            {},
-        )  # they may have been mended since
+        # Images that were unreadable may have been repaired in the meantime.
+        self.unreadable_before, self.progress.unreadable = self.progress.unreadable, {}
         if self.group.is_first:
             self.logs.resume(self.progress.step, evaluated=self.progress.is_evaluated)
             self.checkpoint_manager.repair(self.net, self.progress)
 
     def _write_initial_state(self) -> None:
-        """Save what the run begins with."""
+        """Save the initial state."""
         tensors, progress = initial_state(self.recipe, self.splits, self.start, self.cache, self.remarks.append)
         load_tensors(self.net, tensors)
         if self.reset_folder is not None:
@@ -131,33 +135,41 @@ class Trainer:
         self.checkpoint_manager.write(self.net, {}, progress)
 
     def status_messages(self) -> Iterator[str]:
-        """Yield what a user should know before the work begins."""
+        """Yield the messages to the user before training starts."""
         yield from self.remarks
         for split, files in self.progress.refused.items():
             if files:
-                yield f"{split}/: {len(files)} images cannot be decoded and are left out:"
+                yield f"{split}/: {len(files)} images cannot be decoded and are skipped:"
                 yield from (f"  {file}: {reason}" for file, reason in files.items())
         if unreadable := self.unreadable_before:
-            yield f"train/: {len(unreadable)} images broke while the training ran before, and others took their places:"
+            yield f"train/: {len(unreadable)} images became unreadable earlier in this run and were substituted:"
             yield from (f"  {file}: {reason}" for file, reason in unreadable.items())
         step, steps = self.progress.step, self.recipe.total_steps
         if step == steps and self.progress.is_evaluated:
-            yield f"{self.folder}: all {steps} steps are done already; train anew with --fresh"
+            yield f"{self.folder}: all {steps} steps are complete; to start over, use --fresh"
         elif step:
-            yield f"{self.folder}: going on after step {step} of {steps}"
+            yield f"{self.folder}: resuming after step {step} of {steps}"
 
-    def run(self) -> None:
-        """Train to the recipe's end; a signal ends it between two steps, with the state saved."""
+    def run(self) -> tuple[ErrorRates, ErrorRates]:
+        """Train to the end of the recipe, and return the last and the best evaluation.
+
+        A signal stops the run between two steps, with the state saved.
+        """
         try:
             with deferred_signals() as signals:
                 self._run(signals)
                 signals.received = False  # nothing is left to stop
         except KeyboardInterrupt:
             raise Interrupted(
-                f"{self.folder}: interrupted twice, so at once; the same command goes on from the last saved state"
+                f"{self.folder}: interrupted twice, so stopped immediately; the same command resumes from the last "
+                "saved state"
             ) from None
         finally:
             self.logs.close()
+        last, best = self.progress.latest_errors, self.progress.best
+        assert last is not None, "a run ends with an evaluation"
+        assert best is not None
+        return last, best
 
     def _run(self, signals: StopSignals) -> None:
         steps, first, rows = self.recipe.total_steps, self.progress.step, self.parallel.rows(self.recipe.batch)
@@ -166,16 +178,16 @@ class Trainer:
             self.train_images, self.recipe, first, rows=rows, axes=axes, **self._loader_options()
         )
         with progress("training", steps, "steps", done=first) if self.group.is_first else _no_progress() as advance:
-            self._evaluate_if_due(signals)  # an earlier call may have been stopped just here
-            clock = ThroughputMeter()
+            self._evaluate_if_due(signals)  # an earlier process may have stopped just before it
+            meter = ThroughputMeter()
             for batch in batches:
                 stop = self._step(batch, signals)
-                clock.images += self.recipe.batch
+                meter.images += self.recipe.batch
                 if self.progress.step % LOG_EVERY == 0 or self.progress.step == steps:
-                    self._log_steps(clock)
+                    self._log_steps(meter)
                 advance(1, self.note)
                 if self._evaluate_if_due(signals):
-                    clock = ThroughputMeter()  # its time is not the training's
+                    meter = ThroughputMeter()  # exclude the time of the evaluation
                 elif stop:
                     self._save()
                     raise self._interrupted()
@@ -184,7 +196,7 @@ class Trainer:
                     self._stop_if_signalled(signals)
 
     def _step(self, batch: Batch, signals: StopSignals) -> bool:
-        """Take one step of stochastic gradient descent; return whether any process was told to stop."""
+        """Take one step of stochastic gradient descent; return whether any process received a stop signal."""
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate()
         images, labels = self._input(batch), torch.from_numpy(batch.labels).to(self.group.device)
@@ -199,7 +211,7 @@ class Trainer:
         return step.stop
 
     def _loader_options(self) -> dict[str, Any]:
-        """Return how batches are made."""
+        """Return the keyword arguments common to training and evaluation batches."""
         return {
             "workers": self.workers,
             "pin_memory": self.group.device.type == "cuda",
@@ -207,7 +219,7 @@ class Trainer:
         }
 
     def _factors(self) -> DropoutFactors:
-        """Return what dropout does in the next step."""
+        """Return the dropout factors of the next step."""
         recipe, step, width = self.recipe, self.progress.step, self.recipe.build_architecture().hidden
         if not recipe.dropout:
             return None
@@ -219,15 +231,15 @@ class Trainer:
         return rate_at(self.recipe, self.progress.step, count_plateaus(errors, self.recipe.patience))
 
     def _input(self, batch: Batch) -> Tensor:
-        """Return (N, 3, crop, crop), mean subtracted; in memory the channels stay last, which halves a CPU's time."""
+        """Return float32 (N, 3, crop, crop), mean subtracted; channels stay last in memory, twice as fast on a CPU."""
         images = subtract_mean(torch.from_numpy(batch.images).to(self.group.device, non_blocking=True), self.mean)
         if batch.shift is None:
             return images
         return images + torch.from_numpy(batch.shift).to(self.group.device)[:, :, None, None]
 
-    def _log_steps(self, clock: "ThroughputMeter") -> None:
-        """Write the mean loss since the last line, and begin the next."""
-        now, speed = self.progress, clock.lap()
+    def _log_steps(self, meter: "ThroughputMeter") -> None:
+        """Log the mean loss and the throughput since the last entry, and reset both."""
+        now, speed = self.progress, meter.lap()
         loss = now.loss_sum / now.loss_steps
         self.note = f"loss {loss:.3f}, {speed:,.0f} images/s"
         rate = self.optimizer.param_groups[0]["lr"]
@@ -236,7 +248,7 @@ class Trainer:
         now.loss_sum, now.loss_steps = 0.0, 0
 
     def _evaluate_if_due(self, signals: StopSignals) -> bool:
-        """Measure the errors on val/ at every `evaluate_every` steps and at the end, and save; True if it was due."""
+        """Evaluate on val/ and save, every `evaluate_every` steps and at the end; return whether it was due."""
         now, recipe = self.progress, self.recipe
         due = now.step > 0 and (now.step % recipe.evaluate_every == 0 or now.step == recipe.total_steps)
         if not due or now.is_evaluated:
@@ -253,10 +265,7 @@ class Trainer:
 
     @torch.inference_mode()
     def _evaluate(self, signals: StopSignals) -> tuple[ErrorRates, int]:
-        """Return the errors on val/ in the view of the `center` protocol, and of how many images.
-
-        Every process looks at its part.
-        """
+        """Return the errors on val/ with the `center` protocol, and the number of images. Each process does its part."""
         counts = np.zeros(3)  # images, wrong at top-1, at top-5
         size = max(1, EVALUATION_BATCH // self.group.size)
         rank, ranks = self.group.rank, self.group.size
@@ -265,22 +274,22 @@ class Trainer:
             self.val_images, self.recipe, size, part=(rank, ranks), **self._loader_options()
         ):
             logits = self.parallel.logits(self._input(batch)).cpu().numpy()
-            if not np.isfinite(logits).all():  # every comparison with NaN is false: it would look like a hit
-                counts[0] = math.nan  # which the others must learn, too
+            if not np.isfinite(logits).all():  # comparisons with NaN are false, so it would count as correct
+                counts[0] = math.nan  # so that all processes notice
             counts += (len(batch.labels), *count_errors(ranks_of(logits, batch.labels)))
             self.unreadable_val.add(batch.unreadable)
             self._save_and_stop_if_signalled(signals)
         images, *wrong = self.group.total(*counts)
         if math.isnan(images):
-            raise self._diverged("an answer on val/ is not finite")
+            raise self._diverged("a logit on val/ is not finite")
         self.unreadable_val.gather(self.group)
         self.unreadable_val.check(self.recipe.max_refused)
         if not images:
-            raise DatasetError(f"{self.splits.val.location}: no image of val/ can be read any more. Put them back")
+            raise DatasetError(f"{self.splits.val.location}: no image of val/ is readable any more. Restore the images")
         return error_rates(self.progress.step, images, *wrong), int(images)
 
     def _measure_layers(self) -> tuple[LayerResponse, ...]:
-        """Measure the layers on images of val/; none if not one of these can be read any more."""
+        """Measure the layers on images of val/; return () if none of these is readable any more."""
         views = sample_views(self.val_images, self.recipe.evaluation_scale, self.recipe.crop)
         if not len(views.labels):
             return ()
@@ -291,40 +300,40 @@ class Trainer:
         return self.progress.step % self.recipe.save_every == 0 or is_kept(self.recipe, self.progress.step)
 
     def _save(self) -> None:
-        """Write the state and its checkpoints."""
+        """Save the state and its checkpoints."""
         finite = all(bool(torch.isfinite(parameter).all()) for parameter in self.net.parameters())
         if self.group.any(not finite):
             raise self._diverged("a parameter is not finite")
         self.unreadable.gather(self.group)
         if self.group.is_first:
             self.checkpoint_manager.write(self.net, momentum_of(self.net, self.optimizer), self.progress)
-        self.group.wait()  # torchrun would stop the first process in the middle when another one ends
+        self.group.wait()  # if another process ended now, torchrun would stop the first one in the middle of a write
         self.unreadable.check(self.recipe.max_refused)
 
     def _save_and_stop_if_signalled(self, signals: StopSignals) -> None:
-        """End the run if any process was told to; what has been done since the last save is saved."""
+        """Save and stop the run if any process received a stop signal."""
         if self.group.any(signals.received):
             self._save()
             raise self._interrupted()
 
     def _stop_if_signalled(self, signals: StopSignals) -> None:
-        """End the run, which has just been saved, if any process was told to and something is left to do."""
+        """Stop the run, which has just been saved, if any process received a stop signal and steps remain."""
         if self.group.any(signals.received) and self.progress.step < self.recipe.total_steps:
             raise self._interrupted()
 
     def _interrupted(self) -> Interrupted:
         if not self.group.is_first:
-            return Interrupted("")  # one of them says it
+            return Interrupted("")  # only the first process reports it
         return Interrupted(
             f"{self.folder}: interrupted after step {self.progress.step} of {self.recipe.total_steps}; "
-            "the state is saved, and the same command goes on from there"
+            "the state is saved, and the same command resumes from there"
         )
 
     def _diverged(self, where: str) -> DivergenceError:
         return DivergenceError(
-            f"{self.folder}: the training has diverged: after step {self.progress.step} a number is no longer finite "
-            f"({where or 'the loss'}). The last saved state is kept. Lower `rate` in the recipe (now "
-            f"{self.recipe.rate}) and train in another folder, or here with --fresh"
+            f"{self.folder}: training has diverged: after step {self.progress.step} a number is no longer finite "
+            f"({where or 'the loss'}). The last saved state is kept. Lower `rate` in the recipe (currently "
+            f"{self.recipe.rate}) and train in another folder, or in this one with --fresh"
         )
 
 
@@ -334,13 +343,13 @@ def _no_progress() -> Iterator[Advance]:
 
 
 class ThroughputMeter:
-    """Counts the images of a stretch of training and says how many there were a second."""
+    """Measures throughput in images per second."""
 
     def __init__(self) -> None:
         self.images, self.start = 0, time.monotonic()
 
     def lap(self) -> float:
-        """Return images per second since the last lap, and begin the next."""
+        """Return images per second since the last lap, and start the next."""
         now = time.monotonic()
         rate = self.images / max(now - self.start, 1e-9)
         self.images, self.start = 0, now

@@ -1,4 +1,4 @@
-"""`prelunet import`: somebody else's weights of one of our architectures, as a checkpoint."""
+"""`prelunet import`: convert third-party weights of a supported architecture to a checkpoint."""
 
 import shlex
 from pathlib import Path
@@ -21,54 +21,60 @@ def import_(
     *,
     file: Annotated[
         Path,
-        typer.Argument(help="A state dict that torch.save wrote, or .safetensors.", metavar="FILE.pt|.safetensors"),
+        typer.Argument(
+            help="State dict written by torch.save, or a .safetensors file.", metavar="FILE.pt|.safetensors"
+        ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The checkpoint to write.", metavar="CKPT")],
-    arch: Annotated[str, typer.Option(help=f"What net it is: {', '.join(ARCHITECTURES)}.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Checkpoint to write.", metavar="CKPT")],
+    arch: Annotated[str, typer.Option(help=f"Architecture of the net: {', '.join(ARCHITECTURES)}.")],
     classes: Annotated[
         str,
         typer.Option(
-            help="How many, or a file of them in the order of the net's outputs: text, one a line (wnid and name, or "
-            "name), or JSON.",
+            help="Number of classes, or a file that lists them in the order of the net's outputs: text with one class "
+            "per line (wnid and name, or name), or JSON.",
             metavar="N|FILE",
         ),
     ],
     mean: Annotated[
         str,
         typer.Option(
-            help="What its training subtracted from pixels: of each channel, in the net's order of channels; or one "
-            "number; or a mean image.",
+            help="Mean subtracted from pixels in training: one value per channel in the net's channel order, one "
+            "value for all channels, or a mean image.",
             metavar="M,M,M|FILE.npy",
         ),
     ],
-    std: Annotated[str, typer.Option(help="What is divided by afterwards; goes into conv1.", metavar="S,S,S")] = "1",
+    std: Annotated[str, typer.Option(help="Divisor after mean subtraction; folded into conv1.", metavar="S,S,S")] = "1",
     pixel_range: Annotated[
-        Literal["1", "255"], typer.Option("--range", help="Largest pixel when the mean is subtracted.")
+        Literal["1", "255"], typer.Option("--range", help="Largest pixel value when the mean is subtracted.")
     ] = "1",
     channels: Annotated[
-        Literal["rgb", "bgr"], typer.Option(help="Order in which the net takes its channels; Caffe's is bgr.")
+        Literal["rgb", "bgr"], typer.Option(help="Channel order of the net's input; Caffe uses bgr.")
     ] = "rgb",
-    activation: Annotated[str, typer.Option(help=f"One of {', '.join(ACTIVATIONS)}.")] = "prelu",
+    activation: Annotated[str, typer.Option(help=f"Activation: {', '.join(ACTIVATIONS)}.")] = "prelu",
     crop: Annotated[
         int | None,
-        typer.Option(min=1, max=MAX_SIDE, help="Side of a training crop in pixels; else the architecture's own."),
+        typer.Option(min=1, max=MAX_SIDE, help="Side of a training crop, in pixels.  [default: the architecture's]"),
     ] = None,
     name_map: Annotated[
         Path | None,
-        typer.Option("--map", help="Table from its names to ours, TOML or JSON.", metavar="FILE.toml|.json"),
+        typer.Option(
+            "--map",
+            help="Table that maps tensor names in FILE to prelunet's, in TOML or JSON.",
+            metavar="FILE.toml|.json",
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
-    """Turn a torch state dict or .safetensors file of one of our architectures into a checkpoint.
+    """Convert a torch state dict or .safetensors file of a supported architecture to a checkpoint.
 
-    No code in the file is run. Tensors that are missing, unexpected or mis-shaped are all listed.
+    Code in the file is never run. If tensors are missing, unexpected or have the wrong shape, all of them are listed.
     """
-    # Here, so that --help needs neither torch nor safetensors.
+    # Imported here so that --help needs neither torch nor safetensors.
     from prelunet.training.importing.import_net import import_net, parse_preprocessing
     from prelunet.training.importing.name_map import read_name_map
     from prelunet.training.net.checkpoints import write_checkpoint
 
-    net = architecture(arch, activation=cast(Activation, activation), crop=crop)  # which refuses unknown names
+    net = architecture(arch, activation=cast(Activation, activation), crop=crop)  # raises for unknown names
     entries = parse_classes(classes)
     if require_writable(output).exists() and not force:
         raise UsageError(f"{output}: exists already. Choose another name, or replace it with --force")
@@ -80,27 +86,27 @@ def import_(
 
 
 def _report(file: Path, output: Path, imported: "ImportResult") -> None:
-    """Say what was found and done, so that a wrong guess is seen, and what can be done now."""
+    """Print how the file was interpreted, so that a wrong guess is noticed, and suggest the next commands."""
     net, mean = imported.checkpoint.architecture, imported.checkpoint.mean
     of_channels = mean.reshape(-1, 3).mean(axis=0, dtype="f8")
-    what = "mean image, on average" if mean.ndim == 3 else "mean"
+    label = "channel means of the mean image" if mean.ndim == 3 else "mean"
     for remark in (*imported.remarks, *_assigned(imported.assignment)):
         echo(remark)
     echo(
         f"{output}: {net.name}, {net.activation}, {len(imported.checkpoint.classes)} classes, imported from {file}\n"
         f"  {size_summary(imported.checkpoint, output)}\n"
-        f"  {what} {', '.join(f'{value:.2f}' for value in of_channels)} (R, G, B; 0 to 255)\n"
-        "Go on with:\n"
+        f"  {label} {', '.join(f'{value:.2f}' for value in of_channels)} (R, G, B; 0 to 255)\n"
+        "Next steps:\n"
         f"  prelunet inspect {shlex.quote(str(output))}\n"
         f"  prelunet export {shlex.quote(str(output))} -o {shlex.quote(str(output.with_suffix('.onnx')))}"
     )
 
 
 def _assigned(assignment: "Assignment") -> list[str]:
-    """Return how names were given; the whole list where it was by order, since equal shapes may hide a mistake."""
+    """Return how tensors were assigned; the full list for assignment by order, as equal shapes may hide a mistake."""
     if assignment.method != "by order":
         return [f"{len(assignment.source)} tensors, assigned {assignment.method}"]
     return [
-        f"{len(assignment.source)} tensors, assigned by order, since all shapes fit; check the list:",
+        f"{len(assignment.source)} tensors, assigned by order because all shapes match; check the list:",
         *(f"  {source} -> {own}" for own, source in assignment.source.items()),
     ]

@@ -1,4 +1,4 @@
-"""`prelunet init`: an initialised, untrained checkpoint."""
+"""`prelunet init`: write an initialized, untrained checkpoint."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,46 +26,49 @@ from prelunet.training.net.initialization import (
 
 def init(
     *,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The checkpoint to write.", metavar="CKPT")],
-    arch: Annotated[str, typer.Option(help=f"One of {', '.join(ARCHITECTURES)}.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Checkpoint to write.", metavar="CKPT")],
+    arch: Annotated[str, typer.Option(help=f"Architecture: {', '.join(ARCHITECTURES)}.")],
     classes: Annotated[
         str,
         typer.Option(
-            help="How many, or a file of them: text, one a line (wnid and name, or name), or JSON.", metavar="N|FILE"
+            help="Number of classes, or a file that lists them: text with one class per line (wnid and name, or name), "
+            "or JSON.",
+            metavar="N|FILE",
         ),
     ],
-    activation: Annotated[str, typer.Option(help=f"One of {', '.join(ACTIVATIONS)}.")] = "prelu",
-    seed: Annotated[int, typer.Option(min=0, help="Same seed, same bytes.")] = 0,
+    activation: Annotated[str, typer.Option(help=f"Activation: {', '.join(ACTIVATIONS)}.")] = "prelu",
+    seed: Annotated[int, typer.Option(min=0, help="Random seed; the same seed gives the same bytes.")] = 0,
     crop: Annotated[
         int | None,
-        typer.Option(min=1, max=MAX_SIDE, help="Side of a training crop in pixels; else the architecture's own."),
+        typer.Option(min=1, max=MAX_SIDE, help="Side of a training crop, in pixels.  [default: the architecture's]"),
     ] = None,
     rule: Annotated[
         str,
         typer.Option(
             "--init",
-            help=f"How convolutions are drawn: {', '.join(RULES)}. The first three keep the variance of gradients, of "
-            "responses, or about both (Eq. 14, Eq. 10, their average); xavier is Caffe's.",
+            help=f"Initialization of the convolutions: {', '.join(RULES)}. The first three preserve the variance of "
+            "gradients (Eq. 14), of responses (Eq. 10), or approximately both (their average); xavier is Caffe's.",
             metavar="RULE",
         ),
     ] = "fan-out",
     std: Annotated[
-        float | None, typer.Option("--init-std", help="Deviation of the weights with --init gaussian; else 0.01.")
+        float | None,
+        typer.Option("--init-std", help="Standard deviation of the weights for --init gaussian.  [default: 0.01]"),
     ] = None,
     first_layer: Annotated[
         str,
         typer.Option(
-            help=f"{' or '.join(FIRST_LAYERS)}: whether the first convolution's variance counts that no activation "
-            "halves the image. The paper: half, as one layer does not matter.",
+            help="Variance of the first convolution: half keeps the factor 1/2 of the other layers, as in the paper; "
+            "exact drops it, as no activation precedes this layer.",
             metavar="|".join(FIRST_LAYERS),
         ),
     ] = "half",
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
-    """Write an initialised, untrained checkpoint with ImageNet's channel mean."""
+    """Write an initialized, untrained checkpoint with ImageNet's channel mean."""
     from prelunet.training.net.checkpoints import Checkpoint, write_checkpoint
 
-    net = architecture(arch, activation=cast(Activation, activation), crop=crop)  # which refuses unknown names
+    net = architecture(arch, activation=cast(Activation, activation), crop=crop)  # raises for unknown names
     initialization = _initialization(rule, std, first_layer)
     entries = parse_classes(classes)
     if require_writable(output).exists() and not force:
@@ -80,12 +83,13 @@ def init(
 
 
 def _initialization(rule: str, std: float | None, first_layer: str) -> Initialization:
-    """Return what the options ask for; raises UsageError for a deviation that the rule would not use."""
-    chosen = Initialization(cast(Rule, rule), first_layer=cast(FirstLayer, first_layer))  # which refuses unknown names
+    """Build the initialization from the options; raises UsageError for a deviation that the rule does not use."""
+    chosen = Initialization(cast(Rule, rule), first_layer=cast(FirstLayer, first_layer))  # raises for unknown names
     if std is None:
         return chosen
     if rule != "gaussian":
         raise UsageError(
-            f"--init-std {std}: --init {rule} has its own deviations. Add --init gaussian, or leave it out"
+            f"--init-std {std}: not used by --init {rule}, which computes its own deviations. Add --init gaussian, or "
+            "omit --init-std"
         )
     return replace(chosen, std=std)

@@ -1,4 +1,4 @@
-"""`prelunet inspect`: what a checkpoint or a model file says of itself, and what images do inside a checkpoint."""
+"""`prelunet inspect`: describe a checkpoint or model file, and measure a checkpoint's layers on images."""
 
 import json
 import shlex
@@ -20,46 +20,50 @@ def inspect(
     file: Annotated[
         Path,
         typer.Argument(
-            help="A checkpoint, an exported model, or the folder of a training with --diagnose.",
+            help="A checkpoint, an exported model, or the folder of a run trained with --diagnose.",
             metavar="CKPT|MODEL.onnx|RUN",
         ),
     ],
     data: Annotated[
         Path | None,
         typer.Option(
-            help="Images of the checkpoint's classes: measure each layer's responses and gradients on them. A `val` "
-            "folder in it is entered.",
+            help="Images of the checkpoint's classes, on which to measure each layer's responses and gradients. If it "
+            "contains a `val` folder, that folder is used.",
             metavar="DIR|ARCHIVE",
         ),
     ] = None,
     images: Annotated[
         int | None,
         typer.Option(
-            min=2, max=4096, help=f"How many of them, spread evenly; {DEFAULT_IMAGES} unless given.", metavar="N"
+            min=2,
+            max=4096,
+            help=f"Number of images to measure, spread evenly over --data.  [default: {DEFAULT_IMAGES}]",
+            metavar="N",
         ),
     ] = None,
     labels: Annotated[
         Path | None,
-        typer.Option(help="Labels of flat images: a list `name,label` or `name wnid`, or ILSVRC's devkit."),
+        typer.Option(help="Labels of a flat folder: a list of `name,label` or `name wnid`, or the ILSVRC devkit."),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw what was measured, or its history in RUN.", metavar="FILE.svg")
+        Path | None,
+        typer.Option(help="Plot the measurements, or their history in RUN, to an SVG file.", metavar="FILE.svg"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show what a checkpoint or model file says of itself, its slopes beside the paper's, and what images do in it."""
+    """Describe a checkpoint or model file, compare its slopes with the paper's, and measure its layers on images."""
     if data is None and (images or labels):
-        raise UsageError(f"{'--images' if images else '--labels'}: of which images? Give them with --data DIR")
+        raise UsageError(f"{'--images' if images else '--labels'}: needs images. Add --data DIR")
     if plot is not None:
-        if plot.suffix.lower() != ".svg":  # else a picture by name would hold text
-            raise UsageError(f"--plot {plot}: plots are drawn as SVG. Give a name that ends in .svg")
+        if plot.suffix.lower() != ".svg":  # a .png, say, would contain SVG text
+            raise UsageError(f"--plot {plot}: plots are written as SVG. Give a name that ends in .svg")
         require_writable(plot)
     if file.is_dir():
         _show_history(file, data, plot, as_json=as_json)
     elif data is not None:
         _show_responses(file, DatasetSpec(data, labels), images, plot, as_json=as_json)
     elif plot is not None:
-        raise UsageError(f"--plot {plot}: there is nothing to draw without images. Give some with --data DIR")
+        raise UsageError(f"--plot {plot}: nothing to plot without measurements. Add --data DIR")
     else:
         _show(inspect_file(file), as_json=as_json)
 
@@ -72,20 +76,20 @@ def _show(inspection: dict[str, Any], *, as_json: bool) -> None:
 
 
 def _show_responses(file: Path, data: DatasetSpec, images: int | None, plot: Path | None, *, as_json: bool) -> None:
-    """Measure a checkpoint on images, and show it below what it says of itself."""
+    """Measure a checkpoint on images, and print the result below its description."""
     inspection = inspect_file(file)
     if inspection["kind"] != "checkpoint":
         raise UsageError(
-            f"{file}: a model file keeps no layers to look into. Give the checkpoint that it was exported from"
+            f"{file}: layers cannot be measured in a model file. Give the checkpoint that it was exported from"
         )
     from prelunet.training.inspection.layer_statistics import measure_checkpoint
     from prelunet.training.net.checkpoints import read_checkpoint
 
     found = measure_checkpoint(read_checkpoint(file), data, images or DEFAULT_IMAGES)
     for name, reason in found.refused.items():
-        echo(f"left out: {name}: {reason}", err=True)
+        echo(f"skipped: {name}: {reason}", err=True)
     if images is not None and found.images + len(found.refused) < images:
-        echo(f"{data.path}: all its images are taken, fewer than the {images} asked for", err=True)
+        echo(f"{data.path}: has fewer than the {images} images requested, so all of them are used", err=True)
     layers = [layer.to_json() for layer in found.layers]
     _show(
         {**inspection, "images": found.images, "refused": found.refused, "layers": layers} if as_json else inspection,
@@ -104,10 +108,10 @@ def _show_responses(file: Path, data: DatasetSpec, images: int | None, plot: Pat
 
 
 def _show_history(folder: Path, data: Path | None, plot: Path | None, *, as_json: bool) -> None:
-    """Show what `train --diagnose` wrote over time."""
+    """Print the measurements that `train --diagnose` wrote during a run."""
     if data is not None:
         raise UsageError(
-            f"{folder}: the folder of a training; --data measures one checkpoint: "
+            f"{folder}: a run folder, but --data measures one checkpoint. Use: "
             f"prelunet inspect {shlex.quote(str(folder / 'last.safetensors'))} --data {shlex.quote(str(data))}"
         )
     entries = read_layer_log(folder)
@@ -125,4 +129,4 @@ def _show_history(folder: Path, data: Path | None, plot: Path | None, *, as_json
 
 def _write_plot(plot: Path, svg: bytes) -> None:
     write_atomically(plot, svg)
-    echo(f"plot: {plot}", err=True)  # not stdout, which may be JSON
+    echo(f"plot: {plot}", err=True)  # stdout may be JSON

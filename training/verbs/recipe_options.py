@@ -1,4 +1,4 @@
-"""Every key of a recipe as an option of the command line."""
+"""Command-line options derived from the keys of a recipe."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -12,18 +12,18 @@ import typer
 from prelunet.evaluator.errors import UsageError
 from prelunet.training.recipe import CHOICES, Recipe, check_type
 
-PANEL = "Keys of the recipe, to be given instead of its own"
+PANEL = "Recipe overrides (defaults are for keys that the recipe omits)"
 
 
 def with_recipe_options(verb: Callable[..., None], exclude: tuple[str, ...]) -> Callable[..., None]:
-    """Return the verb with an option for each key of a recipe, but for those that it has itself.
+    """Return the verb with an option for each recipe key, except those in `exclude`.
 
-    The verb gets the given ones in its parameter `keys`, a mapping of texts and truth values for `override_keys`.
+    The verb receives the options that the user gave in its parameter `keys`, as text or bool, for `override_keys`.
     """
     names = [key.name for key in fields(Recipe) if key.name not in exclude]
 
     @wraps(verb)
-    def whole(**values: Any) -> None:
+    def with_options(**values: Any) -> None:
         keys = {name: values.pop(name) for name in names}
         verb(**values, keys={name: value for name, value in keys.items() if value is not None})
 
@@ -32,16 +32,16 @@ def with_recipe_options(verb: Callable[..., None], exclude: tuple[str, ...]) -> 
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_option(name))
         for name in names
     ]
-    whole.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
-    whole.__annotations__ = {value.name: value.annotation for value in (*own, *added)}
-    return whole
+    with_options.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+    with_options.__annotations__ = {value.name: value.annotation for value in (*own, *added)}
+    return with_options
 
 
 def override_keys(recipe: Recipe, keys: Mapping[str, Any]) -> Recipe:
-    """Return the recipe with the keys that options gave; raises UsageError for a value that cannot be meant.
+    """Return the recipe with keys replaced by the values of options; raises UsageError for an invalid value.
 
-    What the recipe says for the other of two ways falls away with it: steps for epochs, epochs for steps, and
-    rate_drops where the rate is to follow val/.
+    A key that excludes another one removes it: steps removes epochs, epochs removes steps, and the rate policy
+    `plateau` removes rate_drops.
     """
     kinds = {key.name: get_args(key.type)[0] for key in fields(Recipe)}
     values = {name: _value(text, kinds[name], f"--{name.replace('_', '-')}") for name, text in keys.items()}
@@ -60,9 +60,9 @@ def _option(name: str) -> Any:
     if kind is bool:
         flag = name.replace("_", "-")
         return Annotated[bool | None, typer.Option(f"--{flag}/--no-{flag}", help=meaning, rich_help_panel=PANEL)]
-    there = f" One of {', '.join(CHOICES[name])}." if name in CHOICES else ""
-    usual = "" if key.default in (MISSING, None) else f" If the recipe is silent: {_format_value(key.default)}."
-    option = typer.Option(help=meaning + there + usual, metavar=_metavar(kind), rich_help_panel=PANEL)
+    choices = f" One of {', '.join(CHOICES[name])}." if name in CHOICES else ""
+    default = "" if key.default in (MISSING, None) else f"  [default: {_format_value(key.default)}]"
+    option = typer.Option(help=meaning + choices + default, metavar=_metavar(kind), rich_help_panel=PANEL)
     return Annotated[str | None, option]
 
 
@@ -81,7 +81,7 @@ def _format_value(value: Any) -> str:
 
 
 def _value(text: Any, kind: Any, where: str) -> Any:
-    """Return what an option's text says, as a value of its kind."""
+    """Parse the text of an option as a value of the key's type."""
     if isinstance(kind, UnionType):
         return _value(text, get_args(kind)[0], where)
     if get_origin(kind) is tuple:
@@ -94,5 +94,5 @@ def _number(text: str, kind: Any, where: str) -> int | float:
     try:
         value: int | float = kind(text)
     except ValueError as error:
-        raise UsageError(f"{where} {text}: should be a {'whole ' if kind is int else ''}number") from error
+        raise UsageError(f"{where} {text}: should be {'an integer' if kind is int else 'a number'}") from error
     return value

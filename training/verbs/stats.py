@@ -1,4 +1,4 @@
-"""`prelunet stats`: the mean of a training set, how its colours vary, and which images cannot be used."""
+"""`prelunet stats`: the mean and color axes of a training set, and its unusable images."""
 
 import json
 import os
@@ -24,42 +24,46 @@ def stats(
     *,
     data: Annotated[
         Path,
-        typer.Option(help="Folder, .tar or .zip with train/ and val/, or of class folders.", metavar="DIR|ARCHIVE"),
+        typer.Option(
+            help="Folder, .tar or .zip that contains train/ and val/, or class folders.", metavar="DIR|ARCHIVE"
+        ),
     ],
-    crop: Annotated[int, typer.Option(min=1, max=MAX_SIDE, help="Side of the central crop in pixels.")] = 224,
+    crop: Annotated[int, typer.Option(min=1, max=MAX_SIDE, help="Side of the central crop, in pixels.")] = 224,
     scale: Annotated[
         int | None,
-        typer.Option(min=1, max=MAX_SIDE, help="Shorter side before cropping. Default: crop·256/224, as `train` has."),
+        typer.Option(min=1, max=MAX_SIDE, help="Shorter side before cropping.  [default: crop·256/224, as in `train`]"),
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Look at all images anew, whatever is kept.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Read all images again and ignore cached statistics.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure the mean pixel, image and axes of colour of a training set, and look for unusable images, in val/ too.
+    """Measure the mean pixel, mean image and color axes of a training set, and list unusable images (also in val/).
 
-    What is found is kept for `train` in PRELUNET_CACHE, else in prelunet in XDG_CACHE_HOME or ~/.cache; the same
-    command goes on after an interruption.
+    The statistics are cached for `train` in PRELUNET_CACHE, or else in the folder prelunet of XDG_CACHE_HOME or
+    ~/.cache. After an interruption, the same command resumes.
     """
     scale = center_scale(crop) if scale is None else scale
     if scale < crop:
-        raise UsageError(f"--scale {scale}: a crop of {crop} pixels does not fit; give a scale of {crop} or more")
+        raise UsageError(f"--scale {scale}: smaller than the crop of {crop} pixels. Give a scale of {crop} or more")
     train, val = _open(data)
     cache = cache_folder(os.environ)
-    look = partial(compute_statistics, scale=scale, crop=crop, cache=cache, fresh=fresh, report=partial(echo, err=True))
-    found = look(train, "train/")
-    of_val = None if val is None else _images(val, look(val, "val/"))
+    measure = partial(
+        compute_statistics, scale=scale, crop=crop, cache=cache, fresh=fresh, report=partial(echo, err=True)
+    )
+    statistics = measure(train, "train/")
+    of_val = None if val is None else _images(val, measure(val, "val/"))
     if as_json:
-        echo(json.dumps({**_as_data(train, found, scale, crop), "val": of_val}, indent=2))
+        echo(json.dumps({**_as_data(train, statistics, scale, crop), "val": of_val}, indent=2))
     else:
-        echo("\n".join(_lines(train, found, of_val, scale, crop)))
+        echo("\n".join(_lines(train, statistics, of_val, scale, crop)))
 
 
 def _open(data: Path) -> tuple[Dataset, Dataset | None]:
-    """Open train/ and val/, labelled as `train` does; where it would refuse them, the training set alone."""
+    """Open train/ and val/ with the labels that `train` uses; if `train` would refuse them, only the training set."""
     try:
         splits = open_splits(data)
     except DatasetError as error:
         train = open_dataset(data, split="train")
-        echo(f"only the images to learn from are looked at: {error}", err=True)
+        echo(f"only the training images are measured: {error}", err=True)
         return train, None
     return splits.train, splits.val
 
@@ -92,14 +96,14 @@ def _lines(
     lowest, highest = found.mean_image.min(), found.mean_image.max()
     return [
         f"{dataset.location}: {len(dataset.samples):,} images, {len(found.refused):,} refused; "
-        f"crops of {crop} pixels at the centre, scale {scale}; levels of 0-255",
+        f"central crops of {crop} pixels, scale {scale}; values 0-255",
         *_reasons(found.refused),
         *([] if of_val is None else _lines_of_val(of_val)),
         "",
         f"{'':9}{'red':>9}{'green':>9}{'blue':>9}",
         *(f"{name:9}" + "".join(f"{value:9.2f}" for value in row) for name, row in rows.items()),
         "",
-        f"The mean image has values from {lowest:.2f} to {highest:.2f}.",
+        f"The values of the mean image range from {lowest:.2f} to {highest:.2f}.",
     ]
 
 
@@ -113,7 +117,7 @@ def _reasons(refused: Mapping[str, str]) -> list[str]:
 
 
 def _deviation(found: DatasetStatistics) -> Any:
-    """Return the standard deviation of each channel: axes times their transpose are the covariance."""
+    """Return the standard deviation of each channel: the axes times their transpose are the covariance."""
     return np.sqrt((found.axes.astype(np.float64) ** 2).sum(axis=1))
 
 

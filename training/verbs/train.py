@@ -1,4 +1,4 @@
-"""`prelunet train`: a net from a recipe and a folder of images."""
+"""`prelunet train`: train a net from a recipe and a folder of images."""
 
 import os
 import shlex
@@ -24,51 +24,62 @@ if TYPE_CHECKING:
 
 def _train(
     *,
-    recipe: Annotated[str, typer.Option(help=f"{', '.join(recipe_names())}, or a file.", metavar="NAME|FILE.toml")],
-    out: Annotated[Path, typer.Option(help="Folder of the run; the same command resumes there.", metavar="RUN")],
+    recipe: Annotated[
+        str, typer.Option(help=f"Recipe: {', '.join(recipe_names())}, or a file.", metavar="NAME|FILE.toml")
+    ],
+    out: Annotated[Path, typer.Option(help="Run folder; the same command resumes the run.", metavar="RUN")],
     data: Annotated[
         Path | None,
-        typer.Option(help="Folder, .tar or .zip with train/ and val/; else the embedded one.", metavar="DIR|ARCHIVE"),
+        typer.Option(
+            help="Folder, .tar or .zip that contains train/ and val/.  [default: the embedded dataset]",
+            metavar="DIR|ARCHIVE",
+        ),
     ] = None,
     start: Annotated[
         Path | None,
         typer.Option(
-            "--from",  # not --start, which torchrun takes for an abbreviation of its own --start-method
-            help="Begin with this checkpoint's weights (fine-tuning); fc3 is drawn anew where the classes are others.",
+            "--from",  # not --start, which torchrun would parse as an abbreviation of its --start-method
+            help="Fine-tune: start from this checkpoint's weights. fc3 is reinitialized if the classes differ.",
             metavar="CKPT",
         ),
     ] = None,
     crop: Annotated[
         str | None,
         typer.Option(
-            help="Side of a training crop in pixels, instead of the recipe's; scales, batch and rate follow, unless "
-            "given. auto: 7/8 of the median shorter side of the training images.",
+            help="Side of a training crop in pixels; overrides the recipe and adapts scales, batch and rate unless "
+            "these are given. auto: 7/8 of the median shorter side of the training images.",
             metavar="N|auto",
         ),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="cpu or cuda; else CUDA where there is any.", metavar="DEVICE")
+        str | None, typer.Option(help="cpu or cuda.  [default: cuda if available]", metavar="DEVICE")
     ] = None,
     parallel: Annotated[
         str | None,
         typer.Option(
-            help="With several processes (torchrun): ddp, or hybrid, the paper's, with the fc layers in one process.",
+            help="How several processes (torchrun) share the work: ddp, or hybrid, the paper's scheme, with the fc "
+            "layers in one process.  [default: ddp]",
             metavar="ddp|hybrid",
         ),
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option(min=0, help="How many decode images ahead, in each process; else one a core but one, 16 at most."),
+        typer.Option(
+            min=0,
+            help="Decoding workers per training process.  [default: number of cores - 1, at most 16]",
+        ),
     ] = None,
     diagnose: Annotated[
         bool,
-        typer.Option("--diagnose", help="Measure the layers at every evaluation: prelunet inspect RUN shows them."),
+        typer.Option("--diagnose", help="Measure the layers at every evaluation, for prelunet inspect RUN."),
     ] = False,
-    tensorboard: Annotated[bool, typer.Option(help="Write events for TensorBoard to RUN/tensorboard.")] = True,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Throw an earlier run in RUN away.")] = False,
+    tensorboard: Annotated[bool, typer.Option(help="Write TensorBoard events to RUN/tensorboard.")] = True,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Delete an earlier run in RUN and start over.")] = False,
     keys: Mapping[str, Any],
 ) -> None:
-    """Train a net from a recipe; the same command resumes.
+    """Train a net from a recipe; the same command resumes an interrupted run.
+
+    Options named after recipe keys override the recipe; their defaults apply to keys that the recipe omits.
 
     On several GPUs: torchrun --nproc-per-node N --no-python prelunet train ...
     """
@@ -89,7 +100,7 @@ def _train(
         report=lambda text: echo(text, err=True),
     )
     if training.is_first:
-        # On stderr, so that the errors stay stdout's last line.
+        # On stderr, so that the errors are the last line of stdout.
         echo(_summary(training), err=True)
         echo(str(training.errors))
 
@@ -98,37 +109,37 @@ train = with_recipe_options(_train, exclude=("crop",))
 
 
 def _requested_recipe(name: str, crop: str | None, keys: Mapping[str, Any], data: Path | None) -> Recipe:
-    """Return the recipe that the options ask for."""
+    """Return the recipe with the overrides of the command line."""
     recipe = read_recipe(name)
     if crop is None:
         return override_keys(recipe, keys)
     stride = architecture(keys.get("architecture", recipe.architecture)).trunk_stride
     fitted = fit_to_crop(recipe, _crop_side(crop, stride, data))
-    if "batch" in keys:  # the rate follows a batch that `--crop` has chosen, not one that the user has
+    if "batch" in keys:  # the rate scales with a batch chosen by `--crop`, not with one given by the user
         fitted = replace(fitted, rate=recipe.rate)
     return override_keys(fitted, keys)
 
 
 def _crop_side(text: str, stride: int, data: Path | None) -> int:
-    """Return the crop that `--crop` asks for, in pixels; stride: of the net's trunk."""
+    """Return the crop that `--crop` requests, in pixels. stride: of the net's trunk."""
     if text == "auto":
         images = open_dataset(data or embedded_dataset_path(), split="train")
         return automatic_crop(median_shorter_side(images), stride)
-    if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= 4096:  # int() reads 4300 digits at most
-        raise UsageError(f"--crop {text[:40]}: should be a side in pixels, or auto")
+    if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= 4096:  # int() parses at most 4300 digits
+        raise UsageError(f"--crop {text[:40]}: should be a side in pixels, 1 to 4096, or auto")
     return int(text)
 
 
 def _summary(training: "TrainingResult") -> str:
-    """Return what has come out, and what can be done with the checkpoint now, as commands to type."""
+    """Return a summary of the result, with the commands to export and validate the checkpoint."""
     checkpoint, best = training.checkpoint, training.best
     model, run = checkpoint.with_name("model.onnx"), checkpoint.with_name("multi-scale")
     export = shlex.join(["prelunet", "export", str(checkpoint), "-o", str(model)])
     data = ["--data", str(training.dataset), "--protocol", "multi-scale", "--run", str(run)]
     validate = shlex.join(["prelunet", "validate", "--model", str(model), *data])
     return (
-        f"{checkpoint} is trained; the lowest top-1 error on val/ was {best.top1_error:.2f} %, after step {best.step} "
-        "(best.safetensors: chosen on val/, so its error there flatters). Go on with:\n"
+        f"{checkpoint}: trained. The lowest top-1 error on val/ was {best.top1_error:.2f} %, after step {best.step} "
+        "(best.safetensors; selected on val/, so its error there is optimistic). Next steps:\n"
         f"  {export}\n"
         f"  {validate}\n"
         "errors on val/ with the protocol `center`:"
