@@ -64,7 +64,8 @@ class Recipe:
     steps: Annotated[int | None, "Length of the run, in steps."] = None
     epochs: Annotated[float | None, "Length of the run, in passes over train/; replaces steps."] = None
     rate_policy: Annotated[
-        RatePolicy, "When the learning rate drops: 'at' the fractions in rate_drops, or when the error on val/ stalls."
+        RatePolicy,
+        "When the learning rate drops: at the fractions in rate_drops (at) or when the error on val/ stalls (plateau).",
     ] = "at"
     rate_drops: Annotated[
         tuple[float, ...], "Policy at: fractions of the run, 0 to 1, after which the learning rate drops."
@@ -244,7 +245,7 @@ def recipe_from_values(values: Mapping[str, Any], where: str) -> Recipe:
 
 
 def check_type(value: Any, kind: Any, where: str) -> Any:
-    """Check a value against the type of its field. Integers are converted to float fields; nothing else is converted."""
+    """Check a value against the type of its field. Integers become floats if necessary; nothing else is converted."""
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     if type(value) is int and value.bit_length() > _MAX_BITS:

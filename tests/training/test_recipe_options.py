@@ -76,8 +76,8 @@ def test_a_length_in_epochs_takes_the_place_of_one_in_steps_and_the_other_way_ro
 @pytest.mark.parametrize(
     ("key", "text", "message"),
     [
-        ("batch", "many", "--batch many: should be a whole number"),
-        ("batch", "2.5", "--batch 2.5: should be a whole number"),
+        ("batch", "many", "--batch many: should be an integer"),
+        ("batch", "2.5", "--batch 2.5: should be an integer"),
         ("rate", "fast", "--rate fast: should be a number"),
         ("scales", "28", "--scales should be a list of 2"),
         ("fc_stds", "1,2,x", "--fc-stds x: should be a number"),
@@ -96,7 +96,7 @@ def test_the_help_tells_every_key_with_its_meaning(capsys: pytest.CaptureFixture
         flag = key.name.replace("_", "-")
         assert f"--{flag} " in told
     assert "--mirror / --no-mirror" in told
-    assert "Momentum of stochastic gradient descent. If the recipe is silent: 0.9." in told
+    assert "Momentum of stochastic gradient descent. [default: 0.9]" in told
 
 
 def test_an_option_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,7 +131,7 @@ def test_a_rate_that_follows_val_drops_the_recipes_own_places(crop: str | None) 
 def test_places_that_are_given_beside_a_rate_that_follows_val_are_refused() -> None:
     keys = {"rate_policy": "plateau", "rate_drops": "0.5"}
     for name, given in (("small", keys), ("A", {"rate_drops": "0.5"})):
-        with pytest.raises(UsageError, match=r"rate_drops \[0\.5\] belong to .* leave them out .*--rate-drops"):
+        with pytest.raises(UsageError, match=r"rate_drops \[0\.5\] apply to .* remove them .*--rate-drops"):
             train_verb._requested_recipe(name, None, given, None)
 
 
@@ -139,9 +139,9 @@ def test_places_that_are_given_beside_a_rate_that_follows_val_are_refused() -> N
     ("arguments", "code", "message"),
     [
         (["--recipe", "nonesuch"], 2, "There are: "),
-        (["--recipe", "demo", "--crop", "big"], 2, "side in pixels, or auto"),
+        (["--recipe", "demo", "--crop", "big"], 2, "side in pixels, 1 to 4096, or auto"),
         (["--recipe", "demo", "--crop", "3"], 2, "too small"),
-        (["--recipe", "demo", "--crop", "1" * 5000], 2, "side in pixels, or auto"),
+        (["--recipe", "demo", "--crop", "1" * 5000], 2, "side in pixels, 1 to 4096, or auto"),
         (["--recipe", "demo", "--data", "nowhere"], 2, "no such file or folder"),
         (["--recipe", "demo", "--steps", "0"], 2, "steps"),
         (["--recipe", "demo", "--steps", "3", "--epochs", "2"], 2, "were both given"),

@@ -1,7 +1,7 @@
-"""What a training must know of its images beforehand: which cannot be used, their mean, and how their colours vary.
+"""Statistics of a split, needed before training: its unusable images, mean and color axes.
 
-One pass over a split finds it. All sums are whole numbers, so that neither the order of the images nor an interruption
-rounds anything. The pass may be kept in a folder and goes on there where it was stopped.
+They are computed in one pass. All sums are integers, so neither the order of the images nor an interruption affects the
+result. The sums can be cached in a folder, from which an interrupted pass resumes.
 """
 
 import hashlib
@@ -23,18 +23,18 @@ from prelunet.evaluator.terminal import progress
 from prelunet.training.data.augmentation import color_axes
 from prelunet.training.data.image_cache import DEFAULT_WORKERS, central_view, map_in_threads
 
-MAX_REFUSED = 0.1  # part of a split; beyond it the dataset, not a few files, is broken
-VERSION = 1  # of what is kept; to be raised whenever the same images would give other sums
-PROBES = 20  # images that are decoded once more before a training begins
-SAVE_EVERY = 10.0  # seconds of work that an interruption costs at most
+MAX_REFUSED = 0.1  # fraction of a split; above it the whole dataset is considered broken
+VERSION = 1  # of the cache; increment it whenever the same images would give other sums
+PROBES = 20  # images decoded again before training to validate cached statistics
+SAVE_EVERY = 10.0  # seconds; the most work an interruption can lose
 
 
 @dataclass(frozen=True)
 class DatasetStatistics:
-    """What one pass over a split found.
+    """The statistics of a split.
 
-    refused: file → reason; mean_image: float32 (crop, crop, 3), mean_channels: float32 (3,), both RGB, 0-255, of the
-    views of the `center` protocol (PReLU-nets, section 4: "the per-pixel mean"); axes: float32 (3, 3), see
+    refused: unusable file → reason; mean_image: float32 (crop, crop, 3), mean_channels: float32 (3,), both RGB, 0-255,
+    over the views of the `center` protocol (PReLU-nets, section 4: "the per-pixel mean"); axes: float32 (3, 3), see
     `training.data.augmentation.color_axes`.
     """
 
@@ -46,11 +46,11 @@ class DatasetStatistics:
 
 @dataclass
 class PixelSums:
-    """The sums of a pass so far.
+    """The running sums of a pass.
 
-    seen: images, from the first of the split on; refused: those of them that cannot be used, file → reason; pixels:
-    int64 (crop, crop, 3), sum of the central views of the rest; products: int64 (3, 3), sum over all their pixels of
-    the products of two channels. Crops of 224 overflow after 2,800 million images.
+    seen: number of images processed, from the first of the split; refused: the unusable ones, file → reason; pixels:
+    int64 (crop, crop, 3), sum of the central views of the others; products: int64 (3, 3), sum of the products of two
+    channels over all their pixels. With crops of 224 the sums overflow after 2,800 million images.
     """
 
     pixels: Int64Array
@@ -60,16 +60,16 @@ class PixelSums:
 
     @classmethod
     def empty(cls, crop: int) -> "PixelSums":
-        """Return the sums of no image."""
+        """Return sums of zero images."""
         return cls(np.zeros((crop, crop, 3), np.int64), np.zeros((3, 3), np.int64))
 
     @property
     def used(self) -> int:
-        """Return how many images are in the sums."""
+        """Return the number of images in the sums."""
         return self.seen - len(self.refused)
 
     def compute_statistics(self) -> DatasetStatistics:
-        """Return what the sums say; there must be an image in them."""
+        """Return the statistics; the sums must contain an image."""
         count = self.used * self.pixels.shape[0] * self.pixels.shape[1]
         sums = [int(total) for total in self.pixels.sum(axis=(0, 1))]
         return DatasetStatistics(
@@ -91,13 +91,12 @@ def compute_statistics(
     report: Callable[[str], None] = lambda _text: None,
     workers: int = DEFAULT_WORKERS,
 ) -> DatasetStatistics:
-    """Return the survey of a split that is kept in a folder, or make it, from where it was left, and keep it.
+    """Return the statistics of a split from the cache, or compute them, resuming an interrupted pass, and cache them.
 
-    scale, crop: of the central views, in pixels; what: `train/` or `val/`, for messages. cache: see `cache_folder`;
-    None keeps nothing. The same names, byte lengths and labels (the fingerprint), scale and crop are the same survey.
-    fresh: look at all images, whatever is kept. report: receives when a kept file is damaged, so that everything is
-    measured anew, and when nothing can be kept; neither stops the work. Raises DatasetError when more than MAX_REFUSED
-    cannot be decoded.
+    what: `train/` or `val/`, for messages; scale, crop: of the central views, in pixels; cache: see `cache_folder`,
+    None for no cache; fresh: ignore cached statistics; report: receives a message if a cache file is damaged (the
+    statistics are then recomputed) or cannot be written. The cache key is the fingerprint (names, byte lengths and
+    labels), scale and crop. Raises DatasetError if more than MAX_REFUSED of the images cannot be decoded.
     """
     statistics_file = _StatisticsFile(cache, dataset, scale, crop, report)
     sums = (None if fresh else statistics_file.read()) or PixelSums.empty(crop)
@@ -106,17 +105,17 @@ def compute_statistics(
     try:
         check_refused(dataset, what, sums.refused)
     except DatasetError:
-        statistics_file.forget()  # or images that are mended, with the length they had, would stay refused
+        statistics_file.forget()  # otherwise images repaired without a change of length would stay refused
         raise
     return sums.compute_statistics()
 
 
-def is_still_valid(found: DatasetStatistics, dataset: Dataset) -> bool:
-    """Say whether some of the images that a survey has used can still be decoded.
+def is_still_valid(statistics: DatasetStatistics, dataset: Dataset) -> bool:
+    """Return whether a sample of the images behind the statistics can still be decoded.
 
-    Rubbish of the same length keeps the fingerprint, and with it a kept survey.
+    Files corrupted without a change of length keep the fingerprint, and so the cached statistics.
     """
-    used = [sample for sample in dataset.samples if sample.file not in found.refused]
+    used = [sample for sample in dataset.samples if sample.file not in statistics.refused]
     try:
         for sample in used[:: max(1, len(used) // PROBES)]:
             decode_image(dataset.read(sample))
@@ -126,13 +125,13 @@ def is_still_valid(found: DatasetStatistics, dataset: Dataset) -> bool:
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path | None:
-    """Return where surveys are kept: $PRELUNET_CACHE, else `prelunet` in $XDG_CACHE_HOME or ~/.cache; else None.
+    """Return the cache folder: $PRELUNET_CACHE, or else `prelunet` in $XDG_CACHE_HOME or ~/.cache.
 
-    environment: of the process; None where it names no home. A relative $XDG_CACHE_HOME does not count (XDG Base
-    Directory Specification).
+    Returns None if the environment defines no home. A relative $XDG_CACHE_HOME is ignored (XDG Base Directory
+    Specification).
     """
-    if chosen := environment.get("PRELUNET_CACHE"):
-        return Path(chosen)
+    if folder := environment.get("PRELUNET_CACHE"):
+        return Path(folder)
     caches = environment.get("XDG_CACHE_HOME", "")
     if Path(caches).is_absolute():
         return Path(caches) / "prelunet"
@@ -141,39 +140,39 @@ def cache_folder(environment: Mapping[str, str]) -> Path | None:
 
 
 def check_refused(dataset: Dataset, what: str, refused: Mapping[str, str]) -> None:
-    """Raise DatasetError when more than MAX_REFUSED of a split's images are refused."""
+    """Raise DatasetError if more than MAX_REFUSED of a split's images are refused."""
     images = len(dataset.samples)
     if len(refused) > MAX_REFUSED * images:
         some = "; ".join(f"{file}: {reason}" for file, reason in list(refused.items())[:3])
         raise DatasetError(
             f"{dataset.location}: {len(refused)} of {images} images in {what} cannot be decoded, more than "
-            f"{100 * MAX_REFUSED:.0f} %. Get them again or remove them. The first: {some}"
+            f"{100 * MAX_REFUSED:.0f} %. Replace or remove them. The first: {some}"
         )
 
 
 def _add_remaining(
     sums: PixelSums, dataset: Dataset, what: str, scale: int, workers: int, save: Callable[[], None]
 ) -> None:
-    """Bring a tally to the end of the split; `save` is called now and then, between two images, and at the end."""
+    """Add the remaining images of the split to the sums; call `save` every SAVE_EVERY seconds and at the end."""
     crop, samples = sums.pixels.shape[0], dataset.samples[sums.seen :]
 
-    def look(sample: Sample) -> tuple[UInt8Array, Int64Array] | str:
+    def measure(sample: Sample) -> tuple[UInt8Array, Int64Array] | str:
         try:
             image = decode_image(dataset.read(sample))
         except ImageError as error:
             return str(error)
         view = central_view(image, scale, crop)
-        flat = view.reshape(-1, 3).astype(np.float64)  # which holds 2⁵³ whole numbers, and has fast products
+        flat = view.reshape(-1, 3).astype(np.float64)  # exact for integers up to 2⁵³, with fast products
         return view, (flat.T @ flat).astype(np.int64)
 
     saved = time.monotonic()
     with progress(f"reading {what}", len(dataset.samples), "images", done=sums.seen) as advance:
-        for sample, found in zip(samples, map_in_threads(look, samples, workers), strict=True):
-            if isinstance(found, str):
-                sums.refused[sample.file] = found
+        for sample, result in zip(samples, map_in_threads(measure, samples, workers), strict=True):
+            if isinstance(result, str):
+                sums.refused[sample.file] = result
             else:
-                sums.pixels += found[0]
-                sums.products += found[1]
+                sums.pixels += result[0]
+                sums.products += result[1]
             sums.seen += 1
             advance()
             if time.monotonic() - saved > SAVE_EVERY:
@@ -183,7 +182,7 @@ def _add_remaining(
 
 
 class _StatisticsFile:
-    """The file of one survey: a tally as safetensors, with a digest of all that it says."""
+    """A cache file: the sums of a pass as safetensors, with a digest of its content."""
 
     def __init__(
         self, cache: Path | None, dataset: Dataset, scale: int, crop: int, report: Callable[[str], None]
@@ -193,62 +192,62 @@ class _StatisticsFile:
         self._crop, self._images, self._report = crop, len(dataset.samples), report
 
     def read(self) -> PixelSums | None:
-        """Return the tally that is kept, None where there is none, or none that can be used."""
+        """Return the cached sums, or None if there are none or they are unusable."""
         from safetensors import SafetensorError, safe_open
 
         if self._path is None or not self._path.exists():
             return None
         try:
             with safe_open(self._path, framework="numpy") as file:
-                said = file.metadata() or {}
+                metadata = file.metadata() or {}
                 sums = PixelSums(
                     file.get_tensor("pixels"),
                     file.get_tensor("products"),
-                    require_int(parse_json(said["seen"]), "seen", 0),
-                    require_object(parse_json(said["refused"]), "refused"),
+                    require_int(parse_json(metadata["seen"]), "seen", 0),
+                    require_object(parse_json(metadata["refused"]), "refused"),
                 )
-            self._check(sums, said["digest"])
+            self._check(sums, metadata["digest"])
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             reason = " ".join(str(error).split())[:120]
-            self._report(f"{self._path}: damaged ({reason}), so the images are looked at anew")
+            self._report(f"{self._path}: damaged ({reason}), so the statistics are recomputed")
             return None
         return sums
 
     def write(self, sums: PixelSums) -> None:
-        """Keep a tally, whole or not at all; where that fails, say so once and keep nothing from then on."""
+        """Cache the sums atomically. If that fails, report it and stop caching."""
         from safetensors.numpy import save
 
         if self._path is None:
             return
-        said = {"seen": str(sums.seen), "refused": json.dumps(sums.refused), "digest": _digest(sums)}
+        metadata = {"seen": str(sums.seen), "refused": json.dumps(sums.refused), "digest": _digest(sums)}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with open_atomically(self._path) as file:
-                file.write(save({"pixels": sums.pixels, "products": sums.products}, said))
+                file.write(save({"pixels": sums.pixels, "products": sums.products}, metadata))
         except (OSError, PreluNetError) as error:
             self._report(
-                f"{self._path.parent}: the mean and the axes of colour cannot be kept ({error}), so the next training "
-                "measures them anew. Choose another folder with the environment's PRELUNET_CACHE"
+                f"{self._path.parent}: the dataset statistics cannot be cached ({error}), so the next run recomputes "
+                "them. Choose another folder with the environment variable PRELUNET_CACHE"
             )
             self._path = None
 
     def forget(self) -> None:
-        """Remove the file, where there is one."""
+        """Remove the file if it exists."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
     def _check(self, sums: PixelSums, digest: str) -> None:
-        """Raise ValueError for what cannot be the tally of these images."""
+        """Raise ValueError if these cannot be sums of this split."""
         shapes = {"pixels": (sums.pixels, (self._crop, self._crop, 3)), "products": (sums.products, (3, 3))}
         for name, (array, shape) in shapes.items():
             if array.dtype != np.int64 or array.shape != shape:
                 raise ValueError(f"{name} are {array.dtype} {array.shape}")
         if sums.seen > self._images or digest != _digest(sums):
-            raise ValueError("it is not what was written")
+            raise ValueError("the digest does not match")
 
 
 def _digest(sums: PixelSums) -> str:
-    """Return the sha256 of all that a tally says."""
+    """Return the sha256 of the sums."""
     digest = hashlib.sha256(json.dumps([sums.seen, sums.refused]).encode())
     digest.update(sums.pixels.tobytes())
     digest.update(sums.products.tobytes())

@@ -1,6 +1,6 @@
-"""Decoded images of a split: kept in memory while they fit, else decoded again each time.
+"""Decoded images of a split, kept in memory while they fit and decoded again otherwise.
 
-What is kept changes no result, only the time.
+The cache affects speed only, never results.
 """
 
 from collections import deque
@@ -22,13 +22,13 @@ from prelunet.evaluator.machine import cores
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
-CACHE_BYTES = 2**30  # bytes of decoded images that are kept: 5,000 of 256x256; all of ImageNet would be 250 GB
-DECODED_SIZE_RATIO = 8  # how many times larger an image is in memory than in its file: photos as JPEG 5 to 10 times
-DEFAULT_WORKERS = max(1, min(16, cores() - 1))  # beside what trains
+CACHE_BYTES = 2**30  # bytes of decoded images: 5,000 of 256x256; all of ImageNet would be 250 GB
+DECODED_SIZE_RATIO = 8  # size in memory relative to the file: 5 to 10 for JPEG photos
+DEFAULT_WORKERS = max(1, min(16, cores() - 1))  # leaves a core for training
 UNREADABLE = (ImageError, DatasetError)  # DatasetError: the file is gone, or has another length
 
-# Evaluation cuts a long side at 4 shorter ones, because whole images cost memory. A training view is one crop, so all
-# of the image may take part; this bound only keeps an image of 1x20000 from filling the memory.
+# Evaluation caps the longer side at 4 times the shorter one, because whole images cost memory. A training view is a
+# single crop, which may come from anywhere in the image; this cap only keeps an image of 1x20000 from filling memory.
 TRAINING_LONG_SIDE_CAP = 64
 
 
@@ -47,13 +47,13 @@ class ImageCache:
 
     @property
     def fits_in_memory(self) -> bool:
-        """Return whether all images will be kept, as far as the sizes of their files tell."""
+        """Return whether all decoded images are expected to fit, estimated from the file sizes."""
         return DECODED_SIZE_RATIO * sum(sample.size for sample in self.samples) <= self._memory
 
     def image(self, index: int) -> DecodedImage:
-        """Return image `index`, to be resized: uint8 (H, W, 3) where it is kept, else as Pillow has decoded it.
+        """Return image `index`: uint8 (H, W, 3) if it is cached, else the decoded Pillow image.
 
-        Raises ImageError or DatasetError when it has become unreadable since the survey.
+        Raises ImageError or DatasetError if it has become unreadable since the statistics were computed.
         """
         kept = self._kept.get(index)
         if kept is not None:
@@ -62,12 +62,12 @@ class ImageCache:
         size = 3 * image.width * image.height
         if size > self._free_bytes:
             return image
-        self._free_bytes -= size  # two threads may both pass here: the bound is soft by a few images
+        self._free_bytes -= size  # threads may race here and exceed the limit by a few images
         self._kept[index] = kept = np.array(image)
         return kept
 
     def decode(self, sample: Sample) -> Image.Image:
-        """Decode an image and keep nothing; raises as `image` does."""
+        """Decode an image without caching it; raises as `image` does."""
         return decode_image(self.dataset.read(sample))
 
     def central_view(self, index: int, scale: int, crop: int) -> UInt8Array:
@@ -76,12 +76,12 @@ class ImageCache:
 
 
 def central_view(image: DecodedImage, scale: int, crop: int) -> UInt8Array:
-    """Return the view of the `center` protocol, uint8 (crop, crop, 3): resized to a scale, central crop."""
+    """Return the view of the `center` protocol: the central crop of the resized image, uint8 (crop, crop, 3)."""
     return center_crop(resize_shorter_side(image, scale)[0], crop)
 
 
 def map_in_threads(function: Callable[[Item], Answer], items: Iterable[Item], workers: int) -> Iterator[Answer]:
-    """Yield function(item) in the order of the items, computed by threads that stay a few items ahead of the reader."""
+    """Yield function(item) in the order of the items, computed by threads a few items ahead of the consumer."""
     with ThreadPoolExecutor(workers) as pool:
         waiting: deque[Future[Answer]] = deque()
         try:

@@ -1,8 +1,8 @@
-"""Batches, made ahead of the training: by threads of pictures that fit into memory, else by processes that decode.
+"""Prefetched batches: built by threads if the images fit into memory, else by worker processes that decode them.
 
-A batch is a function of (seed, step) alone; who makes it, how many of them there are and where a run begins change
-nothing. The training's process decides what is in a batch and tells a worker the names of its files: a worker that
-went through the list of all images would come to own a copy of it, merely by counting references.
+A batch is a function of (seed, step) only; the number of workers and the first step of a run do not affect it. The
+training process selects the images of a batch and sends their samples to a worker. If a worker traversed the list of
+all samples, reference counting alone would copy its memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -22,17 +22,15 @@ from prelunet.training.recipe import Recipe
 
 ViewKey = tuple[int | None, int]  # epoch, or None for the view of the evaluation; image index
 
-MAX_SUBSTITUTES = (
-    20  # images that fail one after another for one place: then the dataset is gone, not a few of its files
-)
+MAX_SUBSTITUTES = 20  # substitutes tried for one row; if all fail, the dataset is gone and not just a few files
 
 
 @dataclass(frozen=True)
 class Batch:
     """images: uint8 (N, crop, crop, 3) RGB, mean not yet subtracted; labels: int64 (N,), class indices.
 
-    shift: float32 (N, 3), the colour change, in levels of 0-255, for every pixel after the mean is subtracted; None
-    without it. unreadable: file and reason of images that could not be read; see `training_batches`, `evaluation_batches`.
+    shift: float32 (N, 3), color shift of each image in pixel values of 0-255, added after the mean is subtracted, or
+    None; unreadable: file and reason of images that could not be read, see `training_batches`, `evaluation_batches`.
     """
 
     images: UInt8Array
@@ -52,20 +50,20 @@ def training_batches(
     pin_memory: bool = False,
     local_processes: int = 1,
 ) -> Iterator[Batch]:
-    """Yield the batches from `first_step` to the recipe's end, each a function of (seed, step) alone.
+    """Yield the batches from `first_step` to the end of the recipe, each a function of (seed, step) only.
 
-    rows: the part of each global batch that this process makes, None for all of it; axes: of the colour change
-    (`training.data.augmentation`), needed where the recipe has one; workers: how many make batches ahead, 0 for nobody,
-    None for this process's share of all cores but one, of 16 at most; pin_memory: whether images lie in memory from which a
-    GPU copies by itself; local_processes: processes of this training on this machine, which share its cores and its shared memory.
+    rows: the part of each global batch that this process builds, None for all of it; axes: of the color augmentation
+    (`training.data.augmentation`), required if the recipe uses it; workers: number of prefetching workers, 0 for none,
+    None for this process's share of all cores but one, at most 16; pin_memory: whether images are in page-locked
+    memory; local_processes: processes of this run on this machine, which share its cores and shared memory.
 
-    An image that cannot be read any more is named in `unreadable`, each time, and another of the training set takes its
-    place: one drawn from a stream of (seed, epoch, image), in the view that it would have in this epoch, so that the
-    batch stays a function of (seed, step) and of which images are broken. Raises DatasetError when MAX_SUBSTITUTES of
-    them cannot be read either, EnvironmentFault when a worker process dies.
+    An image that has become unreadable is listed in `unreadable` each time it is due. Another image of the training set
+    substitutes it, drawn from a stream of (seed, epoch, image) and in its own view of this epoch. So a batch is still a
+    function of (seed, step) and the set of unreadable images. Raises DatasetError if MAX_SUBSTITUTES substitutes are
+    unreadable too; EnvironmentFault if a worker process dies.
     """
     builder = _BatchBuilder(image_cache, recipe, axes if recipe.color else None)
-    assert builder.axes is not None or not recipe.color, "a colour change needs its axes"
+    assert builder.axes is not None or not recipe.color, "color augmentation requires axes"
     keys = (_rows_of(recipe, step, len(image_cache), rows) for step in range(first_step, recipe.total_steps))
     largest = recipe.batch if rows is None else len(rows)
     for images, metadata in _build(
@@ -87,9 +85,9 @@ def evaluation_batches(
 ) -> Iterator[Batch]:
     """Yield the central views of all images in dataset order, up to `size` at a time.
 
-    part: number of this process and of all processes: of each size·processes images it makes its share. All yield
-    equally many batches, the last ones perhaps without an image. Images that cannot be read any more are named in
-    `unreadable` and left out. workers, pin_memory, local_processes: see `training_batches`.
+    part: (rank, number of processes); this process yields its share of each size·processes images. All processes yield
+    the same number of batches, of which the last may be empty. Images that have become unreadable are listed in
+    `unreadable` and skipped. workers, pin_memory, local_processes: see `training_batches`.
     """
     builder = _BatchBuilder(image_cache, recipe, None)
     number, processes = part
@@ -103,9 +101,12 @@ def evaluation_batches(
         pin_memory=pin_memory,
         local_processes=local_processes,
     ):
-        whole = np.setdiff1d(np.arange(len(images)), [gap.row for gap in metadata.unreadable_rows])
+        readable = np.setdiff1d(np.arange(len(images)), [row.index for row in metadata.unreadable_rows])
         yield Batch(
-            images[whole] if metadata.unreadable_rows else images, metadata.labels[whole], None, metadata.unreadable
+            images[readable] if metadata.unreadable_rows else images,
+            metadata.labels[readable],
+            None,
+            metadata.unreadable,
         )
 
 
@@ -113,8 +114,8 @@ def build_batch(
     image_cache: ImageCache, recipe: Recipe, step: int, rows: range | None = None, axes: Float32Array | None = None
 ) -> Batch:
     """Return the batch of one step, counted from 0; see `training_batches`."""
-    only = replace(recipe, steps=step + 1, epochs=None)
-    return next(training_batches(image_cache, only, step, rows=rows, axes=axes, workers=0))
+    shortened = replace(recipe, steps=step + 1, epochs=None)
+    return next(training_batches(image_cache, shortened, step, rows=rows, axes=axes, workers=0))
 
 
 def _rows_of(recipe: Recipe, step: int, images: int, rows: range | None) -> list[ViewKey]:
@@ -123,14 +124,14 @@ def _rows_of(recipe: Recipe, step: int, images: int, rows: range | None) -> list
 
 
 def _share(images: range, number: int, processes: int) -> list[ViewKey]:
-    """Return the part of one of several processes, whose lengths differ by 1 at most."""
+    """Return the share of one process; the shares differ in length by at most 1."""
     edges = [len(images) * process // processes for process in (number, number + 1)]
     return [(None, index) for index in images[edges[0] : edges[1]]]
 
 
 @dataclass(frozen=True)
 class _BatchRequest:
-    """What a worker is asked to make."""
+    """The rows of a batch for a worker to build."""
 
     keys: list[ViewKey]
     samples: list[Sample]
@@ -140,7 +141,7 @@ class _BatchRequest:
 class _UnreadableRow:
     """A row whose image could not be read."""
 
-    row: int
+    index: int
     key: ViewKey
     file: str
     reason: str
@@ -148,7 +149,7 @@ class _UnreadableRow:
 
 @dataclass(frozen=True)
 class _BatchMetadata:
-    """What a worker makes beside the images; a batch, but for the gaps."""
+    """Everything of a batch but its images; rows with unreadable images are still empty."""
 
     labels: Int64Array
     shift: Float32Array | None
@@ -156,25 +157,25 @@ class _BatchMetadata:
 
     @property
     def unreadable(self) -> tuple[tuple[str, str], ...]:
-        return tuple((gap.file, gap.reason) for gap in self.unreadable_rows)
+        return tuple((row.file, row.reason) for row in self.unreadable_rows)
 
 
 class _BatchBuilder:
-    """Makes views of the pictures of a split. axes: of the colour change, None without it."""
+    """Builder of the batches of a split. axes: of the color augmentation, None if it is off."""
 
     def __init__(self, image_cache: ImageCache, recipe: Recipe, axes: Float32Array | None) -> None:
         self.image_cache, self.recipe, self.axes = image_cache, recipe, axes
 
     def request(self, keys: list[ViewKey]) -> _BatchRequest:
-        """Return all that a worker must know to make these."""
+        """Return the request for these rows."""
         return _BatchRequest(keys, [self.image_cache.samples[index] for _, index in keys])
 
     def from_memory(self, request: _BatchRequest) -> tuple[UInt8Array, _BatchMetadata]:
-        """Make what is ordered, of pictures that are kept as far as they fit."""
+        """Build a request from cached images."""
         return self._make(request, lambda index, _sample: self.image_cache.image(index))
 
     def from_files(self, request: _BatchRequest) -> tuple[UInt8Array, _BatchMetadata]:
-        """Make what is ordered in a worker process, which keeps nothing and leaves the list of all samples alone."""
+        """Build a request in a worker process, without caching images or touching the list of all samples."""
         return self._make(request, lambda _index, sample: self.image_cache.decode(sample))
 
     def _make(
@@ -203,17 +204,17 @@ class _BatchBuilder:
         return np.array(shifts, dtype=np.float32).reshape(-1, 3)
 
     def substitute_unreadable(self, images: UInt8Array, metadata: _BatchMetadata) -> None:
-        """Put other images into the gaps of a training batch; see `training_batches`."""
-        for gap in metadata.unreadable_rows:
-            key, image = self._substitute(gap)
-            images[gap.row] = self._view(image, key)
-            metadata.labels[gap.row] = self.image_cache.samples[key[1]].label
+        """Fill the empty rows of a training batch with other images; see `training_batches`."""
+        for row in metadata.unreadable_rows:
+            key, image = self._substitute(row)
+            images[row.index] = self._view(image, key)
+            metadata.labels[row.index] = self.image_cache.samples[key[1]].label
             if metadata.shift is not None:
-                metadata.shift[gap.row] = self._shift([key])
+                metadata.shift[row.index] = self._shift([key])
 
-    def _substitute(self, gap: _UnreadableRow) -> tuple[ViewKey, DecodedImage]:
-        epoch, index = gap.key
-        assert epoch is not None, "only training batches are mended"
+    def _substitute(self, row: _UnreadableRow) -> tuple[ViewKey, DecodedImage]:
+        epoch, index = row.key
+        assert epoch is not None, "only training batches get substitutes"
         random = random_stream(self.recipe.seed, SUBSTITUTE, epoch, index)
         for other in random.integers(len(self.image_cache), size=MAX_SUBSTITUTES):
             try:
@@ -221,9 +222,9 @@ class _BatchBuilder:
             except UNREADABLE:
                 continue
         raise DatasetError(
-            f"{self.image_cache.dataset.location}: {gap.file} could be read when the training began, and {MAX_SUBSTITUTES} other "
-            f"images, too, but none of them now ({gap.reason}). See whether the dataset is still there; the same "
-            "command goes on from the last saved state"
+            f"{self.image_cache.dataset.location}: {row.file} and {MAX_SUBSTITUTES} other images were readable when "
+            f"training started, but none of them is now ({row.reason}). Check whether the dataset is still there; the "
+            "same command resumes from the last saved state"
         )
 
 
@@ -236,7 +237,7 @@ def _build(
     pin_memory: bool,
     local_processes: int,
 ) -> Iterator[tuple[UInt8Array, _BatchMetadata]]:
-    """Yield what is made of each list of places, in their order. largest: places of a list at most."""
+    """Yield the images and metadata of each list of keys, in order. largest: maximum length of a list."""
     count = max(1, DEFAULT_WORKERS // local_processes) if workers is None else workers
     requests = map(builder.request, keys)
     if count and not builder.image_cache.fits_in_memory:

@@ -1,4 +1,4 @@
-"""The two halves of a training dataset: `train/` to learn from, `val/` to measure on."""
+"""The splits of a training dataset: `train/` and `val/`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,21 +16,21 @@ from prelunet.evaluator.imaging.decode import image_size
 
 @dataclass(frozen=True)
 class Splits:
-    """Training and validation images; both label by the training set's classes, in the order of the training set."""
+    """Training and validation images; the labels of both index the training set's classes."""
 
     train: Dataset
     val: Dataset
 
     @property
     def classes(self) -> tuple[ClassEntry, ...]:
-        """Return the classes: the folder's name is the wnid, and with spaces for '-' and '_' the name.
+        """Return the classes: the wnid is the folder's name, and the name is the same with spaces for '-' and '_'.
 
-        Of shards what they have for a label stands for the folder's name.
+        For shards, the label takes the place of the folder's name.
         """
         return tuple(ClassEntry(wnid, wnid.replace("-", " ").replace("_", " ")) for wnid in self.train.classes)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what decides the results of a training, without the place where the images lie."""
+        """Return what determines the results of a run, without the location of the images."""
         return {
             "fingerprint": self.train.fingerprint,
             "images": len(self.train.samples),
@@ -40,23 +40,23 @@ class Splits:
 
 
 def open_splits(path: Path) -> Splits:
-    """Open a folder or archive that has `train/` and `val/` with class folders in them, or a folder with shards.
+    """Open a folder or archive with class folders in `train/` and `val/`, or a folder with shards.
 
-    Shards lie in `train/` and `val/`, or side by side with these words in their names. A training class may be absent
-    from `val/`; not the other way round.
-    Raises DatasetError where one of the two is missing, a class folder is empty, there is only one class, or `val/` has
-    a class that the training never sees.
+    Shards are in `train/` and `val/`, or side by side with these words in their names. A training class may be missing
+    from `val/`, but not the other way round.
+    Raises DatasetError if a split is missing, a class folder is empty, there is only one class, or `val/` has a class
+    that `train/` does not have.
     """
     train = open_dataset(path, split="train")
     val = open_dataset(path, split="val")
     if train.reader == val.reader:  # neither folder exists, so both opened the top
         raise DatasetError(
-            f"{path}: no folders 'train' and 'val' here. Put the class folders to learn from into {path / 'train'} "
-            f"and those to measure on into {path / 'val'}; webdataset shards may lie there, too"
+            f"{path}: no folders 'train' and 'val' here. Put the class folders (or webdataset shards) for training "
+            f"into {path / 'train'} and those for validation into {path / 'val'}"
         )
     if len(train.classes) < 2:
         raise DatasetError(
-            f"{path}: train/ has one class only ({train.classes[0]}), so there is nothing to tell apart. "
+            f"{path}: train/ has only one class ({train.classes[0]}), but a classifier needs at least two. "
             "Add a folder for a second class"
         )
     if odd := [name for name in train.classes if CONTROL_CHARACTERS.search(name)]:
@@ -64,28 +64,28 @@ def open_splits(path: Path) -> Splits:
     unknown = sorted(set(val.classes) - set(train.classes))
     if unknown:
         raise DatasetError(
-            f"{path}: val/ has {len(unknown)} classes that train/ lacks: {', '.join(unknown[:5])}. "
+            f"{path}: val/ has {len(unknown)} classes that train/ does not have: {', '.join(unknown[:5])}. "
             "Add training images for them, or remove their folders from val/"
         )
     return Splits(train, _relabel(val, train.classes))
 
 
 def _relabel(dataset: Dataset, classes: tuple[str, ...]) -> Dataset:
-    """Return the dataset with labels counted in another, larger list of classes."""
+    """Return the dataset with labels that index another, larger list of classes."""
     index = {wnid: place for place, wnid in enumerate(classes)}
     samples = [replace(sample, label=index[dataset.classes[sample.label]]) for sample in dataset.samples]
     return Dataset(dataset.location, classes, samples, dataset.reader)
 
 
 def median_shorter_side(dataset: Dataset) -> float:
-    """Return the median of the shorter sides in pixels, read from the headers; images without one are left out.
+    """Return the median shorter side in pixels, read from the image headers; unreadable headers are skipped.
 
-    Raises DatasetError when no image has a header that can be read.
+    Raises DatasetError if no image has a readable header.
     """
     sides = list(_shorter_sides(dataset))
     if not sides:
         raise DatasetError(
-            f"{dataset.location}: none of {len(dataset.samples)} training images can be read. Get the images again"
+            f"{dataset.location}: none of {len(dataset.samples)} training images can be read. Restore the images"
         )
     return float(median(sides))
 
@@ -95,18 +95,18 @@ def _shorter_sides(dataset: Dataset) -> Iterator[int]:
         try:
             yield min(image_size(dataset.read(sample)))
         except ImageError:
-            continue  # the survey before the training counts and names it
+            continue  # `compute_statistics` reports it
 
 
-# The dataset that comes with prelunet: part of Fashion-MNIST, made by tools/build_fashion_mnist.py.
+# The embedded dataset: part of Fashion-MNIST, created by tools/build_fashion_mnist.py
 
 
 def embedded_dataset_path() -> Path:
     """Return the path of the embedded archive: 10 classes, 6,000 images in train/ and 2,000 in val/, 5 to 28 pixels.
 
-    Raises EnvironmentFault when it is no plain file, as in an installation without package data.
+    Raises EnvironmentFault if it is not a regular file, as in an installation without package data.
     """
     path = Path(str(resources.files("prelunet.training") / "data" / "fashion_mnist.zip"))
     if not path.is_file():
-        raise EnvironmentFault(f"{path}: the embedded dataset is not there. Install prelunet again, as files")
+        raise EnvironmentFault(f"{path}: the embedded dataset is missing. Reinstall prelunet as unpacked files")
     return path

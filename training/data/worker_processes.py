@@ -1,9 +1,9 @@
-"""Worker processes that make arrays ahead of their reader, in order, by torch's DataLoader.
+"""Worker processes that compute arrays ahead of their consumer, in order, with torch's DataLoader.
 
-The processes are forked: they start at once, share what the reader has in memory, and need no code of it imported anew.
-What they run may use numpy and Pillow, but neither torch's threads nor CUDA, which a fork leaves behind. They ignore
-Ctrl-C and SIGTERM, which are for the reader to hear. They end within a second when it is gone, however it ended, and
-within three when it stops reading or comes to its end, even if they wait for a disk that does not answer.
+The processes are forked: they start immediately, share the consumer's memory, and import nothing again. Their code may
+use numpy and Pillow, but neither torch's threads nor CUDA, which do not survive a fork. They ignore Ctrl-C and SIGTERM,
+which the consumer handles. They exit within a second after the consumer dies, and within three after it stops reading
+or finishes, even if they are blocked on an unresponsive disk.
 """
 
 import atexit
@@ -28,11 +28,11 @@ from prelunet.evaluator.errors import EnvironmentFault, PreluNetError, from_os_e
 Item = TypeVar("Item")
 Rest = TypeVar("Rest")
 
-PREFETCH_FACTOR = 2  # items that each process has finished or in work
+PREFETCH_FACTOR = 2  # items per process that are finished or in progress
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where torch passes tensors between processes
-_POLL_SECONDS = 0.5  # seconds between two looks for the reader
+_POLL_SECONDS = 0.5  # between checks that the consumer is alive
 _GRACE_SECONDS = (
-    2.0  # seconds to end in order: a worker that ends inside a lock of torch's queues would leave it locked
+    2.0  # for an orderly exit: a worker that exits while it holds a lock of torch's queues leaves it locked
 )
 
 
@@ -45,20 +45,19 @@ def map_in_processes(
     pin_memory: bool = False,
     local_processes: int = 1,
 ) -> Iterator[tuple[UInt8Array, Rest]]:
-    """Yield function(item) in the order of the items, which are pickled, as are the results beside the array.
+    """Yield function(item) in the order of the items. Items are pickled, and so is the second element of a result.
 
-    size: bytes of an array at most; pin_memory: whether arrays lie in memory from which a GPU copies by itself. Arrays pass
-    through shared memory, or through pipes, which takes longer, where there is too little of it for the readers of one
-    training on this machine, of which there are `local_processes`.
-    An error of ours is raised as it is; EnvironmentFault when a process has died.
+    size: maximum bytes of an array; pin_memory: whether arrays are in page-locked memory; local_processes: consumers of
+    this run on this machine. Arrays pass through shared memory if there is enough for all consumers, else through
+    pipes, which are slower. A PreluNetError of a worker is raised unchanged; EnvironmentFault if a worker has died.
     """
     work = _MappedDataset(
         function, shared=_free_shared_memory() // local_processes >= (workers * PREFETCH_FACTOR + 2) * size
     )
-    leave = mmap.mmap(-1, 1)  # one byte, which reader and workers share: not 0 when these are to end
-    results = _start_workers(work, items, workers, leave, pin_memory=pin_memory)
-    dismiss = partial(leave.__setitem__, 0, 1)
-    atexit.register(dismiss)  # runs before multiprocessing's own, which waits for the workers without limit
+    stop_flag = mmap.mmap(-1, 1)  # one byte shared with the workers; they exit when it is not 0
+    results = _start_workers(work, items, workers, stop_flag, pin_memory=pin_memory)
+    stop_workers = partial(stop_flag.__setitem__, 0, 1)
+    atexit.register(stop_workers)  # runs before multiprocessing's handler, which waits for the workers indefinitely
     try:
         while True:
             try:
@@ -74,17 +73,17 @@ def map_in_processes(
             array, rest = result
             yield (array.numpy() if isinstance(array, torch.Tensor) else array), rest
     finally:
-        atexit.unregister(dismiss)
-        dismiss()  # torch, which comes next, asks them too, but none that is stuck hears it
+        atexit.unregister(stop_workers)
+        stop_workers()  # torch stops them next, but its request does not reach blocked workers
 
 
 def _start_workers(
-    work: "_MappedDataset", items: Iterable[Any], workers: int, leave: mmap.mmap, *, pin_memory: bool
+    work: "_MappedDataset", items: Iterable[Any], workers: int, stop_flag: mmap.mmap, *, pin_memory: bool
 ) -> Iterator[Any]:
     """Start the processes."""
-    # torch's handler of SIGCHLD would raise wherever the reader is, even while it saves its state.
+    # torch's SIGCHLD handler would raise anywhere in the consumer, even while it saves its state.
     with warnings.catch_warnings(), _preserved_handler(signal.SIGCHLD):
-        warnings.filterwarnings("ignore", "This DataLoader will create")  # more than cores, if that is asked for
+        warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores
         loader = DataLoader(
             work,
             batch_size=None,
@@ -94,14 +93,14 @@ def _start_workers(
             pin_memory=pin_memory,
             prefetch_factor=PREFETCH_FACTOR,
             multiprocessing_context="fork",
-            worker_init_fn=partial(_init_worker, os.getpid(), leave),
-            generator=torch.Generator(),  # or it would draw from the one of all others
+            worker_init_fn=partial(_init_worker, os.getpid(), stop_flag),
+            generator=torch.Generator(),  # otherwise it would draw from the global one
         )
         return iter(loader)
 
 
 class _MappedDataset(Dataset[Any]):
-    """Calls the function in a worker process. shared: whether arrays go through shared memory."""
+    """A dataset that calls the function in a worker process. shared: whether arrays pass through shared memory."""
 
     def __init__(self, function: Callable[[Any], tuple[UInt8Array, Any]], *, shared: bool) -> None:
         self._function, self._shared = function, shared
@@ -110,7 +109,7 @@ class _MappedDataset(Dataset[Any]):
         try:
             array, rest = self._function(item)
         except PreluNetError as error:
-            return error  # raised here, it would arrive with the worker's traceback for its text
+            return error  # if raised here, its message would become the worker's traceback
         except OSError as error:
             return from_os_error(error)
         return (torch.from_numpy(array) if self._shared else array), rest
@@ -120,18 +119,18 @@ def _identity(result: Any) -> Any:
     return result
 
 
-def _init_worker(reader: int, leave: mmap.mmap, _worker: int) -> None:
-    """Prepare a worker process: deaf to what is meant for its reader, and gone when that is gone or says so.
+def _init_worker(consumer: int, stop_flag: mmap.mmap, _worker: int) -> None:
+    """Prepare a worker process: ignore the consumer's signals, and exit when the consumer dies or sets the flag.
 
-    torch's own watch waits for the worker's results to be taken, which nobody will do.
+    torch's own watchdog waits until the worker's results are consumed, which will not happen then.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
     def watch() -> None:
-        while os.getppid() == reader and not leave[0]:
+        while os.getppid() == consumer and not stop_flag[0]:
             time.sleep(_POLL_SECONDS)
-        if leave[0]:
+        if stop_flag[0]:
             time.sleep(_GRACE_SECONDS)
         os._exit(1)
 
@@ -140,15 +139,15 @@ def _init_worker(reader: int, leave: mmap.mmap, _worker: int) -> None:
 
 @contextmanager
 def _preserved_handler(number: int) -> Iterator[None]:
-    """Undo what the block does to the handler of a signal."""
+    """Restore the handler of a signal after the block."""
     before = signal.getsignal(number)
     yield
-    if threading.current_thread() is threading.main_thread():  # elsewhere nothing can have changed it
+    if threading.current_thread() is threading.main_thread():  # other threads cannot set handlers
         signal.signal(number, before)
 
 
 def _free_shared_memory() -> int:
-    """Return the bytes that are free, 0 where there is none at all."""
+    """Return the free bytes of shared memory, 0 if there is no such file system."""
     try:
         return shutil.disk_usage(SHARED_MEMORY).free
     except OSError:
@@ -157,7 +156,7 @@ def _free_shared_memory() -> int:
 
 def _worker_died_error(workers: int) -> EnvironmentFault:
     return EnvironmentFault(
-        f"one of {workers} processes that decode images has died. The system ends processes when memory runs out, or "
-        f"when {SHARED_MEMORY}, through which they pass images, is full. Use fewer of them with --workers, or give "
-        "more of either (in Docker: --shm-size 2g); the same command goes on from the last saved state"
+        f"one of {workers} image decoding processes has died. The system kills processes when memory runs out or "
+        f"{SHARED_MEMORY}, through which they pass images, is full. Use fewer processes with --workers, or provide "
+        "more of either (in Docker: --shm-size 2g). The same command resumes from the last saved state"
     )

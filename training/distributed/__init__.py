@@ -1,1 +1,1 @@
-"""Training in several processes."""
+"""Distributed training in several processes."""

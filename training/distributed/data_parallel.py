@@ -1,4 +1,4 @@
-"""Plain data parallelism (DDP), and the choice between it and the hybrid scheme of the paper."""
+"""Data parallelism (DDP), and the choice between it and the paper's hybrid scheme."""
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from prelunet.training.net.network import Factors, PreluNet
 
 
 class DataParallel(ParallelNet):
-    """The whole net in every process, and the sum of their gradients; in one process there is nothing to sum up."""
+    """The full net in every process, with summed gradients; also used for a single process."""
 
     def __init__(self, net: PreluNet, group: ProcessGroup, options: StepOptions) -> None:
         super().__init__(net, group, options)
@@ -30,11 +30,11 @@ class DataParallel(ParallelNet):
     def _gradients(self, images: Tensor, labels: Tensor, factors: DropoutFactors, total: int, stop: bool) -> StepResult:
         own = self.rows(total)
         loss = torch.zeros((), device=self.group.device)
-        drawn = self._dropout_tensors(factors, own)
-        self._forget_gradients()
+        dropout = self._dropout_tensors(factors, own)
+        self._reset_gradients()
         for part, rows in enumerate(split_evenly(own, self.options.accumulate), start=1):
-            here = slice(rows.start - own.start, rows.stop - own.start)
-            part_loss = self._loss(images[here], labels[here], select_rows(drawn, here), total) if rows else None
+            local = slice(rows.start - own.start, rows.stop - own.start)
+            part_loss = self._loss(images[local], labels[local], select_rows(dropout, local), total) if rows else None
             if part_loss is not None:
                 loss += part_loss.detach()
             if self.buckets is not None and part == self.options.accumulate:
@@ -46,7 +46,7 @@ class DataParallel(ParallelNet):
         mean_loss, stops = self.buckets.finish()
         return StepResult(mean_loss, stops > 0)
 
-    def _forget_gradients(self) -> None:
+    def _reset_gradients(self) -> None:
         if self.buckets is None:
             self.net.zero_grad()
         else:
@@ -60,7 +60,7 @@ class DataParallel(ParallelNet):
 
     @torch.no_grad()
     def logits(self, images: Tensor) -> Tensor:
-        """Return the logits float32 (n, K) of images; see Parallel."""
+        """Return the logits, float32 (n, K), of images; see ParallelNet."""
         if not len(images):
             return torch.zeros(0, self.classes, device=self.group.device)
         with self._autocast():
@@ -71,14 +71,14 @@ class DataParallel(ParallelNet):
 def build_parallel(
     kind: ParallelMode, net: PreluNet, group: ProcessGroup, options: StepOptions = StepOptions()
 ) -> ParallelNet:
-    """Distribute a net, the same in every process, over a group.
+    """Distribute a net, identical in every process, over a group.
 
-    The net is changed: it moves to the group's device, and in hybrid training loses its fully connected layers in all
-    processes but the first. So make the optimizer afterwards. One process trains alone, whatever the kind. Raises
-    UsageError for a kind that does not exist.
+    The net is modified: it moves to the group's device, and hybrid training removes the fully connected layers from all
+    processes but the first. Create the optimizer afterwards. With one process, `kind` has no effect. Raises UsageError
+    for an unknown kind.
     """
     if kind not in PARALLEL_MODES:
-        raise UsageError(f"no way to train in parallel '{kind}'. There are: {', '.join(PARALLEL_MODES)}")
+        raise UsageError(f"unknown parallel mode '{kind}'. Choose one of {', '.join(PARALLEL_MODES)}")
     from prelunet.training.distributed.hybrid import HybridParallel
 
     if kind == "ddp" or group.size == 1:

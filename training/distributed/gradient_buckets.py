@@ -1,8 +1,8 @@
-"""Gradients summed over all processes while backward still goes on, as in Li et al. 2020, "PyTorch Distributed".
+"""Gradients summed over all processes during backward, as in Li et al. 2020, "PyTorch Distributed".
 
-Own rather than torch's DistributedDataParallel: a process may have no rows at all, in hybrid training the first process
-has more parameters than the others, and the loss and the wish to stop travel with the gradients instead of in a
-collective of their own.
+Used instead of torch's DistributedDataParallel because a process may have no rows, in hybrid training the first process
+has more parameters than the others, and the loss and the stop request travel with the gradients instead of in a
+separate collective.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,9 +16,9 @@ from prelunet.training.distributed.process_group import Pending, ProcessGroup
 
 
 class Bucket:
-    """Some parameters whose gradients lie in one piece of memory, and are sent together.
+    """Parameters whose gradients are contiguous in memory and sent together.
 
-    flat: the gradients one after the other, then `extra` more values.
+    flat: the gradients, followed by `extra` additional values.
     """
 
     def __init__(self, parameters: list[nn.Parameter], extra: int) -> None:
@@ -27,15 +27,15 @@ class Bucket:
         self.flat = torch.zeros(count + extra, device=parameters[0].device)
         self.extra = self.flat[count:]
         self.views: list[Tensor] = []
-        place = 0
-        for parameter in parameters:  # strides too: a weight with channels last gets its gradient in that order
-            self.views.append(self.flat[place:].as_strided(parameter.shape, parameter.stride()))
-            place += parameter.numel()
-        self.missing = 0  # gradients that backward still owes
+        offset = 0
+        for parameter in parameters:  # with the parameter's strides, so channels-last weights get such gradients
+            self.views.append(self.flat[offset:].as_strided(parameter.shape, parameter.stride()))
+            offset += parameter.numel()
+        self.missing = 0  # gradients that backward has not computed yet
         self.pending: Pending | None = None
 
     def clear(self) -> None:
-        """Set all gradients to zero, and have backward add to them here."""
+        """Set all gradients to zero, and make backward accumulate into this bucket."""
         self.flat.zero_()
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.grad = view
@@ -43,18 +43,18 @@ class Bucket:
 
 
 class GradientBuckets:
-    """The gradients of parameters that every process of a group has, in buckets.
+    """The gradients of the parameters common to all processes of a group, in buckets.
 
-    A step: `begin`, backward of all micro-batches but the last, `arm`, backward of the last, `finish`.
+    A step calls `begin`, backward for all micro-batches but the last, `arm`, backward for the last, `finish`.
     """
 
-    capacity: ClassVar[int] = 25 * 2**20  # bytes: enough for a network's full speed, small enough to begin early (Li)
+    capacity: ClassVar[int] = 25 * 2**20  # bytes: enough for full network throughput, small enough to start early (Li)
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: ProcessGroup, extra: int) -> None:
-        """Put the parameters into buckets. extra: how many values travel along, in the first."""
+        """Assign the parameters to buckets. extra: number of additional values, in the first bucket."""
         self.group = group
-        full = _in_buckets(parameters, self.capacity)
-        self.buckets = [Bucket(some, 0 if place else extra) for place, some in enumerate(full)]
+        contents = _in_buckets(parameters, self.capacity)
+        self.buckets = [Bucket(content, 0 if index else extra) for index, content in enumerate(contents)]
         self._armed = False
         self._sent = 0
         for bucket in self.buckets:
@@ -63,20 +63,20 @@ class GradientBuckets:
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        """Forget the last step."""
+        """Reset for a new step."""
         self._armed, self._sent = False, 0
         for bucket in self.buckets:
             bucket.clear()
 
     def arm(self, *extra: Tensor | float) -> None:
-        """Send each bucket, from now on, as soon as backward has given all of its gradients."""
+        """From now on, send each bucket as soon as backward has computed all of its gradients."""
         with torch.no_grad():
-            for place, value in enumerate(extra):
-                self.buckets[0].extra[place] = value
+            for index, value in enumerate(extra):
+                self.buckets[0].extra[index] = value
         self._armed = True
 
     def finish(self) -> list[float]:
-        """Send what backward did not give (a process without rows adds zeros), wait, and return the sums of `extra`."""
+        """Send the remaining buckets (a process without rows adds zeros), wait, and return the sums of `extra`."""
         for bucket in self.buckets:
             bucket.missing = 0
         self._send_ready()
@@ -92,7 +92,7 @@ class GradientBuckets:
             self._send_ready()
 
     def _send_ready(self) -> None:
-        """Send complete buckets in order: all processes must add up the same ones, whichever is ready first in each."""
+        """Send complete buckets in order, so that all processes sum the same ones even if others are ready first."""
         while self._sent < len(self.buckets) and self.buckets[self._sent].missing == 0:
             bucket = self.buckets[self._sent]
             bucket.pending = self.group.all_reduce(bucket.flat, "gradients")
@@ -100,13 +100,13 @@ class GradientBuckets:
 
 
 def _in_buckets(parameters: Iterable[nn.Parameter], capacity: int) -> Iterator[list[nn.Parameter]]:
-    """Yield the parameters of each bucket, from the net's end: backward's order."""
-    some: list[nn.Parameter] = []
+    """Yield the parameters of each bucket in backward's order, from the end of the net."""
+    content: list[nn.Parameter] = []
     size = 0
     for parameter in reversed(list(parameters)):
-        if some and size + parameter.nbytes > capacity:
-            yield some
-            some, size = [], 0
-        some.append(parameter)
+        if content and size + parameter.nbytes > capacity:
+            yield content
+            content, size = [], 0
+        content.append(parameter)
         size += parameter.nbytes
-    yield some
+    yield content

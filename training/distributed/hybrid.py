@@ -1,9 +1,9 @@
 """The paper's scheme for many GPUs (PReLU-nets, section 4 "Multi-GPU implementation", after Krizhevsky 2014).
 
-The convolutions are data parallel: every process has them, and some rows of the batch. The fully connected layers, most
-of the parameters, are in the first process alone: before fc1 all features come to it, it computes the head forward and
-backward for all rows, and the features' gradients go back. The fc gradients are never sent; those of the convolutions
-are summed while backward still goes on.
+The convolutions are data parallel: every process has them, and some rows of the batch. The fully connected layers,
+which have most of the parameters, are only in the first process. It receives all features before fc1, computes the head
+forward and backward for all rows, and sends the features' gradients back. The fc gradients are never sent; those of the
+convolutions are summed during backward.
 """
 
 from collections.abc import Sequence
@@ -33,10 +33,10 @@ class HybridParallel(ParallelNet):
         if not group.is_first:
             net.drop_head()
         self.width = net.architecture.bins * net.architecture.channels
-        # What autocast would round to in fc1 can be sent rounded.
+        # fc1's autocast would round features to this type anyway.
         self.transfer_dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
         self.buckets = GradientBuckets(self.shared_parameters, group, extra=2)
-        self._pending_sends: list[Pending] = []  # sent in this step, perhaps not yet arrived
+        self._pending_sends: list[Pending] = []  # of this step
 
     @property
     def shared_parameters(self) -> list[nn.Parameter]:
@@ -47,18 +47,19 @@ class HybridParallel(ParallelNet):
         self.net.zero_grad()
         self.buckets.begin()
         self._pending_sends.clear()
-        every = [split_evenly(rows, self.options.accumulate) for rows in split_evenly(range(total), self.group.size)]
+        # parts_of[rank][part] is a range of rows of the global batch
+        parts_of = [split_evenly(rows, self.options.accumulate) for rows in split_evenly(range(total), self.group.size)]
         own = self.rows(total)
-        drawn = self._dropout_tensors(factors, range(total)) if self.group.is_first else None
+        dropout = self._dropout_tensors(factors, range(total)) if self.group.is_first else None
         loss = torch.zeros((), device=self.group.device)
-        for part, rows in enumerate(every[self.group.rank], start=1):
-            here = slice(rows.start - own.start, rows.stop - own.start)
+        for part, rows in enumerate(parts_of[self.group.rank], start=1):
+            local = slice(rows.start - own.start, rows.stop - own.start)
             if self.group.is_first:
-                shares = [parts[part - 1] for parts in every]
-                features, gradient, part_loss = self._with_head(images[here], labels[here], shares, drawn, total)
+                shares = [parts[part - 1] for parts in parts_of]
+                features, gradient, part_loss = self._with_head(images[local], labels[local], shares, dropout, total)
                 loss += part_loss
             else:
-                features, gradient = self._without_head(images[here], labels[here])
+                features, gradient = self._without_head(images[local], labels[local])
             if part == self.options.accumulate:
                 self.buckets.arm(loss, float(stop))
             if rows:
@@ -73,20 +74,20 @@ class HybridParallel(ParallelNet):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the head for the rows of all processes, forward and backward, and send the features' gradients.
 
-        shares: the rows of each process; factors: of all rows of the step. Returns own features, the gradient of the
-        loss by them, and the loss.
+        shares: the rows of each process; factors: dropout factors of all rows of the step. Returns own features, the
+        gradient of the loss with respect to them, and the loss.
         """
         counts = [len(rows) for rows in shares]
         all_features, all_labels = self._empty_features(sum(counts)), labels.new_empty(sum(counts))
-        arriving = self._receive(torch.split(all_features, counts), "features")
-        labels_arriving = self._receive(torch.split(all_labels, counts), "labels")
-        features = self._trunk(images)  # while the others' arrive
+        pending_features = self._receive(torch.split(all_features, counts), "features")
+        pending_labels = self._receive(torch.split(all_labels, counts), "labels")
+        features = self._trunk(images)  # overlaps with the transfers
         all_features[: counts[0]], all_labels[: counts[0]] = features.detach(), labels
-        arriving.wait()
-        labels_arriving.wait()
-        here = select_rows(factors, [row for rows in shares for row in rows])
+        pending_features.wait()
+        pending_labels.wait()
+        dropout = select_rows(factors, [row for rows in shares for row in rows])
         with self._autocast():
-            logits = self._head(all_features.requires_grad_(), here)
+            logits = self._head(all_features.requires_grad_(), dropout)
         loss = F.cross_entropy(logits.float(), all_labels, reduction="sum") / total
         torch.autograd.backward(loss)
         assert all_features.grad is not None
@@ -95,7 +96,7 @@ class HybridParallel(ParallelNet):
         return features, gradients[0], loss.detach()
 
     def _without_head(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return own features, and the gradient of the loss by them as the first process finds it."""
+        """Return own features, and the gradient of the loss with respect to them, received from the first process."""
         features = self._trunk(images)
         gradient = self._empty_features(len(images))
         self._pending_sends.append(self.group.exchange([(features.detach(), 0)], [], "features"))
@@ -105,20 +106,20 @@ class HybridParallel(ParallelNet):
 
     @torch.no_grad()
     def logits(self, images: Tensor) -> Tensor:
-        """Return the logits float32 (n, K) of own images, which the first process computes; see Parallel."""
+        """Return the logits, float32 (n, K), of own images, computed by the first process; see ParallelNet."""
         rank, size = self.group.rank, self.group.size
         counts = [int(count) for count in self.group.total(*(len(images) * (rank == other) for other in range(size)))]
         features = self._trunk(self._to_device(images))
         if not self.group.is_first:
             logits = torch.empty(len(images), self.classes, device=self.group.device)
-            sent = self.group.exchange([(features, 0)], [], "features")
+            pending = self.group.exchange([(features, 0)], [], "features")
             self.group.exchange([], [(logits, 0)], "logits").wait()
-            sent.wait()
+            pending.wait()
             return logits
         all_features = self._empty_features(sum(counts))
-        arriving = self._receive(torch.split(all_features, counts), "features")
+        pending = self._receive(torch.split(all_features, counts), "features")
         all_features[: counts[0]] = features
-        arriving.wait()
+        pending.wait()
         with self._autocast():
             all_logits = self._head(all_features).float()
         self._send(torch.split(all_logits, counts), "logits").wait()
@@ -134,9 +135,9 @@ class HybridParallel(ParallelNet):
         return torch.empty(rows, self.width, dtype=self.transfer_dtype, device=self.group.device)
 
     def _receive(self, tensors: Sequence[Tensor], purpose: str) -> Pending:
-        """Begin to fill each tensor but the first, which is this process's own, with what its process sends."""
+        """Start receiving each tensor from its process, except the first, which is this process's own."""
         return self.group.exchange([], list(zip(tensors, range(self.group.size), strict=True))[1:], purpose)
 
     def _send(self, tensors: Sequence[Tensor], purpose: str) -> Pending:
-        """Begin to send each tensor but the first to its process."""
+        """Start sending each tensor to its process, except the first, which is this process's own."""
         return self.group.exchange(list(zip(tensors, range(self.group.size), strict=True))[1:], [], purpose)

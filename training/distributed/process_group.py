@@ -1,12 +1,12 @@
-"""The processes that train together, and what they say to each other. Only this module imports torch.distributed.
+"""The processes of a run and their communication. Only this module imports torch.distributed.
 
-torchrun starts the processes and tells each its place by environment variables; without them there is one process, and
-nothing here costs anything.
+torchrun starts the processes and passes each its rank in environment variables. Without them there is one process, and
+the methods here cost nothing.
 
-When a process dies: on CPUs (gloo) the others meet a closed connection within seconds and raise EnvironmentFault. On
-GPUs (NCCL) a step waits inside the GPU, where nothing can be raised: torchrun ends the other processes, and without
-torchrun NCCL's watchdog does after `TIMEOUT` (TORCH_NCCL_ASYNC_ERROR_HANDLING, which is on unless it is set to 0).
-What goes between CPUs (`total`, `any`, `wait`) uses gloo there too, and raises.
+When a process dies: on CPUs (gloo) the others see a closed connection within seconds and raise EnvironmentFault. On
+GPUs (NCCL) a step blocks inside the GPU, where nothing can be raised: torchrun stops the other processes, or without
+torchrun NCCL's watchdog does after `TIMEOUT` (TORCH_NCCL_ASYNC_ERROR_HANDLING, on unless set to 0). Communication
+between CPUs (`total`, `any`, `wait`) uses gloo there too, and raises.
 """
 
 import gc
@@ -28,18 +28,19 @@ from prelunet.evaluator.machine import supports_bf16
 
 Value = TypeVar("Value")
 
-TIMEOUT = timedelta(hours=2)  # for what the first process does alone (looking at all images), and a silent machine
+TIMEOUT = timedelta(
+    hours=2
+)  # covers work of the first process alone (statistics of all images), and unresponsive machines
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """The processes of one training, seen from one of them.
+    """The processes of a run, as seen by one of them.
 
-    rank: of this process, in [0, size); device: where this process computes; here: how many of them are on this
-    machine; sent: bytes that this process has sent so far, by purpose. The methods are collective: every process must
-    call them, in the same order (`exchange`: those that are named). Each raises EnvironmentFault where another process
-    has died.
+    rank: of this process, in [0, size); device: of this process; local_processes: number of processes on this machine;
+    bytes_sent: by this process so far, by purpose. The methods are collective: every process must call them in the same
+    order (`exchange`: every process involved). Each raises EnvironmentFault if another process has died.
     """
 
     rank: int
@@ -50,7 +51,7 @@ class ProcessGroup:
 
     @property
     def is_first(self) -> bool:
-        """Return whether this process is the one that writes files and talks to the user."""
+        """Return whether this process writes files and reports to the user."""
         return self.rank == 0
 
     def total(self, *values: float) -> list[float]:
@@ -66,7 +67,7 @@ class ProcessGroup:
         return self.total(float(flag))[0] > 0
 
     def all_gather(self, value: Value) -> list[Value]:
-        """Return what each process has given, in the order of ranks; small plain data."""
+        """Return the values of all processes in the order of ranks; for small plain data."""
         if self.size == 1:
             return [value]
         values: list[Value] = [value] * self.size
@@ -75,13 +76,13 @@ class ProcessGroup:
         return values
 
     def wait(self) -> None:
-        """Return when every process has come here."""
+        """Wait until every process has called this method."""
         self.total(0.0)
 
     def all_reduce(self, tensor: Tensor, purpose: str) -> "Pending":
-        """Begin to replace a tensor by its sum over all processes.
+        """Start replacing a tensor by its sum over all processes.
 
-        A ring sends each byte of the sum round twice, but for this process's own part: 2·(size−1)/size of the tensor.
+        A ring all-reduce sends 2·(size−1)/size of the tensor from each process.
         """
         if self.size == 1:
             return Pending(self)
@@ -94,9 +95,9 @@ class ProcessGroup:
     def exchange(
         self, sending: Sequence[tuple[Tensor, int]], receiving: Sequence[tuple[Tensor, int]], purpose: str
     ) -> "Pending":
-        """Begin to send tensors to processes, and to fill tensors with what processes send; empty ones are left out.
+        """Start sending tensors to processes and receiving tensors from them; empty tensors are skipped.
 
-        Each is (contiguous tensor, rank). Two processes that have several for each other name them in the same order.
+        Each item is (contiguous tensor, rank). Two processes must list their common transfers in the same order.
         """
         sending = [(tensor, rank) for tensor, rank in sending if tensor.numel()]
         receiving = [(tensor, rank) for tensor, rank in receiving if tensor.numel()]
@@ -110,26 +111,26 @@ class ProcessGroup:
 
     @contextmanager
     def translated_errors(self) -> Iterator[None]:
-        """Say what to do when the communication fails."""
+        """Translate communication errors to EnvironmentFault."""
         try:
             yield
-        except RuntimeError as error:  # gloo, NCCL and torch's store have no closer base in common
+        except RuntimeError as error:  # the closest common base of the errors of gloo, NCCL and torch's store
             raise EnvironmentFault(
-                f"a process of this training has died or cannot be reached any more (noticed by rank {self.rank} of "
-                f"{self.size}; torchrun names the one that failed first). The last saved state is kept: start the same "
-                f"command again. What was noticed: {_first_sentence(error)}"
+                f"a process of this run has died or is unreachable (detected by rank {self.rank} of {self.size}; "
+                "torchrun names the one that failed first). The last saved state is kept: run the same command again. "
+                f"Error: {_first_sentence(error)}"
             ) from error
 
 
 @dataclass(frozen=True)
 class Pending:
-    """Communication that goes on while the process does something else; its tensors are not to be touched meanwhile."""
+    """Asynchronous communication; its tensors must not be used until `wait` returns."""
 
     group: ProcessGroup
     works: tuple[dist.Work, ...] = ()
 
     def wait(self) -> None:
-        """Return when it is done: on a GPU, when what is computed from now on will see its result."""
+        """Wait until it is complete; on a GPU, until later computations are ordered after it."""
         with self.group.translated_errors():
             for work in self.works:
                 work.wait()
@@ -137,24 +138,23 @@ class Pending:
 
 @contextmanager
 def open_process_group(device: str | None = None) -> Iterator[ProcessGroup]:
-    """Join the other processes of this training; alone without torchrun's variables in the environment.
+    """Join the other processes of this run; without torchrun's environment variables there are none.
 
-    device: "cpu", "cuda" (each process of a machine takes the GPU of its local rank), or None for CUDA where there is
-    any. Raises UsageError for another device and for a half-set environment; EnvironmentFault for a GPU that is not
-    there, and when the processes do not find each other.
+    device: "cpu", "cuda" (each process uses the GPU of its local rank), or None for CUDA if available.
+    Raises UsageError for an unknown device or an incomplete environment; EnvironmentFault if there is no such GPU or
+    the processes cannot connect.
     """
-    place = _read_environment(os.environ)
-    rank, size = place.rank, place.size
-    group = ProcessGroup(rank, size, _device(device, place.local_rank), place.local_processes)
-    if size == 1:
+    own = _read_environment(os.environ)
+    group = ProcessGroup(own.rank, own.size, _device(device, own.local_rank), own.local_processes)
+    if group.size == 1:
         yield group
         return
     _join(group)
     try:
         yield group
-        group.wait()  # before any of them closes the connections
+        group.wait()  # before any process closes its connections
     finally:
-        gc.collect()  # work that still holds a connection when gloo goes would end the process with std::terminate
+        gc.collect()  # pending work that outlives gloo would end the process with std::terminate
         dist.destroy_process_group()
 
 
@@ -169,13 +169,14 @@ def _join(group: ProcessGroup) -> None:
     except RuntimeError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise EnvironmentFault(
-            f"rank {group.rank} of {group.size} did not reach the others at {address}: {_first_sentence(error)}. Start all "
-            "of them with the same torchrun command, at an address that every machine can reach"
+            f"rank {group.rank} of {group.size} could not connect to the others at {address}: "
+            f"{_first_sentence(error)}. Start all of them with the same torchrun command, at an address that every "
+            "machine can reach"
         ) from error
 
 
 class _TorchrunEnvironment(NamedTuple):
-    """What torchrun says of a process. local_rank, here: its number among, and the count of, those of its machine."""
+    """torchrun's variables. local_rank, local_processes: index among, and number of, the processes of this machine."""
 
     rank: int
     size: int
@@ -184,14 +185,14 @@ class _TorchrunEnvironment(NamedTuple):
 
 
 def _read_environment(environment: Mapping[str, str]) -> _TorchrunEnvironment:
-    given = [name for name in _TORCHRUN_VARIABLES if environment.get(name)]
-    if "RANK" not in given and "WORLD_SIZE" not in given:
+    present = [name for name in _TORCHRUN_VARIABLES if environment.get(name)]
+    if "RANK" not in present and "WORLD_SIZE" not in present:
         return _TorchrunEnvironment(0, 1, 0, 1)
-    if len(given) < len(_TORCHRUN_VARIABLES):
-        missing = ", ".join(name for name in _TORCHRUN_VARIABLES if name not in given)
+    if len(present) < len(_TORCHRUN_VARIABLES):
+        missing = ", ".join(name for name in _TORCHRUN_VARIABLES if name not in present)
         raise UsageError(
-            f"the environment has {', '.join(given)}, but not {missing}: start the processes with torchrun, which sets "
-            "all of them, or unset them to train in one process"
+            f"the environment has {', '.join(present)}, but not {missing}. Start the processes with torchrun, which "
+            "sets all of them, or unset them to train in one process"
         )
     try:
         rank, size, local_rank = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
@@ -201,8 +202,8 @@ def _read_environment(environment: Mapping[str, str]) -> _TorchrunEnvironment:
         raise UsageError(f"{names} in the environment should be numbers: {error}") from error
     if not (0 <= rank < size and local_rank >= 0 and 1 <= local_processes <= size):
         raise UsageError(
-            f"RANK {rank}, WORLD_SIZE {size}, LOCAL_RANK {local_rank} and LOCAL_WORLD_SIZE {local_processes} in the environment "
-            "do not fit"
+            f"RANK {rank}, WORLD_SIZE {size}, LOCAL_RANK {local_rank} and LOCAL_WORLD_SIZE {local_processes} in the "
+            "environment are inconsistent"
         )
     if not 1 <= port <= 65535:
         raise UsageError(f"MASTER_PORT {port} in the environment should be a port, 1 to 65535")
@@ -212,30 +213,30 @@ def _read_environment(environment: Mapping[str, str]) -> _TorchrunEnvironment:
 def _device(name: str | None, local_rank: int) -> torch.device:
     """Return the device of this process."""
     if name not in {None, "cpu", "cuda"}:
-        raise UsageError(f"no device '{name}' to train on. There are: cpu, cuda")
+        raise UsageError(f"unknown device '{name}'. Choose one of cpu, cuda")
     if name == "cpu" or (name is None and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise EnvironmentFault(
-            "cuda was asked for, but torch finds no GPU here: look at nvidia-smi, or train with --device cpu"
+            "cuda was requested, but torch finds no GPU. Check nvidia-smi, or train with --device cpu"
         )
     if local_rank >= torch.cuda.device_count():
         raise EnvironmentFault(
-            f"process {local_rank} (counted from 0) of this machine has no GPU: there are {torch.cuda.device_count()}. "
-            "Start no more processes than GPUs: torchrun --nproc-per-node"
+            f"process {local_rank} (counted from 0) of this machine has no GPU: there are only "
+            f"{torch.cuda.device_count()}. Start at most one process per GPU: torchrun --nproc-per-node"
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
-    torch.backends.cudnn.allow_tf32 = False  # on unless told, and then fp32 would have the 10 bits of TF32
+    torch.backends.cudnn.allow_tf32 = False  # on by default; fp32 would then have TF32's 10-bit mantissa
     return device
 
 
 def device_supports_bf16(device: torch.device) -> bool:
-    """Say whether a device has instructions for bfloat16."""
+    """Return whether a device has instructions for bfloat16."""
     return torch.cuda.is_bf16_supported(including_emulation=False) if device.type == "cuda" else supports_bf16()
 
 
 def _first_sentence(error: BaseException) -> str:
-    """Return the first sentence of a backend's error, without the place in its source."""
+    """Return the first sentence of a backend's error, without the source location."""
     first = (str(error).splitlines() or [type(error).__name__])[0]
     return re.sub(r"^\[\S+\] ", "", first).split(". ")[0]

@@ -1,1 +1,1 @@
-"""Weights trained elsewhere, as a checkpoint."""
+"""Import of weights trained elsewhere."""

@@ -1,11 +1,11 @@
-"""Name maps: from the names of somebody's tensors to those of a checkpoint, as a table in TOML or JSON.
+"""Name maps: tables in TOML or JSON that map the tensor names of a file to those of a checkpoint.
 
-    "features.0.*" = "conv1.*"      `*` stands for one or more characters, none of them a dot,
-    "module.**" = "**"              `**` for any; on the right they are what they stood for on the left, in order
-    "fc.weight" = "fc3.weight"      an exact name goes before patterns, an earlier pattern before a later one
-    "n_averaged" = ""               nothing: this tensor is left out
+    "features.0.*" = "conv1.*"      `*` matches one or more characters other than a dot,
+    "module.**" = "**"              `**` any characters; on the right they stand for the matched text, in order
+    "fc.weight" = "fc3.weight"      an exact name takes precedence over patterns, an earlier pattern over later ones
+    "n_averaged" = ""               the tensor is omitted
 
-Names that no line fits stay as they are.
+Names that match no line are kept.
 """
 
 import re
@@ -24,7 +24,7 @@ _MATCHES = {"*": r"([^.]+)", "**": r"(.+)"}
 
 @dataclass(frozen=True)
 class Renamed:
-    """theirs: our name → the name in the file; left_out: names in the file; faults: what cannot be, in words."""
+    """source: name in the checkpoint → name in the file; left_out: omitted names of the file; faults: descriptions."""
 
     source: Mapping[str, str]
     left_out: tuple[str, ...] = ()
@@ -33,7 +33,7 @@ class Renamed:
 
 @dataclass(frozen=True)
 class NameMap:
-    """The lines of a table. Raises ValueError for one whose wildcards differ on its two sides."""
+    """The lines of a table. Raises ValueError if the wildcards of the two sides of a line differ."""
 
     lines: Mapping[str, str]
 
@@ -43,7 +43,7 @@ class NameMap:
                 raise ValueError(f'"{left}" = "{right}": the wildcards (*, **) should be the same on both sides')
 
     def rename(self, names: Iterable[str]) -> Renamed:
-        """Give names of a file ours; a line that fits none of them is a fault, and so is a name given twice."""
+        """Rename the tensors of a file; a line that matches none of them and a duplicate result are faults."""
         patterns = {left: _as_pattern(left) for left in self.lines if "*" in left}
         source: dict[str, str] = {}
         left_out, faults, used = [], [], set()
@@ -58,20 +58,20 @@ class NameMap:
                 faults.append(f"{source[new]} and {name} both become {new}")
             else:
                 source[new] = name
-        faults += [f'no tensor fits "{line}" of the map' for line in self.lines if line not in used]
+        faults += [f'no tensor matches "{line}" of the map' for line in self.lines if line not in used]
         return Renamed(source, tuple(left_out), tuple(faults))
 
     def _new_name(self, name: str, line: str, patterns: Mapping[str, re.Pattern[str]]) -> str:
-        """Return our name of a tensor; empty where it is left out."""
+        """Return the new name of a tensor, or an empty string if it is omitted."""
         found = patterns[line].fullmatch(name) if line in patterns else None
         parts = iter(found.groups() if found else ())
         return _WILDCARD.sub(lambda _: next(parts), self.lines[line])
 
 
 def read_name_map(path: Path) -> NameMap:
-    """Read a table from a .toml or .json file; tables inside tables are names with dots.
+    """Read a name map from a .toml or .json file; nested tables are names with dots.
 
-    Raises UsageError for anything that is no such table.
+    Raises UsageError for anything else.
     """
     try:
         content = path.read_bytes()
@@ -79,16 +79,16 @@ def read_name_map(path: Path) -> NameMap:
         raise from_os_error(error) from error
     try:
         if path.suffix not in {".toml", ".json"}:
-            raise ValueError("its name should end in .toml or .json")
+            raise ValueError("the file name should end in .toml or .json")
         data = parse_json(content) if path.suffix == ".json" else tomllib.loads(content.decode("utf-8"))
         check_plain(require_object(data, "it"))
         pairs = list(_flatten(data))
         if len(dict(pairs)) < len(pairs):
-            raise ValueError("a name stands twice on the left")
+            raise ValueError("a name occurs twice on the left")
         if not pairs:
             raise ValueError("it is empty")
         return NameMap(dict(pairs))
-    except (ValueError, RecursionError) as error:  # tomllib has no limit of nesting
+    except (ValueError, RecursionError) as error:  # tomllib does not limit nesting
         raise UsageError(
             f'{path}: {error}. A name map is a table of lines such as "features.0.*" = "conv1.*" (docs/importing.md)'
         ) from error
@@ -109,4 +109,4 @@ def _flatten(table: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
         elif isinstance(value, str):
             yield before + name, value
         else:
-            raise ValueError(f"{before}{name} should become a name, that is a text")
+            raise ValueError(f"{before}{name} should map to a name, which is a string")

@@ -1,4 +1,4 @@
-"""What a net of others wants done to pixels, and plain numpy that does it: what its adopted graph is compared with."""
+"""Pixel preprocessing of third-party nets, with a numpy implementation to which adopted graphs are compared."""
 
 import math
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ PIXEL_RANGES = (1, 255)
 class Preprocessing:
     """How pixels 0-255 become the net's input: (pixel · pixel_range / 255 − mean) / std, in float32.
 
-    mean, std: one number per channel, in the order in which the net takes its channels (`channels`), or None where the
-    net takes bytes; pixel_range: 1 or 255, the largest pixel when the mean is subtracted; interpolation: of the
-    resizing before it. Raises UsageError for numbers that do not belong together.
+    mean, std: one number per channel in the net's channel order (`channels`), or None if the net takes bytes;
+    pixel_range: 1 or 255, the largest pixel value when the mean is subtracted; interpolation: of the resize before it.
+    Raises UsageError for inconsistent numbers.
     """
 
     mean: ChannelValues | None
@@ -34,46 +34,46 @@ class Preprocessing:
 
     def __post_init__(self) -> None:
         if (self.mean is None) != (self.std is None):
-            raise UsageError("--mean and --std belong together: give both, as --mean 0,0,0 --std 1,1,1 for no change")
+            raise UsageError(
+                "--mean and --std require each other: give both, for example --mean 0,0,0 --std 1,1,1 for no change"
+            )
         if self.pixel_range not in PIXEL_RANGES:
-            raise UsageError(f"--range {self.pixel_range}: pixels run to 1 or to 255")
+            raise UsageError(f"--range {self.pixel_range}: should be 1 or 255")
         if self.mean is None or self.std is None:
             return
         self._check_numbers(self.mean, self.std)
 
     def _check_numbers(self, mean: ChannelValues, std: ChannelValues) -> None:
-        """Refuse what is no mean and standard deviation of pixels from 0 to `pixel_range`, as float32 has it."""
+        """Raise UsageError for a mean or std impossible for float32 pixels from 0 to `pixel_range`."""
         if not all(math.isfinite(number) for number in (*mean, *std)):
-            raise UsageError(
-                f"--mean {_format_numbers(mean)} --std {_format_numbers(std)}: finite numbers should be there"
-            )
+            raise UsageError(f"--mean {_format_numbers(mean)} --std {_format_numbers(std)}: should be finite numbers")
         with np.errstate(all="ignore"):
             single = np.array(std, np.float32)
             brightest = np.float32(self.pixel_range) / single
         if min(std) <= 0 or not np.isfinite(single).all() or not np.isfinite(brightest).all():
             raise UsageError(
-                f"--std {_format_numbers(std)}: std above 0, and neither too small nor too large for float32"
+                f"--std {_format_numbers(std)}: should be above 0, and neither too small nor too large for float32"
             )
         if min(mean) < 0:
-            raise UsageError(f"--mean {_format_numbers(mean)}: below 0, but pixels run from 0 to {self.pixel_range}")
+            raise UsageError(f"--mean {_format_numbers(mean)}: below 0, but pixels range from 0 to {self.pixel_range}")
         for option, numbers in (("--mean", mean), ("--std", std)):
             if self.pixel_range == 1 and max(numbers) > 1:
                 raise UsageError(
-                    f"{option} {_format_numbers(numbers)}: more than 1, but pixels run from 0 to 1. If these numbers are of "
-                    "pixels from 0 to 255, say --range 255"
+                    f"{option} {_format_numbers(numbers)}: above 1, but pixels range from 0 to 1. If these numbers "
+                    "are for pixels from 0 to 255, add --range 255"
                 )
         if max(mean) > self.pixel_range:
-            raise UsageError(f"--mean {_format_numbers(mean)}: more than 255, but pixels run from 0 to 255")
+            raise UsageError(f"--mean {_format_numbers(mean)}: above 255, but pixels range from 0 to 255")
         if self.pixel_range == 255 and 0 < max(mean) <= 1:
             raise UsageError(
-                f"--mean {_format_numbers(mean)} --range 255: next to nothing of pixels from 0 to 255. If these numbers "
-                "are of pixels from 0 to 1, leave --range 255 out"
+                f"--mean {_format_numbers(mean)} --range 255: almost 0 for pixels from 0 to 255. If these numbers are "
+                "for pixels from 0 to 1, omit --range 255"
             )
 
     def apply(self, image: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
         """Preprocess an image, uint8 (H, W, 3) RGB, to (H, W, 3) in the net's channel order.
 
-        float32; uint8 as it is where the net takes bytes.
+        Returns float32, or uint8 with unchanged values if the net takes bytes.
         """
         pixels = image[:, :, ::-1] if self.channels == "bgr" else image
         if self.mean is None or self.std is None:
@@ -95,7 +95,7 @@ class Preprocessing:
     def __str__(self) -> str:
         resized = f"resized with the {self.interpolation} filter"
         if self.mean is None or self.std is None:
-            return f"{self.channels.upper()} bytes as they are, {resized}"
+            return f"unchanged {self.channels.upper()} bytes, {resized}"
         parts = (f"{c} (x - {m:g}) / {s:g}" for c, m, s in zip(self.channels.upper(), self.mean, self.std, strict=True))
         return f"{', '.join(parts)}, x from 0 to {self.pixel_range}; {resized}"
 
@@ -104,14 +104,14 @@ def _format_numbers(numbers: ChannelValues) -> str:
     return ",".join(f"{number:g}" for number in numbers)
 
 
-def parse_channel_values(given: str, option: str) -> ChannelValues:
-    """Read `0.485,0.456,0.406`, or one number for all channels; UsageError for anything else."""
+def parse_channel_values(text: str, option: str) -> ChannelValues:
+    """Parse `0.485,0.456,0.406`, or one number for all channels; raises UsageError for anything else."""
     try:
-        numbers = tuple(float(part) for part in given.split(","))
+        numbers = tuple(float(part) for part in text.split(","))
     except ValueError as error:
-        raise UsageError(f"{option} {given}: three numbers with commas between, or one") from error
+        raise UsageError(f"{option} {text}: should be three comma-separated numbers, or one") from error
     if len(numbers) == 1:
         return numbers * 3
     if len(numbers) != 3:
-        raise UsageError(f"{option} {given}: three numbers with commas between, or one; these are {len(numbers)}")
+        raise UsageError(f"{option} {text}: should be three comma-separated numbers, or one, not {len(numbers)}")
     return (numbers[0], numbers[1], numbers[2])

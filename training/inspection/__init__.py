@@ -1,1 +1,1 @@
-"""What a checkpoint holds, layer by layer."""
+"""Inspection of checkpoints and model files, layer by layer."""

@@ -1,6 +1,6 @@
-"""What a checkpoint or a model file says of itself, with its learned slopes beside those of the paper.
+"""Description of a checkpoint or a model file, with its learned slopes beside those of the paper.
 
-Works on a model file without torch, onnx and safetensors: they are imported only where a checkpoint needs them.
+Model files are read without torch, onnx and safetensors, which are imported only for checkpoints.
 """
 
 import json
@@ -24,7 +24,7 @@ from prelunet.evaluator.json_checks import require_int, require_object, require_
 from prelunet.evaluator.terminal import escape_unprintable
 from prelunet.training.inspection.slope_trend import slope_trend
 
-# PReLU-nets, Table 1 (model E): layer → learned slope, shared by the channels, and mean of the channels' own.
+# PReLU-nets, Table 1 (model E): layer → learned slope (channel-shared), and mean of the channel-wise slopes.
 PAPER_SLOPES: dict[str, tuple[float, float]] = {
     "conv1": (0.681, 0.596),
     "conv2_1": (0.103, 0.321),
@@ -42,19 +42,19 @@ PAPER_SLOPES: dict[str, tuple[float, float]] = {
 }
 _SLOPE_KEYS = ("layer", "channels", "mean", "min", "max", "below_zero", "above_one")
 _LARGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors format
-_ONNX_FIRST_BYTE = b"\x08"  # the tag of ir_version, the first field of a serialised ModelProto
+_ONNX_FIRST_BYTE = b"\x08"  # the tag of ir_version, the first field of a serialized ModelProto
 
 
 def inspect_file(path: Path) -> dict[str, Any]:
-    """Return what the file says of itself as plain data; its content decides what it is, not its name.
+    """Return a description of the file as plain data; its type is detected from the content, not from the name.
 
     Common keys: kind (`checkpoint` or `model`), file, sha256, architecture, classes, parameters, slope_parameters,
     multiply_adds (one crop), window, trunk_stride, mean, recipe, dataset, metrics, slopes (`summarise_slopes`, each
     with `paper`: the value of Table 1 or null), slope_trend (`SlopeTrend`, or null without slopes). A model also has
     precision, canvas, default_scales, min_side, max_side, checkpoint_sha256, golden_images. An adopted net has kind
-    `adopted`, crop, interpolation, precision and `adopted` (how its pixels are prepared), and nothing of what only our
-    own nets have.
-    Raises UsageError for a path that cannot be read, CheckpointError or ContractError for a file that is damaged.
+    `adopted`, crop, interpolation, precision and `adopted` (its preprocessing), and none of the keys specific to our
+    own nets.
+    Raises UsageError if the path cannot be read; CheckpointError or ContractError if the file is damaged.
     """
     require_regular_file(path)
     try:
@@ -67,13 +67,13 @@ def inspect_file(path: Path) -> dict[str, Any]:
     if start[:1] == _ONNX_FIRST_BYTE:
         return _inspect_model(path)
     raise ContractError(
-        f"{path}: by its content neither a checkpoint (safetensors) nor a model (ONNX). "
-        "Give a file that `prelunet init`, `prelunet train` or `prelunet export` wrote"
+        f"{path}: neither a checkpoint (safetensors) nor a model (ONNX), judging by its content. "
+        "Give a file written by `prelunet init`, `prelunet train` or `prelunet export`"
     )
 
 
 def _slope_summary(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one recorded summary; ValueError when it is not what `summarise_slopes` gives."""
+    """Return one recorded summary; raises ValueError if it does not have the form of `summarise_slopes`."""
     require_str(entry["layer"], "layer")
     if not all(type(entry[key]) in {int, float} for key in _SLOPE_KEYS[1:]):
         raise ValueError(f"the slopes of {entry['layer']} should be numbers")
@@ -81,11 +81,11 @@ def _slope_summary(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def summarise_slopes(tensors: Mapping[str, npt.NDArray[np.floating]]) -> list[dict[str, Any]]:
-    """Summarise the learned slopes of each layer, in the order of `tensors`; other tensors are passed over.
+    """Summarize the learned slopes of each layer, in the order of `tensors`; other tensors are ignored.
 
-    Each entry: layer, channels (1 where one slope is shared), mean, min, max, and how many slopes are below_zero (the
-    activation is no longer monotonic) and above_one (it amplifies negative values). Six digits, so that the text in a
-    model file does not depend on how a machine adds up.
+    Each entry: layer, channels (1 for a shared slope), mean, min, max, and the number of slopes below_zero (the
+    activation is not monotonic) and above_one (it amplifies negative values). Values have six digits, so that the text
+    in a model file does not depend on a machine's summation order.
     """
     return [
         {
@@ -197,7 +197,7 @@ def _inspect_adopted(path: Path, session: Session) -> dict[str, Any]:
 
 
 def _describe_net(architecture: Architecture, classes: Sequence[ClassEntry]) -> dict[str, Any]:
-    """Return what follows from the architecture and the number of classes."""
+    """Return the entries that follow from the architecture and the number of classes."""
     sizes = {name: int(np.prod(shape)) for name, shape in parameter_shapes(architecture, len(classes)).items()}
     plain = architecture.to_json()
     return {
@@ -212,13 +212,13 @@ def _describe_net(architecture: Architecture, classes: Sequence[ClassEntry]) -> 
 
 
 def print_inspection(inspection: Mapping[str, Any], console: Console) -> None:
-    """Print what `inspect_file` returned as two tables: the file, and its slopes; of an adopted net only the first."""
+    """Print the result of `inspect_file` as two tables, the file and its slopes; only the first for an adopted net."""
     facts = Table(show_header=False, box=None, pad_edge=False, title=_cell(inspection["file"]), title_justify="left")
     facts.add_column(style="bold")
     facts.add_column(overflow="fold")
     adopted = inspection["kind"] == "adopted"
-    for what, fact in (_adopted_facts(inspection) if adopted else _facts(inspection)).items():
-        facts.add_row(what, _cell(fact))
+    for name, fact in (_adopted_facts(inspection) if adopted else _facts(inspection)).items():
+        facts.add_row(name, _cell(fact))
     console.print(facts)
     if adopted:
         return
@@ -234,15 +234,15 @@ def print_inspection(inspection: Mapping[str, Any], console: Console) -> None:
 
 
 def _adopted_facts(inspection: Mapping[str, Any]) -> dict[str, str]:
-    """Return the rows of the table of an adopted net."""
+    """Return the rows of the table for an adopted net."""
     crop, cost = inspection["crop"], inspection["multiply_adds"]
     return {
-        "kind": "adopted: a fixed-size classifier of another origin",
+        "kind": "adopted: a third-party fixed-size classifier",
         "sha256": inspection["sha256"],
         "name": str(inspection["architecture"]["name"]),
-        "crop": f"{crop}x{crop} px and nothing else, resized with {inspection['interpolation']}",
+        "crop": f"{crop}x{crop} px only, resized with {inspection['interpolation']}",
         "classes": _classes_text(inspection["classes"]),
-        "multiply-adds": f"{cost:.4g} for one crop" if cost is not None else "not known",
+        "multiply-adds": f"{cost:.4g} for one crop" if cost is not None else "unknown",
         "precision": inspection["precision"],
         "adopted as": _data_text(inspection["adopted"]) if isinstance(inspection["adopted"], dict) else "not recorded",
         "net": inspection["checkpoint_sha256"],
@@ -264,7 +264,7 @@ def _facts(inspection: Mapping[str, Any]) -> dict[str, str]:
         "crop": f"{crop} px: one window of {window}x{window}, stride {inspection['trunk_stride']} px",
         "pyramid": f"levels {', '.join(map(str, architecture['spp_levels']))}",
         "classes": _classes_text(inspection["classes"]),
-        "parameters": f"{inspection['parameters']:,}, of them {inspection['slope_parameters']:,} slopes",
+        "parameters": f"{inspection['parameters']:,}, of which {inspection['slope_parameters']:,} are slopes",
         "multiply-adds": f"{inspection['multiply_adds']:.4g} for one {crop}x{crop} crop",
         "mean": f"{mean['kind']}{channels}",
     }
@@ -293,24 +293,24 @@ def _print_slopes(slopes: Sequence[Mapping[str, Any]], console: Console, *, shar
     console.print(table)
     if any(entry["below_zero"] or entry["above_one"] for entry in slopes):
         console.print(
-            "! < 0: the activation is not monotonic; > 1: it amplifies negative values. The paper allows both."
+            "! < 0: the activation is not monotonic. > 1: it amplifies negative values. The paper allows both."
         )
     if has_paper:
         console.print("paper: Table 1 of He et al. 2015, model E trained on ImageNet. Every slope starts at 0.25.")
     else:
         learned = ", ".join(f"{layer} {values[0 if shared else 1]:.3f}" for layer, values in PAPER_SLOPES.items())
         console.print(
-            f"For comparison, what model E learned on ImageNet (He et al. 2015, Table 1): {learned}. It keeps both "
-            "signs of the edges at conv1, and becomes more nonlinear with depth. Every slope starts at 0.25."
+            f"For comparison, the slopes of model E trained on ImageNet (He et al. 2015, Table 1): {learned}. It "
+            "preserves both signs of edges at conv1 and becomes more nonlinear with depth. Every slope starts at 0.25."
         )
 
 
 def _print_trend(trend: Mapping[str, Any] | None, console: Console, *, shared: bool) -> None:
-    """Print how the slopes go with depth, whatever it is, and below it how those of the paper do."""
+    """Print how the slopes depend on depth, and the same for the paper's."""
     if trend is not None:
         paper = slope_trend({layer: values[0 if shared else 1] for layer, values in PAPER_SLOPES.items()})
-        console.print(_cell(f"Slopes here: {trend['text']}."))
-        console.print(f"Slopes of the paper's Table 1: {paper}.")
+        console.print(_cell(f"Slopes of this net: {trend['text']}."))
+        console.print(f"Slopes in the paper's Table 1: {paper}.")
 
 
 def _classes_text(classes: Sequence[Mapping[str, str]]) -> str:
@@ -327,5 +327,5 @@ def _data_text(data: Mapping[str, Any]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return a text of the file as it may be shown: no markup, no control characters for the terminal."""
+    """Escape text from the file for the terminal: no markup, no control characters."""
     return escape(escape_unprintable(text))

@@ -1,6 +1,6 @@
-"""What `train --diagnose` writes and `prelunet inspect RUN` reads: diagnosis.jsonl, a line for every evaluation.
+"""diagnosis.jsonl, written by `train --diagnose` and read by `prelunet inspect RUN`: one line per evaluation.
 
-Needs no torch, so that a run folder can be looked at where nothing is trained.
+Does not import torch, so that a run folder can be inspected without it.
 """
 
 import math
@@ -21,21 +21,21 @@ from prelunet.evaluator.json_checks import (
 from prelunet.training.run_state.metrics_log import MetricsLog
 from prelunet.training.run_state.run_folder import DIAGNOSIS_FILE
 
-DEFAULT_IMAGES = 256  # on which layers are measured unless another number is asked for
-SIGNIFICANT_DIGITS = 6  # significant; more would only tell in which order a machine adds up
+DEFAULT_IMAGES = 256  # on which layers are measured by default
+SIGNIFICANT_DIGITS = 6  # more would only reflect a machine's summation order
 
 
 @dataclass(frozen=True)
 class LayerResponse:
-    """One layer on a set of images. Its response is what the layer gives before the activation (y_l of the paper).
+    """Statistics of a layer on a set of images. Its response is the output before the activation (y_l of the paper).
 
-    mean, variance: of the response over images, channels and positions; of fc3 it is the logits.
+    mean, variance: of the response over images, channels and positions; the response of fc3 is the logits.
     gradient_variance: of the gradient of an image's own loss (cross-entropy) with respect to its response, over
     images, channels and positions.
-    never_positive: share of the channels (units of fc1 and fc2), 0 to 1, whose response is above 0 nowhere on any of
-    the images. With ReLU these are the dead ones: they give 0 and learn nothing. With PReLU and leaky ReLU only their
-    negative side is used, so that they are linear on these images. None for fc3, which has no activation.
-    slope: mean of the learned slopes; None where none is learned.
+    never_positive: fraction of the channels (units for fc1 and fc2), 0 to 1, whose response is nowhere above 0 on any
+    of the images. With ReLU these are dead: they output 0 and learn nothing. With PReLU and leaky ReLU they use only
+    their negative side and so are linear on these images. None for fc3, which has no activation.
+    slope: mean of the learned slopes; None if none is learned.
     """
 
     layer: str
@@ -46,7 +46,7 @@ class LayerResponse:
     slope: float | None
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data; what is not a finite number is None, since JSON has no word for it."""
+        """Return plain data; non-finite numbers become None, since JSON cannot represent them."""
         return {
             "layer": self.layer,
             "mean": _plain(self.mean),
@@ -67,9 +67,9 @@ class LayerLog:
         self._log = MetricsLog(path)
 
     def truncate_after(self, step: int, *, evaluated: bool) -> None:
-        """Take back the lines of evaluations that were lost with a crash and will be done again.
+        """Remove the lines of evaluations after a resumed state, which will be repeated.
 
-        evaluated: whether the evaluation at `step` itself is part of the state that is resumed.
+        evaluated: whether the state includes the evaluation at `step`.
         """
         self._log.truncate_after(step if evaluated else step - 1, evaluated=True)
 
@@ -79,28 +79,30 @@ class LayerLog:
 
 
 def read_layer_log(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run folder's diagnosis.jsonl, at least one: `step`, and `layers` as `to_json` gives them.
+    """Return the lines of a run folder's diagnosis.jsonl, at least one: `step`, and `layers` as from `to_json`.
 
-    A last line that is being written is passed over. Raises UsageError where there is no such file or no whole line,
-    or where a line is damaged or names other layers than the first.
+    An incomplete last line is ignored. Raises UsageError if the file is missing or has no complete line, or if a line
+    is damaged or has different layers than the first.
     """
     path = folder / DIAGNOSIS_FILE
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError as error:
         raise UsageError(
-            f"{folder}: no {DIAGNOSIS_FILE} here, so there is no history to show. `prelunet train --diagnose` writes "
-            "one; or look at one of its checkpoints: prelunet inspect CKPT --data DIR"
+            f"{folder}: no {DIAGNOSIS_FILE}, so there is no history to show. `prelunet train --diagnose` writes it. To "
+            "measure one checkpoint: prelunet inspect CKPT --data DIR"
         ) from error
     except OSError as error:
         raise from_os_error(error) from error
     entries = [_entry(path, number, line) for number, line in enumerate(lines, start=1)]
     if not entries:
-        raise UsageError(f"{path}: empty: the training has not been measured yet. Look again after an evaluation")
+        raise UsageError(f"{path}: empty: the run has not been evaluated yet. Try again after an evaluation")
     names = [layer["layer"] for layer in entries[0]["layers"]]
     for number, entry in enumerate(entries, start=1):
         if not names or [layer["layer"] for layer in entry["layers"]] != names:
-            raise UsageError(f"{path}: line {number} has other layers than the first, or none. Remove the file")
+            raise UsageError(
+                f"{path}: line {number} has different layers than the first line, or none. Remove the file"
+            )
     return entries
 
 
@@ -129,6 +131,6 @@ def _plain(value: float | None) -> float | None:
 
 
 def std(layer: Mapping[str, Any], key: str) -> float | None:
-    """Return the standard deviation of which a layer's data has the variance under `key`; None for none."""
+    """Return the square root of the variance that a layer's data has under `key`, or None."""
     variance = layer[key]
     return None if variance is None else math.sqrt(max(variance, 0.0))

@@ -1,7 +1,7 @@
-"""What images do inside a net: responses and gradients, layer by layer (PReLU-nets, section 2.2).
+"""Responses and gradients of a net on images, layer by layer (PReLU-nets, section 2.2).
 
-The paper's initialisation keeps Var[y_l] (Eq. 10) or the variance of its gradient (Eq. 14) from layer to layer; here
-both are measured on a net as it is, with its slopes and the channels that a ReLU would lose.
+The paper's initialization preserves Var[y_l] (Eq. 10) or the variance of its gradient (Eq. 14) from layer to layer.
+This module measures both on any net, with its slopes and the channels that would be dead with ReLU.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ PIXELS_PER_BATCH = 2**19  # 10 crops of 224: their responses and gradients in mo
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """What was measured in a checkpoint. images: how many took part; refused: file → why it could not be decoded."""
+    """Measurements of a checkpoint. images: number of images used; refused: file → why it could not be decoded."""
 
     images: int
     refused: dict[str, str]
@@ -38,7 +38,7 @@ class LayerStatistics:
 
 @dataclass
 class _Sums:
-    """Running sums over a layer's responses, in float64, whose 53 bits the sums of float32 values do not exhaust."""
+    """Running sums over a layer's responses in float64, whose 53 bits suffice for sums of float32 values."""
 
     count: int = 0
     response: list[float] = field(default_factory=lambda: [0.0, 0.0])  # sum, sum of squares
@@ -68,47 +68,46 @@ class _Sums:
 def measure_layers(
     net: PreluNet, images: Tensor, labels: Tensor, advance: Callable[[int], None] | None = None
 ) -> tuple[LayerResponse, ...]:
-    """Return what each layer does on these images, in the order of layers, without dropout.
+    """Measure each layer on these images, without dropout; return the layers in order.
 
-    images: float (N, 3, crop, crop), mean subtracted; labels: int64 (N,); N > 0, on any device; they are shown to the
-    net in several batches, which changes nothing but rounding. advance: told how many more are done.
-    Leaves the net as it is: no random number is drawn, no `.grad` is written, its mode and its observer stay.
+    images: float (N, 3, crop, crop), mean subtracted; labels: int64 (N,); N > 0, on any device; advance: called with
+    the number of images of each batch. The split into batches affects rounding only.
+    Does not change the net: no random number is drawn, no `.grad` is written, its mode and response hook are kept.
     """
-    assert len(images), "without images there is nothing to measure"
+    assert len(images), "needs at least one image"
     sums: dict[str, _Sums] = {}
-    for some, truth in batches(net, images, labels):
-        responses, loss = responses_and_loss(net, some, truth)
+    for batch, truth in batches(net, images, labels):
+        responses, loss = responses_and_loss(net, batch, truth)
         gradients = torch.autograd.grad(loss, list(responses.values()))
         for (layer, response), gradient in zip(responses.items(), gradients, strict=True):
             sums.setdefault(layer, _Sums()).add(response.detach(), gradient)
         if advance is not None:
-            advance(len(some))
-    slopes = dict(net.named_parameters())
-    return tuple(found.summary(layer, slopes.get(f"{layer}.slope")) for layer, found in sums.items())
+            advance(len(batch))
+    parameters = dict(net.named_parameters())
+    return tuple(layer_sums.summary(layer, parameters.get(f"{layer}.slope")) for layer, layer_sums in sums.items())
 
 
 def batches(net: PreluNet, images: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the images and labels in parts that fit into memory, on the net's device and in its number format."""
+    """Yield the images and labels in batches that fit into memory, on the net's device and in its dtype."""
     parameter = next(net.parameters())
     size = max(1, PIXELS_PER_BATCH // (images.shape[2] * images.shape[3]))
-    for some, truth in zip(torch.split(images, size), torch.split(labels, size), strict=True):
-        yield some.to(parameter.device, parameter.dtype), truth.to(parameter.device)
+    for batch, truth in zip(torch.split(images, size), torch.split(labels, size), strict=True):
+        yield batch.to(parameter.device, parameter.dtype), truth.to(parameter.device)
 
 
 def responses_and_loss(net: PreluNet, images: Tensor, labels: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Return each layer's response to one batch, and the sum of the images' losses, with the graph between them.
+    """Return each layer's response to one batch and the sum of the images' losses, with their autograd graph.
 
-    The sum, because the gradient of an image's loss with respect to its own response then does not depend on how many
-    images there are.
+    With a sum, the gradient with respect to an image's response does not depend on the number of images.
     """
     with torch.enable_grad(), _recorded_responses(net) as responses:
-        logits = net(images.detach().requires_grad_())  # so that frozen parameters do not cut the graph off
+        logits = net(images.detach().requires_grad_())  # so that frozen parameters do not cut off the graph
         return responses, F.cross_entropy(logits, labels, reduction="sum")
 
 
 @contextmanager
 def _recorded_responses(net: PreluNet) -> Iterator[dict[str, Tensor]]:
-    """Collect the responses of what runs in the block; an observer that is there already is left out meanwhile."""
+    """Record the responses during the block; an existing response hook is suspended."""
     responses: dict[str, Tensor] = {}
     before, net.response_hook = net.response_hook, responses.__setitem__
     try:
@@ -118,10 +117,10 @@ def _recorded_responses(net: PreluNet) -> Iterator[dict[str, Tensor]]:
 
 
 def measure_checkpoint(checkpoint: Checkpoint, data: DatasetSpec, images: int) -> LayerStatistics:
-    """Measure a checkpoint on images of its classes, spread evenly over those of `data` (its `val` folder if any).
+    """Measure a checkpoint on images of its classes, spread evenly over `data` (over its `val` folder if it has one).
 
-    images: at most so many; fewer where there are fewer. Raises what `open_from_spec` raises: DatasetError for labels
-    that are no classes of the checkpoint, or no image at all; and DatasetError where fewer than two can be decoded.
+    images: maximum number. Raises what `open_from_spec` raises, including DatasetError for labels that are not classes
+    of the checkpoint and for no images; also DatasetError if fewer than two images can be decoded.
     """
     crop = checkpoint.architecture.crop
     image_cache = ImageCache(open_from_spec(data, checkpoint.classes), {}, memory=0)
@@ -129,8 +128,8 @@ def measure_checkpoint(checkpoint: Checkpoint, data: DatasetSpec, images: int) -
     if len(views.labels) < 2:
         some = "".join(f"; {file}: {reason}" for file, reason in list(views.refused.items())[:3])
         raise DatasetError(
-            f"{data.path}: {len(views.labels)} of {len(views.labels) + len(views.refused)} images can be decoded, and "
-            f"a variance needs two{some}. Give more images, or ask for more with --images"
+            f"{data.path}: only {len(views.labels)} of {len(views.labels) + len(views.refused)} images can be decoded, "
+            f"but a variance needs two{some}. Provide more images, or request more with --images"
         )
     net = network_from_checkpoint(checkpoint)
     crops = subtract_mean(torch.from_numpy(views.images), checkpoint.mean)
@@ -141,7 +140,7 @@ def measure_checkpoint(checkpoint: Checkpoint, data: DatasetSpec, images: int) -
 
 @dataclass(frozen=True, eq=False)
 class SampledViews:
-    """images: uint8 (N, crop, crop, 3), mean not subtracted; labels: int64 (N,); refused: file → why it is left out."""
+    """images: uint8 (N, crop, crop, 3), mean not subtracted; labels: int64 (N,); refused: skipped file → reason."""
 
     images: npt.NDArray[np.uint8]
     labels: npt.NDArray[np.int64]
@@ -149,35 +148,38 @@ class SampledViews:
 
 
 def sample_views(image_cache: ImageCache, scale: int, crop: int, images: int = DEFAULT_IMAGES) -> SampledViews:
-    """Return central views of images spread evenly over a split, so that all its classes take part; always the same.
+    """Return central views of images spread evenly over a split, so that all classes are included.
 
-    Of N images those at floor(i·N/images), or all where there are fewer; what cannot be read is left out.
+    The choice is deterministic: of N images those at floor(i·N/images), or all if there are fewer. Unreadable images
+    are skipped.
     """
     total = len(image_cache)
     count = min(images, total)
     views, labels, refused = list[npt.NDArray[np.uint8]](), list[int](), dict[str, str]()
-    for place in (number * total // count for number in range(count)):
+    for index in (number * total // count for number in range(count)):
         try:
-            views.append(image_cache.central_view(place, scale, crop))
-            labels.append(image_cache.samples[place].label)
+            views.append(image_cache.central_view(index, scale, crop))
+            labels.append(image_cache.samples[index].label)
         except UNREADABLE as error:
-            refused[image_cache.samples[place].file] = str(error)
+            refused[image_cache.samples[index].file] = str(error)
     stacked = np.stack(views) if views else np.empty((0, crop, crop, 3), np.uint8)
     return SampledViews(stacked, np.array(labels, dtype=np.int64), refused)
 
 
-# Where a training that diverged lost its numbers: the first layer in which something is no longer finite.
+# Divergence: the first layer with a non-finite value
 
 
 def find_non_finite(net: PreluNet, images: Tensor, labels: Tensor) -> str:
-    """Name the first thing that is not finite when a net sees a batch, as `conv2_1: its response is not finite`.
+    """Describe the first non-finite value when a net processes a batch, as in `conv2_1: its response is not finite`.
 
-    images: float (N, 3, crop, crop), mean subtracted; labels: int64 (N,); N may be 0, then parameters are looked at.
-    The order is that in which one spoils the next: images, parameters (in the order of layers), responses (forwards),
-    loss, gradients of responses (backwards) and of parameters. There is no dropout; where all is finite without it,
-    the text says so. No random number is drawn and no `.grad` is written.
+    images: float (N, 3, crop, crop), mean subtracted; labels: int64 (N,); if N is 0, only parameters are checked.
+    Values are checked in the order in which they propagate: images, parameters (in the order of layers), responses
+    (forward), loss, gradients of responses (backward) and of parameters. Dropout is off; if everything is finite
+    without it, the text says so. No random number is drawn and no `.grad` is written.
     """
-    return next(_non_finite_values(net, images, labels), "no layer: on these images all is finite without dropout")
+    return next(
+        _non_finite_values(net, images, labels), "no layer: without dropout all values of this batch are finite"
+    )
 
 
 def _non_finite_values(net: PreluNet, images: Tensor, labels: Tensor) -> Iterator[str]:
@@ -189,15 +191,15 @@ def _non_finite_values(net: PreluNet, images: Tensor, labels: Tensor) -> Iterato
     if not len(images):
         return
     yield from _non_finite_forward(net, images, labels)
-    for some, truth in batches(net, images, labels):
-        yield from _non_finite_backward(net, some, truth)
+    for batch, truth in batches(net, images, labels):
+        yield from _non_finite_backward(net, batch, truth)
 
 
 def _non_finite_forward(net: PreluNet, images: Tensor, labels: Tensor) -> Iterator[str]:
-    """Yield the layers whose response is not finite, the first layer first, whatever part of the batch it is in."""
+    """Yield the layers whose response is not finite anywhere in the batch, in the order of layers."""
     finite: dict[str, bool] = {}
-    for some, truth in batches(net, images, labels):
-        responses, loss = responses_and_loss(net, some, truth)
+    for batch, truth in batches(net, images, labels):
+        responses, loss = responses_and_loss(net, batch, truth)
         for name, value in (*responses.items(), ("", loss)):
             finite[name] = finite.get(name, True) and _finite(value)
     for name, good in finite.items():
@@ -206,16 +208,16 @@ def _non_finite_forward(net: PreluNet, images: Tensor, labels: Tensor) -> Iterat
 
 
 def _non_finite_backward(net: PreluNet, images: Tensor, labels: Tensor) -> Iterator[str]:
-    """Yield what is not finite on the way back: the gradient of a response, then those of the layer's parameters."""
+    """Yield non-finite gradients, last layer first: of the response, then of the layer's parameters."""
     responses, loss = responses_and_loss(net, images, labels)
     parameters = {name: parameter for name, parameter in net.named_parameters() if parameter.requires_grad}
     gradients = torch.autograd.grad(loss, [*responses.values(), *parameters.values()])
-    found = dict(zip([*responses, *parameters], gradients, strict=True))
+    by_name = dict(zip([*responses, *parameters], gradients, strict=True))
     for layer in reversed(responses):
-        if not _finite(found[layer]):
+        if not _finite(by_name[layer]):
             yield f"{layer}: the gradient of its response is not finite"
         for name in parameters:
-            if name.startswith(f"{layer}.") and not _finite(found[name]):
+            if name.startswith(f"{layer}.") and not _finite(by_name[name]):
                 yield f"{name}: its gradient is not finite"
 
 

@@ -1,4 +1,4 @@
-"""The plots of `prelunet inspect`: pure functions of measured layers (`LayerResponse.to_json`), drawn as SVG."""
+"""The plots of `prelunet inspect`: pure functions of layer measurements (`LayerResponse.to_json`), as SVG."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,18 +10,18 @@ from prelunet.training.inspection.layer_log import std
 
 Layers = Sequence[Mapping[str, Any]]
 
-# What is drawn of a layer, and how: title, logarithmic or not.
+# panel → (title, whether its axis is logarithmic)
 _PANELS = {
     "response": ("standard deviation of the response", True),
     "gradient": ("standard deviation of the gradient", True),
     "slope": ("mean slope of the negative side", False),
     "never_positive": ("channels never positive (percent)", False),
 }
-_MIN_AXIS_END = {"slope": 0.25, "never_positive": 1.0}  # where a linear axis ends at the least
+_MIN_AXIS_END = {"slope": 0.25, "never_positive": 1.0}  # minimum upper end of a linear axis
 
 
 def draw_layers(layers: Layers) -> bytes:
-    """Return the SVG of one measurement: responses, gradients, slopes and channels never positive, by depth."""
+    """Return the SVG of one measurement: responses, gradients, slopes and never-positive channels, by depth."""
     names = [layer["layer"] for layer in layers]
     x: Spec = {"field": "layer", "type": "nominal", "sort": names, "title": None, "scale": {"domain": names}}
     x["axis"] = {"labelAngle": -50, "domain": False, "ticks": False, "labelPadding": 6}
@@ -31,19 +31,19 @@ def draw_layers(layers: Layers) -> bytes:
 
 
 def draw_history(entries: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return the SVG of a training's diagnosis.jsonl: the same panels over the steps, a line for each layer."""
+    """Return the SVG of a run's diagnosis.jsonl: the same panels over the steps, with one line per layer."""
     names = [layer["layer"] for layer in entries[0]["layers"]]
     rows = [row for entry in entries for row in _rows(entry["layers"], entry["step"])]
     x = {"field": "step", "type": "quantitative", "title": "step", "axis": {"grid": False, "format": ",d"}}
     legend = {"orient": "right", "symbolType": "stroke", "symbolStrokeWidth": 3, "columns": -(-len(names) // 20)}
-    colour = {"field": "layer", "type": "nominal", "sort": names, "legend": legend}
-    colour["scale"] = {"domain": names, "scheme": "viridis"}  # dark at conv1, light at fc3
+    color = {"field": "layer", "type": "nominal", "sort": names, "legend": legend}
+    color["scale"] = {"domain": names, "scheme": "viridis"}  # dark at conv1, light at fc3
     mark = {"type": "line", "point": {"size": 14}, "strokeWidth": 1.75}
-    return _panels(rows, {"mark": mark, "encoding": {"x": x, "color": colour}})
+    return _panels(rows, {"mark": mark, "encoding": {"x": x, "color": color}})
 
 
 def _rows(layers: Layers, step: int) -> list[dict[str, Any]]:
-    """Return a row for each number that can be drawn: a logarithmic axis has no place for 0."""
+    """Return a row for each value that can be drawn; a logarithmic axis cannot show 0."""
     rows = []
     for layer in layers:
         share = layer["never_positive"]
@@ -62,7 +62,7 @@ def _rows(layers: Layers, step: int) -> list[dict[str, Any]]:
 
 
 def _y(panel: str, values: Sequence[float]) -> Spec:
-    """Return the y axis of a panel for these values; a logarithmic one has a line at each power of ten, or at some."""
+    """Return the y axis of a panel for these values; a logarithmic axis has lines at powers of ten."""
     title, logarithmic = _PANELS[panel]
     axis: Spec = {"domain": False, "tickCount": 5}
     if logarithmic:
@@ -76,15 +76,15 @@ def _y(panel: str, values: Sequence[float]) -> Spec:
     return {"field": "value", "type": "quantitative", "title": title, "scale": scale, "axis": axis}
 
 
-def _panels(rows: list[dict[str, Any]], drawn: Spec) -> bytes:
-    """Return the SVG of the panels for which there are rows, two beside each other. drawn: mark and encoding but y."""
+def _panels(rows: list[dict[str, Any]], layer_spec: Spec) -> bytes:
+    """Return the SVG of the panels that have rows, in two columns. layer_spec: mark, and encoding without y."""
     base = chart_spec(rows)
     panels = []
     for panel in _PANELS:
         if values := [row["value"] for row in rows if row["panel"] == panel]:
-            chosen = {"transform": [{"filter": {"field": "panel", "equal": panel}}]}
-            encoding = {**drawn["encoding"], "y": _y(panel, values)}
-            panels.append({"width": 380, "height": 210, **chosen, "mark": drawn["mark"], "encoding": encoding})
+            filtered = {"transform": [{"filter": {"field": "panel", "equal": panel}}]}
+            encoding = {**layer_spec["encoding"], "y": _y(panel, values)}
+            panels.append({"width": 380, "height": 210, **filtered, "mark": layer_spec["mark"], "encoding": encoding})
     return draw_svg(
         {"config": base["config"], "data": base["data"], "concat": panels, "columns": 2, "spacing": 28, "padding": 12}
     )

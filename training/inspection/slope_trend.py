@@ -1,6 +1,6 @@
-"""Do the slopes of the negative side fall with depth? The paper: large at conv1, smaller in the layers above.
+"""Trend of the slopes of the negative side with depth. In the paper, conv1's are large and those above smaller.
 
-PReLU-nets, section 2.1 "Comparison Experiments": conv1 keeps both signs of the edges; deeper layers become more
+PReLU-nets, section 2.1 "Comparison Experiments": conv1 preserves both signs of edges; deeper layers become more
 nonlinear.
 """
 
@@ -11,20 +11,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-TREND_THRESHOLD = 0.5  # a rank correlation beyond it is called a trend; the number stands beside the word
-# Ranks see no sizes: a net that has learned nothing yet would have an order by its sixth digit. The demo's net has a
-# range of 0.001 after 20 steps and of 0.11 when it is trained, the paper's of 0.52 (Table 1, channel-wise).
+TREND_THRESHOLD = 0.5  # rank correlations from here on are called a trend; the number is printed as well
+# Ranks ignore magnitudes: slopes of an untrained net would be ordered by their sixth digit. The demo's net has a range
+# of 0.001 after 20 steps and of 0.11 after training, the paper's has 0.52 (Table 1, channel-wise).
 MIN_RANGE = 0.01
 
 
 @dataclass(frozen=True)
 class SlopeTrend:
-    """How mean slopes go with depth.
+    """How the layers' mean slopes depend on depth.
 
-    first: of the first layer; others: mean over the layers above it, each counting once.
-    range: the largest of the layers' mean slopes minus the smallest.
-    rank_correlation: Spearman's, of the mean slope with the place of the layer, -1 (each smaller than the one below)
-    to 1; None where the range is below 0.01, as before training: the slopes are alike.
+    layer, first: name and mean slope of the first layer; others: average over the layers above it.
+    range: the largest mean slope minus the smallest.
+    rank_correlation: Spearman's, between mean slope and depth, -1 (each smaller than the one below) to 1; None if the
+    range is below 0.01, as before training, when the slopes are alike.
     """
 
     layer: str
@@ -48,7 +48,7 @@ class SlopeTrend:
 
 
 def slope_trend(means: Mapping[str, float]) -> SlopeTrend | None:
-    """Return the trend of layer → mean slope, in the order of depth; None for fewer than two layers."""
+    """Return the trend of layer → mean slope, given in the order of depth; None for fewer than two layers."""
     if len(means) < 2:
         return None
     first, *others = means.values()
@@ -60,9 +60,9 @@ def slope_trend(means: Mapping[str, float]) -> SlopeTrend | None:
 
 
 def _rank_correlation(values: npt.NDArray[np.float64]) -> float:
-    """Return Spearman's rank correlation of values with their places; ties get the mean of their ranks.
+    """Return Spearman's rank correlation of values with their indices; ties get the mean of their ranks.
 
-    Not scipy's: to load it takes longer than all the rest of `inspect`.
+    Importing scipy for this would take longer than the rest of `inspect`.
     """
     ranks = [(values < value).sum() + (values == value).sum() / 2 for value in values]
     return float(np.corrcoef(range(len(values)), ranks)[0, 1])

@@ -16,13 +16,13 @@ Layers = Sequence[Mapping[str, Any]]
 _SPREADS = ("variance", "gradient_variance")
 
 _NEVER_POSITIVE = {
-    True: "dead: share of the channels that give 0 for every image, and so learn nothing.",
-    False: "never > 0: share of the channels that use only the negative side on these images; a ReLU would lose them.",
+    True: "dead: share of the channels that are 0 for every image and so learn nothing.",
+    False: "never > 0: share of the channels that use only the negative side on these images; dead with ReLU.",
 }
 
 
 def print_responses(layers: Layers, images: int, activation: str, console: Console) -> None:
-    """Print a measurement, a row for each layer."""
+    """Print a measurement, one row per layer."""
     relu = activation == "relu"
     table = _table(f"Responses before the activation, on {images:,} images")
     for header in ("mean", "variance", "gradient variance", "dead" if relu else "never > 0", "slope"):
@@ -36,10 +36,10 @@ def print_responses(layers: Layers, images: int, activation: str, console: Conso
 
 
 def print_history(entries: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """Print the first and the last measurement of a training side by side, and how the slopes went with depth."""
+    """Print the first and the last measurement of a run side by side, and the slope trends of both."""
     first, last = entries[0], entries[-1]
     steps = f"step {first['step']:,} → step {last['step']:,}"
-    table = _table(f"Layers over the training: {len(entries)} measurements, {steps}")
+    table = _table(f"Layers during training: {len(entries)} measurements, {steps}")
     for header in ("std of response", "std of gradient", "never > 0", "slope"):
         table.add_column(header, justify="right")
     for before, after in zip(first["layers"], last["layers"], strict=True):
@@ -50,7 +50,7 @@ def print_history(entries: Sequence[Mapping[str, Any]], console: Console) -> Non
             _from_to(_slope(before["slope"]), _slope(after["slope"])),
         )
     console.print(table)
-    console.print("never > 0: share of the channels that no image brings above 0; with ReLU these are dead.")
+    console.print("never > 0: share of the channels that are above 0 for no image; dead with ReLU.")
     for entry in (first, *entries[1:][-1:]):
         slopes = {layer["layer"]: layer["slope"] for layer in entry["layers"] if layer["slope"] is not None}
         if (trend := slope_trend(slopes)) is not None:

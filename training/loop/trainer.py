@@ -265,7 +265,7 @@ class Trainer:
 
     @torch.inference_mode()
     def _evaluate(self, signals: StopSignals) -> tuple[ErrorRates, int]:
-        """Return the errors on val/ with the `center` protocol, and the number of images. Each process does its part."""
+        """Return the errors on val/ with the `center` protocol, and the number of images; each process does a part."""
         counts = np.zeros(3)  # images, wrong at top-1, at top-5
         size = max(1, EVALUATION_BATCH // self.group.size)
         rank, ranks = self.group.rank, self.group.size

@@ -1,6 +1,6 @@
-"""Checkpoints: one `.safetensors` file of weights and JSON metadata (docs/contract.md, "Checkpoint").
+"""Checkpoints: a `.safetensors` file with weights and JSON metadata (docs/contract.md, "Checkpoint").
 
-Imports no torch, so that tools without it can read checkpoints too; safetensors only where one is read.
+Does not import torch, so that checkpoints can be read without it. Imports safetensors only to read a file.
 """
 
 import json
@@ -26,18 +26,18 @@ from prelunet.evaluator.json_checks import check_plain, parse_json, require_int,
 
 CHECKPOINT_VERSION = 1
 PREFIX = "prelunet."
-MAX_PIXEL = 255  # of pixels, so also the most that a mean may be
-MEAN_TENSOR = "mean"  # present where prelunet.mean is "image"
-_FIX_HINT = "Take another checkpoint, or write this one again with `prelunet init` or `prelunet train`"
+MAX_PIXEL = 255  # largest pixel value, and so the largest mean
+MEAN_TENSOR = "mean"  # present if prelunet.mean is "image"
+_FIX_HINT = "Use another checkpoint, or recreate this one with `prelunet init` or `prelunet train`"
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A net with its weights, and what is known of how they came to be.
+    """A net with its weights and their origin.
 
     mean: float32 (3,), or (crop, crop, 3) for a mean image; RGB, 0-255; subtracted after mirroring.
     tensors: float32, exactly the names and shapes of `evaluator.architectures.parameter_shapes`.
-    recipe, dataset, metrics: plain JSON data, or None where nothing is known.
+    recipe, dataset, metrics: plain JSON data, or None if unknown.
     """
 
     architecture: Architecture
@@ -50,10 +50,10 @@ class Checkpoint:
 
 
 def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint, whole or not at all; the same checkpoint gives the same bytes.
+    """Write a checkpoint atomically; equal checkpoints give equal bytes.
 
-    Raises CheckpointError for tensors that are missing, mis-shaped or not finite (a training that diverged must not
-    replace a good file), UsageError or EnvironmentFault for a path that cannot be written.
+    Raises CheckpointError for tensors that are missing, have the wrong shape or are not finite (a diverged run must not
+    replace a good file); UsageError or EnvironmentFault if the path cannot be written.
     """
     is_image = checkpoint.mean.ndim == 3
     tensors = dict(checkpoint.tensors)
@@ -61,7 +61,7 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         tensors[MEAN_TENSOR] = checkpoint.mean
     elif checkpoint.mean.shape != (3,) or not all(0 <= value <= MAX_PIXEL for value in checkpoint.mean):
         raise CheckpointError(
-            f"{path}: the mean should be three numbers from 0 to {MAX_PIXEL} or an image, not {checkpoint.mean!r}"
+            f"{path}: the mean should be three numbers from 0 to {MAX_PIXEL}, or an image, not {checkpoint.mean!r}"
         )
     expected = _expected_shapes(checkpoint.architecture, len(checkpoint.classes), mean_image=is_image)
     _check_names(path, {name: (str(t.dtype), t.shape) for name, t in tensors.items()}, expected, "float32")
@@ -73,10 +73,10 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read and check a checkpoint; no code in it is ever run.
+    """Read and validate a checkpoint; code in the file is never run.
 
-    Raises CheckpointError for a file that is no safetensors file, cut short, without our metadata, of a newer version,
-    or whose tensors are not finite float32 of the names and shapes that its architecture has; UsageError for one that
+    Raises CheckpointError if the file is not a safetensors file, is truncated, has no prelunet metadata or a newer
+    version, or if its tensors are not finite float32 with the names and shapes of its architecture; UsageError if it
     cannot be read.
     """
     from safetensors import SafetensorError, safe_open
@@ -93,7 +93,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
             found = {name: (s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
             _check_names(path, found, expected, "F32")
-            tensors = {name: file.get_tensor(name) for name in expected}  # one copy, straight from the file's pages
+            tensors = {name: file.get_tensor(name) for name in expected}  # a single copy, from the mapped file
     except OSError as error:
         raise UsageError(
             f"{path}: cannot be read ({error.strerror or error}). Give the path of a checkpoint"
@@ -114,7 +114,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def _expected_shapes(architecture: Architecture, classes: int, *, mean_image: bool) -> dict[str, tuple[int, ...]]:
-    """Return name → shape of every tensor that the file holds, in the order of writing."""
+    """Return name → shape of every tensor in the file, in the order of writing."""
     shapes = parameter_shapes(architecture, classes)
     if mean_image:
         shapes[MEAN_TENSOR] = (architecture.crop, architecture.crop, 3)
@@ -124,7 +124,7 @@ def _expected_shapes(architecture: Architecture, classes: int, *, mean_image: bo
 def tensor_faults(
     found: Mapping[str, tuple[str, tuple[int, ...]]], expected: Mapping[str, tuple[int, ...]], dtype: str
 ) -> dict[str, str]:
-    """Return name → fault, in words, of every tensor which is missing, unexpected, mis-shaped or of another type.
+    """Return name → description for every tensor that is missing, unexpected, or has the wrong shape or type.
 
     found: name → type and shape; expected: name → shape.
     """
@@ -140,7 +140,7 @@ def tensor_faults(
 
 
 def is_finite(tensor: Float32Array) -> bool:
-    """Whether there is neither NaN nor infinity; the two extremes show both, without a mask as large as the tensor."""
+    """Return whether all values are finite; minimum and maximum suffice, without a mask as large as the tensor."""
     return bool(np.isfinite(tensor.min()) and np.isfinite(tensor.max()))
 
 
@@ -152,7 +152,7 @@ def _check_names(
 ) -> None:
     if faults := tensor_faults(found, expected, dtype):
         raise CheckpointError(
-            f"{path}: the tensors do not fit the architecture that the file names: "
+            f"{path}: the tensors do not match the architecture in the metadata: "
             f"{'; '.join(sorted(faults.values()))}. {_FIX_HINT}"
         )
 
@@ -160,13 +160,13 @@ def _check_names(
 def _check_finite(path: Path, name: str, tensor: Float32Array) -> None:
     if not is_finite(tensor):
         raise CheckpointError(
-            f"{path}: {name} holds values that are not finite, so the training has diverged or the file is damaged. "
-            "Take an earlier checkpoint, or train with a smaller learning rate"
+            f"{path}: {name} contains values that are not finite: training has diverged, or the file is damaged. "
+            "Use an earlier checkpoint, or train with a lower learning rate"
         )
 
 
 def _metadata_of(checkpoint: Checkpoint, is_image: bool) -> dict[str, str]:
-    """Return the metadata, keys sorted. The mean is written with the digits that give the same float32 again."""
+    """Return the metadata with sorted keys. The digits of the mean reproduce its float32 values."""
     values: dict[str, Any] = {
         "version": CHECKPOINT_VERSION,
         "architecture": checkpoint.architecture.to_json(),
@@ -180,10 +180,9 @@ def _metadata_of(checkpoint: Checkpoint, is_image: bool) -> dict[str, str]:
 
 
 def _write_safetensors(file: BinaryIO, tensors: Mapping[str, Float32Array], metadata: Mapping[str, str]) -> None:
-    """Write the safetensors format: 8 bytes of header length, the header as JSON, then the tensors one after another.
+    """Write the safetensors format: 8 bytes of header length, the header as JSON, then the tensors consecutively.
 
-    Not the library's own writer: that one puts the metadata in a random order (version 0.8), so that the same
-    checkpoint would have another sha256 each time.
+    The library's writer orders the metadata randomly (version 0.8), so equal checkpoints would differ in sha256.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
@@ -191,32 +190,32 @@ def _write_safetensors(file: BinaryIO, tensors: Mapping[str, Float32Array], meta
         start, end = end, end + tensor.nbytes
         header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    text += b" " * (-len(text) % 8)  # aligns the tensors
     file.write(len(text).to_bytes(8, "little") + text)
     for tensor in tensors.values():
         file.write(np.ascontiguousarray(tensor, dtype="<f4").data)
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
-    """Say what is wrong with a file that the library refuses: after 8 bytes of length a header begins with a brace."""
+    """Return the error for a file that safetensors rejects: damaged if it has a header, which begins with a brace."""
     with path.open("rb") as file:
-        is_ours = file.read(9)[8:] == b"{"
-    if is_ours:
+        has_header = file.read(9)[8:] == b"{"
+    if has_header:
         return CheckpointError(
-            f"{path}: damaged: its {path.stat().st_size} bytes are not what its header says, as after an interrupted "
-            f"copy or download ({error}). Copy it again, or take another checkpoint"
+            f"{path}: damaged: its {path.stat().st_size} bytes do not match its header, as after an interrupted copy "
+            f"or download ({error}). Copy it again, or use another checkpoint"
         )
-    return CheckpointError(f"{path}: not a checkpoint: no safetensors file ({error}). {_FIX_HINT}")
+    return CheckpointError(f"{path}: not a checkpoint: not a safetensors file ({error}). {_FIX_HINT}")
 
 
 class _Metadata:
-    """Reads the metadata and turns every fault into a CheckpointError that names the key."""
+    """Reader of the metadata; raises CheckpointError with the name of the key for every fault."""
 
     def __init__(self, path: Path, texts: Mapping[str, str]) -> None:
         self.path, self.texts = path, texts
         if f"{PREFIX}version" not in texts:
             raise CheckpointError(
-                f"{path}: a safetensors file, but no checkpoint of prelunet (no metadata). {_FIX_HINT}"
+                f"{path}: a safetensors file, but not a prelunet checkpoint (no metadata). {_FIX_HINT}"
             )
         try:
             version = require_int(self.value("version"), "a version", 1)
@@ -224,8 +223,8 @@ class _Metadata:
             raise self.malformed("version", error) from error
         if version > CHECKPOINT_VERSION:
             raise CheckpointError(
-                f"{path}: checkpoint version {version}, but this prelunet knows versions up to {CHECKPOINT_VERSION}. "
-                "Install a newer prelunet"
+                f"{path}: checkpoint version {version}, but this prelunet supports versions up to "
+                f"{CHECKPOINT_VERSION}. Install a newer prelunet"
             )
 
     def value(self, key: str) -> Any:
@@ -258,15 +257,15 @@ class _Metadata:
         except ValueError as error:
             raise self.malformed("classes", error) from error
         if not classes or len({entry.wnid for entry in classes}) != len(classes):
-            raise self.malformed("classes", "empty, or a wnid twice")
+            raise self.malformed("classes", "empty, or a duplicate wnid")
         return classes
 
     def mean(self) -> Float32Array | None:
-        """Return the three numbers, or None where the mean is an image."""
+        """Return the three channel means, or None if the mean is an image."""
         value = self.value("mean")
         if value == "image":
             return None
-        # Types by hand: for numpy true and "1" are numbers, too.
+        # Check types explicitly: numpy would convert true and "1" to numbers.
         if (
             type(value) is not list
             or len(value) != 3
@@ -276,14 +275,14 @@ class _Metadata:
         return np.array(value, dtype=np.float32)
 
     def recipe(self, crop: int) -> Mapping[str, Any] | None:
-        """Return the recipe. Its `scales` decide what the model file makes of `multi-scale`; the rest is for people."""
+        """Return the recipe. Only its `scales` are checked: they define `multi-scale` in a model file."""
         recipe = self.optional("recipe")
         if recipe is not None and "scales" in recipe:
             scales = recipe["scales"]
             if not isinstance(scales, list) or len(scales) != 2 or any(type(scale) is not int for scale in scales):
-                raise self.malformed("recipe", "scales should be two whole numbers, the lowest and the highest")
+                raise self.malformed("recipe", "scales should be two integers, the lowest and the highest")
             if not crop <= scales[0] <= scales[1] <= MAX_SIDE:
-                raise self.malformed("recipe", f"scales should rise from the crop, {crop}, to at most {MAX_SIDE}")
+                raise self.malformed("recipe", f"scales should ascend from the crop ({crop}) to at most {MAX_SIDE}")
         return recipe
 
     def optional(self, key: str) -> Mapping[str, Any] | None:
@@ -293,11 +292,8 @@ class _Metadata:
         return value
 
 
-# What a new checkpoint amounts to, as the verbs that write one say it.
-
-
 def size_summary(checkpoint: Checkpoint, path: Path) -> str:
-    """Return the parameters and multiply-adds of a net and the bytes of its file, in one line."""
+    """Return a line with the number of parameters and multiply-adds and the file size, for the verbs' output."""
     net = checkpoint.architecture
     parameters = sum(tensor.size for tensor in checkpoint.tensors.values())
     operations = multiply_adds(net.to_json(), net.crop, net.crop, len(checkpoint.classes))

@@ -1,6 +1,6 @@
-"""Dense evaluation in torch, window by window: plain rather than fast.
+"""Reference implementation of dense evaluation in torch, window by window: simple rather than fast.
 
-Export checks its graph against this, and makes the golden scores with it in float64.
+Export checks its graph against it, and computes the golden scores with it in float64.
 """
 
 import numpy as np
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from prelunet.training.net.network import PreluNet
 
-WINDOWS_PER_BATCH = 64  # bounds the memory: 64 windows of model C and their features are 60 MB in float32
+WINDOWS_PER_BATCH = 64  # bounds memory: 64 windows of model C and their features take 60 MB in float32
 
 
 def subtract_mean(images: Tensor, mean: Tensor | npt.NDArray[np.floating]) -> Tensor:
-    """Subtract the mean from images, uint8 (N, H, W, 3) RGB, and put the channels first.
+    """Subtract the mean from images, uint8 (N, H, W, 3) RGB, and move the channels first.
 
-    mean: (3,), or a mean image (h, w, 3), which is warped to H x W (SPP-net, appendix A): bilinear between half-pixel
-    centres. Mirror before, never after: the mean image is not symmetric.
-    Returns (N, 3, H, W) of the mean's dtype, on the images' device.
+    mean: (3,), or a mean image (h, w, 3), which is warped to H x W (SPP-net, appendix A), bilinear with half-pixel
+    centers. Mirror images before this call, not after: a mean image is not symmetric.
+    Returns (N, 3, H, W) in the mean's dtype, on the images' device.
     """
     mean = torch.as_tensor(mean, device=images.device)
     if mean.ndim == 3 and mean.shape != images.shape[1:]:
@@ -40,16 +40,16 @@ def dense_windows(
     """
     assert not net.training, "dense evaluation without dropout: call net.eval() first"
     parameter = next(net.parameters())
-    batch = torch.from_numpy(image.copy())[None].to(parameter.device)  # torch refuses the strides of mirrored views
+    batch = torch.from_numpy(image.copy())[None].to(parameter.device)  # torch rejects the strides of mirrored views
     feature_map = net.trunk(subtract_mean(batch, torch.as_tensor(mean, dtype=parameter.dtype)))[0]
     side = net.architecture.window
     rows, columns = feature_map.shape[1] - side + 1, feature_map.shape[2] - side + 1
-    assert min(rows, columns) > 0, f"an image of {image.shape[:2]} holds no window of {side}x{side} cells"
+    assert min(rows, columns) > 0, f"an image of {image.shape[:2]} contains no window of {side}x{side} cells"
     corners = [(row, column) for row in range(rows) for column in range(columns)]
     logits = []
     for start in range(0, len(corners), WINDOWS_PER_BATCH):
-        some = corners[start : start + WINDOWS_PER_BATCH]
-        windows = torch.stack([feature_map[:, row : row + side, column : column + side] for row, column in some])
+        chunk = corners[start : start + WINDOWS_PER_BATCH]
+        windows = torch.stack([feature_map[:, row : row + side, column : column + side] for row, column in chunk])
         logits.append(net.head(net.pyramid(windows)))
     grid = torch.cat(logits).reshape(rows, columns, -1)
     return grid.softmax(dim=2).cpu().numpy(), grid.cpu().numpy()

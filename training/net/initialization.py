@@ -1,6 +1,6 @@
-"""Weights before training: PReLU-nets, section 2.2, and the classes of a new net.
+"""Initial weights (PReLU-nets, section 2.2) and classes of a new net.
 
-Imports no torch: the tensors are numpy arrays, drawn from generators whose streams numpy keeps stable.
+Does not import torch: the tensors are numpy arrays, drawn from generators whose streams numpy keeps stable.
 """
 
 import math
@@ -22,32 +22,32 @@ RULES: tuple[Rule, ...] = get_args(Rule)
 FIRST_LAYERS: tuple[FirstLayer, ...] = get_args(FirstLayer)
 _RECTIFIER_RULES: tuple[Rule, ...] = ("fan-out", "fan-in", "average")  # those of the paper's section 2.2
 
-CHANNEL_MEAN = (123.68, 116.78, 103.94)  # R, G, B of ImageNet's training images, as VGG's release published them
+CHANNEL_MEAN = (123.68, 116.78, 103.94)  # R, G, B of ImageNet's training images, as published with VGG
 INITIAL_SLOPE = 0.25  # PReLU-nets, section 2.1 "Optimization"
 FC_LAYERS = ("fc1", "fc2", "fc3")
-_DEVIATIONS = "from 1e-6 to 100"  # beyond, float32 weights become 0 or infinite within a few layers
+_DEVIATIONS = "from 1e-6 to 100"  # outside, float32 responses become 0 or infinite within a few layers
 
 
 @dataclass(frozen=True)
 class Initialization:
-    """How the weights of an untrained net are drawn: PReLU-nets, section 2.2.
+    """Distribution of the weights of an untrained net: PReLU-nets, section 2.2.
 
     rule: of the convolutions, with a the initial slope, n_in = k²·c and n_out = k²·d (k: kernel, c and d: channels of
-    its input and output):
+    the input and output):
 
-    - fan-out: ½(1 + a²)·n_out·Var = 1, keeps the variance of gradients (Eq. 14 and 15; what the paper trains with)
-    - fan-in: ½(1 + a²)·n_in·Var = 1, keeps the variance of responses (Eq. 10 and 15)
+    - fan-out: ½(1 + a²)·n_out·Var = 1, preserves the variance of gradients (Eq. 14 and 15; the paper trains with it)
+    - fan-in: ½(1 + a²)·n_in·Var = 1, preserves the variance of responses (Eq. 10 and 15)
     - average: Var = 4 / ((1 + a²)(n_in + n_out)), between the two
-    - xavier: uniform, n_in·Var = 1, as Caffe's "xavier", with which the paper compares
+    - xavier: uniform, n_in·Var = 1, Caffe's "xavier", to which the paper compares
     - gaussian: the standard deviation `std` in every convolution
 
-    first_layer: the first convolution sees the image, which no activation has halved. `exact` puts 1 for ½(1 + a²)
-    there, which is what Eq. 10 asks for (by Eq. 14, where the activation after it counts, it is a convention); `half`
-    does not, as the paper ("the factor 1/2 does not matter if it just exists on one layer").
-    fc_stds: standard deviations of fc1, fc2, fc3, Gaussian under every rule: the paper's practice. Scaled as the
-    convolutions are, they would give one-hot scores before training, which hides mistakes.
+    first_layer: the input of the first convolution is the image, which no activation has halved. `exact` replaces
+    ½(1 + a²) by 1 there, as Eq. 10 requires (under Eq. 14, where the activation after the layer counts, it is a
+    convention). `half` does not, like the paper ("the factor 1/2 does not matter if it just exists on one layer").
+    fc_stds: standard deviations of fc1, fc2, fc3, Gaussian under every rule, as in the paper. Scaled like the
+    convolutions, they would give one-hot scores before training, which hides mistakes.
 
-    Raises UsageError for an unknown name, a deviation that is not above 0, or `exact` where nothing is halved.
+    Raises UsageError for an unknown name, a deviation out of range, or `exact` with a rule that halves nothing.
     """
 
     rule: Rule = "fan-out"
@@ -57,13 +57,13 @@ class Initialization:
 
     def __post_init__(self) -> None:
         if self.rule not in RULES:
-            raise UsageError(f"no initialisation '{self.rule}'. There are: {', '.join(RULES)}")
+            raise UsageError(f"unknown initialization '{self.rule}'. Choose one of {', '.join(RULES)}")
         if self.first_layer not in FIRST_LAYERS:
-            raise UsageError(f"no first layer '{self.first_layer}'. There are: {', '.join(FIRST_LAYERS)}")
+            raise UsageError(f"unknown first layer '{self.first_layer}'. Choose one of {', '.join(FIRST_LAYERS)}")
         if self.first_layer == "exact" and self.rule not in _RECTIFIER_RULES:
             raise UsageError(
-                f"first layer 'exact' leaves out the factor ½ of {', '.join(_RECTIFIER_RULES)}; '{self.rule}' has "
-                "none. Choose one of these, or first layer 'half'"
+                f"first layer 'exact' drops the factor ½ of {', '.join(_RECTIFIER_RULES)}; '{self.rule}' has no such "
+                "factor. Choose one of these rules, or first layer 'half'"
             )
         if not _is_deviation(self.std):
             raise UsageError(
@@ -86,7 +86,7 @@ class Initialization:
             return self.std**2
         if self.rule == "xavier":
             return 1 / fan_in
-        doubled = 2.0 if first and self.first_layer == "exact" else 1 + slope**2  # what the activation lets pass, twice
+        doubled = 2.0 if first and self.first_layer == "exact" else 1 + slope**2  # twice the factor ½(1 + a²)
         if self.rule == "average":
             return 4 / (doubled * (fan_in + fan_out))
         return 2 / (doubled * (fan_out if self.rule == "fan-out" else fan_in))
@@ -97,18 +97,18 @@ def _is_deviation(std: float) -> bool:
 
 
 def initial_slope(activation: Activation) -> float:
-    """Return the slope a of the negative side before training."""
+    """Return the initial slope a of the negative side."""
     return {"prelu": INITIAL_SLOPE, "prelu-shared": INITIAL_SLOPE, "relu": 0.0, "lrelu": LRELU_SLOPE}[activation]
 
 
 def initial_tensors(
     architecture: Architecture, classes: int, seed: int, initialization: Initialization = Initialization()
 ) -> dict[str, Float32Array]:
-    """Draw the tensors of an untrained net; names and shapes of `parameter_shapes`, same seed same bytes.
+    """Draw the tensors of an untrained net, with names and shapes of `parameter_shapes`; equal seeds give equal bytes.
 
-    Biases 0, slopes 0.25. Every layer's weights have a random stream of their own, by the layer's number: a change of
-    one layer's size leaves the others as they are; another activation, or another of the Gaussian rules, only scales
-    the numbers.
+    Biases are 0, learned slopes 0.25. Each layer's weights have their own random stream, selected by the layer's
+    number. Changing the size of one layer leaves the others unchanged, and another activation or Gaussian rule only
+    scales the weights.
     """
     slope = initial_slope(architecture.activation)
     fc_stds = dict(zip(FC_LAYERS, initialization.fc_stds, strict=True))
@@ -120,7 +120,7 @@ def initial_tensors(
         if kind != "weight":
             tensors[name] = np.full(shape, slope if kind == "slope" else 0.0, dtype=np.float32)
             continue
-        # Numbered as tensors are where every layer has a weight, a bias and a slope.
+        # The factor 3 counts tensors as if every layer had a weight, a bias and a slope.
         random = np.random.default_rng((seed, 3 * number))
         if layer in fc_stds:
             tensors[name] = _gaussian(random, shape, fc_stds[layer])
@@ -132,14 +132,14 @@ def initial_tensors(
 
 
 def _gaussian(random: np.random.Generator, shape: tuple[int, ...], std: float) -> Float32Array:
-    """Draw float32 weights from the normal distribution around 0."""
+    """Draw float32 weights from a normal distribution around 0."""
     weights = random.standard_normal(shape, dtype=np.float32)
     weights *= np.float32(std)
     return weights
 
 
 def _uniform(random: np.random.Generator, shape: tuple[int, ...], std: float) -> Float32Array:
-    """Draw float32 weights from the uniform distribution around 0 that has this deviation: its edge is √3 of it."""
+    """Draw float32 weights from the uniform distribution on ±√3·std, which has this standard deviation."""
     weights = random.random(shape, dtype=np.float32)
     weights -= np.float32(0.5)
     weights *= np.float32(2 * math.sqrt(3) * std)
@@ -147,16 +147,16 @@ def _uniform(random: np.random.Generator, shape: tuple[int, ...], std: float) ->
 
 
 def parse_classes(text: str) -> tuple[ClassEntry, ...]:
-    """Return the classes of `--classes`: a number N gives class0000, class0001, …; anything else is a file's path.
+    """Parse `--classes`: a number N gives class0000, class0001, …; anything else is the path of a file.
 
-    Raises UsageError for a number without sense, and what `read_class_list` raises.
+    Raises UsageError for a number out of range, and what `read_class_list` raises.
     """
     if not text.isdecimal():
         if not Path(text).exists():
-            raise UsageError(f"--classes {text}: neither a number of classes nor an existing file")
+            raise UsageError(f"--classes {text}: neither a number nor an existing file")
         return read_class_list(Path(text))
     count = int(text[:20])
     if not 1 <= count <= MAX_CLASSES:
-        raise UsageError(f"--classes {text}: a net has 1 to {MAX_CLASSES} classes")
+        raise UsageError(f"--classes {text}: should be from 1 to {MAX_CLASSES}")
     width = max(4, len(str(count - 1)))
     return tuple(ClassEntry(wnid, wnid) for wnid in (f"class{index:0{width}}" for index in range(count)))

@@ -1,7 +1,7 @@
 """The torch net of an `Architecture`: trunk, spatial pyramid, fully connected head.
 
-Its parameters are exactly those of a checkpoint (`evaluator.architectures.parameter_shapes`), so that `state_dict()`
-needs no renaming anywhere.
+Its parameters have the names and shapes of a checkpoint (`evaluator.architectures.parameter_shapes`), so `state_dict()`
+needs no renaming.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,11 +16,11 @@ from prelunet.evaluator.arrays import Float32Array
 from prelunet.training.net.checkpoints import Checkpoint
 
 HEAD = ("fc1", "fc2", "fc3")
-Factors: TypeAlias = tuple[Tensor, Tensor]  # of dropout: what the outputs of fc1 and fc2 are multiplied by, (N, hidden)
+Factors: TypeAlias = tuple[Tensor, Tensor]  # dropout factors of the outputs of fc1 and fc2, (N, hidden) each
 
 
 class Layer(nn.Module):
-    """The parameters of one layer under their names in a checkpoint; slope is None where none is learned."""
+    """The parameters of one layer, named as in a checkpoint; slope is None if none is learned."""
 
     weight: Tensor
     bias: Tensor
@@ -35,7 +35,7 @@ class Layer(nn.Module):
 class PreluNet(nn.Module):
     """A net of the paper; all parameters are zero until `load_tensors` or `load_state_dict` fills them.
 
-    observer: told the name of each layer (conv1, …, fc3) and its response, before the activation; None for nobody.
+    response_hook: called with the name of each layer (conv1, …, fc3) and its response before the activation, or None.
     """
 
     response_hook: Callable[[str, Tensor], None] | None
@@ -53,26 +53,24 @@ class PreluNet(nn.Module):
 
     @property
     def has_head(self) -> bool:
-        """Return whether the fully connected layers are here."""
+        """Return whether this net has its fully connected layers."""
         return hasattr(self, HEAD[0])
 
     def drop_head(self) -> None:
-        """Give the fully connected layers away: in hybrid training one process alone has them
-        (training/distributed/hybrid.py).
-        """
+        """Remove the fully connected layers; in hybrid training only one process has them."""
         for name in HEAD:
             delattr(self, name)
 
     def forward(self, images: Tensor, factors: Factors | None = None) -> Tensor:
         """Return the logits (N, K) of training crops: float (N, 3, crop, crop), mean already subtracted.
 
-        factors: of dropout, as in `head`. The feature map must be exactly one window; larger images go through
+        factors: dropout factors, as in `head`. The feature map must be exactly one window; for larger images use
         `training.net.dense_reference.dense_windows`.
         """
         return self.head(self.features(images), factors)
 
     def features(self, images: Tensor) -> Tensor:
-        """Return the features (N, bins·C) of training crops, as `forward` takes them."""
+        """Return the features (N, bins·C) of training crops in the form that `forward` takes."""
         feature_map = self.trunk(images)
         window = self.architecture.window
         assert feature_map.shape[2:] == (window, window), f"{tuple(images.shape)} is not one crop; see dense_windows"
@@ -94,8 +92,8 @@ class PreluNet(nn.Module):
     def pyramid(self, windows: Tensor) -> Tensor:
         """Pool windows (N, C, w, w) into features (N, bins·C): levels in order, each flattened (channel, row, column).
 
-        Bin i of n over a cells is [floor(i·a/n), ceil((i+1)·a/n)), counted from 0 (SPP-net, appendix A), which is
-        torch's adaptive pooling; maxima start at −inf, since after a PReLU a bin may be all negative.
+        Bin i of n over a cells is [floor(i·a/n), ceil((i+1)·a/n)), counted from 0 (SPP-net, appendix A), as in torch's
+        adaptive pooling. Maxima start at −inf, since after a PReLU all values of a bin may be negative.
         """
         levels = [F.adaptive_max_pool2d(windows, level).flatten(1) for level in self.architecture.spp_levels]
         return torch.cat(levels, dim=1)
@@ -103,14 +101,14 @@ class PreluNet(nn.Module):
     def head(self, features: Tensor, factors: Factors | None = None) -> Tensor:
         """Return the logits (N, K) of features (N, bins·C).
 
-        factors: of dropout (training/data/augmentation.py); None outside of training.
+        factors: dropout factors (training/data/augmentation.py); None outside of training.
         """
         hidden = features
-        for place, name in enumerate(HEAD[:2]):
+        for index, name in enumerate(HEAD[:2]):
             hidden = self._connected(name, hidden)
             hidden = activate(hidden, self.architecture.activation, self._layer(name).slope)
             if factors is not None:
-                hidden = hidden * factors[place]
+                hidden = hidden * factors[index]
         return self._connected(HEAD[2], hidden)
 
     def _connected(self, name: str, values: Tensor) -> Tensor:
@@ -132,7 +130,7 @@ class PreluNet(nn.Module):
 def activate(values: Tensor, activation: Activation, slope: Tensor | None) -> Tensor:
     """Apply max(0, y) + a·min(0, y) (PReLU-nets, Eq. 1); channels are axis 1.
 
-    slope: (C,) one a per channel, (1,) one for all, None for the activations that learn none.
+    slope: (C,) one slope a per channel, (1,) one for all channels, None if the activation learns none.
     """
     if slope is not None:
         return F.prelu(values, slope)
@@ -140,9 +138,9 @@ def activate(values: Tensor, activation: Activation, slope: Tensor | None) -> Te
 
 
 def parameter_groups(net: PreluNet, weight_decay: float) -> list[dict[str, Any]]:
-    """Return the parameters in groups for an optimizer: slopes are never decayed.
+    """Return the optimizer's parameter groups: weight decay applies to everything but slopes.
 
-    Decay would push slopes to zero and so PReLU to ReLU (PReLU-nets, section 2.1 "Optimization").
+    Decay would push slopes to zero, and so PReLU to ReLU (PReLU-nets, section 2.1 "Optimization").
     """
     slopes = [parameter for name, parameter in net.named_parameters() if name.endswith(".slope")]
     others = [parameter for name, parameter in net.named_parameters() if not name.endswith(".slope")]
@@ -158,7 +156,7 @@ def load_tensors(net: PreluNet, tensors: Mapping[str, Float32Array]) -> None:
 def network_from_checkpoint(checkpoint: Checkpoint) -> PreluNet:
     """Return the net of a checkpoint in eval mode.
 
-    The net uses the checkpoint's memory (model C has 1.3 GB of it): training it would change both.
+    The net shares the checkpoint's memory (1.3 GB for model C), so training it would change both.
     """
     with torch.device("meta"):  # shapes without memory
         net = PreluNet(checkpoint.architecture, len(checkpoint.classes))
@@ -167,5 +165,5 @@ def network_from_checkpoint(checkpoint: Checkpoint) -> PreluNet:
 
 
 def tensors_of(net: PreluNet) -> dict[str, Float32Array]:
-    """Return the net's parameters as float32 arrays for a checkpoint; a net on the CPU shares its memory with them."""
+    """Return the net's parameters as float32 arrays for a checkpoint; a net on the CPU shares memory with them."""
     return {name: value.detach().to("cpu", torch.float32).numpy() for name, value in net.state_dict().items()}

@@ -1,1 +1,1 @@
-"""What a training run keeps on disk, so that it can be resumed."""
+"""The files of a run, from which it can be resumed."""

@@ -1,4 +1,4 @@
-"""What a run keeps in its folder: state.pt, and the checkpoints that follow from it."""
+"""Saving and restoring a run: state.pt, and the checkpoints derived from it."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,18 +22,18 @@ from prelunet.training.run_state.run_folder import BEST_FILE, LAST_FILE, STATE_F
 
 
 class CheckpointManager:
-    """Writes the files of one run; in many processes the first one's does."""
+    """Manages the state and checkpoint files of a run; with several processes, only the first one writes."""
 
     def __init__(self, folder: Path, recipe: Recipe, splits: Splits) -> None:
         self.folder, self.recipe, self.splits = folder, recipe, splits
 
     @property
     def has_state(self) -> bool:
-        """Return whether a run has begun here."""
+        """Return whether the folder has a saved state."""
         return (self.folder / STATE_FILE).exists()
 
     def read(self, net: PreluNet) -> ResumeState:
-        """Read the state of a net like this; raises as `read_state`, and for what this run cannot have come to."""
+        """Read the saved state; raises RunFolderError also for a state that this run cannot have produced."""
         path = self.folder / STATE_FILE
         state = read_state(path, net)
         if not self._is_consistent(state):
@@ -41,32 +41,32 @@ class CheckpointManager:
         return state
 
     def _is_consistent(self, state: ResumeState) -> bool:
-        """Whether this recipe can come to such a state on these images."""
+        """Return whether this recipe can produce such a state on these images."""
         now, splits = state.progress, {"train": self.splits.train, "val": self.splits.val}
         total_steps = self.recipe.in_steps(len(self.splits.train.samples)).total_steps
         has_momentum = now.step > 0 and self.recipe.momentum > 0  # else torch keeps none
-        images_are_left = (
+        has_images = (
             any(sample.file not in now.refused[split] for sample in dataset.samples)
             for split, dataset in splits.items()
         )
-        return now.step <= total_steps and bool(state.momentum) == has_momentum and all(images_are_left)
+        return now.step <= total_steps and bool(state.momentum) == has_momentum and all(has_images)
 
     def write(self, net: PreluNet, momentum: Mapping[str, Tensor], progress: TrainingProgress) -> None:
-        """Write the state first, then the checkpoints that follow from it; before the first step there is none."""
+        """Write the state, then the checkpoints derived from it; there are none before the first step."""
         write_state(self.folder / STATE_FILE, net, momentum, progress)
         if progress.step:
             for name, checkpoint in self._checkpoints(net, progress):
                 write_checkpoint(self.folder / name, checkpoint)
 
     def repair(self, net: PreluNet, progress: TrainingProgress) -> None:
-        """Bring the checkpoints to the state that was read, where a crash came between the two."""
+        """Write the checkpoints that do not match the restored state, as after a crash between the two writes."""
         if progress.step:
             for name, checkpoint in self._checkpoints(net, progress):
                 if not _holds(self.folder / name, checkpoint):
                     write_checkpoint(self.folder / name, checkpoint)
 
     def _checkpoints(self, net: PreluNet, now: TrainingProgress) -> Iterator[tuple[str, Checkpoint]]:
-        """Yield file name and checkpoint of this state: the last, the best if this is it, and one to be kept."""
+        """Yield file name and checkpoint of this state: last, best if it is the best, and one to keep if due."""
         dataset = self.splits.train
         checkpoint = Checkpoint(
             architecture=self.recipe.build_architecture(),
@@ -85,15 +85,15 @@ class CheckpointManager:
 
 
 def is_kept(recipe: Recipe, step: int) -> bool:
-    """Return whether the checkpoint of a step is kept beside the last and the best."""
+    """Return whether the checkpoint of a step is kept permanently."""
     return recipe.keep_every is not None and step % recipe.keep_every == 0
 
 
 def _holds(path: Path, checkpoint: Checkpoint) -> bool:
-    """Whether the file is this checkpoint."""
+    """Return whether the file contains this checkpoint."""
     try:
-        found = read_checkpoint(path)
-    except (CheckpointError, UsageError):  # damaged, or not there
+        stored = read_checkpoint(path)
+    except (CheckpointError, UsageError):  # damaged or missing
         return False
-    same = all(np.array_equal(found.tensors[name], tensor) for name, tensor in checkpoint.tensors.items())
-    return same and found.metrics == checkpoint.metrics
+    same = all(np.array_equal(stored.tensors[name], tensor) for name, tensor in checkpoint.tensors.items())
+    return same and stored.metrics == checkpoint.metrics

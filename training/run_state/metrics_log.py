@@ -1,4 +1,4 @@
-"""What a training measures: errors on the validation split, and the log of a run."""
+"""The metrics of a run: errors on the validation split, and metrics.jsonl."""
 
 import json
 from dataclasses import dataclass
@@ -30,30 +30,30 @@ class ErrorRates:
 
 
 def count_errors(ranks: npt.NDArray[np.int64]) -> tuple[int, int]:
-    """Return how many images are wrong at top-1 and at top-5, given the ranks of their labels, counted from 1."""
+    """Return the numbers of top-1 and top-5 errors, given the ranks of the labels, counted from 1."""
     return int((ranks > 1).sum()), int((ranks > 5).sum())
 
 
 def error_rates(step: int, images: float, top1: float, top5: float) -> ErrorRates:
-    """Return the errors of a whole split, given how many of its images are wrong."""
+    """Return the errors in percent, given the numbers of images and of errors."""
     return ErrorRates(step, round(100 * top1 / images, 4), round(100 * top5 / images, 4))
 
 
 class MetricsLog:
-    """metrics.jsonl: one line per measured point, in the order of steps, written as soon as it is known."""
+    """metrics.jsonl: one line per entry, in the order of steps, written immediately."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def truncate_after(self, step: int, *, evaluated: bool) -> None:
-        """Take back the lines of steps that were lost with a crash and will be done again; a torn last line too.
+        """Remove the lines of steps after a resumed state, which will be repeated, and an incomplete last line.
 
-        evaluated: whether the evaluation at `step` itself is part of the state that is resumed.
+        evaluated: whether the state includes the evaluation at `step`.
         """
         if not self.path.exists():
             return
         *lines, last = self.path.read_bytes().split(b"\n")
-        if last and not last.startswith(b"{"):  # else nothing, or the beginning of a line that a crash cut off
+        if last and not last.startswith(b"{"):  # otherwise empty, or a line truncated by a crash
             lines.append(last)
         kept = []
         for number, line in enumerate(lines, start=1):
@@ -62,7 +62,7 @@ class MetricsLog:
                 at = require_int(entry.get("step"), "step", 0)
             except ValueError as error:
                 raise RunFolderError(
-                    f"{self.path}: line {number} is damaged ({error}). Remove that line, or begin anew with --fresh"
+                    f"{self.path}: line {number} is damaged ({error}). Remove that line, or start over with --fresh"
                 ) from error
             if at < step or (at == step and (evaluated or "top1_error" not in entry)):
                 kept.append(line + b"\n")

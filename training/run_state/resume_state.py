@@ -1,9 +1,9 @@
-"""What resuming needs: `state.pt`, and the checkpoints that follow from it.
+"""`state.pt`: everything needed to resume a run.
 
-state.pt alone says how far a run is, and is replaced whole or not at all. The checkpoints are written after it and can
-be made from it again: what a crash leaves out in between, the next start mends. There is no random state in it: every
-random number is a function of (seed, step) or of (seed, epoch, image). Nor is there anything of the processes that
-wrote it: tensors stand under their names, so that any number of processes can go on from it.
+state.pt alone defines the progress of a run and is replaced atomically. The checkpoints are written after it and can be
+derived from it: if a crash prevents that, the next start repairs them. It contains no random state, since every random
+number is a function of (seed, step) or of (seed, epoch, image). It does not depend on the processes that wrote it:
+tensors are stored by name, so any number of processes can resume from it.
 """
 
 import errno
@@ -36,11 +36,11 @@ _MOMENTUM = "momentum_buffer"  # of torch's SGD
 
 @dataclass
 class TrainingProgress:
-    """How far a run is; it changes only together with the net and the optimizer.
+    """Progress of a run; changes only together with the net and the optimizer.
 
-    mean: float32 (crop, crop, 3) or (3,); axes: float32 (3, 3), of the colour change; refused: `train` and `val` → file
-    → reason, as found before the training; lost: the same for images of train/ that broke since; step: finished steps;
-    loss_sum over loss_steps: steps that are not logged yet; measured: all measurements so far, in their order.
+    mean: float32 (crop, crop, 3) or (3,); axes: float32 (3, 3), of the color augmentation; refused: `train` and `val` →
+    file → reason, from before the run; unreadable: file → reason for images of train/ that became unreadable since;
+    step: completed steps; loss_sum, loss_steps: over the steps not logged yet; evaluations: all so far, in order.
     """
 
     mean: Float32Array
@@ -54,46 +54,46 @@ class TrainingProgress:
 
     @property
     def latest_errors(self) -> ErrorRates | None:
-        """Return the last measurement."""
+        """Return the last evaluation."""
         return self.evaluations[-1] if self.evaluations else None
 
     @property
     def best(self) -> ErrorRates | None:
-        """Return the measurement with the lowest top-1 error, the first of several."""
+        """Return the evaluation with the lowest top-1 error, the first in case of ties."""
         return min(self.evaluations, key=lambda errors: errors.top1_error, default=None)
 
     @property
     def is_evaluated(self) -> bool:
-        """Return whether the net as it is now has been measured."""
+        """Return whether the net has been evaluated at the current step."""
         return self.latest_errors is not None and self.latest_errors.step == self.step
 
 
 @dataclass(frozen=True)
 class ResumeState:
-    """What state.pt holds. tensors, momentum: name in a checkpoint → tensor; no momentum before the first step."""
+    """The content of state.pt. tensors, momentum: name in a checkpoint → tensor; no momentum before the first step."""
 
     progress: TrainingProgress
     tensors: Mapping[str, Tensor]
     momentum: Mapping[str, Tensor]
 
     def restore(self, net: PreluNet, optimizer: Optimizer) -> None:
-        """Put the tensors into a net, and the momenta into its optimizer; of both what this process has."""
+        """Copy the tensors to a net and the momenta to its optimizer, for the parameters that this process has."""
         with torch.no_grad():
             for name, parameter in net.named_parameters():
                 parameter.copy_(self.tensors[name])
                 if name in self.momentum:
-                    held = torch.empty_like(parameter)  # which keeps the parameter's device and order in memory
-                    optimizer.state[parameter][_MOMENTUM] = held.copy_(self.momentum[name])
+                    buffer = torch.empty_like(parameter)  # keeps the parameter's device and memory format
+                    optimizer.state[parameter][_MOMENTUM] = buffer.copy_(self.momentum[name])
 
 
 def momentum_of(net: PreluNet, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return what an SGD optimizer remembers of each parameter of a net; nothing before the first step."""
-    found = {name: optimizer.state[value].get(_MOMENTUM) for name, value in net.named_parameters()}
-    return {name: momentum for name, momentum in found.items() if momentum is not None}
+    """Return the momentum buffer of each parameter of a net; empty before the first step."""
+    buffers = {name: optimizer.state[value].get(_MOMENTUM) for name, value in net.named_parameters()}
+    return {name: momentum for name, momentum in buffers.items() if momentum is not None}
 
 
 def write_state(path: Path, net: PreluNet, momentum: Mapping[str, Tensor], progress: TrainingProgress) -> None:
-    """Write state.pt, whole or not at all."""
+    """Write state.pt atomically."""
     state = {
         "version": STATE_VERSION,
         "net": net.state_dict(),
@@ -106,7 +106,7 @@ def write_state(path: Path, net: PreluNet, momentum: Mapping[str, Tensor], progr
         "loss": [progress.loss_sum, progress.loss_steps],
         "measured": [errors.to_json() for errors in progress.evaluations],
     }
-    # Not straight into the file: torch hides the system's error there, and "disk full" would read as our own mistake.
+    # Via a buffer: writing to a file, torch hides the system's error, so a full disk would look like an internal error.
     buffer = io.BytesIO()
     _save(state, buffer)
     with open_atomically(path) as file:
@@ -114,7 +114,7 @@ def write_state(path: Path, net: PreluNet, momentum: Mapping[str, Tensor], progr
 
 
 def _save(state: dict[str, Any], buffer: io.BytesIO) -> None:
-    """Save with the records' CRCs, which `read_state` checks: torch leaves them out if somebody has told it to."""
+    """Save with CRCs, which `read_state` checks, even if they are turned off in torch."""
     before = get_crc32_options()
     set_crc32_options(True)
     try:
@@ -124,66 +124,66 @@ def _save(state: dict[str, Any], buffer: io.BytesIO) -> None:
 
 
 def read_state(path: Path, net: PreluNet) -> ResumeState:
-    """Read state.pt of a training of such a net; no code in the file is ever run.
+    """Read the state.pt of a run that trains this net; code in the file is never run.
 
-    net: with all its layers. Raises RunFolderError for a file that is damaged, or not of this net.
+    net: with all its layers. Raises RunFolderError if the file is damaged or belongs to another net.
     """
     try:
         _check_records(path)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's, of what is refused below
-            # Mapped, so that the processes of a machine share what they read.
-            found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if type(found) is not dict:
+            warnings.simplefilter("ignore")  # from torch, about files that are rejected below
+            # Mapped, so that the processes of a machine share the memory.
+            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if type(state) is not dict:
             raise ValueError("no state")
-        version = require_int(found["version"], "version", 1)
+        version = require_int(state["version"], "version", 1)
         if version == STATE_VERSION:
-            return _parse_state(found, net)
+            return _parse_state(state, net)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # which is what torch makes of a very short file
+        if error.errno != errno.EINVAL:  # EINVAL: torch's error for a very short file
             raise
         raise damaged_state_error(path) from error
-    except Exception as error:  # on damaged bytes torch raises far more than its own classes, with advice of its own
-        if isinstance(error, MemoryError) or "allocate memory" in str(error):  # the file may be sound
-            fault = f"{path}: too little memory to read it. Free memory, or start fewer processes"
+    except Exception as error:  # for damaged files torch raises many other exceptions than its own
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):  # the file may be intact
+            fault = f"{path}: not enough memory to read it. Free memory, or start fewer processes"
             raise EnvironmentFault(fault) from error
         raise damaged_state_error(path) from error
     raise RunFolderError(
         f"{path}: version {version}, but this prelunet reads version {STATE_VERSION}. "
-        "Go on with the prelunet that wrote it, or begin anew with --fresh"
+        "Resume with the prelunet that wrote it, or start over with --fresh"
     )
 
 
 def damaged_state_error(path: Path) -> RunFolderError:
-    """Return the error of a state.pt that nobody can go on from."""
+    """Return the error for a state.pt from which a run cannot resume."""
     return RunFolderError(
-        f"{path}: damaged, or of another net, so it cannot be resumed from. "
-        "Restore the file from a copy, or begin anew with --fresh"
+        f"{path}: damaged, or belongs to another net, so the run cannot resume from it. "
+        "Restore the file from a copy, or start over with --fresh"
     )
 
 
 def _check_records(path: Path) -> None:
-    """Check the CRC of every record: a mapping torch checks none. Takes a second a gigabyte, and 1 MiB of memory."""
+    """Check the CRC of every record, which torch does not do with mmap; takes 1 s per GB and 1 MiB of memory."""
     with zipfile.ZipFile(path) as file:
         if (name := file.testzip()) is not None:
             raise ValueError(f"the CRC of {name}")
 
 
-def _parse_state(found: dict[str, Any], net: PreluNet) -> ResumeState:
-    """Return what the file says; any exception where it cannot be meant, as torch has its own for odd tensors."""
+def _parse_state(state: dict[str, Any], net: PreluNet) -> ResumeState:
+    """Validate the content of the file. Invalid content raises various exceptions, including torch's."""
     shapes = {name: tuple(value.shape) for name, value in net.state_dict().items()}
-    tensors, momentum = found["net"], found["momentum"]
+    tensors, momentum = state["net"], state["momentum"]
     if tensors.keys() != shapes.keys() or momentum.keys() not in (set(), shapes.keys()):
         raise ValueError("tensors of another net")
     for name, value in (*tensors.items(), *momentum.items()):
         _array(value, name, shapes[name])
-    return ResumeState(_parse_progress(found, net.architecture.crop), tensors, momentum)
+    return ResumeState(_parse_progress(state, net.architecture.crop), tensors, momentum)
 
 
 def _array(value: Any, what: str, *shapes: tuple[int, ...]) -> Float32Array:
-    """Return a tensor of finite float32 of one of these shapes.
+    """Return a finite float32 tensor of one of these shapes as an array.
 
-    For what has no values in rows (sparse, nested, on `meta`) torch raises TypeError or RuntimeError.
+    Raises ValueError for other dense tensors; torch raises TypeError or RuntimeError for sparse, nested and meta ones.
     """
     array: Float32Array = value.numpy()
     if array.dtype != np.float32 or array.shape not in shapes or not is_finite(array):
@@ -191,20 +191,20 @@ def _array(value: Any, what: str, *shapes: tuple[int, ...]) -> Float32Array:
     return array
 
 
-def _parse_progress(found: dict[str, Any], crop: int) -> TrainingProgress:
-    step = require_int(found["step"], "step", 0)
-    loss_sum, loss_steps = found["loss"]
+def _parse_progress(state: dict[str, Any], crop: int) -> TrainingProgress:
+    step = require_int(state["step"], "step", 0)
+    loss_sum, loss_steps = state["loss"]
     if type(loss_sum) is not float or not math.isfinite(loss_sum):
-        raise ValueError("a loss that is no number")
+        raise ValueError("the loss is not a finite number")
     return TrainingProgress(
-        mean=_array(found["mean"], "mean", (crop, crop, 3), (3,)),
-        axes=_array(found["axes"], "axes", (3, 3)),
-        refused={split: _parse_reasons(found["refused"][split]) for split in ("train", "val")},
-        unreadable=_parse_reasons(found["lost"]),
+        mean=_array(state["mean"], "mean", (crop, crop, 3), (3,)),
+        axes=_array(state["axes"], "axes", (3, 3)),
+        refused={split: _parse_reasons(state["refused"][split]) for split in ("train", "val")},
+        unreadable=_parse_reasons(state["lost"]),
         step=step,
         loss_sum=loss_sum,
         loss_steps=require_int(loss_steps, "steps of the loss", 0, step),
-        evaluations=_parse_evaluations(found["measured"], step),
+        evaluations=_parse_evaluations(state["measured"], step),
     )
 
 
@@ -217,11 +217,11 @@ def _parse_reasons(files: Any) -> dict[str, str]:
 
 
 def _parse_evaluations(entries: Iterable[dict[str, Any]], step: int) -> list[ErrorRates]:
-    """Return the measurements of a run that has come to this step."""
+    """Return the evaluations of a run up to this step."""
     evaluations = [ErrorRates(**entry) for entry in entries]
     before = 0
     for errors in evaluations:
-        before = require_int(errors.step, "step of a measurement", before + 1, step)
+        before = require_int(errors.step, "step of an evaluation", before + 1, step)
         top1, top5 = errors.top1_error, errors.top5_error
         if type(top1) is not float or type(top5) is not float or not 0 <= top5 <= top1 <= 100:
             raise ValueError(f"errors of {top1} and {top5} percent")

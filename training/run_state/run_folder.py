@@ -1,14 +1,14 @@
-"""The folder of a training run: `training.json` says what is trained, on what; nothing else may be trained there.
+"""The folder of a training run. `training.json` describes the run; no other run may use the folder.
 
-training.json       recipe, dataset, classes; written first, and never again: a run may go on with other values of the
-                    recipe's keys EXECUTION_KEYS, and each checkpoint states those that it was written with
-state.pt            how far the run is (training/run_state/resume_state.py)
+training.json       recipe, dataset and classes; written once, at the start. A run may resume with other values of the
+                    recipe's EXECUTION_KEYS; each checkpoint records the values with which it was written
+state.pt            progress of the run (training/run_state/resume_state.py)
 last.safetensors    the checkpoint of that state
 best.safetensors    the checkpoint with the lowest top-1 error on val/ so far
-step-N.safetensors  checkpoints that `keep_every` keeps
-metrics.jsonl       loss, rate, speed; errors on val/
+step-N.safetensors  checkpoints kept permanently (`keep_every`)
+metrics.jsonl       loss, learning rate, throughput; errors on val/
 diagnosis.jsonl     responses of the layers at every evaluation (--diagnose)
-tensorboard/        the same as metrics.jsonl for TensorBoard
+tensorboard/        the content of metrics.jsonl for TensorBoard
 """
 
 import json
@@ -27,19 +27,27 @@ RUN_VERSION = 1
 TRAINING_FILE, STATE_FILE, METRICS_FILE = "training.json", "state.pt", "metrics.jsonl"
 LAST_FILE, BEST_FILE = "last.safetensors", "best.safetensors"
 DIAGNOSIS_FILE, EVENTS_FOLDER, KEPT_FILES = "diagnosis.jsonl", "tensorboard", "step-*.safetensors"
-FILES = (STATE_FILE, LAST_FILE, BEST_FILE, METRICS_FILE, DIAGNOSIS_FILE, TRAINING_FILE)  # the last one is the sign
+FILES = (
+    STATE_FILE,
+    LAST_FILE,
+    BEST_FILE,
+    METRICS_FILE,
+    DIAGNOSIS_FILE,
+    TRAINING_FILE,
+)  # the last one marks a run folder
 
 
 @contextmanager
 def open_run_folder(folder: Path, description: dict[str, Any], *, fresh: bool) -> Iterator[Callable[[], None] | None]:
-    """Make the folder, or check that it is of the same run, and hold it for this process alone.
+    """Create the run folder, or check that it belongs to the same run, and lock it for this process.
 
-    description: plain JSON data, all that decides the results, and the recipe's keys EXECUTION_KEYS, which do not and
-    may be others when a run goes on. fresh: an earlier run there is thrown away.
-    Yields None where a run of this description goes on; else a function that removes what an earlier run left there
-    (and nothing else) and writes the description. Nothing is removed before: what keeps the new run from beginning
-    should not cost the old one. What a killed process left half-written is removed. Raises RunFolderError that shows
-    the difference when the folder is of another run, holds other things, or is being written by another process.
+    description: everything that determines the results, as plain JSON data, including the recipe's EXECUTION_KEYS,
+    which do not and may differ on resume; fresh: replace an earlier run.
+    Yields None to resume a run with this description; otherwise a function that removes the files of an earlier run
+    (and nothing else) and writes the description. Nothing is removed before that call, so a run that fails to start
+    does not destroy the earlier one. Files left half-written by a killed process are removed.
+    Raises RunFolderError if the folder belongs to another run (with the differences), contains other files, or is in
+    use by another process.
     """
     create_folder(folder, "--out")
     with locked_folder(folder, "--out"):
@@ -60,58 +68,56 @@ def open_run_folder(folder: Path, description: dict[str, Any], *, fresh: bool) -
 
 
 def _has_begun(folder: Path) -> bool:
-    """Return whether there is anything of a run but its description."""
+    """Return whether the folder contains more of a run than its description."""
     return any((folder / name).exists() for name in FILES if name != TRAINING_FILE)
 
 
 def checkpoint_file_name(step: int) -> str:
-    """Return the name of a checkpoint that `keep_every` keeps."""
+    """Return the file name of a checkpoint kept by `keep_every`."""
     return f"step-{step:07}.safetensors"
 
 
 def _remove(folder: Path) -> None:
-    """Remove the files of a run and no others."""
+    """Remove the files of a run, except its description."""
     for kept in folder.glob(KEPT_FILES):
         kept.unlink()
     if (folder / EVENTS_FOLDER).is_dir():
         shutil.rmtree(folder / EVENTS_FOLDER)
     for name in FILES:
-        if name != TRAINING_FILE:  # which is the sign that the folder is ours, and is replaced whole
+        if name != TRAINING_FILE:  # marks the folder as a run folder, and is replaced atomically
             (folder / name).unlink(missing_ok=True)
 
 
 def _compare(folder: Path, requested: dict[str, Any]) -> None:
-    """Refuse a run of another description, and one without a state to go on from."""
+    """Raise RunFolderError if the run in the folder differs from the requested one or has no state to resume from."""
     may_differ = [("recipe", key) for key in EXECUTION_KEYS]
     if found := differences(_read(folder / TRAINING_FILE), json.loads(json.dumps(requested)), ignored=may_differ):
-        of_images = any(line.startswith("dataset.") for line in found)
-        hint = (
-            " (A fingerprint is of names, lengths and labels of a split's images: put back what was moved or changed.)"
-        )
+        dataset_differs = any(line.startswith("dataset.") for line in found)
+        hint = " (A fingerprint covers names, lengths and labels of a split's images: restore those that changed.)"
         raise RunFolderError(
-            f"{folder}: holds another training:\n{format_differences(found)}\n"
-            f"Choose another folder with --out, or begin anew here with --fresh.{hint if of_images else ''}"
+            f"{folder}: contains another run:\n{format_differences(found)}\n"
+            f"Choose another folder with --out, or start over with --fresh.{hint if dataset_differs else ''}"
         )
     if not (folder / STATE_FILE).exists():
         raise RunFolderError(
-            f"{folder}: {STATE_FILE} is not there, so the run cannot go on. Restore the file from a copy, or begin "
-            "anew with --fresh"
+            f"{folder}: {STATE_FILE} is missing, so the run cannot resume. Restore the file from a copy, or start over "
+            "with --fresh"
         )
 
 
 def _check_unused(folder: Path) -> None:
-    """Refuse a folder that holds anything: without a description, nobody knows whose it is."""
+    """Raise RunFolderError unless the folder, which has no description, is empty."""
     if others := sorted(path.name for path in folder.iterdir()):
         raise RunFolderError(
-            f"{folder}: not empty ({', '.join(others[:3])}{', ...' if len(others) > 3 else ''}) and not a training. "
+            f"{folder}: not empty ({', '.join(others[:3])}{', ...' if len(others) > 3 else ''}) and not a run folder. "
             "Choose an empty or new folder with --out"
         )
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = require_object(parse_json(path.read_bytes()), "it")
-        check_plain(found)
+        description = require_object(parse_json(path.read_bytes()), "it")
+        check_plain(description)
     except ValueError as error:
-        raise RunFolderError(f"{path}: damaged ({error}). Restore the file, or begin anew with --fresh") from error
-    return found
+        raise RunFolderError(f"{path}: damaged ({error}). Restore the file, or start over with --fresh") from error
+    return description

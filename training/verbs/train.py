@@ -66,7 +66,8 @@ def _train(
         int | None,
         typer.Option(
             min=0,
-            help="Decoding workers per training process.  [default: number of cores - 1, at most 16]",
+            help="Decoding workers per training process.  [default: number of cores - 1, at most "
+            "16, divided among the processes of a machine]",
         ),
     ] = None,
     diagnose: Annotated[

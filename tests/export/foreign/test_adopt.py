@@ -371,4 +371,4 @@ def test_inspect_tells_what_is_known_of_an_adopted_net_and_nothing_more(
     assert len(told["classes"]) == CLASSES
     assert "slopes" not in told
     assert run(["inspect", model]) == 0
-    assert f"{CROP}x{CROP} px and nothing else" in capsys.readouterr().out
+    assert f"{CROP}x{CROP} px only" in capsys.readouterr().out

@@ -195,11 +195,11 @@ def test_random_operators_are_found_in_branches_and_functions_and_a_dropout_only
 @pytest.mark.parametrize(
     ("mean", "std", "pixel_range", "told"),
     [
-        (0.0, 58.0, 1, r"--std 58,58,58: more than 1, .*say --range 255"),
-        (0.5, 1.01, 1, r"--std 1\.01.*say --range 255"),
+        (0.0, 58.0, 1, r"--std 58,58,58: above 1, .*add --range 255"),
+        (0.5, 1.01, 1, r"--std 1\.01.*add --range 255"),
         (300.0, 58.0, 255, r"--mean 300,300,300: more than 255"),
         (-0.1, 0.2, 1, r"--mean -0\.1.*: below 0"),
-        (-5.0, 58.0, 255, r"--mean -5.*: below 0, but pixels run from 0 to 255"),
+        (-5.0, 58.0, 255, r"--mean -5.*: below 0, but pixels range from 0 to 255"),
         (0.5, 1e300, 1, r"--std 1e\+300.*too large for float32"),
         (120.0, 1e300, 255, r"--std 1e\+300.*too large for float32"),
         (0.5, 1e-50, 1, r"--std 1e-50.*too small"),

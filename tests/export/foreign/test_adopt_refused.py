@@ -179,8 +179,8 @@ def test_a_graph_that_does_not_do_what_was_said_never_becomes_a_file(
 @pytest.mark.parametrize(
     ("numbers", "told"),
     [
-        ({"mean": (123.7, 116.8, 103.9), "std": (58.4, 57.1, 57.4)}, "pixels run from 0 to 1.*say --range 255"),
-        ({"mean": MEAN, "std": STD, "pixel_range": 255}, "next to nothing.*leave --range 255 out"),
+        ({"mean": (123.7, 116.8, 103.9), "std": (58.4, 57.1, 57.4)}, "pixels range from 0 to 1.*add --range 255"),
+        ({"mean": MEAN, "std": STD, "pixel_range": 255}, "almost 0.*omit --range 255"),
         ({"mean": MEAN, "std": (0.2, 0, 0.2)}, "std above 0"),
         ({"mean": (float("nan"), 0, 0), "std": STD}, "finite numbers"),
         ({"mean": MEAN, "std": None}, "belong together"),

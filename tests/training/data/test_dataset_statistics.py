@@ -205,7 +205,7 @@ def test_a_damaged_file_is_told_and_measured_anew(dataset: Dataset, tmp_path: Pa
     said: list[str] = []
     assert_equal(compute_statistics(dataset, "train/", scale=14, crop=12, cache=tmp_path, report=said.append), expected)
     assert f"{path}: damaged (" in said[0]
-    assert "looked at anew" in said[0]
+    assert "are recomputed" in said[0]
     said.clear()
     assert_equal(compute_statistics(dataset, "train/", scale=14, crop=12, cache=tmp_path, report=said.append), expected)
     assert said == []  # it is whole again
@@ -222,7 +222,7 @@ def test_images_that_became_rubbish_of_the_same_length_are_noticed_though_a_surv
     said: list[str] = []
     with pytest.raises(DatasetError, match="7 of 21 images in train/ cannot be decoded"):
         initial_state(RECIPE, after, None, cache, said.append)
-    assert said == ["train/: images have changed since they were looked at, so all are looked at anew"]
+    assert said == ["train/: images have changed since their statistics were cached; recomputing"]
 
 
 def test_a_folder_that_cannot_be_written_is_told_and_stops_nothing(dataset: Dataset, tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_a_folder_that_cannot_be_written_is_told_and_stops_nothing(dataset: Data
     found = compute_statistics(dataset, "train/", scale=14, crop=12, cache=tmp_path / "file", report=said.append)
     assert_equal(found, compute_statistics(dataset, "train/", scale=14, crop=12))
     assert len(said) == 1
-    assert "cannot be kept" in said[0]
+    assert "cannot be cached" in said[0]
     assert "PRELUNET_CACHE" in said[0]
 
 
@@ -309,14 +309,14 @@ def test_stats_of_a_training_set_without_val_says_that_it_looked_at_nothing_else
     code, out, err = run("stats", "--data", folder / "train", "--crop", 12, "--json", capsys=capsys)
     assert code == 0
     assert (json.loads(out)["images"], json.loads(out)["val"]) == (21, None)
-    assert "only the images to learn from are looked at: " in err
+    assert "only the training images are measured: " in err
     assert "no folders 'train' and 'val' here" in err
 
 
 @pytest.mark.parametrize(
     ("words", "code", "text"),
     [
-        (("--crop", 16, "--scale", 12), 2, "a crop of 16 pixels does not fit; give a scale of 16 or more"),
+        (("--crop", 16, "--scale", 12), 2, "smaller than the crop of 16 pixels. Give a scale of 16 or more"),
         (("--crop", 0), 2, "--crop"),
     ],
 )

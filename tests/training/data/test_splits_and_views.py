@@ -190,7 +190,7 @@ def test_val_labels_are_places_in_the_training_classes(tmp_path: Path) -> None:
 def test_a_class_of_val_that_train_lacks_is_refused_by_name(tmp_path: Path) -> None:
     root = make_dataset(tmp_path)
     write_image(root / "val/zebra/1.png", 0, (20, 20), 0)
-    with pytest.raises(DatasetError, match="1 classes that train/ lacks: zebra"):
+    with pytest.raises(DatasetError, match="1 classes that train/ does not have: zebra"):
         open_splits(root)
 
 
@@ -219,7 +219,7 @@ def test_a_class_folder_with_a_control_character_in_its_name_is_refused(tmp_path
 
 
 def test_a_single_class_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match=r"one class only \(dog\)"):
+    with pytest.raises(DatasetError, match=r"only one class \(dog\)"):
         open_splits(make_dataset(tmp_path, classes=("dog",)))
 
 
@@ -297,7 +297,7 @@ def test_numbers_are_classes_in_the_order_of_numbers_and_val_may_lack_some(tmp_p
         (lambda name: (".cls", b""), "the label '' is not a class"),
         (lambda name: (".cls", b"7" if name == "ox" else name.encode()), "is not a class index, but other labels are"),
         (lambda name: (".cls", b"0%d" % CLASS_NUMBERS[name]), "the label '00' is not a class index"),
-        (lambda name: (".cls", b"0"), r"one class only \(0\)"),
+        (lambda name: (".cls", b"0"), r"only one class \(0\)"),
     ],
 )
 def test_labels_that_are_no_class_list_are_refused(
@@ -311,7 +311,7 @@ def test_labels_that_are_no_class_list_are_refused(
 
 def test_shards_of_one_kind_are_no_two_splits(folder: Path, tmp_path: Path) -> None:
     write_shards(tmp_path, folder, "train", "pets", LABELS["names"][0])
-    with pytest.raises(DatasetError, match="webdataset shards may lie there, too"):
+    with pytest.raises(DatasetError, match="\(or webdataset shards\)"):
         open_splits(tmp_path)
 
 

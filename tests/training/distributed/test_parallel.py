@@ -183,7 +183,7 @@ def test_when_a_process_is_killed_the_others_say_so_and_how_to_go_on_within_seco
         assert (one.error, one.exit_code) == (None, 0), "no process hangs, and none dies with it"
         text, when = one.value
         assert "has died" in text
-        assert "start the same command again" in text
+        assert "run the same command again" in text
         assert "/" not in text, "no place in another project's source"
         assert when - begun < 30, "far less than the patience of open_process_group"
 
@@ -191,7 +191,7 @@ def test_when_a_process_is_killed_the_others_say_so_and_how_to_go_on_within_seco
 def test_a_process_with_an_error_of_its_own_raises_it_and_the_others_that_it_is_gone() -> None:
     first, second = run_in_processes(2, work.train_until_one_gives_up, "hybrid", seconds=60)
     assert second == "ValueError: a mistake of my own"
-    assert first.startswith("EnvironmentFault: a process of this training has died")
+    assert first.startswith("EnvironmentFault: a process of this run has died")
 
 
 def test_torchruns_processes_find_each_other(tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_a_batch_with_fewer_rows_than_processes_or_parts_is_refused() -> None:
 
 
 def test_a_kind_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"'model'\. There are: ddp, hybrid"):
+    with pytest.raises(UsageError, match=r"'model'\. Choose one of ddp, hybrid"):
         build_parallel("model", work.net_of(0), ProcessGroup(0, 1, CPU))
 
 
@@ -303,11 +303,14 @@ def test_a_kind_that_does_not_exist_is_refused() -> None:
         ({"RANK": "0"}, "has RANK, but not WORLD_SIZE"),
         (
             {"RANK": "0", "WORLD_SIZE": "2"},
-            "not LOCAL_RANK, MASTER_ADDR, MASTER_PORT: start the processes with torchrun",
+            "not LOCAL_RANK, MASTER_ADDR, MASTER_PORT. Start the processes with torchrun",
         ),
         ({"RANK": "two", "WORLD_SIZE": "2"}, "should be numbers"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK 2, WORLD_SIZE 2"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE 3 in the environment do not fit"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "3"},
+            "LOCAL_WORLD_SIZE 3 in the environment are inconsistent",
+        ),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "abc"}, "should be numbers: .*'abc'"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "70000"}, "MASTER_PORT 70000 .* 1 to 65535"),
     ],
@@ -327,7 +330,7 @@ def test_devices_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with (
-        pytest.raises(UsageError, match=r"no device 'tpu' to train on\. There are: cpu, cuda"),
+        pytest.raises(UsageError, match=r"unknown device 'tpu'\. Choose one of cpu, cuda"),
         open_process_group("tpu"),
     ):
         pass

@@ -125,7 +125,7 @@ def test_a_process_that_is_killed_ends_the_others_with_what_to_do_and_a_state_to
     processes[1].kill()
     texts = [process.communicate(timeout=60) for process in processes]
     assert processes[0].returncode == 5, texts
-    assert "a process of this training has died" in texts[0][1]
+    assert "a process of this run has died" in texts[0][1]
     step = torch.load(folder / "state.pt", weights_only=True)["step"]
     assert step >= 20
     assert step % 10 == 0  # save_every

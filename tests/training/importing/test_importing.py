@@ -155,7 +155,7 @@ def test_a_map_of_exact_names_and_patterns_gives_every_tensor_its_name(tmp_path:
     (tmp_path / "map.json").write_text(json.dumps(lines))
     imported = tiny_import(path, name_map=read_name_map(tmp_path / "map.json"))
     assert imported.assignment.method == "by the map"
-    assert "left out as the map says: n_averaged" in imported.remarks
+    assert "omitted by the map: n_averaged" in imported.remarks
     expected = said_by_foreign(foreign, pixels() - np.array([123, 117, 104], np.float32))
     np.testing.assert_array_equal(said_by(imported.checkpoint, pixels()), expected)
 
@@ -168,7 +168,7 @@ def test_a_line_without_a_tensor_and_two_tensors_of_one_name_are_faults(file: Pa
         tiny_import(file, name_map=NameMap({"copy.*": "fc1.*", "conv9.*": "conv2.*"}))
     assert str(refused.value).splitlines()[1:] == [
         "  fc1.bias and copy.bias both become fc1.bias",
-        '  no tensor fits "conv9.*" of the map',
+        '  no tensor matches "conv9.*" of the map',
     ]
 
 
@@ -178,7 +178,7 @@ def test_names_that_are_partly_ours_are_never_assigned_by_order(file: Path) -> N
     torch.save({turned.get(name, name): tensor for name, tensor in our_names().items()}, file)
     assert [turned.get(name, name) for name in names].count("conv1.slope") == 1
     with pytest.raises(
-        CheckpointError, match=r"Name the others .*:\n  missing conv1\.bias \[5\]\n  unexpected other \[5\]$"
+        CheckpointError, match=r"Map the other names .*:\n  missing conv1\.bias \[5\]\n  unexpected other \[5\]$"
     ):
         tiny_import(file)
 
@@ -234,7 +234,7 @@ def test_a_nested_tensor_is_refused_by_its_name(file: Path) -> None:
     tensors = our_names()
     tensors["conv1.bias"] = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
     torch.save(tensors, file)
-    with pytest.raises(CheckpointError, match=r"beside the tensors there are other things: 'conv1\.bias'"):
+    with pytest.raises(CheckpointError, match=r"contains more than tensors: 'conv1\.bias'"):
         tiny_import(file)
 
 
@@ -250,8 +250,8 @@ def test_another_number_of_classes_is_told_at_once_whatever_the_names(file: Path
         tiny_import(file, name_map=table)
     theirs = ["", ""] if names == "ours" else [f" (classifier.4.{kind} in the file)" for kind in ("weight", "bias")]
     assert str(refused.value).splitlines() == [
-        f"{file}: everything fits but the number of classes: the file has 5, --classes says 3. "
-        "Give --classes 5, or a file of 5 names. What does not fit:",
+        f"{file}: everything matches except the number of classes: 5 in the file, 3 in --classes. "
+        "Give --classes 5, or a file of 5 names. Mismatches:",
         f"  fc3.weight is [5, 6], should be [3, 6]{theirs[0]}",
         f"  fc3.bias is [5], should be [3]{theirs[1]}",
     ]
@@ -260,16 +260,16 @@ def test_another_number_of_classes_is_told_at_once_whatever_the_names(file: Path
 def test_not_everything_fits_where_more_than_the_number_of_classes_is_amiss(file: Path) -> None:
     tensors = ForeignNet(classes=5).state_dict()
     torch.save({**tensors, "features.0.bias": torch.zeros(5, dtype=torch.int64)}, file)
-    begin = "to begin with the number of classes: the file has 5, --classes says 3. "
-    with pytest.raises(CheckpointError, match=begin + r"Write the net again(.|\n)*conv1\.bias is int64") as refused:
+    begin = "nor does the number of classes: 5 in the file, 3 in --classes. "
+    with pytest.raises(CheckpointError, match=begin + r"Save the net again(.|\n)*conv1\.bias is int64") as refused:
         tiny_import(file)
-    assert "everything fits" not in str(refused.value)
+    assert "everything matches" not in str(refused.value)
     safetensors.torch.save_file(tensors, file)
-    with pytest.raises(CheckpointError, match=begin + "By order they cannot be assigned: a .safetensors file keeps"):
+    with pytest.raises(CheckpointError, match=begin + "They cannot be assigned by order: a .safetensors file keeps"):
         tiny_import(file)
     order = ["features.1.weight", *(name for name in tensors if name != "features.1.weight")]
     torch.save({name: tensors[name] for name in order}, file)
-    with pytest.raises(CheckpointError, match=begin + "By order they cannot be assigned: at place 1 comes features.1"):
+    with pytest.raises(CheckpointError, match=begin + "They cannot be assigned by order: tensor 1 is features.1"):
         tiny_import(file)
 
 
@@ -279,9 +279,7 @@ def test_what_is_wrong_stands_before_the_lists_and_a_table_is_not_offered_for_an
         import_net(file, architecture("A"), ENTRIES, PLAIN)
     first, *lines = str(refused.value).splitlines()
     likely = "--arch demo --activation prelu --classes 5"
-    assert first == (
-        f"{file}: not the net that was asked for. All shapes together are those of {likely}. What does not fit:"
-    )
+    assert first == (f"{file}: not the requested net. The set of shapes is that of {likely}. Mismatches:")
     missing = parameter_shapes(architecture("A"), 3)
     assert lines[: len(missing)] == [
         f"  missing {name} {list(shape)}" for name, shape in missing.items()
@@ -291,7 +289,7 @@ def test_what_is_wrong_stands_before_the_lists_and_a_table_is_not_offered_for_an
 
 def test_names_that_are_all_ours_are_not_sent_to_a_table(file: Path) -> None:
     torch.save({**our_names(), "fc2.bias": torch.zeros(6, dtype=torch.int64)}, file)
-    with pytest.raises(CheckpointError, match="The names are ours already; write the net again") as refused:
+    with pytest.raises(CheckpointError, match="The names match; save the net again") as refused:
         tiny_import(file)
     assert "--map" not in str(refused.value)
 
@@ -334,7 +332,7 @@ def test_every_tensor_with_numbers_that_are_not_finite_is_named(file: Path) -> N
 def test_a_std_that_makes_weights_infinite_is_refused(file: Path) -> None:
     tiny_std = Preprocessing((0.0, 0.0, 0.0), (1e-36, 1.0, 1.0), pixel_range=255)
     torch.save({**our_names(), "conv1.weight": torch.full((5, 3, 3, 3), 1e3)}, file)
-    with pytest.raises(CheckpointError, match=r"beyond float32\. Check --std"):
+    with pytest.raises(CheckpointError, match=r"overflow float32\. Check --std"):
         import_net(file, TINY, ENTRIES, tiny_std)
 
 
@@ -344,11 +342,11 @@ def test_a_std_that_makes_weights_infinite_is_refused(file: Path) -> None:
 @pytest.mark.parametrize(
     ("mean", "std", "pixel_range", "fault"),
     [
-        ("123.7,116.8,103.9", "1", 1, "say --range 255"),
-        ("0.485,0.456,0.406", "1", 255, "leave --range 255 out"),
+        ("123.7,116.8,103.9", "1", 1, "add --range 255"),
+        ("0.485,0.456,0.406", "1", 255, "omit --range 255"),
         ("0.5", "0", 1, "std above 0"),
         ("0.5,0.5", "1", 1, "these are 2"),
-        ("zero", "1", 1, "three numbers with commas"),
+        ("zero", "1", 1, "three comma-separated numbers"),
         ("nan", "1", 1, "finite numbers"),
     ],
 )
@@ -365,10 +363,10 @@ def save_array(path: Path, array: Any) -> None:
 @pytest.mark.parametrize(
     ("array", "fault"),
     [
-        (np.zeros((256, 256, 3)), r"\[256, 256, 3\] of float64, but a mean image is \[24, 24, 3\]"),
+        (np.zeros((256, 256, 3)), r"\[256, 256, 3\] of float64, but a mean image should be \[24, 24, 3\]"),
         (np.zeros((24, 24, 3), complex), "complex128"),
-        (np.array([{}]), "no array of numpy"),
-        (np.full((24, 24, 3), 110.0), "say --range 255"),
+        (np.array([{}]), "not a numpy array"),
+        (np.full((24, 24, 3), 110.0), "add --range 255"),
         (np.full((24, 24, 3), np.nan), "finite numbers"),
     ],
 )
@@ -381,7 +379,7 @@ def test_what_is_no_mean_image_is_refused(tmp_path: Path, array: Any, fault: str
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 and nothing", b"\x93NUMPY\x01\x00", b"text"])
 def test_a_damaged_mean_image_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "mean.npy").write_bytes(content)
-    with pytest.raises(UsageError, match="no array of numpy"):
+    with pytest.raises(UsageError, match="not a numpy array"):
         parse_preprocessing(str(tmp_path / "mean.npy"), "1", 255, "rgb", 24)
     np.savez(tmp_path / "two.npz", a=np.zeros(2))
     (tmp_path / "two.npz").rename(tmp_path / "mean.npy")
@@ -403,7 +401,7 @@ def test_the_verb_writes_a_checkpoint_lists_the_assignment_and_says_how_to_go_on
     out = capsys.readouterr().out.splitlines()
     assert "the state dict was found under 'state_dict'" in out
     assert "26 tensors of float16 were converted to float32" in out
-    assert "26 tensors, assigned by order, since all shapes fit; check the list:" in out
+    assert "26 tensors, assigned by order because all shapes match; check the list:" in out
     assert "  features.0.weight -> conv1_1.weight" in out
     assert "  classifier.4.bias -> fc3.bias" in out
     assert any(line.startswith(f"{output}: demo, prelu, 4 classes, imported from") for line in out)

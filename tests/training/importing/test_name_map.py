@@ -34,9 +34,9 @@ def test_a_pattern_stands_for_whole_names(lines: dict[str, str], name: str, new:
     [
         ("map.toml", '"a.*" = "b"', "wildcards"),
         ("map.toml", '"a.*" = "b.**"', "wildcards"),
-        ("map.toml", "a = 3", "a should become a name"),
+        ("map.toml", "a = 3", "a should map to a name"),
         ("map.toml", '"a.b" = "c"\na.b = "d"', "twice|overwrite"),
-        ("map.toml", '"a.b" = "c"\n[a]\nb = "d"', "a name stands twice on the left"),
+        ("map.toml", '"a.b" = "c"\n[a]\nb = "d"', "a name occurs twice on the left"),
         ("map.toml", "a = ", "Invalid value"),
         ("map.toml", "", "it is empty"),
         ("map.toml", "a = " + "[" * 3000, "map.toml"),

@@ -39,7 +39,9 @@ def spoilt(net: PreluNet, name: str, value: float) -> PreluNet:
 
 
 def test_a_net_that_is_finite_throughout_is_said_to_be_so() -> None:
-    assert find_non_finite(net_with(), *some_images()) == "no layer: on these images all is finite without dropout"
+    assert (
+        find_non_finite(net_with(), *some_images()) == "no layer: without dropout all values of this batch are finite"
+    )
 
 
 def test_a_process_without_images_of_its_own_looks_at_the_parameters_alone() -> None:

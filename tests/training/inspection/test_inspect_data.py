@@ -86,7 +86,7 @@ def test_a_person_reads_the_measured_layers_below_the_slopes(
     assert "only the negative side" in " ".join(captured.out.split())
     assert "asked for" not in captured.err  # nobody said how many
     assert run(["inspect", str(net), "--data", str(data), "--images", "7"]) == 0
-    assert "all its images are taken, fewer than the 7 asked for" in capsys.readouterr().err
+    assert "has fewer than the 7 images requested" in capsys.readouterr().err
 
 
 def test_channels_that_a_relu_has_lost_are_called_dead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,7 +98,7 @@ def test_channels_that_a_relu_has_lost_are_called_dead(tmp_path: Path, capsys: p
     out = capsys.readouterr().out
     (row,) = (line for line in out.splitlines() if line.startswith("fc1"))
     assert row.split()[-3:] == ["33.3", "%", "–"]  # two of six; a ReLU learns no slope
-    assert "dead: share of the channels that give 0 for every image" in out
+    assert "dead: share of the channels that are 0 for every image" in out
 
 
 def test_an_image_that_cannot_be_decoded_is_left_out_and_named(
@@ -111,7 +111,7 @@ def test_an_image_that_cannot_be_decoded_is_left_out_and_named(
     found = json.loads(captured.out)
     assert (found["images"], list(found["refused"])) == (5, [f"{WNIDS[1]}/000.png"])
     assert found["layers"] == plain_measurement(net, data, [0, 1, 3, 4, 5])
-    assert f"left out: {WNIDS[1]}/000.png" in captured.err
+    assert f"skipped: {WNIDS[1]}/000.png" in captured.err
     for path in data.glob("val/*/*.png"):
         path.write_bytes(b"no image")
     assert "0 of 6 images can be decoded" in told(["inspect", net, "--data", data], capsys, exit_code=2)
@@ -134,7 +134,7 @@ def test_the_plot_shows_every_layer(net: Path, tmp_path: Path, capsys: pytest.Ca
 
 def with_model(exported: "dict[str, ExportedNet]", tmp_path: Path) -> tuple[list[str | Path], str]:
     data = make_dataset(tmp_path / "data", classes=WNIDS)
-    return [exported["demo-channel"].path, "--data", data], "a model file keeps no layers to look into"
+    return [exported["demo-channel"].path, "--data", data], "layers cannot be measured in a model file"
 
 
 def with_other_classes(exported: "dict[str, ExportedNet]", tmp_path: Path) -> tuple[list[str | Path], str]:
@@ -152,19 +152,19 @@ def with_nothing_there(exported: "dict[str, ExportedNet]", tmp_path: Path) -> tu
 
 def with_one_image(exported: "dict[str, ExportedNet]", tmp_path: Path) -> tuple[list[str | Path], str]:
     write_image(tmp_path / "data" / WNIDS[2] / "0.png", 0, (30, 40), 9)
-    return [tmp_path / "net", "--data", tmp_path / "data"], "1 of 1 images can be decoded, and a variance needs two"
+    return [tmp_path / "net", "--data", tmp_path / "data"], "1 of 1 images can be decoded, but a variance needs two"
 
 
 def with_a_plot_of_nothing(exported: "dict[str, ExportedNet]", tmp_path: Path) -> tuple[list[str | Path], str]:
-    return [tmp_path / "net", "--plot", tmp_path / "plot.svg"], "nothing to draw without images"
+    return [tmp_path / "net", "--plot", tmp_path / "plot.svg"], "nothing to plot without measurements"
 
 
 def with_a_number_of_nothing(exported: "dict[str, ExportedNet]", tmp_path: Path) -> tuple[list[str | Path], str]:
-    return [tmp_path / "net", "--images", "5"], "--images: of which images?"
+    return [tmp_path / "net", "--images", "5"], "--images: needs images"
 
 
 def with_labels_of_nothing(exported: "dict[str, ExportedNet]", tmp_path: Path) -> tuple[list[str | Path], str]:
-    return [tmp_path / "net", "--labels", "labels.txt"], "--labels: of which images?"
+    return [tmp_path / "net", "--labels", "labels.txt"], "--labels: needs images"
 
 
 def with_a_plot_that_cannot_be_written(
@@ -224,7 +224,7 @@ def test_a_plot_of_another_kind_is_refused_before_any_work_and_what_lies_there_s
     (tmp_path / "plot.png").write_bytes(b"a picture")
     for file in (net, tmp_path / "missing"):  # which is not even looked for
         message = told(["inspect", file, "--data", "nowhere", "--plot", tmp_path / "plot.png"], capsys, exit_code=2)
-        assert "plots are drawn as SVG" in message
+        assert "plots are written as SVG" in message
     assert (tmp_path / "plot.png").read_bytes() == b"a picture"
 
 
@@ -324,7 +324,7 @@ def test_a_net_without_slopes_has_no_trend(tmp_path: Path) -> None:
 
 def test_the_trend_stands_beside_that_of_the_paper(net: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = told(["inspect", net], capsys)
-    assert f"Slopes here: {inspect_file(net)['slope_trend']['text']}." in out
+    assert f"Slopes of this net: {inspect_file(net)['slope_trend']['text']}." in out
     # Table 1, channel-wise: conv1 0.596; the mean of the twelve others is 2.379 / 12.
     assert (
         "Table 1: smaller with depth (rank correlation -0.87, range 0.522); conv1 0.596, the layers above it 0.198"

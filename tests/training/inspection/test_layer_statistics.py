@@ -275,5 +275,5 @@ def test_a_folder_without_a_history_says_how_to_get_one(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="train --diagnose"):
         read_layer_log(tmp_path)
     (tmp_path / "diagnosis.jsonl").write_text("")
-    with pytest.raises(UsageError, match="not been measured yet"):
+    with pytest.raises(UsageError, match="not been evaluated yet"):
         read_layer_log(tmp_path)

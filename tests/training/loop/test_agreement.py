@@ -49,7 +49,7 @@ def test_a_run_among_the_class_folders_is_refused(tmp_path: Path, split: str, mo
     (tmp_path / "data" / split).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     for place in (Path("data") / split / "run", tmp_path / "data" / split / "x" / ".." / "run"):
-        with pytest.raises(UsageError, match="would be taken for a class"):
+        with pytest.raises(UsageError, match="would count as a class"):
             check_folder_location(place, Path("data"))
     for place in (Path("data/run"), Path("run"), Path("data") / split / "cat" / "run"):
         check_folder_location(place, Path("data"))
@@ -75,6 +75,6 @@ def test_imitated_bf16_is_told(splits: Splits, monkeypatch: pytest.MonkeyPatch) 
 
 def test_shards_that_give_their_classes_numbers_for_names_are_told(splits: Splits) -> None:
     shards = replace(splits, train=replace(splits.train, layout="webdataset shards"))
-    assert "the classes are called 0 to 7, as in the shards" in words(shards)[-1]
+    assert "the shards name the classes 0 to 7" in words(shards)[-1]
     named = replace(shards, train=replace(shards.train, classes=("0", "n01440764")))
     assert len(words(named)) == 2

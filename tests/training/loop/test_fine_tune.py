@@ -53,7 +53,7 @@ def test_the_same_classes_keep_every_tensor(path: Path) -> None:
     for name, tensor in there.tensors.items():
         np.testing.assert_array_equal(found.tensors[name], tensor, strict=True)
     np.testing.assert_array_equal(found.mean, there.mean, strict=True)
-    assert found.remarks == (f"begins with the weights of {path}, for the same 3 classes",)
+    assert found.remarks == (f"initial weights from {path}, with the same 3 classes",)
 
 
 def test_classes_in_another_order_keep_what_the_net_says_of_each(path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_net_of_another_name_is_refused_in_one_line_with_both_names(path: Path
     with pytest.raises(UsageError) as refused:
         begin(path, classes(0, 1, 2), architecture("E", activation="relu", crop=224))
     (line,) = str(refused.value).splitlines()
-    assert f"{path}: a net of another architecture (tiny, prelu) than the recipe's (E, relu). Take " in line
+    assert f"{path}: the checkpoint's architecture (tiny, prelu) differs from the recipe's (E, relu). Use " in line
 
 
 def test_another_crop_keeps_every_tensor_since_the_pyramid_gives_as_many_bins(path: Path) -> None:

@@ -199,12 +199,14 @@ def test_an_image_that_breaks_is_replaced_named_and_counted_and_the_training_goe
     broken.write_bytes(b"x" * broken.stat().st_size)  # as long as before: nobody can tell from the outside
     trainer.run()
     assert len(said) == 1  # once, however often it is met
-    assert said[0].startswith("train/: 1 images cannot be read any more; another of train/ takes the place of each:\n")
+    assert said[0].startswith(
+        "train/: 1 images have become unreadable; each is substituted by another image of train/:\n"
+    )
     assert "\n  dog/001.png: " in said[0]
     assert set(trainer.progress.unreadable) == {"dog/001.png"}
     again = Trainer(replace(RECIPE, steps=6), open_splits(root), tmp_path / "run")
     told = list(again.status_messages())
-    assert told[0] == "train/: 1 images broke while the training ran before, and others took their places:"
+    assert told[0] == "train/: 1 images became unreadable earlier in this run and were substituted:"
     assert told[1].startswith("  dog/001.png: ")
 
 
@@ -216,7 +218,9 @@ def test_too_many_broken_images_end_the_training_with_the_state_saved(tmp_path: 
     broken = root / "train/dog/001.png"
     whole = broken.read_bytes()
     broken.write_bytes(b"x" * len(whole))
-    with pytest.raises(DatasetError, match=r"1 images of train/ broke.*more than max_refused, 4 % of 21.*dog/001\.png"):
+    with pytest.raises(
+        DatasetError, match=r"1 images of train/ became unreadable.*more than max_refused \(4 % of 21\).*dog/001\.png"
+    ):
         trainer.run()
     assert torch.load(tmp_path / "run/state.pt", weights_only=True)["step"] > 0
     broken.write_bytes(whole)
@@ -230,7 +234,7 @@ def test_images_of_val_that_break_are_left_out_of_the_errors_and_counted(tmp_pat
     trainer = Trainer(recipe, open_splits(root), tmp_path / "run", report=said.append)
     (root / "val/ox/002.png").unlink()
     trainer.run()
-    assert said[0].startswith("val/: 1 images cannot be read any more; they are left out:\n  ox/002.png: ")
+    assert said[0].startswith("val/: 1 images have become unreadable; they are skipped:\n  ox/002.png: ")
     assert [(line["evaluated"], line["refused"]) for line in lines_of(tmp_path / "run") if "evaluated" in line] == [
         (8, 1)
     ]
@@ -241,7 +245,9 @@ def test_too_many_broken_images_of_val_end_the_training_before_an_error_is_told(
     (tmp_path / "run").mkdir()
     trainer = Trainer(replace(RECIPE, steps=2), open_splits(root), tmp_path / "run")
     (root / "val/ox/002.png").unlink()
-    with pytest.raises(DatasetError, match=r"1 images of val/ broke.*more than max_refused, 10 % of 9.*ox/002\.png"):
+    with pytest.raises(
+        DatasetError, match=r"1 images of val/ became unreadable.*more than max_refused \(10 % of 9\).*ox/002\.png"
+    ):
         trainer.run()
     assert not (tmp_path / "run/metrics.jsonl").exists() or not any(
         "top1_error" in one for one in lines_of(tmp_path / "run")
@@ -351,7 +357,7 @@ def test_too_little_memory_for_a_state_is_no_damage(
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried")
 
     monkeypatch.setattr(torch, "load", full)
-    with pytest.raises(EnvironmentFault, match="too little memory to read it"):
+    with pytest.raises(EnvironmentFault, match="not enough memory to read it"):
         train(replace(RECIPE, steps=1), data, tmp_path / "run")
 
 
@@ -395,7 +401,7 @@ def test_a_run_that_never_began_claims_nothing(data: Path, tmp_path: Path) -> No
 def test_a_run_whose_state_is_gone_is_not_begun_anew_unasked(data: Path, tmp_path: Path) -> None:
     train(replace(RECIPE, steps=1), data, tmp_path / "run")
     (tmp_path / "run/state.pt").unlink()
-    with pytest.raises(RunFolderError, match=r"state\.pt is not there.*--fresh"):
+    with pytest.raises(RunFolderError, match=r"state\.pt is missing.*--fresh"):
         train(replace(RECIPE, steps=1), data, tmp_path / "run")
 
 
@@ -411,7 +417,7 @@ def test_events_that_cannot_be_written_are_given_up_and_said_and_the_training_go
     trainer = Trainer(RECIPE, open_splits(data), tmp_path / "run", execution=Execution(events=True), report=said.append)
     trainer.run()
     (text,) = said
-    assert "no more events for TensorBoard" in text
+    assert "TensorBoard events can no longer be written" in text
     assert read_checkpoint(tmp_path / "run/last.safetensors").metrics is not None
 
 
@@ -484,7 +490,7 @@ def test_a_training_begins_with_a_checkpoint_whose_other_classes_get_a_new_last_
         if not name.startswith("fc3"):
             np.testing.assert_allclose(after.tensors[name], tensor, rtol=0, atol=1e-9)  # what rate 1e-12 can move
     np.testing.assert_array_equal(after.mean, before.mean)
-    assert any("fc3, which is drawn anew: 1 of the 2 classes" in text for text in status_messages)
+    assert any("fc3, which is reinitialized: 1 of the 2 classes" in text for text in status_messages)
     assert json.loads((tmp_path / "second/training.json").read_text())["start"] == sha256_of(start)
 
 

@@ -250,7 +250,7 @@ def test_a_signal_saves_whole_steps_and_the_same_command_goes_on(  # noqa: PLR09
         signal.signal(signal.SIGTERM, before)
     news: list[str] = []
     train(RECIPE, data, tmp_path / "run", report=news.append)
-    assert news == [*BEGINNING, f"{tmp_path / 'run'}: going on after step {step} of 12"]
+    assert news == [*BEGINNING, f"{tmp_path / 'run'}: resuming after step {step} of 12"]
     assert_equal_runs(tmp_path / "run", undisturbed)
 
 
@@ -283,7 +283,7 @@ def test_a_finished_run_says_so_and_is_left_as_it_is(undisturbed: Path, data: Pa
     before = {path: path.stat().st_mtime_ns for path in undisturbed.iterdir() if path.name != "metrics.jsonl"}
     news: list[str] = []
     result = train(RECIPE, data, undisturbed, report=news.append)
-    assert news == [*BEGINNING, f"{undisturbed}: all 12 steps are done already; train anew with --fresh"]
+    assert news == [*BEGINNING, f"{undisturbed}: all 12 steps are complete; to start over, use --fresh"]
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert result.errors.step == 12
 
@@ -354,7 +354,7 @@ def test_unreadable_images_are_named_counted_and_left_out(tmp_path: Path) -> Non
     short = replace(RECIPE, steps=5)
     train(short, root, tmp_path / "run", report=news.append)
     assert news[:2] == BEGINNING
-    assert news[2] == "train/: 1 images cannot be decoded and are left out:"
+    assert news[2] == "train/: 1 images cannot be decoded and are skipped:"
     assert news[3].startswith("  dog/001.png: ")
     again: list[str] = []
     train(short, root, tmp_path / "run", report=again.append)

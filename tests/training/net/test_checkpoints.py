@@ -136,14 +136,14 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, read: Callable[[Pa
 
 def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "net.pt").write_bytes(b"PK\x03\x04" + bytes(range(256)) * 20)
-    with pytest.raises(CheckpointError, match=r"net\.pt: not a checkpoint: no safetensors file"):
+    with pytest.raises(CheckpointError, match=r"net\.pt: not a checkpoint: not a safetensors file"):
         read_checkpoint(tmp_path / "net.pt")
 
 
 def test_a_safetensors_file_of_others_is_refused(tmp_path: Path) -> None:
     for metadata in (None, {"format": "pt"}):
         safetensors.numpy.save_file({"conv1.weight": np.zeros(3, np.float32)}, tmp_path / "net", metadata)
-        with pytest.raises(CheckpointError, match="no checkpoint of prelunet"):
+        with pytest.raises(CheckpointError, match="not a prelunet checkpoint"):
             read_checkpoint(tmp_path / "net")
 
 
@@ -199,7 +199,7 @@ def test_a_value_that_is_not_finite_is_refused_on_both_ways(tmp_path: Path, valu
         tensors["fc2.weight"][2, 3] = value
 
     rewrite(tmp_path / "net", tensors=spoil)
-    with pytest.raises(CheckpointError, match=r"fc2\.weight holds values that are not finite"):
+    with pytest.raises(CheckpointError, match=r"fc2\.weight contains values that are not finite"):
         read_checkpoint(tmp_path / "net")
     diverged = tiny_checkpoint()
     spoil(dict(diverged.tensors))

@@ -151,9 +151,15 @@ def test_nets_of_one_seed_that_differ_in_their_activation_begin_with_the_same_nu
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: Initialization("he"), "no initialisation 'he'. There are: fan-out, fan-in, average, xavier, gaussian"),  # type: ignore[arg-type]
+        (
+            lambda: Initialization("he"),
+            "unknown initialization 'he'. Choose one of fan-out, fan-in, average, xavier, gaussian",
+        ),  # type: ignore[arg-type]
         (lambda: Initialization(first_layer="whole"), "There are: half, exact"),  # type: ignore[arg-type]
-        (lambda: Initialization("xavier", first_layer="exact"), "'xavier' has none. Choose one of these, or"),
+        (
+            lambda: Initialization("xavier", first_layer="exact"),
+            "'xavier' has no such factor. Choose one of these rules, or",
+        ),
         (lambda: Initialization("gaussian", std=0.0), "weights 0.0: should be from 1e-6 to 100"),
         (lambda: Initialization("gaussian", std=-0.01), "weights -0.01: should be from"),
         (lambda: Initialization("gaussian", std=math.nan), "weights nan: should be from"),
@@ -235,7 +241,7 @@ def test_a_number_of_classes_without_sense_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["-3", "1.5", "nowhere.txt"])
 def test_classes_that_are_neither_number_nor_file_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="neither a number of classes nor an existing file"):
+    with pytest.raises(UsageError, match="neither a number nor an existing file"):
         parse_classes(text)
 
 
@@ -306,8 +312,8 @@ def test_init_replaces_an_existing_file_only_when_forced(tmp_path: Path, capsys:
         (["--init", "gaussian", "--init-std", "-1"], "should be from 1e-6 to 100"),
         (["--init-std", "0.03"], "Add --init gaussian"),
         (["--first-layer", "whole"], "There are: half, exact"),
-        (["--init", "xavier", "--first-layer", "exact"], "Choose one of these, or first layer 'half'"),
-        (["--classes", "none.txt"], "neither a number of classes nor an existing file"),
+        (["--init", "xavier", "--first-layer", "exact"], "Choose one of these rules, or first layer 'half'"),
+        (["--classes", "none.txt"], "neither a number nor an existing file"),
     ],
 )
 def test_init_refuses_what_it_cannot_build_and_writes_nothing(

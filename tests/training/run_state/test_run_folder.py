@@ -31,7 +31,7 @@ def test_another_dataset_is_refused_with_the_difference(data: Path, tmp_path: Pa
     train(short, data, folder)
     with pytest.raises(RunFolderError, match=r"dataset\.val_images: 9 in the folder, 12 now") as refused:
         train(short, other, folder)
-    assert "A fingerprint is of names, lengths and labels" in str(refused.value)
+    assert "A fingerprint covers names, lengths and labels" in str(refused.value)
 
 
 @pytest.mark.parametrize("change", [{"steps": 2}, {"evaluate_every": 4}, {"precision": "bf16"}, {"rate_drops": ()}])
@@ -40,7 +40,7 @@ def test_another_recipe_is_refused_without_a_word_of_the_images(
 ) -> None:
     folder, short = tmp_path / "run", replace(RECIPE, steps=1)
     train(short, data, folder)
-    with pytest.raises(RunFolderError, match=f"holds another training:\n  recipe.{next(iter(change))}: ") as refused:
+    with pytest.raises(RunFolderError, match=f"contains another run:\n  recipe.{next(iter(change))}: ") as refused:
         train(replace(short, **change, save_every=7), data, folder)
     assert "fingerprint" not in str(refused.value)
     assert "save_every" not in str(refused.value)  # it alone would have been no reason
@@ -91,7 +91,7 @@ def test_a_run_goes_on_with_sums_in_another_order(
     stopped_after_seven_steps(RECIPE, data, folder, monkeypatch)
     recipe = replace(RECIPE, **change, save_every=4)
     found = read_checkpoint(train(recipe, data, folder, report=news.append).checkpoint)
-    assert f"{folder}: going on after step 7 of 12" in news
+    assert f"{folder}: resuming after step 7 of 12" in news
     for name, tensor in undisturbed.tensors.items():
         # Float32 sums in another order, carried on through five steps
         np.testing.assert_allclose(found.tensors[name], tensor, rtol=0, atol=1e-5 * np.abs(tensor).max(), err_msg=name)
@@ -211,6 +211,6 @@ def test_a_folder_that_holds_anything_but_a_training_is_left_alone(
 
 
 def test_a_run_among_the_class_folders_is_refused_before_it_leaves_anything_there(data: Path) -> None:
-    with pytest.raises(UsageError, match="would be taken for a class"):
+    with pytest.raises(UsageError, match="would count as a class"):
         train(RECIPE, data, data / "train" / "run")
     assert not (data / "train" / "run").exists()
