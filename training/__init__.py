@@ -1,4 +1,4 @@
 """Architectures, training and checkpoints of PReLU-nets."""
 
-if __name__ != "prelunet.training":  # found beside a checkout's own files; its modules would be loaded twice
+if __name__ != "prelunet.training":  # imported from the repository root; modules would be loaded twice
     raise ImportError("import prelunet.training instead of training")

@@ -187,7 +187,7 @@ def test_missing_keys_are_named() -> None:
         ("weight_decay", 1.01e12, r"should be from 0 to 1e\+12"),
         ("weight_decay", float("nan"), "weight_decay nan should be from 0"),
         ("scales", [36, 28], "scales 36 to 28 should rise"),
-        ("scales", [20, 36], "should ascend from the crop \(28\)"),
+        ("scales", [20, 36], r"should ascend from the crop \(28\)"),
         ("activation", "swish", "no activation 'swish'; there are prelu, prelu-shared, relu, lrelu"),
         ("architecture", "D", "no architecture 'D'; there are A, B, C"),
         ("crop", 8, "too small"),

@@ -1,1 +1,1 @@
-"""Images and labels as batches of training views."""
+"""Loading of images and labels as batches of training views."""

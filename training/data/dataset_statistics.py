@@ -82,7 +82,7 @@ class PixelSums:
 
 def compute_statistics(
     dataset: Dataset,
-    what: str,
+    split: str,
     *,
     scale: int,
     crop: int,
@@ -93,7 +93,7 @@ def compute_statistics(
 ) -> DatasetStatistics:
     """Return the statistics of a split from the cache, or compute them, resuming an interrupted pass, and cache them.
 
-    what: `train/` or `val/`, for messages; scale, crop: of the central views, in pixels; cache: see `cache_folder`,
+    split: `train/` or `val/`, for messages; scale, crop: of the central views, in pixels; cache: see `cache_folder`,
     None for no cache; fresh: ignore cached statistics; report: receives a message if a cache file is damaged (the
     statistics are then recomputed) or cannot be written. The cache key is the fingerprint (names, byte lengths and
     labels), scale and crop. Raises DatasetError if more than MAX_REFUSED of the images cannot be decoded.
@@ -101,9 +101,9 @@ def compute_statistics(
     statistics_file = _StatisticsFile(cache, dataset, scale, crop, report)
     sums = (None if fresh else statistics_file.read()) or PixelSums.empty(crop)
     if sums.seen < len(dataset.samples):
-        _add_remaining(sums, dataset, what, scale, workers, lambda: statistics_file.write(sums))
+        _add_remaining(sums, dataset, split, scale, workers, lambda: statistics_file.write(sums))
     try:
-        check_refused(dataset, what, sums.refused)
+        check_refused(dataset, split, sums.refused)
     except DatasetError:
         statistics_file.forget()  # otherwise images repaired without a change of length would stay refused
         raise
@@ -139,19 +139,19 @@ def cache_folder(environment: Mapping[str, str]) -> Path | None:
     return Path(home) / ".cache" / "prelunet" if home else None
 
 
-def check_refused(dataset: Dataset, what: str, refused: Mapping[str, str]) -> None:
+def check_refused(dataset: Dataset, split: str, refused: Mapping[str, str]) -> None:
     """Raise DatasetError if more than MAX_REFUSED of a split's images are refused."""
     images = len(dataset.samples)
     if len(refused) > MAX_REFUSED * images:
         some = "; ".join(f"{file}: {reason}" for file, reason in list(refused.items())[:3])
         raise DatasetError(
-            f"{dataset.location}: {len(refused)} of {images} images in {what} cannot be decoded, more than "
+            f"{dataset.location}: {len(refused)} of {images} images in {split} cannot be decoded, more than "
             f"{100 * MAX_REFUSED:.0f} %. Replace or remove them. The first: {some}"
         )
 
 
 def _add_remaining(
-    sums: PixelSums, dataset: Dataset, what: str, scale: int, workers: int, save: Callable[[], None]
+    sums: PixelSums, dataset: Dataset, split: str, scale: int, workers: int, save: Callable[[], None]
 ) -> None:
     """Add the remaining images of the split to the sums; call `save` every SAVE_EVERY seconds and at the end."""
     crop, samples = sums.pixels.shape[0], dataset.samples[sums.seen :]
@@ -166,7 +166,7 @@ def _add_remaining(
         return view, (flat.T @ flat).astype(np.int64)
 
     saved = time.monotonic()
-    with progress(f"reading {what}", len(dataset.samples), "images", done=sums.seen) as advance:
+    with progress(f"reading {split}", len(dataset.samples), "images", done=sums.seen) as advance:
         for sample, result in zip(samples, map_in_threads(measure, samples, workers), strict=True):
             if isinstance(result, str):
                 sums.refused[sample.file] = result

@@ -177,7 +177,7 @@ def _why_not_by_order(state: StateDict, shapes: Shapes) -> str | None:
     layer have the same shape, so names that end in "bias" must be in the positions of biases.
     """
     if not state.ordered:
-        return "a .safetensors file keeps its names sorted, not in the order of the layers"
+        return "a .safetensors file stores its tensors sorted, not in the order of the layers"
     if len(state.tensors) != len(shapes):
         return f"there are {len(state.tensors)} tensors, but the net has {len(shapes)}"
     names_biases = any(name.endswith("bias") for name in state.tensors)

@@ -108,20 +108,20 @@ def read_layer_log(folder: Path) -> list[dict[str, Any]]:
 
 def _entry(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
-        found = require_keys(parse_json(line), "it", {"step", "layers"})
-        layers = [_layer(layer) for layer in require_list(found["layers"], "layers")]
-        return {"step": require_int(found["step"], "step", 0), "layers": layers}
+        entry = require_keys(parse_json(line), "it", {"step", "layers"})
+        layers = [_layer(layer) for layer in require_list(entry["layers"], "layers")]
+        return {"step": require_int(entry["step"], "step", 0), "layers": layers}
     except ValueError as error:
         raise UsageError(f"{path}: line {number} is damaged ({error}). Remove that line") from error
 
 
 def _layer(data: Any) -> dict[str, Any]:
-    found = require_keys(require_object(data, "a layer"), "a layer", set(RESPONSE_KEYS))
-    require_str(found["layer"], "layer")
+    layer = require_keys(require_object(data, "a layer"), "a layer", set(RESPONSE_KEYS))
+    require_str(layer["layer"], "layer")
     for key in RESPONSE_KEYS[1:]:
-        if found[key] is not None and type(found[key]) not in {int, float}:
-            raise ValueError(f"{key} of {found['layer']!a:.40} should be a number or null")
-    return found
+        if layer[key] is not None and type(layer[key]) not in {int, float}:
+            raise ValueError(f"{key} of {layer['layer']!a:.40} should be a number or null")
+    return layer
 
 
 def _plain(value: float | None) -> float | None:

@@ -12,9 +12,9 @@ MAX_LISTED = 10  # images listed in one message
 class UnreadableImages:
     """The unreadable images of one split so far, in all processes. files: file → reason."""
 
-    def __init__(self, dataset: Dataset, what: str, files: dict[str, str], report: Callable[[str], None]) -> None:
-        """Start with known files. what: `train/` or `val/`; report: receives the names of new files."""
-        self.dataset, self.what, self.files, self._report = dataset, what, files, report
+    def __init__(self, dataset: Dataset, split: str, files: dict[str, str], report: Callable[[str], None]) -> None:
+        """Start with known files. split: `train/` or `val/`; report: receives the names of new files."""
+        self.dataset, self.split, self.files, self._report = dataset, split, files, report
         self._new: dict[str, str] = {}
         self._reported = set(files)
 
@@ -36,9 +36,9 @@ class UnreadableImages:
         if new and group.is_first:
             listed = [f"  {file}: {reason}" for file, reason in list(new.items())[:MAX_LISTED]]
             rest = [f"  … and {len(new) - MAX_LISTED} more"] if len(new) > MAX_LISTED else []
-            action = "each is substituted by another image of train/" if self.what == "train/" else "they are skipped"
+            action = "each is substituted by another image of train/" if self.split == "train/" else "they are skipped"
             self._report(
-                "\n".join([f"{self.what}: {len(new)} images have become unreadable; {action}:", *listed, *rest])
+                "\n".join([f"{self.split}: {len(new)} images have become unreadable; {action}:", *listed, *rest])
             )
 
     def check(self, limit: float) -> None:
@@ -50,7 +50,7 @@ class UnreadableImages:
         if len(self.files) > limit * images:
             some = "; ".join(f"{file}: {reason}" for file, reason in list(self.files.items())[:3])
             raise DatasetError(
-                f"{self.dataset.location}: {len(self.files)} images of {self.what} became unreadable during training, "
+                f"{self.dataset.location}: {len(self.files)} images of {self.split} became unreadable during training, "
                 f"more than max_refused ({100 * limit:g} % of {images}). The last saved state is kept. Restore the "
                 f"images and run the same command to resume. The first: {some}"
             )

@@ -44,7 +44,7 @@ class CheckpointManager:
         """Return whether this recipe can produce such a state on these images."""
         now, splits = state.progress, {"train": self.splits.train, "val": self.splits.val}
         total_steps = self.recipe.in_steps(len(self.splits.train.samples)).total_steps
-        has_momentum = now.step > 0 and self.recipe.momentum > 0  # else torch keeps none
+        has_momentum = now.step > 0 and self.recipe.momentum > 0  # otherwise torch has no buffers
         has_images = (
             any(sample.file not in now.refused[split] for sample in dataset.samples)
             for split, dataset in splits.items()

@@ -180,14 +180,14 @@ def _parse_state(state: dict[str, Any], net: PreluNet) -> ResumeState:
     return ResumeState(_parse_progress(state, net.architecture.crop), tensors, momentum)
 
 
-def _array(value: Any, what: str, *shapes: tuple[int, ...]) -> Float32Array:
+def _array(value: Any, name: str, *shapes: tuple[int, ...]) -> Float32Array:
     """Return a finite float32 tensor of one of these shapes as an array.
 
     Raises ValueError for other dense tensors; torch raises TypeError or RuntimeError for sparse, nested and meta ones.
     """
     array: Float32Array = value.numpy()
     if array.dtype != np.float32 or array.shape not in shapes or not is_finite(array):
-        raise ValueError(f"{what}: {array.dtype} of shape {array.shape}, or not finite")
+        raise ValueError(f"{name}: {array.dtype} of shape {array.shape}, or not finite")
     return array
 
 

@@ -1,1 +1,1 @@
-"""Verbs of the command line that need the training layer."""
+"""Command-line verbs of the training layer."""

@@ -85,14 +85,16 @@ def _show_responses(file: Path, data: DatasetSpec, images: int | None, plot: Pat
     from prelunet.training.inspection.layer_statistics import measure_checkpoint
     from prelunet.training.net.checkpoints import read_checkpoint
 
-    found = measure_checkpoint(read_checkpoint(file), data, images or DEFAULT_IMAGES)
-    for name, reason in found.refused.items():
+    measured = measure_checkpoint(read_checkpoint(file), data, images or DEFAULT_IMAGES)
+    for name, reason in measured.refused.items():
         echo(f"skipped: {name}: {reason}", err=True)
-    if images is not None and found.images + len(found.refused) < images:
+    if images is not None and measured.images + len(measured.refused) < images:
         echo(f"{data.path}: has fewer than the {images} images requested, so all of them are used", err=True)
-    layers = [layer.to_json() for layer in found.layers]
+    layers = [layer.to_json() for layer in measured.layers]
     _show(
-        {**inspection, "images": found.images, "refused": found.refused, "layers": layers} if as_json else inspection,
+        {**inspection, "images": measured.images, "refused": measured.refused, "layers": layers}
+        if as_json
+        else inspection,
         as_json=as_json,
     )
     if not as_json:
@@ -100,7 +102,7 @@ def _show_responses(file: Path, data: DatasetSpec, images: int | None, plot: Pat
 
         console = Console()
         console.print()
-        print_responses(layers, found.images, inspection["architecture"]["activation"], console)
+        print_responses(layers, measured.images, inspection["architecture"]["activation"], console)
     if plot is not None:
         from prelunet.training.inspection.plots import draw_layers
 

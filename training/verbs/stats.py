@@ -68,36 +68,36 @@ def _open(data: Path) -> tuple[Dataset, Dataset | None]:
     return splits.train, splits.val
 
 
-def _images(dataset: Dataset, found: DatasetStatistics) -> dict[str, Any]:
+def _images(dataset: Dataset, statistics: DatasetStatistics) -> dict[str, Any]:
     return {
         "fingerprint": dataset.fingerprint,
         "images": len(dataset.samples),
-        "refused": dict(found.refused),
+        "refused": dict(statistics.refused),
     }
 
 
-def _as_data(dataset: Dataset, found: DatasetStatistics, scale: int, crop: int) -> dict[str, Any]:
+def _as_data(dataset: Dataset, statistics: DatasetStatistics, scale: int, crop: int) -> dict[str, Any]:
     return {
         "data": str(dataset.location),
-        **_images(dataset, found),
+        **_images(dataset, statistics),
         "scale": scale,
         "crop": crop,
-        "mean": _numbers(found.mean_channels),
-        "deviation": _numbers(_deviation(found)),
-        "axes": [_numbers(axis) for axis in found.axes.T],
+        "mean": _numbers(statistics.mean_channels),
+        "deviation": _numbers(_deviation(statistics)),
+        "axes": [_numbers(axis) for axis in statistics.axes.T],
     }
 
 
 def _lines(
-    dataset: Dataset, found: DatasetStatistics, of_val: dict[str, Any] | None, scale: int, crop: int
+    dataset: Dataset, statistics: DatasetStatistics, of_val: dict[str, Any] | None, scale: int, crop: int
 ) -> list[str]:
-    rows = {"mean": found.mean_channels, "deviation": _deviation(found)}
-    rows |= {f"axis {number + 1}": axis for number, axis in enumerate(found.axes.T)}
-    lowest, highest = found.mean_image.min(), found.mean_image.max()
+    rows = {"mean": statistics.mean_channels, "deviation": _deviation(statistics)}
+    rows |= {f"axis {number + 1}": axis for number, axis in enumerate(statistics.axes.T)}
+    lowest, highest = statistics.mean_image.min(), statistics.mean_image.max()
     return [
-        f"{dataset.location}: {len(dataset.samples):,} images, {len(found.refused):,} refused; "
+        f"{dataset.location}: {len(dataset.samples):,} images, {len(statistics.refused):,} refused; "
         f"central crops of {crop} pixels, scale {scale}; values 0-255",
-        *_reasons(found.refused),
+        *_reasons(statistics.refused),
         *([] if of_val is None else _lines_of_val(of_val)),
         "",
         f"{'':9}{'red':>9}{'green':>9}{'blue':>9}",
@@ -116,9 +116,9 @@ def _reasons(refused: Mapping[str, str]) -> list[str]:
     return [f"  {file}: {reason}" for file, reason in refused.items()]
 
 
-def _deviation(found: DatasetStatistics) -> Any:
+def _deviation(statistics: DatasetStatistics) -> Any:
     """Return the standard deviation of each channel: the axes times their transpose are the covariance."""
-    return np.sqrt((found.axes.astype(np.float64) ** 2).sum(axis=1))
+    return np.sqrt((statistics.axes.astype(np.float64) ** 2).sum(axis=1))
 
 
 def _numbers(values: Any) -> list[float]:

@@ -311,7 +311,7 @@ def test_labels_that_are_no_class_list_are_refused(
 
 def test_shards_of_one_kind_are_no_two_splits(folder: Path, tmp_path: Path) -> None:
     write_shards(tmp_path, folder, "train", "pets", LABELS["names"][0])
-    with pytest.raises(DatasetError, match="\(or webdataset shards\)"):
+    with pytest.raises(DatasetError, match=r"\(or webdataset shards\)"):
         open_splits(tmp_path)
 
 

@@ -265,7 +265,7 @@ def test_not_everything_fits_where_more_than_the_number_of_classes_is_amiss(file
         tiny_import(file)
     assert "everything matches" not in str(refused.value)
     safetensors.torch.save_file(tensors, file)
-    with pytest.raises(CheckpointError, match=begin + "They cannot be assigned by order: a .safetensors file keeps"):
+    with pytest.raises(CheckpointError, match=begin + "They cannot be assigned by order: a .safetensors file stores"):
         tiny_import(file)
     order = ["features.1.weight", *(name for name in tensors if name != "features.1.weight")]
     torch.save({name: tensors[name] for name in order}, file)

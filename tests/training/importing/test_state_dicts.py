@@ -141,7 +141,7 @@ def test_a_pickle_that_holds_itself_ends(file: Path) -> None:
     endless: dict[str, Any] = {}
     endless["model"] = endless
     torch.save(endless, file)
-    with pytest.raises(CheckpointError, match="no state dict at .*, only the keys 'model'"):
+    with pytest.raises(CheckpointError, match=r"no state dict at .*, only the keys 'model'"):
         tiny_import(file)
 
 
