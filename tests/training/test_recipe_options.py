@@ -69,7 +69,7 @@ def test_a_length_in_epochs_takes_the_place_of_one_in_steps_and_the_other_way_ro
     recipe = override_keys(SMALL, {"epochs": "3"})
     assert (recipe.epochs, recipe.steps) == (3.0, None)
     assert override_keys(recipe, {"steps": "4"}) == replace(SMALL, steps=4)
-    with pytest.raises(UsageError, match=r"steps 4 and epochs 3\.0 were both given"):
+    with pytest.raises(UsageError, match=r"steps 4 and epochs 3\.0 exclude each other"):
         override_keys(SMALL, {"epochs": "3", "steps": "4"})
 
 
@@ -81,7 +81,7 @@ def test_a_length_in_epochs_takes_the_place_of_one_in_steps_and_the_other_way_ro
         ("rate", "fast", "--rate fast: should be a number"),
         ("scales", "28", "--scales should be a list of 2"),
         ("fc_stds", "1,2,x", "--fc-stds x: should be a number"),
-        ("init", "he", "no init 'he'; there are fan-out"),
+        ("init", "he", "unknown init 'he'; choose one of fan-out"),
     ],
 )
 def test_a_value_that_cannot_be_meant_is_refused_by_the_name_of_its_option(key: str, text: str, message: str) -> None:

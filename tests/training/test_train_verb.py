@@ -138,13 +138,13 @@ def test_places_that_are_given_beside_a_rate_that_follows_val_are_refused() -> N
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--recipe", "nonesuch"], 2, "There are: "),
+        (["--recipe", "nonesuch"], 2, "Choose one of "),
         (["--recipe", "demo", "--crop", "big"], 2, "side in pixels, 1 to 4096, or auto"),
         (["--recipe", "demo", "--crop", "3"], 2, "too small"),
         (["--recipe", "demo", "--crop", "1" * 5000], 2, "side in pixels, 1 to 4096, or auto"),
         (["--recipe", "demo", "--data", "nowhere"], 2, "no such file or folder"),
         (["--recipe", "demo", "--steps", "0"], 2, "steps"),
-        (["--recipe", "demo", "--steps", "3", "--epochs", "2"], 2, "were both given"),
+        (["--recipe", "demo", "--steps", "3", "--epochs", "2"], 2, "exclude each other"),
     ],
 )
 def test_bad_options_are_refused_with_what_would_be_right(

@@ -197,7 +197,7 @@ def test_random_operators_are_found_in_branches_and_functions_and_a_dropout_only
     [
         (0.0, 58.0, 1, r"--std 58,58,58: above 1, .*add --range 255"),
         (0.5, 1.01, 1, r"--std 1\.01.*add --range 255"),
-        (300.0, 58.0, 255, r"--mean 300,300,300: more than 255"),
+        (300.0, 58.0, 255, r"--mean 300,300,300: above 255"),
         (-0.1, 0.2, 1, r"--mean -0\.1.*: below 0"),
         (-5.0, 58.0, 255, r"--mean -5.*: below 0, but pixels range from 0 to 255"),
         (0.5, 1e300, 1, r"--std 1e\+300.*too large for float32"),

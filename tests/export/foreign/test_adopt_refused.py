@@ -181,10 +181,10 @@ def test_a_graph_that_does_not_do_what_was_said_never_becomes_a_file(
     [
         ({"mean": (123.7, 116.8, 103.9), "std": (58.4, 57.1, 57.4)}, "pixels range from 0 to 1.*add --range 255"),
         ({"mean": MEAN, "std": STD, "pixel_range": 255}, "almost 0.*omit --range 255"),
-        ({"mean": MEAN, "std": (0.2, 0, 0.2)}, "std above 0"),
+        ({"mean": MEAN, "std": (0.2, 0, 0.2)}, "should be above 0"),
         ({"mean": (float("nan"), 0, 0), "std": STD}, "finite numbers"),
-        ({"mean": MEAN, "std": None}, "belong together"),
-        ({"mean": MEAN, "std": STD, "pixel_range": 127}, "to 1 or to 255"),
+        ({"mean": MEAN, "std": None}, "require each other"),
+        ({"mean": MEAN, "std": STD, "pixel_range": 127}, "should be 1 or 255"),
     ],
 )
 def test_preprocessing_that_contradicts_itself_is_refused(numbers: dict[str, Any], told: str) -> None:
@@ -196,7 +196,7 @@ def test_one_number_stands_for_all_channels_and_anything_but_one_or_three_is_ref
     assert parse_channel_values("0.5", "--mean") == (0.5, 0.5, 0.5)
     assert parse_channel_values("1,2,3", "--mean") == (1, 2, 3)
     for given in ("1,2", "a", "", "1,2,3,4"):
-        with pytest.raises(UsageError, match=r"--mean .*three numbers"):
+        with pytest.raises(UsageError, match=r"--mean .*three comma-separated numbers"):
             parse_channel_values(given, "--mean")
 
 

@@ -301,7 +301,7 @@ def test_a_worker_that_dies_is_told_with_what_to_do() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         return doubled(item)
 
-    with pytest.raises(EnvironmentFault, match=r"one of 1 processes .* has died.*--workers.*--shm-size"):
+    with pytest.raises(EnvironmentFault, match=r"one of 1 image decoding processes has died.*--workers.*--shm-size"):
         next(map_in_processes(die, range(3), 1, 3))
 
 

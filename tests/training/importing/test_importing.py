@@ -189,7 +189,7 @@ def test_a_bias_that_comes_where_slopes_are_due_is_not_assigned_by_order(file: P
     first, second = order.index("features.0.bias"), order.index("features.1.weight")
     order[first], order[second] = order[second], order[first]
     torch.save({name: tensors[name] for name in order}, file)
-    with pytest.raises(CheckpointError, match=r"at place 2 comes features\.1\.weight, but conv1\.bias is due"):
+    with pytest.raises(CheckpointError, match=r"tensor 2 is features\.1\.weight, but conv1\.bias is expected"):
         tiny_import(file)
 
 
@@ -297,10 +297,10 @@ def test_names_that_are_all_ours_are_not_sent_to_a_table(file: Path) -> None:
 @pytest.mark.parametrize(
     ("slopes", "asked", "hint"),
     [
-        ("shared", "prelu", "those of --arch demo --activation prelu-shared."),
-        ("channel", "prelu-shared", "those of --arch demo --activation prelu."),
-        ("none", "prelu", "those of --arch demo --activation relu or --arch demo --activation lrelu."),
-        ("channel", "relu", "those of --arch demo --activation prelu."),
+        ("shared", "prelu", "that of --arch demo --activation prelu-shared."),
+        ("channel", "prelu-shared", "that of --arch demo --activation prelu."),
+        ("none", "prelu", "that of --arch demo --activation relu or --arch demo --activation lrelu."),
+        ("channel", "relu", "that of --arch demo --activation prelu."),
     ],
 )
 def test_slopes_of_another_kind_are_refused_and_the_right_option_is_named(
@@ -344,8 +344,8 @@ def test_a_std_that_makes_weights_infinite_is_refused(file: Path) -> None:
     [
         ("123.7,116.8,103.9", "1", 1, "add --range 255"),
         ("0.485,0.456,0.406", "1", 255, "omit --range 255"),
-        ("0.5", "0", 1, "std above 0"),
-        ("0.5,0.5", "1", 1, "these are 2"),
+        ("0.5", "0", 1, "should be above 0"),
+        ("0.5,0.5", "1", 1, "or one, not 2"),
         ("zero", "1", 1, "three comma-separated numbers"),
         ("nan", "1", 1, "finite numbers"),
     ],

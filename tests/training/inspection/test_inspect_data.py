@@ -193,7 +193,7 @@ def with_data_for_a_folder(exported: "dict[str, ExportedNet]", tmp_path: Path) -
 
 
 def with_a_folder_of_no_training(exported: "dict[str, ExportedNet]", tmp_path: Path) -> tuple[list[str | Path], str]:
-    return [tmp_path], "no diagnosis.jsonl here"
+    return [tmp_path], "no diagnosis.jsonl, so"
 
 
 @pytest.mark.parametrize(

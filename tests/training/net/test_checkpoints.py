@@ -235,7 +235,7 @@ CONV = {"kind": "conv", "name": "conv1", "channels": 5, "kernel": 3, "stride": 2
         ),
         (
             lambda m: m.update({"prelunet.classes": '[{"wnid": "a", "name": "b"}, {"wnid": "a", "name": "c"}]'}),
-            "a wnid twice",
+            "a duplicate wnid",
         ),
         (lambda m: m.update({"prelunet.mean": "[1, 2, NaN]"}), "'prelunet.mean' is malformed"),
         *(
