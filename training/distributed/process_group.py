@@ -222,7 +222,7 @@ def _device(name: str | None, local_rank: int) -> torch.device:
         )
     if local_rank >= torch.cuda.device_count():
         raise EnvironmentFault(
-            f"process {local_rank} (counted from 0) of this machine has no GPU: it has only "
+            f"process {local_rank} (counted from 0) has no GPU: this machine has only "
             f"{torch.cuda.device_count()}. Start at most one process per GPU: torchrun --nproc-per-node"
         )
     device = torch.device("cuda", local_rank)

@@ -339,5 +339,6 @@ def test_devices_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch)
         pass
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(EnvironmentFault, match=r"process 0 .* has no GPU: it has only 0"), open_process_group("cuda"):
+    fault = r"process 0 .* has no GPU: this machine has only 0"
+    with pytest.raises(EnvironmentFault, match=fault), open_process_group("cuda"):
         pass

@@ -260,7 +260,7 @@ def _no_step(entry: dict) -> None:
 
 @pytest.mark.parametrize(
     ("change", "fault"),
-    [(_other_layers, "other layers"), (_text_for_a_number, "variance of 'conv1'"), (_no_step, "lacks 'step'")],
+    [(_other_layers, "different layers"), (_text_for_a_number, "variance of 'conv1'"), (_no_step, "lacks 'step'")],
 )
 def test_a_damaged_history_is_refused_with_the_line(tmp_path: Path, change: Callable[[dict], None], fault: str) -> None:
     good = {"step": 5, "layers": [layer().to_json()]}
