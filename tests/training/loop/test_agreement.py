@@ -67,7 +67,7 @@ def words(splits: Splits, precision: Any = "fp32") -> list[str]:
 def test_imitated_bf16_is_told(splits: Splits, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup, "device_supports_bf16", lambda _device: False)
     assert words(splits, "bf16")[0] == "training on cpu, bf16"
-    assert "this cpu has no bfloat16" in words(splits, "bf16")[-1]
+    assert "this cpu does not support bfloat16" in words(splits, "bf16")[-1]
     assert len(words(splits)) == 2  # fp32 needs none
     monkeypatch.setattr(setup, "device_supports_bf16", lambda _device: True)
     assert len(words(splits, "bf16")) == 2

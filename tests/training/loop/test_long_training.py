@@ -278,7 +278,7 @@ def test_images_of_val_that_stay_broken_are_named_once_and_those_that_are_mended
     monkeypatch.setattr(Trainer, "_step", stepped)
     trainer.run()
     assert len(said) == 1
-    assert said[0].startswith("val/: 2 images cannot be read any more")
+    assert said[0].startswith("val/: 2 images have become unreadable")
     refused = [line["refused"] for line in lines_of(tmp_path / "run") if "refused" in line]
     assert refused == [2, 2, 1]
 
@@ -289,7 +289,7 @@ def test_a_val_without_any_image_left_ends_the_training_even_if_all_may_break(tm
     trainer = Trainer(replace(RECIPE, steps=2, max_refused=1.0), open_splits(root), tmp_path / "run")
     for path in (root / "val").rglob("*.png"):
         path.unlink()
-    with pytest.raises(DatasetError, match="no image of val/ can be read any more"):
+    with pytest.raises(DatasetError, match="no image of val/ is readable any more"):
         trainer.run()
 
 

@@ -297,7 +297,7 @@ def test_another_recipe_is_refused_with_the_difference_and_fresh_begins_anew(
     folder = tmp_path / "run"
     train(replace(RECIPE, steps=2, rate=0.5e-3), data, folder)
     (folder / "notes.txt").write_text("mine")
-    with pytest.raises(RunFolderError, match="another training") as caught:
+    with pytest.raises(RunFolderError, match="another run") as caught:
         train(RECIPE, data, folder)
     assert "recipe.rate: 0.0005 in the folder, 0.003 now" in str(caught.value)
     assert "recipe.steps: 2 in the folder, 12 now" in str(caught.value)

@@ -204,7 +204,7 @@ def test_a_folder_that_holds_anything_but_a_training_is_left_alone(
     data: Path, tmp_path: Path, name: str, fresh: bool
 ) -> None:
     (tmp_path / name).write_bytes(b"precious")
-    with pytest.raises(RunFolderError, match=rf"not empty \({re.escape(name)}\) and not a training"):
+    with pytest.raises(RunFolderError, match=rf"not empty \({re.escape(name)}\) and not a run folder"):
         train(RECIPE, data, tmp_path, fresh=fresh)
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_bytes() == b"precious"
