@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from prelunet.evaluator.errors import CheckFailed, UsageError
-from prelunet.evaluator.reporting.compare import METRICS, Comparison, judgement, format_p_value
+from prelunet.evaluator.reporting.compare import METRICS, Comparison, format_p_value, judgement
 from prelunet.evaluator.reporting.compare_page import WrittenComparison, protocol_remark, write_comparison
 from prelunet.evaluator.reporting.html import json_bytes, signed
 from prelunet.evaluator.reporting.report import describe_protocol, short_provider
