@@ -102,7 +102,7 @@ def test_a_refused_image_is_recorded_with_the_reason_and_its_neighbours_are_eval
     lines = [json.loads(line) for line in undisturbed["predictions.jsonl"].splitlines()]
     refused = {line["file"]: line["refused"] for line in lines if "refused" in line}
     assert set(refused) == set(BAD)
-    assert "no image" in refused[f"{CLASSES[0]}/007.png"]
+    assert "not a readable image" in refused[f"{CLASSES[0]}/007.png"]
     assert len(lines) == IMAGES
 
 
