@@ -1,4 +1,4 @@
-"""A `prelunet serve` process of this checkout: how it is started, watched, asked for its metrics and ended."""
+"""Start, watch and stop a `prelunet serve` process of this checkout, and read its metrics."""
 
 import json
 import re
@@ -22,13 +22,13 @@ from prelunet.evaluator.engine.memory import parse_memory
 PRELUNET = (sys.executable, "-c", "from prelunet.evaluator.cli import main; main()")
 FAULT_INJECTION = (sys.executable, "-m", "benchmarks.reliability.fault_injection")
 START_TIMEOUT = 120.0  # seconds for the start line
-_PILLOW = '"logger": "PIL.'  # in its lines of the log
-STOP_TIMEOUT = 60.0  # seconds for a process that was told to end, beside its own lame duck and grace
+_PILLOW = '"logger": "PIL.'  # in log lines that come from Pillow
+STOP_TIMEOUT = 60.0  # seconds after SIGTERM, in addition to lame-duck and grace periods
 
 
 @dataclass(frozen=True)
 class ProcessExit:
-    """How a process ended. code: negative where a signal ended it; output, log: stdout after the start line, stderr."""
+    """How a process ended. code: negative after a signal; output: stdout after the start line; log: stderr."""
 
     code: int
     output: str
@@ -36,12 +36,12 @@ class ProcessExit:
 
     @property
     def errors(self) -> list[str]:
-        """Return the log lines from ERROR on, but for what Pillow says of a picture."""
+        """Return the log lines of level ERROR and above, except Pillow's about pictures."""
         return [line for line in self.log.splitlines() if _level(line) in {"ERROR", "CRITICAL"} and _PILLOW not in line]
 
     @property
     def foreign(self) -> list[str]:
-        """Return what libraries say of pictures: lines of Pillow, and what those in C write to stderr by themselves."""
+        """Return the lines of libraries: Pillow's, and what C libraries write to stderr."""
         return [line for line in self.log.splitlines() if line.strip() and (_level(line) is None or _PILLOW in line)]
 
 
@@ -53,11 +53,11 @@ def _level(line: str) -> str | None:
 
 
 class ServerProcess:
-    """A server, ready to answer when this is made; use it in a `with` block, which kills what is still there.
+    """A running server; the constructor returns when it is ready. Use it in a `with` block, which kills the process.
 
-    models: name → file; options: of `prelunet serve`; log: the file that its stderr goes to; control: of
-    fault_injection.py, None for the program as it is. ready_after: seconds until it was ready; promised_mb: the most
-    memory that its start line says it takes.
+    models: name → file; options: of `prelunet serve`; log: file for stderr; control: control file of
+    fault_injection.py, None for the unmodified program. ready_after: seconds until it was ready; promised_mb: the
+    memory limit that its start line states.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class ServerProcess:
             raise
         self.ready_after = time.monotonic() - begun
         self.address, self._metrics = re.findall(r"\d+\.\d+\.\d+\.\d+:\d+", line)
-        told = re.search(r"memory at most (\S+)", line)
-        self.promised_mb = (parse_memory(told[1]) or 0) / 2**20 if told else 0.0
+        stated = re.search(r"memory at most (\S+)", line)
+        self.promised_mb = (parse_memory(stated[1]) or 0) / 2**20 if stated else 0.0
 
     def _start_line(self) -> str:
         stdout = self.process.stdout
         assert stdout is not None
-        there, _, _ = select.select([stdout], [], [], START_TIMEOUT)
-        line = stdout.readline().decode() if there else ""
+        readable, _, _ = select.select([stdout], [], [], START_TIMEOUT)
+        line = stdout.readline().decode() if readable else ""
         if not line.startswith("serving on "):
             self.kill()
             raise RuntimeError(f"the server did not start: {line}{self._log.read_text(encoding='utf-8')[-2000:]}")
@@ -102,7 +102,7 @@ class ServerProcess:
 
     @property
     def alive(self) -> bool:
-        """Return whether the process has not ended."""
+        """Return whether the process is still running."""
         return self.process.poll() is None
 
     def send(self, number: signal.Signals) -> None:
@@ -110,7 +110,7 @@ class ServerProcess:
         self.process.send_signal(number)
 
     def kill(self) -> None:
-        """End the process at once, if it has not ended."""
+        """Kill the process if it is still running."""
         if self.alive:
             self.process.kill()
         self.process.wait()
@@ -118,22 +118,20 @@ class ServerProcess:
             self.process.stdout.close()
 
     def stop(self, *, timeout: float = STOP_TIMEOUT) -> ProcessExit:
-        """Ask the process to end and wait for it."""
+        """Send SIGTERM and wait for the end."""
         if self.alive:
             self.send(signal.SIGTERM)
-        return self.ended(timeout=timeout)
+        return self.wait(timeout=timeout)
 
-    def ended(self, *, timeout: float = STOP_TIMEOUT) -> ProcessExit:
-        """Wait for the end; TimeoutExpired where it does not come."""
+    def wait(self, *, timeout: float = STOP_TIMEOUT) -> ProcessExit:
+        """Wait for the process to end; raises TimeoutExpired."""
         output, _ = self.process.communicate(timeout=timeout)
         return ProcessExit(
             self.process.returncode, output.decode(), self._log.read_text(encoding="utf-8", errors="replace")
         )
 
-    # What it is at the moment
-
     def metrics(self) -> "MetricsSnapshot":
-        """Return what its metrics say now."""
+        """Read its metrics."""
         with urllib.request.urlopen(f"http://{self._metrics}/metrics", timeout=30) as answer:
             return MetricsSnapshot(answer.read().decode())
 
@@ -143,11 +141,11 @@ class ServerProcess:
         return int(re.search(r"VmRSS:\s+(\d+)", text)[1]) / 1024  # type: ignore[index]
 
     def open_files(self) -> int:
-        """Return how many file descriptors it has open."""
+        """Return the number of its open file descriptors."""
         return _entries(f"/proc/{self.process.pid}/fd")
 
     def threads(self) -> int:
-        """Return how many threads it has."""
+        """Return the number of its threads."""
         return _entries(f"/proc/{self.process.pid}/task")
 
 
@@ -156,27 +154,27 @@ def _entries(folder: str) -> int:
 
 
 class MetricsSnapshot:
-    """Metrics at one moment."""
+    """The metrics at one moment."""
 
     def __init__(self, text: str) -> None:
         self._samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
     def __call__(self, name: str, **labels: str) -> float:
-        """Return the sum of the samples of a name that have these labels; 0 where there is none."""
+        """Return the sum of all samples with this name and these labels; 0 if there are none."""
         return sum(
             sample.value
             for sample in self._samples
             if sample.name == f"prelunet_{name}" and all(sample.labels.get(key) == labels[key] for key in labels)
         )
 
-    def left(self) -> dict[str, float]:
-        """Return the gauges of what is under way that are not 0: empty where nothing is left of any call."""
+    def in_flight(self) -> dict[str, float]:
+        """Return the gauges of calls in flight and waiting that are not 0; empty when no call is left."""
         names = ("calls_now", "waiting_images", "waiting_views", "waiting_bytes")
         return {name: value for name in names if (value := self(name))}
 
 
 def make_model(folder: Path, classes: int = 10) -> Path:
-    """Write the demo net with random weights as a model file, by the verbs that a user would use."""
+    """Write a model file of the demo net with random weights, using `prelunet init` and `export`."""
     model, checkpoint = folder / "demo.onnx", folder / "demo.safetensors"
     run_verb("init", "--arch", "demo", "--classes", str(classes), "-o", str(checkpoint))
     run_verb("export", str(checkpoint), "-o", str(model))
@@ -184,10 +182,10 @@ def make_model(folder: Path, classes: int = 10) -> Path:
 
 
 def run_verb(*words: str, timeout: float = 300, codes: Sequence[int] = (0,)) -> Any:
-    """Run a verb of this checkout; RuntimeError where it does not end with one of these codes."""
-    ran = subprocess.run(
+    """Run a verb of this checkout; raises RuntimeError unless it exits with one of `codes`."""
+    process = subprocess.run(
         [*PRELUNET, *words], capture_output=True, text=True, timeout=timeout, check=False, env=environment()
     )
-    if ran.returncode not in codes:
-        raise RuntimeError(f"prelunet {' '.join(words)} ended with {ran.returncode}: {ran.stderr[-1000:]}")
-    return ran
+    if process.returncode not in codes:
+        raise RuntimeError(f"prelunet {' '.join(words)} exited with {process.returncode}: {process.stderr[-1000:]}")
+    return process

@@ -72,8 +72,9 @@ Size = tuple[int, int]  # height, width
 def plan(rig: Rig) -> list[str]:
     """Return what would be measured, a line each."""
     return [
-        f"{len(VIEWS)} times net x protocol x precision on views in memory, {rig.reduced(IMAGES, 4)} images each: A, B, C; "
-        "dense-256, dense-384, multi-scale; fp16, and C multi-scale in tf32 and fp32; other portions",
+        f"{len(VIEWS)} combinations of net, protocol and precision, {rig.reduced(IMAGES, 4)} images each, as views "
+        "in memory: A, B, C; dense-256, dense-384, multi-scale; fp16, and C multi-scale in tf32 and fp32; two portion "
+        "sizes",
         f"{len(JPEGS)} times from JPEGs in memory, with {THREADS} threads",
         "about 6 minutes",
         *(f"planned: {line}" for net in ("C", "A") for line in _planned(rig, net)),

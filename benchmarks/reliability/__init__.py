@@ -1,1 +1,1 @@
-"""What the server promises, tried."""
+"""Tests of the server's promises under load and faults."""

@@ -101,7 +101,7 @@ async def _beside(bed: ServerTestBed, serving: ServerProcess, doing: Doing, more
         alone = await good.times(bed.reduced(GOOD_CALLS, 20))
         files, threads = await _quiet(server)
         already = len(good.latencies)
-        async with good.meanwhile():
+        async with good.in_background():
             right, told = await doing(server)
         meanwhile = good.latencies[already:]
         metrics, more_files = await wait_until_settled(server, files)
@@ -113,7 +113,7 @@ async def _beside(bed: ServerTestBed, serving: ServerProcess, doing: Doing, more
             "no_good_call_failed": not good.failures,
             "good_calls_meanwhile": len(meanwhile) > 0,
             "latency_bounded": beside.get("p50_ms", 0) <= SLOWER * before["p50_ms"] + 1000 * more,
-            "nothing_left": not metrics.left() and not more_files,
+            "nothing_left": not metrics.in_flight() and not more_files,
             "no_view_computed_late": metrics("late_views_total", model=NAME) == 0,
             "no_error_in_the_log": not ended.errors,
         },
@@ -122,7 +122,7 @@ async def _beside(bed: ServerTestBed, serving: ServerProcess, doing: Doing, more
         failures=good.failures[:5],
         alone=before,
         meanwhile=beside,
-        left=metrics.left(),
+        left=metrics.in_flight(),
         more_open_files=more_files,
         threads_before=threads,
         log=ended.errors[:5],
@@ -220,14 +220,14 @@ async def _stalled(bed: ServerTestBed, count: int) -> Json:
             "all_places_free_again": free and stayed,
             "each_told_that_its_time_is_over": expired == places,
             "good_calls_afterwards": not good.failures and len(good.latencies) == GOOD_AFTERWARDS,
-            "nothing_left": not metrics.left() and not more_files,
+            "nothing_left": not metrics.in_flight() and not more_files,
             "no_error_in_the_log": not ended.errors,
         },
         calls=places,
         told_that_their_time_is_over=expired,
         refused_meanwhile=len(refused),
         failures=good.failures[:5],
-        left=metrics.left(),
+        left=metrics.in_flight(),
         more_open_files=more_files,
         log=ended.errors[:5],
     )

@@ -1,4 +1,4 @@
-"""What all cases stand on: a named claim, what came of it, and where servers and pictures come from."""
+"""What all cases share: a named claim, its verdict, and a test bed that provides servers and pictures."""
 
 import itertools
 import tempfile
@@ -14,16 +14,16 @@ from benchmarks.reliability.pictures import Picture, good_pictures
 
 Json = dict[str, Any]
 NAME = "demo"  # of the served model
-# Conditions that a machine which is busy with something else may break.
+# Conditions that may fail on a busy machine.
 TIMING_CONDITIONS = frozenset({"at_once", "latency_kept", "latency_bounded", "first_calls_are_not_slow"})
 
 
 @dataclass(frozen=True)
 class Case:
-    """One claim and how it is tried.
+    """One claim and its test.
 
-    name: unique; claim: a sentence that is true or false; settings: what the numbers depend on; seconds: about how long
-    it takes; work: tries it, and returns what `verdict` does.
+    name: unique; claim: a sentence that is true or false; settings: what the numbers depend on; seconds: approximate
+    duration; work: runs the test and returns a `verdict`.
     """
 
     name: str
@@ -34,17 +34,17 @@ class Case:
 
 
 def verdict(conditions: Mapping[str, bool], **numbers: Any) -> Json:
-    """Return the result of a case: held where every condition is, the names of those that are not, and the numbers."""
+    """Return the result of a case: whether all conditions hold, the names of those that do not, and the numbers."""
     broken = [name for name, held in conditions.items() if not held]
     return {"held": not broken, **({"broken": broken} if broken else {}), **numbers}
 
 
 @dataclass
 class ServerTestBed:
-    """Model file, pictures and a folder for logs; use it in a `with` block.
+    """Model file, pictures and a folder for logs. Use it in a `with` block.
 
-    seed: of all that is random; tiny: few repeats, a rehearsal; soak_seconds: of that case; model_file: to serve, None
-    for the demo net with random weights.
+    seed: of everything random; tiny: rehearsal with few repeats; soak_seconds: duration of the soak case; model_file:
+    file to serve, None for the demo net with random weights.
     """
 
     seed: int = 1
@@ -64,31 +64,31 @@ class ServerTestBed:
 
     @property
     def model(self) -> Path:
-        """Return the model file, which is written when it is first needed."""
+        """Return the model file; the first access writes it."""
         if self.model_file is None:
             self.model_file = make_model(self.folder)
         return self.model_file
 
     def reduced(self, count: int, at_most: int) -> int:
-        """Return a count, or no more than so many in a rehearsal."""
+        """Return `count`, limited to `at_most` in a rehearsal."""
         return min(count, at_most) if self.tiny else count
 
     def serve(self, *options: str, device: str = "cpu") -> ServerProcess:
-        """Start a server with the model; unless asked for, it logs warnings and errors only and has no lame duck."""
+        """Start a server with the model; by default it logs only warnings and errors and has no lame-duck period."""
         return self._serve(None, options, device)
 
-    def control(self, **told: Any) -> Path:
-        """Return a new control file of fault_injection.py."""
+    def control(self, **faults: Any) -> Path:
+        """Write a new control file for fault_injection.py and return its path."""
         path = self.folder / f"control-{next(self._numbers)}.json"
-        write_control(path, **told)
+        write_control(path, **faults)
         return path
 
     def serve_with_faults(self, control: Path, *options: str) -> ServerProcess:
-        """Start a server whose session does what a control file says."""
+        """Start a server that injects the faults of a control file."""
         return self._serve(control, options, "cpu")
 
     def _serve(self, control: Path | None, options: tuple[str, ...], device: str) -> ServerProcess:
-        usual = {"--log-level": "warning", "--lame-duck": "0"}
-        words = [word for name, value in usual.items() if name not in options for word in (name, value)]
+        defaults = {"--log-level": "warning", "--lame-duck": "0"}
+        words = [word for name, value in defaults.items() if name not in options for word in (name, value)]
         log = self.folder / f"server-{next(self._numbers)}.log"
         return ServerProcess({NAME: self.model}, *words, *options, log=log, control=control, device=device)

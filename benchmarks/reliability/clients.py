@@ -1,4 +1,4 @@
-"""Plain calls for all cases: channels, good calls whose answers are checked, and how long they take."""
+"""Plain calls for all cases: channels, valid calls with checked answers, and latencies."""
 
 import asyncio
 import time
@@ -15,41 +15,41 @@ from benchmarks.common.server_process import MetricsSnapshot, ServerProcess
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 
-TOLERANCE = 1e-4  # of a score: sums in another order, as another batch gives them
+TOLERANCE = 1e-4  # of a score: another batch sums in another order
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-CALL_SECONDS = 60.0  # for any good call
-SETTLING = 10.0  # seconds for the ends of calls and connections to be noticed
+CALL_SECONDS = 60.0  # deadline of a valid call
+SETTLING = 10.0  # seconds until the server has noticed the end of calls and connections
 
 
 def new_channel(address: str) -> grpc.aio.Channel:
-    """Return a channel with a connection of its own."""
+    """Return a channel with its own connection."""
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
     return grpc.aio.insecure_channel(address, options=options)
 
 
 async def health_of(channel: grpc.aio.Channel) -> int:
-    """Ask for the health once."""
-    told = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=CALL_SECONDS)
-    status: int = told.status
+    """Query the health once."""
+    response = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=CALL_SECONDS)
+    status: int = response.status
     return status
 
 
 def classify(
-    channel: grpc.aio.Channel, image: bytes, protocol: str = "center", *, timeout: float = CALL_SECONDS, **more: Any
+    channel: grpc.aio.Channel, image: bytes, protocol: str = "center", *, timeout: float = CALL_SECONDS, **fields: Any
 ) -> Any:
-    """Begin a call for one image."""
-    request = pb.ClassifyRequest(image=image, protocol=protocol, **more)
+    """Start a Classify call for one image. fields: further fields of the request."""
+    request = pb.ClassifyRequest(image=image, protocol=protocol, **fields)
     return pb_grpc.PreluNetServiceStub(channel).Classify(request, timeout=timeout)
 
 
 def scores_of(response: pb.ClassifyResponse) -> dict[int, float]:
-    """Return the scores of an answer by class index."""
+    """Return the scores of a response by class index."""
     return {one.class_index: one.score for one in response.predictions}
 
 
 def same_scores(found: dict[int, float], expected: dict[int, float]) -> bool:
-    """Say whether two answers differ by rounding only."""
+    """Return whether two answers differ only by rounding."""
     return found.keys() == expected.keys() and all(
         abs(found[index] - expected[index]) <= TOLERANCE for index in expected
     )
@@ -57,7 +57,7 @@ def same_scores(found: dict[int, float], expected: dict[int, float]) -> bool:
 
 @dataclass
 class CheckedCall:
-    """A good call to a server, made again and again. latencies: seconds of each; failures: of those that failed."""
+    """A valid call, repeated. latencies: seconds of each call; failures: status and details of each failed call."""
 
     address: str
     image: bytes
@@ -67,17 +67,17 @@ class CheckedCall:
     _expected: dict[int, float] | None = None
 
     async def state(self) -> str:
-        """Ask for the health and once for the image; "good", or what is not."""
+        """Check the health and classify the image once; return "good" or what is wrong."""
         async with new_channel(self.address) as channel:
             try:
                 if await health_of(channel) != SERVING:
-                    return "health says that it does not serve"
+                    return "the health service does not report SERVING"
                 return "good" if (await classify(channel, self.image, self.protocol)).predictions else "no prediction"
             except grpc.aio.AioRpcError as error:
                 return f"{error.code().name}: {error.details()}"
 
-    async def ask(self, channel: grpc.aio.Channel) -> None:
-        """Make the call once; its answer should be that of the first."""
+    async def call(self, channel: grpc.aio.Channel) -> None:
+        """Make the call once; its answer must equal the first one."""
         begun = time.monotonic()
         try:
             found = scores_of(await classify(channel, self.image, self.protocol, top_k=10))
@@ -88,23 +88,23 @@ class CheckedCall:
         if self._expected is None:
             self._expected = found
         elif not same_scores(found, self._expected):
-            self.failures.append(f"another answer than before: {found}, not {self._expected}")
+            self.failures.append(f"the answer changed: {found}, before {self._expected}")
 
     async def times(self, count: int) -> list[float]:
-        """Make so many calls, one after the other, on a connection of their own; returns their latencies."""
-        already = len(self.latencies)
+        """Make `count` calls one after the other on a new connection; return their latencies."""
+        before = len(self.latencies)
         async with new_channel(self.address) as channel:
             for _ in range(count):
-                await self.ask(channel)
-        return self.latencies[already:]
+                await self.call(channel)
+        return self.latencies[before:]
 
-    def meanwhile(self, pause: float = 0.01) -> "BackgroundCalls":
-        """Return a block during which the call is made again and again."""
+    def in_background(self, pause: float = 0.01) -> "BackgroundCalls":
+        """Return a context manager that repeats the call while its block runs."""
         return BackgroundCalls(self, pause)
 
 
 class BackgroundCalls:
-    """Makes good calls one after the other while its block runs; needs a loop that is not held up."""
+    """Makes valid calls one after the other while its block runs; the event loop must not block."""
 
     def __init__(self, good: CheckedCall, pause: float) -> None:
         self._good = good
@@ -118,7 +118,7 @@ class BackgroundCalls:
     async def _run(self) -> None:
         async with new_channel(self._good.address) as channel:
             while not self._stop:
-                await self._good.ask(channel)
+                await self._good.call(channel)
                 await asyncio.sleep(self._pause)
 
     async def __aexit__(self, _kind: type[BaseException] | None, _error: object, _trace: TracebackType | None) -> None:
@@ -127,28 +127,28 @@ class BackgroundCalls:
 
 
 async def wait_until(condition: Callable[[], bool], seconds: float = SETTLING) -> bool:
-    """Wait for something that nobody tells; returns whether it came."""
+    """Poll until a condition holds; return whether it did in time."""
     end = time.monotonic() + seconds
-    while not (came := condition()) and time.monotonic() < end:
+    while not (reached := condition()) and time.monotonic() < end:
         await asyncio.sleep(0.02)
-    return came
+    return reached
 
 
 async def wait_until_settled(server: ServerProcess, files: int) -> tuple[MetricsSnapshot, int]:
-    """Wait until no call is under way and no more than so many files are open; returns the metrics, and how many more.
+    """Wait until no call is in flight and at most `files` files are open; return the metrics and the surplus of files.
 
-    As they are after a while, where that does not come: what is left then is left for good.
+    After SETTLING seconds the current values are returned: what remains then was leaked.
     """
     for _ in range(int(SETTLING / 0.1)):
-        metrics, more = server.metrics(), server.open_files() - files
-        if not metrics.left() and more <= 0:
+        metrics, surplus = server.metrics(), server.open_files() - files
+        if not metrics.in_flight() and surplus <= 0:
             break
         await asyncio.sleep(0.1)
-    return metrics, max(0, more)
+    return metrics, max(0, surplus)
 
 
 def percentiles(latencies: Sequence[float]) -> dict[str, float]:
-    """Return median, 99th percentile and largest of latencies in milliseconds."""
+    """Return the median, 99th percentile and maximum of latencies, in milliseconds."""
     if not latencies:
         return {}
     ordered = sorted(latencies)

@@ -59,7 +59,7 @@ async def _deadlines(bed: ServerTestBed, rounds: int, rules: str) -> Json:
             "exactly_those_dropped": lost == dropped,
             "exactly_the_others_computed": views == computed,
             "the_others_answered": statuses.get("OK") == answered,
-            "nothing_left": not metrics.left(),
+            "nothing_left": not metrics.in_flight(),
             "no_file_left_open": more_files <= 0,
         },
         calls=sum(statuses.values()),
@@ -69,7 +69,7 @@ async def _deadlines(bed: ServerTestBed, rounds: int, rules: str) -> Json:
         expected_dropped_views=dropped,
         computed_views=views,
         expected_computed_views=computed,
-        left=metrics.left(),
+        left=metrics.in_flight(),
         more_open_files=more_files,
     )
 

@@ -160,7 +160,7 @@ async def _drain(bed: ServerTestBed, rng: random.Random) -> _DrainRecord:
             asker = asyncio.create_task(_asker(server.address, seen))
             await _burst(channel, bed, seen)
             await asyncio.gather(*clients, asker, evaluation)
-        seen.exit = await asyncio.to_thread(server.ended)
+        seen.exit = await asyncio.to_thread(server.wait)
         seen.took = time.monotonic() - seen.signalled
     return seen
 

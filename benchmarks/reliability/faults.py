@@ -83,7 +83,7 @@ async def _split(bed: ServerTestBed, fault: str, expected: str | None, rounds: i
             "the_one_told": set(found) == {expected or "OK"},
             "a_shared_batch_failed": failures > rounds or fault == "nan",
             "healthy_afterwards": state == "good",
-            "nothing_left": not metrics.left(),
+            "nothing_left": not metrics.in_flight(),
         },
         neighbours=rounds * (NEIGHBOURS + 1),
         neighbours_failed=wrong,
@@ -131,7 +131,7 @@ async def _lost(bed: ServerTestBed, fault: str) -> Json:
             calls = [asyncio.create_task(_status(channel, image)) for image in images]
             then = (await watch.read()).status
             statuses = await asyncio.gather(*calls)
-        ended = await asyncio.to_thread(server.ended)
+        ended = await asyncio.to_thread(server.wait)
     return verdict(
         {
             "health_says_so": (first, then) == (SERVING, NOT_SERVING),

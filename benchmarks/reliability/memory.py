@@ -56,7 +56,7 @@ async def _memory(bed: ServerTestBed, serving: ServerProcess, calls: int) -> Jso
             "within_the_memory_of_the_start_line": max(samples) <= promised,
             "every_call_ended_as_it_should": not mix.wrong,
             "no_view_computed_late": metrics("late_views_total", model=NAME) == 0,
-            "nothing_left": not metrics.left() and more_files == 0,
+            "nothing_left": not metrics.in_flight() and more_files == 0,
             "alive": alive,
         },
         growth_mb=round(growth, 1),

@@ -1,15 +1,15 @@
-"""What the server promises, tried: overload, deadlines, mixed shapes, memory, drain, bad clients, faults, fuzz, soak.
+"""Test the server's promises: overload, deadlines, mixed shapes, memory, drain, bad clients, faults, fuzz, soak.
 
     python -m benchmarks.reliability.run [--only NAME ...] [--tiny] [--seed N] [--soak-seconds S]
                                          [--output FILE] [--page docs/reliability.md]
 
-Each case is a claim; its verdict and numbers are written as soon as they are known, and a case that is in the file
-already, of the same sources, versions, seed and settings, is not tried again. A table goes beside the file, and a
-summary into the page that is given. The server is a `prelunet serve` process of this checkout with the demo net's model
-file and random weights; where a fault or a delay is needed, the same program with a session that has it
-(fault_injection.py). Alone on two cores all takes 15 to 20 minutes.
+Each case is a claim. Its verdict and numbers are written as soon as they are known. A case that the file already holds
+for the same sources, versions, seed and settings is not run again. A table is written beside the file, and a summary
+into --page. The server is a `prelunet serve` process of this checkout that serves the demo net with random weights.
+Cases that need a fault or a delay inject it into the session (fault_injection.py). On two otherwise idle cores all
+cases take 15 to 20 minutes.
 
-Returns 0 where every claim held, 1 where one did not or could not be tried, 3 where there was no time for all.
+Exit codes: 0 every claim held, 1 a claim failed or could not be tested, 3 the time limit left some cases out.
 """
 
 import argparse
@@ -24,12 +24,15 @@ from benchmarks.common.results import (
     digest_of,
     header,
 )
-from benchmarks.reliability import bad_clients, deadlines, draining, faults, fuzzing, memory, overload, shapes, soak
+from benchmarks.reliability import bad_clients, deadlines, draining, faults, memory, overload, shapes, soak
 from benchmarks.reliability.cases import Case, ServerTestBed
+from benchmarks.reliability.fuzz import fuzzing
 from benchmarks.reliability.table import filled, latest, not_held, summary, table
 
 PACKAGES = ("prelunet", "onnxruntime", "openvino", "numpy", "pillow", "grpcio", "protobuf")  # that can change a result
-MEASURED = ("evaluator", "benchmarks/reliability", "tests/serving/api/raw_http2.py")
+MEASURED = (
+    "evaluator", "benchmarks/reliability", "benchmarks/common/server_process.py", "tests/serving/api/raw_http2.py",
+)  # fmt: skip
 OUTPUT = ROOT / "benchmarks" / "results" / "reliability.json"
 LIMIT = 1600  # seconds
 SOAK = 60.0  # seconds
@@ -47,12 +50,12 @@ GROUPS: dict[str, Callable[[ServerTestBed], Iterable[Case]]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Try what is not in the file yet."""
+    """Run the cases that are not in the file yet."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = _options(words)
     begun = time.monotonic()
     now = {
-        **header(__file__, _that_matter(words), PACKAGES),
+        **header(__file__, _without_paths(words), PACKAGES),
         "device": "cpu",
         "tiny": options.tiny,
         "source": digest_of(*MEASURED),
@@ -62,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for group in options.only:
             for case in GROUPS[group](bed):
                 settings = {"case": case.name, **case.settings}
-                results.measure(settings, lambda group=group, case=case: _tried(group, case), case.seconds)
+                results.measure(settings, lambda group=group, case=case: _run_case(group, case), case.seconds)
     text = table(results.data)
     options.output.with_suffix(".md").write_text(text, encoding="utf-8")
     if options.page is not None:
@@ -76,19 +79,19 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     kind = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=kind, allow_abbrev=False)
     parser.add_argument("--only", nargs="+", choices=list(GROUPS), default=list(GROUPS), metavar="NAME")
-    parser.add_argument("--tiny", action="store_true", help="few repeats: a rehearsal")
-    parser.add_argument("--seed", type=int, default=1, help="of all that is random")
-    parser.add_argument("--soak-seconds", type=float, default=SOAK, help="hours are welcome")
-    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds after which no new case is begun")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    parser.add_argument("--page", type=Path, help="a page whose summary of the results is to be written anew")
+    parser.add_argument("--tiny", action="store_true", help="rehearsal with few repeats")
+    parser.add_argument("--seed", type=int, default=1, help="random seed of all cases")
+    parser.add_argument("--soak-seconds", type=float, default=SOAK, help="duration of the soak case; hours are fine")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds after which no new case starts")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="JSON file to write; a table is written beside it")
+    parser.add_argument("--page", type=Path, help="Markdown page whose summary of the results is replaced")
     options = parser.parse_args(words)
     options.limit = max(options.limit, options.limit + options.soak_seconds - SOAK)
     return options
 
 
-def _that_matter(words: Sequence[str]) -> list[str]:
-    """Return the words of the command but for where the result goes: a path of this machine changes no number."""
+def _without_paths(words: Sequence[str]) -> list[str]:
+    """Return the command line without output paths, which do not change any number."""
     paths = ("--output", "--page")
     return [
         word
@@ -97,18 +100,18 @@ def _that_matter(words: Sequence[str]) -> list[str]:
     ]
 
 
-def _tried(group: str, case: Case) -> dict[str, object]:
+def _run_case(group: str, case: Case) -> dict[str, object]:
     return {"group": group, "claim": case.claim, **case.work()}
 
 
 def _end(results: Results, seconds: float) -> int:
-    """Tell what did not hold and what is missing."""
+    """Print the claims that did not hold and the cases that were left out; return the exit code."""
     broken = not_held(results.data)
     print(f"{results.path}: {len(latest(results.data))} cases, {seconds:.0f} s")
     for name, why in broken:
         print(f"NOT held: {name}: {why}")
     if results.skipped:
-        print(f"no time for {len(results.skipped)} cases: the same command goes on with them")
+        print(f"no time for {len(results.skipped)} cases: run the same command again to resume")
     return 1 if broken or results.failed else 3 if results.skipped else 0
 
 

@@ -57,7 +57,7 @@ async def _soak(bed: ServerTestBed, seconds: float) -> Json:
                 samples.append(server.rss_mb())
                 await asyncio.sleep(SAMPLE)
 
-        async with good.meanwhile(pause=0.1):
+        async with good.in_background(pause=0.1):
             await asyncio.gather(watch(), *(client(number) for number in range(CLIENTS)))
         metrics, more_files = await wait_until_settled(server, files)
         state = await good.state()
@@ -68,7 +68,7 @@ async def _soak(bed: ServerTestBed, seconds: float) -> Json:
             "no_good_call_failed": not good.failures,
             "every_call_ended_as_it_should": not (wrong or mix.wrong),
             "healthy_afterwards": state == "good",
-            "nothing_left": not metrics.left() and not more_files,
+            "nothing_left": not metrics.in_flight() and not more_files,
             "no_view_computed_late": metrics("late_views_total", model=NAME) == 0,
             "memory_bounded": growth < LIMIT,
             "no_error_in_the_log": not ended.errors,

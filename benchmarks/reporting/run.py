@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.results import cpu, machine
+from benchmarks.common.results import cpu, environment, machine
 from benchmarks.reporting.imagenet_shape import write
 
 PACKAGES = ("prelunet", "numpy", "scipy", "jinja2", "vl-convert-python")
@@ -68,6 +68,7 @@ def _measure(arguments: list[str]) -> tuple[float, int]:
         [sys.executable, "-c", "from prelunet.evaluator.cli import main; main()", *arguments],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        env=environment(),
     ) as process:
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)

@@ -158,11 +158,11 @@ class LoadTarget:
 
     def best(self, client: Worker) -> list[Any]:
         """Return the best classes of each picture, as the server tells them."""
-        client.ask({"best": self._load(clients=1, calls=0, first=0, begin_at=0.0), "images": self.images})
-        best: list[Any] = client.told()["best"]
+        client.send({"best": self._load(clients=1, calls=0, first=0, begin_at=0.0), "images": self.images})
+        best: list[Any] = client.receive()["best"]
         return best
 
-    def visit(self, workers: Sequence[Worker], calls: int, number: int) -> TurnResult:
+    def run_turn(self, workers: Sequence[Worker], calls: int, number: int) -> TurnResult:
         """Make so many calls, spread over the processes of clients."""
         workers = workers[: self.clients]
         share = math.ceil(calls / len(workers))
@@ -176,8 +176,8 @@ class LoadTarget:
                 rate=self.rate and self.rate / len(workers),
                 seed=number * PROCESSES + place,
             )
-            worker.ask({"load": load, "images": self.images})
-        told = [worker.told() for worker in workers]
+            worker.send({"load": load, "images": self.images})
+        told = [worker.receive() for worker in workers]
         return TurnResult(
             share * len(workers),
             max(one["ended"] for one in told) - begin_at,
@@ -193,15 +193,15 @@ class LoadTarget:
 
 def in_process(engine: Worker, way: str, protocol: str, images: Sequence[int], calls: int, _number: int) -> TurnResult:
     """Let the engine classify so many pictures."""
-    engine.ask({"way": way, "protocol": protocol, "images": images, "calls": calls})
-    told = engine.told()
+    engine.send({"way": way, "protocol": protocol, "images": images, "calls": calls})
+    told = engine.receive()
     return TurnResult(calls, told["seconds"], told["cpu_seconds"])
 
 
 def best_in_process(engine: Worker, protocol: str, images: Sequence[int]) -> list[Any]:
     """Return the best classes of each picture, as the engine tells them."""
-    engine.ask({"best": protocol, "images": images})
-    best: list[Any] = engine.told()["best"]
+    engine.send({"best": protocol, "images": images})
+    best: list[Any] = engine.receive()["best"]
     return best
 
 
@@ -233,14 +233,14 @@ def interleave(contenders: Mapping[str, Contender], calls: int, rounds: int) -> 
 
 def summary(turns: Sequence[TurnResult]) -> Json:
     """Return what a result file says of one contender. ms: of a call; percentiles are of the calls of all rounds."""
-    calls = sum(visit.calls for visit in turns)
-    latencies = sorted(latency for visit in turns for latency in visit.latencies)
-    errors = [error for visit in turns for error in visit.errors]
+    calls = sum(turn.calls for turn in turns)
+    latencies = sorted(latency for turn in turns for latency in turn.latencies)
+    errors = [error for turn in turns for error in turn.errors]
     return {
-        "rates": [_significant(visit.calls / visit.seconds) for visit in turns],
+        "rates": [_significant(turn.calls / turn.seconds) for turn in turns],
         "calls": calls,
-        "cpu_ms": _significant(1000 * sum(visit.cpu for visit in turns) / calls),
-        "client_cpu_ms": _significant(1000 * sum(visit.client_cpu for visit in turns) / calls),
+        "cpu_ms": _significant(1000 * sum(turn.cpu for turn in turns) / calls),
+        "client_cpu_ms": _significant(1000 * sum(turn.client_cpu for turn in turns) / calls),
         **{f"p{share}_ms": _significant(1000 * percentile(latencies, share)) for share in (50, 99) if latencies},
         "failed": len(errors),
         **({"first_error": errors[0][:200]} if errors else {}),
@@ -256,7 +256,7 @@ def _significant(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def calls_for(seconds: float, visit: TurnResult, clients: int, minimum: int) -> int:
+def calls_for(seconds: float, turn: TurnResult, clients: int, minimum: int) -> int:
     """Return how many calls take about so long, after one visit: whole rounds of all clients, at least so many."""
-    wanted = max(minimum, seconds * visit.calls / visit.seconds)
+    wanted = max(minimum, seconds * turn.calls / turn.seconds)
     return math.ceil(wanted / clients) * clients

@@ -54,7 +54,7 @@ def _served(bench: ServingBench, net: str, protocol: str) -> Json:
     ours = {api: LoadTarget(server, api, net, protocol, images, IN_FLIGHT) for api in OUR_APIS}
     off = _check(bench, ours, best_in_process(engine, protocol, images))
     contenders: dict[str, Contender] = {way: partial(in_process, engine, way, protocol, images) for way in WAYS}
-    contenders |= {api: partial(target.visit, bench.clients()) for api, target in ours.items()}
+    contenders |= {api: partial(target.run_turn, bench.clients()) for api, target in ours.items()}
     turn = _turn(bench, contenders, SERVED_TURN[net], IN_FLIGHT)
     return {**_result(contenders, *turn), "off": off}
 
@@ -87,7 +87,7 @@ def _beside_peers(bench: ServingBench, name: str, pictures: str, clients: int, r
     for peer, server in bench.peers(NET, _of_peers(bench)).items():
         targets[peer] = LoadTarget(server, "OIP of a peer", name, protocol, images, clients, rate)
     off = _check(bench, targets, best_in_process(bench.engine(NET), protocol, images))
-    contenders = {one: partial(target.visit, bench.clients()) for one, target in targets.items()}
+    contenders = {one: partial(target.run_turn, bench.clients()) for one, target in targets.items()}
     if rate is None:
         turn = _turn(bench, contenders, PEER_TURN, clients)
     else:
@@ -112,7 +112,7 @@ def _overhead(bench: ServingBench) -> Json:
     for peer, there in bench.peers(NET, _of_peers(bench)).items():
         targets[f"{peer}, OIP"] = LoadTarget(there, "OIP of a peer", "null", "", images, 1)
         targets[f"{peer}, ServerLive"] = LoadTarget(there, "ServerLive", "null", "", images, 1)
-    contenders = {name: partial(target.visit, bench.clients()) for name, target in targets.items()}
+    contenders = {name: partial(target.run_turn, bench.clients()) for name, target in targets.items()}
     interleave(contenders, TINY_CALLS, 1)
     turn = (TINY_CALLS, 1) if bench.rig.tiny else (OVERHEAD_CALLS, OVERHEAD_ROUNDS)
     return _result(contenders, *turn)
@@ -138,7 +138,7 @@ def _turn(
         return TINY_CALLS, 1
     seconds, rounds, minimum = lengths
     warm = max(2 * clients, 4)
-    slowest = max((contender(warm, 0) for contender in contenders.values()), key=lambda visit: visit.seconds)
+    slowest = max((contender(warm, 0) for contender in contenders.values()), key=lambda turn: turn.seconds)
     return calls_for(seconds, slowest, clients, minimum), rounds
 
 

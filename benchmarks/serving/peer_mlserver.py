@@ -5,8 +5,7 @@ from pathlib import Path
 
 from mlserver import MLModel
 from mlserver.types import InferenceRequest, InferenceResponse, ResponseOutput
-
-from benchmarks.serving.peer_classifier import Classifier
+from peer_classifier import Classifier
 
 
 class Runtime(MLModel):

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import triton_python_backend_utils as triton
-
-from benchmarks.serving.peer_classifier import Classifier
+from peer_classifier import Classifier
 
 
 class TritonPythonModel:

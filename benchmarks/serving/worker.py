@@ -21,13 +21,13 @@ class Worker:
             env={**environment(), "GRPC_VERBOSITY": "NONE"},
         )  # fmt: skip
 
-    def ask(self, question: Mapping[str, Any]) -> None:
+    def send(self, question: Mapping[str, Any]) -> None:
         """Send a question; its answer is the next that `told` returns."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()
 
-    def told(self) -> Json:
+    def receive(self) -> Json:
         """Return the answer; RuntimeError when the process has ended, or says that it failed."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()

@@ -238,7 +238,7 @@ class ByThread:
 
 
 def test_memory_that_each_thread_takes_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.gpu.sweep.Bound", ByThread)
+    monkeypatch.setattr("benchmarks.gpu.sweep.BoundSession", ByThread)
     monkeypatch.setattr("benchmarks.gpu.sweep.raw_session", lambda *_: None)
     monkeypatch.setattr("benchmarks.common.rig.Rig.model_file", lambda *_: None)
     monkeypatch.setattr("benchmarks.common.rig.Rig.used_memory_gb", lambda _: 2.0 * len(ByThread.threads))

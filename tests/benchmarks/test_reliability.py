@@ -20,11 +20,11 @@ from PIL import Image
 
 from benchmarks.common.results import ROOT, environment
 from benchmarks.common.server_process import MetricsSnapshot, ProcessExit
-from benchmarks.reliability import bad_clients, deadlines, faults, fuzzing, memory, mutation, overload, run, soak
-from benchmarks.reliability.cases import TIMING_CONDITIONS, ServerTestBed, verdict
-from benchmarks.reliability.cases import Case as Claim
+from benchmarks.reliability import bad_clients, deadlines, faults, memory, overload, run, soak
+from benchmarks.reliability.cases import TIMING_CONDITIONS, Case, ServerTestBed, verdict
 from benchmarks.reliability.clients import new_channel, percentiles, same_scores
-from benchmarks.reliability.fuzz_cases import SERVICES, Case, case_of, methods
+from benchmarks.reliability.fuzz import fuzzing, mutation
+from benchmarks.reliability.fuzz.fuzz_cases import SERVICES, FuzzCase, case_of, methods
 from benchmarks.reliability.mixed import KINDS, Mix
 from benchmarks.reliability.pictures import encoded, hostile_pictures, made_pictures, pixels
 from benchmarks.reliability.table import BEGIN, END, filled, not_held, summary, table
@@ -80,7 +80,7 @@ def test_metrics_are_summed_over_the_labels_that_are_not_named() -> None:
     assert metrics("dropped_views_total", model="a") == 5
     assert metrics("dropped_views_total", reason="expired") == 7
     assert metrics("dropped_views_total", model="c") == 0
-    assert metrics.left() == {"calls_now": 1}
+    assert metrics.in_flight() == {"calls_now": 1}
 
 
 def test_errors_in_a_log_are_told_from_what_libraries_write_there() -> None:
@@ -102,7 +102,7 @@ def test_errors_in_a_log_are_told_from_what_libraries_write_there() -> None:
 @pytest.mark.parametrize("hash_seed", ["1", "2"])
 def test_a_seed_and_a_number_give_the_same_bytes_in_every_process(hash_seed: str) -> None:
     script = (
-        "import hashlib; from benchmarks.reliability.fuzz_cases import case_of\n"
+        "import hashlib; from benchmarks.reliability.fuzz.fuzz_cases import case_of\n"
         "print(hashlib.sha256(repr([case_of(5, n) for n in range(300)]).encode()).hexdigest())"
     )
     variables = {**environment(), "PYTHONHASHSEED": hash_seed}
@@ -222,7 +222,7 @@ def test_the_status_of_a_call_and_those_inside_of_a_stream_are_seen() -> None:
 
     async def outcomes(address: str) -> list[Any]:
         async with new_channel(address) as channel:
-            cases = [Case(0, f"{path}Classify", (b"",), ""), Case(1, f"{path}ClassifyStream", messages, "")]
+            cases = [FuzzCase(0, f"{path}Classify", (b"",), ""), FuzzCase(1, f"{path}ClassifyStream", messages, "")]
             return [await fuzzing.call_case(channel, case) for case in cases]
 
     with running_servicer(Planted(), CallsInFlight()) as address:
@@ -271,7 +271,7 @@ def claims(results: dict[str, Any], tried: list[str]) -> Any:
         return results[name]
 
     return lambda bed: [
-        Claim(name, f"{name} | works", {"seed": bed.seed}, 0, lambda name=name: work(name)) for name in results
+        Case(name, f"{name} | works", {"seed": bed.seed}, 0, lambda name=name: work(name)) for name in results
     ]
 
 

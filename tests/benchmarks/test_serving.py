@@ -238,11 +238,11 @@ def test_a_worker_that_fails_says_why_and_answers_the_next_question(exported: An
     given = {"model": str(exported["demo-channel"].path), "threads": 1, "folder": str(tmp_path)}
     worker = Worker("benchmarks.serving.engine", json.dumps(given))
     try:
-        worker.ask({"best": "no-such-protocol", "images": [0]})
+        worker.send({"best": "no-such-protocol", "images": [0]})
         with pytest.raises(RuntimeError, match=r"UsageError: .*no-such-protocol"):
-            worker.told()
-        worker.ask({"best": "center", "images": [0]})
-        assert len(worker.told()["best"][0]) == 5
+            worker.receive()
+        worker.send({"best": "center", "images": [0]})
+        assert len(worker.receive()["best"][0]) == 5
     finally:
         worker.close()
 

@@ -19,11 +19,9 @@ import grpc.aio
 from PIL import Image
 
 from benchmarks.common.server_process import ServerProcess
-from benchmarks.reliability import cases as stand
-from benchmarks.reliability import fuzz_cases
-from benchmarks.reliability.cases import Json, ServerTestBed, verdict
+from benchmarks.reliability.cases import Case, Json, ServerTestBed, verdict
 from benchmarks.reliability.clients import CheckedCall, new_channel, wait_until_settled
-from benchmarks.reliability.fuzz_cases import case_of, method_at
+from benchmarks.reliability.fuzz.fuzz_cases import FuzzCase, case_of, method_at
 from prelunet.evaluator.client.streams import StreamEnd
 from prelunet.evaluator.pb.inference import inference_pb2 as oip
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
@@ -59,40 +57,38 @@ class FuzzResults:
     crashes: list[Json] = field(default_factory=list)
 
 
-def cases(here: ServerTestBed) -> Iterator[stand.Case]:
+def cases(bed: ServerTestBed) -> Iterator[Case]:
     """Return the two cases."""
-    count = here.reduced(CASES, 600)
-    yield stand.Case(
+    count = bed.reduced(CASES, 600)
+    yield Case(
         "fuzz, a server that crashes",
         "the same check catches a server that dies of one picture, and names the case",
-        {"seed": here.seed},
+        {"seed": bed.seed},
         30,
-        lambda: asyncio.run(_control(here)),
+        lambda: asyncio.run(_control(bed)),
     )
-    yield stand.Case(
+    yield Case(
         "fuzz",
         f"{count} damaged messages and pictures bring about no INTERNAL, no UNKNOWN and no crash, and every one is "
         f"answered within {CALL_TIMEOUT:g} s",
-        {"cases": count, "seed": here.seed},
+        {"cases": count, "seed": bed.seed},
         count / 250 + 20,
-        lambda: asyncio.run(fuzz(here.seed, range(count), here.serve, here.pictures[0].data)),
+        lambda: asyncio.run(fuzz(bed.seed, range(count), bed.serve, bed.pictures[0].data)),
     )
 
 
-async def _control(here: ServerTestBed) -> Json:
+async def _control(bed: ServerTestBed) -> Json:
     """Fuzz a server that dies of a picture, of which there is one among the cases."""
-    deadly = next(
-        number for number in itertools.count(_BESIDE) if _width_in(case_of(here.seed, number)) == _CRASH_WIDTH
-    )
-    control = here.control(dies_at_width=_CRASH_WIDTH)
+    deadly = next(number for number in itertools.count(_BESIDE) if _width_in(case_of(bed.seed, number)) == _CRASH_WIDTH)
+    control = bed.control(dies_at_width=_CRASH_WIDTH)
     numbers = [*range(_BESIDE // 2), deadly, *range(_BESIDE // 2, _BESIDE)]
-    result = await fuzz(here.seed, numbers, lambda: here.serve_with_faults(control), here.pictures[0].data)
+    result = await fuzz(bed.seed, numbers, lambda: bed.serve_with_faults(control), bed.pictures[0].data)
     named = [number for crash in result["crashes"] for _, number, *_ in crash["alone"]]
     told = {name: result[name] for name in ("cases", "statuses")}
     return {"held": deadly in named, "deadly_case": deadly, "named": named, **told}
 
 
-def _width_in(case: fuzz_cases.Case) -> int:
+def _width_in(case: FuzzCase) -> int:
     """Return the width of the picture in a call of Classify; 0 where there is none."""
     if case.method.endswith("/Classify") and case.what.startswith("picture: one-row"):
         request = pb.ClassifyRequest.FromString(case.messages[0])
@@ -116,12 +112,12 @@ async def fuzz(seed: int, numbers: Sequence[int], serve: Callable[[], ServerProc
             await _send(server, seed, left, tally)
             if server.alive:
                 metrics, _ = await wait_until_settled(server, server.open_files())
-                remaining = metrics.left()
+                remaining = metrics.in_flight()
                 state = await CheckedCall(server.address, good_image).state()
                 tally.rss_mb.append(round(server.rss_mb()))
                 ended = await asyncio.to_thread(server.stop)
             else:
-                ended = server.ended()
+                ended = server.wait()
                 tally.crashes.append(await _culprits(seed, tally, ended.code, serve))
             tally.errors += ended.errors
             tally.foreign += len(ended.foreign)
@@ -202,7 +198,7 @@ def count_result(tally: FuzzResults, number: int, status: str, inside: Sequence[
     tally.wrong.extend((number, told) for told in bad)
 
 
-async def call_case(channel: grpc.aio.Channel, case: fuzz_cases.Case) -> tuple[str, list[str]]:
+async def call_case(channel: grpc.aio.Channel, case: FuzzCase) -> tuple[str, list[str]]:
     """Make a call; returns its status, and those of the single images of a stream."""
     inside: list[str] = []
     if method_at(case.method).streams == (False, False):

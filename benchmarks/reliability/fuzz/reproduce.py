@@ -1,7 +1,9 @@
-"""One case of the fuzzing again: python -m benchmarks.reliability.reproduce NUMBER [--seed N] [--server HOST:PORT]
+"""Repeat one fuzzing case.
 
-Sends it to a server, one of its own where none is named, and says what came of it, how much memory the server took and
-whether it lives; --messages FOLDER writes the bytes of its messages there.
+    python -m benchmarks.reliability.fuzz.reproduce NUMBER [--seed N] [--server HOST:PORT] [--messages FOLDER]
+
+Sends the case to the given server, or to one that it starts itself. Prints the result, the memory of the server and
+whether it survived. --messages writes the bytes of the messages to FOLDER.
 """
 
 import argparse
@@ -12,8 +14,8 @@ from pathlib import Path
 
 from benchmarks.reliability.cases import ServerTestBed
 from benchmarks.reliability.clients import new_channel
-from benchmarks.reliability.fuzz_cases import FuzzCase, case_of
-from benchmarks.reliability.fuzzing import call_case
+from benchmarks.reliability.fuzz.fuzz_cases import FuzzCase, case_of
+from benchmarks.reliability.fuzz.fuzzing import call_case
 
 
 def main() -> int:
@@ -40,7 +42,7 @@ def main() -> int:
         if server.alive:
             print(f"resident memory from {before:.0f} to {server.rss_mb():.0f} MB")
             return 0
-        print(f"the server died: {server.ended()}")
+        print(f"the server died: {server.wait()}")
         return 1
 
 

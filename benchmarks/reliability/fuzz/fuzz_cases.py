@@ -10,7 +10,7 @@ from typing import Any
 from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.message import Message
 
-from benchmarks.reliability.mutation import damage_message, damaged_bytes, damaged_picture, odd_wire
+from benchmarks.reliability.fuzz.mutation import damage_message, damaged_bytes, damaged_picture, odd_wire
 from benchmarks.reliability.pictures import Picture, hostile_pictures, made_pictures
 from prelunet.evaluator.pb.inference import inference_pb2 as oip
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb

@@ -1,0 +1,1 @@
+"""Damaged messages and pictures against the server."""
