@@ -1,4 +1,4 @@
-"""Clients that vanish, dawdle, flood or only sit there: good calls go on meanwhile, and nothing is left of them."""
+"""Clients that vanish, stall, flood or idle: valid calls continue meanwhile, and nothing is left behind."""
 
 import asyncio
 import random
@@ -32,20 +32,21 @@ from tests.serving.api.raw_http2 import (
 
 CLASSIFY = "/prelunet.v1.PreluNetService/Classify"
 STREAM = "/prelunet.v1.PreluNetService/ClassifyStream"
-KEEPALIVE = 1  # seconds of silence until the server pings; 20 more until it gives up
+KEEPALIVE = 1  # seconds of silence until the server pings; 20 s later it gives up
 GOOD_AFTERWARDS = 20
-GOOD_CALLS = 200  # without the bad clients, to compare with
+GOOD_CALLS = 200  # baseline, without bad clients
 HANDSHAKE = 3.0  # seconds
 OPTIONS = ("--keepalive", str(KEEPALIVE), "--handshake-timeout", str(HANDSHAKE))
-ARRIVAL = 3.0  # seconds for the message of a call, where that is tried; a server that is not rigged gives 60
-ON_ONE = 50  # calls on one connection whose messages never come
-IDLE = 3.0  # seconds for which they sit there, all of them
-FLOOD, MAX_PINGS = 5.0, 100_000  # seconds of it; pings on a connection that is not cut off
-RESETS = 5.0  # seconds for which calls are begun and reset
-RESETS_MB = 50.0  # of memory that a connection may take by that: 512 calls, and what gRPC needs to refuse others
-SLOWER = 5.0  # times as long, and
-MORE = 0.02  # so many seconds more, may the median of a good call be meanwhile
-# What the bad clients do; returns whether the server did with them as it should, and numbers.
+ARRIVAL = 3.0  # timeout of a call's message in this test, in seconds; the default is 60
+ON_ONE = 50  # calls per connection whose messages never come
+IDLE = 3.0  # seconds for which all connections stay idle
+FLOOD, MAX_PINGS = 5.0, 100_000  # seconds; maximum number of pings on a connection that is not closed
+RESETS = 5.0  # seconds of starting and resetting calls
+RESETS_MB = 50.0  # memory limit per resetting connection: 512 calls, and what gRPC needs to refuse others
+# The median latency of valid calls may meanwhile be at most SLOWER times the baseline plus EXTRA_SECONDS.
+SLOWER = 5.0
+EXTRA_SECONDS = 0.02
+# What the bad clients do; returns whether the server treated them correctly, and numbers.
 Doing = Callable[[ServerProcess], Awaitable[tuple[bool, Json]]]
 
 
@@ -67,7 +68,7 @@ def cases(bed: ServerTestBed) -> Iterator[Case]:
     for name, what, seconds, doing in tried:
         yield Case(
             name,
-            f"{what}: good calls go on meanwhile, and afterwards nothing is left of them",
+            f"{what}: valid calls continue meanwhile, and afterwards nothing is left behind",
             {"what": what, "seed": bed.seed},
             seconds + 10,
             lambda doing=doing: asyncio.run(_beside(bed, bed.serve(*OPTIONS), doing)),
@@ -75,35 +76,37 @@ def cases(bed: ServerTestBed) -> Iterator[Case]:
     hasty = bed.reduced(4, 1)
     yield Case(
         "rapid resets",
-        f"{hasty} connections that begin calls and reset them at once, without end (CVE-2023-44487): most are refused, "
-        "memory is bounded, good calls are late but answered, and afterwards nothing is left of them",
+        f"{hasty} connections that keep starting calls and resetting them at once (CVE-2023-44487): most are refused, "
+        "memory stays bounded, valid calls are slower but answered, and afterwards nothing is left behind",
         {"connections": hasty, "seconds": RESETS},
         RESETS + 8,
-        lambda: asyncio.run(_beside(bed, bed.serve(), lambda server: _resets(server, hasty), more=hasty)),
+        lambda: asyncio.run(_beside(bed, bed.serve(), lambda server: _resets(server, hasty), extra_seconds=hasty)),
     )
     stalled = bed.reduced(20, 3)
     yield Case(
         "messages that never come",
-        f"{stalled} connections with {ON_ONE} calls each, a third of them streams, that send no message, or the "
-        "beginning of one, which is all the calls that the server takes: they end when their time is over, good calls "
-        "are answered afterwards, and nothing is left of them",
+        f"{stalled} connections with {ON_ONE} calls each, a third of them streams, send no message or only the "
+        "beginning of one, and so use up --max-calls: the calls time out, valid calls are answered afterwards, and "
+        "nothing is left behind",
         {"connections": stalled, "calls": ON_ONE, "arrival": ARRIVAL},
         ARRIVAL + 15,
         lambda: asyncio.run(_stalled(bed, stalled)),
     )
 
 
-async def _beside(bed: ServerTestBed, serving: ServerProcess, doing: Doing, more: float = MORE) -> Json:
-    """Make good calls alone, then while bad clients are there, and look at what is left. more: as MORE."""
+async def _beside(
+    bed: ServerTestBed, serving: ServerProcess, doing: Doing, extra_seconds: float = EXTRA_SECONDS
+) -> Json:
+    """Make valid calls alone, then beside bad clients, and check what is left. extra_seconds: see EXTRA_SECONDS."""
     with serving as server:
         good = CheckedCall(server.address, bed.pictures[0].data)
         await good.times(20)
         alone = await good.times(bed.reduced(GOOD_CALLS, 20))
         files, threads = await _quiet(server)
-        already = len(good.latencies)
+        first = len(good.latencies)
         async with good.in_background():
-            right, told = await doing(server)
-        meanwhile = good.latencies[already:]
+            right, numbers = await doing(server)
+        meanwhile = good.latencies[first:]
         metrics, more_files = await wait_until_settled(server, files)
         ended = await asyncio.to_thread(server.stop)
     before, beside = percentiles(alone), percentiles(meanwhile)
@@ -112,12 +115,12 @@ async def _beside(bed: ServerTestBed, serving: ServerProcess, doing: Doing, more
             "treated_as_they_should_be": right,
             "no_good_call_failed": not good.failures,
             "good_calls_meanwhile": len(meanwhile) > 0,
-            "latency_bounded": beside.get("p50_ms", 0) <= SLOWER * before["p50_ms"] + 1000 * more,
+            "latency_bounded": beside.get("p50_ms", 0) <= SLOWER * before["p50_ms"] + 1000 * extra_seconds,
             "nothing_left": not metrics.in_flight() and not more_files,
             "no_view_computed_late": metrics("late_views_total", model=NAME) == 0,
             "no_error_in_the_log": not ended.errors,
         },
-        **told,
+        **numbers,
         good_calls=len(meanwhile),
         failures=good.failures[:5],
         alone=before,
@@ -130,7 +133,7 @@ async def _beside(bed: ServerTestBed, serving: ServerProcess, doing: Doing, more
 
 
 async def _quiet(server: ServerProcess) -> tuple[int, int]:
-    """Return open files and threads once those of the calls before are gone."""
+    """Return the numbers of open files and threads after earlier calls have been cleaned up."""
     before = server.open_files()
     for _ in range(20):
         await asyncio.sleep(0.1)
@@ -142,7 +145,7 @@ async def _quiet(server: ServerProcess) -> tuple[int, int]:
 
 
 async def _killed(server: ServerProcess, bed: ServerTestBed, count: int) -> tuple[bool, Json]:
-    """Start client processes, kill each at a random moment in the middle of its calls."""
+    """Start client processes and kill each at a random moment during its calls."""
     rng, picture = random.Random(bed.seed), bed.folder / "victim.jpg"
     picture.write_bytes(max((one.data for one in bed.pictures), key=len))
     in_flight = []
@@ -153,25 +156,25 @@ async def _killed(server: ServerProcess, bed: ServerTestBed, count: int) -> tupl
 
 
 async def _one_killed(server: ServerProcess, kind: str, picture: Path, seconds: float) -> bool:
-    """Kill one client; returns whether it was calling."""
+    """Start and kill one client; return whether it was calling."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benchmarks.reliability.victim", server.address, kind, str(picture),
         stdout=subprocess.PIPE, env=environment(),
     )  # fmt: skip
     assert process.stdout is not None
-    said = await process.stdout.readline()
+    line = await process.stdout.readline()
     await asyncio.sleep(seconds)
     alive = process.returncode is None
     process.kill()
     await process.communicate()
-    return alive and said.strip() == b"calling"
+    return alive and line.strip() == b"calling"
 
 
-# By hand
+# Raw HTTP/2 connections
 
 
 async def _slow(server: ServerProcess, count: int) -> tuple[bool, Json]:
-    """Let connections dawdle in three ways; those that do not even say hello in time are cut off."""
+    """Send slowly in three ways; connections that do not complete the handshake in time must be closed."""
     async with AsyncExitStack() as stack:
         hello = [await stack.enter_async_context(connection(server.address, b"")) for _ in range(count // 3)]
         headers = [await stack.enter_async_context(connection(server.address)) for _ in range(count // 3)]
@@ -182,7 +185,7 @@ async def _slow(server: ServerProcess, count: int) -> tuple[bool, Json]:
             if number % 2:  # the others send no message at all
                 one.send(frame(DATA, b"\0" + struct.pack(">I", 100_000), stream=1))
         end = time.monotonic() + HANDSHAKE + 3
-        place, almost = 0, PREFACE[:-2]  # nobody comes to the end of it, nor of the headers
+        place, almost = 0, PREFACE[:-2]  # neither the preface nor the headers are ever completed
         while time.monotonic() < end:
             for one in (one for one in hello if not one.closed.is_set()):
                 one.send(almost[place : place + 1])
@@ -197,7 +200,7 @@ async def _slow(server: ServerProcess, count: int) -> tuple[bool, Json]:
 
 
 async def _stalled(bed: ServerTestBed, count: int) -> Json:
-    """Take all places by calls that never say what they want; they have to come free though their clients stay."""
+    """Use up --max-calls with calls that send no message; the calls must time out though their clients stay."""
     places = count * ON_ONE
     with bed.serve_with_faults(bed.control(arrival=ARRIVAL), "--max-calls", str(places)) as server:
         good, files = CheckedCall(server.address, bed.pictures[0].data), server.open_files()
@@ -234,14 +237,14 @@ async def _stalled(bed: ServerTestBed, count: int) -> Json:
 
 
 def _begun(number: int) -> bytes:
-    """Return the frames that begin a call, every third a stream; every other one begins its message too."""
+    """Return the frames that start a call; every third is a stream, every second one also starts its message."""
     stream = 2 * number + 1
     begin = frame(HEADERS, call_headers(CLASSIFY if number % 3 else STREAM), flags=END_HEADERS, stream=stream)
     return begin + (frame(DATA, b"\0" + struct.pack(">I", 100_000) + b"\xff", stream=stream) if number % 2 else b"")
 
 
 async def _half_open(server: ServerProcess, count: int) -> tuple[bool, Json]:
-    """Leave connections with a call that has begun; they read nothing and answer no ping."""
+    """Abandon connections with a started call: they read nothing and answer no ping."""
     patience = KEEPALIVE + 20 + 10
     async with AsyncExitStack() as stack:
         gone = [await stack.enter_async_context(connection(server.address)) for _ in range(count)]
@@ -258,15 +261,15 @@ async def _half_open(server: ServerProcess, count: int) -> tuple[bool, Json]:
 
 
 async def _floods(server: ServerProcess, count: int) -> tuple[bool, Json]:
-    """Let clients flood with pings, and come again as soon as they are cut off."""
+    """Let clients flood with pings and reconnect as soon as they are closed."""
     floods = [flood for some in await asyncio.gather(*(_flooder(server) for _ in range(count))) for flood in some]
-    told = sum(calmed for calmed, _ in floods)
-    numbers = {"clients": count, "connections": len(floods), "told_to_calm_down": told}
-    return told == len(floods), {**numbers, "pings_sent": sum(sent for _, sent in floods)}
+    calmed = sum(was_calmed for was_calmed, _ in floods)
+    numbers = {"clients": count, "connections": len(floods), "told_to_calm_down": calmed}
+    return calmed == len(floods), {**numbers, "pings_sent": sum(sent for _, sent in floods)}
 
 
 async def _flooder(server: ServerProcess) -> list[tuple[bool, int]]:
-    """Return for each connection whether it was told to calm down, and how many pings it sent."""
+    """Return for each connection whether it got ENHANCE_YOUR_CALM, and the number of pings sent."""
     floods, end = [], time.monotonic() + FLOOD
     while time.monotonic() < end:
         async with connection(server.address) as there:
@@ -280,17 +283,17 @@ async def _flooder(server: ServerProcess) -> list[tuple[bool, int]]:
 
 
 async def _resets(server: ServerProcess, count: int) -> tuple[bool, Json]:
-    """Let clients begin calls and reset them at once."""
+    """Let clients start calls and reset them at once."""
     memory = server.rss_mb()
-    told = await asyncio.gather(*(_hasty(server) for _ in range(count)))
+    counts = await asyncio.gather(*(_hasty(server) for _ in range(count)))
     grown = server.rss_mb() - memory
-    calls, refused = (sum(numbers) for numbers in zip(*told, strict=True))
+    calls, refused = (sum(numbers) for numbers in zip(*counts, strict=True))
     numbers = {"connections": count, "calls": calls, "refused": refused, "memory_more_mb": round(grown, 1)}
     return 2 * refused >= calls and grown <= RESETS_MB * count, numbers
 
 
 async def _hasty(server: ServerProcess) -> tuple[int, int]:
-    """Return how many calls a client began, and how many of them were refused."""
+    """Return how many calls a client started, and how many of them were refused."""
     async with connection(server.address) as there:
         await there.wait_until(SETTINGS)
         there.send(frame(SETTINGS, flags=ACK))  # before that, gRPC takes only a few calls
@@ -304,16 +307,16 @@ async def _hasty(server: ServerProcess) -> tuple[int, int]:
 
 
 async def _idle(server: ServerProcess, count: int) -> tuple[bool, Json]:
-    """Open connections and leave them alone for a while."""
+    """Open connections and leave them idle."""
     files, memory = server.open_files(), server.rss_mb()
     channels = [new_channel(server.address) for _ in range(count)]
     try:
         for place in range(0, count, 50):
             await asyncio.gather(*(channel.channel_ready() for channel in channels[place : place + 50]))
         await asyncio.sleep(IDLE)
-        more = server.open_files() - files
+        opened = server.open_files() - files
         grown = server.rss_mb() - memory
     finally:
         for place in range(0, count, 50):
             await asyncio.gather(*(channel.close() for channel in channels[place : place + 50]))
-    return more >= count, {"connections": count, "open_files_more": more, "memory_more_mb": round(grown, 1)}
+    return opened >= count, {"connections": count, "open_files_more": opened, "memory_more_mb": round(grown, 1)}

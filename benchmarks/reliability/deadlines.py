@@ -1,4 +1,4 @@
-"""Work that nobody waits for any more: expired and cancelled calls in the queue are never computed."""
+"""Expired and cancelled calls in the queue are never computed."""
 
 import asyncio
 import random
@@ -16,20 +16,20 @@ from benchmarks.reliability.fault_injection import GPU_PIXELS, write_control
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 
-GONE = 2.0  # seconds until a call that waits expires; all have come long before
+GONE = 2.0  # deadline of the expiring calls, in seconds; all calls arrive well before
 ROUNDS = 15
-OF_A_KIND = 10  # calls of each kind, each round
+OF_A_KIND = 10  # calls of each kind per round
 VIEWS = {"center": 1, "ten-crop": 10}
 
 
 def cases(bed: ServerTestBed) -> Iterator[Case]:
-    """Return a case for the rules of a CPU, and one for those of a GPU, where batches are staged ahead."""
+    """Yield one case with the batching rules of a CPU and one with those of a GPU, where batches are staged ahead."""
     rounds = bed.reduced(ROUNDS, 2)
     for rules in ("cpu", "gpu"):
         yield Case(
             f"deadlines and cancellation, rules of a {rules.upper()}",
-            "calls that expire or are cancelled while they wait are never computed, every other one is, and nothing is "
-            "left",
+            "calls that expire or are cancelled while waiting are never computed, all others are, and nothing is left "
+            "behind",
             {"rounds": rounds, "of_a_kind": OF_A_KIND, "seed": bed.seed, "rules": rules},
             rounds * 1.5 * GONE + (20 if rules == "gpu" else 5),
             lambda rules=rules: asyncio.run(_deadlines(bed, rounds, rules)),
@@ -76,7 +76,7 @@ async def _deadlines(bed: ServerTestBed, rounds: int, rules: str) -> Json:
 
 @dataclass(frozen=True)
 class _Call:
-    """One call. kind: good, expires, cancelled, or stream, which is cancelled; images, views: how many."""
+    """One call. kind: good, expires, cancelled, or stream (which is cancelled)."""
 
     kind: str
     image: bytes
@@ -92,7 +92,7 @@ class _Call:
 
 
 def _planned(bed: ServerTestBed, rng: random.Random) -> list[_Call]:
-    """Return the calls of a round; the first is the one behind which the others wait."""
+    """Return the calls of a round; all others wait behind the first one."""
     kinds = ["good", "expires", "cancelled"] * OF_A_KIND + ["stream"]
     rng.shuffle(kinds)
     waiting = [_Call(kind, rng.choice(bed.pictures).data, rng.choice(list(VIEWS))) for kind in kinds]
@@ -100,14 +100,14 @@ def _planned(bed: ServerTestBed, rng: random.Random) -> list[_Call]:
 
 
 async def _round(server: ServerProcess, control: Path, plan: Sequence[_Call], statuses: dict[str, int]) -> bool:
-    """Let calls wait behind one that is held until the impatient ones are gone; returns whether all came in time."""
+    """Hold one call until the impatient ones behind it are gone; return whether all arrived in time."""
     before = server.metrics()("batch_views_count", model=NAME)
     write_control(control, hold=True)
     gone = asyncio.Event()
     async with new_channel(server.address) as channel:
-        calls = [asyncio.create_task(_ask(channel, plan[0], gone))]
+        calls = [asyncio.create_task(_make(channel, plan[0], gone))]
         await wait_until(lambda: server.metrics()("batch_views_count", model=NAME) > before)
-        calls += [asyncio.create_task(_ask(channel, call, gone)) for call in plan[1:]]
+        calls += [asyncio.create_task(_make(channel, call, gone)) for call in plan[1:]]
         images, good = sum(call.images for call in plan), sum(call.kind == "good" for call in plan)
         in_time = await wait_until(lambda: server.metrics()("waiting_images", model=NAME) == images, 0.9 * GONE)
         gone.set()
@@ -118,16 +118,16 @@ async def _round(server: ServerProcess, control: Path, plan: Sequence[_Call], st
     return in_time
 
 
-async def _ask(channel: grpc.aio.Channel, asked: _Call, gone: asyncio.Event) -> str:
-    """Make a call that is good, or one that is over before its turn comes; gone: when it is cancelled."""
-    if asked.kind == "stream":
-        call = _stream(channel, asked.image, asked.protocol)
+async def _make(channel: grpc.aio.Channel, planned: _Call, gone: asyncio.Event) -> str:
+    """Make a call; one that is not good ends before its turn. gone: set when calls are to be cancelled."""
+    if planned.kind == "stream":
+        call = _stream(channel, planned.image, planned.protocol)
     else:
-        options = {"timeout": GONE} if asked.kind == "expires" else {}
-        call = classify(channel, asked.image, asked.protocol, **options)
-    if asked.kind in {"good", "expires"}:
+        options = {"timeout": GONE} if planned.kind == "expires" else {}
+        call = classify(channel, planned.image, planned.protocol, **options)
+    if planned.kind in {"good", "expires"}:
         return await _status(call)
-    answer = asyncio.create_task(_status(call.read() if asked.kind == "stream" else call))
+    answer = asyncio.create_task(_status(call.read() if planned.kind == "stream" else call))
     await gone.wait()
     call.cancel()
     return await answer

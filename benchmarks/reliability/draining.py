@@ -1,5 +1,7 @@
-"""Stopping under load: health says so first, calls work on in the window, then new ones are told to go elsewhere before
-the port closes; what was accepted is answered, exit 0.
+"""Stopping under load.
+
+Health reports NOT_SERVING first. Calls still work in the lame-duck window. After it new calls are refused before the
+port closes. Every accepted call is answered, and the exit code is 0.
 """
 
 import asyncio
@@ -28,27 +30,27 @@ DRAINS = 12
 KILLS = 5
 WINDOW = 1.0  # seconds of lame duck
 CLIENTS = 8
-LONGEST = 0.8  # seconds of load, at a random moment of which the signal comes
-BURST = 120  # calls just before the window is over; their views fit into the queue
-BEYOND = 0.7  # seconds for which an evaluation goes on after the window
-AGAIN = 120.0  # seconds that a call may take, with a restart in between
+MAX_LOAD_SECONDS = 0.8  # the signal comes at a random moment of this load
+BURST = 120  # calls just before the window ends; their views fit into the queue
+BEYOND = 0.7  # seconds by which an evaluation outlasts the window
+CALL_TIMEOUT = 120.0  # seconds for a call, including a restart of the server
 
 
 def cases(bed: ServerTestBed) -> Iterator[Case]:
-    """Return the two cases."""
+    """Yield the two cases."""
     drains, kills = bed.reduced(DRAINS, 1), bed.reduced(KILLS, 1)
     yield Case(
         "drain",
-        f"SIGTERM under load at {drains} random moments: health says NOT_SERVING first, new calls and connections work "
-        "in the window, then new calls are refused with UNAVAILABLE before the port closes, every call that was "
-        "accepted is answered, exit code 0",
+        f"SIGTERM under load at {drains} random moments: health reports NOT_SERVING first, new calls and connections "
+        "work in the lame-duck window, then new calls are refused with UNAVAILABLE before the port closes, every "
+        "accepted call is answered, exit code 0",
         {"drains": drains, "clients": CLIENTS, "window": WINDOW, "seed": bed.seed},
         drains * 9,
         lambda: asyncio.run(_drains(bed, drains)),
     )
     yield Case(
         "kill and restart",
-        f"SIGKILL under load and a new start, {kills} times: with evaluator.client as it is, no call fails",
+        f"SIGKILL under load and a restart, {kills} times: no call of evaluator.client fails",
         {"kills": kills, "clients": CLIENTS, "seed": bed.seed},
         kills * 8,
         lambda: _kills(bed, kills),
@@ -57,10 +59,11 @@ def cases(bed: ServerTestBed) -> Iterator[Case]:
 
 @dataclass
 class _DrainRecord:
-    """What was seen of one drain. Times: seconds after the signal.
+    """Observations of one drain. Times: seconds after the signal.
 
-    signalled: on the clock of time.monotonic(), 0 before; refused: calls that were told that the server stops;
-    came_too_late: calls that found no open port any more; failures: calls that had neither an answer nor one of these.
+    signalled: moment of the signal on the clock of time.monotonic(), 0 before it; refused: calls refused because the
+    server stops; came_too_late: calls that found the port closed; failures: calls that ended in any other way without
+    an answer.
     """
 
     signalled: float = 0.0
@@ -83,15 +86,15 @@ class _DrainRecord:
         return bool(self.signalled) and time.monotonic() >= self.signalled + WINDOW
 
     def answered(self, begun: float) -> None:
-        """Count a call that has its answer. begun: when it was made."""
+        """Count an answered call. begun: when it was made."""
         self.calls += 1
         self.in_window += bool(self.signalled) and self.signalled < begun < self.signalled + WINDOW
         self.after_closing += begun < self.signalled + WINDOW < time.monotonic()
 
     def note(self, who: str, error: grpc.aio.AioRpcError) -> str:
-        """Count a call without an answer, and return what became of it: refused, late, or lost.
+        """Count a call without an answer and return its outcome: refused, late, or lost.
 
-        Only when the window is over may a server say that it stops, and may its port be closed.
+        A server may refuse calls and close its port only after the window.
         """
         if self.window_over and isinstance(error_from(error, ""), NotReady):
             self.refused += 1
@@ -135,7 +138,7 @@ async def _drains(bed: ServerTestBed, count: int) -> Json:
 
 
 async def _drain(bed: ServerTestBed, rng: random.Random) -> _DrainRecord:
-    """Let clients call until they are sent away, and end the server at a random moment."""
+    """Let clients call until they are refused, and stop the server at a random moment."""
     seen = _DrainRecord()
     with bed.serve("--lame-duck", str(WINDOW), "--log-level", "info") as server:
         images = [picture.data for picture in bed.pictures]
@@ -146,7 +149,7 @@ async def _drain(bed: ServerTestBed, rng: random.Random) -> _DrainRecord:
         async with new_channel(server.address) as channel:
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
             first = (await watch.read()).status
-            await asyncio.sleep(rng.uniform(0.05, LONGEST))
+            await asyncio.sleep(rng.uniform(0.05, MAX_LOAD_SECONDS))
             evaluation = asyncio.create_task(_evaluation(channel, bed, WINDOW + BEYOND, seen))
             await asyncio.sleep(0.05)
             seen.signalled = time.monotonic()
@@ -157,25 +160,25 @@ async def _drain(bed: ServerTestBed, rng: random.Random) -> _DrainRecord:
             await asyncio.sleep(0.2)
             await _new_connection(server.address, images[0], seen)
             await asyncio.sleep(max(0.0, seen.signalled + 0.9 * WINDOW - time.monotonic()))
-            asker = asyncio.create_task(_asker(server.address, seen))
+            lister = asyncio.create_task(_list_models(server.address, seen))
             await _burst(channel, bed, seen)
-            await asyncio.gather(*clients, asker, evaluation)
+            await asyncio.gather(*clients, lister, evaluation)
         seen.exit = await asyncio.to_thread(server.wait)
         seen.took = time.monotonic() - seen.signalled
     return seen
 
 
 async def _client(address: str, image: bytes, seen: _DrainRecord, *, stubborn: bool) -> None:
-    """Call again and again, until a call is refused; who is stubborn goes on until the port is closed."""
+    """Repeat a call until it is refused; a stubborn client continues until the port is closed."""
     async with new_channel(address) as channel:
         while True:
-            became = await _asked(seen, "client", lambda: classify(channel, image, "ten-crop"))
-            if became not in ({"answered", "refused"} if stubborn else {"answered"}):
+            outcome = await _call(seen, "client", lambda: classify(channel, image, "ten-crop"))
+            if outcome not in ({"answered", "refused"} if stubborn else {"answered"}):
                 return
 
 
-async def _asked(seen: _DrainRecord, who: str, make: Callable[[], Any]) -> str:
-    """Make one call; returns what became of it."""
+async def _call(seen: _DrainRecord, who: str, make: Callable[[], Any]) -> str:
+    """Make one call; return its outcome."""
     begun = time.monotonic()
     try:
         await make()
@@ -187,32 +190,32 @@ async def _asked(seen: _DrainRecord, who: str, make: Callable[[], Any]) -> str:
 
 async def _new_connection(address: str, image: bytes, seen: _DrainRecord) -> None:
     async with new_channel(address) as channel:
-        became = await _asked(seen, "new connection", lambda: classify(channel, image))
-        seen.new_connections += became == "answered"
+        outcome = await _call(seen, "new connection", lambda: classify(channel, image))
+        seen.new_connections += outcome == "answered"
 
 
-async def _asker(address: str, seen: _DrainRecord) -> None:
-    """Ask for something small without a pause until that is refused; so the first refusal there is, is seen."""
+async def _list_models(address: str, seen: _DrainRecord) -> None:
+    """Repeat a small call without a pause until it is refused, to catch the very first refusal."""
     async with new_channel(address) as channel:
         stub = pb_grpc.PreluNetServiceStub(channel)
         while True:
             try:
                 await stub.ListModels(pb.ListModelsRequest(), timeout=CALL_SECONDS)
             except grpc.aio.AioRpcError as error:
-                seen.note("question", error)
+                seen.note("ListModels", error)
                 seen.first_refusal = type(error_from(error, address)).__name__
                 return
 
 
 async def _burst(channel: grpc.aio.Channel, bed: ServerTestBed, seen: _DrainRecord) -> None:
-    """Make more calls than can be answered before the window is over."""
+    """Make more calls than can be answered before the window ends."""
     image = max((picture.data for picture in bed.pictures), key=len)
-    calls = (_asked(seen, "burst", lambda: classify(channel, image, "multi-scale")) for _ in range(BURST))
+    calls = (_call(seen, "burst", lambda: classify(channel, image, "multi-scale")) for _ in range(BURST))
     await asyncio.gather(*calls)
 
 
 async def _evaluation(channel: grpc.aio.Channel, bed: ServerTestBed, seconds: float, seen: _DrainRecord) -> None:
-    """Begin an evaluation that is not over when the port closes."""
+    """Start an evaluation that is still running when the port closes."""
     images = [picture.data for picture in bed.pictures[:2]]
 
     async def requests() -> AsyncIterator[pb.EvaluateRequest]:
@@ -264,7 +267,7 @@ def _kills(bed: ServerTestBed, count: int) -> Json:
 
 
 class _Load:
-    """Threads with the client of the package. answers, failures: of their calls; slowest: seconds of a call."""
+    """Threads that call with the package's client. slowest: seconds of the slowest call."""
 
     def __init__(self, address: str, images: list[bytes]) -> None:
         self.answers = 0
@@ -273,11 +276,11 @@ class _Load:
         self._images = images
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._client = Client(address, timeout=AGAIN)
+        self._client = Client(address, timeout=CALL_TIMEOUT)
         self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(CLIENTS)]
 
     def start(self) -> None:
-        """Begin to call."""
+        """Start calling."""
         for thread in self._threads:
             thread.start()
 
@@ -295,8 +298,8 @@ class _Load:
                 self.slowest = max(self.slowest, time.monotonic() - begun)
 
     def wait_for_answers(self, count: int) -> None:
-        """Wait for so many more answers, or a failure."""
-        wanted, end = self.answers + count, time.monotonic() + AGAIN
+        """Wait for `count` more answers, or a failure."""
+        wanted, end = self.answers + count, time.monotonic() + CALL_TIMEOUT
         while self.answers < wanted and not self.failures and time.monotonic() < end:
             time.sleep(0.01)
 

@@ -1,19 +1,19 @@
-"""`prelunet serve` whose session can be slowed down, broken or made to leak, by a file that is read before each batch.
+"""Run `prelunet serve` with injected delays, faults and leaks, controlled by a file that is read before each batch.
 
     python -m benchmarks.reliability.fault_injection CONTROL.json serve --model NAME=MODEL.onnx ...
 
-Everything else is the program as it is. The file holds an object, and may be replaced while the server runs:
+Everything else is the unmodified program. The file holds a JSON object and may be replaced while the server runs:
 
-    hold     batches wait until the file says otherwise
-    delay    seconds that each batch takes longer
-    fault    what happens to a batch that shows a picture of nothing but MARK:
-             "error" an exception of the runtime's, "memory" too little of it, "nan" scores that are none, "lost" a
-             device that gives nothing but errors; "sticky": every batch fails, the black canvas too
-    rows     so many canvases at most fit into the device's memory
-    leak     so many copies of every picture that is decoded are kept
+    hold     true: batches wait
+    delay    seconds added to each batch
+    fault    what happens to a batch with a picture whose values are all MARK: "error": the runtime raises; "memory":
+             out of memory; "nan": its scores are NaN; "lost": the device is lost. "sticky": every batch fails, also
+             the black canvas
+    rows     maximum number of canvases that fit into the device's memory
+    leak     number of copies of each decoded picture that are kept
     dies_at_width  the process dies when it decodes a picture of this width
-    arrival  (at the start only) seconds for the message of a call, where the server has them fixed
-    gpu      (at the start only) batches are formed by the rules of a GPU, of so many pixels at most, and staged ahead
+    arrival  (read only at the start) timeout of a call's message in seconds, which the server otherwise fixes
+    gpu      (read only at the start) form batches by the rules of a GPU, with this limit of pixels, and stage ahead
 """
 
 import json
@@ -36,66 +36,67 @@ from prelunet.evaluator.errors import DeviceLost, OutOfMemory
 from prelunet.evaluator.serving import classifier, models
 from prelunet.evaluator.verbs import serve
 
-MARK = 77  # every value of the picture that a fault is for
-GPU_PIXELS = 2**15  # of a batch by the rules of a GPU: few enough for a CPU to warm up every rung
-SWITCH_PIXELS = 2**18  # how much a change of shape costs the device that there is not
+MARK = 77  # every value of the picture that triggers the fault
+GPU_PIXELS = 2**15  # of a batch under the rules of a GPU: few enough for a CPU to warm up every shape bucket
+SWITCH_PIXELS = 2**18  # cost of a change of shape on the simulated GPU
 
 _kept: list[Any] = []
 
 
 class ControlFile:
-    """The file, read again when it has changed."""
+    """The control file, read again when it has changed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read_at = 0
-        self._told: dict[str, Any] = {}
+        self._faults: dict[str, Any] = {}
 
     def __call__(self) -> dict[str, Any]:
-        """Return what the file holds."""
+        """Return the contents of the file."""
         changed = self._path.stat().st_mtime_ns
         if changed != self._read_at:
-            self._told, self._read_at = json.loads(self._path.read_text(encoding="utf-8")), changed
-        return self._told
+            self._faults, self._read_at = json.loads(self._path.read_text(encoding="utf-8")), changed
+        return self._faults
 
 
 class FaultySession:
-    """Stands between the server and one session: staging notes the canvases, computing does what the file says."""
+    """Wraps one session: staging keeps the canvases, computing injects the faults."""
 
     def __init__(self, session: Session, control: ControlFile) -> None:
         self._stage, self._compute = session.stage, session.compute
         self._control = control
-        told = control()
-        if most := told.get("gpu"):
+        if max_pixels := control().get("gpu"):
             rules = gpu_rules(session.contract, None)
-            session.rules = replace(rules, max_pixels=most, max_windows=most // 16, switch_pixels=SWITCH_PIXELS)
+            session.rules = replace(
+                rules, max_pixels=max_pixels, max_windows=max_pixels // 16, switch_pixels=SWITCH_PIXELS
+            )
             session.placement = replace(session.placement, device="cuda")
         session.stage, session.compute = self.stage, self.compute  # type: ignore[method-assign]
 
     def stage(self, images: Any, sizes: Any) -> Any:
-        """Stage a batch, with what it shows."""
+        """Stage a batch; keep its images and sizes beside it."""
         return self._stage(images, sizes), images, sizes
 
     def compute(self, staged: Any) -> Outputs:
-        """Compute a batch, or fail as the file says."""
+        """Compute a batch, or fail as the control file demands."""
         inner, images, sizes = staged
-        while (told := self._control()).get("hold"):
+        while (faults := self._control()).get("hold"):
             time.sleep(0.005)
-        time.sleep(told.get("delay", 0))
+        time.sleep(faults.get("delay", 0))
         marked = [
             place
             for place, (height, width) in enumerate(sizes)
             if (images[place, :height, :width] == MARK).all()
         ]  # fmt: skip
-        fault = told.get("fault")
+        fault = faults.get("fault")
         if fault == "sticky":
-            raise RuntimeError("a fault that stays was asked for")
-        if len(images) > told.get("rows", len(images)) or (fault == "memory" and marked):
-            raise OutOfMemory("a lack of memory was asked for")
+            raise RuntimeError("injected sticky fault")
+        if len(images) > faults.get("rows", len(images)) or (fault == "memory" and marked):
+            raise OutOfMemory("injected out-of-memory fault")
         if fault == "lost" and marked:
-            raise DeviceLost("the loss of the device was asked for")
+            raise DeviceLost("injected device loss")
         if fault == "error" and marked:
-            raise RuntimeError("an error was asked for")
+            raise RuntimeError("injected error")
         outputs = self._compute(inner)
         return _without_numbers(outputs, marked) if fault == "nan" and marked else outputs
 
@@ -108,19 +109,19 @@ def _without_numbers(outputs: Outputs, marked: list[int]) -> Outputs:
 
 def _faulty_decoder(decode: Callable[..., Any], control: ControlFile) -> Callable[..., Any]:
     def decode_faulty(*arguments: Any, **options: Any) -> Any:
-        image, told = decode(*arguments, **options), control()
-        _kept.extend(np.array(image) for _ in range(told.get("leak", 0)))
-        if image.width == told.get("dies_at_width"):
-            os.kill(os.getpid(), signal.SIGKILL)  # as after a fault in C, but it leaves no core file
+        image, faults = decode(*arguments, **options), control()
+        _kept.extend(np.array(image) for _ in range(faults.get("leak", 0)))
+        if image.width == faults.get("dies_at_width"):
+            os.kill(os.getpid(), signal.SIGKILL)  # like a crash in C, but without a core file
         return image
 
     return decode_faulty
 
 
-def write_control(path: Path, **told: Any) -> None:
-    """Replace what the file says; the next batch obeys."""
+def write_control(path: Path, **faults: Any) -> None:
+    """Replace the contents of the control file; they apply from the next batch."""
     new = path.with_suffix(".new")
-    new.write_text(json.dumps(told), encoding="utf-8")
+    new.write_text(json.dumps(faults), encoding="utf-8")
     new.replace(path)
 
 

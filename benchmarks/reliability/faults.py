@@ -1,4 +1,4 @@
-"""A device that fails: neighbours in a batch are answered; one that is gone ends the server, which says so first."""
+"""A failing device: the other images of a batch are answered. A lost device ends the server, which reports it first."""
 
 import asyncio
 import itertools
@@ -24,25 +24,25 @@ from benchmarks.reliability.clients import (
 from benchmarks.reliability.fault_injection import GPU_PIXELS, MARK, write_control
 from benchmarks.reliability.pictures import marked_picture
 
-DECODING = 0.3  # seconds until all that wait are decoded, and can share a batch
+DECODING = 0.3  # seconds until all waiting images are decoded and can share a batch
 NEIGHBOURS = 15
 ROUNDS = 5
-EXIT = 5  # of a process whose device is lost
-# fault → status of the one that it is for; None: of nobody
+EXIT = 5  # exit code after the loss of the device
+# fault → status of the image that triggers it; None: every image is answered
 SPLIT = {
     "error": "INTERNAL", "memory": "RESOURCE_EXHAUSTED", "nan": "FAILED_PRECONDITION", "too many rows": None,
 }  # fmt: skip
-ROWS = 4  # canvases that fit, where more are too many
+ROWS = 4  # canvases that fit into memory in the case "too many rows"
 
 
 def cases(bed: ServerTestBed) -> Iterator[Case]:
-    """Return a case for each fault."""
+    """Yield a case for each fault."""
     rounds = bed.reduced(ROUNDS, 1)
     for rules, (fault, status) in itertools.product(("cpu", "gpu"), SPLIT.items()):
         yield Case(
             f"fault: {fault}" + ", rules of a GPU" * (rules == "gpu"),
-            f"{fault} in a batch fails nobody"
-            + (f" but the one picture that it is for, with {status}" if status else "; it is split until it fits"),
+            f"{fault} in a batch: "
+            + (f"only the picture that triggers it fails, with {status}" if status else "it is split until it fits"),
             {"fault": fault, "rounds": rounds, "rules": rules},
             rounds + (20 if rules == "gpu" else 5),
             lambda fault=fault, status=status, rules=rules: asyncio.run(_split(bed, fault, status, rounds, rules)),
@@ -50,7 +50,7 @@ def cases(bed: ServerTestBed) -> Iterator[Case]:
     for fault in ("lost", "sticky"):
         yield Case(
             f"fault: {fault}",
-            f"a device that is {fault}: health says NOT_SERVING, calls get UNAVAILABLE, the process ends with {EXIT}",
+            f"{fault} device: health reports NOT_SERVING, calls get UNAVAILABLE, the process exits with {EXIT}",
             {"fault": fault},
             10,
             lambda fault=fault: asyncio.run(_lost(bed, fault)),
@@ -58,7 +58,7 @@ def cases(bed: ServerTestBed) -> Iterator[Case]:
 
 
 async def _split(bed: ServerTestBed, fault: str, expected: str | None, rounds: int, rules: str) -> Json:
-    """Let a batch of good pictures and a marked one fail, some times."""
+    """Let batches of good pictures and a marked one fail."""
     images = [picture.data for picture in bed.pictures]
     control = bed.control(**({"gpu": GPU_PIXELS} if rules == "gpu" else {}))
     found: list[str] = []
@@ -97,9 +97,9 @@ async def _split(bed: ServerTestBed, fault: str, expected: str | None, rounds: i
 async def _together(
     server: ServerProcess, channel: grpc.aio.Channel, control: Path, broken: Json, images: list[bytes]
 ) -> tuple[str, list[dict[int, float] | str]]:
-    """Ask for good pictures and the marked one, which share a batch; returns the marked one's status and answers."""
+    """Classify good pictures and the marked one in one batch; return the marked one's status and the other answers."""
 
-    async def ask(image: bytes) -> dict[int, float] | str:
+    async def scores_or_status(image: bytes) -> dict[int, float] | str:
         try:
             return scores_of(await classify(channel, image, top_k=10))
         except grpc.aio.AioRpcError as error:
@@ -107,10 +107,10 @@ async def _together(
 
     before = server.metrics()("batch_views_count", model=NAME)
     write_control(control, hold=True)
-    calls = [asyncio.create_task(ask(images[0]))]
+    calls = [asyncio.create_task(scores_or_status(images[0]))]
     await wait_until(lambda: server.metrics()("batch_views_count", model=NAME) > before)
-    asked = [*(images[number % len(images)] for number in range(1, NEIGHBOURS + 1)), marked_picture(MARK)]
-    calls += [asyncio.create_task(ask(image)) for image in asked]
+    images_of_batch = [*(images[number % len(images)] for number in range(1, NEIGHBOURS + 1)), marked_picture(MARK)]
+    calls += [asyncio.create_task(scores_or_status(image)) for image in images_of_batch]
     await wait_until(lambda: server.metrics()("waiting_images", model=NAME) == len(calls))
     await asyncio.sleep(DECODING)
     write_control(control, **broken)
@@ -119,14 +119,14 @@ async def _together(
 
 
 async def _lost(bed: ServerTestBed, fault: str) -> Json:
-    """Let the device be lost while calls wait, and see how the process ends."""
+    """Lose the device while calls wait, and check how the process ends."""
     control = bed.control()
     with bed.serve_with_faults(control, "--lame-duck", "30") as server:
         async with new_channel(server.address) as channel:
             await classify(channel, bed.pictures[0].data)
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
             first = (await watch.read()).status
-            write_control(control, delay=0.3, fault=fault)  # so that most wait when it happens
+            write_control(control, delay=0.3, fault=fault)  # so that most calls wait when it happens
             images = [marked_picture(MARK), *(picture.data for picture in bed.pictures)]
             calls = [asyncio.create_task(_status(channel, image)) for image in images]
             then = (await watch.read()).status

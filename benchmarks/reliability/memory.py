@@ -1,4 +1,4 @@
-"""Memory does not grow with the number of calls; a server that leaks is caught by the same check."""
+"""Memory does not grow with the number of calls; the same check detects a server that leaks."""
 
 import asyncio
 import itertools
@@ -13,16 +13,16 @@ from benchmarks.reliability.clients import new_channel, wait_until_settled
 from benchmarks.reliability.mixed import ROOMY, Mix
 
 CALLS = 10_000
-LIMIT = 100.0  # MB of growth from the middle of a run to its end; Triton's own L0_memory_growth has this threshold
+LIMIT = 100.0  # MB of growth from the middle of a run to its end, as in Triton's L0_memory_growth
 CONCURRENCY = 16  # calls in flight
 CONNECTIONS = 4
-SAMPLES = 200  # of the resident memory
-MEMORY = ("growth_below_the_limit", "within_the_memory_of_the_start_line")  # what a leak breaks
-WINDOW = 0.1  # of a run, whose samples a median is taken of
+SAMPLES = 200  # number of samples of the resident memory
+MEMORY = ("growth_below_the_limit", "within_the_memory_of_the_start_line")  # conditions that a leak breaks
+WINDOW = 0.1  # share of a run over whose samples a median is taken
 
 
 def cases(bed: ServerTestBed) -> Iterator[Case]:
-    """Return a case for each device, and the leaking control."""
+    """Yield a case for each device, and the leaking control."""
     calls = bed.reduced(CALLS, 120)
     for device in ("cpu", "openvino"):
         yield Case(
@@ -35,7 +35,7 @@ def cases(bed: ServerTestBed) -> Iterator[Case]:
     leak = 100 if bed.tiny else 1
     yield Case(
         "memory, a server that leaks",
-        f"the same check catches a server that keeps every picture ({leak} times)",
+        f"the same check detects a server that keeps every picture ({leak} times)",
         {"calls": calls, "seed": bed.seed, "leak": leak},
         calls / 150 + 10,
         lambda: _caught(asyncio.run(_memory(bed, bed.serve_with_faults(bed.control(leak=leak), *ROOMY), calls))),
@@ -74,7 +74,7 @@ async def _memory(bed: ServerTestBed, serving: ServerProcess, calls: int) -> Jso
 
 
 async def _sampled(server: ServerProcess, mix: Mix, calls: int) -> list[float]:
-    """Make the calls and return samples of the server's resident memory in MB, evenly over the calls."""
+    """Make the calls; return samples of the server's resident memory in MB, evenly spaced over the calls."""
     every = max(1, calls // SAMPLES)
     samples = [server.rss_mb()]
     numbers = iter(range(calls))
@@ -95,14 +95,14 @@ async def _sampled(server: ServerProcess, mix: Mix, calls: int) -> list[float]:
 
 
 def growth_of(samples: Sequence[float]) -> float:
-    """Return by how much the samples rise from the middle to the end: medians of a tenth of the run, each."""
+    """Return the growth from the middle to the end; each is the median over a tenth of the run."""
     width = max(1, round(WINDOW * len(samples)))
     middle = len(samples) // 2
     return statistics.median(samples[-width:]) - statistics.median(samples[middle : middle + width])
 
 
 def _caught(result: Json) -> Json:
-    """Return the result of the control: it holds where memory is what was broken, and nothing else."""
+    """Return the result of the control: it holds if the memory conditions failed and no others."""
     broken = {*result.get("broken", ())}
     caught = "growth_below_the_limit" in broken and broken <= {*MEMORY}
     return {**{key: value for key, value in result.items() if key != "broken"}, "held": caught}

@@ -1,4 +1,4 @@
-"""A seeded mix of calls as a busy server sees them: good and bad, of all shapes, methods and ends."""
+"""A seeded mix of calls as a busy server sees them: good and bad, of all shapes and methods."""
 
 import asyncio
 import random
@@ -22,9 +22,9 @@ from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 PROTOCOLS = ("center",) * 5 + ("ten-crop", "dense-28", "dense-40", "multi-scale", "center-30")
 LARGER = ((240, 320), (480, 360), (90, 700))
 IN_A_STREAM = 5
-ROOMY = ("--queue-views", "100000")  # for a server that is not to refuse any of these calls
-SOON = 0.02  # seconds at most, after which an impatient caller is gone
-ODD = (  # what INVALID_ARGUMENT or NOT_FOUND is the answer to
+ROOMY = ("--queue-views", "100000")  # so that the server refuses none of these calls
+SOON = 0.02  # seconds; an impatient caller waits at most this long
+ODD = (  # fields that must be answered with INVALID_ARGUMENT or NOT_FOUND
     {"protocol": "dense-1"}, {"protocol": "nonsense"}, {"top_k": 0}, {"top_k": 2**31 - 1}, {"model": "nobody"},
     {"scales": [28, 28]}, {"scales": [1]}, {"image": b""}, {"image": b"no image"}, {"protocol": "dense-999999"},
 )  # fmt: skip
@@ -33,7 +33,7 @@ BAD = {"INVALID_ARGUMENT", "NOT_FOUND"}
 
 @dataclass
 class Mix:
-    """Makes calls by chance and keeps count. wrong: those that ended as their kind should not; counts: by kind."""
+    """Makes random calls and counts them. wrong: unexpected outcomes; counts: calls by kind."""
 
     seed: int
     model: str
@@ -50,7 +50,7 @@ class Mix:
         self.good.append(encoded(Image.fromarray(grey), "PNG"))
 
     async def call(self, channel: grpc.aio.Channel, kind: str | None = None) -> None:
-        """Make one call, of any kind."""
+        """Make one call; kind: None draws one."""
         kind = kind or self.rng.choices(list(KINDS), [share for share, _, _ in KINDS.values()])[0]
         _, make, expected = KINDS[kind]
         self.counts[kind] += 1
@@ -65,10 +65,10 @@ class Mix:
             status = "CANCELLED"
         self.statuses[status] += 1
         if status == "OK" and "OK" not in expected:
-            self.wrong.append(f"{kind}: answered")
+            self.wrong.append(f"{kind}: answered, but an error was expected")
 
     async def cut_off(self, channel: grpc.aio.Channel, kind: str) -> None:
-        """Make a call whose connection may be closed under it at any moment."""
+        """Make a call whose connection may be closed at any moment."""
         with suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.CancelledError):
             await KINDS[kind][1](self, channel)
 
@@ -92,7 +92,7 @@ async def _good(mix: Mix, channel: grpc.aio.Channel) -> None:
 async def _heatmap(mix: Mix, channel: grpc.aio.Channel) -> None:
     answer = await classify(channel, mix.good[0], "dense-28", heatmap=True)
     if not answer.heatmap:
-        mix.wrong.append("heatmap: none came")
+        mix.wrong.append("heatmap: missing from the answer")
 
 
 async def _bad_image(mix: Mix, channel: grpc.aio.Channel) -> None:
@@ -100,8 +100,8 @@ async def _bad_image(mix: Mix, channel: grpc.aio.Channel) -> None:
 
 
 async def _odd(mix: Mix, channel: grpc.aio.Channel) -> None:
-    given: dict[str, Any] = {"image": mix.good[0], **mix.rng.choice(ODD)}
-    await classify(channel, **given)
+    fields: dict[str, Any] = {"image": mix.good[0], **mix.rng.choice(ODD)}
+    await classify(channel, **fields)
 
 
 async def _impatient(mix: Mix, channel: grpc.aio.Channel) -> None:
@@ -145,11 +145,11 @@ async def _evaluate(mix: Mix, channel: grpc.aio.Channel) -> None:
     async for response in pb_grpc.PreluNetServiceStub(channel).Evaluate(_each([start, *images]), timeout=CALL_SECONDS):
         report = response.report
     if report is None or report.evaluated != IN_A_STREAM:
-        mix.wrong.append("evaluate: not the report of all images")
+        mix.wrong.append("evaluate: no report of all images")
 
 
 async def _left_stream(mix: Mix, channel: grpc.aio.Channel) -> None:
-    """Send images and go away without reading."""
+    """Send images and cancel without reading."""
     requests = [pb.ClassifyStreamRequest(id=str(number), request=mix.request()) for number in range(IN_A_STREAM)]
     stream = pb_grpc.PreluNetServiceStub(channel).ClassifyStream(_each(requests), timeout=CALL_SECONDS)
     await asyncio.sleep(mix.rng.uniform(0, SOON))
@@ -165,7 +165,7 @@ async def _each(messages: list[Any]) -> AsyncIterator[Any]:
         yield message
 
 
-# kind → its share, what does it, and the statuses with which it may end
+# kind → share, function that makes the call, expected statuses
 KINDS: dict[str, tuple[float, Callable[[Mix, grpc.aio.Channel], Coroutine[Any, Any, None]], set[str]]] = {
     "good": (50, _good, {"OK"}),
     "heat map": (1, _heatmap, {"OK"}),

@@ -1,4 +1,4 @@
-"""Encoded pictures: good ones of many shapes, small ones of every format, and the hostile ones of the tests."""
+"""Encoded pictures: good ones of many shapes, small ones in every format, and the hostile ones of the tests."""
 
 import io
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from PIL import Image
 from benchmarks.common.results import ROOT
 
 HOSTILE = ROOT / "tests" / "data" / "hostile"
-# Shapes of good pictures; the demo's net sees crops of 28 pixels. 40x57 is often: equal shapes share batches.
+# Shapes of good pictures; the demo net sees crops of 28 pixels. 40x57 is frequent: equal shapes share batches.
 SHAPES = ((40, 57), (40, 57), (57, 40), (33, 61), (96, 64), (64, 150), (128, 128), (31, 33), (200, 90))
 
 
@@ -25,7 +25,7 @@ class Picture:
 
 
 def pixels(height: int, width: int, seed: int) -> np.ndarray:
-    """Return smooth noise, uint8 (height, width, 3), as photos have more of it than of any other."""
+    """Return smooth noise, as in photos: uint8 (height, width, 3)."""
     rng = np.random.default_rng(seed)
     coarse = rng.integers(0, 256, (height // 8 + 2, width // 8 + 2, 3), dtype=np.uint8)
     large = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), np.int16)
@@ -33,14 +33,14 @@ def pixels(height: int, width: int, seed: int) -> np.ndarray:
 
 
 def encoded(image: Image.Image | np.ndarray, form: str, **options: Any) -> bytes:
-    """Return a picture in a format of Pillow's."""
+    """Encode a picture in one of Pillow's formats."""
     buffer = io.BytesIO()
     (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(buffer, form, **options)
     return buffer.getvalue()
 
 
 def good_pictures(seed: int) -> list[Picture]:
-    """Return good pictures of all shapes, as JPEG and some as PNG and WebP."""
+    """Return good pictures of all shapes as JPEG, PNG and WebP."""
     found = []
     for number, (height, width) in enumerate(SHAPES):
         form = ("JPEG", "PNG", "JPEG", "WEBP")[number % 4]
@@ -49,13 +49,13 @@ def good_pictures(seed: int) -> list[Picture]:
 
 
 def marked_picture(value: int) -> bytes:
-    """Return a picture of nothing but one value."""
+    """Return a picture whose values are all `value`."""
     return encoded(np.full((40, 57, 3), value, np.uint8), "PNG")
 
 
 @cache
 def hostile_pictures() -> tuple[Picture, ...]:
-    """Return the hostile pictures of the tests, those of at most 64 kB: what makes others large is more of the same."""
+    """Return the hostile pictures of the tests of at most 64 kB; larger ones only repeat their contents."""
     files = sorted(HOSTILE.iterdir())
     assert files, f"{HOSTILE} is empty"
     return tuple(Picture(file.name, file.read_bytes()) for file in files if file.stat().st_size <= 2**16)
@@ -63,7 +63,7 @@ def hostile_pictures() -> tuple[Picture, ...]:
 
 @cache
 def made_pictures() -> tuple[Picture, ...]:
-    """Return a small picture for each format and way of coding that Pillow writes."""
+    """Return a small picture for each format and encoding that Pillow writes."""
     return tuple(Picture(name, data) for name, data in _made().items())
 
 

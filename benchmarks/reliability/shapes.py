@@ -1,4 +1,4 @@
-"""Pictures of different shapes: they share batches all the same, and the first of a shape is not slow."""
+"""Pictures of different shapes share batches, and the first call of a shape is not slow."""
 
 import asyncio
 import itertools
@@ -18,22 +18,22 @@ from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 CLIENTS = 16
 CALLS = 1000
 ALTERNATING = ((40, 57), (57, 40), (33, 61), (96, 64))
-PROTOCOL = "dense-40"  # the whole picture, so that each shape has canvases of its own
+PROTOCOL = "dense-40"  # the whole picture, so that each shape has its own canvases
 FIRST_SHAPES = ((120, 160), (160, 120), (113, 200), (150, 150), (100, 300))
 FIRST_PROTOCOLS = ("center", "ten-crop", "dense-56", "multi-scale")
-STARTS = 5  # of a server, each with a first call of every shape
-STEADY = 15  # calls of a shape, whose median the first is compared with
+STARTS = 5  # server starts, each with a first call of every shape
+STEADY = 15  # later calls of a shape; the first is compared with their median
 SLOWER = 2.0
-NOISE = 0.002  # seconds; calls of a few milliseconds differ by as much without any reason
+NOISE = 0.002  # seconds; calls of a few milliseconds vary by as much
 
 
 def cases(bed: ServerTestBed) -> Iterator[Case]:
-    """Return the cases."""
+    """Yield the cases."""
     calls = bed.reduced(CALLS, 100)
     for rules in ("cpu", "gpu"):
         yield Case(
             f"mixed shapes share batches, rules of a {rules.upper()}",
-            f"{CLIENTS} clients with pictures of {len(ALTERNATING)} shapes in turn: more than one view in a mean batch",
+            f"{CLIENTS} clients with pictures of {len(ALTERNATING)} alternating shapes: the mean batch has more than one view",
             {"rules": rules, "calls": calls},
             calls / 100 + 15,
             lambda rules=rules: asyncio.run(_shared(bed, rules, calls)),
@@ -41,7 +41,7 @@ def cases(bed: ServerTestBed) -> Iterator[Case]:
     starts = bed.reduced(STARTS, 1)
     yield Case(
         "first call of each shape",
-        f"after READY the first call of a shape takes no more than {SLOWER:g} times as long as later ones, and "
+        f"after READY the first call of a shape takes at most {SLOWER:g} times as long as later ones, plus "
         f"{1000 * NOISE:g} ms (CPU)",
         {"starts": starts, "steady": STEADY},
         starts * 12,
@@ -51,8 +51,8 @@ def cases(bed: ServerTestBed) -> Iterator[Case]:
 
 async def _shared(bed: ServerTestBed, rules: str, calls: int) -> Json:
     images = [encoded(pixels(*shape, number), "JPEG") for number, shape in enumerate(ALTERNATING)]
-    told = {"gpu": GPU_PIXELS} if rules == "gpu" else {}
-    with bed.serve_with_faults(bed.control(**told)) as server:
+    faults = {"gpu": GPU_PIXELS} if rules == "gpu" else {}
+    with bed.serve_with_faults(bed.control(**faults)) as server:
         turns = itertools.islice(itertools.cycle(images), calls)
         failures: list[str] = []
 
@@ -80,7 +80,7 @@ async def _shared(bed: ServerTestBed, rules: str, calls: int) -> Json:
 
 
 async def _first_calls(bed: ServerTestBed, starts: int) -> Json:
-    """Compare on fresh servers; of each shape the median over the starts counts."""
+    """Compare on fresh servers; the median over the starts counts for each shape."""
     firsts: dict[str, list[float]] = {}
     steadies: dict[str, list[float]] = {}
     for start in range(starts):
@@ -103,10 +103,10 @@ async def _first_calls(bed: ServerTestBed, starts: int) -> Json:
 
 
 async def _of_one_start(server: ServerProcess, start: int) -> list[tuple[str, float, float]]:
-    """Return for each shape the seconds of the first call and of later ones, as the server tells them."""
+    """Return for each shape the seconds of the first call and of later ones, as the server reports them."""
     found = []
     shapes = [(shape, protocol) for protocol in FIRST_PROTOCOLS for shape in FIRST_SHAPES]
-    shapes = shapes[start % len(shapes) :] + shapes[: start % len(shapes)]  # another one is the very first each time
+    shapes = shapes[start % len(shapes) :] + shapes[: start % len(shapes)]  # each start begins with another shape
     async with new_channel(server.address) as channel:
         await pb_grpc.PreluNetServiceStub(channel).GetModel(pb.GetModelRequest(), timeout=CALL_SECONDS)
         for (height, width), protocol in shapes:

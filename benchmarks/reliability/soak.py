@@ -1,4 +1,4 @@
-"""A long mix by chance of all that clients do, after Triton's L0_long_running_stress: no good call fails."""
+"""A long random mix of everything clients do, after Triton's L0_long_running_stress: no valid call fails."""
 
 import asyncio
 import random
@@ -17,19 +17,19 @@ from benchmarks.reliability.memory import LIMIT, growth_of
 from benchmarks.reliability.mixed import ROOMY, Mix
 
 CLIENTS = 8
-PICTURE = "soak.jpg"  # that killed clients send
-BURST = 20  # calls of a scenario of one kind
+PICTURE = "soak.jpg"  # sent by killed clients
+BURST = 20  # maximum number of calls of a scenario
 DOCTOR_SECONDS = 120.0
-SAMPLE = 0.5  # seconds from one sample of the resident memory to the next
+SAMPLE = 0.5  # seconds between two samples of the resident memory
 
 
 def cases(bed: ServerTestBed) -> Iterator[Case]:
-    """Return the one case."""
+    """Yield the one case."""
     seconds = min(bed.soak_seconds, 5.0) if bed.tiny else bed.soak_seconds
     yield Case(
         "soak",
         f"{seconds:g} s of a random mix (valid, odd, hostile, impatient, killed clients, streams, evaluations, "
-        "doctor): no good call fails, nothing is left",
+        "doctor): no valid call fails, nothing is left behind",
         {"seconds": seconds, "clients": CLIENTS, "seed": bed.seed},
         seconds + 15,
         lambda: asyncio.run(_soak(bed, seconds)),
@@ -89,7 +89,7 @@ async def _soak(bed: ServerTestBed, seconds: float) -> Json:
 
 @dataclass(frozen=True)
 class _ScenarioContext:
-    """What a scenario is given. wrong: what went wrong, beside the calls of the mix."""
+    """The context of a scenario. wrong: failures besides those of the mix."""
 
     server: ServerProcess
     bed: ServerTestBed
@@ -98,7 +98,7 @@ class _ScenarioContext:
     wrong: list[str]
 
     async def calls(self, kind: str | None = None, times: int = BURST) -> None:
-        """Make calls of one kind, or of any, on a connection of their own, some of them together."""
+        """Make concurrent calls of one kind, or of any, on a new connection."""
         async with new_channel(self.server.address) as channel:
             await asyncio.gather(*(self.mix.call(channel, kind) for _ in range(self.rng.randint(1, times))))
 
@@ -112,7 +112,7 @@ async def _mixed(scene: _ScenarioContext) -> None:
 
 
 async def _killed(scene: _ScenarioContext) -> None:
-    """Let a client process call, and kill it."""
+    """Start a client process and kill it during its calls."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benchmarks.reliability.victim", scene.server.address,
         scene.rng.choice(("classify", "stream", "evaluate")), str(scene.bed.folder / PICTURE),
@@ -131,13 +131,13 @@ async def _doctor(scene: _ScenarioContext) -> None:
         *PRELUNET, "doctor", "--server", scene.server.address, "--port", "0", "--device", "cpu", "--timeout", "60",
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment(),
     )  # fmt: skip
-    said, _ = await asyncio.wait_for(process.communicate(), DOCTOR_SECONDS)
+    output, _ = await asyncio.wait_for(process.communicate(), DOCTOR_SECONDS)
     if process.returncode != 0:
-        scene.wrong.append(f"doctor ended with {process.returncode}: {said.decode()[-300:]}")
+        scene.wrong.append(f"doctor exited with {process.returncode}: {output.decode()[-300:]}")
 
 
 async def _left_connection(scene: _ScenarioContext) -> None:
-    """Close a connection under its calls."""
+    """Close a connection during its calls."""
     channel = new_channel(scene.server.address)
     kinds = ("good", "stream", "evaluation")
     calls = [asyncio.create_task(scene.mix.cut_off(channel, scene.rng.choice(kinds))) for _ in range(BURST // 4)]
@@ -146,7 +146,7 @@ async def _left_connection(scene: _ScenarioContext) -> None:
     await asyncio.gather(*calls)
 
 
-# name → share and what is done
+# name → share and function
 SCENARIOS: dict[str, tuple[float, Callable[[_ScenarioContext], Awaitable[None]]]] = {
     "valid": (30, _of("good")),
     "mixed": (25, _mixed),

@@ -1,4 +1,4 @@
-"""The result file as a table: each claim, whether it held, and what was measured."""
+"""The result file as a table: each claim, whether it held, and the measurements."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,10 +21,9 @@ _NOT_NUMBERS = (
     "slow",
     "state",
 )
-_MAX_VALUES = 12  # values of a list that are shown
-BEGIN, END = "<!-- summary: begin -->", "<!-- summary: end -->"  # around what `filled` replaces
-# What the summary tells of a group of cases: its words, the number of a case's result, and how several are made one.
-# A number inside of another is written with a dot.
+_MAX_VALUES = 12  # shown values of a list
+BEGIN, END = "<!-- summary: begin -->", "<!-- summary: end -->"  # around the text that `filled` replaces
+# Numbers of each group in the summary: label, key in a case's result (nested keys with a dot), aggregation over cases.
 _HEADLINE_NUMBERS: Mapping[str, tuple[tuple[str, str, Callable[[Iterable[float]], float]], ...]] = {
     "overload": (
         ("refusals", "refused", sum),
@@ -52,7 +51,7 @@ _HEADLINE_NUMBERS: Mapping[str, tuple[tuple[str, str, Callable[[Iterable[float]]
 
 
 def table(data: Mapping[str, Any]) -> str:
-    """Return the cases of a result file as Markdown, under the circumstances of each run."""
+    """Return the cases of a result file as Markdown tables, one for each run with its circumstances."""
     parts = ["# Reliability", ""]
     for number, run in enumerate(data["runs"]):
         cases = [case for case in latest(data) if case["run"] == number]
@@ -72,7 +71,7 @@ def table(data: Mapping[str, Any]) -> str:
 
 
 def summary(data: Mapping[str, Any], groups: Iterable[str]) -> str:
-    """Return a row for each group of cases as Markdown: how many held, and the numbers that tell the most."""
+    """Return a Markdown table with a row for each group of cases: how many held, and the headline numbers."""
     rows = []
     for group in groups:
         cases = [case for case in latest(data) if case["result"].get("group") == group]
@@ -88,17 +87,17 @@ def summary(data: Mapping[str, Any], groups: Iterable[str]) -> str:
 
 
 def _facts(group: str, cases: Iterable[Mapping[str, Any]]) -> str:
-    told = []
+    facts = []
     results = [case["result"] for case in cases]
     for words, path, fold in _HEADLINE_NUMBERS[group]:
         if values := [value for result in results if (value := _inside(result, path)) is not None]:
             one = fold(values)
-            told.append(f"{words} {', '.join(map(cell, one)) if isinstance(one, list) else cell(one)}")
-    return "; ".join(told)
+            facts.append(f"{words} {', '.join(map(cell, one)) if isinstance(one, list) else cell(one)}")
+    return "; ".join(facts)
 
 
 def _inside(result: Mapping[str, Any], path: str) -> Any:
-    """Return the number at a path, None where there is none."""
+    """Return the number at a dotted path, None if there is none."""
     value: Any = result
     for name in path.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -106,34 +105,34 @@ def _inside(result: Mapping[str, Any], path: str) -> Any:
 
 
 def filled(page: str, text: str) -> str:
-    """Return a page with a text between its two marks, in the place of what stands there."""
-    before, found, rest = page.partition(BEGIN)
+    """Return a page with the text between its two marks replaced."""
+    before, opened, rest = page.partition(BEGIN)
     _, closed, after = rest.partition(END)
-    if not (found and closed):
-        raise SystemExit(f"the page has no place for the summary: {BEGIN} and {END}")
+    if not (opened and closed):
+        raise SystemExit(f"--page has no place for the summary. Add these two lines: {BEGIN} and {END}")
     return f"{before}{BEGIN}\n{text.strip()}\n{END}{after}"
 
 
 def latest(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return of each case what was found last; it may have been tried before, of other sources."""
+    """Return the latest result of each case; older ones may be from other sources."""
     return list({json.dumps(case["settings"]): case for case in data["cases"]}.values())
 
 
 def _row(case: Mapping[str, Any]) -> tuple[Any, ...]:
     result = case["result"]
-    if "claim" not in result:  # it could not be tried
-        told = "; ".join(f"{name}: {value}" for name, value in result.items())
-        return f"**{case['settings']['case']}**", "not tried", _plain(told), case["seconds"]
+    if "claim" not in result:  # it could not be tested
+        text = "; ".join(f"{name}: {value}" for name, value in result.items())
+        return f"**{case['settings']['case']}**", "not tried", _plain(text), case["seconds"]
     held: Any = result["held"] or f"NO: {', '.join(result.get('broken', ['the control was not caught']))}"
     return f"**{case['settings']['case']}**: {_plain(result['claim'])}", held, _plain(_numbers(result)), case["seconds"]
 
 
 def _numbers(result: Mapping[str, Any]) -> str:
-    return "; ".join(f"{_words(name)} {told}" for name, told in _formatted_numbers(result))
+    return "; ".join(f"{_words(name)} {text}" for name, text in _formatted_numbers(result))
 
 
 def _formatted_numbers(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Return what is said of each number; empty ones, and texts for whoever mends something, are left to the file."""
+    """Yield the text of each number; empty values, and texts for debugging, are only in the file."""
     for name, value in result.items():
         if name in _NOT_NUMBERS or value in ({}, [], None):
             continue
@@ -151,16 +150,16 @@ def _words(name: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a text that does not end a cell."""
+    """Escape a text for a table cell."""
     return text.replace("|", "\\|").replace("\n", " ")
 
 
 def not_held(data: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the cases that did not hold, or could not be tried, and why."""
+    """Return the cases that did not hold or could not be tested, and why."""
     found = []
     for case in latest(data):
         result = case["result"]
         if not result.get("held"):
-            why = result.get("error") or ", ".join(result.get("broken", ["it is not what was expected"]))
+            why = result.get("error") or ", ".join(result.get("broken", ["not the expected result"]))
             found.append((case["settings"]["case"], why))
     return found

@@ -1,4 +1,4 @@
-"""The cases of the fuzzing: each a method and the bytes of its messages, told by a seed and a number alone."""
+"""Fuzzing cases: a method and the bytes of its messages, determined by a seed and a number."""
 
 import hashlib
 import random
@@ -16,15 +16,15 @@ from prelunet.evaluator.pb.inference import inference_pb2 as oip
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 
 SERVICES = ("prelunet.v1.PreluNetService", "inference.GRPCInferenceService")
-PICTURES = 0.6  # of the cases damage a picture, the others a message
-COMPANIONS = (0, 0, 0, 1, 3)  # pictures that go with a damaged one in a stream
-_PROTOCOLS = (*["center"] * 12, "ten-crop", "dense-28", "dense-40", "multi-scale")  # the longer, the rarer
-HOSTILE = 0.3  # of the pictures are those of the tests, which take longer
+PICTURES = 0.6  # share of the cases that damage a picture; the others damage a message
+COMPANIONS = (0, 0, 0, 1, 3)  # number of good pictures beside a damaged one in a stream
+_PROTOCOLS = (*["center"] * 12, "ten-crop", "dense-28", "dense-40", "multi-scale")  # slow ones are rarer
+HOSTILE = 0.3  # share of the pictures that are the hostile ones of the tests, which take longer
 
 
 @dataclass(frozen=True)
 class FuzzCase:
-    """One call. method: its path; messages: the bytes of what is sent; what: the damage, for people."""
+    """One call. method: its path; messages: bytes of each message; what: the damage, for people."""
 
     number: int
     method: str
@@ -34,7 +34,7 @@ class FuzzCase:
 
 @dataclass(frozen=True)
 class Method:
-    """A method of a service. request: the class of its messages; streams: whether requests, and responses, are such."""
+    """A method of a service. request: class of its messages; streams: whether requests and responses are streams."""
 
     path: str
     request: type[Message]
@@ -54,12 +54,12 @@ def methods() -> tuple[Method, ...]:
 
 
 def method_at(path: str) -> Method:
-    """Return the method of a path."""
+    """Return the method with this path."""
     return next(method for method in methods() if method.path == path)
 
 
 def case_of(seed: int, number: int) -> FuzzCase:
-    """Return a case; the same seed and number give the same bytes."""
+    """Return a case; equal seed and number give equal bytes."""
     rng = random.Random(hashlib.sha256(f"{seed} {number}".encode()).digest())
     if rng.random() < PICTURES:
         return _picture_case(rng, number)
@@ -72,12 +72,12 @@ def _picture(rng: random.Random) -> Picture:
 
 @cache
 def _blobs() -> tuple[bytes, ...]:
-    """Return small pictures, to be spliced with others and to go beside them."""
+    """Return small pictures, for splicing and as companions."""
     return tuple(picture.data for picture in made_pictures())
 
 
 def _picture_case(rng: random.Random, number: int) -> FuzzCase:
-    """Damage a picture and send it in a good message."""
+    """Put a damaged picture into a valid message."""
     picture = _picture(rng)
     damaged = damaged_picture(rng, picture.data, _blobs())
     path, make = rng.choice(_WITH_PICTURE)
@@ -112,7 +112,7 @@ def _bytes(message: Message) -> bytes:
 
 
 def _good(rng: random.Random, method: Method) -> list[Message]:
-    """Return good messages of a method; of those without pictures, with a good name where there is a field for it."""
+    """Return valid messages of a method; messages without pictures mostly get a valid model name."""
     makers = dict(_WITH_PICTURE)
     if method.path in makers:
         return list(makers[method.path](rng, rng.choice(_blobs())))
@@ -123,14 +123,14 @@ def _good(rng: random.Random, method: Method) -> list[Message]:
     return [message]
 
 
-# Good messages around a picture that may be a damaged one
+# Valid messages with a picture that may be damaged
 
 
 def _classify(rng: random.Random, image: bytes) -> Sequence[pb.ClassifyRequest]:
     request = pb.ClassifyRequest(image=image, protocol=rng.choice(_PROTOCOLS), apply_exif=rng.random() < 0.5)
     if rng.random() < 0.3:
         request.top_k = rng.randint(1, 10)
-    if rng.random() < 0.005:  # it takes as long as fifty others
+    if rng.random() < 0.005:  # takes as long as fifty other calls
         request.heatmap = True
     if rng.random() < 0.1:
         request.protocol = ""

@@ -1,7 +1,7 @@
-"""Fuzzing: damaged messages of every method and damaged pictures, against a server that should not mind.
+"""Fuzzing: send damaged messages of every method and damaged pictures to a server, which must survive them.
 
-A server that dies is started anew, and the cases that were in flight are sent again one by one, so that the one it died
-of is known. That this works is tried too, on a server that dies of one picture.
+When the server dies, it is restarted and the cases that were in flight are sent again one by one, which identifies the
+case that killed it. A control case checks this with a server that dies of one picture.
 """
 
 import asyncio
@@ -29,24 +29,23 @@ from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 CASES = 100_000
 CONCURRENCY = 24  # calls in flight
 CONNECTIONS = 4
-SAMPLED = 2500  # cases from one sample of the server's resident memory to the next
-CALL_TIMEOUT = 60.0  # seconds for any answer
-DEAD = 0.5  # seconds in which a process that dies is dead
+SAMPLED = 2500  # cases between two samples of the server's resident memory
+CALL_TIMEOUT = 60.0  # deadline of every call, in seconds
+DEAD = 0.5  # seconds until a dying process is gone
 MAX_CRASHES = 5
-FORBIDDEN_STATUSES = ("INTERNAL", "UNKNOWN", "UNAVAILABLE", "DATA_LOSS")  # what no caller can bring about
-_INTERNAL_ERROR_PREFIX = (
-    "internal server error"  # how the text of an INTERNAL begins, where a stream tells texts alone
-)
-_CRASH_WIDTH = 20_000  # pixels: a picture of this width kills the control
-_BESIDE = 200  # cases that the control is sent beside the deadly one
+FORBIDDEN_STATUSES = ("INTERNAL", "UNKNOWN", "UNAVAILABLE", "DATA_LOSS")  # no caller may cause these
+# Beginning of the text of an INTERNAL error, for streams that carry only texts.
+_INTERNAL_ERROR_PREFIX = "internal server error"
+_CRASH_WIDTH = 20_000  # pixels: a picture of this width kills the control server
+_BESIDE = 200  # further cases that the control server receives
 
 
 @dataclass
 class FuzzResults:
-    """What came of the cases. wrong: those that ended as none should; slowest: seconds and number of a case."""
+    """Results of the cases. wrong: cases with a forbidden outcome; slowest: seconds and number of one case."""
 
     statuses: Counter[str] = field(default_factory=Counter)
-    inside: Counter[str] = field(default_factory=Counter)  # of single images of streams
+    inside: Counter[str] = field(default_factory=Counter)  # statuses of single images in streams
     wrong: list[tuple[int, str]] = field(default_factory=list)
     slowest: tuple[float, int] = (0.0, 0)
     in_flight: set[int] = field(default_factory=set)
@@ -58,18 +57,18 @@ class FuzzResults:
 
 
 def cases(bed: ServerTestBed) -> Iterator[Case]:
-    """Return the two cases."""
+    """Yield the two cases."""
     count = bed.reduced(CASES, 600)
     yield Case(
         "fuzz, a server that crashes",
-        "the same check catches a server that dies of one picture, and names the case",
+        "the same check detects a server that dies of one picture, and names the case",
         {"seed": bed.seed},
         30,
         lambda: asyncio.run(_control(bed)),
     )
     yield Case(
         "fuzz",
-        f"{count} damaged messages and pictures bring about no INTERNAL, no UNKNOWN and no crash, and every one is "
+        f"{count} damaged messages and pictures cause no INTERNAL, no UNKNOWN and no crash, and every call is "
         f"answered within {CALL_TIMEOUT:g} s",
         {"cases": count, "seed": bed.seed},
         count / 250 + 20,
@@ -78,32 +77,32 @@ def cases(bed: ServerTestBed) -> Iterator[Case]:
 
 
 async def _control(bed: ServerTestBed) -> Json:
-    """Fuzz a server that dies of a picture, of which there is one among the cases."""
+    """Fuzz a server that dies of one picture, which is among the cases."""
     deadly = next(number for number in itertools.count(_BESIDE) if _width_in(case_of(bed.seed, number)) == _CRASH_WIDTH)
     control = bed.control(dies_at_width=_CRASH_WIDTH)
     numbers = [*range(_BESIDE // 2), deadly, *range(_BESIDE // 2, _BESIDE)]
     result = await fuzz(bed.seed, numbers, lambda: bed.serve_with_faults(control), bed.pictures[0].data)
     named = [number for crash in result["crashes"] for _, number, *_ in crash["alone"]]
-    told = {name: result[name] for name in ("cases", "statuses")}
-    return {"held": deadly in named, "deadly_case": deadly, "named": named, **told}
+    numbers_sent = {name: result[name] for name in ("cases", "statuses")}
+    return {"held": deadly in named, "deadly_case": deadly, "named": named, **numbers_sent}
 
 
 def _width_in(case: FuzzCase) -> int:
-    """Return the width of the picture in a call of Classify; 0 where there is none."""
+    """Return the width of the picture in a Classify call; 0 if there is none."""
     if case.method.endswith("/Classify") and case.what.startswith("picture: one-row"):
         request = pb.ClassifyRequest.FromString(case.messages[0])
         try:
             with Image.open(io.BytesIO(request.image)) as image:
                 image.load()
                 return image.width
-        except Exception:  # Pillow has many for damaged pictures
+        except Exception:  # Pillow raises many types for damaged pictures
             return 0
     return 0
 
 
 async def fuzz(seed: int, numbers: Sequence[int], serve: Callable[[], ServerProcess], good_image: bytes) -> Json:
-    """Send these cases to a server, and to new ones where it dies."""
-    tally, left, state, promised = FuzzResults(), iter(numbers), "never asked", 0.0
+    """Send these cases to a server, restarting it when it dies."""
+    tally, left, state, promised = FuzzResults(), iter(numbers), "not checked", 0.0
     remaining: dict[str, float] = {}
     begun = time.monotonic()
     while tally.done < len(numbers) and len(tally.crashes) < MAX_CRASHES:
@@ -147,7 +146,7 @@ async def fuzz(seed: int, numbers: Sequence[int], serve: Callable[[], ServerProc
 
 
 async def _send(server: ServerProcess, seed: int, numbers: Iterator[int], tally: FuzzResults) -> None:
-    """Send cases until there are no more of them, or the server is gone."""
+    """Send cases until all are sent or the server is gone."""
     async with _channels(server.address) as channels:
         await asyncio.gather(
             *(
@@ -187,19 +186,19 @@ async def _work(
 
 
 def count_result(tally: FuzzResults, number: int, status: str, inside: Sequence[str], seconds: float) -> None:
-    """Count what came of a case."""
+    """Count the result of a case."""
     tally.done += 1
     tally.statuses[status] += 1
     tally.inside.update(inside)
     tally.slowest = max(tally.slowest, (seconds, number))
-    bad = [told for told in (status, *inside) if told in FORBIDDEN_STATUSES]
+    bad = [one for one in (status, *inside) if one in FORBIDDEN_STATUSES]
     if seconds >= CALL_TIMEOUT:
         bad.append(f"{status} after {seconds:.0f} s")
-    tally.wrong.extend((number, told) for told in bad)
+    tally.wrong.extend((number, outcome) for outcome in bad)
 
 
 async def call_case(channel: grpc.aio.Channel, case: FuzzCase) -> tuple[str, list[str]]:
-    """Make a call; returns its status, and those of the single images of a stream."""
+    """Make a call; return its status and those of the single images of a stream."""
     inside: list[str] = []
     if method_at(case.method).streams == (False, False):
         try:
@@ -208,7 +207,7 @@ async def call_case(channel: grpc.aio.Channel, case: FuzzCase) -> tuple[str, lis
             return error.code().name, inside
         return "OK", inside
     stream = channel.stream_stream(case.method)(_each(case.messages), timeout=CALL_TIMEOUT)
-    end = StreamEnd(stream)  # grpc.aio has a status of its own where a server ends a stream early
+    end = StreamEnd(stream)  # grpc.aio reports another status when a server ends a stream early
     try:
         async for response in stream:
             inside += image_status_of(case.method, response)
@@ -224,7 +223,7 @@ async def _each(messages: Iterable[bytes]) -> AsyncIterator[bytes]:
 
 
 def image_status_of(method: str, response: bytes) -> list[str]:
-    """Return the status of an image in a message of a stream, if the message tells one."""
+    """Return the status of the image in a stream message, if the message has one."""
     if method.endswith("/ClassifyStream"):
         return [_name_of(pb.ClassifyStreamResponse.FromString(response).error.code)]
     if method.endswith("/ModelStreamInfer"):
@@ -238,8 +237,8 @@ def _name_of(code: int) -> str:
 
 
 async def _culprits(seed: int, tally: FuzzResults, code: int, serve: Callable[[], ServerProcess]) -> Json:
-    """Return how a server died, and which of the cases that were in flight do that alone, the smallest first."""
-    suspects, alone = sorted(tally.in_flight), []
+    """Return how a server died, and which cases in flight kill it on their own, smallest first."""
+    suspects, alone = sorted(tally.in_flight), list[Any]()
     tally.in_flight.clear()
     tally.done += len(suspects)
     left = iter(suspects)
@@ -255,5 +254,4 @@ async def _culprits(seed: int, tally: FuzzResults, code: int, serve: Callable[[]
                 if not server.alive:
                     alone.append((sum(map(len, case.messages)), number, case.method, case.what))
                 number = next(left, None)
-    told: dict[str, Any] = {"code": code, "in_flight": suspects, "alone": sorted(alone)}
-    return told
+    return {"code": code, "in_flight": suspects, "alone": sorted(alone)}

@@ -1,6 +1,6 @@
-"""Seeded damage: to bytes, to pictures by the structure of their files, to messages by their fields.
+"""Seeded damage to bytes, to pictures by the structure of their files, and to messages by their fields.
 
-Everything is drawn from the generator that is given, so that the same seed does the same damage.
+All randomness comes from the generator passed in, so that equal seeds do equal damage.
 """
 
 import random
@@ -13,13 +13,13 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 EXTREMES = (0, 1, 2, 7, 8, 127, 128, 255, 256, 32767, 32768, 65535, 65536, 2**31 - 1, 2**31, 2**32 - 1)
-MAX_BYTES = 2**17  # bytes of what comes out: larger ones only take longer
+MAX_BYTES = 2**17  # size limit of the result; more bytes only take longer
 
 Damage = Callable[[random.Random, bytes], bytes]
 
 
 def flip_bits(rng: random.Random, data: bytes) -> bytes:
-    """Turn over 1 to 16 bits."""
+    """Flip 1 to 16 bits."""
     changed = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 4, 16))):
         changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
@@ -27,38 +27,38 @@ def flip_bits(rng: random.Random, data: bytes) -> bytes:
 
 
 def truncate(rng: random.Random, data: bytes) -> bytes:
-    """Keep the beginning."""
+    """Keep only the beginning."""
     return data[: rng.randrange(len(data))]
 
 
 def cut_out(rng: random.Random, data: bytes) -> bytes:
-    """Leave out a piece."""
+    """Remove a piece."""
     begin, end = _piece(rng, data)
     return data[:begin] + data[end:]
 
 
 def repeat(rng: random.Random, data: bytes) -> bytes:
-    """Let a piece come 2 to 50 times."""
+    """Repeat a piece 2 to 50 times."""
     begin, end = _piece(rng, data)
     return data[:begin] + data[begin:end] * rng.choice((2, 3, 10, 50)) + data[end:]
 
 
 def move(rng: random.Random, data: bytes) -> bytes:
-    """Write a piece over another place."""
+    """Copy a piece over another place."""
     begin, end = _piece(rng, data)
     there = rng.randrange(len(data))
     return data[:there] + data[begin:end] + data[there + end - begin :]
 
 
 def insert(rng: random.Random, data: bytes) -> bytes:
-    """Put random bytes, or 0 or 255 over and over, in between."""
+    """Insert random bytes, or a run of 0 or 255."""
     there, length = rng.randrange(len(data) + 1), rng.choice((1, 2, 4, 100, 5000))
     new = rng.choice((rng.randbytes(length), b"\0" * length, b"\xff" * length))
     return data[:there] + new + data[there:]
 
 
 def edit_number(rng: random.Random, data: bytes) -> bytes:
-    """Write an extreme number of 1, 2 or 4 bytes, either end first, somewhere, mostly near the beginning."""
+    """Write an extreme number of 1, 2 or 4 bytes in either byte order, mostly near the beginning."""
     size, order = rng.choice((1, 2, 4)), rng.choice(("little", "big"))
     last = max(1, len(data) - size)
     there = rng.randrange(min(last, 64) if rng.random() < 0.6 else last)
@@ -67,7 +67,7 @@ def edit_number(rng: random.Random, data: bytes) -> bytes:
 
 
 def edit_number_by_little(rng: random.Random, data: bytes) -> bytes:
-    """Make a byte a little larger or smaller: lengths that are off by one."""
+    """Change a byte by 1 or 2, as in lengths that are off by one."""
     changed = bytearray(data)
     there = rng.randrange(min(len(data), 256) if rng.random() < 0.6 else len(data))
     changed[there] = (changed[there] + rng.choice((-2, -1, 1, 2))) % 256
@@ -85,13 +85,13 @@ ANY_BYTES: tuple[Damage, ...] = (
 
 
 def splice(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
-    """Return the beginning of one and the end of another."""
+    """Join the beginning of one and the end of another."""
     other = rng.choice(others)
     return data[: rng.randrange(len(data))] + other[rng.randrange(len(other) + 1) :]
 
 
 def damaged_bytes(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
-    """Damage bytes once to four times."""
+    """Damage bytes one to four times."""
     for _ in range(rng.choice((1, 1, 2, 4))):
         if not data:
             break
@@ -100,7 +100,7 @@ def damaged_bytes(rng: random.Random, data: bytes, others: Sequence[bytes]) -> b
 
 
 def damaged_picture(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
-    """Damage a picture; of a PNG the check sums are mostly made right again, else nothing behind them is reached."""
+    """Damage a picture. PNG checksums are mostly recomputed; otherwise nothing behind them would be reached."""
     damaged = damaged_bytes(rng, data, others)
     return with_right_sums(damaged) if damaged.startswith(PNG) and rng.random() < 0.8 else damaged
 
@@ -109,7 +109,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def with_right_sums(data: bytes) -> bytes:
-    """Return a PNG file with right check sums of all its chunks, as far as their lengths make sense."""
+    """Return a PNG file with the checksums of all chunks recomputed, as far as their lengths are valid."""
     result, place = bytearray(data), len(PNG)
     while place + 12 <= len(data):
         (length,) = struct.unpack_from(">I", data, place)
@@ -138,7 +138,7 @@ _BOUNDS = {
 
 
 def damage_message(rng: random.Random, message: Message, blobs: Sequence[bytes]) -> None:
-    """Change 1 to 4 fields of a message, at any depth. blobs: values for fields of bytes."""
+    """Change 1 to 4 fields of a message, at any depth. blobs: values for bytes fields."""
     for _ in range(rng.choice((1, 1, 2, 4))):
         _change_field(rng, message, blobs)
 
@@ -163,7 +163,7 @@ def _change_field(rng: random.Random, message: Message, blobs: Sequence[bytes]) 
 
 
 def _change_list(rng: random.Random, values: Any, field: FieldDescriptor, blobs: Sequence[bytes]) -> None:
-    """Change, add, double or take away an element; now and then add a thousand."""
+    """Change, add, duplicate or delete an element; sometimes add a thousand."""
     if len(values) and rng.random() < 0.3:
         del values[rng.randrange(len(values))]
     elif field.message_type is None:
@@ -182,8 +182,8 @@ def _change_list(rng: random.Random, values: Any, field: FieldDescriptor, blobs:
 
 def _change_map(rng: random.Random, values: Any, field: FieldDescriptor, blobs: Sequence[bytes]) -> None:
     key, value = (field.message_type.fields_by_name[name] for name in ("key", "value"))
-    known = list(values) or [""]
-    chosen = rng.choice(known) if rng.random() < 0.5 else rng.choice((*PARAMETERS, _value(rng, key, blobs)))
+    existing = list(values) or [""]
+    chosen = rng.choice(existing) if rng.random() < 0.5 else rng.choice((*PARAMETERS, _value(rng, key, blobs)))
     if value.message_type is None:
         values[chosen] = _value(rng, value, blobs)
     else:
@@ -199,7 +199,7 @@ def _long(field: FieldDescriptor) -> bool:
 
 
 def _value(rng: random.Random, field: FieldDescriptor, blobs: Sequence[bytes]) -> Any:
-    """Draw a value that the field can hold, mostly an odd one."""
+    """Draw a value that the field can hold, usually an unusual one."""
     kind = field.cpp_type
     if field.type == FieldDescriptor.TYPE_BYTES:
         return rng.choice(blobs)
@@ -216,16 +216,16 @@ def _value(rng: random.Random, field: FieldDescriptor, blobs: Sequence[bytes]) -
 
 
 def odd_wire(rng: random.Random, data: bytes) -> bytes:
-    """Add what a message may hold though no field has it: unknown fields, other wire types, groups, deep nesting."""
+    """Add valid or broken wire data that no field declares: unknown fields, other wire types, groups, deep nesting."""
     number = rng.choice((1, 2, 3, 5, 15, 16, 99, 2**29 - 1))
     added = rng.choice(
         (
-            _tag(number, 0) + b"\xff" * rng.choice((9, 10, 11)) + b"\x01",  # a number of too many bytes
+            _tag(number, 0) + b"\xff" * rng.choice((9, 10, 11)) + b"\x01",  # a varint that is too long
             _tag(number, 1) + rng.randbytes(8),
             _tag(number, 2) + _varint(rng.choice((0, 5, 2**31 - 1, 2**32, 2**63))) + b"12345",
             _tag(number, 5) + rng.randbytes(4),
             _tag(number, 3) + _tag(number, 4),
-            _tag(number, 3) * rng.choice((1, 50, 200)),  # groups that nobody ends
+            _tag(number, 3) * rng.choice((1, 50, 200)),  # groups without an end
             _tag(number, 4),
             _tag(number, rng.choice((6, 7))),
             _nested(number, rng.choice((10, 99, 101, 500))),

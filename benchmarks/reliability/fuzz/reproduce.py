@@ -19,12 +19,12 @@ from benchmarks.reliability.fuzz.fuzzing import call_case
 
 
 def main() -> int:
-    """Send the case; return 1 where the server dies of it."""
+    """Send the case; return 1 if the server dies of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("number", type=int)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--server")
-    parser.add_argument("--messages", type=Path)
+    parser.add_argument("number", type=int, help="number of the case")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the run that the case is from")
+    parser.add_argument("--server", help="HOST:PORT of a running server; default: start one")
+    parser.add_argument("--messages", type=Path, help="folder for the bytes of the messages")
     options = parser.parse_args()
     case = case_of(options.seed, options.number)
     print(f"{case.method}, {case.what}, messages of {[len(message) for message in case.messages]} bytes")
@@ -38,7 +38,7 @@ def main() -> int:
     with ServerTestBed(options.seed) as bed, bed.serve() as server:
         before = server.rss_mb()
         asyncio.run(_send(server.address, case))
-        time.sleep(0.5)  # a process that dies is not dead at once
+        time.sleep(0.5)  # a dying process is not gone at once
         if server.alive:
             print(f"resident memory from {before:.0f} to {server.rss_mb():.0f} MB")
             return 0
